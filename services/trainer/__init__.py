@@ -1,0 +1,1 @@
+"""The policy, its optimizer, the losses and the checkpoints."""
