@@ -1,0 +1,1 @@
+"""The wire contract: messages, their encoding and the sockets that carry them."""

@@ -1,0 +1,395 @@
+"""Every message on the wire, grouped by the socket it travels on. `README.md` here is the written spec.
+
+A request names what it wants; its reply carries the request's id in `Header.reply_to`. Messages that a
+server sends unasked (`Command`, `Prepare`, `Commit`, `Abort`) have `reply_to = None`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from umbra.proto.records import Ledger, Manifest, Record, SampleTask, Trajectory
+
+Role = Literal["buffer", "generator", "scorer", "trainer", "weight_hub", "monitor"]
+State = Literal["starting", "joining", "ready", "draining", "stopped", "failed"]
+
+
+class Header(Record):
+    """First frame of every message."""
+
+    major: int
+    minor: int
+    type: str
+    id: int  # counts up per sender and incarnation; a resend keeps its id
+    sender: str
+    incarnation: str  # changes at every start of a process: a new one supersedes the old
+    reply_to: int | None = None
+    sent_at: float = 0.0  # seconds since the epoch
+
+
+class Message(Record):
+    """Base of all message bodies; the class-level tag is the header's `type`."""
+
+
+# -- any socket ---------------------------------------------------------------------------------
+
+
+class Ok(Message):
+    """Done; nothing to add."""
+
+
+class Nack(Message):
+    """Refused. `path` names the field at fault, `code` is for programs and `reason` for people."""
+
+    code: str
+    reason: str
+    path: str = "$"
+
+
+# -- control socket (buffer: ROUTER) ------------------------------------------------------------
+
+
+class Join(Message):
+    """A process asks to take part. `endpoints` are those it binds itself (the hub's `weights`)."""
+
+    role: Role
+    name: str
+    pid: int
+    host: str
+    package_version: str
+    endpoints: dict[str, str] = {}
+
+
+class Welcome(Message):
+    """Joined. The rest of what the joiner must know; `weights` is empty until a hub has joined."""
+
+    run_id: str
+    heartbeat_s: float
+    data: str
+    events_in: str
+    events_out: str
+    weights: str = ""
+
+
+class Heartbeat(Message):
+    """Alive, and how far. `progress` counts what the main loop has done; `idle_s` since it last moved."""
+
+    state: State
+    activity: str
+    progress: int
+    idle_s: float
+    stats: dict[str, float] = {}
+
+
+class HeartbeatAck(Message):
+    """What may have changed since Welcome. `version` is the number of optimizer steps committed."""
+
+    version: int
+    weights: str = ""
+
+
+class Leave(Message):
+    """An orderly goodbye; leases have been handed back before."""
+
+    reason: str
+
+
+class Command(Message):
+    """From the buffer, unasked: `drain` = hand back what you hold and leave."""
+
+    kind: Literal["drain"]
+    reason: str = ""
+
+
+class Ping(Message):
+    """Are you there?"""
+
+
+class Pong(Message):
+    """Here; `role` and `state` of the answering process."""
+
+    role: Role
+    state: State
+
+
+class StatusRequest(Message):
+    """Tell the whole state of the run."""
+
+
+class Member(Record):
+    """A process as the buffer sees it."""
+
+    name: str
+    role: Role
+    incarnation: str
+    pid: int
+    host: str
+    state: State
+    activity: str
+    progress: int
+    idle_s: float
+    silent_s: float  # since its last message
+    stats: dict[str, float] = {}
+
+
+class Stuck(Record):
+    """Something overdue: what, who holds it, for how long, and what was done about it."""
+
+    what: str
+    holder: str
+    age_s: float
+    action: str
+
+
+class Status(Message):
+    """The whole state of the run."""
+
+    run_id: str
+    state: State
+    uptime_s: float
+    version: int
+    steps: int  # the run's goal
+    ledger: Ledger
+    members: list[Member]
+    departed: dict[str, str]  # name -> why it is gone
+    staleness: dict[str, float]  # of the samples trained so far: mean, max, bound
+    counters: dict[str, int]  # rejected messages by reason, expired leases, duplicates, ...
+    stuck: list[Stuck]
+
+
+# -- data socket (buffer: ROUTER) ---------------------------------------------------------------
+
+
+class LeaseSamples(Message):
+    """A generator asks for up to `capacity` samples; the answer may wait `wait_s` for work."""
+
+    capacity: int
+    version: int  # of the weights it serves now
+    wait_s: float
+
+
+class SampleLeases(Message):
+    """Samples to generate; empty when there was no work within `wait_s`."""
+
+    tasks: list[SampleTask]
+
+
+class SubmitTrajectories(Message):
+    """Complete trajectories. Acknowledged means stored."""
+
+    trajectories: list[Trajectory]
+
+
+class SubmitAck(Message):
+    """How many were accepted; `refused` maps sample ids to why (a lease that was lost, say)."""
+
+    accepted: int
+    refused: dict[str, str] = {}
+
+
+class ReturnedSample(Record):
+    """A sample handed back unfinished, with what there is of it; or `failed`, with the reason."""
+
+    sample_id: str
+    attempt: int
+    reason: str
+    failed: bool = False
+    partial: Trajectory | None = None
+
+
+class ReturnSamples(Message):
+    """Samples handed back: an interruption, a drain, or a failure of the environment."""
+
+    samples: list[ReturnedSample]
+
+
+class RenewLeases(Message):
+    """Still working on these `(sample_id, attempt)`."""
+
+    leases: list[tuple[str, int]]
+
+
+class RenewAck(Message):
+    """Samples whose lease is not ours any more: stop working on them."""
+
+    lost: list[str]
+
+
+class LeaseBatch(Message):
+    """The trainer asks for the batch of optimizer step `step` (1-based), waiting up to `wait_s`."""
+
+    step: int
+    wait_s: float
+
+
+class BatchLease(Message):
+    """The batch, whole groups in order; empty when it could not be filled within `wait_s`.
+
+    `waiting_for` says in words what is missing.
+    """
+
+    step: int
+    trajectories: list[Trajectory]
+    waiting_for: str = ""
+
+
+class CommitBatch(Message):
+    """The batch of `step` has been trained on. A repeated commit is a no-op."""
+
+    step: int
+    metrics: dict[str, float] = {}
+
+
+class CommitAck(Message):
+    """Committed; the ledger after it."""
+
+    version: int
+    ledger: Ledger
+
+
+class FinishRun(Message):
+    """The trainer is done: what is in flight ends as `cancelled`, everyone drains."""
+
+    reason: str
+
+
+class RunFinished(Message):
+    """The final ledger; nothing is in flight any more."""
+
+    ledger: Ledger
+
+
+# -- weights socket (hub: ROUTER) ---------------------------------------------------------------
+
+
+class RegisterManifest(Message):
+    """The trainer states the layout of its weights."""
+
+    manifest: Manifest
+
+
+class ArenaReady(Message):
+    """The arena that the trainer writes into: `slots` slots of `manifest.total_bytes` in `path`."""
+
+    path: str
+    slots: int
+
+
+class AcquireSlot(Message):
+    """The trainer asks for a slot to write `version` into; answered when one is free."""
+
+    version: int
+
+
+class SlotGranted(Message):
+    """Write here; nobody reads it until Publish."""
+
+    slot: int
+
+
+class Publish(Message):
+    """`version` lies in `slot`, with a checksum per bucket (xxh3-64). Push it."""
+
+    version: int
+    slot: int
+    checksums: list[int]
+    snapshot_s: float
+
+
+class Subscribe(Message):
+    """A receiver wants every new version, by one of `planes` (in its order of preference)."""
+
+    host: str
+    planes: list[str]
+
+
+class Subscribed(Message):
+    """How it will get them. The newest version follows as a push."""
+
+    manifest: Manifest
+    plane: str
+    path: str  # the arena, for plane "shm"
+
+
+class Prepare(Message):
+    """To a receiver, unasked: stage `version` from `slot`, verify it, answer with Ready."""
+
+    epoch: int
+    version: int
+    slot: int
+    checksums: list[int]
+
+
+class Ready(Message):
+    """`version` is staged and verified (or `error` says why not)."""
+
+    epoch: int
+    version: int
+    wire_s: float
+    stage_s: float
+    error: str = ""
+
+
+class Commit(Message):
+    """To a receiver, unasked: load the staged version at the next token boundary."""
+
+    epoch: int
+    version: int
+
+
+class Committed(Message):
+    """The engine serves `version` now; `commit_s` is the time for which generation waited."""
+
+    epoch: int
+    version: int
+    commit_s: float
+    error: str = ""
+
+
+class Abort(Message):
+    """To a receiver, unasked: forget what is staged for this epoch."""
+
+    epoch: int
+    version: int
+    reason: str
+
+
+class HubStatusRequest(Message):
+    """What does the hub hold and push?"""
+
+
+class HubStatus(Message):
+    """Newest published version, and by receiver the version that it serves."""
+
+    version: int
+    pushes: int
+    receivers: dict[str, int]
+
+
+# -- telemetry (PUB -> XSUB/XPUB -> SUB): may be lost, never changes behaviour -------------------
+
+
+class Event(Message):
+    """Something happened; `Header.id` counts per sender, so that a gap shows a loss."""
+
+    kind: str
+    fields: dict[str, Any] = {}
+
+
+CONTROL: tuple[type[Message], ...] = (
+    Join, Welcome, Heartbeat, HeartbeatAck, Leave, Command, Ping, Pong, StatusRequest, Status,
+)  # fmt: skip
+DATA: tuple[type[Message], ...] = (
+    LeaseSamples, SampleLeases, SubmitTrajectories, SubmitAck, ReturnSamples, RenewLeases, RenewAck,
+    LeaseBatch, BatchLease, CommitBatch, CommitAck, FinishRun, RunFinished,
+)  # fmt: skip
+WEIGHTS: tuple[type[Message], ...] = (
+    RegisterManifest, ArenaReady, AcquireSlot, SlotGranted, Publish, Subscribe, Subscribed,
+    Prepare, Ready, Commit, Committed, Abort, HubStatusRequest, HubStatus,
+)  # fmt: skip
+TELEMETRY: tuple[type[Message], ...] = (Event,)
+ANY: tuple[type[Message], ...] = (Ok, Nack)
+
+TYPES: dict[str, type[Message]] = {
+    cls.__name__: cls for cls in (*ANY, *CONTROL, *DATA, *WEIGHTS, *TELEMETRY)
+}

@@ -1,0 +1,165 @@
+"""The records that messages carry: samples, trajectories and the weight manifest.
+
+Token ids, logprobs and masks are little-endian arrays in `bytes` fields (int32, float32 and uint8):
+one frame of plain bytes is several times cheaper to pack than a list of numbers.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+
+class Record(msgspec.Struct, kw_only=True, frozen=True):
+    """Base of all records: immutable, keyword-only, unknown fields are skipped when decoded."""
+
+
+class Sampling(Record):
+    """How tokens were drawn. Behaviour logprobs are those of this very distribution."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int = 256
+
+
+class VersionSpan(Record):
+    """Response tokens `[start, end)` were sampled by policy version `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+class Trajectory(Record):
+    """What a generator made of one sample, complete or partial. P prompt and T response tokens.
+
+    `response_ids`, `loss_mask` and `logprobs` have one entry per response token, environment tokens
+    of later turns included; those have mask 0 and logprob 0. `spans` cover exactly `[0, T)` in order.
+    """
+
+    sample_id: str
+    group_id: str
+    prompt_id: str
+    attempt: int
+    prompt_ids: bytes  # int32 [P]
+    response_ids: bytes  # int32 [T]
+    loss_mask: bytes  # uint8 [T]
+    logprobs: bytes  # float32 [T], behaviour logprobs
+    spans: list[VersionSpan]
+    finish_reason: str  # "stop", "length", "turns", or "partial"
+    reward: float = 0.0
+    reward_parts: dict[str, float] = {}
+    turns: int = 1
+    ref_logprobs: bytes | None = None  # float32 [T]
+    proximal_logprobs: bytes | None = None  # float32 [T]
+    sampling: Sampling = Sampling()
+    generator: str = ""
+    started_at: float = 0.0  # seconds since the epoch
+    finished_at: float = 0.0
+
+    @property
+    def response_tokens(self) -> int:
+        """T, environment tokens included."""
+        return len(self.response_ids) // 4
+
+    @property
+    def oldest_version(self) -> int:
+        """Policy version of the oldest token; staleness is measured from it."""
+        return min(span.version for span in self.spans)
+
+    @property
+    def newest_version(self) -> int:
+        """Policy version of the newest token."""
+        return max(span.version for span in self.spans)
+
+
+class SampleTask(Record):
+    """One sample to generate: the prompt row as the user wrote it, and the lease on it.
+
+    The lease is named by `(sample_id, attempt)`; an answer under an older attempt is refused.
+    """
+
+    sample_id: str
+    group_id: str
+    prompt_id: str
+    attempt: int
+    row: dict[str, Any]  # the JSONL row: "prompt" and whatever else the environment needs
+    lease_s: float
+    partial: Trajectory | None = None  # continue from here
+
+
+class TensorEntry(Record):
+    """Where a tensor lies in a version slot: `nbytes` bytes at `offset`, row-major."""
+
+    name: str
+    dtype: str  # safetensors' names: "F32", "BF16", ...
+    shape: list[int]
+    offset: int
+    nbytes: int
+
+
+class Manifest(Record):
+    """Layout of one version of the weights; agreed once between trainer, hub and receivers.
+
+    `buckets` are byte ranges `[start, end)` that cover `[0, total_bytes)` in order; each has a
+    checksum of its own in a push. `digest` (xxh3-128, hex) names the layout.
+    """
+
+    tensors: list[TensorEntry]
+    buckets: list[tuple[int, int]]
+    total_bytes: int
+    digest: str
+
+
+class Ledger(Record):
+    """Where every sample is. `issued == trained + sum(ended) + in_flight` at every moment."""
+
+    issued: int = 0
+    trained: int = 0
+    ended: dict[str, int] = {}  # by reason: stale, filtered, failed, cancelled
+    in_flight: dict[str, int] = {}  # by state: queued, generating, scoring, ready, training
+
+    @property
+    def balance(self) -> int:
+        """Zero when every issued sample is accounted for."""
+        return self.issued - self.trained - sum(self.ended.values()) - sum(self.in_flight.values())
+
+
+def pack_int32(values: Sequence[int]) -> bytes:
+    """Little-endian int32 bytes of `values`."""
+    return _to_bytes(array("i", values))
+
+
+def pack_float32(values: Sequence[float]) -> bytes:
+    """Little-endian float32 bytes of `values`."""
+    return _to_bytes(array("f", values))
+
+
+def unpack_int32(data: bytes) -> list[int]:
+    """The values in little-endian int32 bytes."""
+    return _from_bytes("i", data).tolist()
+
+
+def unpack_float32(data: bytes) -> list[float]:
+    """The values in little-endian float32 bytes."""
+    return _from_bytes("f", data).tolist()
+
+
+def _to_bytes(values: array[Any]) -> bytes:
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tobytes()
+
+
+def _from_bytes(typecode: str, data: bytes) -> array[Any]:
+    values: array[Any] = array(typecode)
+    values.frombytes(data)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values

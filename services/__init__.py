@@ -1,0 +1,1 @@
+"""The processes that make up a run, one folder each."""

@@ -1,0 +1,1 @@
+"""What every service shares: lifecycle, configuration, heartbeats, logging and telemetry."""

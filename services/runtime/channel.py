@@ -1,0 +1,150 @@
+"""The connecting side of the wire: requests to one server, from any thread, each with a deadline."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import zmq
+
+from umbra.proto.codec import Envelope
+from umbra.proto.errors import DeadlineError, RejectedError, WireError
+from umbra.proto.messages import Message, Nack
+
+if TYPE_CHECKING:
+    from umbra.services.runtime.link import Link
+
+RESEND_S = 3.0  # a lost connection costs at most this long; the server recognises the repetition
+
+M = TypeVar("M", bound=Message)
+
+
+@dataclass(slots=True)
+class _Pending:
+    body: Message
+    future: Future[Message]
+    frames: list[bytes]
+    deadline: float
+    resend_at: float
+    timeout_s: float
+
+
+class Channel:
+    """Requests to one server. Made by `Link.channel`; sockets are touched by the link's thread only."""
+
+    def __init__(self, link: Link, socket: zmq.Socket[bytes], peer: str) -> None:
+        self.peer = peer
+        self.pushes: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.socket = socket
+        self._link = link
+        self._pending: dict[int, _Pending] = {}
+
+    def call(self, body: Message, reply: type[M], *, timeout_s: float) -> M:
+        """Send `body`, wait for its reply.
+
+        Raises:
+            DeadlineError: no reply within `timeout_s` seconds.
+            RejectedError: the server answered with a Nack.
+            WireError: the server answered with another type.
+        """
+        answer = self.request(body, timeout_s=timeout_s).result()
+        if not isinstance(answer, reply):
+            raise WireError(
+                f"{self.peer} answered {type(answer).__name__} instead of {reply.__name__}",
+                code="unexpected",
+            )
+        return answer
+
+    def request(
+        self,
+        body: Message,
+        *,
+        timeout_s: float,
+        on_done: Callable[[Future[Message]], None] | None = None,
+    ) -> Future[Message]:
+        """Send `body`; the future ends with its reply, or with the errors of `call`.
+
+        `on_done` runs on the link's thread: it must be quick.
+        """
+        future: Future[Message] = Future()
+        if on_done is not None:
+            future.add_done_callback(on_done)
+        self._link.run(lambda: self._start(body, future, timeout_s))
+        return future
+
+    def send(self, body: Message) -> None:
+        """Send `body` one way: no reply is awaited."""
+        self._link.run(lambda: self._transmit(self._link.encoder.encode(body)[1]))
+
+    # -- the link's thread ------------------------------------------------------------------------
+
+    def _start(self, body: Message, future: Future[Message], timeout_s: float) -> None:
+        now = self._link.clock()
+        number, frames = self._link.encoder.encode(body)
+        self._pending[number] = _Pending(
+            body, future, frames, now + timeout_s, now + RESEND_S, timeout_s
+        )
+        self._transmit(frames)
+
+    def _transmit(self, frames: list[bytes]) -> None:
+        try:
+            self.socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            pass  # nobody reads at the other end; requests are resent, their deadline speaks
+
+    def received(self, envelope: Envelope) -> None:
+        """A message arrived."""
+        if envelope.header.reply_to is None:
+            self.pushes.put(envelope.body)
+            return
+        pending = self._pending.pop(envelope.header.reply_to, None)
+        if pending is None:
+            return  # the second answer to a resent request, or one that came after its deadline
+        if isinstance(envelope.body, Nack):
+            nack = envelope.body
+            _fail(pending.future, RejectedError(f"{self.peer}: {nack.reason}", code=nack.code))
+        else:
+            _finish(pending.future, envelope.body)
+
+    def tick(self, now: float) -> float:
+        """Resend and expire; the time of the next tick."""
+        next_at = now + RESEND_S
+        for number, pending in list(self._pending.items()):
+            if now >= pending.deadline:
+                del self._pending[number]
+                _fail(pending.future, self._overdue(pending))
+                continue
+            if now >= pending.resend_at:
+                pending.resend_at = now + RESEND_S
+                self._transmit(pending.frames)
+            next_at = min(next_at, pending.deadline, pending.resend_at)
+        return next_at
+
+    def fail_all(self, reason: str) -> None:
+        """End every open request: the link is closing."""
+        for pending in self._pending.values():
+            _fail(pending.future, DeadlineError(f"{reason} while waiting for {self.peer}"))
+        self._pending.clear()
+
+    def _overdue(self, pending: _Pending) -> DeadlineError:
+        return DeadlineError(
+            f"no answer from {self.peer} to {type(pending.body).__name__} "
+            f"within {pending.timeout_s:g} s"
+        )
+
+
+def _finish(future: Future[Message], value: Message) -> None:
+    try:
+        future.set_result(value)
+    except InvalidStateError:
+        pass  # cancelled by its owner
+
+
+def _fail(future: Future[Message], error: Exception) -> None:
+    try:
+        future.set_exception(error)
+    except InvalidStateError:
+        pass  # cancelled by its owner

@@ -1,0 +1,132 @@
+"""The frame of every service's command: flags, configuration, logging, signals, exit codes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import click
+import msgspec
+
+from umbra.proto.messages import Role
+from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.config_loader import load_config
+from umbra.services.runtime.logs import setup_logging
+from umbra.services.runtime.metrics import MetricsFile
+from umbra.services.runtime.parent import die_with_parent
+from umbra.services.runtime.session import Session
+from umbra.services.runtime.signals import stop_on_signals
+
+READY_FD_VARIABLE = "UMBRA_READY_FD"
+
+
+@dataclass(frozen=True)
+class ServiceContext:
+    """What a service's `run` gets."""
+
+    config: RunConfig
+    name: str
+    broker: str
+    run_dir: Path | None
+    stopping: threading.Event
+    log: logging.Logger
+    metrics: MetricsFile
+
+    def join(self, role: Role, endpoints: dict[str, str] | None = None) -> Session:
+        """Join the run; see `Session.join`."""
+        return Session.join(
+            role=role,
+            name=self.name,
+            broker=self.broker,
+            endpoints=endpoints,
+            stopping=self.stopping,
+        )
+
+    def ready(self, facts: dict[str, Any]) -> None:
+        """Tell whoever started this process that it is up, and at which endpoints (one JSON line)."""
+        self.log.info("ready: %s", ", ".join(f"{key} {value}" for key, value in facts.items()))
+        fd = os.environ.get(READY_FD_VARIABLE)
+        if fd is not None:
+            os.write(int(fd), msgspec.json.encode(facts) + b"\n")
+            os.close(int(fd))
+
+
+def service_command(
+    section: str, run: Callable[[ServiceContext], int], *, name: str | None = None
+) -> click.Command:
+    """The command of a service: common flags plus one per field of its configuration section."""
+    service = name or section.replace("_", "-")
+    cls: type[Any] = get_type_hints(RunConfig)[section]
+    fields = msgspec.structs.fields(cls)
+
+    def invoke(**values: Any) -> None:
+        overrides = list(values.pop("set"))
+        chosen = {field.name: values.pop(field.name) for field in fields}
+        overrides += [f"{section}.{key}={text}" for key, text in chosen.items() if text is not None]
+        for key in ("level", "format"):
+            if (text := values[f"log_{key}"]) is not None:
+                overrides.append(f"log.{key}={text}")
+        if values["broker"] is not None:
+            overrides.append(f"run.broker={values['broker']}")
+        config = load_config(values["config"], overrides=overrides)
+        code = _run_service(run, config, values["name"] or service, values["run_dir"])
+        raise SystemExit(code)
+
+    params: list[click.Parameter] = [
+        click.Option(["--config"], type=str, help="Run file (TOML, or the resolved JSON)."),
+        click.Option(["--set"], multiple=True, metavar="SECTION.KEY=VALUE", help="Override a key."),
+        click.Option(["--broker"], envvar="UMBRA_BROKER", help="Address of the buffer."),
+        click.Option(["--name"], help="Name in the run.  [default: " + service + "]"),
+        click.Option(["--run-dir"], type=click.Path(path_type=Path), help="Folder for results."),
+        click.Option(["--log-level"], help="debug, info, warning or error."),
+        click.Option(["--log-format"], help="console or json."),
+        *(_flag(field, cls) for field in fields),
+    ]
+    return click.Command(service, params=params, callback=invoke, help=_first_line(cls))
+
+
+def _run_service(
+    run: Callable[[ServiceContext], int], config: RunConfig, name: str, run_dir: Path | None
+) -> int:
+    die_with_parent()
+    setup_logging(config.log, name)
+    if run_dir is not None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    stopping = threading.Event()
+    metrics = MetricsFile(run_dir / "metrics.jsonl" if run_dir else None, name)
+    with closing(metrics), stop_on_signals(stopping):
+        return run(
+            ServiceContext(
+                config=config,
+                name=name,
+                broker=config.run.broker,
+                run_dir=run_dir,
+                stopping=stopping,
+                log=logging.getLogger(f"umbra.{name}"),
+                metrics=metrics,
+            )
+        )
+
+
+def _flag(field: msgspec.structs.FieldInfo, section: type[Any]) -> click.Option:
+    info = msgspec.inspect.type_info(get_type_hints(section, include_extras=True)[field.name])
+    schema = getattr(info, "extra_json_schema", None) or {}
+    default = "" if field.default in ("", None) else f"  [default: {field.default}]"
+    kind = getattr(info, "type", info)
+    choices = getattr(kind, "values", None)
+    metavar = "|".join(map(str, choices)) if choices else type(kind).__name__.removesuffix("Type")
+    return click.Option(
+        [f"--{field.encode_name.replace('_', '-')}", field.name],
+        metavar=metavar.upper() if not choices else f"[{metavar}]",
+        help=str(schema.get("description", "")) + default,
+    )
+
+
+def _first_line(cls: type[Any]) -> str:
+    return (cls.__doc__ or "").strip().splitlines()[0]

@@ -1,0 +1,171 @@
+"""The comms thread of a connecting process: it owns every socket, so the main thread never blocks on one."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import zmq
+
+from umbra.proto import sockets
+from umbra.proto.codec import Encoder, decode
+from umbra.proto.errors import WireError
+from umbra.proto.messages import Event
+from umbra.services.runtime.channel import Channel
+
+CLOSE_DEADLINE_S = 5.0
+
+log = logging.getLogger(__name__)
+
+
+class Link:
+    """Sockets of one process, polled by one thread; other threads talk to it through `run`.
+
+    Args:
+        name: this process in the run; also its identity on every socket.
+        incarnation: of this process.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, name: str, incarnation: str, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.name = name
+        self.clock = clock
+        self.encoder = Encoder(name, incarnation)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._channels: dict[zmq.Socket[bytes], Channel] = {}
+        self._publisher: zmq.Socket[bytes] | None = None
+        self._timers: list[tuple[float, float, Callable[[], None]]] = []
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._closing = threading.Event()
+        self._wake_lock = threading.Lock()
+        self._wake_in, self._wake_out = sockets.pair(self._context, "wake")
+        self._poller = zmq.Poller()
+        self._poller.register(self._wake_in, zmq.POLLIN)
+        self._thread = threading.Thread(target=self._main, name="umbra-link", daemon=True)
+        self._thread.start()
+
+    def run(self, job: Callable[[], None]) -> None:
+        """Run `job` on the link's thread, soon."""
+        self._jobs.append(job)
+        with self._wake_lock:
+            if self._wake_out.closed:
+                return
+            try:
+                self._wake_out.send(b"", zmq.NOBLOCK)
+            except zmq.Again:
+                pass  # it is awake already, with plenty to do
+
+    def channel(self, endpoint: str, peer: str) -> Channel:
+        """A channel to the server at `endpoint`; `peer` names it in errors."""
+        made: list[Channel] = []
+        done = threading.Event()
+
+        def connect() -> None:
+            socket = sockets.dealer(self._context, endpoint, self.name.encode())
+            channel = Channel(self, socket, f"{peer} at {endpoint}")
+            self._channels[socket] = channel
+            self._poller.register(socket, zmq.POLLIN)
+            made.append(channel)
+            done.set()
+
+        self.run(connect)
+        done.wait()
+        return made[0]
+
+    def publish_to(self, endpoint: str) -> None:
+        """Open the telemetry socket."""
+
+        def connect() -> None:
+            self._publisher = sockets.publisher(self._context, endpoint)
+
+        self.run(connect)
+
+    def publish(self, event: Event) -> None:
+        """Send `event` as telemetry; it may be lost."""
+
+        def send() -> None:
+            if self._publisher is not None:
+                try:
+                    _, frames = self.encoder.encode(event)
+                    self._publisher.send_multipart([event.kind.encode(), *frames], zmq.NOBLOCK)
+                except zmq.Again:
+                    pass  # telemetry may be lost; the gap in Header.id shows it
+
+        self.run(send)
+
+    def every(self, period_s: float, job: Callable[[], None]) -> None:
+        """Run `job` on the link's thread now and every `period_s` seconds."""
+        self.run(lambda: self._timers.append((self.clock(), period_s, job)))
+
+    def close(self) -> None:
+        """Fail open requests, flush for at most LINGER, stop the thread."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self.run(lambda: None)
+        self._thread.join(CLOSE_DEADLINE_S)
+
+    # -- the thread -------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        next_tick = self.clock()
+        while not self._closing.is_set():
+            timeout_s = max(0.0, next_tick - self.clock())
+            for socket, _ in self._poller.poll(timeout=round(timeout_s * 1000) + 1):
+                if socket is self._wake_in:
+                    self._drain_wakes()
+                else:
+                    self._receive(self._channels[socket])
+            while self._jobs:
+                self._jobs.popleft()()
+            next_tick = self._tick()
+        self._shut()
+
+    def _drain_wakes(self) -> None:
+        try:
+            while True:
+                self._wake_in.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            pass  # all read
+
+    def _receive(self, channel: Channel) -> None:
+        while True:
+            try:
+                frames = channel.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                channel.received(decode(frames))
+            except WireError as error:
+                log.warning("dropped a message from %s: %s", channel.peer, error)
+
+    def _tick(self) -> float:
+        now = self.clock()
+        next_at = now + 1.0
+        for index, (due, period_s, job) in enumerate(self._timers):
+            if now >= due:
+                job()
+                due = now + period_s  # noqa: PLW2901 - the timer's next turn
+                self._timers[index] = (due, period_s, job)
+            next_at = min(next_at, due)
+        for channel in list(self._channels.values()):
+            next_at = min(next_at, channel.tick(now))
+        return next_at
+
+    def _shut(self) -> None:
+        while self._jobs:  # what was posted before the close is still sent
+            self._jobs.popleft()()
+        for socket, channel in self._channels.items():
+            channel.fail_all("the process is closing")
+            socket.close()
+        if self._publisher is not None:
+            self._publisher.close()
+        with self._wake_lock:
+            self._wake_out.close(linger=0)
+        self._wake_in.close(linger=0)
+        self._context.term()

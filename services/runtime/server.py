@@ -1,0 +1,205 @@
+"""The binding side of the wire: ROUTER sockets of the buffer and of the hub, polled by one thread.
+
+Bad input never gets further than this file: it is counted, answered with a Nack where the sender can
+be told, and dropped. A request that was resent is answered from the last replies, so that a lost reply
+never makes an operation happen twice.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+
+import zmq
+
+from umbra.proto import sockets
+from umbra.proto.codec import Encoder, decode, decode_header, nack
+from umbra.proto.errors import WireError
+from umbra.proto.messages import ANY, Header, Message
+
+REPLIES_KEPT = 16  # per peer; a peer has at most a few requests under way
+RECEIVE_BURST = 256  # messages taken from one socket before the others get their turn
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A message that arrived, and where its reply goes."""
+
+    channel: str
+    identity: bytes
+    header: Header
+    body: Message
+
+
+@dataclass(slots=True)
+class _Channel:
+    name: str
+    socket: zmq.Socket[bytes]
+    accepts: tuple[type[Message], ...]
+
+
+@dataclass(slots=True)
+class _Peer:
+    """What must be remembered of one sender to answer its resends: frames by request id, or None
+    while the answer is pending."""
+
+    incarnation: str
+    replies: OrderedDict[int, list[bytes] | None]
+
+
+class Server:
+    """Bound sockets, polled and answered from one thread.
+
+    Args:
+        context: ZeroMQ context; terminated by its owner.
+        name: sender name in the headers of replies.
+        incarnation: of this process.
+    """
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], name: str, incarnation: str
+    ) -> None:
+        self.counters: Counter[str] = Counter()
+        self._context = context
+        self._encoder = Encoder(name, incarnation)
+        self._poller = zmq.Poller()
+        self._channels: dict[zmq.Socket[bytes], _Channel] = {}
+        self._by_name: dict[str, _Channel] = {}
+        self._relay: tuple[zmq.Socket[bytes], zmq.Socket[bytes]] | None = None
+        self._peers: dict[tuple[str, bytes], _Peer] = {}
+
+    def bind(self, channel: str, endpoint: str, accepts: tuple[type[Message], ...]) -> str:
+        """Open `channel` at `endpoint`; the endpoint it really has.
+
+        Raises:
+            StartupError: the address is taken or not ours.
+        """
+        socket, actual = sockets.router(self._context, endpoint)
+        bound = _Channel(channel, socket, accepts)
+        self._channels[socket] = self._by_name[channel] = bound
+        self._poller.register(socket, zmq.POLLIN)
+        return actual
+
+    def relay_events(self, endpoint_in: str, endpoint_out: str) -> tuple[str, str]:
+        """Relay telemetry from publishers to subscribers; the endpoints of both sides."""
+        inward, actual_in, outward, actual_out = sockets.relay(
+            self._context, endpoint_in, endpoint_out
+        )
+        self._relay = (inward, outward)
+        self._poller.register(inward, zmq.POLLIN)
+        self._poller.register(outward, zmq.POLLIN)
+        return actual_in, actual_out
+
+    def poll(self, timeout_s: float) -> list[Request]:
+        """Requests that arrived within `timeout_s` seconds, already validated."""
+        requests: list[Request] = []
+        for socket, _ in self._poller.poll(timeout=max(0, round(timeout_s * 1000))):
+            channel = self._channels.get(socket)
+            if channel is None:
+                self._relay_from(socket)
+            else:
+                requests.extend(self._receive(channel))
+        return requests
+
+    def reply(self, request: Request, body: Message) -> None:
+        """Answer `request`, now or later."""
+        _, frames = self._encoder.encode(body, reply_to=request.header.id)
+        peer = self._peers.get((request.channel, request.identity))
+        if peer is not None and peer.incarnation == request.header.incarnation:
+            peer.replies[request.header.id] = frames
+        self._send(self._by_name[request.channel], request.identity, frames)
+
+    def push(self, channel: str, identity: bytes, body: Message) -> bool:
+        """Send `body` unasked; False when the peer cannot be reached now."""
+        _, frames = self._encoder.encode(body)
+        return self._send(self._by_name[channel], identity, frames)
+
+    def close(self) -> None:
+        """Close all sockets; what is queued for sending gets the bounded LINGER."""
+        for socket in self._channels:
+            socket.close()
+        for socket in self._relay or ():
+            socket.close()
+        self._channels.clear()
+
+    def _receive(self, channel: _Channel) -> list[Request]:
+        requests: list[Request] = []
+        for _ in range(RECEIVE_BURST):
+            try:
+                identity, *frames = channel.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            request = self._decode(channel, identity, frames)
+            if request is not None:
+                requests.append(request)
+        return requests
+
+    def _decode(self, channel: _Channel, identity: bytes, frames: list[bytes]) -> Request | None:
+        try:
+            envelope = decode(frames)
+            if not isinstance(envelope.body, (*channel.accepts, *ANY)):
+                raise WireError(
+                    f"{envelope.header.type} does not belong on the {channel.name} socket",
+                    path="type",
+                    code="wrong_socket",
+                )
+        except WireError as error:
+            self._refuse(channel, identity, frames, error)
+            return None
+        header = envelope.header
+        if header.reply_to is None and self._is_resend(channel, identity, header):
+            return None
+        return Request(channel.name, identity, header, envelope.body)
+
+    def _refuse(
+        self, channel: _Channel, identity: bytes, frames: list[bytes], error: WireError
+    ) -> None:
+        self.counters[error.code] += 1
+        log.warning("refused a message from %r on %s: %s", identity, channel.name, error)
+        try:
+            reply_to = decode_header(frames).id
+        except WireError:
+            reply_to = None
+        _, answer = self._encoder.encode(nack(error), reply_to=reply_to)
+        self._send(channel, identity, answer)
+
+    def _is_resend(self, channel: _Channel, identity: bytes, header: Header) -> bool:
+        key = (channel.name, identity)
+        peer = self._peers.get(key)
+        if peer is None or peer.incarnation != header.incarnation:
+            peer = self._peers[key] = _Peer(header.incarnation, OrderedDict())
+        if header.id not in peer.replies:
+            peer.replies[header.id] = None
+            while len(peer.replies) > REPLIES_KEPT:
+                peer.replies.popitem(last=False)
+            return False
+        self.counters["resent"] += 1
+        frames = peer.replies[header.id]
+        if frames is not None:
+            self._send(channel, identity, frames)
+        return True
+
+    def _send(self, channel: _Channel, identity: bytes, frames: list[bytes]) -> bool:
+        try:
+            channel.socket.send_multipart([identity, *frames], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            # A peer that is gone, or that does not read: never a reason to wait or to die. It will
+            # ask again (resend) if it is still there.
+            reason = "unreachable" if error.errno == errno.EHOSTUNREACH else "backlogged"
+            self.counters[reason] += 1
+            return False
+        return True
+
+    def _relay_from(self, socket: zmq.Socket[bytes]) -> None:
+        assert self._relay is not None
+        inward, outward = self._relay
+        target = outward if socket is inward else inward
+        for _ in range(RECEIVE_BURST):
+            try:
+                target.send_multipart(socket.recv_multipart(zmq.NOBLOCK), zmq.NOBLOCK)
+            except zmq.Again:
+                return

@@ -1,0 +1,222 @@
+"""A process's place in the run: it joins the broker, shows that it lives and moves, and hears when to stop."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any
+
+import umbra
+from umbra.proto.errors import DeadlineError, PeerLostError, RejectedError, StartupError, UmbraError
+from umbra.proto.messages import (
+    Command,
+    Event,
+    Heartbeat,
+    HeartbeatAck,
+    Join,
+    Leave,
+    Message,
+    Ok,
+    Role,
+    State,
+    Welcome,
+)
+from umbra.services.runtime.channel import Channel
+from umbra.services.runtime.link import Link
+
+BROKER_SILENT_S = 20.0  # several missed heartbeats: the broker is gone, or cut off from us
+LEAVE_TIMEOUT_S = 3.0
+
+log = logging.getLogger(__name__)
+
+
+class Session:
+    """Membership of this process in a run; a context manager that leaves at the end.
+
+    `stopping` is set by whoever wants the process to end: a signal, the broker's drain command, or a
+    lost broker; `stop_reason` says why, and `failure` is set when the end is an error.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        control: Channel,
+        welcome: Welcome,
+        incarnation: str,
+        stopping: threading.Event,
+    ) -> None:
+        self.name = link.name
+        self.incarnation = incarnation
+        self.welcome = welcome
+        self.stopping = stopping
+        self.stop_reason = ""
+        self.failure: UmbraError | None = None
+        self.version = 0
+        self.data = link.channel(welcome.data, "buffer")
+        self._link = link
+        self._control = control
+        self._lock = threading.Lock()
+        self._state: State = "ready"
+        self._activity = "starting"
+        self._progress = 0
+        self._moved_at = self._heard_at = link.clock()
+        self._stats: dict[str, float] = {}
+        self._weights_endpoint = welcome.weights
+        self._weights_known = threading.Event()
+        if welcome.weights:
+            self._weights_known.set()
+        link.publish_to(welcome.events_in)
+        link.every(welcome.heartbeat_s, self._beat)
+
+    @classmethod
+    def join(
+        cls,
+        *,
+        role: Role,
+        name: str,
+        broker: str,
+        endpoints: dict[str, str] | None = None,
+        stopping: threading.Event | None = None,
+        deadline_s: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> Session:
+        """Join the run whose broker is at `broker`.
+
+        Raises:
+            StartupError: nobody answers there within `deadline_s` seconds.
+            RejectedError: the broker refuses us, with its reason.
+        """
+        incarnation = uuid.uuid4().hex[:12]
+        link = Link(name, incarnation, clock=clock)
+        control = link.channel(broker, "broker")
+        hello = Join(
+            role=role,
+            name=name,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            package_version=umbra.__version__,
+            endpoints=endpoints or {},
+        )
+        try:
+            welcome = control.call(hello, Welcome, timeout_s=deadline_s)
+        except DeadlineError as error:
+            link.close()
+            raise StartupError(
+                f"no broker answers at {broker} within {deadline_s:g} s: check --broker, and that "
+                "`umbra buffer` is running"
+            ) from error
+        except UmbraError:
+            link.close()
+            raise
+        log.info("joined run %s as %s", welcome.run_id, name)
+        return cls(link, control, welcome, incarnation, stopping or threading.Event())
+
+    def weights(self, *, deadline_s: float) -> Channel:
+        """A channel to the weight hub, once one has joined.
+
+        Raises:
+            DeadlineError: no hub joined within `deadline_s` seconds.
+        """
+        until = self._link.clock() + deadline_s
+        while not self._weights_known.wait(0.1):
+            if self.stopping.is_set():
+                raise PeerLostError(f"stopped while waiting for a weight hub: {self.stop_reason}")
+            if self._link.clock() >= until:
+                raise DeadlineError(f"no weight hub joined the run within {deadline_s:g} s")
+        return self._link.channel(self._weights_endpoint, "weight hub")
+
+    def progress(self, activity: str, count: int = 1) -> None:
+        """The main loop has moved: `count` more units of work, now busy with `activity`."""
+        with self._lock:
+            self._activity = activity
+            self._progress += count
+            self._moved_at = self._link.clock()
+
+    def stats(self, **values: float) -> None:
+        """Figures for the monitor, sent with the next heartbeats."""
+        with self._lock:
+            self._stats.update(values)
+
+    def emit(self, kind: str, **fields: Any) -> None:
+        """Publish a telemetry event; it may be lost."""
+        self._link.publish(Event(kind=kind, fields=fields))
+
+    def drain(self, reason: str) -> None:
+        """Ask this process to end in an orderly way."""
+        with self._lock:
+            self._state = "draining"
+            self.stop_reason = self.stop_reason or reason
+        self.stopping.set()
+
+    def fail(self, error: UmbraError) -> None:
+        """Ask this process to end because of `error`."""
+        if self.failure is None:
+            self.failure = error
+            log.error("%s", error)
+        self.drain(str(error))
+
+    def leave(self, reason: str) -> None:
+        """Say goodbye and close; what could not be said within a few seconds stays unsaid."""
+        try:
+            self._control.call(Leave(reason=reason), Ok, timeout_s=LEAVE_TIMEOUT_S)
+        except UmbraError as error:
+            log.debug("leaving without an answer: %s", error)
+        self._link.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        failed = error or self.failure
+        self.leave(f"failed: {failed}" if failed else self.stop_reason or "done")
+
+    # -- the link's thread ------------------------------------------------------------------------
+
+    def _beat(self) -> None:
+        self._take_commands()
+        now = self._link.clock()
+        if now - self._heard_at > BROKER_SILENT_S:
+            self.fail(PeerLostError(f"{self._control.peer} is silent for {BROKER_SILENT_S:g} s"))
+            return
+        with self._lock:
+            if self.stopping.is_set():
+                self._state = "draining"
+            beat = Heartbeat(
+                state=self._state,
+                activity=self._activity,
+                progress=self._progress,
+                idle_s=now - self._moved_at,
+                stats=dict(self._stats),
+            )
+        self._control.request(beat, timeout_s=BROKER_SILENT_S, on_done=self._heard)
+
+    def _heard(self, future: Future[Message]) -> None:
+        error = future.exception()
+        if isinstance(error, RejectedError):
+            self.fail(error)
+        elif error is None and isinstance(ack := future.result(), HeartbeatAck):
+            self._heard_at = self._link.clock()
+            self.version = ack.version
+            if ack.weights:
+                self._weights_endpoint = ack.weights
+                self._weights_known.set()
+        self._take_commands()
+
+    def _take_commands(self) -> None:
+        while not self._control.pushes.empty():
+            message = self._control.pushes.get_nowait()
+            if isinstance(message, Command):
+                log.info("asked to drain: %s", message.reason)
+                self.drain(message.reason)
