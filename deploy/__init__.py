@@ -1,0 +1,1 @@
+"""Starting a run: the local supervisor, the planner and the run files."""

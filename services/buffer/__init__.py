@@ -1,0 +1,1 @@
+"""The broker: prompts, leases, trajectories, staleness policy and membership."""

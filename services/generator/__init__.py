@@ -1,0 +1,1 @@
+"""Rollouts: an inference engine, environments and rewards."""

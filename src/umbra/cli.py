@@ -1,0 +1,168 @@
+"""The `umbra` command: a click group whose sub-commands are imported only when they are invoked.
+
+Nothing heavy (torch, transformers, zmq) may be imported here, so that `umbra --help` stays fast and
+a machine that only runs the buffer never needs torch.
+"""
+
+import importlib
+import platform
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import click
+
+from umbra import __version__
+
+EXIT_DONE = 0
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+
+class SubCommand(NamedTuple):
+    """Where a sub-command lives and the line that `umbra --help` shows for it."""
+
+    target: str  # "module:attribute", the attribute being a click.Command
+    help: str
+
+
+COMMANDS: dict[str, SubCommand] = {
+    "demo": SubCommand("umbra.deploy.demo:command", "Train a tiny model on this machine's CPU."),
+    "up": SubCommand("umbra.deploy.command:up", "Start a whole run on this machine."),
+    "buffer": SubCommand("umbra.services.buffer.command:command", "Serve the buffer (the broker)."),
+    "generator": SubCommand(
+        "umbra.services.generator.command:command", "Produce rollouts for a run."
+    ),
+    "trainer": SubCommand("umbra.services.trainer.command:command", "Train the policy of a run."),
+    "weight-hub": SubCommand(
+        "umbra.services.weight_hub.command:command", "Push new weights to the generators."
+    ),
+    "monitor": SubCommand("umbra.services.monitor.command:monitor", "Watch a run live."),
+    "status": SubCommand("umbra.services.monitor.command:status", "Print the state of a run once."),
+    "ping": SubCommand("umbra.services.monitor.command:ping", "Check that a service answers."),
+    "config": SubCommand("umbra.deploy.command:config", "Check and show a run file."),
+    "make-model": SubCommand(
+        "umbra.services.trainer.make_model:command", "Create a small model with random weights."
+    ),
+    "make-task": SubCommand(
+        "umbra.services.generator.command:make_task", "Write the prompts of a built-in task."
+    ),
+    "sft": SubCommand(
+        "umbra.services.trainer.warm_start:command", "Warm-start a model on worked examples."
+    ),
+    "eval": SubCommand(
+        "umbra.services.generator.command:evaluate", "Measure a model on held-out prompts."
+    ),
+}
+
+# Optional packages, by the extra of this distribution that installs them.
+EXTRAS: dict[str, str] = {
+    "torch": "trainer",
+    "transformers": "trainer",
+    "accelerate": "trainer",
+    "safetensors": "trainer",
+    "numpy": "trainer",
+    "vllm": "vllm",
+    "cupy": "nccl",
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "reasoning_gym": "tasks",
+    "math_verify": "tasks",
+    "datasets": "tasks",
+}
+
+
+class LazyGroup(click.Group):
+    """A click group that reads names and help lines from `COMMANDS` and imports on invocation."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return every name, in the order of `COMMANDS`."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import the sub-command called `cmd_name`; None if there is none of that name.
+
+        Raises:
+            ModuleNotFoundError: an optional package that it needs is not installed.
+            TypeError: the attribute in the table is no click command.
+        """
+        entry = COMMANDS.get(cmd_name)
+        if entry is None:
+            return None
+        module_name, _, attribute = entry.target.partition(":")
+        command = getattr(importlib.import_module(module_name), attribute)
+        if not isinstance(command, click.Command):
+            raise TypeError(f"{entry.target} is no click command")
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the table of sub-commands without importing any of them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, entry.help) for name, entry in COMMANDS.items()])
+
+
+def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
+    if not value or ctx.resilient_parsing:
+        return
+    click.echo(f"umbra {__version__} (Python {platform.python_version()}, {platform.platform()})")
+    ctx.exit()
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Print the version with Python's and the platform's, and exit.",
+)
+def cli() -> None:
+    """Post-train language models with asynchronous RL, without Ray.
+
+    `umbra COMMAND --help` explains a command.
+    """
+
+
+def _print_error(message: str) -> None:
+    click.echo(f"umbra: error: {message}", err=True)
+
+
+def _report(error: Exception) -> int | None:
+    """Print a foreseen `error` as one line and return its exit code; None if it is unforeseen."""
+    # Here and not above: an error is rare, and `umbra --help` should not pay for this import.
+    from umbra.proto.errors import UmbraError
+
+    if isinstance(error, UmbraError):
+        _print_error(str(error))
+        return error.exit_code
+    if isinstance(error, ModuleNotFoundError):
+        package = (error.name or "").partition(".")[0]
+        if package in EXTRAS:
+            extra = EXTRAS[package]
+            _print_error(f"{package} is not installed: pip install 'umbra-rl[{extra}]'")
+            return EXIT_USAGE
+    return None
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code.
+
+    A sub-command may return an int, which becomes the exit code; any other value means success.
+    Errors that Umbra foresees print one line; unforeseen ones pass, for Python's traceback.
+    """
+    try:
+        result = cli.main(
+            args=None if args is None else list(args), prog_name="umbra", standalone_mode=False
+        )
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("umbra: interrupted", err=True)
+        return EXIT_INTERRUPTED
+    except Exception as error:
+        exit_code = _report(error)
+        if exit_code is None:
+            raise
+        return exit_code
+    return result if type(result) is int else EXIT_DONE
