@@ -1,0 +1,32 @@
+"""Fixtures and settings that all tests share."""
+
+import os
+import threading
+from collections.abc import Iterator
+
+# Before anything imports a library that would look for a hub: tests never use the network.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import zmq
+
+TERM_DEADLINE_S = 5.0
+
+
+@pytest.fixture
+def zmq_context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    """Yield a context of the test's own and fail the test if a socket of it is left open.
+
+    `term()` waits for ever for an open socket, so it runs in a thread that may be given up.
+    """
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    yield context
+    thread = threading.Thread(target=context.term, name="zmq-term", daemon=True)
+    thread.start()
+    thread.join(TERM_DEADLINE_S)
+    if thread.is_alive():
+        pytest.fail(
+            f"the ZMQ context did not end within {TERM_DEADLINE_S:g} s: a socket is still open, "
+            "or has a linger time and messages that nobody takes"
+        )

@@ -1,0 +1,84 @@
+"""Rules about the source text that no linter option expresses: nothing may unpickle."""
+
+import ast
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PICKLE_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"}
+PICKLE_METHODS = {"recv_pyobj", "send_pyobj", "recv_serialized_pyobj"}
+
+
+def source_files() -> list[Path]:
+    """Return the Python files outside tests that git tracks or could track."""
+    listing = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", "*.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    if listing.returncode != 0:
+        pytest.skip("needs a git checkout")
+    paths = [ROOT / name for name in listing.stdout.split("\0") if name]
+    return [p for p in paths if p.is_file() and p.relative_to(ROOT).parts[0] != "tests"]
+
+
+def pickle_uses(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield the line and the name of every use of pickle in `tree`."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names):
+                for alias in names:
+                    if alias.name.partition(".")[0] in PICKLE_MODULES:
+                        yield node.lineno, alias.name
+            case ast.ImportFrom(module=str(module), names=names):
+                if module.partition(".")[0] in PICKLE_MODULES:
+                    yield node.lineno, module
+                if module == "torch" and any(alias.name == "load" for alias in names):
+                    yield node.lineno, "torch.load"
+            case ast.Attribute(value=ast.Name(id="torch"), attr="load"):
+                yield node.lineno, "torch.load"
+            case ast.Attribute(attr=attr) if attr in PICKLE_METHODS:
+                yield node.lineno, attr
+            case ast.keyword(arg="allow_pickle", value=ast.Constant(value=True)):
+                yield node.value.lineno, "allow_pickle=True"
+            case _:
+                pass
+
+
+def test_no_source_file_uses_pickle() -> None:
+    files = source_files()
+    assert ROOT / "src" / "umbra" / "cli.py" in files
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in files
+        for line, name in pickle_uses(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pickle",
+        "import pickle as p",
+        "from cloudpickle import loads",
+        "from torch import load",
+        "state = torch.load('x.pt', weights_only=True)",
+        "socket.send_pyobj(1)",
+        "value = await socket.recv_pyobj()",
+        "a = numpy.load('x.npy', allow_pickle=True)",
+    ],
+)
+def test_the_rule_finds(text: str) -> None:
+    assert list(pickle_uses(ast.parse(text)))
+
+
+def test_the_rule_lets_other_code_pass() -> None:
+    text = "x = safetensors.torch.load_file('x'); y = numpy.load('y', allow_pickle=False)"
+    assert not list(pickle_uses(ast.parse(text)))
