@@ -1,0 +1,111 @@
+# make help lists the targets. Everything is installed into $(VENV) and nowhere else.
+
+PYTHON ?= python3
+VENV ?= .venv
+# Another build of torch: make test TORCH=torch==2.13.0+cpu PIP_OPTIONS="--extra-index-url ..."
+TORCH ?= torch==2.13.0
+# More options for pip, such as another index.
+PIP_OPTIONS ?=
+PYTEST_OPTIONS ?=
+TASK ?= sort
+SEED ?= 0
+
+export PIP_OPTIONS
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+BIN := $(VENV)/bin
+VENV_STAMP := $(VENV)/.stamp-venv
+TORCH_STAMP := $(VENV)/.stamp-torch
+RUN_STAMP := $(VENV)/.stamp-run
+DEV_STAMP := $(VENV)/.stamp-dev
+
+# $(call install,WHAT): pip prints errors only, and a line now and then shows that it is at work.
+define install
+	@echo "==> installing $(1)"; \
+	started=$$SECONDS; \
+	( while sleep 20 </dev/null >/dev/null 2>&1; do echo "    still installing"; done ) & \
+	ticker=$$!; \
+	trap 'kill '$$ticker' 2>/dev/null || true' EXIT; \
+	$(BIN)/python -m pip install -qq $(PIP_OPTIONS) $(1); \
+	echo "    done in $$((SECONDS - started)) s"
+endef
+
+.PHONY: help
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
+
+$(VENV_STAMP):
+	@found=""; \
+	for candidate in "$(PYTHON)" python3.13 python3.12 python3.11 python3.14; do \
+		if "$$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+			found="$$candidate"; break; \
+		fi; \
+	done; \
+	if [ -z "$$found" ]; then \
+		echo "Umbra needs Python 3.11 or newer and found none: install one, or name it with make PYTHON=/path/to/python." >&2; \
+		exit 1; \
+	fi; \
+	echo "==> creating $(VENV) with $$("$$found" --version)"; \
+	if ! "$$found" -m venv --clear "$(VENV)"; then \
+		echo "Python's venv module does not work: on Debian and Ubuntu, install the package python3-venv." >&2; \
+		exit 1; \
+	fi
+	@touch $@
+
+# First and on its own, so that the chosen build of torch satisfies all that is installed later.
+$(TORCH_STAMP): $(VENV_STAMP)
+	$(call install,$(TORCH))
+	@touch $@
+
+$(RUN_STAMP): $(TORCH_STAMP) pyproject.toml
+	$(call install,-e ".[trainer$(comma)generator]")
+	@touch $@
+
+$(DEV_STAMP): $(TORCH_STAMP) pyproject.toml
+	$(call install,-e ".[trainer$(comma)generator$(comma)dev]")
+	@touch $@ $(RUN_STAMP)
+
+comma := ,
+
+.PHONY: setup
+setup: $(DEV_STAMP) ## Create the environment with everything that development needs
+
+.PHONY: demo
+demo: $(RUN_STAMP) ## Train a tiny model on the CPU (TASK=sort SEED=0)
+	@$(BIN)/umbra demo --task $(TASK) --seed $(SEED)
+
+.PHONY: test
+test: $(DEV_STAMP) ## Run the tests (PYTEST_OPTIONS="-k name")
+	@$(BIN)/python -m pytest $(PYTEST_OPTIONS)
+
+.PHONY: lint
+lint: $(DEV_STAMP) ## Check style, formatting and file lengths
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/python .ci/file_lengths.py
+
+.PHONY: types
+types: $(DEV_STAMP) ## Check types
+	@$(BIN)/pyright --pythonpath $(BIN)/python
+
+.PHONY: imports
+imports: $(DEV_STAMP) ## Check which module may import which
+	@$(BIN)/lint-imports --no-logo
+
+.PHONY: package
+package: $(DEV_STAMP) ## Build sdist and wheel, install the wheel elsewhere and try it
+	@$(BIN)/python .ci/package_check.py
+
+.PHONY: check
+check: lint types imports package test ## Run every check
+
+.PHONY: clean
+clean: ## Remove the environment, caches and build results
+	rm -rf $(VENV) build dist .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf src/umbra_rl.egg-info
+	find proto services deploy src tests .ci -name __pycache__ -type d -prune -exec rm -rf {} +
