@@ -23,7 +23,7 @@ def load_config(
     overrides: Iterable[str] = (),
     environ: Mapping[str, str] = os.environ,
 ) -> RunConfig:
-    """The configuration of `file` (TOML), changed by `UMBRA_SECTION__KEY` and `section.key=value`.
+    """The configuration of `file` (TOML, or the JSON of `to_json`), changed by `UMBRA_SECTION__KEY` and `section.key=value`.
 
     Raises:
         UsageError: unreadable file, unknown key (with the nearest name), or a bad value.
@@ -51,28 +51,23 @@ def as_dict(config: RunConfig) -> dict[str, Any]:
     return tree
 
 
-def from_json(text: bytes | str) -> RunConfig:
-    """A tree written by `to_json`: how `umbra up` hands the resolved configuration to its children."""
-    try:
-        return msgspec.json.decode(text, type=RunConfig)
-    except msgspec.MsgspecError as error:
-        raise UsageError(f"resolved configuration: {error}") from error
-
-
 def to_json(config: RunConfig) -> bytes:
-    """The resolved configuration as indented JSON."""
+    """The resolved configuration as indented JSON; `load_config` reads it back from a `.json` file."""
     return msgspec.json.format(msgspec.json.encode(config), indent=2)
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        return msgspec.json.decode(text) if path.suffix == ".json" else tomllib.loads(text)
     except FileNotFoundError:
         raise UsageError(f"run file {path} does not exist") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"run file {path} cannot be read: {error}") from error
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"run file {path} is not valid TOML: {error}") from error
+    except msgspec.DecodeError as error:
+        raise UsageError(f"run file {path} is not valid JSON: {error}") from error
 
 
 def _check_names(tree: Mapping[str, Any], where: str) -> None:
@@ -117,7 +112,8 @@ def _assign(tree: dict[str, Any], path: str, text: str, where: str) -> None:
     if rest:  # a key inside a table, such as environment.options.tries
         values.setdefault(key, {})[rest] = _scalar(text)
     else:
-        values[key] = _scalar(text)
+        is_text = get_type_hints(sections[section])[key] is str
+        values[key] = text if is_text else _scalar(text)
 
 
 def _scalar(text: str) -> Any:
