@@ -43,7 +43,7 @@ class Envelope:
 
 
 class Encoder:
-    """Stamps and packs the messages of one sender. Not thread-safe: each thread has its own socket."""
+    """Stamps and packs the messages of one sender. Not thread-safe, like the socket it serves."""
 
     def __init__(self, sender: str, incarnation: str) -> None:
         self.sender = sender

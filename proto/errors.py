@@ -1,7 +1,7 @@
-"""Every error Umbra raises on purpose, and the exit code a process ends with because of it.
+"""Every error Umbra raises on purpose, and the exit code a process ends with.
 
     UmbraError                 6  something broke inside Umbra
-    |-- UsageError             2  the user's mistake: names the flag, file or key, and the remedy
+    |-- UsageError             2  the user's mistake: names flag, file or key, and the remedy
     |-- StartupError           3  the process could not start (port taken, broker unreachable)
     |-- RejectedError          4  a peer refused us (protocol version, role, run)
     |-- PeerLostError          5  a peer that we need went away
@@ -9,7 +9,7 @@
     `-- WireError              6  bytes that are not a valid message
         `-- LimitError         6  a message above its size limits
 
-Exit code 0 means done, 1 is left to Python itself, and a signal is re-raised so that the shell sees it.
+Exit code 0 means done, 1 is left to Python itself; a signal is re-raised so that the shell sees it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class DeadlineError(PeerLostError):
 
 
 class WireError(UmbraError):
-    """Bytes that are not a valid message; `path` is the field at fault, `code` the kind of fault."""
+    """Bytes that are not a valid message; `path` is the field at fault, `code` the kind."""
 
     def __init__(self, reason: str, *, path: str = "$", code: str = "malformed") -> None:
         super().__init__(reason)

@@ -1,7 +1,7 @@
-"""Every message on the wire, grouped by the socket it travels on. `README.md` here is the written spec.
+"""Every message on the wire, by the socket it travels on. `README.md` here is the written spec.
 
-A request names what it wants; its reply carries the request's id in `Header.reply_to`. Messages that a
-server sends unasked (`Command`, `Prepare`, `Commit`, `Abort`) have `reply_to = None`.
+A request names what it wants; its reply carries the request's id in `Header.reply_to`. Messages
+that a server sends unasked (`Command`, `Prepare`, `Commit`, `Abort`) have `reply_to = None`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Role = Literal["buffer", "generator", "scorer", "trainer", "weight_hub", "monito
 State = Literal["starting", "joining", "ready", "draining", "stopped", "failed"]
 
 
-class Header(Record):
+class Header(Record, frozen=True, kw_only=True):
     """First frame of every message."""
 
     major: int
@@ -27,18 +27,18 @@ class Header(Record):
     sent_at: float = 0.0  # seconds since the epoch
 
 
-class Message(Record):
+class Message(Record, frozen=True, kw_only=True):
     """Base of all message bodies; the class-level tag is the header's `type`."""
 
 
 # -- any socket ---------------------------------------------------------------------------------
 
 
-class Ok(Message):
+class Ok(Message, frozen=True, kw_only=True):
     """Done; nothing to add."""
 
 
-class Nack(Message):
+class Nack(Message, frozen=True, kw_only=True):
     """Refused. `path` names the field at fault, `code` is for programs and `reason` for people."""
 
     code: str
@@ -49,7 +49,7 @@ class Nack(Message):
 # -- control socket (buffer: ROUTER) ------------------------------------------------------------
 
 
-class Join(Message):
+class Join(Message, frozen=True, kw_only=True):
     """A process asks to take part. `endpoints` are those it binds itself (the hub's `weights`)."""
 
     role: Role
@@ -60,7 +60,7 @@ class Join(Message):
     endpoints: dict[str, str] = {}
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True, kw_only=True):
     """Joined. The rest of what the joiner must know; `weights` is empty until a hub has joined."""
 
     run_id: str
@@ -71,8 +71,8 @@ class Welcome(Message):
     weights: str = ""
 
 
-class Heartbeat(Message):
-    """Alive, and how far. `progress` counts what the main loop has done; `idle_s` since it last moved."""
+class Heartbeat(Message, frozen=True, kw_only=True):
+    """Alive, and how far. `progress` counts the main loop's work; `idle_s` since it last moved."""
 
     state: State
     activity: str
@@ -81,42 +81,42 @@ class Heartbeat(Message):
     stats: dict[str, float] = {}
 
 
-class HeartbeatAck(Message):
+class HeartbeatAck(Message, frozen=True, kw_only=True):
     """What may have changed since Welcome. `version` is the number of optimizer steps committed."""
 
     version: int
     weights: str = ""
 
 
-class Leave(Message):
+class Leave(Message, frozen=True, kw_only=True):
     """An orderly goodbye; leases have been handed back before."""
 
     reason: str
 
 
-class Command(Message):
+class Command(Message, frozen=True, kw_only=True):
     """From the buffer, unasked: `drain` = hand back what you hold and leave."""
 
     kind: Literal["drain"]
     reason: str = ""
 
 
-class Ping(Message):
+class Ping(Message, frozen=True, kw_only=True):
     """Are you there?"""
 
 
-class Pong(Message):
+class Pong(Message, frozen=True, kw_only=True):
     """Here; `role` and `state` of the answering process."""
 
     role: Role
     state: State
 
 
-class StatusRequest(Message):
+class StatusRequest(Message, frozen=True, kw_only=True):
     """Tell the whole state of the run."""
 
 
-class Member(Record):
+class Member(Record, frozen=True, kw_only=True):
     """A process as the buffer sees it."""
 
     name: str
@@ -132,7 +132,7 @@ class Member(Record):
     stats: dict[str, float] = {}
 
 
-class Stuck(Record):
+class Stuck(Record, frozen=True, kw_only=True):
     """Something overdue: what, who holds it, for how long, and what was done about it."""
 
     what: str
@@ -141,7 +141,7 @@ class Stuck(Record):
     action: str
 
 
-class Status(Message):
+class Status(Message, frozen=True, kw_only=True):
     """The whole state of the run."""
 
     run_id: str
@@ -160,7 +160,7 @@ class Status(Message):
 # -- data socket (buffer: ROUTER) ---------------------------------------------------------------
 
 
-class LeaseSamples(Message):
+class LeaseSamples(Message, frozen=True, kw_only=True):
     """A generator asks for up to `capacity` samples; the answer may wait `wait_s` for work."""
 
     capacity: int
@@ -168,26 +168,26 @@ class LeaseSamples(Message):
     wait_s: float
 
 
-class SampleLeases(Message):
+class SampleLeases(Message, frozen=True, kw_only=True):
     """Samples to generate; empty when there was no work within `wait_s`."""
 
     tasks: list[SampleTask]
 
 
-class SubmitTrajectories(Message):
+class SubmitTrajectories(Message, frozen=True, kw_only=True):
     """Complete trajectories. Acknowledged means stored."""
 
     trajectories: list[Trajectory]
 
 
-class SubmitAck(Message):
+class SubmitAck(Message, frozen=True, kw_only=True):
     """How many were accepted; `refused` maps sample ids to why (a lease that was lost, say)."""
 
     accepted: int
     refused: dict[str, str] = {}
 
 
-class ReturnedSample(Record):
+class ReturnedSample(Record, frozen=True, kw_only=True):
     """A sample handed back unfinished, with what there is of it; or `failed`, with the reason."""
 
     sample_id: str
@@ -197,32 +197,32 @@ class ReturnedSample(Record):
     partial: Trajectory | None = None
 
 
-class ReturnSamples(Message):
+class ReturnSamples(Message, frozen=True, kw_only=True):
     """Samples handed back: an interruption, a drain, or a failure of the environment."""
 
     samples: list[ReturnedSample]
 
 
-class RenewLeases(Message):
+class RenewLeases(Message, frozen=True, kw_only=True):
     """Still working on these `(sample_id, attempt)`."""
 
     leases: list[tuple[str, int]]
 
 
-class RenewAck(Message):
+class RenewAck(Message, frozen=True, kw_only=True):
     """Samples whose lease is not ours any more: stop working on them."""
 
     lost: list[str]
 
 
-class LeaseBatch(Message):
+class LeaseBatch(Message, frozen=True, kw_only=True):
     """The trainer asks for the batch of optimizer step `step` (1-based), waiting up to `wait_s`."""
 
     step: int
     wait_s: float
 
 
-class BatchLease(Message):
+class BatchLease(Message, frozen=True, kw_only=True):
     """The batch, whole groups in order; empty when it could not be filled within `wait_s`.
 
     `waiting_for` says in words what is missing.
@@ -233,27 +233,27 @@ class BatchLease(Message):
     waiting_for: str = ""
 
 
-class CommitBatch(Message):
+class CommitBatch(Message, frozen=True, kw_only=True):
     """The batch of `step` has been trained on. A repeated commit is a no-op."""
 
     step: int
     metrics: dict[str, float] = {}
 
 
-class CommitAck(Message):
+class CommitAck(Message, frozen=True, kw_only=True):
     """Committed; the ledger after it."""
 
     version: int
     ledger: Ledger
 
 
-class FinishRun(Message):
+class FinishRun(Message, frozen=True, kw_only=True):
     """The trainer is done: what is in flight ends as `cancelled`, everyone drains."""
 
     reason: str
 
 
-class RunFinished(Message):
+class RunFinished(Message, frozen=True, kw_only=True):
     """The final ledger; nothing is in flight any more."""
 
     ledger: Ledger
@@ -262,32 +262,32 @@ class RunFinished(Message):
 # -- weights socket (hub: ROUTER) ---------------------------------------------------------------
 
 
-class RegisterManifest(Message):
+class RegisterManifest(Message, frozen=True, kw_only=True):
     """The trainer states the layout of its weights."""
 
     manifest: Manifest
 
 
-class ArenaReady(Message):
+class ArenaReady(Message, frozen=True, kw_only=True):
     """The arena that the trainer writes into: `slots` slots of `manifest.total_bytes` in `path`."""
 
     path: str
     slots: int
 
 
-class AcquireSlot(Message):
+class AcquireSlot(Message, frozen=True, kw_only=True):
     """The trainer asks for a slot to write `version` into; answered when one is free."""
 
     version: int
 
 
-class SlotGranted(Message):
+class SlotGranted(Message, frozen=True, kw_only=True):
     """Write here; nobody reads it until Publish."""
 
     slot: int
 
 
-class Publish(Message):
+class Publish(Message, frozen=True, kw_only=True):
     """`version` lies in `slot`, with a checksum per bucket (xxh3-64). Push it."""
 
     version: int
@@ -296,14 +296,14 @@ class Publish(Message):
     snapshot_s: float
 
 
-class Subscribe(Message):
+class Subscribe(Message, frozen=True, kw_only=True):
     """A receiver wants every new version, by one of `planes` (in its order of preference)."""
 
     host: str
     planes: list[str]
 
 
-class Subscribed(Message):
+class Subscribed(Message, frozen=True, kw_only=True):
     """How it will get them. The newest version follows as a push."""
 
     manifest: Manifest
@@ -311,7 +311,7 @@ class Subscribed(Message):
     path: str  # the arena, for plane "shm"
 
 
-class Prepare(Message):
+class Prepare(Message, frozen=True, kw_only=True):
     """To a receiver, unasked: stage `version` from `slot`, verify it, answer with Ready."""
 
     epoch: int
@@ -320,7 +320,7 @@ class Prepare(Message):
     checksums: list[int]
 
 
-class Ready(Message):
+class Ready(Message, frozen=True, kw_only=True):
     """`version` is staged and verified (or `error` says why not)."""
 
     epoch: int
@@ -330,14 +330,14 @@ class Ready(Message):
     error: str = ""
 
 
-class Commit(Message):
+class Commit(Message, frozen=True, kw_only=True):
     """To a receiver, unasked: load the staged version at the next token boundary."""
 
     epoch: int
     version: int
 
 
-class Committed(Message):
+class Committed(Message, frozen=True, kw_only=True):
     """The engine serves `version` now; `commit_s` is the time for which generation waited."""
 
     epoch: int
@@ -346,7 +346,7 @@ class Committed(Message):
     error: str = ""
 
 
-class Abort(Message):
+class Abort(Message, frozen=True, kw_only=True):
     """To a receiver, unasked: forget what is staged for this epoch."""
 
     epoch: int
@@ -354,11 +354,11 @@ class Abort(Message):
     reason: str
 
 
-class HubStatusRequest(Message):
+class HubStatusRequest(Message, frozen=True, kw_only=True):
     """What does the hub hold and push?"""
 
 
-class HubStatus(Message):
+class HubStatus(Message, frozen=True, kw_only=True):
     """Newest published version, and by receiver the version that it serves."""
 
     version: int
@@ -369,7 +369,7 @@ class HubStatus(Message):
 # -- telemetry (PUB -> XSUB/XPUB -> SUB): may be lost, never changes behaviour -------------------
 
 
-class Event(Message):
+class Event(Message, frozen=True, kw_only=True):
     """Something happened; `Header.id` counts per sender, so that a gap shows a loss."""
 
     kind: str

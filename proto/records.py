@@ -18,7 +18,7 @@ class Record(msgspec.Struct, kw_only=True, frozen=True):
     """Base of all records: immutable, keyword-only, unknown fields are skipped when decoded."""
 
 
-class Sampling(Record):
+class Sampling(Record, frozen=True, kw_only=True):
     """How tokens were drawn. Behaviour logprobs are those of this very distribution."""
 
     temperature: float = 1.0
@@ -28,7 +28,7 @@ class Sampling(Record):
     max_tokens: int = 256
 
 
-class VersionSpan(Record):
+class VersionSpan(Record, frozen=True, kw_only=True):
     """Response tokens `[start, end)` were sampled by policy version `version`."""
 
     version: int
@@ -36,11 +36,11 @@ class VersionSpan(Record):
     end: int
 
 
-class Trajectory(Record):
+class Trajectory(Record, frozen=True, kw_only=True):
     """What a generator made of one sample, complete or partial. P prompt and T response tokens.
 
     `response_ids`, `loss_mask` and `logprobs` have one entry per response token, environment tokens
-    of later turns included; those have mask 0 and logprob 0. `spans` cover exactly `[0, T)` in order.
+    of later turns included; those have mask 0 and logprob 0. `spans` cover `[0, T)` exactly, in order.
     """
 
     sample_id: str
@@ -79,7 +79,7 @@ class Trajectory(Record):
         return max(span.version for span in self.spans)
 
 
-class SampleTask(Record):
+class SampleTask(Record, frozen=True, kw_only=True):
     """One sample to generate: the prompt row as the user wrote it, and the lease on it.
 
     The lease is named by `(sample_id, attempt)`; an answer under an older attempt is refused.
@@ -94,7 +94,7 @@ class SampleTask(Record):
     partial: Trajectory | None = None  # continue from here
 
 
-class TensorEntry(Record):
+class TensorEntry(Record, frozen=True, kw_only=True):
     """Where a tensor lies in a version slot: `nbytes` bytes at `offset`, row-major."""
 
     name: str
@@ -104,7 +104,7 @@ class TensorEntry(Record):
     nbytes: int
 
 
-class Manifest(Record):
+class Manifest(Record, frozen=True, kw_only=True):
     """Layout of one version of the weights; agreed once between trainer, hub and receivers.
 
     `buckets` are byte ranges `[start, end)` that cover `[0, total_bytes)` in order; each has a
@@ -117,7 +117,7 @@ class Manifest(Record):
     digest: str
 
 
-class Ledger(Record):
+class Ledger(Record, frozen=True, kw_only=True):
     """Where every sample is. `issued == trained + sum(ended) + in_flight` at every moment."""
 
     issued: int = 0

@@ -1,4 +1,4 @@
-"""Version of the wire protocol; its own number, independent of the package's. See README.md here."""
+"""Version of the wire protocol, independent of the package's. The spec is README.md here."""
 
 from __future__ import annotations
 

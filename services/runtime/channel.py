@@ -1,4 +1,4 @@
-"""The connecting side of the wire: requests to one server, from any thread, each with a deadline."""
+"""The connecting side of the wire: requests to one server, from any thread, with deadlines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Pending:
 
 
 class Channel:
-    """Requests to one server. Made by `Link.channel`; sockets are touched by the link's thread only."""
+    """Requests to one server. Made by `Link.channel`, whose thread alone touches the socket."""
 
     def __init__(self, link: Link, socket: zmq.Socket[bytes], peer: str) -> None:
         self.peer = peer

@@ -49,7 +49,7 @@ class ServiceContext:
         )
 
     def ready(self, facts: dict[str, Any]) -> None:
-        """Tell whoever started this process that it is up, and at which endpoints (one JSON line)."""
+        """Tell whoever started this process that it is up, and where (one JSON line)."""
         self.log.info("ready: %s", ", ".join(f"{key} {value}" for key, value in facts.items()))
         fd = os.environ.get(READY_FD_VARIABLE)
         if fd is not None:

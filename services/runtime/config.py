@@ -16,32 +16,32 @@ class Section(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=T
     """Base of all sections: typed, immutable, unknown keys are refused."""
 
 
-class Run(Section):
+class Run(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is run, and where its results go."""
 
     name: Annotated[str, Meta(description="name of the run; part of its id", min_length=1)] = "run"
     dir: Annotated[str, Meta(description="folder that receives <id>/ with all results")] = "runs"
     steps: Annotated[int, Meta(description="optimizer steps to train", ge=1)] = 100
     seed: Annotated[int, Meta(description="seed of sampling, shuffling and initialisation")] = 0
-    broker: Annotated[str, Meta(description="address the buffer binds; port * picks a free one")] = (
-        "tcp://127.0.0.1:*"
-    )
+    broker: Annotated[
+        str, Meta(description="address the buffer binds; port * picks a free one")
+    ] = "tcp://127.0.0.1:*"
 
 
-class Model(Section):
+class Model(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The policy."""
 
     path: Annotated[str, Meta(description="Hugging Face model directory, tokenizer included")] = ""
 
 
-class Data(Section):
+class Data(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Prompts."""
 
     prompts: Annotated[str, Meta(description='JSONL file, one object with "prompt" per line')] = ""
     shuffle: Annotated[bool, Meta(description="shuffle anew in every epoch")] = True
 
 
-class Environment(Section):
+class Environment(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a rollout interacts with, and what rewards it."""
 
     kind: Annotated[
@@ -56,7 +56,7 @@ class Environment(Section):
     ] = {}
 
 
-class SamplingConfig(Section):
+class SamplingConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the generators draw tokens."""
 
     temperature: Annotated[float, Meta(description="softmax temperature", gt=0)] = 1.0
@@ -66,7 +66,7 @@ class SamplingConfig(Section):
     max_tokens: Annotated[int, Meta(description="tokens generated per turn at most", ge=1)] = 256
 
 
-class Buffer(Section):
+class Buffer(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The broker: groups, batches, staleness and leases."""
 
     group_size: Annotated[int, Meta(description="samples per prompt", ge=1)] = 8
@@ -97,7 +97,7 @@ class Buffer(Section):
     ] = 60.0
 
 
-class Generator(Section):
+class Generator(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The inference side."""
 
     count: Annotated[int, Meta(description="generator processes that `umbra up` starts", ge=1)] = 1
@@ -108,16 +108,16 @@ class Generator(Section):
     prefetch: Annotated[
         int, Meta(description="samples leased ahead of free slots, so that none stays empty", ge=0)
     ] = 32
-    threads: Annotated[int, Meta(description="CPU threads of the engine; 0 = torch's choice", ge=0)] = (
-        0
-    )
+    threads: Annotated[
+        int, Meta(description="CPU threads of the engine; 0 = torch's choice", ge=0)
+    ] = 0
     kv_policy: Annotated[
         Literal["keep", "recompute", "abort"],
         Meta(description="what new weights do to sequences under way"),
     ] = "keep"
 
 
-class Trainer(Section):
+class Trainer(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The optimizer and its objective."""
 
     learning_rate: Annotated[float, Meta(description="peak learning rate", gt=0)] = 1e-5
@@ -144,9 +144,9 @@ class Trainer(Section):
     ] = "token_mean"
     clip_low: Annotated[float, Meta(description="ratio clip below: 1 - clip_low", gt=0)] = 0.2
     clip_high: Annotated[float, Meta(description="ratio clip above: 1 + clip_high", gt=0)] = 0.2
-    is_cap: Annotated[float, Meta(description="cap of importance weights (tis, decoupled)", gt=0)] = (
-        2.0
-    )
+    is_cap: Annotated[
+        float, Meta(description="cap of importance weights (tis, decoupled)", gt=0)
+    ] = 2.0
     minibatches: Annotated[int, Meta(description="optimizer updates per batch", ge=1)] = 1
     pack_tokens: Annotated[int, Meta(description="tokens per packed row", ge=8)] = 256
     micro_tokens: Annotated[int, Meta(description="tokens per forward pass", ge=8)] = 4096
@@ -160,7 +160,7 @@ class Trainer(Section):
     ] = 600.0
 
 
-class WeightHub(Section):
+class WeightHub(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Versions, arena and pushes."""
 
     listen: Annotated[str, Meta(description="address the hub binds; port * picks a free one")] = (
@@ -170,9 +170,9 @@ class WeightHub(Section):
         Literal["auto", "shm", "tcp", "nccl", "cuda_ipc"],
         Meta(description="how weights travel; auto = best that both sides have"),
     ] = "auto"
-    bucket_bytes: Annotated[int, Meta(description="bytes per bucket (one checksum each)", ge=1024)] = (
-        4 << 20
-    )
+    bucket_bytes: Annotated[
+        int, Meta(description="bytes per bucket (one checksum each)", ge=1024)
+    ] = 4 << 20
     slots: Annotated[int, Meta(description="versions held in the arena", ge=2)] = 2
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"], Meta(description="what is served")
@@ -182,26 +182,28 @@ class WeightHub(Section):
     ] = 30.0
 
 
-class Eval(Section):
+class Eval(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Accuracy before and after the run (`umbra up`)."""
 
-    prompts: Annotated[str, Meta(description="JSONL file of held-out prompts; empty = no eval")] = ""
+    prompts: Annotated[str, Meta(description="JSONL file of held-out prompts; empty = no eval")] = (
+        ""
+    )
     samples: Annotated[int, Meta(description="samples drawn", ge=1)] = 1024
     greedy: Annotated[bool, Meta(description="also evaluate greedy decoding")] = False
 
 
-class Log(Section):
+class Log(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Logging of every service."""
 
-    level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least level")] = (
-        "info"
-    )
+    level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="least level")
+    ] = "info"
     format: Annotated[Literal["console", "json"], Meta(description="one line or one object")] = (
         "console"
     )
 
 
-class RunConfig(Section):
+class RunConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The whole tree: what a run file holds."""
 
     run: Run = Run()

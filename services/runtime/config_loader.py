@@ -1,4 +1,4 @@
-"""Fills `RunConfig` from TOML, environment and `--set` overrides, with errors a person can act on."""
+"""Fills `RunConfig` from TOML, environment and overrides, with errors a person can act on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def load_config(
     overrides: Iterable[str] = (),
     environ: Mapping[str, str] = os.environ,
 ) -> RunConfig:
-    """The configuration of `file` (TOML, or the JSON of `to_json`), changed by `UMBRA_SECTION__KEY` and `section.key=value`.
+    """The configuration of `file`, changed by `UMBRA_SECTION__KEY` and `section.key=value`.
+
+    `file` is TOML, or the JSON that `to_json` writes.
 
     Raises:
         UsageError: unreadable file, unknown key (with the nearest name), or a bad value.
@@ -52,7 +54,7 @@ def as_dict(config: RunConfig) -> dict[str, Any]:
 
 
 def to_json(config: RunConfig) -> bytes:
-    """The resolved configuration as indented JSON; `load_config` reads it back from a `.json` file."""
+    """The resolved configuration as indented JSON, which `load_config` reads back."""
     return msgspec.json.format(msgspec.json.encode(config), indent=2)
 
 
@@ -90,9 +92,7 @@ def _check_key(section: str, key: str, where: str) -> None:
         for name, other in get_type_hints(RunConfig).items()
         if key in other.__struct_fields__
     ]
-    hint = (
-        f"; did you mean {elsewhere[0]}?" if elsewhere else _nearest(key, cls.__struct_fields__)
-    )
+    hint = f"; did you mean {elsewhere[0]}?" if elsewhere else _nearest(key, cls.__struct_fields__)
     raise UsageError(f"{where}: unknown key {section}.{key}{hint}")
 
 

@@ -1,4 +1,4 @@
-"""The comms thread of a connecting process: it owns every socket, so the main thread never blocks on one."""
+"""The comms thread of a connecting process: it owns every socket; no other thread waits on one."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class Link:
         for index, (due, period_s, job) in enumerate(self._timers):
             if now >= due:
                 job()
-                due = now + period_s  # noqa: PLW2901 - the timer's next turn
+                due = now + period_s
                 self._timers[index] = (due, period_s, job)
             next_at = min(next_at, due)
         for channel in list(self._channels.values()):

@@ -1,4 +1,4 @@
-"""Logging of every service: one line for people or one JSON object for programs, on standard error."""
+"""Logging of every service to standard error: a line for people or a JSON object for programs."""
 
 from __future__ import annotations
 

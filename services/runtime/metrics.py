@@ -12,7 +12,7 @@ from typing import Any
 
 
 class MetricsFile:
-    """Append-only JSON lines; a line is one `write` to an O_APPEND file, so processes don't interleave.
+    """Append-only JSON lines; each is one `write` to an O_APPEND file: processes don't interleave.
 
     Args:
         path: the file, made if missing; None writes nothing.

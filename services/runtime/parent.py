@@ -1,4 +1,4 @@
-"""No orphans: a process started by a supervisor ends when its supervisor does, even after SIGKILL."""
+"""No orphans: a supervised process ends when its supervisor does, even if that was killed."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The binding side of the wire: ROUTER sockets of the buffer and of the hub, polled by one thread.
 
-Bad input never gets further than this file: it is counted, answered with a Nack where the sender can
-be told, and dropped. A request that was resent is answered from the last replies, so that a lost reply
-never makes an operation happen twice.
+Bad input never gets further than this file: it is counted, answered with a Nack where the sender
+can be told, and dropped. A request that was resent is answered from the last replies, so that a
+lost reply never makes an operation happen twice.
 """
 
 from __future__ import annotations

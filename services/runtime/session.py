@@ -1,4 +1,4 @@
-"""A process's place in the run: it joins the broker, shows that it lives and moves, and hears when to stop."""
+"""A process's place in the run: it joins, shows that it lives and moves, and hears when to stop."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ log = logging.getLogger(__name__)
 class Session:
     """Membership of this process in a run; a context manager that leaves at the end.
 
-    `stopping` is set by whoever wants the process to end: a signal, the broker's drain command, or a
-    lost broker; `stop_reason` says why, and `failure` is set when the end is an error.
+    `stopping` is set by whoever wants the process to end: a signal, the broker's drain command, or
+    a lost broker; `stop_reason` says why, and `failure` is set when the end is an error.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ HANDLED = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def stop_on_signals(stopping: threading.Event) -> Iterator[None]:
-    """Set `stopping` at the first signal; at the second, die of it. Handlers are restored at the end.
+    """Set `stopping` at the first signal; at the second, die of it. Handlers are restored after.
 
     Only for the main thread.
     """

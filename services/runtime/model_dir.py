@@ -1,0 +1,38 @@
+"""What must lie in a Hugging Face model directory, checked without loading anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from umbra.proto.errors import UsageError
+
+WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def check_model_dir(path: str | Path, source: str = "model.path") -> Path:
+    """`path` as a directory with config, tokenizer and safetensors weights.
+
+    Args:
+        path: the directory.
+        source: the key or flag it came from, for the error.
+
+    Raises:
+        UsageError: what is missing, and where.
+    """
+    if not str(path):
+        raise UsageError(f"{source} is empty: name a Hugging Face model directory")
+    directory = Path(path)
+    if not directory.is_dir():
+        raise UsageError(
+            f"{source}: {directory} is no directory; download the model there, or make a small one "
+            "with `umbra make-model`"
+        )
+    for what, files in (
+        ("config", ("config.json",)),
+        ("tokenizer", TOKENIZER_FILES),
+        ("safetensors weights", WEIGHT_FILES),
+    ):
+        if not any((directory / name).is_file() for name in files):
+            raise UsageError(f"{source}: {directory} has no {what} ({' or '.join(files)})")
+    return directory

@@ -1,0 +1,236 @@
+"""Link, channel, session and server over real sockets, against a small broker in a thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import zmq
+
+from umbra.proto import sockets
+from umbra.proto.codec import Encoder, decode
+from umbra.proto.errors import DeadlineError, RejectedError, StartupError
+from umbra.proto.messages import (
+    CONTROL,
+    DATA,
+    Command,
+    Heartbeat,
+    HeartbeatAck,
+    Join,
+    Leave,
+    Message,
+    Nack,
+    Ok,
+    Ping,
+    Pong,
+    Status,
+    Welcome,
+)
+from umbra.services.runtime.link import Link
+from umbra.services.runtime.server import Request, Server
+from umbra.services.runtime.session import Session
+
+WAIT_S = 20.0
+WAIT_MS = 20_000
+
+
+class Broker:
+    """A server in a thread that answers with `answer` and remembers what it got."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self.server = Server(context, "broker", "b1")
+        self.endpoint = self.server.bind("control", "tcp://127.0.0.1:*", CONTROL)
+        self.data = self.server.bind("data", "tcp://127.0.0.1:*", DATA)
+        self.events_in, self.events_out = self.server.relay_events(
+            "tcp://127.0.0.1:*", "tcp://127.0.0.1:*"
+        )
+        self.seen: list[Message] = []
+        self.left = threading.Event()
+        self.beats = threading.Semaphore(0)
+        self.drain = threading.Event()
+        self.answer: Callable[[Request], Message | None] = self.default_answer
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._main)
+        self._thread.start()
+
+    def default_answer(self, request: Request) -> Message | None:
+        match request.body:
+            case Join():
+                return Welcome(
+                    run_id="r",
+                    heartbeat_s=0.05,
+                    data=self.data,
+                    events_in=self.events_in,
+                    events_out=self.events_out,
+                )
+            case Heartbeat():
+                self.beats.release()
+                return HeartbeatAck(version=7, weights="tcp://127.0.0.1:1")
+            case Leave():
+                self.left.set()
+                return Ok()
+            case _:
+                return Pong(role="buffer", state="ready")
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(WAIT_S)
+        self.server.close()
+
+    def _main(self) -> None:
+        identity = b""
+        while not self._stop.is_set():
+            for request in self.server.poll(0.02):
+                self.seen.append(request.body)
+                identity = request.identity
+                body = self.answer(request)
+                if body is not None:
+                    self.server.reply(request, body)
+            if self.drain.is_set() and identity:
+                self.drain.clear()
+                self.server.push("control", identity, Command(kind="drain", reason="enough"))
+
+
+@pytest.fixture
+def broker(zmq_context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[Broker]:
+    broker = Broker(zmq_context)
+    yield broker
+    broker.close()
+
+
+@pytest.fixture
+def link() -> Iterator[Link]:
+    link = Link("tester", "i1")
+    yield link
+    link.close()
+
+
+def test_a_call_gets_its_reply(broker: Broker, link: Link) -> None:
+    pong = link.channel(broker.endpoint, "broker").call(Ping(), Pong, timeout_s=WAIT_S)
+    assert pong.role == "buffer"
+
+
+def test_a_call_nobody_answers_names_what_it_waited_for(broker: Broker, link: Link) -> None:
+    broker.answer = lambda _request: None
+    channel = link.channel(broker.endpoint, "broker")
+    with pytest.raises(DeadlineError, match=r"broker at tcp://.* to Ping within 0.2 s"):
+        channel.call(Ping(), Pong, timeout_s=0.2)
+
+
+def test_a_refusal_is_raised_with_its_reason(broker: Broker, link: Link) -> None:
+    broker.answer = lambda _request: Nack(code="full", reason="no room")
+    with pytest.raises(RejectedError, match="no room") as caught:
+        link.channel(broker.endpoint, "broker").call(Ping(), Pong, timeout_s=WAIT_S)
+    assert caught.value.code == "full"
+
+
+def test_pushes_arrive_in_order(broker: Broker, link: Link) -> None:
+    channel = link.channel(broker.endpoint, "broker")
+    channel.call(Ping(), Pong, timeout_s=WAIT_S)
+    broker.drain.set()
+    assert channel.pushes.get(timeout=WAIT_S) == Command(kind="drain", reason="enough")
+
+
+def test_a_resent_request_is_answered_once_more_but_done_once(
+    broker: Broker, zmq_context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    socket = sockets.dealer(zmq_context, broker.endpoint, b"twice")
+    _, frames = Encoder("twice", "i1").encode(Ping())
+    for _ in range(3):
+        socket.send_multipart(frames)
+        assert socket.poll(WAIT_MS)
+        assert isinstance(decode(socket.recv_multipart()).body, Pong)
+    assert broker.seen == [Ping()]
+    assert broker.server.counters["resent"] == 2
+    socket.close()
+
+
+def test_bad_frames_are_counted_answered_and_forgotten(
+    broker: Broker, zmq_context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    socket = sockets.dealer(zmq_context, broker.endpoint, b"stranger")
+    encoder = Encoder("stranger", "i1")
+    _, unknown = encoder.encode(Ping())
+    unknown[0] = unknown[0].replace(b"Ping", b"Pong")  # a reply type where a request belongs: fine
+    _, misplaced = encoder.encode(Ok())
+    misplaced[0] = misplaced[0].replace(b"\xa2Ok", b"\xa2Xx")
+    for frames, code in (
+        ([b"junk"], "frames"),
+        ([b"\xc1", b"\xc1"], "malformed"),
+        (misplaced, "unknown_type"),
+    ):
+        socket.send_multipart(frames)
+        assert socket.poll(WAIT_MS)
+        answer = decode(socket.recv_multipart()).body
+        assert isinstance(answer, Nack)
+        assert answer.code == code
+        assert broker.server.counters[code] == 1
+    socket.close()
+
+
+def test_a_session_joins_beats_and_leaves(broker: Broker) -> None:
+    with Session.join(role="monitor", name="m", broker=broker.endpoint) as session:
+        session.progress("testing", 3)
+        session.stats(speed=2.0)
+        for _ in range(3):
+            assert broker.beats.acquire(timeout=WAIT_S)
+        assert session.weights(deadline_s=WAIT_S).peer.startswith("weight hub")
+        assert session.version == 7
+    assert broker.left.is_set()
+    beats = [body for body in broker.seen if isinstance(body, Heartbeat)]
+    assert beats[-1].progress == 3
+    assert beats[-1].stats == {"speed": 2.0}
+    assert beats[-1].activity == "testing"
+
+
+def test_a_session_drains_when_told_to(broker: Broker) -> None:
+    with Session.join(role="monitor", name="m", broker=broker.endpoint) as session:
+        assert broker.beats.acquire(timeout=WAIT_S)
+        broker.drain.set()
+        assert session.stopping.wait(WAIT_S)
+        assert session.stop_reason == "enough"
+        assert session.failure is None
+
+
+def test_a_session_the_broker_does_not_know_fails(broker: Broker) -> None:
+    with Session.join(role="monitor", name="m", broker=broker.endpoint) as session:
+        broker.answer = lambda _request: Nack(code="not_member", reason="who are you?")
+        assert session.stopping.wait(WAIT_S)
+        assert isinstance(session.failure, RejectedError)
+
+
+def test_no_broker_is_one_clear_sentence() -> None:
+    with pytest.raises(StartupError, match=r"no broker answers at tcp://127.0.0.1:9 within"):
+        Session.join(role="monitor", name="m", broker="tcp://127.0.0.1:9", deadline_s=0.3)
+
+
+def test_telemetry_reaches_a_subscriber(
+    broker: Broker, zmq_context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    subscriber = sockets.subscriber(zmq_context, broker.events_out, [b"step"])
+    with Session.join(role="monitor", name="m", broker=broker.endpoint) as session:
+        for number in range(200):  # PUB drops until the subscription has reached it
+            session.emit("step", number=number)
+            if subscriber.poll(100):
+                break
+        topic, *frames = subscriber.recv_multipart()
+        assert topic == b"step"
+        assert decode(frames).header.sender == "m"
+    subscriber.close()
+
+
+def test_status_is_not_a_request_of_another_socket(
+    zmq_context: zmq.Context[zmq.Socket[bytes]],
+) -> None:
+    server = Server(zmq_context, "hub", "h1")
+    endpoint = server.bind("weights", "tcp://127.0.0.1:*", (Ping,))
+    socket = sockets.dealer(zmq_context, endpoint, b"lost")
+    _, frames = Encoder("lost", "i1").encode(Leave(reason="wrong door"))
+    socket.send_multipart(frames)
+    while server.counters["wrong_socket"] == 0:
+        assert server.poll(WAIT_S) == []
+    assert isinstance(decode(socket.recv_multipart()).body, Nack)
+    assert Status.__name__ in {cls.__name__ for cls in CONTROL}
+    socket.close()
+    server.close()
