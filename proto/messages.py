@@ -347,11 +347,15 @@ class Committed(Message, frozen=True, kw_only=True):
 
 
 class Abort(Message, frozen=True, kw_only=True):
-    """To a receiver, unasked: forget what is staged for this epoch."""
+    """To a receiver, unasked: forget what is staged for this epoch.
+
+    With `dropped`, the hub pushes nothing more to it until it subscribes again.
+    """
 
     epoch: int
     version: int
     reason: str
+    dropped: bool = False
 
 
 class HubStatusRequest(Message, frozen=True, kw_only=True):

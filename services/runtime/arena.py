@@ -1,0 +1,218 @@
+"""Shared memory that holds versions of the weights: a file in /dev/shm, divided into slots.
+
+Not `multiprocessing.shared_memory`: its resource tracker is one more process, and it removes segments
+that others still use. Pages are allocated when the arena is made, because the first touch of a tmpfs
+page costs 20 to 60 times a copy, and because a full tmpfs must be an error here and not a SIGBUS later.
+
+Mappings outlive the file's name, so that an arena may be removed while somebody still reads it.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+
+from umbra.proto.errors import StartupError
+
+SHM = Path("/dev/shm")  # noqa: S108 - the system's folder for shared memory
+PAGE_BYTES = mmap.PAGESIZE
+READ_BYTES = 4 << 20  # per system call when a slot is read
+
+
+def shm_host() -> str:
+    """Names the very /dev/shm that this process sees: the same string means shared memory works.
+
+    The kernel's boot id, and the device number of the mount, which differs between containers that do
+    not share it.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot}:{SHM.stat().st_dev}"
+
+
+class Arena:
+    """`slots` slots of `slot_bytes` bytes, mapped writable into this process.
+
+    Made by `create` (the hub, which also unlinks) or by `attach` (the trainer, which writes).
+    """
+
+    def __init__(self, path: Path, fd: int, slot_bytes: int, slots: int) -> None:
+        self.path = path
+        self.slot_bytes = slot_bytes
+        self.slots = slots
+        self._fd = fd
+        # MAP_POPULATE fills the page table at once; else every page faults at its first use.
+        self._map = mmap.mmap(
+            fd,
+            slots * _stride(slot_bytes),
+            flags=mmap.MAP_SHARED | mmap.MAP_POPULATE,
+            prot=mmap.PROT_READ | mmap.PROT_WRITE,
+        )
+        self._view = memoryview(self._map)
+
+    @classmethod
+    def create(cls, run_id: str, suffix: str, *, slot_bytes: int, slots: int) -> Arena:
+        """A new arena at `/dev/shm/umbra-<run_id>-<suffix>`, mode 0600, all of it allocated.
+
+        Raises:
+            StartupError: /dev/shm has too little room, or the name is taken.
+            ValueError: `suffix` is not made of letters, digits and underscores.
+        """
+        if not re.fullmatch(r"\w+", suffix):
+            raise ValueError(f"suffix {suffix!r} of an arena: letters, digits and _ only")
+        path = SHM / f"{_prefix(run_id)}{suffix}"
+        size = slots * _stride(slot_bytes)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise StartupError(f"cannot make shared memory {path}: {error.strerror}") from error
+        try:
+            _allocate(fd, size)
+            return cls(path, fd, slot_bytes, slots)
+        except BaseException:
+            os.close(fd)
+            os.unlink(path)
+            raise
+
+    @classmethod
+    def attach(cls, path: str | Path, *, slot_bytes: int) -> Arena:
+        """The arena at `path`, to write into.
+
+        Raises:
+            StartupError: it is not there, or not one of slots of `slot_bytes` bytes.
+        """
+        fd, slots = _open(Path(path), os.O_RDWR, slot_bytes)
+        try:
+            return cls(Path(path), fd, slot_bytes, slots)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def slot(self, index: int) -> memoryview:
+        """The bytes of slot `index`, `[slot_bytes]`, writable.
+
+        Raises:
+            IndexError: there is no such slot.
+        """
+        if not 0 <= index < self.slots:
+            raise IndexError(f"slot {index} of an arena with {self.slots} slots")
+        start = index * _stride(self.slot_bytes)
+        return self._view[start : start + self.slot_bytes]
+
+    def close(self) -> None:
+        """Unmap, as soon as the last view of a slot is gone. Does not remove the file."""
+        if self._fd < 0:
+            return
+        os.close(self._fd)
+        self._fd = -1
+        self._view.release()
+        with suppress(BufferError):  # somebody holds a slot: unmapped when that view ends
+            self._map.close()
+
+    def unlink(self) -> None:
+        """Remove the file; once is enough, more does no harm."""
+        self.path.unlink(missing_ok=True)
+
+
+class ArenaReader:
+    """Reads an arena's slots into private memory, without mapping them.
+
+    `preadv` copies in one go, releases the interpreter lock, and cannot end in a SIGBUS.
+    """
+
+    def __init__(self, path: str | Path, *, slot_bytes: int) -> None:
+        """Open the arena at `path`.
+
+        Raises:
+            StartupError: it is not there, or not one of slots of `slot_bytes` bytes.
+        """
+        self.slot_bytes = slot_bytes
+        self._fd, self.slots = _open(Path(path), os.O_RDONLY, slot_bytes)
+
+    def read(self, slot: int, start: int, into: memoryview) -> None:
+        """Fill `into` from byte `start` of `slot`.
+
+        Raises:
+            IndexError: outside of the slot.
+            StartupError: the file has become shorter.
+        """
+        if not (0 <= slot < self.slots and 0 <= start <= self.slot_bytes - len(into)):
+            raise IndexError(f"bytes {start}+{len(into)} of slot {slot} are outside of the arena")
+        position = slot * _stride(self.slot_bytes) + start
+        done = 0
+        while done < len(into):
+            count = os.preadv(self._fd, [into[done : done + READ_BYTES]], position + done)
+            if count == 0:
+                raise StartupError("the weight hub's shared memory has become shorter")
+            done += count
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def private_memory(size: int) -> memoryview:
+    """`size` writable bytes of this process alone, already faulted in."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+    return memoryview(mmap.mmap(-1, size, flags=flags))
+
+
+def remove_leftovers(run_id: str) -> list[str]:
+    """Remove the arenas of a run whose hub could not do it (it was killed); their paths."""
+    removed: list[str] = []
+    for path in SHM.glob(f"{_prefix(run_id)}*"):
+        if "-" in path.name.removeprefix(_prefix(run_id)):
+            continue  # the arena of another run, whose id begins with ours
+        with suppress(FileNotFoundError, PermissionError):
+            path.unlink()
+            removed.append(str(path))
+    return removed
+
+
+def _prefix(run_id: str) -> str:
+    return f"umbra-{re.sub(r'[^A-Za-z0-9._-]', '_', run_id)}-"
+
+
+def _stride(slot_bytes: int) -> int:
+    return -(-slot_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _allocate(fd: int, size: int) -> None:
+    stats = os.statvfs(fd)
+    free = stats.f_bavail * stats.f_frsize
+    too_small = StartupError(
+        f"{SHM} has {free} bytes free, the weights need {size}: make it larger (docker: --shm-size), "
+        "or set weight_hub.slots = 2 or a smaller weight_hub.dtype"
+    )
+    if size > free:
+        raise too_small
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.ENOMEM):
+            raise too_small from error
+        raise StartupError(f"cannot allocate {size} bytes in {SHM}: {error.strerror}") from error
+
+
+def _open(path: Path, flags: int, slot_bytes: int) -> tuple[int, int]:
+    """The open file and its number of slots. The path came over the wire, so it is checked."""
+    if path.parent != SHM or not path.name.startswith("umbra-"):
+        raise StartupError(f"{path} is no arena of Umbra's")
+    try:
+        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as error:
+        raise StartupError(
+            f"cannot open the weight hub's shared memory {path}: {error.strerror}; this process and "
+            "the hub must run on one host, as one user, and share /dev/shm"
+        ) from error
+    size = os.fstat(fd).st_size
+    slots, rest = divmod(size, _stride(slot_bytes)) if slot_bytes > 0 else (0, size)
+    if slots == 0 or rest:
+        os.close(fd)
+        raise StartupError(f"{path} has {size} bytes, which are no slots of {slot_bytes} bytes")
+    return fd, slots

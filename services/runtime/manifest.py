@@ -1,0 +1,118 @@
+"""The layout of one version of the weights in memory, and the checksums over it.
+
+Tensors lie in the caller's order (layer by layer), each at a multiple of 64 bytes. Buckets are the
+units of transfer and verification: consecutive byte ranges, cut between tensors and, within a tensor
+that is larger than a bucket, between rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from math import prod
+
+import msgspec
+import xxhash
+
+from umbra.proto.errors import WireError
+from umbra.proto.records import Manifest, TensorEntry
+
+ALIGN_BYTES = 64  # a cache line, and what GPU copies like
+ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+
+
+def build_manifest(
+    tensors: Iterable[tuple[str, str, Sequence[int]]], bucket_bytes: int
+) -> Manifest:
+    """The manifest of `tensors`, given as `(name, dtype, shape)`; no bucket is above `bucket_bytes`.
+
+    Raises:
+        ValueError: no tensors, a name twice, an unknown dtype, or `bucket_bytes` below 128.
+    """
+    if bucket_bytes < 2 * ALIGN_BYTES:
+        raise ValueError(f"buckets of {bucket_bytes} bytes are too small")
+    entries: list[TensorEntry] = []
+    names: set[str] = set()
+    offset = 0
+    for name, dtype, shape in tensors:
+        if dtype not in ITEM_BYTES:
+            raise ValueError(f"tensor {name} has dtype {dtype}; known: {', '.join(ITEM_BYTES)}")
+        if name in names:
+            raise ValueError(f"two tensors are named {name}")
+        names.add(name)
+        nbytes = prod(shape) * ITEM_BYTES[dtype]
+        entries.append(
+            TensorEntry(name=name, dtype=dtype, shape=list(shape), offset=offset, nbytes=nbytes)
+        )
+        offset = _aligned(offset + nbytes)
+    if offset == 0:
+        raise ValueError("a manifest needs at least one tensor that is not empty")
+    buckets = list(_buckets(entries, offset, bucket_bytes))
+    return Manifest(
+        tensors=entries, buckets=buckets, total_bytes=offset, digest=_digest(entries, buckets)
+    )
+
+
+def check_manifest(manifest: Manifest) -> None:
+    """Check a manifest that came over the wire.
+
+    Raises:
+        WireError: a range outside of the slot, tensors that overlap or do not have the size of their
+            shape, buckets that do not cover the slot in order, or another digest than the layout's.
+    """
+    end = 0
+    for entry in manifest.tensors:
+        size = prod(entry.shape) * ITEM_BYTES.get(entry.dtype, -1)
+        if min(entry.shape, default=1) < 0 or size != entry.nbytes or entry.offset < end:
+            raise WireError(f"manifest: bad layout of tensor {entry.name}", path="tensors")
+        end = entry.offset + entry.nbytes
+    covered = 0
+    for start, stop in manifest.buckets:
+        if start != covered or stop <= start:
+            raise WireError(f"manifest: bucket [{start}, {stop}) is out of order", path="buckets")
+        covered = stop
+    if not end <= manifest.total_bytes == covered or covered == 0:
+        raise WireError("manifest: buckets do not cover the tensors", path="total_bytes")
+    if manifest.digest != _digest(manifest.tensors, manifest.buckets):
+        raise WireError("manifest: the digest is not that of the layout", path="digest")
+
+
+def checksum(data: memoryview) -> int:
+    """xxh3-64 of one bucket's bytes."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+def checksums(manifest: Manifest, view: memoryview) -> list[int]:
+    """The checksum of every bucket of the version in `view`, `[total_bytes]`."""
+    return [checksum(view[start:end]) for start, end in manifest.buckets]
+
+
+def _buckets(entries: list[TensorEntry], total: int, bound: int) -> Iterator[tuple[int, int]]:
+    start = 0
+    ends = [*(entry.offset for entry in entries[1:]), total]
+    for entry, end in zip(entries, ends, strict=True):
+        if end - start <= bound:
+            continue  # it still fits into the bucket that is open
+        if start < entry.offset:
+            yield start, entry.offset
+            start = entry.offset
+        step = _step(entry, bound - ALIGN_BYTES)  # room for the padding after the last row
+        while end - start > bound:
+            yield start, start + step
+            start += step
+    if start < total:
+        yield start, total
+
+
+def _step(entry: TensorEntry, room: int) -> int:
+    """Bytes of a large tensor per bucket: whole rows, or whole elements where a row is too large."""
+    row = entry.nbytes // entry.shape[0] if entry.shape else entry.nbytes
+    unit = row if row <= room else ITEM_BYTES[entry.dtype]
+    return room // unit * unit
+
+
+def _digest(entries: list[TensorEntry], buckets: list[tuple[int, int]]) -> str:
+    return xxhash.xxh3_128_hexdigest(msgspec.json.encode([entries, buckets]))
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGN_BYTES) * ALIGN_BYTES
