@@ -5,10 +5,11 @@ Decoding never raises anything but `WireError`, whatever the bytes.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgpack
 import msgspec
@@ -18,6 +19,10 @@ from umbra.proto.messages import TYPES, Header, Message, Nack
 from umbra.proto.version import PROTOCOL_MAJOR, PROTOCOL_MINOR
 
 M = TypeVar("M", bound=Message)
+
+REASON_CHARS = 200  # of a refusal; enough to recognise what was sent
+_PLACE = re.compile(r"(.*) - at `(?:key` in `)?(\$[^`]*)`", re.DOTALL)
+_OVER_LIMIT = re.compile(r"\d+ exceeds max_(?:bin|str|array|map)_len\(\d+\)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +56,12 @@ class Encoder:
         self._next_id = 0
 
     def encode(self, body: Message, *, reply_to: int | None = None) -> tuple[int, list[bytes]]:
-        """The new message's id and its frames."""
+        """The new message's id and its frames.
+
+        Raises:
+            WireError: the message holds what MessagePack can't say, a lone surrogate for example.
+            LimitError: a frame is larger than what its receiver takes.
+        """
         self._next_id += 1
         header = Header(
             major=PROTOCOL_MAJOR,
@@ -63,7 +73,11 @@ class Encoder:
             reply_to=reply_to,
             sent_at=time.time(),
         )
-        return self._next_id, [_pack(header), _pack(body)]
+        frames = [
+            _pack(header, DEFAULT_LIMITS.header_bytes),
+            _pack(body, DEFAULT_LIMITS.frame_bytes),
+        ]
+        return self._next_id, frames
 
 
 def decode(frames: Sequence[bytes], limits: Limits = DEFAULT_LIMITS) -> Envelope:
@@ -76,7 +90,7 @@ def decode(frames: Sequence[bytes], limits: Limits = DEFAULT_LIMITS) -> Envelope
     header = decode_header(frames, limits)
     cls = TYPES.get(header.type)
     if cls is None:
-        raise WireError(f"unknown message type {header.type!r}", path="type", code="unknown_type")
+        raise WireError(f"unknown message type {header.type!r}", path="$.type", code="unknown_type")
     return Envelope(header, _convert(_unpack(frames[1], limits), cls))
 
 
@@ -86,16 +100,9 @@ def decode_header(frames: Sequence[bytes], limits: Limits = DEFAULT_LIMITS) -> H
         raise WireError(f"expected 2 frames, got {len(frames)}", code="frames")
     if len(frames[0]) > limits.header_bytes:
         raise LimitError(f"header of {len(frames[0])} bytes, at most {limits.header_bytes}")
-    header = _convert(_unpack(frames[0], limits), Header)
-    if header.major != PROTOCOL_MAJOR:
-        older = "peer" if header.major < PROTOCOL_MAJOR else "own package"
-        raise WireError(
-            f"{header.sender} speaks protocol {header.major}.{header.minor}, this process "
-            f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}: upgrade the {older}",
-            path="major",
-            code="protocol",
-        )
-    return header
+    data = _unpack(frames[0], limits)
+    _check_major(data)
+    return _convert(data, Header)
 
 
 def expect(envelope: Envelope, cls: type[M]) -> M:
@@ -112,7 +119,7 @@ def expect(envelope: Envelope, cls: type[M]) -> M:
         raise RejectedError(f"{envelope.header.sender}: {body.reason}", code=body.code)
     raise WireError(
         f"{envelope.header.sender} answered {envelope.header.type} instead of {cls.__name__}",
-        path="type",
+        path="$.type",
         code="unexpected",
     )
 
@@ -122,10 +129,35 @@ def nack(error: WireError) -> Nack:
     return Nack(code=error.code, reason=str(error), path=error.path)
 
 
-def _pack(struct: msgspec.Struct) -> bytes:
-    packed = msgpack.packb(msgspec.to_builtins(struct, builtin_types=(bytes,)), use_bin_type=True)
-    assert packed is not None
+def _pack(struct: msgspec.Struct, limit_bytes: int) -> bytes:
+    name = type(struct).__name__
+    try:
+        packed = msgpack.packb(
+            msgspec.to_builtins(struct, builtin_types=(bytes,)), use_bin_type=True
+        )
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise WireError(f"{name} cannot be encoded: {error}", code="unencodable") from error
+    if len(packed) > limit_bytes:
+        raise LimitError(f"{name} of {len(packed)} bytes, at most {limit_bytes}")
     return packed
+
+
+def _check_major(header: Any) -> None:
+    """Refuse another major version first: it may have changed the rest of the header."""
+    if not isinstance(header, dict):
+        return
+    fields = cast("dict[str, Any]", header)
+    major = fields.get("major")
+    if not isinstance(major, int) or major == PROTOCOL_MAJOR:
+        return
+    sender = fields.get("sender", "a peer")
+    older = f"of {sender}" if major < PROTOCOL_MAJOR else "here"
+    raise WireError(
+        f"{sender} speaks protocol {major}.{fields.get('minor')}, this process "
+        f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}: upgrade the umbra-rl {older}",
+        path="$.major",
+        code="protocol",
+    )
 
 
 def _unpack(frame: bytes, limits: Limits) -> Any:
@@ -141,16 +173,27 @@ def _unpack(frame: bytes, limits: Limits) -> Any:
             max_array_len=limits.items,
             max_map_len=limits.items,
             max_ext_len=0,
+            ext_hook=_refuse_extension,
         )
-    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
-        # RecursionError: msgpack raises StackError (a ValueError) at its own depth, but a frame of
-        # nested maps can exhaust Python's stack first.
-        raise WireError(f"not MessagePack: {error or type(error).__name__}") from error
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        reason = str(error) or type(error).__name__  # StackError, for one, has no text
+        if _OVER_LIMIT.fullmatch(reason):
+            raise LimitError(f"a length of {reason}") from error
+        raise WireError(f"not MessagePack: {reason}") from error
+
+
+def _refuse_extension(code: int, _data: bytes) -> Any:
+    # An extension of length zero gets past max_ext_len, and its ExtType would pass for an array.
+    raise ValueError(f"extension type {code}")
 
 
 def _convert(data: Any, cls: type[Any]) -> Any:
     try:
         return msgspec.convert(data, cls, builtin_types=(bytes,))
-    except (msgspec.ValidationError, RecursionError) as error:
-        reason, _, where = str(error).partition(" - at `")
-        raise WireError(f"{cls.__name__}: {reason}", path=where.rstrip("`") or "$") from error
+    except msgspec.ValidationError as error:
+        # The reason may quote what was sent: of any length, and with anything in it.
+        found = _PLACE.fullmatch(str(error))
+        reason, path = found.groups() if found else (str(error), "$")
+        if len(reason) > REASON_CHARS:
+            reason = reason[:REASON_CHARS] + "..."
+        raise WireError(f"{cls.__name__}: {reason} at {path}", path=path) from error
