@@ -6,7 +6,6 @@ one frame of plain bytes is several times cheaper to pack than a list of numbers
 
 from __future__ import annotations
 
-import math
 import sys
 from array import array
 from collections.abc import Sequence
@@ -65,31 +64,6 @@ class Trajectory(Record, frozen=True, kw_only=True):
     started_at: float = 0.0  # seconds since the epoch
     finished_at: float = 0.0
 
-    def __post_init__(self) -> None:
-        """Hold what the docstring promises; when decoding, a breach is a bad type like any other.
-
-        Raises:
-            ValueError: arrays of unequal lengths, spans with gaps, a reward that is no number.
-        """
-        tokens, rest = divmod(len(self.response_ids), 4)
-        if rest or len(self.prompt_ids) % 4:
-            raise ValueError("prompt_ids and response_ids must be whole int32 values")
-        if len(self.loss_mask) != tokens:
-            raise ValueError(f"loss_mask of {len(self.loss_mask)} for {tokens} response tokens")
-        for name in ("logprobs", "ref_logprobs", "proximal_logprobs"):
-            values: bytes | None = getattr(self, name)
-            if values is not None and len(values) != 4 * tokens:
-                raise ValueError(f"{name} of {len(values)} bytes for {tokens} response tokens")
-        end = 0
-        for span in self.spans:
-            if span.start != end or span.end < span.start:
-                raise ValueError(f"span [{span.start}, {span.end}) does not follow on {end}")
-            end = span.end
-        if not self.spans or end != tokens:
-            raise ValueError(f"spans cover {end} of {tokens} response tokens")
-        if not math.isfinite(self.reward):
-            raise ValueError(f"reward is {self.reward}")
-
     @property
     def response_tokens(self) -> int:
         """T, environment tokens included."""
@@ -142,23 +116,6 @@ class Manifest(Record, frozen=True, kw_only=True):
     buckets: list[tuple[int, int]]
     total_bytes: int
     digest: str
-
-    def __post_init__(self) -> None:
-        """Hold what the docstring promises: nobody may be led outside of a slot.
-
-        Raises:
-            ValueError: buckets with gaps, or a tensor that lies outside of the slot.
-        """
-        end = 0
-        for start, stop in self.buckets:
-            if start != end or stop <= start:
-                raise ValueError(f"bucket [{start}, {stop}) does not follow on {end}")
-            end = stop
-        if end != self.total_bytes:
-            raise ValueError(f"buckets cover {end} of {self.total_bytes} bytes")
-        for tensor in self.tensors:
-            if min(tensor.offset, tensor.nbytes) < 0 or tensor.offset + tensor.nbytes > end:
-                raise ValueError(f"tensor {tensor.name} lies outside of the slot")
 
 
 class Ledger(Record, frozen=True, kw_only=True):
