@@ -77,8 +77,8 @@ def make_model(
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
         initializer_range=init_std,
         tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=SPECIAL_TOKENS.index(PAD),
+        eos_token_id=SPECIAL_TOKENS.index(END),
         bos_token_id=None,
         dtype="float32",
     )
@@ -88,8 +88,8 @@ def make_model(
     model.generation_config = GenerationConfig(
         do_sample=True,
         temperature=1.0,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=SPECIAL_TOKENS.index(END),
+        pad_token_id=SPECIAL_TOKENS.index(PAD),
     )
     out.mkdir(parents=True, exist_ok=True)
     with no_progress_bars():

@@ -1,4 +1,4 @@
-"""The policy as a Hugging Face directory: checked before it is loaded, exported whole or not at all."""
+"""The policy as a Hugging Face directory: checked before loading, exported whole or not at all."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from umbra.proto.errors import UsageError
-
-WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+from umbra.services.runtime.model_dir import check_model_dir
 
 
-def load_policy(path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_policy(
+    path: str | Path, source: str = "model.path"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The float32 model (SDPA attention, on the CPU) and the tokenizer in directory `path`.
+
+    `source` is the key or flag that the path came from, for errors.
 
     Raises:
         UsageError: no such directory, a part of it is missing, or it cannot be loaded.
     """
-    directory = check_directory(path)
+    directory = check_model_dir(path, source)
     try:
         with no_progress_bars():
             tokenizer = AutoTokenizer.from_pretrained(
@@ -43,31 +45,8 @@ def load_policy(path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerB
                 attn_implementation="sdpa",
             )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise UsageError(f"model.path {directory} cannot be loaded: {error}") from error
+        raise UsageError(f"{source}: {directory} cannot be loaded: {error}") from error
     return model, tokenizer
-
-
-def check_directory(path: str | Path) -> Path:
-    """`path` as a directory that holds a config, a tokenizer and safetensors weights.
-
-    Raises:
-        UsageError: what is missing, and where.
-    """
-    if not str(path):
-        raise UsageError("model.path is empty: name a Hugging Face model directory")
-    directory = Path(path)
-    if not directory.is_dir():
-        raise UsageError(
-            f"model.path {directory} is no directory: download the model or make a small one "
-            "with `umbra make-model`"
-        )
-    if not (directory / "config.json").is_file():
-        raise UsageError(f"model.path {directory} has no config.json: not a Hugging Face model")
-    if not _has_any(directory, TOKENIZER_FILES):
-        raise UsageError(f"model.path {directory} has no tokenizer ({', '.join(TOKENIZER_FILES)})")
-    if not _has_any(directory, WEIGHT_FILES):
-        raise UsageError(f"model.path {directory} has no weights ({' or '.join(WEIGHT_FILES)})")
-    return directory
 
 
 def export_policy(
@@ -105,7 +84,3 @@ def no_progress_bars() -> Iterator[None]:
     finally:
         if enabled:
             transformers_logging.enable_progress_bar()
-
-
-def _has_any(directory: Path, names: tuple[str, ...]) -> bool:
-    return any((directory / name).is_file() for name in names)

@@ -1,0 +1,140 @@
+"""The training loop: lease a batch, learn from it, commit it, publish the new weights."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from umbra.proto.errors import DeadlineError, UmbraError
+from umbra.proto.messages import BatchLease, CommitAck, CommitBatch, LeaseBatch
+from umbra.proto.records import Manifest, Trajectory
+from umbra.services.runtime.command import ServiceContext
+from umbra.services.runtime.publisher import Publisher
+from umbra.services.runtime.session import Session
+from umbra.services.trainer.batch import make_batch
+from umbra.services.trainer.learner import Learner
+from umbra.services.trainer.metrics import Phases, Row, finite, sample_metrics
+from umbra.services.trainer.snapshot import Snapshot
+from umbra.services.trainer.update import PolicyUpdate
+
+LEASE_SLICE_S = 1.0  # how long one request for a batch is parked, so that a stop is noticed
+REPLY_S = 30.0  # what the buffer may take to answer, on top of that
+# What the monitor shows of a step.
+SHOWN = {
+    "reward": "reward/mean",
+    "loss": "loss",
+    "staleness": "staleness/total/mean",
+    "k3": "mismatch/k3",
+    "tokens_per_s": "tokens_per_s",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Outlet:
+    """Where new weights go."""
+
+    snapshot: Snapshot
+    manifest: Manifest
+    publisher: Publisher
+
+
+class Loop:
+    """Trains from version 0 to `run.steps`. The version counts committed optimizer steps."""
+
+    def __init__(
+        self, context: ServiceContext, session: Session, learner: Learner, outlet: Outlet
+    ) -> None:
+        self.version = 0
+        self._context = context
+        self._config = context.config
+        self._session = session
+        self._learner = learner
+        self._outlet = outlet
+        self._update = PolicyUpdate(context.config, learner)
+        self._phases = Phases(context.metrics)
+
+    def run(self) -> bool:
+        """Train; True when all steps are done, False when asked to stop before.
+
+        A batch that is not committed goes back to the buffer when this process leaves.
+        """
+        while self.version < self._config.run.steps:
+            with self._phases("wait_batch"):
+                trajectories = self._lease()
+            if trajectories is None:
+                return False
+            with self._phases("train_step"):
+                batch = make_batch(trajectories, self._learner.model.config.vocab_size)
+                learned = self._update(batch, self.version, self._keep_going)
+            if learned is None:
+                return False
+            row = finite(sample_metrics(batch, self.version) | learned)
+            with self._phases("commit"):
+                self._commit(row)
+            self.publish()
+            self._report(row)
+        return True
+
+    def publish(self) -> None:
+        """Hand the current weights to the hub; the receivers get them while training goes on."""
+        self._session.progress(f"snapshot of version {self.version}")
+        timeout_s = 2 * self._config.weight_hub.deadline_s
+        with self._phases("wait_slot"):
+            slot = self._outlet.publisher.slot(self.version, timeout_s)
+        with self._phases("snapshot"):
+            begin = time.perf_counter()
+            self._outlet.snapshot.write(self._outlet.manifest, slot)
+            self._outlet.publisher.publish(self.version, time.perf_counter() - begin)
+
+    def _keep_going(self) -> bool:
+        self._session.progress(f"training step {self.version + 1}")
+        return not self._session.stopping.is_set()
+
+    def _lease(self) -> list[Trajectory] | None:
+        """The next batch; None when asked to stop.
+
+        Raises:
+            DeadlineError: none came within `trainer.batch_wait_s`.
+        """
+        step, limit_s = self.version + 1, self._config.trainer.batch_wait_s
+        deadline = time.monotonic() + limit_s
+        while not self._session.stopping.is_set():
+            self._session.progress(f"waiting for batch {step}", 0)
+            ask = LeaseBatch(step=step, wait_s=LEASE_SLICE_S)
+            lease = self._session.data.call(ask, BatchLease, timeout_s=LEASE_SLICE_S + REPLY_S)
+            if lease.trajectories:
+                return lease.trajectories
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"no batch for step {step} within {limit_s:g} s (trainer.batch_wait_s): "
+                    f"waiting for {lease.waiting_for or 'trajectories'}"
+                )
+        return None
+
+    def _commit(self, row: Row) -> None:
+        """Tell the buffer that the batch is trained on; from here on the version is one higher."""
+        step = self.version + 1
+        metrics = {name: value for name, value in row.items() if value is not None}
+        ack = self._session.data.call(
+            CommitBatch(step=step, metrics=metrics), CommitAck, timeout_s=REPLY_S
+        )
+        if ack.version != step:
+            raise UmbraError(f"the buffer is at version {ack.version} after the commit of {step}")
+        self.version = step
+
+    def _report(self, row: Row) -> None:
+        seconds = self._phases.take()
+        row["tokens_per_s"] = (row["tokens"] or 0.0) / seconds["train_step"]
+        row |= {f"seconds/{name}": spent for name, spent in seconds.items()}
+        self._context.metrics.write("step", step=self.version, **row)
+        self._session.emit("step", step=self.version, **row)
+        shown = {name: row[key] for name, key in SHOWN.items()}
+        self._session.stats(step=self.version, **{k: v for k, v in shown.items() if v is not None})
+        self._context.log.info(
+            "step %d: reward %.3f, staleness %.2f, waited %.2f s, trained %.2f s",
+            self.version,
+            row["reward/mean"],
+            row["staleness/total/mean"],
+            seconds["wait_batch"],
+            seconds["train_step"],
+        )

@@ -1,0 +1,108 @@
+"""What is measured of every training step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from umbra.services.runtime.metrics import MetricsFile
+from umbra.services.trainer.batch import Batch
+from umbra.services.trainer.objectives import ratio
+
+Row = dict[str, float | None]
+
+
+class Phases:
+    """Seconds by phase of the current step; each phase is also a span in the metrics file."""
+
+    def __init__(self, file: MetricsFile) -> None:
+        self._file = file
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Count the time inside as `name`."""
+        begin = time.perf_counter()
+        with self._file.span(name):
+            yield
+        spent = time.perf_counter() - begin
+        self._seconds[name] = self._seconds.get(name, 0.0) + spent
+
+    def take(self) -> dict[str, float]:
+        """The seconds by phase, and start anew."""
+        seconds, self._seconds = self._seconds, {}
+        return seconds
+
+
+def sample_metrics(batch: Batch, version: int) -> Row:
+    """Rewards, lengths and staleness of a batch that weights of `version` are trained on.
+
+    Staleness of a sample, in versions: total = version - version of its oldest token, split into
+    in_flight = newest - oldest (at most total) and in_queue = the rest.
+    """
+    lengths = torch.tensor([t.response_tokens for t in batch.trajectories]).double()
+    oldest = torch.tensor([t.oldest_version for t in batch.trajectories])
+    newest = torch.tensor([t.newest_version for t in batch.trajectories])
+    total = (version - oldest).double()
+    in_flight = torch.minimum(total, (newest - oldest).double())
+    row: Row = {
+        "samples": float(len(batch.trajectories)),
+        "tokens": float(batch.tokens.ids.numel()),
+        "reward/mean": float(batch.rewards.mean()),
+        "reward/std": float(batch.rewards.std(correction=0)),
+        "solved": float((batch.rewards >= 1).double().mean()),
+        "response_length/mean": float(lengths.mean()),
+        "response_length/p50": float(lengths.quantile(0.5)),
+        "response_length/p99": float(lengths.quantile(0.99)),
+        "truncated": _fraction(t.finish_reason == "length" for t in batch.trajectories),
+        "multi_version": float((newest > oldest).double().mean()),
+    }
+    for name, values in (
+        ("total", total),
+        ("in_flight", in_flight),
+        ("in_queue", total - in_flight),
+    ):
+        row[f"staleness/{name}/mean"] = float(values.mean())
+        row[f"staleness/{name}/max"] = float(values.max())
+    return row
+
+
+def mismatch_metrics(logprobs: Tensor, behaviour: Tensor, on_policy: Tensor) -> Row:
+    """How far the trainer's policy is from the one that sampled, over N learned tokens.
+
+    With r = pi/mu: k1 = mean(-log r), k3 = mean(r - log r - 1), and the effective share of samples
+    ess = (sum r)^2 / (N sum r^2). On samples of the current version only rounding is left, so
+    `k3_on_policy` (None without such samples) tells errors of the programs from staleness.
+
+    Args:
+        logprobs: log pi [N], with the weights that the batch found.
+        behaviour: log mu [N].
+        on_policy: bool [N], tokens of samples that the current version made alone.
+    """
+    if not logprobs.numel():
+        return dict.fromkeys(("mismatch/k1", "mismatch/k3", "mismatch/k3_on_policy", "ess"))
+    log_ratio = (logprobs - behaviour).double()
+    weight = ratio(logprobs.double(), behaviour.double())
+    # expm1 keeps the digits that r - 1 loses where r is close to 1.
+    k3 = torch.expm1(log_ratio.clamp(max=20.0)) - log_ratio
+    return {
+        "mismatch/k1": float(-log_ratio.mean()),
+        "mismatch/k3": float(k3.mean()),
+        "mismatch/k3_on_policy": float(k3[on_policy].mean()) if bool(on_policy.any()) else None,
+        "ess": float(weight.sum().square() / (weight.numel() * weight.square().sum())),
+    }
+
+
+def finite(row: Row) -> Row:
+    """`row` with None for what is not a number: JSON has no NaN."""
+    return {k: v if v is None or math.isfinite(v) else None for k, v in row.items()}
+
+
+def _fraction(flags: Iterator[bool]) -> float:
+    values = list(flags)
+    return sum(values) / len(values)

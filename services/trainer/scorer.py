@@ -1,0 +1,63 @@
+"""Logprobs of the learned tokens of a micro-batch under a causal language model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from umbra.services.trainer.packing import MicroBatch
+
+
+class Scorer(nn.Module):
+    """A causal language model whose forward pass gives logprobs instead of logits.
+
+    It is a module, and not a function, so that it can be what Accelerate prepares: everything that
+    touches parameters happens inside one `forward`, as sharding and mixed precision require.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        self._index: Tensor | None = None
+        head = model.get_output_embeddings()
+        assert head is not None, f"{type(model).__name__} has no output embeddings"
+        head.register_forward_pre_hook(self._select)
+
+    def forward(
+        self, batch: MicroBatch, temperature: Tensor, *, with_entropy: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Logprobs and entropies (no gradient, zeros unless `with_entropy`) in nats, float32 [N].
+
+        `temperature` [N] divides the logits, as it did when the tokens were sampled.
+        """
+        self._index = batch.index
+        try:
+            output: Any = self.model(
+                input_ids=batch.input_ids,
+                position_ids=batch.position_ids,
+                attention_mask=batch.mask,
+                use_cache=False,
+            )
+        finally:
+            self._index = None
+        logits = output.logits.float() / temperature.unsqueeze(-1)  # [N, V]
+        distribution = logits.log_softmax(-1)
+        logprobs = distribution.gather(-1, batch.targets.unsqueeze(-1)).squeeze(-1)
+        entropy = torch.zeros_like(logprobs)
+        if with_entropy:
+            with torch.no_grad():
+                entropy = -(distribution.exp() * distribution).sum(-1)
+        return logprobs, entropy
+
+    def _select(self, _head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        """Let the head see only the positions that predict a learned token.
+
+        Logits are the largest tensor of a step and prompts need none. A hook on the head keeps
+        whatever the model's own forward does to logits afterwards (scaling, soft-capping).
+        """
+        if self._index is None:
+            return None
+        return (args[0].flatten(0, 1)[self._index], *args[1:])
