@@ -363,11 +363,15 @@ class HubStatusRequest(Message, frozen=True, kw_only=True):
 
 
 class HubStatus(Message, frozen=True, kw_only=True):
-    """Newest published version, and by receiver the version that it serves."""
+    """Newest published version (-1: none), and by receiver the version that it serves.
+
+    `subscribed` tells the process that asked whether it is a receiver itself.
+    """
 
     version: int
     pushes: int
     receivers: dict[str, int]
+    subscribed: bool = False
 
 
 # -- telemetry (PUB -> XSUB/XPUB -> SUB): may be lost, never changes behaviour -------------------

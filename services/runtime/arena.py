@@ -1,8 +1,9 @@
 """Shared memory that holds versions of the weights: a file in /dev/shm, divided into slots.
 
-Not `multiprocessing.shared_memory`: its resource tracker is one more process, and it removes segments
-that others still use. Pages are allocated when the arena is made, because the first touch of a tmpfs
-page costs 20 to 60 times a copy, and because a full tmpfs must be an error here and not a SIGBUS later.
+Not `multiprocessing.shared_memory`: its resource tracker is one more process, and it removes
+segments that others still use. Pages are allocated when the arena is made, because the first touch
+of a tmpfs page costs 20 to 60 times a copy, and because a full tmpfs must be an error here and not
+a SIGBUS later.
 
 Mappings outlive the file's name, so that an arena may be removed while somebody still reads it.
 """
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from umbra.proto.errors import StartupError
 
-SHM = Path("/dev/shm")  # noqa: S108 - the system's folder for shared memory
+SHM = Path("/dev/shm")
 PAGE_BYTES = mmap.PAGESIZE
 READ_BYTES = 4 << 20  # per system call when a slot is read
 
@@ -26,8 +27,8 @@ READ_BYTES = 4 << 20  # per system call when a slot is read
 def shm_host() -> str:
     """Names the very /dev/shm that this process sees: the same string means shared memory works.
 
-    The kernel's boot id, and the device number of the mount, which differs between containers that do
-    not share it.
+    The kernel's boot id, and the device number of the mount, which differs between containers that
+    do not share it.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot}:{SHM.stat().st_dev}"
@@ -186,8 +187,8 @@ def _allocate(fd: int, size: int) -> None:
     stats = os.statvfs(fd)
     free = stats.f_bavail * stats.f_frsize
     too_small = StartupError(
-        f"{SHM} has {free} bytes free, the weights need {size}: make it larger (docker: --shm-size), "
-        "or set weight_hub.slots = 2 or a smaller weight_hub.dtype"
+        f"{SHM} has {free} bytes free, the weights need {size}: make it larger "
+        "(docker: --shm-size), or set weight_hub.slots = 2 or a smaller weight_hub.dtype"
     )
     if size > free:
         raise too_small
@@ -207,8 +208,8 @@ def _open(path: Path, flags: int, slot_bytes: int) -> tuple[int, int]:
         fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
         raise StartupError(
-            f"cannot open the weight hub's shared memory {path}: {error.strerror}; this process and "
-            "the hub must run on one host, as one user, and share /dev/shm"
+            f"cannot open the weight hub's shared memory {path}: {error.strerror}; this process "
+            "and the hub must run on one host, as one user, and share /dev/shm"
         ) from error
     size = os.fstat(fd).st_size
     slots, rest = divmod(size, _stride(slot_bytes)) if slot_bytes > 0 else (0, size)

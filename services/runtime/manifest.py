@@ -1,8 +1,8 @@
 """The layout of one version of the weights in memory, and the checksums over it.
 
 Tensors lie in the caller's order (layer by layer), each at a multiple of 64 bytes. Buckets are the
-units of transfer and verification: consecutive byte ranges, cut between tensors and, within a tensor
-that is larger than a bucket, between rows.
+units of transfer and verification: consecutive byte ranges, cut between tensors and, within a
+tensor that is larger than a bucket, between rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 def build_manifest(
     tensors: Iterable[tuple[str, str, Sequence[int]]], bucket_bytes: int
 ) -> Manifest:
-    """The manifest of `tensors`, given as `(name, dtype, shape)`; no bucket is above `bucket_bytes`.
+    """The manifest of `tensors`, given as `(name, dtype, shape)`, in buckets of at most
+    `bucket_bytes`.
 
     Raises:
         ValueError: no tensors, a name twice, an unknown dtype, or `bucket_bytes` below 128.
@@ -56,8 +57,8 @@ def check_manifest(manifest: Manifest) -> None:
     """Check a manifest that came over the wire.
 
     Raises:
-        WireError: a range outside of the slot, tensors that overlap or do not have the size of their
-            shape, buckets that do not cover the slot in order, or another digest than the layout's.
+        WireError: a range outside of the slot, tensors that overlap or do not have the size of
+            their shape, buckets that do not cover the slot in order, or another layout's digest.
     """
     end = 0
     for entry in manifest.tensors:
@@ -104,7 +105,7 @@ def _buckets(entries: list[TensorEntry], total: int, bound: int) -> Iterator[tup
 
 
 def _step(entry: TensorEntry, room: int) -> int:
-    """Bytes of a large tensor per bucket: whole rows, or whole elements where a row is too large."""
+    """Bytes of a large tensor per bucket: whole rows, or elements where a row is too large."""
     row = entry.nbytes // entry.shape[0] if entry.shape else entry.nbytes
     unit = row if row <= room else ITEM_BYTES[entry.dtype]
     return room // unit * unit

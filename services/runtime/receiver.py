@@ -1,0 +1,269 @@
+"""A generator's half of a push: stage a version in private memory, verify it, hand it over."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from umbra.proto.errors import DeadlineError, StartupError, UmbraError
+from umbra.proto.messages import (
+    Abort,
+    Commit,
+    Committed,
+    HubStatus,
+    HubStatusRequest,
+    Message,
+    Prepare,
+    Ready,
+    Subscribe,
+    Subscribed,
+)
+from umbra.proto.records import Manifest
+from umbra.services.runtime.arena import ArenaReader, private_memory, shm_host
+from umbra.services.runtime.channel import Channel
+from umbra.services.runtime.manifest import check_manifest, checksum
+from umbra.services.runtime.staging import BUFFERS, Candidate, Staging
+
+WAKE_S = 0.2  # how soon the thread sees that it should end
+CLOSE_DEADLINE_S = 5.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StagedVersion:
+    """A complete, verified version.
+
+    `data` (`[manifest.total_bytes]`, writable, private) stays as it is until `Receiver.committed`.
+    """
+
+    version: int
+    manifest: Manifest
+    data: memoryview
+    candidate: Candidate
+
+
+class Receiver:
+    """Gets every new version from the hub; a thread of its own stages while the engine goes on.
+
+    Args:
+        channel: to the weight hub.
+        host: names the /dev/shm of this process; empty = find out (`shm_host`).
+        planes: offered to the hub.
+        check_s: seconds of silence after which it asks the hub whether it is still subscribed.
+        retry_s: seconds between being dropped and subscribing again.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        host: str = "",
+        planes: Sequence[str] = ("shm",),
+        *,
+        check_s: float = 5.0,
+        retry_s: float = 1.0,
+    ) -> None:
+        self.failure: UmbraError | None = None
+        self._channel = channel
+        self._host = host or shm_host()
+        self._planes = list(planes)
+        self._check_s = check_s
+        self._retry_s = retry_s
+        self._timeout_s = 0.0
+        self._manifest: Manifest | None = None
+        self._reader: ArenaReader | None = None
+        self._buffers: list[memoryview] = []
+        self._staging = Staging()
+        self._changed = threading.Condition()  # guards _staging and failure
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._main, name="umbra-receiver", daemon=True)
+
+    def subscribe(self, timeout_s: float) -> None:
+        """Subscribe; waits until the trainer has registered its layout. Versions then follow.
+
+        Raises:
+            DeadlineError: no answer within `timeout_s` seconds.
+            RejectedError: no plane that the hub and this process have in common.
+            StartupError: the hub's shared memory cannot be seen from here.
+        """
+        self._timeout_s = timeout_s
+        self._subscribe()
+        self._thread.start()
+
+    def poll(self) -> StagedVersion | None:
+        """The newest version that the engine should load now; to be followed by `committed`.
+
+        Raises:
+            UmbraError: the hub is gone, or no longer has weights for us.
+        """
+        with self._changed:
+            if self.failure is not None:
+                raise self.failure
+            candidate = self._staging.take()
+            if candidate is None:
+                return None
+            assert self._manifest is not None
+            return StagedVersion(
+                candidate.version, self._manifest, self._buffers[candidate.buffer], candidate
+            )
+
+    def committed(self, staged: StagedVersion, commit_s: float, error: str = "") -> None:
+        """The engine serves `staged` after `commit_s` seconds of waiting, or could not load it.
+
+        The memory of `staged` is used again from now on.
+        """
+        with self._changed:
+            self._staging.release(staged.candidate)
+        self._channel.send(
+            Committed(
+                epoch=staged.candidate.epoch,
+                version=staged.version,
+                commit_s=commit_s,
+                error=error,
+            )
+        )
+
+    def wait_first(self, timeout_s: float, stopping: threading.Event) -> StagedVersion | None:
+        """The first version, when it is there; None if `stopping` was set before.
+
+        Raises:
+            DeadlineError: none came within `timeout_s` seconds.
+            UmbraError: as `poll`.
+        """
+        until = time.monotonic() + timeout_s
+        while not stopping.is_set():
+            staged = self.poll()
+            if staged is not None:
+                return staged
+            if time.monotonic() >= until:
+                raise DeadlineError(
+                    f"no weights from the {self._channel.peer} within {timeout_s:g} s: has the "
+                    "trainer published its first version?"
+                )
+            with self._changed:
+                self._changed.wait(WAKE_S)
+        return None
+
+    def close(self) -> None:
+        """Stop staging. Versions that were handed out stay valid."""
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_DEADLINE_S)
+        if self._reader is not None:
+            self._reader.close()
+
+    # -- the thread -------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        try:
+            self._serve()
+        except UmbraError as error:
+            with self._changed:
+                self.failure = error
+                self._changed.notify_all()
+
+    def _serve(self) -> None:
+        check_at = time.monotonic() + self._check_s
+        subscribe_at: float | None = None
+        while not self._closing.is_set():
+            try:
+                message = self._channel.pushes.get(timeout=min(WAKE_S, self._retry_s))
+            except queue.Empty:
+                message = None
+            now = time.monotonic()
+            if message is not None:
+                self._handle(message)
+                check_at = time.monotonic() + self._check_s
+                if isinstance(message, Abort) and message.dropped:
+                    log.warning("dropped by the weight hub: %s", message.reason)
+                    subscribe_at = now + self._retry_s
+            elif subscribe_at is not None and now >= subscribe_at:
+                subscribe_at = None
+                self._subscribe()
+            elif subscribe_at is None and now >= check_at:
+                # A hub that could not reach us for a moment has dropped us without a word.
+                status = self._channel.call(
+                    HubStatusRequest(), HubStatus, timeout_s=self._timeout_s
+                )
+                if not status.subscribed:
+                    subscribe_at = now
+                check_at = time.monotonic() + self._check_s
+
+    def _handle(self, message: Message) -> None:
+        match message:
+            case Prepare():
+                self._stage(message)
+            case Commit():
+                with self._changed:
+                    if self._staging.commit(message.epoch):
+                        self._changed.notify_all()
+            case Abort():
+                log.info("version %d was aborted: %s", message.version, message.reason)
+                with self._changed:
+                    self._staging.abort(message.epoch)
+            case _:
+                log.warning("the weight hub pushed an unexpected %s", type(message).__name__)
+
+    def _stage(self, message: Prepare) -> None:
+        with self._changed:
+            candidate = self._staging.prepare(message.epoch, message.version)
+        wire_s, stage_s, error = self._copy(message, self._buffers[candidate.buffer])
+        if not error:
+            with self._changed:
+                self._staging.staged(message.epoch)
+        self._channel.send(
+            Ready(
+                epoch=message.epoch,
+                version=message.version,
+                wire_s=wire_s,
+                stage_s=stage_s,
+                error=error,
+            )
+        )
+
+    def _copy(self, message: Prepare, target: memoryview) -> tuple[float, float, str]:
+        """Copy and verify bucket by bucket, while each is still in the cache.
+
+        Returns the seconds of copying and of verifying, and what went wrong. It is the private copy
+        that is verified: the slot may change, the copy can't.
+        """
+        assert self._manifest is not None and self._reader is not None
+        buckets = self._manifest.buckets
+        if len(message.checksums) != len(buckets):
+            return 0.0, 0.0, f"{len(message.checksums)} checksums for {len(buckets)} buckets"
+        wire_s = stage_s = 0.0
+        for index, ((start, end), expected) in enumerate(
+            zip(buckets, message.checksums, strict=True)
+        ):
+            began = time.perf_counter()
+            try:
+                self._reader.read(message.slot, start, target[start:end])
+            except (IndexError, OSError, StartupError) as error:
+                return wire_s, stage_s, str(error)
+            copied = time.perf_counter()
+            actual = checksum(target[start:end])
+            wire_s += copied - began
+            stage_s += time.perf_counter() - copied
+            if actual != expected:
+                return wire_s, stage_s, f"checksum of bucket {index} [{start}, {end}) is wrong"
+        return wire_s, stage_s, ""
+
+    def _subscribe(self) -> None:
+        reply = self._channel.call(
+            Subscribe(host=self._host, planes=self._planes), Subscribed, timeout_s=self._timeout_s
+        )
+        check_manifest(reply.manifest)
+        reader = ArenaReader(reply.path, slot_bytes=reply.manifest.total_bytes)
+        if self._reader is not None:
+            self._reader.close()
+        self._reader = reader
+        if self._manifest is not None and self._manifest.digest == reply.manifest.digest:
+            return
+        buffers = [private_memory(reply.manifest.total_bytes) for _ in range(BUFFERS)]
+        with self._changed:
+            # What the engine still loads keeps the memory of the old layout alive by itself.
+            self._manifest, self._buffers, self._staging = reply.manifest, buffers, Staging()

@@ -1,0 +1,14 @@
+"""`umbra weight-hub`."""
+
+from __future__ import annotations
+
+from umbra.services.runtime.command import ServiceContext, service_command
+
+
+def _run(context: ServiceContext) -> int:
+    from umbra.services.weight_hub.service import serve
+
+    return serve(context)
+
+
+command = service_command("weight_hub", _run)

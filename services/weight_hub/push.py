@@ -1,0 +1,369 @@
+"""The push protocol: events in, effects out. No socket, file, thread or clock of its own.
+
+Versions are published into slots of the arena, and every receiver is pushed the newest one:
+
+    idle -> PREPARE -> staging -> READY -> COMMIT -> committing -> COMMITTED -> idle
+
+Each receiver goes at its own pace: one that is slow stalls no other, and finds the newest version
+when it is done (those in between are skipped). An *epoch* names one attempt to bring one version to
+one receiver; epochs count up and are never used again, so a late answer is told by its epoch alone.
+
+- *Newest* is the version published last, not the greatest: a trainer that resumed from a checkpoint
+  publishes older numbers again.
+- A slot may be granted to the trainer when it holds neither the newest version nor one that a
+  receiver is staging. A receiver reads its slot from PREPARE until its READY, or until it is
+  dropped. Should one that was dropped still read while the trainer writes, its checksums fail: they
+  came with PREPARE.
+- A failed push is aborted and tried once more; failing again, or missing the deadline of a phase,
+  drops the receiver. It may subscribe again and then gets the newest version.
+- A second registration of the same layout is a restarted trainer: nothing changes but who may
+  write. Another layout aborts all pushes and drops all receivers, which subscribe again to the new one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal
+
+from umbra.proto.messages import (
+    Abort,
+    Commit,
+    Committed,
+    Message,
+    Nack,
+    Ok,
+    Prepare,
+    Publish,
+    Ready,
+    SlotGranted,
+)
+from umbra.services.weight_hub.effects import (
+    Admit,
+    Answer,
+    Effect,
+    Failed,
+    Peer,
+    Publication,
+    Pushed,
+    Send,
+    Ticket,
+)
+
+ATTEMPTS = 2  # pushes of one version to one receiver that may fail until it is dropped
+
+
+@dataclass(slots=True)
+class _Push:
+    """A push under way."""
+
+    epoch: int
+    publication: Publication
+    attempt: int
+    deadline: float
+    phase: Literal["staging", "committing"] = "staging"
+    ready: Ready | None = None
+
+
+@dataclass(slots=True)
+class _Receiver:
+    peer: Peer
+    since: float
+    push: _Push | None = None
+    served: Publication | None = None  # what it serves of what this hub pushed
+    offered: int = 0  # number of the last publication that was pushed to it
+
+
+@dataclass(slots=True)
+class _Grant:
+    slot: int
+    version: int
+
+
+class PushProtocol:
+    """State of one hub.
+
+    Args:
+        slots: version slots in the arena, at least 2.
+        deadline_s: seconds that a receiver may take per phase.
+    """
+
+    def __init__(self, slots: int, deadline_s: float) -> None:
+        if slots < 2:
+            raise ValueError("a hub needs two slots: one is served while the other is written")
+        self.counters: Counter[str] = Counter()
+        self.digest = ""
+        self.newest: Publication | None = None
+        self._slots = slots
+        self._deadline_s = deadline_s
+        self._publisher: Peer | None = None
+        self._grant: _Grant | None = None
+        self._parked: tuple[Ticket, int] | None = None
+        self._receivers: dict[str, _Receiver] = {}
+        self._lobby: dict[str, tuple[Peer, Ticket]] = {}  # subscribed before there was a layout
+        self._epoch = 0
+        self._publications = 0
+        self._effects: list[Effect] = []
+
+    # -- what it knows ----------------------------------------------------------------------------
+
+    @property
+    def serving(self) -> dict[str, int]:
+        """By subscribed receiver the version it serves, -1 for none yet."""
+        return {
+            name: receiver.served.version if receiver.served else -1
+            for name, receiver in self._receivers.items()
+        }
+
+    def knows(self, peer: Peer) -> bool:
+        """Whether `peer` is a subscribed receiver, or about to be one."""
+        receiver = self._receivers.get(peer.name)
+        waiting = self._lobby.get(peer.name)
+        return (receiver is not None and receiver.peer == peer) or (
+            waiting is not None and waiting[0] == peer
+        )
+
+    def readers(self, slot: int) -> list[str]:
+        """Receivers that are staging from `slot`."""
+        return [
+            name
+            for name, receiver in self._receivers.items()
+            if (push := receiver.push) is not None
+            and push.phase == "staging"
+            and push.publication.slot == slot
+        ]
+
+    def next_deadline(self) -> float | None:
+        """When `tick` has something to do at the latest; None while nothing is under way."""
+        return min((r.push.deadline for r in self._receivers.values() if r.push), default=None)
+
+    # -- the trainer ------------------------------------------------------------------------------
+
+    def register(self, publisher: Peer, digest: str, now: float) -> list[Effect]:
+        """The trainer stated its layout."""
+        if self._publisher != publisher:
+            self._refuse_parked("another trainer registered")
+            self._grant = None  # what the one before left unfinished
+            self._publisher = publisher
+        if digest != self.digest:
+            self._change_layout(digest)
+        for peer, ticket in self._lobby.values():
+            self._admit(peer, ticket, now)
+        self._lobby.clear()
+        return self._settle(now)
+
+    def acquire(self, ticket: Ticket, publisher: Peer, version: int, now: float) -> list[Effect]:
+        """The trainer wants a slot for `version`; the answer comes when one is free."""
+        if not self._may_write(ticket, publisher):
+            return self._settle(now)
+        self._refuse_parked("the trainer asked again")
+        if self._grant is not None:  # its last answer was lost, or it gave that version up
+            self._grant.version = version
+            self._answer(ticket, SlotGranted(slot=self._grant.slot))
+        else:
+            self._parked = (ticket, version)
+        return self._settle(now)
+
+    def publish(
+        self, ticket: Ticket, publisher: Peer, message: Publish, now: float
+    ) -> list[Effect]:
+        """The trainer has filled its slot."""
+        if not self._may_write(ticket, publisher):
+            return self._settle(now)
+        if self._grant != _Grant(message.slot, message.version):
+            self._nack(
+                ticket,
+                "not_granted",
+                f"slot {message.slot} was not granted for version {message.version}",
+            )
+            return self._settle(now)
+        self._grant = None
+        self._publications += 1
+        self.newest = Publication(
+            number=self._publications,
+            version=message.version,
+            slot=message.slot,
+            checksums=message.checksums,
+            snapshot_s=message.snapshot_s,
+            at=now,
+        )
+        self.counters["published"] += 1
+        self._answer(ticket, Ok())
+        return self._settle(now)
+
+    # -- receivers --------------------------------------------------------------------------------
+
+    def subscribe(self, ticket: Ticket, peer: Peer, now: float) -> list[Effect]:
+        """A receiver wants every new version; a second subscription starts it afresh."""
+        if self.digest:
+            self._admit(peer, ticket, now)
+        else:
+            self._lobby[peer.name] = (peer, ticket)
+        return self._settle(now)
+
+    def ready(self, peer: Peer, message: Ready, now: float) -> list[Effect]:
+        """A receiver has staged its version, or could not."""
+        receiver, push = self._under_way(peer, message.epoch, "staging")
+        if receiver and push:
+            if message.error:
+                self._failed(receiver, push, message.error, now)
+            else:
+                push.phase, push.ready = "committing", message
+                push.deadline = now + self._deadline_s
+                self._send(receiver, Commit(epoch=push.epoch, version=push.publication.version))
+        return self._settle(now)
+
+    def committed(self, peer: Peer, message: Committed, now: float) -> list[Effect]:
+        """A receiver's engine serves its version, or could not load it."""
+        receiver, push = self._under_way(peer, message.epoch, "committing")
+        if receiver and push and push.ready:
+            if message.error:
+                self._failed(receiver, push, message.error, now)
+            else:
+                self._finish(receiver, push, push.ready, message.commit_s, now)
+        return self._settle(now)
+
+    def lost(self, name: str, reason: str, now: float) -> list[Effect]:
+        """A receiver cannot be reached any more."""
+        self._lobby.pop(name, None)
+        if (receiver := self._receivers.get(name)) is not None:
+            self._drop(receiver, reason, tell=False)
+        return self._settle(now)
+
+    def tick(self, now: float) -> list[Effect]:
+        """Time has passed: drop whoever missed the deadline of its phase."""
+        for receiver in list(self._receivers.values()):
+            if (push := receiver.push) is not None and now >= push.deadline:
+                self.counters["deadline"] += 1
+                limit = f"no end of {push.phase} within {self._deadline_s:g} s"
+                self._drop(receiver, limit)
+        return self._settle(now)
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _change_layout(self, digest: str) -> None:
+        for receiver in list(self._receivers.values()):
+            self._drop(receiver, "the trainer registered another layout")
+        self.digest = digest
+        self.newest = None
+        self._grant = None
+
+    def _admit(self, peer: Peer, ticket: Ticket, now: float) -> None:
+        self._receivers[peer.name] = _Receiver(peer, now)
+        self._effects.append(Admit(ticket, peer.name))
+
+    def _may_write(self, ticket: Ticket, publisher: Peer) -> bool:
+        if publisher == self._publisher:
+            return True
+        self._nack(ticket, "not_registered", f"{publisher.name} has not registered its manifest")
+        return False
+
+    def _under_way(
+        self, peer: Peer, epoch: int, phase: str
+    ) -> tuple[_Receiver, _Push] | tuple[None, None]:
+        """The push that an answer belongs to; late ones are counted."""
+        receiver = self._receivers.get(peer.name)
+        if receiver is not None and receiver.peer == peer:
+            push = receiver.push
+            if push is not None and push.epoch == epoch and push.phase == phase:
+                return receiver, push
+        self.counters["late"] += 1
+        return None, None
+
+    def _finish(
+        self, receiver: _Receiver, push: _Push, ready: Ready, commit_s: float, now: float
+    ) -> None:
+        publication = push.publication
+        receiver.push, receiver.served = None, publication
+        self.counters["pushes"] += 1
+        self._effects.append(
+            Pushed(
+                receiver=receiver.peer.name,
+                version=publication.version,
+                epoch=push.epoch,
+                snapshot_s=publication.snapshot_s,
+                wire_s=ready.wire_s,
+                stage_s=ready.stage_s,
+                commit_s=commit_s,
+                total_s=now - max(publication.at, receiver.since),
+            )
+        )
+
+    def _failed(self, receiver: _Receiver, push: _Push, reason: str, now: float) -> None:
+        self.counters["failed"] += 1
+        if push.attempt >= ATTEMPTS:
+            self._drop(receiver, reason)
+            return
+        name, version = receiver.peer.name, push.publication.version
+        self._send(receiver, Abort(epoch=push.epoch, version=version, reason=reason))
+        self._effects.append(Failed(name, version, push.phase, reason, dropped=False))
+        receiver.push = None
+        if push.publication is self.newest:  # else `_settle` starts with what is newer
+            self._start(receiver, push.publication, push.attempt + 1, now)
+
+    def _drop(self, receiver: _Receiver, reason: str, *, tell: bool = True) -> None:
+        push = receiver.push
+        version = push.publication.version if push else None
+        del self._receivers[receiver.peer.name]
+        self.counters["dropped"] += 1
+        if tell:
+            epoch, about = (push.epoch, push.publication.version) if push else (0, -1)
+            self._send(receiver, Abort(epoch=epoch, version=about, reason=reason, dropped=True))
+        phase = push.phase if push else "idle"
+        self._effects.append(Failed(receiver.peer.name, version, phase, reason, dropped=True))
+
+    def _start(
+        self, receiver: _Receiver, publication: Publication, attempt: int, now: float
+    ) -> None:
+        if receiver.offered:
+            self.counters["skipped"] += max(0, publication.number - receiver.offered - 1)
+        receiver.offered = publication.number
+        self._epoch += 1
+        receiver.push = _Push(self._epoch, publication, attempt, now + self._deadline_s)
+        self._send(
+            receiver,
+            Prepare(
+                epoch=self._epoch,
+                version=publication.version,
+                slot=publication.slot,
+                checksums=publication.checksums,
+            ),
+        )
+
+    def _settle(self, now: float) -> list[Effect]:
+        """Start what can start now; the effects of this event."""
+        newest = self.newest
+        if newest is not None:
+            for receiver in self._receivers.values():
+                if receiver.push is None and receiver.served is not newest:
+                    self._start(receiver, newest, 1, now)
+        if self._parked is not None and self._grant is None:
+            slot = self._free_slot()
+            if slot is not None:
+                ticket, version = self._parked
+                self._parked = None
+                self._grant = _Grant(slot, version)
+                self._answer(ticket, SlotGranted(slot=slot))
+        effects, self._effects = self._effects, []
+        return effects
+
+    def _free_slot(self) -> int | None:
+        newest = self.newest.slot if self.newest else None
+        for slot in range(self._slots):
+            if slot != newest and not self.readers(slot):
+                return slot
+        return None
+
+    def _refuse_parked(self, reason: str) -> None:
+        if self._parked is not None:
+            self._nack(self._parked[0], "superseded", reason)
+            self._parked = None
+
+    def _send(self, receiver: _Receiver, message: Prepare | Commit | Abort) -> None:
+        self._effects.append(Send(receiver.peer.name, message))
+
+    def _answer(self, ticket: Ticket, message: Message) -> None:
+        self._effects.append(Answer(ticket, message))
+
+    def _nack(self, ticket: Ticket, code: str, reason: str) -> None:
+        self._effects.append(Answer(ticket, Nack(code=code, reason=reason)))

@@ -1,0 +1,293 @@
+"""The weight hub: owns the arena, runs the push protocol over its ROUTER socket."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable
+from typing import cast
+
+import zmq
+
+from umbra.proto.errors import RejectedError, StartupError, WireError
+from umbra.proto.messages import (
+    AcquireSlot,
+    ArenaReady,
+    Committed,
+    HubStatus,
+    HubStatusRequest,
+    Message,
+    Nack,
+    Ping,
+    Pong,
+    Publish,
+    Ready,
+    RegisterManifest,
+    Subscribe,
+    Subscribed,
+)
+from umbra.proto.records import Manifest
+from umbra.services.runtime.arena import Arena, remove_leftovers, shm_host
+from umbra.services.runtime.command import ServiceContext
+from umbra.services.runtime.config import WeightHub as WeightHubConfig
+from umbra.services.runtime.manifest import check_manifest
+from umbra.services.runtime.metrics import MetricsFile
+from umbra.services.runtime.server import Request, Server
+from umbra.services.runtime.session import Session
+from umbra.services.weight_hub.effects import (
+    Admit,
+    Answer,
+    Effect,
+    Failed,
+    Peer,
+    Pushed,
+    Send,
+)
+from umbra.services.weight_hub.planes import check_plane, choose_plane
+from umbra.services.weight_hub.push import PushProtocol
+
+CHANNEL = "weights"
+ACCEPTS: tuple[type[Message], ...] = (
+    RegisterManifest, AcquireSlot, Publish, Subscribe, Ready, Committed, HubStatusRequest, Ping,
+)  # fmt: skip
+POLL_S = 0.2
+
+log = logging.getLogger(__name__)
+
+
+class WeightHub:
+    """Requests in, pushes out; one thread calls `step` again and again, and `close` at the end.
+
+    Args:
+        server: with the channel "weights" bound.
+        run_id: names the shared memory.
+        config: the section `weight_hub`.
+        metrics: receives a row "push" per version and receiver.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        run_id: str,
+        config: WeightHubConfig,
+        metrics: MetricsFile,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.protocol = PushProtocol(config.slots, config.deadline_s)
+        self._server = server
+        self._run_id = run_id
+        self._config = config
+        self._metrics = metrics
+        self._clock = clock
+        self._host = shm_host()
+        self._arena: Arena | None = None
+        self._arenas_made = 0
+        self._manifest: Manifest | None = None
+        self._identities: dict[str, bytes] = {}
+        self._planes: dict[str, str] = {}
+        for path in remove_leftovers(run_id):
+            log.warning("removed %s, which an earlier hub of this run had left", path)
+
+    def step(self, timeout_s: float = POLL_S) -> int:
+        """Serve what arrives within `timeout_s` seconds; the number of requests."""
+        due = self.protocol.next_deadline()
+        if due is not None:
+            timeout_s = min(timeout_s, max(0.0, due - self._clock()))
+        requests = self._server.poll(timeout_s)
+        for request in requests:
+            self._apply(self._handle(request))
+        self._apply(self.protocol.tick(self._clock()))
+        return len(requests)
+
+    def stats(self) -> dict[str, float]:
+        """Figures for the monitor."""
+        counters = self.protocol.counters
+        newest = self.protocol.newest
+        return {
+            "version": newest.version if newest else -1,
+            "receivers": len(self.protocol.serving),
+            **{key: counters[key] for key in ("pushes", "skipped", "dropped", "failed", "late")},
+        }
+
+    def close(self) -> None:
+        """Remove the arena; those who have it mapped may go on reading."""
+        if self._arena is not None:
+            self._arena.unlink()
+            self._arena.close()
+            self._arena = None
+
+    # -- events -----------------------------------------------------------------------------------
+
+    def _handle(self, request: Request) -> list[Effect]:
+        peer = Peer(request.header.sender, request.header.incarnation)
+        now = self._clock()
+        match request.body:
+            case RegisterManifest(manifest=manifest):
+                return self._register(request, peer, manifest, now)
+            case AcquireSlot(version=version):
+                return self.protocol.acquire(request, peer, version, now)
+            case Publish() as message:
+                return self._publish(request, peer, message, now)
+            case Subscribe() as message:
+                return self._subscribe(request, peer, message, now)
+            case Ready() as message:
+                return self.protocol.ready(peer, message, now)
+            case Committed() as message:
+                return self.protocol.committed(peer, message, now)
+            case HubStatusRequest():
+                self._server.reply(request, self._status(peer))
+            case Ping():
+                self._server.reply(request, Pong(role="weight_hub", state="ready"))
+            case _:
+                pass  # an Ok or Nack that nobody asked for
+        return []
+
+    def _register(
+        self, request: Request, peer: Peer, manifest: Manifest, now: float
+    ) -> list[Effect]:
+        try:
+            check_manifest(manifest)
+            if manifest.digest != self.protocol.digest:
+                self._make_arena(manifest)
+        except WireError as error:
+            self._server.reply(request, Nack(code=error.code, reason=str(error), path=error.path))
+            return []
+        except StartupError as error:
+            self._server.reply(request, Nack(code="no_room", reason=str(error)))
+            return []
+        assert self._arena is not None
+        ready = ArenaReady(path=str(self._arena.path), slots=self._config.slots)
+        self._server.reply(request, ready)
+        log.info(
+            "%s registered %d tensors, %d bytes in %d buckets",
+            peer.name, len(manifest.tensors), manifest.total_bytes, len(manifest.buckets),
+        )  # fmt: skip
+        return self.protocol.register(peer, manifest.digest, now)
+
+    def _make_arena(self, manifest: Manifest) -> None:
+        self._arenas_made += 1
+        arena = Arena.create(
+            self._run_id,
+            f"weights{self._arenas_made}",
+            slot_bytes=manifest.total_bytes,
+            slots=self._config.slots,
+        )
+        self.close()  # the old layout's; only now, so that a failure leaves it as it is
+        self._arena, self._manifest = arena, manifest
+
+    def _publish(self, request: Request, peer: Peer, message: Publish, now: float) -> list[Effect]:
+        buckets = len(self._manifest.buckets) if self._manifest else 0
+        if len(message.checksums) != buckets:
+            reason = f"{len(message.checksums)} checksums for {buckets} buckets"
+            self._server.reply(request, Nack(code="malformed", reason=reason, path="checksums"))
+            return []
+        return self.protocol.publish(request, peer, message, now)
+
+    def _subscribe(
+        self, request: Request, peer: Peer, message: Subscribe, now: float
+    ) -> list[Effect]:
+        try:
+            plane = choose_plane(self._config.plane, self._host, message.host, message.planes)
+        except RejectedError as error:
+            self._server.reply(request, Nack(code=error.code, reason=str(error)))
+            return []
+        self._planes[peer.name] = plane
+        self._identities[peer.name] = request.identity
+        return self.protocol.subscribe(request, peer, now)
+
+    def _status(self, peer: Peer) -> HubStatus:
+        newest = self.protocol.newest
+        return HubStatus(
+            version=newest.version if newest else -1,
+            pushes=self.protocol.counters["pushes"],
+            receivers=self.protocol.serving,
+            subscribed=self.protocol.knows(peer),
+        )
+
+    # -- effects ----------------------------------------------------------------------------------
+
+    def _apply(self, effects: list[Effect]) -> None:
+        todo = deque(effects)
+        while todo:
+            match todo.popleft():
+                case Answer(ticket=ticket, message=message):
+                    self._server.reply(cast(Request, ticket), message)
+                case Admit(ticket=ticket, receiver=name):
+                    self._admit(cast(Request, ticket), name)
+                case Send(receiver=name, message=message):
+                    if not self._server.push(CHANNEL, self._identities[name], message):
+                        todo.extend(self.protocol.lost(name, "it is unreachable", self._clock()))
+                case Pushed() as pushed:
+                    self._record(pushed)
+                case Failed() as failed:
+                    log.warning(
+                        "push of version %s to %s failed while %s%s: %s", failed.version,
+                        failed.receiver, failed.phase, ", dropped" if failed.dropped else "",
+                        failed.reason,
+                    )  # fmt: skip
+
+    def _admit(self, request: Request, name: str) -> None:
+        assert self._manifest is not None and self._arena is not None
+        reply = Subscribed(
+            manifest=self._manifest, plane=self._planes[name], path=str(self._arena.path)
+        )
+        self._server.reply(request, reply)
+        log.info("%s subscribed by %s", name, reply.plane)
+
+    def _record(self, pushed: Pushed) -> None:
+        assert self._manifest is not None
+        self._metrics.write(
+            "push",
+            version=pushed.version,
+            receiver=pushed.receiver,
+            epoch=pushed.epoch,
+            plane=self._planes[pushed.receiver],
+            bytes=self._manifest.total_bytes,
+            snapshot_s=pushed.snapshot_s,
+            wire_s=pushed.wire_s,
+            stage_s=pushed.stage_s,
+            commit_s=pushed.commit_s,
+            total_s=pushed.total_s,
+        )
+        log.debug(
+            "%s serves version %d after %.3f s", pushed.receiver, pushed.version, pushed.total_s
+        )
+
+
+def serve(context: ServiceContext) -> int:
+    """Run the hub until it is told to stop; the exit code.
+
+    Raises:
+        UsageError: the configured plane is not available.
+        StartupError: the address is taken, or no broker answers.
+        UmbraError: why the run was given up.
+    """
+    config = context.config.weight_hub
+    check_plane(config.plane)
+    zmq_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    server = Server(zmq_context, context.name, uuid.uuid4().hex[:12])
+    try:
+        endpoint = server.bind(CHANNEL, config.listen, ACCEPTS)
+        with context.join("weight_hub", {CHANNEL: endpoint}) as session:
+            hub = WeightHub(server, session.welcome.run_id, config, context.metrics)
+            try:
+                context.ready({CHANNEL: endpoint})
+                _loop(hub, session)
+            finally:
+                hub.close()
+            if session.failure is not None:
+                raise session.failure
+    finally:
+        server.close()
+        zmq_context.term()
+    return 0
+
+
+def _loop(hub: WeightHub, session: Session) -> None:
+    while not session.stopping.is_set():
+        served = hub.step()
+        session.progress("serving" if served else "waiting", 1)
+        session.stats(**hub.stats())
