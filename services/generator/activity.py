@@ -1,0 +1,54 @@
+"""What the generator's loop is doing, as spans in the metrics file and figures for the monitor."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from umbra.services.runtime.metrics import MetricsFile
+
+_LONGEST_SPAN_S = 1.0  # spans are cut here, so that a long one is seen while it lasts
+
+
+class Activity:
+    """Merges what the loop reports at each turn into contiguous spans.
+
+    A row is `{"kind": "span", "name": "decode" | "idle", "start", "end", ...}`, in seconds since
+    the epoch; "decode" has `tokens`, "idle" has `reason`: "weights", "work" or "environment".
+    """
+
+    def __init__(self, metrics: MetricsFile, clock: Callable[[], float] = time.time) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._current: tuple[str, str] | None = None  # name and reason
+        self._start = self._end = clock()
+        self._tokens = 0
+
+    def decoding(self, started: float, tokens: int) -> bool:
+        """The engine was busy from `started` until now, for `tokens`; whether a span was closed."""
+        closed = self._extend(("decode", ""), started)
+        self._tokens += tokens
+        return closed
+
+    def idle(self, started: float, reason: str) -> bool:
+        """Nothing to do since `started`, for want of `reason`; whether a span was closed."""
+        return self._extend(("idle", reason), started)
+
+    def close(self) -> None:
+        """Write the span that is open."""
+        if self._current is not None and self._end > self._start:
+            name, reason = self._current
+            fields = {"reason": reason} if reason else {"tokens": self._tokens}
+            self._metrics.write("span", name=name, start=self._start, end=self._end, **fields)
+        self._current, self._tokens = None, 0
+
+    def _extend(self, kind: tuple[str, str], started: float) -> bool:
+        closed = self._current is not None and (
+            self._current != kind or started - self._start >= _LONGEST_SPAN_S
+        )
+        if closed:
+            self.close()
+        if self._current is None:
+            self._current, self._start = kind, started
+        self._end = self._clock()
+        return closed

@@ -1,0 +1,184 @@
+"""The generator's side of its dialogue with the buffer; nothing here blocks but `flush`."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
+
+from umbra.proto.errors import DeadlineError
+from umbra.proto.messages import (
+    LeaseSamples,
+    Message,
+    RenewAck,
+    RenewLeases,
+    ReturnedSample,
+    ReturnSamples,
+    SampleLeases,
+    SubmitAck,
+    SubmitTrajectories,
+)
+from umbra.proto.records import SampleTask, Trajectory
+from umbra.services.runtime.channel import Channel
+
+WAIT_S = 1.0  # how long the buffer may keep a question for work open
+ANSWER_S = 60.0  # without an answer for so long, the buffer is gone
+
+log = logging.getLogger(__name__)
+
+M = TypeVar("M", bound=Message)
+
+Lease = tuple[str, int]
+"""`(sample_id, attempt)`."""
+
+
+class BufferClient:
+    """Asks for samples, delivers trajectories, renews leases. Answers are taken in by `poll`.
+
+    Args:
+        channel: to the buffer's data socket.
+        wake: set, from another thread, whenever an answer is there.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        wake: threading.Event,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.refused = 0
+        self._channel = channel
+        self._wake = wake
+        self._clock = clock
+        self._open: list[tuple[Future[Message], Callable[[Future[Message]], None]]] = []
+        self._tasks: list[SampleTask] = []
+        self._lost: list[Lease] = []
+        self._undelivered: dict[str, int] = {}  # sample -> attempt, until the buffer has stored it
+        self._asked: set[int] = set()  # versions named in open questions for work
+        self._renew_at = 0.0
+        self._lease_s: float | None = None
+
+    @property
+    def asking(self) -> bool:
+        """Whether a question for work is open."""
+        return bool(self._asked)
+
+    def ask(self, capacity: int, version: int) -> None:
+        """Ask for up to `capacity` samples, unless that is being asked already.
+
+        New weights are worth a question of their own: the old one may wait for just them.
+        """
+        if capacity <= 0 or version in self._asked:
+            return
+        self._asked.add(version)
+        body = LeaseSamples(capacity=capacity, version=version, wait_s=WAIT_S)
+
+        def granted(future: Future[Message]) -> None:
+            self._asked.discard(version)
+            answer = _answer(future, SampleLeases)
+            if answer is not None and answer.tasks:
+                self._tasks += answer.tasks
+                shortest = min(task.lease_s for task in answer.tasks)
+                if self._lease_s is None or shortest < self._lease_s:
+                    self._lease_s = shortest
+                    self._renew_at = self._clock() + shortest / 3
+
+        self._send(body, granted, timeout_s=WAIT_S + ANSWER_S)
+
+    def submit(self, trajectories: Sequence[Trajectory]) -> None:
+        """Deliver finished samples."""
+        if not trajectories:
+            return
+        leases = [(t.sample_id, t.attempt) for t in trajectories]
+        self._undelivered.update(leases)
+
+        def stored(future: Future[Message]) -> None:
+            for sample_id, attempt in leases:
+                if self._undelivered.get(sample_id) == attempt:
+                    del self._undelivered[sample_id]
+            answer = future.result()  # undeliverable work ends this process
+            if isinstance(answer, SubmitAck):
+                self.refused += len(answer.refused)
+                for sample_id, reason in answer.refused.items():
+                    log.info("the buffer refused %s: %s", sample_id, reason)
+
+        self._send(SubmitTrajectories(trajectories=list(trajectories)), stored)
+
+    def give_back(self, samples: Sequence[ReturnedSample]) -> None:
+        """Hand samples back, unfinished or failed."""
+        if samples:
+            self._send(
+                ReturnSamples(samples=list(samples)), lambda future: _answer(future, Message)
+            )
+
+    def renew(self, leases: Sequence[Lease]) -> None:
+        """Every third of a lease: say that we still work on these (and what is being delivered)."""
+        now = self._clock()
+        if self._lease_s is None or now < self._renew_at:
+            return
+        self._renew_at = now + self._lease_s / 3
+        held = [*leases, *self._undelivered.items()]
+        if not held:
+            return
+
+        def renewed(future: Future[Message]) -> None:
+            answer = _answer(future, RenewAck)
+            if answer is not None and answer.lost:
+                attempts = dict(held)
+                self._lost += [(s, attempts[s]) for s in answer.lost if s in attempts]
+
+        self._send(RenewLeases(leases=held), renewed, timeout_s=self._lease_s)
+
+    def poll(self) -> tuple[list[SampleTask], list[Lease]]:
+        """New samples to work on, and leases that were lost, since the last call.
+
+        Raises:
+            UmbraError: the buffer refused a request or did not store what was delivered.
+        """
+        still_open = []
+        done = []
+        for entry in self._open:
+            (done if entry[0].done() else still_open).append(entry)
+        self._open = still_open
+        for future, handle in done:
+            handle(future)
+        tasks, self._tasks = self._tasks, []
+        lost, self._lost = self._lost, []
+        return tasks, lost
+
+    def flush(self, deadline_s: float) -> list[SampleTask]:
+        """Wait until everything is answered, or the deadline; samples that still came."""
+        until = self._clock() + deadline_s
+        late, _ = self.poll()
+        while self._open and (left := until - self._clock()) > 0:
+            self._wake.wait(min(left, 0.1))
+            self._wake.clear()
+            late += self.poll()[0]
+        if self._open:
+            log.warning("%d requests to the buffer stay unanswered", len(self._open))
+        return late
+
+    def _send(
+        self,
+        body: Message,
+        handle: Callable[[Future[Message]], None],
+        timeout_s: float = ANSWER_S,
+    ) -> None:
+        future = self._channel.request(
+            body, timeout_s=timeout_s, on_done=lambda _future: self._wake.set()
+        )
+        self._open.append((future, handle))
+
+
+def _answer(future: Future[Message], cls: type[M]) -> M | None:
+    """The answer; None if there was none in time, which the next question makes up for."""
+    try:
+        answer = future.result()
+    except DeadlineError as error:
+        log.warning("%s", error)
+        return None
+    return answer if isinstance(answer, cls) else None

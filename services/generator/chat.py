@@ -1,0 +1,86 @@
+"""Text to tokens and back. Text is tokenised once; what the model said is never tokenised again."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from umbra.proto.errors import UsageError
+
+Message = dict[str, Any]
+"""A chat message: {"role": ..., "content": ...}."""
+
+_PLACEHOLDER = "UMBRA-PLACEHOLDER"
+
+
+class Chat:
+    """A tokenizer and its chat template, used so that turns can be concatenated token by token.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer; one without a chat template takes plain-text prompts.
+        stop_ids: the tokens that end a model's turn.
+    """
+
+    def __init__(self, tokenizer: Any, stop_ids: Iterable[int]) -> None:
+        self._tokenizer = tokenizer
+        self.stop_ids = frozenset(stop_ids)
+        self._tail = functools.lru_cache(maxsize=4096)(self._render_tail)
+
+    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
+        """Tokens of the first turn, up to where the assistant begins to speak.
+
+        Raises:
+            UsageError: several messages for a tokenizer that has no chat template.
+        """
+        if self._tokenizer.chat_template is None:
+            if len(messages) != 1:
+                raise UsageError(
+                    f"{self._tokenizer.name_or_path} has no chat template: prompts must be text"
+                )
+            return self._encode(messages[0]["content"])
+        return self._encode(self._render(messages, add_generation_prompt=True))
+
+    def turn_ids(self, messages: Sequence[Message], last_token: int) -> list[int]:
+        """Tokens that the environment adds between a model's turn and its next one.
+
+        They are what the template writes after an assistant's message when `messages` follow it.
+        `last_token` is the last one of the model's turn: its end token is not repeated.
+        """
+        ids = self._tail(json.dumps(list(messages)))
+        return list(ids[1:] if ids[0] == last_token else ids)
+
+    def response_text(self, token_ids: Sequence[int]) -> str:
+        """What the model said in one turn, without the stop token and other special tokens."""
+        ids = token_ids[:-1] if token_ids and token_ids[-1] in self.stop_ids else token_ids
+        return self._tokenizer.decode(
+            list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+    def _render_tail(self, messages: str) -> tuple[int, ...]:
+        if self._tokenizer.chat_template is None:
+            raise UsageError(
+                f"{self._tokenizer.name_or_path} has no chat template, which an environment of "
+                "several turns needs"
+            )
+        history: list[Message] = [
+            {"role": "user", "content": "."},
+            {"role": "assistant", "content": _PLACEHOLDER},
+        ]
+        text = self._render([*history, *json.loads(messages)], add_generation_prompt=True)
+        _, found, tail = text.partition(_PLACEHOLDER)
+        if not found or not tail:
+            raise UsageError(
+                f"the chat template of {self._tokenizer.name_or_path} does not write earlier "
+                "assistant messages: environments of several turns can't use it"
+            )
+        return tuple(self._encode(tail))
+
+    def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+        return self._tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]

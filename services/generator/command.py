@@ -1,0 +1,140 @@
+"""The commands of this service: `umbra generator`, `umbra make-task` and `umbra eval`."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from umbra.proto.errors import UsageError
+from umbra.proto.records import Sampling
+from umbra.services.generator.tasks import TASKS, write_task
+from umbra.services.runtime.command import ServiceContext, service_command
+from umbra.services.runtime.config import Environment
+from umbra.services.runtime.jsonl import read_jsonl
+
+if TYPE_CHECKING:
+    from umbra.services.generator.evaluate import EvalResult
+
+_TASK_NAMES = click.Choice(list(TASKS))
+
+
+def _run(ctx: ServiceContext) -> int:
+    from umbra.services.generator.service import run  # brings torch
+
+    return run(ctx)
+
+
+command = service_command("generator", _run)
+
+
+@click.command("make-task")
+@click.argument("task", type=_TASK_NAMES)
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Directory to write.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the draws.")
+@click.option(
+    "--prompts", type=click.IntRange(1), default=8192, show_default=True, help="Training prompts."
+)
+@click.option(
+    "--heldout", type=click.IntRange(1), default=1024, show_default=True, help="Held-out prompts."
+)
+@click.option(
+    "--demos", type=click.IntRange(1), default=22400, show_default=True, help="Worked examples."
+)
+def make_task(task: str, out: Path, **counts: int) -> None:
+    """Write the data of TASK: prompts.jsonl, heldout.jsonl and demos.jsonl.
+
+    sort: sort a list of digits. guess: find a digit in four tries, told only higher or lower.
+    """
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"--out {out} is a file: name a directory")
+    written = write_task(task, out, **counts)
+    click.echo(f"{out}: " + ", ".join(f"{rows:,} rows in {file}" for file, rows in written.items()))
+
+
+@click.command("eval")
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option("--prompts", type=click.Path(path_type=Path), help="JSONL file of prompts.")
+@click.option("--task", type=_TASK_NAMES, help="Held-out prompts of a built-in task instead.")
+@click.option(
+    "--environment", "kind", help='"exact", "guess", "reward" or "module:Class".  [default: exact]'
+)
+@click.option("--reward", default="", help='Reward function "module:function", for "reward".')
+@click.option("--samples", type=click.IntRange(1), help="Samples drawn.  [default: one per prompt]")
+@click.option("--greedy", is_flag=True, help="Take the most likely token instead of sampling.")
+@click.option(
+    "--temperature",
+    type=click.FloatRange(0, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="Softmax temperature.",
+)
+@click.option(
+    "--max-tokens", type=click.IntRange(1), default=256, show_default=True, help="Tokens per turn."
+)
+@click.option(
+    "--max-context", type=click.IntRange(8), default=1024, show_default=True, help="Per sequence."
+)
+@click.option(
+    "--slots", type=click.IntRange(1), default=128, show_default=True, help="Decoded at once."
+)
+@click.option("--device", default="auto", show_default=True, help="cpu, cuda, cuda:1 or auto.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the sampling.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def evaluate(
+    model: Path,
+    prompts: Path | None,
+    task: str | None,
+    kind: str | None,
+    reward: str,
+    samples: int | None,
+    greedy: bool,
+    temperature: float,
+    max_tokens: int,
+    max_context: int,
+    slots: int,
+    device: str,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Measure the accuracy (mean reward) of the model in directory MODEL on held-out prompts."""
+    if (prompts is None) == (task is None):
+        raise UsageError("give either --prompts FILE or --task NAME")
+    rows = _heldout(task, seed, samples) if task is not None else read_jsonl(prompts or "")
+    default = TASKS[task].environment if task is not None else "exact"
+    from umbra.services.generator.evaluate import evaluate_model  # brings torch
+
+    result = evaluate_model(
+        model,
+        rows,
+        Environment(kind=kind or ("reward" if reward else default), reward=reward),
+        samples=samples or len(rows),
+        sampling=Sampling(temperature=0.0 if greedy else temperature, max_tokens=max_tokens),
+        seed=seed,
+        slots=slots,
+        max_context=max_context,
+        device=device,
+    )
+    if as_json:
+        click.echo(json.dumps(asdict(result)))
+    else:
+        click.echo(_sentence(result, "greedy" if greedy else f"temperature {temperature:g}"))
+
+
+def _heldout(task: str, seed: int, samples: int | None) -> list[dict[str, object]]:
+    with tempfile.TemporaryDirectory(prefix="umbra-eval-") as folder:
+        write_task(task, Path(folder), seed=seed, prompts=0, heldout=samples or 1024, demos=0)
+        return read_jsonl(Path(folder) / "heldout.jsonl")
+
+
+def _sentence(result: EvalResult, decoding: str) -> str:
+    failed = f", {result.failed} of them failed" if result.failed else ""
+    return (
+        f"accuracy {result.accuracy:.4f} ({decoding}, {result.samples:,} samples{failed}); "
+        f"{result.mean_tokens:.1f} tokens in {result.mean_turns:.2f} turns on average, "
+        f"{result.tokens_per_s:,.0f} tokens/s"
+    )

@@ -1,0 +1,114 @@
+"""Measuring a model on held-out prompts: engine and environment, no run around them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from umbra.proto.errors import UmbraError, UsageError
+from umbra.proto.records import SampleTask, Sampling, Trajectory
+from umbra.services.generator.chat import Chat
+from umbra.services.generator.environment_pool import EnvironmentPool
+from umbra.services.generator.environments import load_environment
+from umbra.services.generator.models import load_model, load_tokenizer, pick_device, stop_ids
+from umbra.services.generator.rollout import RolloutSettings
+from umbra.services.generator.runner import RolloutRunner
+from umbra.services.generator.torch_engine import TorchEngine
+from umbra.services.runtime.config import Environment
+
+
+@dataclass(frozen=True, slots=True)
+class EvalResult:
+    """What was measured. `accuracy` is the mean reward; a failed sample counts as 0."""
+
+    accuracy: float
+    samples: int
+    failed: int
+    mean_tokens: float  # sampled by the model, per finished sample
+    mean_turns: float
+    tokens_per_s: float
+    seconds: float
+
+
+def evaluate_model(
+    path: str | Path,
+    rows: Sequence[dict[str, Any]],
+    environment: Environment,
+    *,
+    samples: int,
+    sampling: Sampling,
+    seed: int = 0,
+    slots: int = 128,
+    max_context: int = 1024,
+    device: str = "auto",
+    source: str = "MODEL",
+) -> EvalResult:
+    """Let the model in `path` answer `samples` prompts, going round `rows` as often as it takes.
+
+    `sampling.temperature` 0 decodes greedily. `source` is what the user calls the path, for errors.
+
+    Raises:
+        UsageError: no model, tokenizer, environment or prompt.
+        UmbraError: every single sample failed.
+    """
+    if not rows:
+        raise UsageError("there are no prompts to evaluate on")
+    make_environment = load_environment(environment)
+    where = pick_device(device)
+    tokenizer = load_tokenizer(path, source)
+    model = load_model(path, where, _dtype(where), source)
+    stops = stop_ids(model, tokenizer)
+    engine = TorchEngine(
+        model, stop_ids=stops, slots=slots, max_context=max_context, seed=seed, version=0
+    )
+    pool = EnvironmentPool(timeout_s=environment.timeout_s)
+    settings = RolloutSettings(Chat(tokenizer, stops), sampling, max_context)
+    runner = RolloutRunner(engine, pool, make_environment, settings)
+    start = time.perf_counter()
+    try:
+        finished, failures = _run(runner, [_task(i, rows[i % len(rows)]) for i in range(samples)])
+    finally:
+        pool.close()
+        engine.close()
+    seconds = time.perf_counter() - start
+    if not finished:
+        raise UmbraError(f"all {samples} samples failed; the first: {failures[0]}")
+    return EvalResult(
+        accuracy=sum(t.reward for t in finished) / samples,
+        samples=samples,
+        failed=len(failures),
+        mean_tokens=sum(sum(t.loss_mask) for t in finished) / len(finished),
+        mean_turns=sum(t.turns for t in finished) / len(finished),
+        tokens_per_s=engine.decoded_tokens / seconds,
+        seconds=seconds,
+    )
+
+
+def _run(runner: RolloutRunner, tasks: list[SampleTask]) -> tuple[list[Trajectory], list[str]]:
+    finished: list[Trajectory] = []
+    failures: list[str] = []
+    runner.add(tasks)
+    while runner.active:
+        runner.poll(0.0)
+        done, failed = runner.results()
+        finished += done
+        failures += [sample.reason for sample in failed]
+        if runner.active and not runner.busy:
+            time.sleep(0.001)  # all wait for their environments, each with a deadline
+    return finished, failures
+
+
+def _task(index: int, row: dict[str, Any]) -> SampleTask:
+    name = str(index)
+    return SampleTask(
+        sample_id=name, group_id=name, prompt_id=name, attempt=0, row=row, lease_s=0.0
+    )
+
+
+def _dtype(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "cpu" else torch.bfloat16

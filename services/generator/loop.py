@@ -1,0 +1,198 @@
+"""The generator's main loop: keeps the engine full, and changes its weights between two tokens.
+
+One turn: new weights, answers of the buffer, one step of the engine, results out, a question for
+more work. Nothing in a turn waits, unless there is nothing to do at all.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from umbra.proto.errors import UsageError
+from umbra.proto.messages import ReturnedSample
+from umbra.services.generator.activity import Activity
+from umbra.services.generator.buffer_client import BufferClient
+from umbra.services.generator.engine import Engine, KvPolicy
+from umbra.services.generator.runner import RolloutRunner
+from umbra.services.generator.weights import tensors_in
+from umbra.services.runtime.metrics import MetricsFile
+from umbra.services.runtime.receiver import Receiver
+from umbra.services.runtime.session import Session
+
+DRAIN_S = 10.0  # to hand back what is unfinished
+_IDLE_WAIT_S = 0.005  # new weights are noticed within this time
+_STATS_EVERY_S = 1.0
+_FAILURES_LOGGED = 20
+# Samples that wait for slow environments take no slot; more than this many times the slots are not
+# leased, or an environment that is too slow for good would pile them up.
+_MOST_ACTIVE = 4
+
+log = logging.getLogger(__name__)
+
+
+class GeneratorLoop:
+    """Ties engine, rollouts, buffer and weights together.
+
+    Args:
+        session: membership in the run; its `stopping` ends the loop.
+        receiver: brings new weights.
+        buffer: brings samples, takes trajectories.
+        engine: decodes; driven by `runner` but for the weights.
+        runner: the rollouts.
+        metrics: receives spans.
+        kv_policy: what new weights do to sequences under way.
+        prefetch: samples leased ahead of free slots.
+        wake: set by other threads when there may be something to do.
+        clock: seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        *,
+        session: Session,
+        receiver: Receiver,
+        buffer: BufferClient,
+        engine: Engine,
+        runner: RolloutRunner,
+        metrics: MetricsFile,
+        kv_policy: KvPolicy,
+        prefetch: int,
+        wake: threading.Event,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._session = session
+        self._receiver = receiver
+        self._buffer = buffer
+        self._engine = engine
+        self._runner = runner
+        self._metrics = metrics
+        self._kv_policy: KvPolicy = kv_policy
+        self._prefetch = prefetch
+        self._wake = wake
+        self._clock = clock
+        self._activity = Activity(metrics, clock)
+        self._finished = 0
+        self._failed = 0
+        self._stats_at = clock()
+        self._stats_tokens = 0
+
+    def run(self) -> None:
+        """Turn until asked to stop, then hand back what is unfinished.
+
+        Raises:
+            UmbraError: the buffer refused our work, or the weights do not fit.
+        """
+        while not self._session.stopping.is_set():
+            self.turn()
+        if self._session.failure is not None:
+            return  # nobody is there to take anything back
+        self.drain(self._session.stop_reason or "stopped")
+
+    def turn(self) -> None:
+        """Do what there is to do; if that is nothing, wait for a few milliseconds."""
+        started = self._clock()
+        self._load_weights()
+        tasks, lost = self._buffer.poll()
+        self._runner.drop(lost)
+        self._runner.add(tasks)
+        if self._engine.version >= 0:
+            self._buffer.ask(self._capacity(), self._engine.version)
+        before = self._engine.decoded_tokens
+        self._runner.poll(_IDLE_WAIT_S)
+        tokens = self._engine.decoded_tokens - before
+        self._deliver()
+        self._buffer.renew(self._runner.leases)
+        if tokens or self._engine.busy:
+            self._session.progress("decoding", tokens)
+            self._activity.decoding(started, tokens)
+        else:
+            self._idle(started)
+        self._report()
+
+    def drain(self, reason: str) -> None:
+        """Deliver what is finished and give back the rest, partials included."""
+        self._activity.close()
+        self._deliver()
+        self._buffer.give_back(self._runner.drain(reason))
+        late = self._buffer.flush(DRAIN_S)
+        self._buffer.give_back(
+            [
+                ReturnedSample(
+                    sample_id=task.sample_id,
+                    attempt=task.attempt,
+                    reason=reason,
+                    partial=task.partial,
+                )
+                for task in late
+            ]
+        )
+        self._buffer.flush(DRAIN_S)
+
+    def _load_weights(self) -> None:
+        staged = self._receiver.poll()
+        if staged is None:
+            return
+        start = self._clock()
+        try:
+            aborted = self._engine.load_weights(
+                tensors_in(staged.manifest, staged.data), staged.version, self._kv_policy
+            )
+        except UsageError as error:
+            self._receiver.committed(staged, self._clock() - start, error=str(error))
+            raise
+        end = self._clock()
+        self._receiver.committed(staged, end - start)
+        self._metrics.write(
+            "span", name="load_weights", start=start, end=end, version=staged.version
+        )
+        self._session.emit("weights", version=staged.version, commit_s=end - start)
+        log.debug("serving version %d after %.1f ms", staged.version, 1e3 * (end - start))
+        # Under policy "abort" they go on at once, as new requests that begin with their own tokens.
+        self._runner.take(aborted)
+
+    def _capacity(self) -> int:
+        room = self._engine.slots + self._prefetch - self._runner.wanting
+        return min(room, _MOST_ACTIVE * self._engine.slots + self._prefetch - self._runner.active)
+
+    def _deliver(self) -> None:
+        finished, failed = self._runner.results()
+        self._buffer.submit(finished)
+        self._buffer.give_back(failed)
+        self._finished += len(finished)
+        for sample in failed:
+            self._failed += 1
+            if self._failed <= _FAILURES_LOGGED:
+                log.warning("%s", sample.reason)
+            self._session.emit("sample_failed", sample=sample.sample_id, reason=sample.reason)
+
+    def _idle(self, started: float) -> None:
+        if self._engine.version < 0:
+            reason, activity = "weights", "waiting for weights"
+        elif self._runner.active:
+            reason, activity = "environment", "waiting for environments"
+        else:
+            reason, activity = "work", "waiting for samples"
+        self._session.progress(activity, 0)
+        self._wake.wait(_IDLE_WAIT_S)
+        self._wake.clear()
+        self._activity.idle(started, reason)
+
+    def _report(self) -> None:
+        now = self._clock()
+        elapsed = now - self._stats_at
+        if elapsed < _STATS_EVERY_S:
+            return
+        tokens = self._engine.decoded_tokens
+        self._session.stats(
+            tok_s=(tokens - self._stats_tokens) / elapsed,
+            live=self._engine.live,
+            active=self._runner.active,
+            version=self._engine.version,
+            finished=self._finished,
+            failed=self._failed,
+            refused=self._buffer.refused,
+        )
+        self._stats_at, self._stats_tokens = now, tokens

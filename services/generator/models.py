@@ -1,0 +1,94 @@
+"""Loading a Hugging Face directory for inference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils import logging as transformers_logging
+
+from umbra.proto.errors import UsageError
+from umbra.services.runtime.model_dir import check_model_dir
+
+
+def pick_device(device: str) -> torch.device:
+    """The torch device for a configured name; "auto" takes a GPU if there is one.
+
+    Raises:
+        UsageError: an unknown name, or a GPU that is not there.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        raise UsageError(f"device {device!r}: use cpu, cuda, cuda:1, ... or auto") from None
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise UsageError(
+            f"device {device!r}: this machine has {torch.cuda.device_count()} CUDA devices"
+        )
+    return chosen
+
+
+def load_model(
+    path: str | Path, device: torch.device, dtype: torch.dtype, source: str = "model.path"
+) -> Any:
+    """The causal language model in `path`, ready for the torch engine.
+
+    Raises:
+        UsageError: not a model directory, or an architecture the slot cache can't serve.
+    """
+    directory = check_model_dir(path, source)
+    transformers_logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            directory,
+            local_files_only=True,
+            trust_remote_code=False,
+            dtype=dtype,
+            attn_implementation="sdpa",
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise UsageError(f"{source}: {directory} cannot be loaded: {error}") from error
+    layers = set(getattr(model.config, "layer_types", None) or ["full_attention"])
+    if layers != {"full_attention"}:
+        raise UsageError(
+            f"{source}: {directory} has layers of type {', '.join(sorted(layers))}; the torch "
+            "engine serves models with full attention only"
+        )
+    return model.to(device).eval()
+
+
+def load_tokenizer(path: str | Path, source: str = "model.path") -> Any:
+    """The tokenizer in `path`.
+
+    Raises:
+        UsageError: there is none.
+    """
+    directory = check_model_dir(path, source)
+    try:
+        return AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(
+            f"{source}: the tokenizer in {directory} cannot be loaded: {error}"
+        ) from error
+
+
+def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Tokens that end a turn: those of the generation config and the tokenizer's own.
+
+    Raises:
+        UsageError: there are none, so that no turn would ever end.
+    """
+    config: GenerationConfig | None = model.generation_config
+    configured = config.eos_token_id if config is not None else None
+    ids = {configured} if isinstance(configured, int) else set(configured or ())
+    if tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    if not ids:
+        raise UsageError(f"{tokenizer.name_or_path}: neither tokenizer nor model name an eos token")
+    return frozenset(ids)

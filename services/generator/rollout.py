@@ -1,0 +1,285 @@
+"""One sample on its way: prompt, model turns, environment turns, trajectory. No IO, no thread.
+
+    RESET -> GENERATE -> STEP -> (GENERATE | DONE)
+
+The owner calls `reset_done`, `generated` and `stepped` with what engine and environment gave, and
+does what `phase` says next. Tokens are only ever appended.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from umbra.proto.errors import UsageError
+from umbra.proto.records import (
+    SampleTask,
+    Sampling,
+    Trajectory,
+    VersionSpan,
+    pack_float32,
+    pack_int32,
+    unpack_float32,
+    unpack_int32,
+)
+from umbra.services.generator.chat import Chat, Message
+from umbra.services.generator.engine import EngineOutput, EngineRequest
+from umbra.services.generator.environments import Environment, SampleError, StepResult
+
+
+class Phase(enum.Enum):
+    """What a rollout waits for."""
+
+    RESET = "reset"
+    GENERATE = "generate"
+    STEP = "step"
+    DONE = "done"
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """What all rollouts of a generator share."""
+
+    chat: Chat
+    sampling: Sampling
+    max_context: int
+    generator: str = ""
+    clock: Callable[[], float] = time.time
+
+
+@dataclass
+class _Tokens:
+    """The response so far; the lists have one entry per token."""
+
+    ids: list[int] = field(default_factory=list)
+    mask: bytearray = field(default_factory=bytearray)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
+
+    def add_model(self, output: EngineOutput) -> None:
+        offset = len(self.ids)
+        self.ids += output.token_ids
+        self.mask += b"\x01" * len(output.token_ids)
+        self.logprobs += output.logprobs
+        for span in output.spans:
+            self._add_span(span.version, offset + span.end)
+
+    def add_environment(self, ids: list[int]) -> None:
+        # They were sampled by nobody: counted to the span before them, they change no staleness.
+        self.ids += ids
+        self.mask += bytes(len(ids))
+        self.logprobs += [0.0] * len(ids)
+        self._add_span(self.spans[-1].version, len(self.ids))
+
+    def _add_span(self, version: int, end: int) -> None:
+        start = self.spans[-1].end if self.spans else 0
+        if end == start:
+            return
+        if self.spans and self.spans[-1].version == version:
+            start = self.spans.pop().start
+        self.spans.append(VersionSpan(version=version, start=start, end=end))
+
+    def segments(self) -> list[list[int]]:
+        """The tokens of model turn, environment turn, model turn, ... in order."""
+        ids = iter(self.ids)
+        return [[next(ids) for _ in run] for _, run in itertools.groupby(self.mask)]
+
+
+class Rollout:
+    """The state of one `SampleTask`. `environment` is this sample's own."""
+
+    def __init__(
+        self, task: SampleTask, environment: Environment, settings: RolloutSettings
+    ) -> None:
+        self.task = task
+        self.environment = environment
+        self.phase = Phase.RESET
+        self._settings = settings
+        self._prompt: list[int] = []
+        self._tokens = _Tokens()
+        self._turn_start = 0  # where the current model turn begins
+        self._turns = 0
+        self._reward = 0.0
+        self._parts: dict[str, float] = {}
+        self._reason = "partial"
+        self._started = settings.clock()
+        # Turns of a partial, model's and environment's, that the environment has to see again.
+        self._replay: list[tuple[list[int], list[int]]] = []
+        if task.partial is not None and _sound(task.partial):
+            self._resume(task.partial)
+
+    def reset_done(self, messages: list[Message]) -> None:
+        """The environment opened the conversation.
+
+        Raises:
+            SampleError: the prompt leaves no room for an answer.
+        """
+        if not self._prompt:
+            chat = self._settings.chat
+            self._prompt = _templated("the prompt", lambda: chat.prompt_ids(messages))
+        if len(self._prompt) >= self._settings.max_context:
+            raise SampleError(
+                f"prompt {self.task.prompt_id} has {len(self._prompt)} tokens, which leaves no "
+                f"room for an answer in generator.max_context = {self._settings.max_context}"
+            )
+        self._continue_turn()
+
+    def request(self) -> EngineRequest:
+        """What the engine has to generate now (phase GENERATE)."""
+        said = len(self._tokens.ids) - self._turn_start
+        return EngineRequest(
+            request_id=self.task.sample_id,
+            prompt_ids=[*self._prompt, *self._tokens.ids],
+            sampling=self._settings.sampling,
+            max_tokens=self._settings.sampling.max_tokens - said,
+        )
+
+    def generated(self, output: EngineOutput) -> None:
+        """The engine stopped; an aborted turn goes on with the tokens it has."""
+        self._tokens.add_model(output)
+        self._continue_turn()
+
+    def step_text(self) -> str:
+        """What to tell the environment (phase STEP)."""
+        turn = self._replay[0][0] if self._replay else self._tokens.ids[self._turn_start :]
+        return self._settings.chat.response_text(turn)
+
+    def stepped(self, result: StepResult) -> None:
+        """The environment answered; its messages are appended as tokens.
+
+        Raises:
+            SampleError: a result of the wrong type.
+        """
+        if not isinstance(result, StepResult):
+            raise SampleError(
+                f"the environment's step returned {type(result).__name__}, no StepResult"
+            )
+        self._turns += 1
+        self._reward += result.reward
+        for part, value in result.reward_parts.items():
+            self._parts[part] = self._parts.get(part, 0.0) + value
+        if self._replay:
+            self._replayed(result)
+            return
+        complete = self._turn_complete()
+        if result.done or not complete:
+            self._finish(result.reason if complete else "length")
+            return
+        ids = self._environment_ids(result, self._tokens.ids[-1])
+        if len(self._prompt) + len(self._tokens.ids) + len(ids) >= self._settings.max_context:
+            self._finish("length")  # no room for another turn
+            return
+        self._tokens.add_environment(ids)
+        self._turn_start = len(self._tokens.ids)
+        self._continue_turn()
+
+    def trajectory(self) -> Trajectory:
+        """What there is of the sample, finished or not; needs at least one response token."""
+        task, tokens = self.task, self._tokens
+        return Trajectory(
+            sample_id=task.sample_id,
+            group_id=task.group_id,
+            prompt_id=task.prompt_id,
+            attempt=task.attempt,
+            prompt_ids=pack_int32(self._prompt),
+            response_ids=pack_int32(tokens.ids),
+            loss_mask=bytes(tokens.mask),
+            logprobs=pack_float32(tokens.logprobs),
+            spans=list(tokens.spans),
+            finish_reason=self._reason,
+            reward=self._reward,
+            reward_parts=self._parts,
+            turns=self._turns,
+            sampling=self._settings.sampling,
+            generator=self._settings.generator,
+            started_at=self._started,
+            finished_at=self._settings.clock(),
+        )
+
+    def partial(self) -> Trajectory | None:
+        """What to hand back of an unfinished sample; None if nothing was generated."""
+        if self._tokens.ids:
+            return self.trajectory()
+        return None
+
+    # -- turns ------------------------------------------------------------------------------------
+
+    def _continue_turn(self) -> None:
+        """The model speaks on, or the environment answers what it said."""
+        over = bool(self._replay) or self._turn_complete() or self._room() <= 0
+        self.phase = Phase.STEP if over else Phase.GENERATE
+
+    def _room(self) -> int:
+        """Tokens that the current turn may still get."""
+        ids = self._tokens.ids
+        context = self._settings.max_context - len(self._prompt) - len(ids)
+        return min(context, self._settings.sampling.max_tokens - (len(ids) - self._turn_start))
+
+    def _turn_complete(self) -> bool:
+        """Whether the model ended its turn itself."""
+        ids = self._tokens.ids
+        return len(ids) > self._turn_start and ids[-1] in self._settings.chat.stop_ids
+
+    def _finish(self, reason: str) -> None:
+        self._reason = reason
+        self.phase = Phase.DONE
+
+    def _environment_ids(self, result: StepResult, last_token: int) -> list[int]:
+        if not result.messages:
+            raise SampleError("the environment is not done, but has no messages to go on from")
+        chat = self._settings.chat
+        return _templated("a later turn", lambda: chat.turn_ids(result.messages, last_token))
+
+    # -- partials ---------------------------------------------------------------------------------
+
+    def _resume(self, partial: Trajectory) -> None:
+        self._prompt = unpack_int32(partial.prompt_ids)
+        self._started = partial.started_at or self._started
+        self._tokens = _Tokens(
+            unpack_int32(partial.response_ids),
+            bytearray(partial.loss_mask),
+            unpack_float32(partial.logprobs),
+            list(partial.spans),
+        )
+        segments = self._tokens.segments()
+        self._replay = list(zip(segments[0::2], segments[1::2], strict=False))
+        self._turn_start = sum(len(said) + len(heard) for said, heard in self._replay)
+
+    def _replayed(self, result: StepResult) -> None:
+        """One turn of the partial was played again; what the environment says must be the same."""
+        said, heard = self._replay.pop(0)
+        if not result.done and self._environment_ids(result, said[-1]) == heard:
+            self._continue_turn()
+        else:  # an environment with chance in it: the sample starts anew
+            self._restart()
+
+    def _restart(self) -> None:
+        self._prompt, self._tokens, self._replay = [], _Tokens(), []
+        self._turn_start = self._turns = 0
+        self._reward, self._parts = 0.0, {}
+        self.phase = Phase.RESET
+
+
+def _templated(what: str, encode: Callable[[], list[int]]) -> list[int]:
+    try:
+        return encode()
+    except UsageError as error:
+        raise SampleError(str(error)) from error
+    except Exception as error:
+        raise SampleError(f"the chat template failed on {what}: {error}") from error
+
+
+def _sound(partial: Trajectory) -> bool:
+    """Whether a partial can be continued: it begins with a model's token and its parts agree."""
+    count = partial.response_tokens
+    return (
+        count > 0
+        and len(partial.loss_mask) == count
+        and len(partial.logprobs) == 4 * count
+        and partial.loss_mask[0] == 1
+        and bool(partial.spans)
+        and partial.spans[-1].end == count
+    )

@@ -1,0 +1,128 @@
+"""Puts a generator together from its configuration and runs it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import Any
+
+import torch
+
+from umbra.proto.records import Sampling
+from umbra.services.generator.buffer_client import BufferClient
+from umbra.services.generator.chat import Chat
+from umbra.services.generator.environment_pool import EnvironmentPool
+from umbra.services.generator.environments import load_environment
+from umbra.services.generator.loop import GeneratorLoop
+from umbra.services.generator.models import load_model, load_tokenizer, pick_device, stop_ids
+from umbra.services.generator.rollout import RolloutSettings
+from umbra.services.generator.runner import RolloutRunner
+from umbra.services.generator.torch_engine import TorchEngine
+from umbra.services.runtime.command import ServiceContext
+from umbra.services.runtime.config import RunConfig, SamplingConfig
+from umbra.services.runtime.receiver import Receiver
+from umbra.services.runtime.session import Session
+
+_HUB_DEADLINE_S = 600.0  # for a hub to join, and for the trainer to load its model
+_LOOK_S = 0.05
+
+log = logging.getLogger(__name__)
+
+
+def run(ctx: ServiceContext) -> int:
+    """Generate until the run ends or this process is told to stop."""
+    config = ctx.config
+    if config.generator.threads:
+        torch.set_num_threads(config.generator.threads)
+    make_environment = load_environment(config.environment)
+    model, tokenizer = _load(config)
+    stops = stop_ids(model, tokenizer)
+    engine = TorchEngine(
+        model,
+        stop_ids=stops,
+        slots=config.generator.slots,
+        max_context=config.generator.max_context,
+        # Generators of one run must not draw the same numbers.
+        seed=zlib.crc32(f"{config.run.seed}/{ctx.name}".encode()),
+    )
+    wake = threading.Event()
+    pool = EnvironmentPool(timeout_s=config.environment.timeout_s, wake=wake.set)
+    settings = RolloutSettings(
+        chat=Chat(tokenizer, stops),
+        sampling=sampling_of(config.sampling),
+        max_context=config.generator.max_context,
+        generator=ctx.name,
+    )
+    with ctx.join("generator") as session:
+        ctx.ready({"role": "generator", "name": ctx.name})
+        receiver = _subscribe(session, config.weight_hub.plane)
+        if receiver is None:
+            return _end(session)
+        with closing(receiver), closing(pool), closing(engine):
+            GeneratorLoop(
+                session=session,
+                receiver=receiver,
+                buffer=BufferClient(session.data, wake),
+                engine=engine,
+                runner=RolloutRunner(engine, pool, make_environment, settings),
+                metrics=ctx.metrics,
+                kv_policy=config.generator.kv_policy,
+                prefetch=config.generator.prefetch,
+                wake=wake,
+            ).run()
+        return _end(session)
+
+
+def _end(session: Session) -> int:
+    """The exit code of an orderly stop.
+
+    Raises:
+        UmbraError: the session ended because of it.
+    """
+    if session.failure is not None:
+        raise session.failure
+    return 0
+
+
+def sampling_of(config: SamplingConfig) -> Sampling:
+    """The wire record of the configured sampling."""
+    return Sampling(
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        min_p=config.min_p,
+        max_tokens=config.max_tokens,
+    )
+
+
+def _load(config: RunConfig) -> tuple[Any, Any]:
+    device = pick_device(config.generator.device)
+    dtype = getattr(torch, config.weight_hub.dtype)  # the engine computes in what it is served
+    tokenizer = load_tokenizer(config.model.path)
+    return load_model(config.model.path, device, dtype), tokenizer
+
+
+def _subscribe(session: Session, plane: str) -> Receiver | None:
+    """A receiver of weights; None if we are stopped before there is a hub with a model.
+
+    Raises:
+        DeadlineError: no hub joined, or no trainer registered its model there.
+    """
+    session.progress("waiting for the weight hub", 0)
+    channel = session.weights(deadline_s=_HUB_DEADLINE_S)
+    receiver = Receiver(channel, planes=[plane] if plane != "auto" else ["shm"])
+    # In a thread, so that a signal is heard meanwhile; leaving the session ends its question.
+    executor = ThreadPoolExecutor(1, thread_name_prefix="subscribe")
+    try:
+        subscribed = executor.submit(receiver.subscribe, _HUB_DEADLINE_S)
+        while not subscribed.done():
+            session.progress("waiting for the trainer's model", 0)
+            if session.stopping.wait(_LOOK_S):
+                return None
+        subscribed.result()
+    finally:
+        executor.shutdown(wait=False)
+    return receiver

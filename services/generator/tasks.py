@@ -1,0 +1,131 @@
+"""The two demo tasks as data: prompts, held-out prompts and worked examples of a poor teacher.
+
+SORT: sort a list of digits (one turn). GUESS: find a digit in four tries (several turns).
+Warm-starting on the teacher gives a model that is right now and then, which is what RL needs.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+Row = dict[str, Any]
+
+_SHORTEST, _LONGEST, _MEAN_EXTRA = 2, 16, 5.0
+_SLOPPY = 0.7  # share of SORT examples with a mistake in them
+_TRIES = 4
+_GUESS_PROMPT = "guess"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A built-in task: the environment that rewards it, and how its data is drawn."""
+
+    environment: str
+    prompt: Callable[[random.Random], Row]
+    demo: Callable[[random.Random], Row]
+    distinct: bool  # held-out prompts never occur among prompts and demos, whatever the seed
+
+
+def write_task(
+    name: str, out: Path, *, seed: int, prompts: int, heldout: int, demos: int
+) -> dict[str, int]:
+    """Write prompts.jsonl, heldout.jsonl and demos.jsonl of task `name` to `out`; rows per file."""
+    task = TASKS[name]
+    out.mkdir(parents=True, exist_ok=True)
+    files = {
+        "prompts.jsonl": _draw(task.prompt, task, f"{name}/{seed}/prompts", prompts),
+        "heldout.jsonl": _draw(task.prompt, task, f"{name}/{seed}/heldout", heldout, held=True),
+        "demos.jsonl": _draw(task.demo, task, f"{name}/{seed}/demos", demos),
+    }
+    for file, rows in files.items():
+        (out / file).write_bytes(msgspec.json.Encoder().encode_lines(rows))
+    return {file: len(rows) for file, rows in files.items()}
+
+
+def _draw(
+    make: Callable[[random.Random], Row], task: Task, seed: str, count: int, *, held: bool = False
+) -> list[Row]:
+    source = random.Random(seed)
+    rows: list[Row] = []
+    while len(rows) < count:
+        row = make(source)
+        if not task.distinct or _is_held_out(row) == held:
+            rows.append(row)
+    return rows
+
+
+def _is_held_out(row: Row) -> bool:
+    """An eighth of all prompts of every length, the same for every seed."""
+    text = row["prompt"] if "prompt" in row else row["messages"][0]["content"]
+    return zlib.crc32(text.encode()) % 8 == 0
+
+
+def _digits(source: random.Random) -> list[int]:
+    extra = int(source.expovariate(1 / _MEAN_EXTRA))  # a long tail, as real responses have
+    return [source.randrange(10) for _ in range(min(_SHORTEST + extra, _LONGEST))]
+
+
+def _sort_prompt(source: random.Random) -> Row:
+    digits = _digits(source)
+    return {"prompt": _text(digits), "answer": _text(sorted(digits))}
+
+
+def _sort_demo(source: random.Random) -> Row:
+    digits = _digits(source)
+    answer = sorted(digits)
+    if source.random() < _SLOPPY:
+        answer = _spoil(digits, answer, source)
+    return _conversation([_text(digits), _text(answer)])
+
+
+def _spoil(digits: list[int], answer: list[int], source: random.Random) -> list[int]:
+    """One mistake: the input copied, two neighbours swapped, or a digit changed."""
+    kind = source.randrange(3)
+    spoiled = list(answer)
+    if kind == 0:
+        return list(digits)
+    at = source.randrange(len(spoiled) - 1)
+    if kind == 1:
+        spoiled[at], spoiled[at + 1] = spoiled[at + 1], spoiled[at]
+    else:
+        spoiled[at] = source.randrange(10)
+    return spoiled
+
+
+def _guess_prompt(source: random.Random) -> Row:
+    return {"prompt": _GUESS_PROMPT, "answer": str(source.randrange(10))}
+
+
+def _guess_demo(source: random.Random) -> Row:
+    """Guesses that take no notice of the hints."""
+    secret = source.randrange(10)
+    turns = [_GUESS_PROMPT]
+    for _ in range(_TRIES):
+        guess = source.randrange(10)
+        turns.append(str(guess))
+        if guess == secret:
+            break
+        turns.append(">" if guess < secret else "<")
+    return _conversation(turns if len(turns) % 2 == 0 else turns[:-1])
+
+
+def _conversation(turns: list[str]) -> Row:
+    roles = ("user", "assistant")
+    return {"messages": [{"role": roles[i % 2], "content": t} for i, t in enumerate(turns)]}
+
+
+def _text(digits: list[int]) -> str:
+    return "".join(map(str, digits))
+
+
+TASKS: dict[str, Task] = {
+    "sort": Task("exact", _sort_prompt, _sort_demo, distinct=True),
+    "guess": Task("guess", _guess_prompt, _guess_demo, distinct=False),
+}
