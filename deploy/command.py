@@ -1,0 +1,147 @@
+"""The commands `umbra up` and `umbra config`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from umbra.deploy.interrupts import Interrupts
+from umbra.deploy.live import LogView, choose_view
+from umbra.deploy.preflight import (
+    check_run,
+    resolve_paths,
+    search_path,
+    typical_staleness,
+    worst_staleness,
+)
+from umbra.deploy.run_folder import RunFolder
+from umbra.deploy.summary import summary_rows
+from umbra.deploy.toml import to_toml
+from umbra.deploy.up import Up
+from umbra.proto.errors import EXIT_DONE
+from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.config_loader import as_dict, load_config
+
+run_file_argument = click.argument("run_file", type=click.Path(path_type=Path))
+set_option = click.option(
+    "--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override a key."
+)
+
+
+def load_run(run_file: Path, overrides: tuple[str, ...]) -> RunConfig:
+    """The configuration of `run_file` with absolute paths.
+
+    Raises:
+        UsageError: see `load_config`.
+    """
+    return resolve_paths(load_config(run_file, overrides=overrides), run_file)
+
+
+@click.command()
+@run_file_argument
+@set_option
+@click.option("--no-eval", is_flag=True, help="Don't measure the model before and after.")
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
+@click.option("--quiet", is_flag=True, help="Show only the outcome.")
+@click.option("--logs", is_flag=True, help="Show the logs of all processes as they come.")
+def up(
+    run_file: Path,
+    overrides: tuple[str, ...],
+    no_eval: bool,
+    as_json: bool,
+    quiet: bool,
+    logs: bool,
+) -> int:
+    """Start a whole run on this machine and see it through.
+
+    Starts the buffer, the weight hub, the trainer and the generators of RUN_FILE, restarts
+    generators that fail, and ends with a summary. Ctrl-C stops the run in order, a second Ctrl-C at
+    once. The exit code is 0 only if the run ended well.
+    """
+    config = load_run(run_file, overrides)
+    check_run(config)  # before a folder is made
+    view = choose_view(quiet=quiet, as_json=as_json)
+    with Interrupts() as interrupts:
+        folder = RunFolder.create(config.run.dir, config.run.name)
+        if logs:
+            view = LogView(view, folder)
+        try:
+            run = Up(
+                config,
+                folder,
+                view=view,
+                interrupts=interrupts,
+                search=search_path(run_file),
+                evaluate=not no_eval,
+            )
+            summary = run.run()
+        finally:
+            view.close()
+    return finish(summary, as_json=as_json)
+
+
+def finish(summary: dict[str, Any], *, as_json: bool) -> int:
+    """Print the outcome; the exit code."""
+    code = int(summary["exit_code"])
+    if as_json:
+        click.echo(json.dumps(summary))
+    else:
+        _print_table(summary_rows(summary))
+    if code != EXIT_DONE:
+        click.echo(f"umbra: error: {summary['exit_reason']}", err=True)
+    return code
+
+
+def _print_table(rows: list[tuple[str, str]]) -> None:
+    if not sys.stdout.isatty():
+        for name, value in rows:
+            click.echo(f"{name}: {value}")
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+@click.group()
+def config() -> None:
+    """Check and show a run file."""
+
+
+@config.command()
+@run_file_argument
+@set_option
+def check(run_file: Path, overrides: tuple[str, ...]) -> int:
+    """Check RUN_FILE: keys, values, and the files that it names."""
+    run = load_run(run_file, overrides)
+    check_run(run)
+    batch = run.buffer.group_size * run.buffer.batch_groups
+    click.echo(f"{run_file}: good")
+    click.echo(f"model:     {run.model.path}")
+    click.echo(f"prompts:   {run.data.prompts}")
+    click.echo(f"batch:     {run.buffer.batch_groups} groups of {run.buffer.group_size} = {batch}")
+    click.echo(
+        f"staleness: at most {worst_staleness(run)}, typically up to {typical_staleness(run)} "
+        f"(max_staleness {run.buffer.max_staleness}, run_ahead {run.buffer.run_ahead})"
+    )
+    return EXIT_DONE
+
+
+@config.command()
+@run_file_argument
+@set_option
+@click.option("--json", "as_json", is_flag=True, help="As JSON instead of TOML.")
+def show(run_file: Path, overrides: tuple[str, ...], as_json: bool) -> int:
+    """Print RUN_FILE as it is understood: defaults, environment and overrides included."""
+    tree = as_dict(load_config(run_file, overrides=overrides))
+    click.echo(json.dumps(tree, indent=2) if as_json else to_toml(tree), nl=as_json)
+    return EXIT_DONE

@@ -1,0 +1,164 @@
+"""`umbra demo`: a tiny model learns a verifiable task on this machine's CPU, start to finish."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from umbra.deploy.command import finish, set_option
+from umbra.deploy.interrupts import Interrupts
+from umbra.deploy.live import LogView, View, choose_view
+from umbra.deploy.preflight import check_run, resolve_paths
+from umbra.deploy.process import child_environ
+from umbra.deploy.run_folder import RunFolder
+from umbra.deploy.stage import Interrupted, run_stage
+from umbra.deploy.toml import to_toml
+from umbra.deploy.up import Up
+from umbra.services.generator.tasks import write_task
+from umbra.services.runtime.config_loader import as_dict, load_config
+
+DEMOS = Path(__file__).parent / "demos"
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How much data a task gets, and how long its base model is warm-started."""
+
+    prompts: int
+    demos: int
+    sft_steps: int
+
+
+RECIPES = {
+    "sort": Recipe(prompts=16_384, demos=22_400, sft_steps=350),
+    "guess": Recipe(prompts=2_048, demos=6_400, sft_steps=100),
+}
+HELDOUT = 1024
+
+
+class Demo:
+    """One demo in its folder: model and data are made, then it is a run like any other."""
+
+    def __init__(
+        self, task: str, seed: int, folder: RunFolder, view: View, interrupts: Interrupts
+    ) -> None:
+        self._task = task
+        self._seed = seed
+        self._folder = folder
+        self._view = view
+        self._interrupts = interrupts
+        self._started = time.monotonic()
+
+    def run(self, overrides: tuple[str, ...]) -> dict[str, Any]:
+        """Everything; the summary."""
+        recipe = RECIPES[self._task]
+        data = self._folder.path / "task"
+        with self._stage(f"task {self._task}: prompts, held-out prompts, worked examples"):
+            write_task(
+                self._task,
+                data,
+                seed=self._seed,
+                prompts=recipe.prompts,
+                heldout=HELDOUT,
+                demos=recipe.demos,
+            )
+        random, base = self._folder.path / "random", self._folder.path / "base"
+        with self._stage("model: random weights, character tokenizer"):
+            self._umbra("make-model", str(random), "--seed", str(self._seed))
+        with self._stage(f"warm start: {recipe.sft_steps} supervised steps on a poor teacher"):
+            self._umbra(
+                *("sft", str(random), "--data", str(data / "demos.jsonl"), "--out", str(base)),
+                *("--steps", str(recipe.sft_steps), "--seed", str(self._seed)),
+                *("--threads", "1", "--device", "cpu"),
+            )
+        return self._up(base, data, overrides)
+
+    def _up(self, base: Path, data: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
+        run_file = self._folder.path / "run.toml"
+        chosen = (
+            f"run.seed={self._seed}",
+            f"run.dir={self._folder.path.parent}",
+            f"model.path={base}",
+            f"data.prompts={data / 'prompts.jsonl'}",
+            f"eval.prompts={data / 'heldout.jsonl'}",
+        )
+        config = load_config(DEMOS / f"{self._task}.toml", overrides=(*chosen, *overrides))
+        run_file.write_text(to_toml(as_dict(config)), encoding="utf-8")
+        config = resolve_paths(config, run_file)
+        check_run(config)
+        run = Up(
+            config,
+            self._folder,
+            view=self._view,
+            interrupts=self._interrupts,
+            started=self._started,
+        )
+        return run.run()
+
+    @contextmanager
+    def _stage(self, what: str) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        self._view.say(f"{what} ({time.monotonic() - started:.1f} s)")
+
+    def _umbra(self, *arguments: str) -> None:
+        run_stage(
+            arguments[0],
+            arguments,
+            folder=self._folder,
+            environ=child_environ(),
+            interrupts=self._interrupts,
+        )
+
+
+@click.command()
+@click.option(
+    "--task",
+    type=click.Choice(list(RECIPES)),
+    default="sort",
+    show_default=True,
+    help="What to learn.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of everything.")
+@click.option(
+    "--dir", "parent", type=click.Path(path_type=Path), default=Path("runs"), show_default=True,
+    help="Folder that receives the demo's own.",
+)  # fmt: skip
+@set_option
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
+@click.option("--quiet", is_flag=True, help="Show only the outcome.")
+@click.option("--logs", is_flag=True, help="Show the logs of all processes as they come.")
+def command(
+    task: str,
+    seed: int,
+    parent: Path,
+    overrides: tuple[str, ...],
+    as_json: bool,
+    quiet: bool,
+    logs: bool,
+) -> int:
+    """Train a tiny model on this machine's CPU, with every process and socket of a real run.
+
+    Makes a model and a task, warm-starts the model on worked examples of a poor teacher, then runs
+    the asynchronous loop. sort: sort a list of digits. guess: find a digit in four tries.
+    """
+    load_config(DEMOS / f"{task}.toml", overrides=overrides)  # a typo should show at once
+    view = choose_view(quiet=quiet, as_json=as_json)
+    with Interrupts() as interrupts:
+        folder = RunFolder.create(parent, f"demo-{task}")
+        if logs:
+            view = LogView(view, folder)
+        view.say(f"everything goes to {folder.path}")
+        try:
+            summary = Demo(task, seed, folder, view, interrupts).run(overrides)
+        except Interrupted:
+            return interrupts.exit_code
+        finally:
+            view.close()
+    return finish(summary, as_json=as_json)

@@ -1,0 +1,66 @@
+"""Tries a run's environment on its first prompt: `python -m umbra.deploy.environment_check CONFIG`.
+
+A process of its own, because it runs the user's code: that may hang, or pull in all of torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import sys
+from pathlib import Path
+from typing import Any
+
+from umbra.proto.errors import UmbraError, UsageError
+from umbra.services.generator.environments import Environment, load_environment
+from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.config_loader import load_config
+from umbra.services.runtime.jsonl import read_jsonl
+from umbra.services.runtime.parent import die_with_parent
+
+
+def check_environment(config: RunConfig, row: dict[str, Any]) -> None:
+    """Load the environment and put an empty response to `row` into it.
+
+    A model can say nothing at all, so every reward must take an empty response.
+
+    Raises:
+        UsageError: the environment cannot be loaded, or fails on that response.
+    """
+    environment = load_environment(config.environment)()
+    what = config.environment.reward or config.environment.kind
+    key = "environment.reward" if config.environment.kind == "reward" else "environment.kind"
+    try:
+        asyncio.run(_try(environment, row))
+    except UmbraError as error:
+        raise UsageError(f"{key}: {error}") from error
+    except Exception as error:
+        raise UsageError(
+            f"{key}: {what} raised {type(error).__name__} on an empty response to the "
+            f"first prompt: {error}"
+        ) from error
+
+
+async def _try(environment: Environment, row: dict[str, Any]) -> None:
+    opened = environment.reset(row)
+    if inspect.isawaitable(opened):
+        await opened
+    answer = environment.step("")
+    if inspect.isawaitable(answer):
+        await answer
+
+
+def main(path: str) -> int:
+    """Check the environment of the resolved configuration at `path`."""
+    die_with_parent()
+    try:
+        config = load_config(Path(path), environ={})
+        check_environment(config, read_jsonl(config.data.prompts)[0])
+    except UmbraError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,156 @@
+"""What `umbra up` shows as it runs: a live table on a terminal, now and then a line when piped."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import click
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from umbra.deploy.progress import Progress
+from umbra.deploy.run_folder import LineFollower, RunFolder
+from umbra.services.monitor.view import headline, render
+
+FRAME_S = 0.25
+LINE_S = 5.0
+
+
+class View(Protocol):
+    """Where a run's progress goes."""
+
+    def say(self, text: str) -> None:
+        """Show a line that stays."""
+        ...
+
+    def update(self, progress: Progress, processes: Mapping[str, str]) -> None:
+        """Show where things are; called often, returns at once."""
+        ...
+
+    def close(self) -> None:
+        """Leave the terminal as it should be."""
+        ...
+
+
+class QuietView:
+    """Nothing."""
+
+    def say(self, text: str) -> None:
+        """Drop it."""
+
+    def update(self, progress: Progress, processes: Mapping[str, str]) -> None:
+        """Drop it."""
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+class PlainView:
+    """Lines, one about progress every `every_s` seconds and at the last step."""
+
+    def __init__(
+        self,
+        *,
+        err: bool = False,
+        every_s: float = LINE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._err = err
+        self._every_s = every_s
+        self._clock = clock
+        self._next = clock() + every_s
+        self._shown = -1
+
+    def say(self, text: str) -> None:
+        """Print it."""
+        click.echo(text, err=self._err)
+
+    def update(self, progress: Progress, processes: Mapping[str, str]) -> None:
+        """Print the headline if it is time to."""
+        status = progress.status
+        if status is None:
+            return
+        last = status.version >= status.steps and self._shown < status.steps
+        if last or self._clock() >= self._next:
+            self._next = self._clock() + self._every_s
+            self._shown = status.version
+            self.say(headline(status, progress.rates, progress.recent_reward))
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+class TerminalView:
+    """A table that is drawn anew four times per second; what is said scrolls by above it."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console()
+        self._live: Live | None = None
+        self._next = 0.0
+        self._started = time.monotonic()
+
+    def say(self, text: str) -> None:
+        """Print it above the table."""
+        self._console.print(Text(text))
+
+    def update(self, progress: Progress, processes: Mapping[str, str]) -> None:
+        """Draw the table if it is time to."""
+        now = time.monotonic()
+        if progress.status is None or now < self._next:
+            return
+        self._next = now + FRAME_S
+        if self._live is None:
+            self._live = Live(console=self._console, auto_refresh=False)
+            self._live.start()
+        table = render(
+            progress.status,
+            progress.rates,
+            processes=processes,
+            rewards=progress.rewards,
+            elapsed_s=now - self._started,
+        )
+        self._live.update(table, refresh=True)
+
+    def close(self) -> None:
+        """Leave the last table standing."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+class LogView:
+    """Another view, plus every line that the processes log."""
+
+    def __init__(self, view: View, folder: RunFolder) -> None:
+        self._view = view
+        self._folder = folder
+        self._followers: dict[str, LineFollower] = {}
+
+    def say(self, text: str) -> None:
+        """Pass it on."""
+        self._view.say(text)
+
+    def update(self, progress: Progress, processes: Mapping[str, str]) -> None:
+        """Print what was logged since the last call; the lines name their process."""
+        for path in sorted(self._folder.logs.glob("*.log")):
+            follower = self._followers.setdefault(path.name, LineFollower(path))
+            for line in follower.lines():
+                self._view.say(line)
+        self._view.update(progress, processes)
+
+    def close(self) -> None:
+        """Pass it on."""
+        self._view.close()
+
+
+def choose_view(*, quiet: bool, as_json: bool) -> View:
+    """The view for how we were called; with `as_json`, standard output is left to the summary."""
+    if quiet:
+        return QuietView()
+    if as_json or not sys.stdout.isatty():
+        return PlainView(err=as_json)
+    return TerminalView()

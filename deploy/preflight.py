@@ -1,0 +1,69 @@
+"""What can be known to be wrong before a single process is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from umbra.proto.errors import UsageError
+from umbra.services.buffer.prompts import read_prompts
+from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.model_dir import check_model_dir
+
+
+def resolve_paths(config: RunConfig, run_file: Path) -> RunConfig:
+    """`config` with absolute paths: looked up from here, else from the run file's folder."""
+
+    def resolve(path: str) -> str:
+        if not path:
+            return path
+        beside = run_file.parent / path
+        chosen = beside if not Path(path).exists() and beside.exists() else Path(path)
+        return str(chosen.resolve())
+
+    replace = msgspec.structs.replace
+    return replace(
+        config,
+        model=replace(config.model, path=resolve(config.model.path)),
+        data=replace(config.data, prompts=resolve(config.data.prompts)),
+        eval=replace(config.eval, prompts=resolve(config.eval.prompts)),
+    )
+
+
+def search_path(run_file: Path) -> list[Path]:
+    """Where the modules of a user's environment or reward are looked for."""
+    here, beside = Path.cwd(), run_file.resolve().parent
+    return [here] if here == beside else [here, beside]
+
+
+def check_run(config: RunConfig) -> None:
+    """Check the files that a run needs.
+
+    Raises:
+        UsageError: one is missing or not what it should be; names it.
+    """
+    check_model_dir(config.model.path)
+    read_prompts(config.data.prompts)
+    if config.eval.prompts:
+        _check_eval(config.eval.prompts)
+    folder = Path(config.run.dir)
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"run.dir: {folder} is a file; name a folder")
+
+
+def _check_eval(path: str) -> None:
+    try:
+        read_prompts(path)
+    except UsageError as error:
+        raise UsageError(str(error).replace("data.prompts", "eval.prompts")) from error
+
+
+def worst_staleness(config: RunConfig) -> int:
+    """The most optimizer steps that a trained token's version can be behind."""
+    return config.buffer.max_staleness if config.buffer.run_ahead else 0
+
+
+def typical_staleness(config: RunConfig) -> int:
+    """The same for a sample that nothing overtakes."""
+    return min(config.buffer.run_ahead, worst_staleness(config))

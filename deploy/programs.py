@@ -1,0 +1,34 @@
+"""The processes of a run, in the order in which they start, and the waves in which they stop."""
+
+from __future__ import annotations
+
+from umbra.deploy.process import umbra_argv
+from umbra.deploy.run_folder import RunFolder
+from umbra.deploy.supervisor import Program
+from umbra.services.runtime.config import RunConfig
+
+BUFFER, HUB, TRAINER = "buffer", "weight-hub", "trainer"
+
+
+def buffer_program(folder: RunFolder) -> Program:
+    """The buffer, which binds the address that all others are given; so it starts first."""
+    return Program(BUFFER, _argv(BUFFER, BUFFER, folder), wave=2)
+
+
+def other_programs(config: RunConfig, folder: RunFolder, broker: str) -> list[Program]:
+    """Everything else, told where the buffer is."""
+    connect = ("--broker", broker)
+    names = [f"generator-{index}" for index in range(config.generator.count)]
+    return [
+        Program(HUB, _argv(HUB, HUB, folder, *connect), wave=1),
+        Program(TRAINER, _argv(TRAINER, TRAINER, folder, *connect), wave=0),
+        *(
+            Program(name, _argv("generator", name, folder, *connect), wave=0, elastic=True)
+            for name in names
+        ),
+    ]
+
+
+def _argv(command: str, name: str, folder: RunFolder, *more: str) -> tuple[str, ...]:
+    common = ("--config", str(folder.config), "--name", name, "--run-dir", str(folder.path))
+    return umbra_argv(command, *common, *more)

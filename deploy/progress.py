@@ -1,0 +1,77 @@
+"""What is known of a run while it goes on: its status, polled from the buffer, and its rewards."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+from umbra.deploy.run_folder import LineFollower, RunFolder
+from umbra.proto.errors import UmbraError
+from umbra.proto.messages import Status
+from umbra.services.monitor.client import StatusClient
+from umbra.services.monitor.rates import RateMeter, Rates
+
+POLL_S = 0.5
+ANSWER_S = 2.0
+
+
+class StatusWatcher:
+    """Asks for the status in a thread, so that a slow buffer never slows its supervisor."""
+
+    def __init__(self, broker: str) -> None:
+        self.latest: Status | None = None
+        self._client = StatusClient(broker)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._main, name="status-watcher", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread and the connection."""
+        self._stopping.set()
+        self._client.close()
+        self._thread.join(ANSWER_S)
+
+    def _main(self) -> None:
+        while not self._stopping.wait(POLL_S):
+            try:
+                self.latest = self._client.status(ANSWER_S)
+            except UmbraError:
+                pass  # not there yet, busy, or ending: the last status still stands
+
+
+class Progress:
+    """The newest status with its rates, and the mean reward of every step so far."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.status: Status | None = None
+        self.rates = Rates()
+        self.rewards: list[float] = []
+        self._metrics = LineFollower(folder.metrics)
+        self._meter = RateMeter()
+        self._watcher: StatusWatcher | None = None
+
+    def watch(self, broker: str) -> None:
+        """Begin to poll the buffer at `broker`."""
+        self._watcher = StatusWatcher(broker)
+
+    def poll(self) -> None:
+        """Take in what is new; never blocks."""
+        newest = None if self._watcher is None else self._watcher.latest
+        if newest is not None and newest is not self.status:
+            self.status = newest
+            self.rates = self._meter.update(newest)
+        for line in self._metrics.lines():
+            if '"kind":"step"' in line:  # most lines are spans: don't parse those
+                self.rewards.append(float(json.loads(line).get("reward/mean") or 0.0))
+
+    @property
+    def recent_reward(self) -> float | None:
+        """Mean reward of the last ten steps."""
+        recent = self.rewards[-10:]
+        return sum(recent) / len(recent) if recent else None
+
+    def close(self) -> None:
+        """Stop polling."""
+        if self._watcher is not None:
+            self._watcher.close()
+            self._watcher = None

@@ -1,0 +1,125 @@
+"""The folder that receives everything about one run."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from umbra.proto.errors import UsageError
+
+LAST_LINES_BYTES = 16 << 10
+
+
+def new_run_id(name: str, now: float | None = None) -> str:
+    """`<name>-<date>-<time>-<4 hex digits>`: sorts by time, and two at once differ."""
+    moment = time.localtime(time.time() if now is None else now)
+    return f"{name}-{time.strftime('%Y%m%d-%H%M%S', moment)}-{secrets.token_hex(2)}"
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Paths of a run's files."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, parent: str | Path, name: str) -> RunFolder:
+        """A new folder for a run called `name`.
+
+        Raises:
+            UsageError: `parent` cannot be written to.
+        """
+        folder = cls(Path(parent).resolve() / new_run_id(name))
+        try:
+            folder.logs.mkdir(parents=True)
+        except OSError as error:
+            raise UsageError(
+                f"cannot create {folder.path}: {error.strerror}; choose another run.dir"
+            ) from error
+        return folder
+
+    @property
+    def id(self) -> str:
+        """The run's id."""
+        return self.path.name
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "config.json"
+
+    @property
+    def metrics(self) -> Path:
+        """What every service measured, as JSON lines."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def buffer(self) -> Path:
+        """The buffer's final status."""
+        return self.path / "buffer.json"
+
+    @property
+    def summary(self) -> Path:
+        """The outcome in one object."""
+        return self.path / "summary.json"
+
+    @property
+    def model(self) -> Path:
+        """The exported policy."""
+        return self.path / "model"
+
+    @property
+    def logs(self) -> Path:
+        """One log per process."""
+        return self.path / "logs"
+
+    def log(self, name: str) -> Path:
+        """The log of process `name`."""
+        return self.logs / f"{name}.log"
+
+
+def last_lines(path: Path, count: int) -> list[str]:
+    """The last `count` lines of a text file that are not empty; none if there is no file."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - LAST_LINES_BYTES))
+            text = file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return []
+    return [line.rstrip() for line in text.splitlines() if line.strip()][-count:]
+
+
+class LineFollower:
+    """Reads the lines that others append to a file, as they come."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def lines(self) -> list[str]:
+        """Whole lines that were added since the last call."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return whole.decode(errors="replace").splitlines()
+
+
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON lines file; a last line cut off by a crash is left out."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield json.loads(line)

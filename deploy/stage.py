@@ -1,0 +1,138 @@
+"""A step before or after the run proper (eval, warm start, ...): a child that runs to its end.
+
+As a program (`python -m umbra.deploy.stage COMMAND ...`) it is the `umbra` command, but ends with
+its parent, as services do.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from umbra.deploy.interrupts import Interrupts
+from umbra.deploy.process import Process, describe_exit
+from umbra.deploy.run_folder import RunFolder, last_lines
+from umbra.proto.errors import PeerLostError, UmbraError
+from umbra.services.runtime.parent import die_with_parent
+
+POLL_S = 0.02
+THIS_MODULE = "umbra.deploy.stage"
+FORESEEN_CODES = (2, 3, 4)  # ends that a sentence for people explains
+ERROR_PREFIX = "umbra: error: "
+
+
+class Interrupted(Exception):  # noqa: N818 - it is no error
+    """The user asked to stop."""
+
+
+class StageError(UmbraError):
+    """A stage ended badly; it ends us with the same exit code."""
+
+    def __init__(self, reason: str, exit_code: int) -> None:
+        super().__init__(reason)
+        self.exit_code = exit_code
+
+
+def run_stage(
+    name: str,
+    arguments: tuple[str, ...],
+    *,
+    folder: RunFolder,
+    environ: Mapping[str, str],
+    interrupts: Interrupts,
+    module: str = THIS_MODULE,
+) -> str:
+    """Run `umbra <arguments>`, logging to `logs/<name>.log`; what it printed on standard output.
+
+    Raises:
+        StageError: it failed; the sentence is the last line that it said.
+        Interrupted: a signal came; the child is dead.
+    """
+    stages = {name: arguments}
+    return run_stages(stages, folder=folder, environ=environ, interrupts=interrupts, module=module)[
+        name
+    ]
+
+
+def run_stages(
+    stages: Mapping[str, tuple[str, ...]],
+    *,
+    folder: RunFolder,
+    environ: Mapping[str, str],
+    interrupts: Interrupts,
+    module: str = THIS_MODULE,
+) -> dict[str, str]:
+    """`run_stage` of several at once; outputs by name. The first failure ends them all."""
+    running: dict[str, Process] = {}
+    try:
+        for name, arguments in stages.items():
+            running[name] = Process(
+                (sys.executable, "-m", module, *arguments),
+                log_path=folder.log(name),
+                environ=environ,
+                stdout_path=_output(folder, name),
+            )
+        while (codes := {name: stage.poll() for name, stage in running.items()}) != dict.fromkeys(
+            running, 0
+        ):
+            for name, code in codes.items():
+                if code:
+                    raise _failed(folder, name, code)
+            if interrupts.count:
+                raise Interrupted
+            interrupts.wait(POLL_S)
+    finally:
+        for stage in running.values():
+            stage.kill()
+            while stage.poll() is None:
+                interrupts.wait(POLL_S)
+    return {
+        name: _output(folder, name).read_text(encoding="utf-8", errors="replace") for name in stages
+    }
+
+
+def _output(folder: RunFolder, name: str) -> Path:
+    return folder.logs / f"{name}.out"
+
+
+def _failed(folder: RunFolder, name: str, code: int) -> StageError:
+    said = last_said(folder, name)
+    if said and code in FORESEEN_CODES:
+        return StageError(said, code)
+    how = f"{name} failed ({describe_exit(code)})"
+    return StageError(
+        f"{how}: {said}" if said else how, code if code > 0 else PeerLostError.exit_code
+    )
+
+
+def last_object(text: str) -> dict[str, Any]:
+    """The JSON object on the last line of a stage's output.
+
+    Raises:
+        UmbraError: there is none.
+    """
+    for line in reversed(text.splitlines()):
+        if line.startswith("{"):
+            return json.loads(line)
+    raise UmbraError(f"expected one line of JSON, got {text[-200:]!r}")
+
+
+def last_said(folder: RunFolder, name: str) -> str:
+    """The last line in the log of `name`, as a sentence."""
+    lines = last_lines(folder.log(name), 1)
+    return lines[0].removeprefix(ERROR_PREFIX) if lines else ""
+
+
+def main() -> int:
+    """Run the command line as a child."""
+    from umbra.cli import main as umbra
+
+    die_with_parent()
+    return umbra(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,268 @@
+"""Starts, watches, restarts and stops the processes of a run on one machine.
+
+The supervisor does nothing by itself: its owner calls `poll` often. It never blocks, so a live view
+can share its thread, and with injected processes and clock every decision can be tested.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from umbra.deploy.process import Usage, describe_exit
+from umbra.deploy.restart import RestartPolicy
+from umbra.proto.errors import PeerLostError, RejectedError, UmbraError, UsageError
+
+DRAIN_S = 15.0  # per wave; a trainer may have to end its step
+FINISH_S = 30.0  # from the first orderly exit to the last
+FINAL_CODES = (UsageError.exit_code, RejectedError.exit_code)  # the same would happen again
+ASKED_CODES = (0, -signal.SIGTERM)  # how a process may end that was asked to
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A process to run: stopped in the order of `wave`.
+
+    `elastic` ones are restarted when they fail; the loss of any other ends the run.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    wave: int
+    elastic: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why the run ended badly: one sentence, the program at fault, the exit code to end with."""
+
+    reason: str
+    program: str
+    exit_code: int
+
+
+class Child(Protocol):
+    """What the supervisor needs of a process; `process.Process` is one."""
+
+    pid: int
+    usage: Usage
+
+    def ready(self) -> dict[str, Any] | None: ...
+    def poll(self) -> int | None: ...
+    def terminate(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _Slot:
+    program: Program
+    policy: RestartPolicy
+    child: Child | None = None
+    restart_at: float | None = None
+    restarts: int = 0
+    code: int | None = None
+    killed: bool = False
+    usage: Usage = field(default_factory=Usage)
+
+
+class Supervisor:
+    """The processes of one run.
+
+    Args:
+        spawn: starts a program.
+        goal: the program whose orderly exit means that the run is done.
+        report: gets a line for people at every event.
+        last_line: the last thing that a program said, for the sentence about its end.
+        drain_s: seconds that each wave gets to stop until it is killed.
+        finish_s: seconds that the rest gets to leave by itself at the end of the run.
+    """
+
+    def __init__(
+        self,
+        spawn: Callable[[Program], Child],
+        *,
+        goal: str,
+        report: Callable[[str], None],
+        last_line: Callable[[str], str] = lambda _name: "",
+        policy: Callable[[], RestartPolicy] = RestartPolicy,
+        drain_s: float = DRAIN_S,
+        finish_s: float = FINISH_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.failure: Failure | None = None
+        self.draining = False
+        self._spawn = spawn
+        self._goal = goal
+        self._report = report
+        self._last_line = last_line
+        self._policy = policy
+        self._drain_s = drain_s
+        self._finish_s = finish_s
+        self._clock = clock
+        self._slots: dict[str, _Slot] = {}
+        self._waves: list[list[_Slot]] = []
+        self._wave_deadline = 0.0
+        self._finishing_since: float | None = None
+
+    def start(self, program: Program) -> None:
+        """Start `program` and watch it from now on."""
+        slot = self._slots[program.name] = _Slot(program, self._policy())
+        slot.child = self._spawn(program)
+
+    def ready(self, name: str) -> dict[str, Any] | None:
+        """What `name` said when it was up; None before that."""
+        child = self._slots[name].child
+        return None if child is None else child.ready()
+
+    def poll(self) -> bool:
+        """Take note of what happened and act on it; False once nothing runs and nothing will."""
+        for slot in self._slots.values():
+            if slot.child is not None and (code := slot.child.poll()) is not None:
+                slot.usage += slot.child.usage
+                slot.child, slot.code = None, code
+                self._ended(slot, code)
+        self._restart_due()
+        if self._finishing_since is not None and not self.draining:
+            self._check_finish(self._finishing_since)
+        if self.draining:
+            self._advance_drain()
+        return any(slot.child is not None or slot.restart_at is not None for slot in self._all())
+
+    def drain(self) -> None:
+        """Stop everything in order: each wave is asked, and killed once its deadline has passed."""
+        if self.draining:
+            return
+        self.draining = True
+        for slot in self._all():
+            slot.restart_at = None
+        numbers = sorted({slot.program.wave for slot in self._all()})
+        self._waves = [[s for s in self._all() if s.program.wave == n] for n in numbers]
+        self._begin_wave()
+
+    def kill(self) -> None:
+        """End everything at once."""
+        self.draining = True
+        self._waves = []
+        for slot in self._all():
+            slot.restart_at = None
+            if slot.child is not None:
+                slot.killed = True
+                slot.child.kill()
+
+    @property
+    def done(self) -> bool:
+        """Whether the run reached its goal."""
+        slot = self._slots.get(self._goal)
+        return self.failure is None and slot is not None and slot.code == 0
+
+    def states(self) -> dict[str, str]:
+        """Each program's state, in a word or two."""
+        return {name: self._state(slot) for name, slot in self._slots.items()}
+
+    def usage(self) -> dict[str, Usage]:
+        """Seconds by program, over all its restarts; of those that have ended."""
+        return {name: slot.usage for name, slot in self._slots.items()}
+
+    def restarts(self) -> dict[str, int]:
+        """How often each program was restarted, if it was."""
+        return {name: slot.restarts for name, slot in self._slots.items() if slot.restarts}
+
+    # -- decisions --------------------------------------------------------------------------------
+
+    def _all(self) -> list[_Slot]:
+        return list(self._slots.values())
+
+    def _state(self, slot: _Slot) -> str:
+        if slot.child is not None:
+            return "stopping" if self.draining else "running"
+        if slot.restart_at is not None:
+            return f"restarts in {max(0.0, slot.restart_at - self._clock()):.1f} s"
+        return describe_exit(slot.code) if slot.code else "done"
+
+    def _ended(self, slot: _Slot, code: int) -> None:
+        name, how = slot.program.name, describe_exit(code)
+        if self.draining:
+            if code not in ASKED_CODES and not slot.killed:
+                self._report(f"{name} stopped with {how}{self._said(name)}")
+        elif code == 0:
+            if self._finishing_since is None and not slot.program.elastic:
+                self._finishing_since = self._clock()
+        elif slot.program.elastic:
+            self._elastic_failed(slot, code)
+        else:
+            self._fail(slot, f"{name} ended unexpectedly ({how})", code)
+
+    def _elastic_failed(self, slot: _Slot, code: int) -> None:
+        name, how = slot.program.name, describe_exit(code)
+        if self._finishing_since is not None:
+            self._report(f"{name} ended with {how} as the run was finishing")
+            return
+        delay = None if code in FINAL_CODES else slot.policy.failed(self._clock())
+        if delay is not None:
+            slot.restart_at = self._clock() + delay
+            self._report(f"{name} ended ({how}): restart {slot.restarts + 1} in {delay:g} s")
+            return
+        again = f" again, after {slot.restarts} restarts" if slot.restarts else ""
+        ended = f"{name} ended{again} ({how})"
+        others = [s for s in self._all() if s.program.elastic and s is not slot]
+        if any(other.child is not None or other.restart_at is not None for other in others):
+            self._report(f"{ended} and is not restarted{self._said(name)}")
+        else:
+            self._fail(slot, ended, code)
+
+    def _fail(self, slot: _Slot, reason: str, code: int) -> None:
+        name = slot.program.name
+        # 1 is Python's own, after a traceback; a lost process has no code of its own.
+        exit_code = UmbraError.exit_code if code == 1 else max(code, 0) or PeerLostError.exit_code
+        self.failure = Failure(f"{reason}{self._said(name)}", name, exit_code)
+        self.drain()
+
+    def _said(self, name: str) -> str:
+        line = self._last_line(name)
+        return f": {line}" if line else ""
+
+    def _restart_due(self) -> None:
+        for slot in self._all():
+            if slot.restart_at is not None and self._clock() >= slot.restart_at:
+                slot.restart_at = None
+                slot.restarts += 1
+                slot.child = self._spawn(slot.program)
+
+    def _check_finish(self, since: float) -> None:
+        for slot in self._all():
+            slot.restart_at = None
+        alive = [slot.program.name for slot in self._all() if slot.child is not None]
+        if not alive or self._clock() - since < self._finish_s:
+            return
+        waited = f"{', '.join(alive)} did not leave within {self._finish_s:g} s"
+        if self._slots[self._goal].code == 0:
+            self._report(f"the run is done, but {waited}: stopping")
+            self.drain()
+            return
+        gone = next(s for s in self._all() if s.code == 0 and not s.program.elastic)
+        self._fail(gone, f"{gone.program.name} left before the run was done, and {waited}", 0)
+
+    def _begin_wave(self) -> None:
+        self._wave_deadline = self._clock() + self._drain_s
+        for slot in self._waves[0] if self._waves else ():
+            if slot.child is not None:
+                slot.child.terminate()
+
+    def _advance_drain(self) -> None:
+        while self._waves:
+            alive = [slot for slot in self._waves[0] if slot.child is not None]
+            if not alive:
+                self._waves.pop(0)
+                self._begin_wave()
+                continue
+            if self._clock() >= self._wave_deadline:
+                for slot in alive:
+                    if slot.child is not None and not slot.killed:
+                        slot.killed = True
+                        slot.child.kill()
+                        name = slot.program.name
+                        self._report(f"{name} did not stop within {self._drain_s:g} s: killed")
+            return

@@ -1,0 +1,224 @@
+"""A whole run on this machine: eval, the supervised loop, eval again, summary."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from umbra.deploy.interrupts import Interrupts
+from umbra.deploy.live import View
+from umbra.deploy.preflight import check_run
+from umbra.deploy.process import Process, child_environ
+from umbra.deploy.programs import BUFFER, TRAINER, buffer_program, other_programs
+from umbra.deploy.progress import Progress
+from umbra.deploy.run_folder import RunFolder, last_lines
+from umbra.deploy.stage import (
+    FORESEEN_CODES,
+    Interrupted,
+    last_object,
+    last_said,
+    run_stage,
+    run_stages,
+)
+from umbra.deploy.summary import Outcome, summarise, write_summary
+from umbra.deploy.supervisor import Program, Supervisor
+from umbra.proto.errors import EXIT_DONE, StartupError, UmbraError
+from umbra.services.runtime.arena import remove_leftovers
+from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.config_loader import to_json
+
+POLL_S = 0.05
+START_S = 60.0  # for the buffer to bind; a store has to be opened, prompts to be read
+LOG_LINES = 15
+
+
+class Up:
+    """One run in its folder.
+
+    Args:
+        config: resolved, with absolute paths.
+        search: where the user's modules are looked for.
+        evaluate: measure the model before and after, if `eval.prompts` is set.
+        started: when what the user waits for began (`time.monotonic`); now, if not given.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: RunFolder,
+        *,
+        view: View,
+        interrupts: Interrupts,
+        search: Sequence[Path] = (),
+        evaluate: bool = True,
+        started: float | None = None,
+    ) -> None:
+        self.config = config
+        self.folder = folder
+        self.environ: Mapping[str, str] = child_environ(search)
+        self._view = view
+        self._interrupts = interrupts
+        self._evaluate = evaluate and bool(config.eval.prompts)
+        self._started = time.monotonic() if started is None else started
+        self._outcome: dict[str, Any] = {}
+
+    def run(self) -> dict[str, Any]:
+        """Run to the end, good or bad; the summary, which is also in the folder.
+
+        Raises:
+            UsageError: the configuration cannot work; nothing was started.
+        """
+        self.check()
+        try:
+            reason, code = self._phases()
+        except Interrupted:
+            reason, code = "interrupted", self._interrupts.exit_code
+        except UmbraError as error:
+            reason, code = str(error), error.exit_code
+        total_s = time.monotonic() - self._started
+        outcome = Outcome(exit_reason=reason, exit_code=code, total_s=total_s, **self._outcome)
+        summary = summarise(self.folder, outcome)
+        if code == EXIT_DONE and (bad := _contradiction(summary)):
+            summary["exit_reason"], summary["exit_code"] = bad, UmbraError.exit_code
+        write_summary(self.folder, summary)
+        return summary
+
+    def check(self) -> None:
+        """Write the resolved configuration and try everything that can be tried beforehand."""
+        check_run(self.config)
+        self.folder.config.write_bytes(to_json(self.config))
+        run_stage(
+            "environment-check",
+            (str(self.folder.config),),
+            folder=self.folder,
+            environ=self.environ,
+            interrupts=self._interrupts,
+            module="umbra.deploy.environment_check",
+        )
+
+    def _phases(self) -> tuple[str, int]:
+        if self._evaluate:
+            self._outcome["before"] = self._eval("before", self.config.model.path)
+        reason, code = self._supervise()
+        if code == EXIT_DONE and self._evaluate:
+            self._outcome["after"] = self._eval("after", str(self.folder.model))
+        return reason, code
+
+    # -- evaluation -------------------------------------------------------------------------------
+
+    def _eval(self, when: str, model: str) -> dict[str, float]:
+        """Accuracy of `model` on the held-out prompts, sampled and greedy at the same time."""
+        stages = {"accuracy": self._eval_arguments(model)}
+        if self.config.eval.greedy:
+            stages["greedy"] = (*stages["accuracy"], "--greedy")
+        texts = run_stages(
+            {f"eval-{when}-{kind}": arguments for kind, arguments in stages.items()},
+            folder=self.folder,
+            environ=self.environ,
+            interrupts=self._interrupts,
+        )
+        results = {
+            kind: float(last_object(texts[f"eval-{when}-{kind}"])["accuracy"]) for kind in stages
+        }
+        shown = ", ".join(f"{name} {value:.3f}" for name, value in results.items())
+        self._view.say(f"{when} training: {shown}")
+        return results
+
+    def _eval_arguments(self, model: str) -> tuple[str, ...]:
+        config = self.config
+        return (
+            *("eval", model, "--json"),
+            *("--prompts", config.eval.prompts, "--samples", str(config.eval.samples)),
+            *("--environment", config.environment.kind, "--reward", config.environment.reward),
+            *("--temperature", str(config.sampling.temperature)),
+            *("--max-tokens", str(config.sampling.max_tokens)),
+            *("--max-context", str(config.generator.max_context)),
+            *("--slots", str(config.generator.slots), "--device", config.generator.device),
+            *("--seed", str(config.run.seed)),
+        )
+
+    # -- the loop ---------------------------------------------------------------------------------
+
+    def _supervise(self) -> tuple[str, int]:
+        supervisor = Supervisor(
+            self._spawn,
+            goal=TRAINER,
+            report=self._view.say,
+            last_line=lambda name: last_said(self.folder, name),
+        )
+        progress = Progress(self.folder)
+        try:
+            self._start(supervisor, progress)
+            while supervisor.poll():
+                self._turn(supervisor, progress)
+        finally:
+            progress.poll()
+            self._view.update(progress, supervisor.states())
+            progress.close()
+            self._end_all(supervisor)
+        self._outcome["usage"] = supervisor.usage()
+        self._outcome["restarts"] = supervisor.restarts()
+        return self._verdict(supervisor)
+
+    def _spawn(self, program: Program) -> Process:
+        return Process(program.argv, log_path=self.folder.log(program.name), environ=self.environ)
+
+    def _start(self, supervisor: Supervisor, progress: Progress) -> None:
+        """Start the buffer, and the others once it has said where it is."""
+        supervisor.start(buffer_program(self.folder))
+        deadline = time.monotonic() + START_S
+        while (facts := supervisor.ready(BUFFER)) is None:
+            if not supervisor.poll() or supervisor.draining:
+                return
+            if time.monotonic() > deadline:
+                raise StartupError(f"the buffer was not up within {START_S:g} s")
+            self._turn(supervisor, progress)
+        broker = str(facts["broker"])
+        progress.watch(broker)
+        self._view.say(f"run {self.folder.id}: umbra monitor --broker {broker}")
+        for program in other_programs(self.config, self.folder, broker):
+            supervisor.start(program)
+
+    def _turn(self, supervisor: Supervisor, progress: Progress) -> None:
+        """One turn of the loop: heed signals, show progress, sleep a little."""
+        if self._interrupts.count >= 2:
+            supervisor.kill()
+        elif self._interrupts.count == 1 and not supervisor.draining:
+            self._view.say("stopping; once more to end at once")
+            supervisor.drain()
+        progress.poll()
+        self._view.update(progress, supervisor.states())
+        self._interrupts.wait(POLL_S)
+
+    def _end_all(self, supervisor: Supervisor) -> None:
+        """Whatever happened, nothing stays: no process and no shared memory."""
+        if supervisor.poll():
+            supervisor.kill()
+            while supervisor.poll():
+                self._interrupts.wait(POLL_S)
+        remove_leftovers(self.folder.id)
+
+    def _verdict(self, supervisor: Supervisor) -> tuple[str, int]:
+        failure = supervisor.failure
+        if failure is not None:
+            if failure.exit_code not in FORESEEN_CODES:
+                self._view.say(f"-- the end of {self.folder.log(failure.program)}")
+                for line in last_lines(self.folder.log(failure.program), LOG_LINES):
+                    self._view.say(f"   {line}")
+            return failure.reason, failure.exit_code
+        if supervisor.done:
+            return "finished", EXIT_DONE
+        return "interrupted", self._interrupts.exit_code
+
+
+def _contradiction(summary: Mapping[str, Any]) -> str:
+    """What is wrong with a run that seemed to end well; empty if nothing is."""
+    if summary["ledger"] is None:
+        return "the buffer left no final status"
+    if summary["ledger"]["balance"]:
+        return f"the ledger is off by {summary['ledger']['balance']} samples"
+    if summary["model"] is None:
+        return "the trainer left no model"
+    return ""

@@ -1,0 +1,72 @@
+"""Asks a run's buffer how things are, without joining the run: looking changes nothing."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from types import TracebackType
+
+from umbra.proto.errors import DeadlineError, UsageError
+from umbra.proto.messages import Ping, Pong, Status, StatusRequest
+from umbra.services.runtime.link import Link
+
+ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:]+\]|[^\s:/]+):(\d{1,5})|ipc://.+")
+
+
+class StatusClient:
+    """A connection to the buffer at `broker`; a context manager.
+
+    Raises:
+        UsageError: `broker` is no address.
+    """
+
+    def __init__(self, broker: str) -> None:
+        if not ADDRESS.fullmatch(broker):
+            raise UsageError(f"--broker {broker}: write it as tcp://host:port")
+        self.broker = broker
+        incarnation = uuid.uuid4().hex[:12]
+        self._link = Link(f"monitor-{incarnation}", incarnation)
+        self._channel = self._link.channel(broker, "buffer")
+
+    def status(self, timeout_s: float) -> Status:
+        """The whole state of the run.
+
+        Raises:
+            DeadlineError: nobody answered within `timeout_s` seconds.
+        """
+        try:
+            return self._channel.call(StatusRequest(), Status, timeout_s=timeout_s)
+        except DeadlineError as error:
+            raise self._unreachable(timeout_s) from error
+
+    def ping(self, timeout_s: float) -> Pong:
+        """A sign of life.
+
+        Raises:
+            DeadlineError: nobody answered within `timeout_s` seconds.
+        """
+        try:
+            return self._channel.call(Ping(), Pong, timeout_s=timeout_s)
+        except DeadlineError as error:
+            raise self._unreachable(timeout_s) from error
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._link.close()
+
+    def __enter__(self) -> StatusClient:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _unreachable(self, timeout_s: float) -> DeadlineError:
+        return DeadlineError(
+            f"no buffer answers at {self.broker} within {timeout_s:g} s: check --broker, and that "
+            "the run is still up"
+        )

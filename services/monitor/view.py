@@ -1,0 +1,205 @@
+"""How a run looks to a person: tables for a terminal, lines for a pipe. Pure functions of its status."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from umbra.proto.messages import Member, Status
+from umbra.services.monitor.rates import Rates
+
+BARS = "▁▂▃▄▅▆▇█"
+SLOW_S = 10.0  # idle or silent for longer than this is pointed out
+STATE_STYLES = {
+    "ready": "green", "running": "green", "done": "dim", "stopped": "dim", "failed": "bold red",
+}  # fmt: skip
+
+
+def status_dict(status: Status) -> dict[str, Any]:
+    """The status as plain values for JSON, with the ledger's balance."""
+    values = msgspec.to_builtins(status)
+    values["ledger"]["balance"] = status.ledger.balance
+    return values
+
+
+def headline(status: Status, rates: Rates, reward: float | None = None) -> str:
+    """The run in one line."""
+    parts = [f"step {status.version}/{status.steps}"]
+    if reward is not None:
+        parts.append(f"reward {reward:.3f}")
+    parts.append(staleness_text(status.staleness))
+    parts.append(f"samples/s {rates.samples:.0f}")
+    parts.append(f"in flight {sum(status.ledger.in_flight.values())}")
+    if status.ledger.balance:
+        parts.append(f"LEDGER OFF BY {status.ledger.balance}")
+    parts += [f"stuck: {s.what} at {s.holder} for {s.age_s:.0f} s" for s in status.stuck[:1]]
+    return "  ".join(parts)
+
+
+def staleness_text(staleness: Mapping[str, float]) -> str:
+    """`staleness mean (max, bound)`, in optimizer steps."""
+    if "mean" not in staleness:
+        return "staleness -"
+    bound = f", bound {staleness['bound']:g}" if "bound" in staleness else ""
+    return f"staleness {staleness['mean']:.2f} (max {staleness.get('max', 0):g}{bound})"
+
+
+def member_rows(
+    status: Status, rates: Rates, processes: Mapping[str, str] | None = None
+) -> list[tuple[str, str, str, str, str, str]]:
+    """Name, state, activity, progress per second, idle and figures of everyone.
+
+    `processes` are the supervisor's words on its children: those that are no members (any more) show.
+    """
+    rows = [
+        (
+            member.name,
+            _state(member),
+            member.activity,
+            f"{rates.members[member.name]:.1f}/s" if member.name in rates.members else "",
+            f"{member.idle_s:.0f} s" if member.idle_s >= SLOW_S else "",
+            "  ".join(f"{key} {_number(value)}" for key, value in member.stats.items()),
+        )
+        for member in sorted(status.members, key=lambda m: (m.role, m.name))
+    ]
+    present = {member.name for member in status.members}
+    absent = {name: ("gone", why) for name, why in status.departed.items()}
+    for name, state in (processes or {}).items():
+        if name != "buffer" or state != "running":  # the buffer answers, but is no member
+            absent[name] = ("starting", "") if state == "running" else (state, "")
+    rows += [
+        (name, state, why, "", "", "")
+        for name, (state, why) in absent.items()
+        if name not in present
+    ]
+    return rows
+
+
+def ledger_text(status: Status) -> str:
+    """The ledger in one line: the parts sum to the issued samples."""
+    ledger = status.ledger
+    ended = [f"{count} {reason}" for reason, count in sorted(ledger.ended.items()) if count]
+    flight = [f"{count} {state}" for state, count in ledger.in_flight.items() if count]
+    text = f"{ledger.issued} issued = {ledger.trained} trained"
+    text += f" + {sum(ledger.ended.values())} ended" + (f" ({', '.join(ended)})" if ended else "")
+    text += f" + {sum(ledger.in_flight.values())} in flight"
+    text += f" ({', '.join(flight)})" if flight else ""
+    return text + (f"  OFF BY {ledger.balance}" if ledger.balance else "")
+
+
+def sparkline(values: Sequence[float], width: int = 40) -> str:
+    """`values` as a curve of `width` characters at most, each the mean of its share."""
+    if not values:
+        return ""
+    width = min(width, len(values))
+    edges = [round(i * len(values) / width) for i in range(width + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    low, high = min(means), max(means)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((mean - low) * scale)] for mean in means)
+
+
+def plain(status: Status, rates: Rates) -> str:
+    """The whole status as lines of plain text."""
+    lines = [f"run {status.run_id}: {status.state}, up {_clock(status.uptime_s)}"]
+    lines.append(headline(status, rates))
+    lines.append(f"ledger: {ledger_text(status)}")
+    rows = member_rows(status, rates)
+    widths = [max((len(row[i]) for row in rows), default=0) for i in range(6)]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        lines.append("  " + "  ".join(cells).rstrip())
+    lines += [f"stuck: {stuck_text(status, i)}" for i in range(len(status.stuck))]
+    if counters := _counters(status):
+        lines.append(f"counters: {counters}")
+    return "\n".join(lines)
+
+
+def stuck_text(status: Status, index: int) -> str:
+    """One overdue thing in words."""
+    stuck = status.stuck[index]
+    return f"{stuck.what} at {stuck.holder} for {stuck.age_s:.0f} s, {stuck.action}"
+
+
+def render(
+    status: Status,
+    rates: Rates,
+    *,
+    processes: Mapping[str, str] | None = None,
+    rewards: Sequence[float] = (),
+    elapsed_s: float | None = None,
+) -> RenderableType:
+    """The whole status for a terminal."""
+    elapsed = status.uptime_s if elapsed_s is None else elapsed_s
+    title = Text.assemble(
+        ("umbra ", "bold"),
+        status.run_id,
+        f"  {status.state}  {_clock(elapsed)}",
+        _eta(status, rates),
+    )
+    bar = Table.grid(padding=(0, 1))
+    bar.add_row(
+        f"step {status.version}/{status.steps}",
+        ProgressBar(total=max(1, status.steps), completed=status.version, width=40),
+        f"{rates.steps:.1f}/s",
+    )
+    if rewards:
+        recent = rewards[-10:]
+        mean = sum(recent) / len(recent)
+        bar.add_row("reward", Text(sparkline(rewards), style="cyan"), f"{mean:.3f}")
+    facts = Table.grid(padding=(0, 1))
+    facts.add_row("samples", f"{rates.samples:.0f}/s   {staleness_text(status.staleness)}")
+    facts.add_row("ledger", ledger_text(status))
+    if counters := _counters(status):
+        facts.add_row("counters", counters)
+    parts: list[RenderableType] = [title, bar, facts, _member_table(status, rates, processes)]
+    parts += [
+        Text(f"stuck: {stuck_text(status, i)}", style="bold red") for i in range(len(status.stuck))
+    ]
+    return Group(*parts)
+
+
+def _member_table(
+    status: Status, rates: Rates, processes: Mapping[str, str] | None
+) -> RenderableType:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column in ("service", "state", "activity", "progress", "idle", "figures"):
+        table.add_column(column, overflow="ellipsis", no_wrap=column != "figures")
+    for row in member_rows(status, rates, processes):
+        cells = [Text(cell) for cell in row]
+        cells[1].stylize(STATE_STYLES.get(row[1], "yellow"))
+        table.add_row(*cells)
+    return table
+
+
+def _state(member: Member) -> str:
+    if member.silent_s >= SLOW_S:
+        return f"silent {member.silent_s:.0f} s"
+    return member.state
+
+
+def _counters(status: Status) -> str:
+    return "  ".join(f"{key} {count}" for key, count in sorted(status.counters.items()) if count)
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _eta(status: Status, rates: Rates) -> str:
+    left = status.steps - status.version
+    if rates.steps <= 0 or left <= 0:
+        return ""
+    return f"  about {_clock(left / rates.steps)} left"
