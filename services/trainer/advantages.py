@@ -48,8 +48,8 @@ def _centre(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
     count = empty.index_add(0, groups, torch.ones_like(rewards))
     mean = empty.index_add(0, groups, rewards) / count
     mean[count == 1] = 0.0
-    low = empty.index_reduce(0, groups, rewards, "amin", include_self=False)
-    high = empty.index_reduce(0, groups, rewards, "amax", include_self=False)
+    low = empty.scatter_reduce(0, groups, rewards, "amin", include_self=False)
+    high = empty.scatter_reduce(0, groups, rewards, "amax", include_self=False)
     # Rounding must not turn "no difference" into a small one: such samples are skipped.
     level = (low == high) & (count > 1)
     return torch.where(level[groups], 0.0, rewards - mean[groups]), count

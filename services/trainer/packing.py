@@ -74,23 +74,30 @@ def pack(
     micro_tokens: int,
     sequences: Tensor | None = None,
 ) -> list[MicroBatch]:
-    """Micro-batches of at most `micro_tokens` (one row if that is longer), rows of `pack_tokens`.
+    """Micro-batches of at most `micro_tokens`, padding included, of rows of at most `pack_tokens`.
+
+    A longer sequence has a row alone, and a longer row a micro-batch. Rows of less than half the
+    width start a new micro-batch, so that one long sequence does not stretch all others.
 
     `sequences` (int64) restricts it to those sequences. What is fed of a sequence ends before its
     last token, which predicts nothing.
     """
     chosen = torch.arange(len(tokens.lengths)) if sequences is None else sequences
     fed = (tokens.lengths[chosen] - 1).tolist()
-    rows = first_fit_decreasing(fed, max(pack_tokens, max(fed, default=0)))
+    rows = first_fit_decreasing(fed, pack_tokens)
     sums = [sum(fed[item] for item in row) for row in rows]
     order = sorted(range(len(rows)), key=lambda row: -sums[row])
     batches: list[MicroBatch] = []
     start = 0
     while start < len(order):
-        longest = sums[order[start]]
-        stop = start + max(1, micro_tokens // longest)
+        width = sums[order[start]]
+        limit = min(len(order), start + max(1, micro_tokens // width))
+        narrow = (at for at in range(start, limit) if 2 * sums[order[at]] < width)
+        stop = next(narrow, limit)
+        if stop == len(order) - 1 < limit:
+            stop = limit  # a single row left over costs less as padding than as another pass
         members = [[int(chosen[item]) for item in rows[row]] for row in order[start:stop]]
-        batches.append(_lay_out(tokens, members, longest))
+        batches.append(_lay_out(tokens, members, width))
         start = stop
     return batches
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -44,7 +45,7 @@ def load_policy(
                 dtype=torch.float32,
                 attn_implementation="sdpa",
             )
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise UsageError(f"{source}: {directory} cannot be loaded: {error}") from error
     return model, tokenizer
 

@@ -1,0 +1,105 @@
+"""Trajectories become tensors, or an error that names the sample."""
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from umbra.proto.records import Sampling, Trajectory, VersionSpan, pack_float32, pack_int32
+from umbra.services.trainer.batch import BatchError, make_batch
+from umbra.services.trainer.metrics import finite, mismatch_metrics, sample_metrics
+
+
+def trajectory(**changes: Any) -> Trajectory:
+    """Two prompt and three response tokens, the middle one from the environment."""
+    made = Trajectory(
+        sample_id="s1",
+        group_id="g1",
+        prompt_id="p1",
+        attempt=1,
+        prompt_ids=pack_int32([5, 6]),
+        response_ids=pack_int32([7, 8, 9]),
+        loss_mask=bytes([1, 0, 1]),
+        logprobs=pack_float32([-1.0, 0.0, -2.0]),
+        spans=[VersionSpan(version=3, start=0, end=2), VersionSpan(version=4, start=2, end=3)],
+        finish_reason="stop",
+        reward=1.0,
+        sampling=Sampling(temperature=0.5),
+        generator="generator-0",
+    )
+    return msgspec.structs.replace(made, **changes)
+
+
+def test_tensors() -> None:
+    second = trajectory(
+        sample_id="s2",
+        group_id="g2",
+        prompt_ids=pack_int32([1]),
+        response_ids=pack_int32([2]),
+        loss_mask=bytes([1]),
+        logprobs=pack_float32([-0.25]),
+        spans=[VersionSpan(version=4, start=0, end=1)],
+        reward=0.0,
+        sampling=Sampling(temperature=1.0),
+    )
+    batch = make_batch([trajectory(), second], vocab_size=10)
+    assert batch.tokens.ids.tolist() == [5, 6, 7, 8, 9, 1, 2]
+    assert batch.tokens.lengths.tolist() == [5, 2]
+    assert batch.tokens.learned.tolist() == [2, 4, 6]
+    assert batch.tokens.owner.tolist() == [0, 0, 1]
+    assert batch.behaviour.tolist() == [-1.0, -2.0, -0.25]
+    assert batch.temperature.tolist() == [0.5, 0.5, 1.0]
+    assert batch.groups.tolist() == [0, 1]
+    assert batch.on_policy(4).tolist() == [False, False, True]
+    row = sample_metrics(batch, version=6)
+    assert row["reward/mean"] == row["solved"] == row["multi_version"] == 0.5
+    assert (row["staleness/total/mean"], row["staleness/total/max"]) == (2.5, 3.0)
+    assert (row["staleness/in_flight/mean"], row["staleness/in_queue/mean"]) == (0.5, 2.0)
+    assert row["response_length/mean"] == 2.0
+    assert row["truncated"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"loss_mask": bytes([1, 0])}, "2 entries in loss_mask for 3 tokens"),
+        ({"logprobs": b""}, "0 entries in logprobs for 3 tokens"),
+        ({"logprobs": b"abc"}, "logprobs has 3 bytes"),
+        ({"logprobs": pack_float32([float("nan"), 0.0, -1.0])}, "not finite"),
+        ({"reward": float("inf")}, "the reward is inf"),
+        ({"prompt_ids": b""}, "0 prompt and 3 response tokens"),
+        ({"response_ids": pack_int32([7, 8, 10])}, "10 tokens: do generator and trainer"),
+        ({"prompt_ids": pack_int32([-1, 8])}, "prompt_ids reach from -1 to 8"),
+        ({"spans": [VersionSpan(version=1, start=0, end=2)]}, "spans cover 2 of 3 tokens"),
+        ({"spans": [VersionSpan(version=1, start=1, end=3)]}, "in order at 0"),
+        ({"sampling": Sampling(temperature=0.0)}, "temperature 0"),
+    ],
+)
+def test_what_does_not_add_up_is_refused_by_name(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(BatchError, match=r"^sample s1 of generator-0: ") as caught:
+        make_batch([trajectory(**changes)], vocab_size=10)
+    assert reason in str(caught.value)
+
+
+def test_an_empty_batch_is_refused() -> None:
+    with pytest.raises(BatchError, match="no trajectories"):
+        make_batch([], vocab_size=10)
+
+
+def test_mismatch_by_hand() -> None:
+    behaviour = torch.tensor([0.5, 0.5]).log()
+    logprobs = torch.tensor([1.0, 0.25]).log()  # ratios 2 and 1/2
+    row = mismatch_metrics(logprobs, behaviour, torch.tensor([False, True]))
+    ln2 = 0.6931471805599453
+    assert row["mismatch/k1"] == pytest.approx(0.0, abs=1e-6)
+    assert row["mismatch/k3"] == pytest.approx(((1 - ln2) + (-0.5 + ln2)) / 2, abs=1e-6)
+    assert row["mismatch/k3_on_policy"] == pytest.approx(-0.5 + ln2, abs=1e-6)
+    assert row["ess"] == pytest.approx(2.5**2 / (2 * 4.25), abs=1e-6)
+    none = mismatch_metrics(logprobs, behaviour, torch.tensor([False, False]))
+    assert none["mismatch/k3_on_policy"] is None
+    assert set(none) == set(mismatch_metrics(*[torch.zeros(0)] * 3))
+
+
+def test_json_has_no_nan() -> None:
+    assert finite({"a": float("nan"), "b": None, "c": 1.0}) == {"a": None, "b": None, "c": 1.0}

@@ -1,0 +1,124 @@
+"""Models made, loaded, exported, and their weights as bytes."""
+
+import string
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from umbra.proto.errors import UsageError
+from umbra.services.runtime.config import Trainer
+from umbra.services.runtime.manifest import build_manifest
+from umbra.services.trainer.learner import Learner
+from umbra.services.trainer.make_model import make_model
+from umbra.services.trainer.policy import export_policy, load_policy
+from umbra.services.trainer.snapshot import DTYPES, Snapshot
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("models") / "tiny"
+    assert make_model(path) == 105_152
+    return path
+
+
+def test_made_models_load_with_the_auto_classes(directory: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    text = string.printable[:95] + "\n  a ,b 's"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    chat = [
+        {"role": "user", "content": "3 1"},
+        {"role": "assistant", "content": "13"},
+        {"role": "user", "content": "more"},
+    ]
+    rendered = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert rendered == "<|user|>3 1<|assistant|>13<|end|><|user|>more<|assistant|>"
+    assert tokenizer.decode(tokenizer.eos_token_id) == "<|end|>"
+    ids = tokenizer.apply_chat_template(chat[:2], return_dict=False)
+    assert len(ids) == 1 + 3 + 1 + 2 + 1, "one token per character and per marker"
+    assert max(tokenizer(text)["input_ids"]) < len(tokenizer)
+
+    model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True)
+    assert model.config.vocab_size == len(tokenizer)
+    assert model.config.eos_token_id == model.generation_config.eos_token_id
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    prompt = torch.tensor([tokenizer("hello")["input_ids"]])
+    assert model.generate(prompt, max_new_tokens=3, min_new_tokens=3).shape == (1, 8)
+
+
+def test_a_seed_fixes_the_weights_and_the_callers_randomness_is_left_alone(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        make_model(tmp_path / name, hidden=16, ff=16, layers=1, seed=seed)
+    assert torch.equal(torch.rand(1), expected)
+    contents = [(tmp_path / name / "model.safetensors").read_bytes() for name in "abc"]
+    assert contents[0] == contents[1] != contents[2]
+
+
+def test_make_model_refuses_what_cannot_be(tmp_path: Path, directory: Path) -> None:
+    with pytest.raises(UsageError, match="even multiple of heads"):
+        make_model(tmp_path / "x", hidden=10, heads=4)
+    with pytest.raises(UsageError, match="--kv-heads 3"):
+        make_model(tmp_path / "x", kv_heads=3)
+    with pytest.raises(UsageError, match="not empty"):
+        make_model(directory)
+
+
+def test_a_directory_that_is_no_model_is_named(tmp_path: Path, directory: Path) -> None:
+    with pytest.raises(UsageError, match=r"model\.path"):
+        load_policy(tmp_path / "missing")
+    for file in directory.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "model.safetensors").write_bytes(b"not safetensors")
+    with pytest.raises(UsageError, match="cannot be loaded"):
+        load_policy(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(UsageError, match="weights"):
+        load_policy(tmp_path)
+
+
+def test_an_export_is_whole_and_replaces_an_older_one(tmp_path: Path, directory: Path) -> None:
+    model, tokenizer = load_policy(directory)
+    out = tmp_path / "new" / "model"
+    export_policy(model, tokenizer, out)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.add_(1.0)  # pyright: ignore[reportCallIssue]
+    export_policy(model, tokenizer, out)
+    again, _ = load_policy(out)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]), name
+    assert [path.name for path in out.parent.iterdir()] == ["model"], "no scratch is left"
+    assert (out / "generation_config.json").is_file()
+    assert (out / "chat_template.jinja").is_file()
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_a_snapshot_holds_the_state_dict(directory: Path, dtype: str) -> None:
+    model, _ = load_policy(directory)
+    snapshot = Snapshot(model, dtype)
+    manifest = build_manifest(snapshot.layout(), bucket_bytes=4096)
+    slot = bytearray(manifest.total_bytes)
+    snapshot.write(manifest, memoryview(slot))
+    state = model.state_dict()
+    names = [entry.name for entry in manifest.tensors]
+    assert names == [name for name in state if name != "lm_head.weight"], "tied weights once"
+    for entry in manifest.tensors:
+        area = slot[entry.offset : entry.offset + entry.nbytes]
+        found = torch.frombuffer(area, dtype=DTYPES[dtype][0]).view(entry.shape)
+        assert torch.equal(found, state[entry.name].to(DTYPES[dtype][0])), entry.name
+        assert entry.dtype == DTYPES[dtype][1]
+    with safe_open(directory / "model.safetensors", framework="pt") as file:
+        assert sorted(file.keys()) == sorted(names), "the names of the Hugging Face file"
+
+
+def test_more_than_one_rank_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = load_policy(directory)
+    with pytest.raises(UsageError, match=r"trainer\.device"):
+        Learner(model, Trainer(device="tpu"), steps=1)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="WORLD_SIZE is 2"):
+        Learner(model, Trainer(), steps=1)
