@@ -17,7 +17,7 @@ one receiver; epochs count up and are never used again, so a late answer is told
 - A failed push is aborted and tried once more; failing again, or missing the deadline of a phase,
   drops the receiver. It may subscribe again and then gets the newest version.
 - A second registration of the same layout is a restarted trainer: nothing changes but who may
-  write. Another layout aborts all pushes and drops all receivers, which subscribe again to the new one.
+  write. Another layout aborts all pushes and drops all receivers, which subscribe again to it.
 """
 
 from __future__ import annotations

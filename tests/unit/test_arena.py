@@ -1,0 +1,135 @@
+"""Shared memory: made whole, seen by others, never left behind."""
+
+from __future__ import annotations
+
+import os
+import stat
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+from umbra.proto.errors import StartupError
+from umbra.services.runtime.arena import (
+    PAGE_BYTES,
+    SHM,
+    Arena,
+    ArenaReader,
+    remove_leftovers,
+    shm_host,
+)
+
+
+@pytest.fixture
+def run_id() -> Iterator[str]:
+    """A run id of the test's own; what it leaves in /dev/shm fails the test."""
+    name = f"test-{uuid.uuid4().hex[:8]}"
+    yield name
+    assert remove_leftovers(name) == []
+
+
+@pytest.fixture
+def arena(run_id: str) -> Iterator[Arena]:
+    made = Arena.create(run_id, "weights1", slot_bytes=PAGE_BYTES + 64, slots=3)
+    yield made
+    made.unlink()
+    made.close()
+
+
+def test_bytes_written_by_one_are_read_by_the_other(arena: Arena) -> None:
+    other = Arena.attach(arena.path, slot_bytes=arena.slot_bytes)
+    reader = ArenaReader(str(arena.path), slot_bytes=arena.slot_bytes)
+    assert other.slots == reader.slots == 3
+    for index in range(3):
+        other.slot(index)[:] = bytes([index + 1]) * arena.slot_bytes
+    for index in range(3):
+        assert arena.slot(index)[-1] == index + 1
+        into = bytearray(64)
+        reader.read(index, arena.slot_bytes - 64, memoryview(into))
+        assert bytes(into) == bytes([index + 1]) * 64
+    other.close()
+    reader.close()
+
+
+def test_the_file_is_private_to_the_user_and_fully_allocated(arena: Arena) -> None:
+    info = arena.path.stat()
+    assert stat.S_IMODE(info.st_mode) == 0o600
+    assert info.st_blocks * 512 >= info.st_size == 3 * 2 * PAGE_BYTES
+
+
+def test_a_reader_outlives_the_file(arena: Arena) -> None:
+    reader = ArenaReader(arena.path, slot_bytes=arena.slot_bytes)
+    arena.slot(0)[0] = 7
+    arena.unlink()
+    arena.unlink()
+    arena.close()
+    arena.close()
+    into = bytearray(1)
+    reader.read(0, 0, memoryview(into))
+    assert into == b"\x07"
+    reader.close()
+
+
+def test_views_outlive_close(run_id: str) -> None:
+    arena = Arena.create(run_id, "x", slot_bytes=64, slots=1)
+    view = arena.slot(0)
+    arena.unlink()
+    arena.close()
+    view[0] = 1
+    assert view[0] == 1
+
+
+def test_too_little_room_names_what_is_needed_and_what_is_free(run_id: str) -> None:
+    stats = os.statvfs(SHM)
+    size = stats.f_bavail * stats.f_frsize * 4
+    with pytest.raises(StartupError, match=r"/dev/shm has \d+ bytes free, the weights need \d+"):
+        Arena.create(run_id, "big", slot_bytes=size, slots=2)
+    assert not list(SHM.glob(f"umbra-{run_id}*"))
+
+
+def test_a_taken_name_is_refused(arena: Arena, run_id: str) -> None:
+    with pytest.raises(StartupError, match="File exists"):
+        Arena.create(run_id, "weights1", slot_bytes=64, slots=1)
+    with pytest.raises(ValueError, match="suffix"):
+        Arena.create(run_id, "a-b", slot_bytes=64, slots=1)
+
+
+@pytest.mark.parametrize("index", [-1, 3])
+def test_there_are_no_other_slots(arena: Arena, index: int) -> None:
+    with pytest.raises(IndexError):
+        arena.slot(index)
+
+
+def test_reading_outside_of_a_slot_is_refused(arena: Arena) -> None:
+    reader = ArenaReader(arena.path, slot_bytes=arena.slot_bytes)
+    into = memoryview(bytearray(64))
+    for slot, start in ((3, 0), (-1, 0), (0, -1), (0, arena.slot_bytes - 63)):
+        with pytest.raises(IndexError):
+            reader.read(slot, start, into)
+    reader.close()
+
+
+def test_paths_from_the_wire_are_checked(arena: Arena) -> None:
+    with pytest.raises(StartupError, match="no arena"):
+        ArenaReader("/etc/passwd", slot_bytes=64)
+    with pytest.raises(StartupError, match="no arena"):
+        ArenaReader("/dev/shm/umbra-x/../other", slot_bytes=64)
+    with pytest.raises(StartupError, match="share /dev/shm"):
+        Arena.attach("/dev/shm/umbra-none-weights1", slot_bytes=64)
+    with pytest.raises(StartupError, match="no slots of"):
+        Arena.attach(arena.path, slot_bytes=4 * PAGE_BYTES)
+
+
+def test_leftovers_are_those_of_the_very_run(run_id: str) -> None:
+    mine = Arena.create(run_id, "weights1", slot_bytes=64, slots=1)
+    other = Arena.create(f"{run_id}-2", "weights1", slot_bytes=64, slots=1)
+    assert remove_leftovers(run_id) == [str(mine.path)]
+    assert not mine.path.exists()
+    assert other.path.exists()
+    assert remove_leftovers(f"{run_id}-2") == [str(other.path)]
+    mine.close()
+    other.close()
+
+
+def test_this_host_has_one_name() -> None:
+    assert shm_host() == shm_host() != ""

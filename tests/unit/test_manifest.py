@@ -1,0 +1,137 @@
+"""The layout of a version: whole, aligned, in order, in bounded buckets."""
+
+from __future__ import annotations
+
+from math import prod
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from umbra.proto.errors import WireError
+from umbra.proto.records import Manifest
+from umbra.services.runtime.manifest import (
+    ALIGN_BYTES,
+    ITEM_BYTES,
+    build_manifest,
+    check_manifest,
+    checksums,
+)
+
+Tensors = list[tuple[str, str, list[int]]]
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Tensors:
+    shapes = st.lists(st.integers(0, 40), min_size=0, max_size=3)
+    drawn = draw(
+        st.lists(st.tuples(st.sampled_from(sorted(ITEM_BYTES)), shapes), min_size=1, max_size=12)
+    )
+    named = [(f"layer.{index}", dtype, shape) for index, (dtype, shape) in enumerate(drawn)]
+    return [*named, ("last", "F32", [3])]
+
+
+@given(layouts(), st.sampled_from([128, 200, 1024, 4096, 1 << 20]))
+def test_tensors_and_buckets_cover_the_slot_in_order(tensors: Tensors, bound: int) -> None:
+    manifest = build_manifest(tensors, bound)
+    assert [(t.name, t.dtype, t.shape) for t in manifest.tensors] == tensors
+    end = 0
+    for entry in manifest.tensors:
+        assert entry.offset % ALIGN_BYTES == 0
+        assert end <= entry.offset < end + ALIGN_BYTES
+        assert entry.nbytes == prod(entry.shape) * ITEM_BYTES[entry.dtype]
+        end = entry.offset + entry.nbytes
+    starts = [start for start, _ in manifest.buckets]
+    ends = [stop for _, stop in manifest.buckets]
+    assert starts == [0, *ends[:-1]]
+    assert ends[-1] == manifest.total_bytes >= end
+    assert all(0 < stop - start <= bound for start, stop in manifest.buckets)
+    check_manifest(manifest)
+
+
+@given(layouts(), st.sampled_from([128, 200, 1024]))
+def test_buckets_are_cut_between_rows_or_else_between_elements(
+    tensors: Tensors, bound: int
+) -> None:
+    manifest = build_manifest(tensors, bound)
+    for _, cut in manifest.buckets[:-1]:
+        for entry in manifest.tensors:
+            if entry.offset < cut < entry.offset + entry.nbytes:
+                row = entry.nbytes // entry.shape[0]
+                unit = row if row <= bound - ALIGN_BYTES else ITEM_BYTES[entry.dtype]
+                assert (cut - entry.offset) % unit == 0
+
+
+def test_small_tensors_share_a_bucket_and_large_ones_are_split() -> None:
+    small = build_manifest([(f"w{i}", "F32", [4]) for i in range(16)], 512)
+    assert small.buckets == [(0, 512), (512, 1024)]
+    large = build_manifest([("embedding", "BF16", [100, 32])], 1024)
+    assert large.buckets[:2] == [(0, 960), (960, 1920)]
+    assert large.total_bytes == 6400
+
+
+def test_the_digest_names_the_layout() -> None:
+    tensors: Tensors = [("a", "F32", [2, 3]), ("b", "BF16", [5])]
+    digest = build_manifest(tensors, 1024).digest
+    assert digest == build_manifest(tensors, 1024).digest
+    assert len(digest) == 32
+    others: list[Tensors] = [
+        [("b", "BF16", [5]), ("a", "F32", [2, 3])],
+        [("a", "F32", [3, 2]), ("b", "BF16", [5])],
+        [("a", "F32", [2, 3]), ("b", "F16", [5])],
+        [("a", "F32", [2, 3]), ("c", "BF16", [5])],
+    ]
+    assert digest not in {build_manifest(other, 1024).digest for other in others}
+
+
+def test_a_changed_byte_changes_the_checksum_of_its_bucket_only() -> None:
+    manifest = build_manifest([("w", "F32", [1000])], 1024)
+    data = bytearray(range(250)) * 16
+    data += bytes(manifest.total_bytes - len(data))
+    before = checksums(manifest, memoryview(data))
+    assert len(before) == len(manifest.buckets)
+    data[2000] ^= 1
+    after = checksums(manifest, memoryview(data))
+    changed = [i for i, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
+    assert [manifest.buckets[i][0] <= 2000 < manifest.buckets[i][1] for i in changed] == [True]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "bound", "reason"),
+    [
+        ([], 1024, "at least one tensor"),
+        ([("a", "F32", [0])], 1024, "not empty"),
+        ([("a", "F32", [1]), ("a", "F32", [1])], 1024, "two tensors are named a"),
+        ([("a", "F64", [1])], 1024, "dtype F64"),
+        ([("a", "F32", [1])], 64, "too small"),
+    ],
+)
+def test_bad_layouts_are_refused(tensors: Tensors, bound: int, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        build_manifest(tensors, bound)
+
+
+def _changed(manifest: Manifest, **fields: object) -> Manifest:
+    return msgspec.structs.replace(manifest, **fields)
+
+
+def test_a_manifest_from_the_wire_is_checked() -> None:
+    good = build_manifest([("a", "F32", [300]), ("b", "F32", [2])], 1024)
+    check_manifest(msgspec.json.decode(msgspec.json.encode(good), type=Manifest))
+    first, second = good.tensors
+    bad = [
+        _changed(good, digest="0" * 32),
+        _changed(good, buckets=good.buckets[1:]),
+        _changed(good, buckets=good.buckets[:-1]),
+        _changed(good, buckets=[]),
+        _changed(good, total_bytes=good.total_bytes + 1),
+        _changed(good, tensors=[msgspec.structs.replace(first, nbytes=4), second]),
+        _changed(good, tensors=[msgspec.structs.replace(first, shape=[-1, -300]), second]),
+        _changed(good, tensors=[first, msgspec.structs.replace(second, offset=64)]),
+        _changed(good, tensors=[first, msgspec.structs.replace(second, offset=1 << 40)]),
+        _changed(good, tensors=[first, msgspec.structs.replace(second, dtype="X")]),
+    ]
+    for manifest in bad:
+        with pytest.raises(WireError, match="manifest"):
+            check_manifest(manifest)

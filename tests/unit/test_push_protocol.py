@@ -1,0 +1,320 @@
+"""The push protocol, case by case."""
+
+from __future__ import annotations
+
+import pytest
+
+from umbra.proto.messages import (
+    Abort,
+    Commit,
+    Committed,
+    Message,
+    Nack,
+    Ok,
+    Prepare,
+    Publish,
+    Ready,
+    SlotGranted,
+)
+from umbra.services.weight_hub.effects import Admit, Answer, Effect, Failed, Peer, Pushed, Send
+from umbra.services.weight_hub.push import PushProtocol
+
+TRAINER = Peer("trainer", "t1")
+A = Peer("a", "a1")
+B = Peer("b", "b1")
+DEADLINE_S = 10.0
+
+
+class Hub:
+    """A protocol with a clock that is set by hand."""
+
+    def __init__(self, slots: int = 2) -> None:
+        self.protocol = PushProtocol(slots, DEADLINE_S)
+        self.now = 100.0
+
+    def registered(self, digest: str = "d1", publisher: Peer = TRAINER) -> list[Effect]:
+        return self.protocol.register(publisher, digest, self.now)
+
+    def acquire(self, version: int, publisher: Peer = TRAINER) -> list[Effect]:
+        return self.protocol.acquire(f"acquire {version}", publisher, version, self.now)
+
+    def publish(self, version: int, slot: int, publisher: Peer = TRAINER) -> list[Effect]:
+        message = Publish(version=version, slot=slot, checksums=[version], snapshot_s=0.5)
+        return self.protocol.publish("publish", publisher, message, self.now)
+
+    def new_version(self, version: int) -> list[Effect]:
+        """Acquire and publish; the effects of both but the answers."""
+        effects = self.acquire(version)
+        slot = granted(effects)
+        assert slot is not None, effects
+        effects += self.publish(version, slot)
+        return [effect for effect in effects if not isinstance(effect, Answer)]
+
+    def subscribe(self, peer: Peer) -> list[Effect]:
+        return self.protocol.subscribe(f"subscribe {peer.name}", peer, self.now)
+
+    def ready(self, peer: Peer, epoch: int, version: int, error: str = "") -> list[Effect]:
+        message = Ready(epoch=epoch, version=version, wire_s=1.0, stage_s=2.0, error=error)
+        return self.protocol.ready(peer, message, self.now)
+
+    def committed(self, peer: Peer, epoch: int, version: int, error: str = "") -> list[Effect]:
+        message = Committed(epoch=epoch, version=version, commit_s=3.0, error=error)
+        return self.protocol.committed(peer, message, self.now)
+
+    def tick(self, seconds: float) -> list[Effect]:
+        self.now += seconds
+        return self.protocol.tick(self.now)
+
+
+def granted(effects: list[Effect]) -> int | None:
+    for effect in effects:
+        if isinstance(effect, Answer) and isinstance(effect.message, SlotGranted):
+            return effect.message.slot
+    return None
+
+
+def sent(effects: list[Effect], name: str) -> list[Message]:
+    return [e.message for e in effects if isinstance(e, Send) and e.receiver == name]
+
+
+def prepare(epoch: int, version: int, slot: int) -> Prepare:
+    return Prepare(epoch=epoch, version=version, slot=slot, checksums=[version])
+
+
+def test_a_push_goes_through_all_phases_and_is_measured() -> None:
+    hub = Hub()
+    hub.registered()
+    assert hub.subscribe(A) == [Admit("subscribe a", "a")]
+    assert hub.acquire(0) == [Answer("acquire 0", SlotGranted(slot=0))]
+    assert hub.publish(0, 0) == [Answer("publish", Ok()), Send("a", prepare(1, 0, 0))]
+    hub.now += 4
+    assert hub.ready(A, 1, 0) == [Send("a", Commit(epoch=1, version=0))]
+    hub.now += 4
+    assert hub.protocol.serving == {"a": -1}
+    assert hub.committed(A, 1, 0) == [Pushed("a", 0, 1, 0.5, 1.0, 2.0, 3.0, total_s=8.0)]
+    assert hub.protocol.serving == {"a": 0}
+    assert hub.protocol.next_deadline() is None
+
+
+def test_subscribers_wait_for_the_first_layout() -> None:
+    hub = Hub()
+    assert hub.subscribe(A) == []
+    assert hub.protocol.knows(A)
+    assert hub.registered() == [Admit("subscribe a", "a")]
+
+
+def test_a_late_joiner_gets_the_newest_version_at_once() -> None:
+    hub = Hub()
+    hub.registered()
+    hub.new_version(0)
+    hub.new_version(1)
+    assert hub.subscribe(A) == [Admit("subscribe a", "a"), Send("a", prepare(1, 1, 1))]
+    hub.now += 2
+    hub.ready(A, 1, 1)
+    (pushed,) = hub.committed(A, 1, 1)
+    assert isinstance(pushed, Pushed)
+    assert pushed.total_s == 2  # not the time before it joined
+    assert hub.protocol.counters["skipped"] == 0
+
+
+def test_a_slow_receiver_stalls_nobody_and_skips_what_was_overtaken() -> None:
+    hub = Hub(slots=3)
+    hub.registered()
+    hub.subscribe(A)
+    hub.subscribe(B)
+    assert sent(hub.new_version(0), "b") == [prepare(2, 0, 0)]
+    for version, epoch in ((0, 1), (1, 3), (2, 4)):
+        if version:
+            assert sent(hub.new_version(version), "b") == []
+        hub.ready(A, epoch, version)
+        hub.committed(A, epoch, version)
+    assert hub.protocol.serving == {"a": 2, "b": -1}
+    assert sent(hub.ready(B, 2, 0), "b") == [Commit(epoch=2, version=0)]
+    assert sent(hub.committed(B, 2, 0), "b") == [prepare(5, 2, 2)]
+    assert hub.protocol.counters["skipped"] == 1
+
+
+def test_acquire_waits_while_the_other_slot_is_read() -> None:
+    hub = Hub()
+    hub.registered()
+    hub.subscribe(A)
+    hub.new_version(0)
+    hub.new_version(1)
+    assert hub.acquire(2) == []
+    effects = hub.ready(A, 1, 0)
+    assert granted(effects) == 0  # slot 1 is the newest
+
+
+def test_a_receiver_that_misses_its_deadline_frees_the_slot_and_may_come_back() -> None:
+    hub = Hub()
+    hub.registered()
+    hub.subscribe(A)
+    hub.new_version(0)
+    hub.new_version(1)
+    assert hub.acquire(2) == []
+    assert hub.tick(DEADLINE_S - 1) == []
+    effects = hub.tick(1)
+    (abort,) = sent(effects, "a")
+    assert isinstance(abort, Abort)
+    assert abort.dropped
+    assert "staging within 10 s" in abort.reason
+    assert Failed("a", 0, "staging", abort.reason, dropped=True) in effects
+    assert granted(effects) == 0
+    assert not hub.protocol.knows(A)
+    assert hub.ready(A, 1, 0) == []
+    assert hub.protocol.counters["late"] == 1
+    assert sent(hub.subscribe(A), "a") == [prepare(2, 1, 1)]
+
+
+def test_the_deadline_of_a_commit_is_its_own() -> None:
+    hub = Hub()
+    hub.registered()
+    hub.subscribe(A)
+    hub.new_version(0)
+    hub.tick(9)
+    hub.ready(A, 1, 0)
+    assert hub.tick(9) == []
+    assert any(isinstance(effect, Failed) for effect in hub.tick(1))
+
+
+@pytest.mark.parametrize("phase", ["ready", "committed"])
+def test_a_failed_push_is_tried_once_more(phase: str) -> None:
+    hub = Hub()
+    hub.registered()
+    hub.subscribe(A)
+    hub.new_version(0)
+
+    def fail(epoch: int) -> list[Effect]:
+        if phase == "ready":
+            return hub.ready(A, epoch, 0, error="broken")
+        hub.ready(A, epoch, 0)
+        return hub.committed(A, epoch, 0, error="broken")
+
+    effects = fail(1)
+    assert sent(effects, "a") == [Abort(epoch=1, version=0, reason="broken"), prepare(2, 0, 0)]
+    effects = fail(2)
+    assert sent(effects, "a") == [Abort(epoch=2, version=0, reason="broken", dropped=True)]
+    assert hub.protocol.serving == {}
+
+
+def test_after_a_failure_the_newest_version_is_tried() -> None:
+    hub = Hub()
+    hub.registered()
+    hub.subscribe(A)
+    hub.new_version(0)
+    hub.new_version(1)
+    assert sent(hub.ready(A, 1, 0, error="broken"), "a")[1] == prepare(2, 1, 1)
+    # A new version, so it has two attempts of its own.
+    assert sent(hub.ready(A, 2, 1, error="broken"), "a")[1] == prepare(3, 1, 1)
+
+
+def test_an_unreachable_receiver_is_dropped_without_a_word() -> None:
+    hub = Hub()
+    hub.registered()
+    hub.subscribe(A)
+    hub.new_version(0)
+    assert hub.protocol.lost("a", "gone", hub.now) == [
+        Failed("a", 0, "staging", "gone", dropped=True)
+    ]
+    assert hub.protocol.lost("a", "gone", hub.now) == []
+
+
+def test_a_new_incarnation_supersedes_the_old() -> None:
+    hub = Hub()
+    hub.registered()
+    hub.subscribe(A)
+    hub.new_version(0)
+    again = Peer("a", "a2")
+    assert sent(hub.subscribe(again), "a") == [prepare(2, 0, 0)]
+    assert hub.ready(A, 1, 0) == []
+    assert hub.ready(A, 2, 0) == []
+    assert sent(hub.ready(again, 2, 0), "a") == [Commit(epoch=2, version=0)]
+    assert not hub.protocol.knows(A)
+
+
+def test_answers_out_of_turn_are_ignored() -> None:
+    hub = Hub()
+    hub.registered()
+    hub.subscribe(A)
+    hub.new_version(0)
+    assert hub.committed(A, 1, 0) == []
+    assert hub.ready(A, 7, 0) == []
+    hub.ready(A, 1, 0)
+    assert hub.ready(A, 1, 0) == []
+    assert hub.ready(B, 1, 0) == []
+    assert hub.protocol.counters["late"] == 4
+
+
+def test_a_repeated_acquire_gets_the_same_slot() -> None:
+    hub = Hub()
+    hub.registered()
+    assert granted(hub.acquire(0)) == 0
+    assert granted(hub.acquire(5)) == 0
+    (refused,) = hub.publish(0, 0)
+    assert isinstance(refused, Answer)
+    assert isinstance(refused.message, Nack)
+    assert hub.publish(5, 0) == [Answer("publish", Ok())]
+
+
+def test_asking_again_refuses_the_request_that_waits() -> None:
+    hub = Hub()
+    hub.registered()
+    hub.subscribe(A)
+    hub.new_version(0)
+    hub.new_version(1)
+    hub.acquire(2)
+    (refused,) = hub.acquire(3)
+    assert isinstance(refused, Answer)
+    assert refused.ticket == "acquire 2"
+    assert isinstance(refused.message, Nack)
+
+
+def test_only_the_trainer_that_registered_last_may_write() -> None:
+    hub = Hub()
+    (refused,) = hub.acquire(0)
+    assert isinstance(refused, Answer)
+    assert isinstance(refused.message, Nack)
+    assert refused.message.code == "not_registered"
+    hub.registered()
+    hub.acquire(0)
+    restarted = Peer("trainer", "t2")
+    assert hub.registered(publisher=restarted) == []
+    (refused,) = hub.publish(0, 0)
+    assert isinstance(refused, Answer)
+    assert isinstance(refused.message, Nack)
+    assert granted(hub.acquire(0, restarted)) == 0
+
+
+def test_a_restarted_trainer_keeps_the_pushes_under_way() -> None:
+    hub = Hub()
+    hub.registered()
+    hub.subscribe(A)
+    hub.new_version(4)
+    restarted = Peer("trainer", "t2")
+    assert hub.registered(publisher=restarted) == []
+    assert sent(hub.ready(A, 1, 4), "a") == [Commit(epoch=1, version=4)]
+    hub.committed(A, 1, 4)
+    # It resumed from a checkpoint: an older number, published later, is the newest.
+    slot = granted(hub.acquire(2, restarted))
+    assert slot == 1
+    assert sent(hub.publish(2, slot, restarted), "a") == [prepare(2, 2, 1)]
+
+
+def test_another_layout_drops_everyone() -> None:
+    hub = Hub()
+    hub.registered()
+    hub.subscribe(A)
+    hub.new_version(0)
+    effects = hub.registered("d2")
+    (abort,) = sent(effects, "a")
+    assert isinstance(abort, Abort)
+    assert abort.dropped
+    assert abort.epoch == 1
+    assert hub.protocol.newest is None
+    assert hub.subscribe(A) == [Admit("subscribe a", "a")]
+    assert granted(hub.acquire(0)) == 0
+
+
+def test_a_hub_needs_two_slots() -> None:
+    with pytest.raises(ValueError, match="two slots"):
+        PushProtocol(1, 1.0)
