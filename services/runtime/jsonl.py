@@ -16,16 +16,21 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     Raises:
         UsageError: unreadable, empty, or a line that is no JSON object.
     """
+    return [row for _, row in read_numbered(path)]
+
+
+def read_numbered(path: str | Path) -> list[tuple[int, dict[str, Any]]]:
+    """`read_jsonl` with the line number (1-based) of every object."""
     try:
         lines = Path(path).read_bytes().splitlines()
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
-    rows: list[dict[str, Any]] = []
+    rows: list[tuple[int, dict[str, Any]]] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            rows.append(msgspec.json.decode(line, type=dict[str, Any]))
+            rows.append((number, msgspec.json.decode(line, type=dict[str, Any])))
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise UsageError(f"{path}, line {number}: not a JSON object ({error})") from error
     if not rows:

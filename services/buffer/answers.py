@@ -1,0 +1,128 @@
+"""What generators send back: trajectories, partials and failures, each judged once."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+from umbra.proto.messages import ReturnedSample
+from umbra.proto.records import Trajectory
+from umbra.services.buffer.batches import Batches
+from umbra.services.buffer.samples import Pool, Sample, State
+from umbra.services.buffer.staleness import StalenessPolicy
+from umbra.services.buffer.trajectories import find_fault
+
+REASONS_KEPT = 50  # distinct reasons of failure that are counted by name; others share one count
+REASON_CHARS = 100
+
+log = logging.getLogger(__name__)
+
+
+class Answers:
+    """Accepts what is sound, in time and asked for; the rest is counted and changes nothing."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        batches: Batches,
+        policy: StalenessPolicy,
+        counters: Counter[str],
+    ) -> None:
+        self._pool = pool
+        self._batches = batches
+        self._policy = policy
+        self._counters = counters
+        self._reasons: set[str] = set()
+
+    def submit(self, trajectory: Trajectory, sender: str) -> str | None:
+        """Take the complete `trajectory`; the reason if it is refused.
+
+        A repetition of an accepted answer is accepted again. An answer that comes after its lease
+        was lost is still taken while nobody else has the sample.
+        """
+        if self.is_accepted(trajectory.sample_id, trajectory.attempt):
+            self._counters["duplicate_submits"] += 1
+            return None
+        sample = self._pool.samples.get(trajectory.sample_id)
+        if sample is None:
+            outcome = self._pool.over.get(trajectory.sample_id)
+            if outcome is None:
+                return self._refuse("unknown_sample", "no such sample, or it was over long ago")
+            return self._refuse("late_answers", f"over: {outcome.end}")
+        if sample.attempt != trajectory.attempt or not sample.attempt:
+            return self._refuse(
+                "wrong_attempt", f"lease {trajectory.attempt} was lost, {sample.attempt} is newest"
+            )
+        if sample.state is State.GENERATING and sample.holder != sender:
+            return self._refuse("wrong_holder", f"{sample.holder} has the lease")
+        fault = self._fault(sample, trajectory)
+        if fault is not None:
+            log.warning("%s sent a malformed %s: %s", sender, sample.sample_id, fault)
+            if sample.state is State.GENERATING:
+                self._pool.take_back(sample, lost=True)
+            return self._refuse("malformed_trajectory", f"malformed: {fault}")
+        oldest, version = trajectory.oldest_version, self._batches.version
+        if self._policy.is_stale(oldest, version):
+            self._pool.end(sample.group, "stale")
+            return self._refuse(
+                "stale_answers", f"stale: a token of version {oldest}, the trainer is at {version}"
+            )
+        if sample.state is State.QUEUED:
+            self._counters["late_accepted"] += 1
+        self._pool.accept(sample, trajectory)
+        self._counters["accepted"] += 1
+        return None
+
+    def hand_back(self, returned: ReturnedSample, sender: str) -> None:
+        """Queue a sample again that `sender` returns, or end its group if it failed."""
+        sample = self._pool.leased(returned.sample_id, returned.attempt, sender)
+        if sample is None:
+            self._counters["late_returns"] += 1
+            return
+        if returned.failed:
+            self._count_failure(sample, returned.reason, sender)
+            self._pool.end(sample.group, "failed")
+            return
+        partial = returned.partial
+        if partial is not None:
+            fault = self._fault(sample, partial)
+            if fault is None:
+                self._pool.keep_partial(sample, partial)
+            else:
+                self._counters["malformed_partial"] += 1
+                log.warning("%s returned a malformed %s: %s", sender, sample.sample_id, fault)
+        self._counters["returned"] += 1
+        self._pool.take_back(sample, lost=False)
+
+    def is_accepted(self, sample_id: str, attempt: int) -> bool:
+        """Whether the answer under this lease has been taken."""
+        sample = self._pool.samples.get(sample_id)
+        if sample is not None:
+            answered = sample.state in (State.READY, State.TRAINING)
+            return answered and sample.attempt == attempt
+        outcome = self._pool.over.get(sample_id)
+        return outcome is not None and attempt > 0 and outcome.attempt == attempt
+
+    def _fault(self, sample: Sample, trajectory: Trajectory) -> str | None:
+        group = sample.group
+        if (trajectory.sample_id, trajectory.attempt) != (sample.sample_id, sample.attempt):
+            return "sample_id or attempt is not that of the lease"
+        if (trajectory.group_id, trajectory.prompt_id) != (group.group_id, group.prompt.prompt_id):
+            return "group_id or prompt_id is not that of the sample"
+        return find_fault(trajectory, self._batches.version)
+
+    def _refuse(self, counter: str, reason: str) -> str:
+        self._counters[counter] += 1
+        return reason
+
+    def _count_failure(self, sample: Sample, reason: str, sender: str) -> None:
+        """Count by reason; each is logged once, with the sample that had it first."""
+        self._counters["environment_failures"] += 1
+        short = reason[:REASON_CHARS] or "no reason given"
+        if short not in self._reasons:
+            if len(self._reasons) >= REASONS_KEPT:
+                short = "other reasons"
+            self._reasons.add(short)
+            if not self._counters[f"failed: {short}"]:
+                log.warning("%s failed at %s: %s", sample.sample_id, sender, reason)
+        self._counters[f"failed: {short}"] += 1

@@ -1,0 +1,374 @@
+"""The broker as a whole, sans-IO: a request or a tick goes in, effects come out.
+
+`handle` and `tick` take the time from their caller (seconds, monotonic) and return what is to be
+sent and written. A request that cannot be answered yet is parked; it is answered when work arrives
+or when its wait is over. The caller flushes the store before it sends anything.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from umbra.proto.messages import (
+    Command,
+    CommitBatch,
+    FinishRun,
+    Heartbeat,
+    HeartbeatAck,
+    Join,
+    LeaseBatch,
+    LeaseSamples,
+    Leave,
+    Message,
+    Nack,
+    Ok,
+    Ping,
+    Pong,
+    RenewLeases,
+    ReturnSamples,
+    Role,
+    RunFinished,
+    State,
+    Status,
+    StatusRequest,
+    Stuck,
+    SubmitTrajectories,
+    Welcome,
+)
+from umbra.services.buffer.answers import Answers
+from umbra.services.buffer.batches import Batches
+from umbra.services.buffer.effects import Effect, Outbox
+from umbra.services.buffer.leases import Leases
+from umbra.services.buffer.membership import Membership, Peer
+from umbra.services.buffer.prompts import Prompt
+from umbra.services.buffer.report import overdue_samples, waiting_for
+from umbra.services.buffer.rollouts import Rollouts
+from umbra.services.buffer.samples import Pool
+from umbra.services.buffer.staleness import StalenessPolicy
+from umbra.services.buffer.store import Store
+from umbra.services.buffer.training import Training
+from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.server import Request
+
+FINISH_S = 10.0  # what members get to leave after FinishRun
+STOP_S = 8.0  # the same after a signal: supervisors kill after 10 s
+
+ROLES: dict[type[Message], Role] = {
+    LeaseSamples: "generator",
+    SubmitTrajectories: "generator",
+    ReturnSamples: "generator",
+    RenewLeases: "generator",
+    LeaseBatch: "trainer",
+    CommitBatch: "trainer",
+    FinishRun: "trainer",
+}
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoints:
+    """What joiners are told."""
+
+    data: str
+    events_in: str
+    events_out: str
+
+
+class Broker:
+    """Prompts, leases, trajectories, staleness, ledger and membership of one run.
+
+    Args:
+        config: of the run.
+        run_id: told to everyone.
+        prompts: endless.
+        store: keeps trajectories.
+        endpoints: of the data and telemetry sockets.
+        now: the time, seconds.
+        wire_counters: counted by the sockets' side; shown with the broker's own.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        run_id: str,
+        prompts: Iterator[Prompt],
+        store: Store,
+        endpoints: Endpoints,
+        now: float,
+        wire_counters: Mapping[str, int] | None = None,
+    ) -> None:
+        buffer = config.buffer
+        self.counters: Counter[str] = Counter()
+        self.state: State = "ready"
+        self.policy = StalenessPolicy(
+            batch=buffer.batch_groups * buffer.group_size,
+            run_ahead=buffer.run_ahead,
+            max_staleness=buffer.max_staleness,
+            steps=config.run.steps,
+        )
+        self.pool = Pool(
+            group_size=buffer.group_size,
+            lease_s=buffer.lease_s,
+            max_attempts=buffer.max_attempts,
+            store=store,
+            counters=self.counters,
+        )
+        self.batches = Batches(self.pool, self.policy, buffer.batch_groups)
+        self.members = Membership(
+            heartbeat_s=buffer.heartbeat_s,
+            dead_after_s=buffer.dead_after_s,
+            stall_s=buffer.stall_s,
+        )
+        self._config = config
+        self._run_id = run_id
+        self._endpoints = endpoints
+        self._started_at = now
+        self._wire_counters = wire_counters or {}
+        self._outbox = Outbox()
+        self._deadline = 0.0  # for the others to leave, once the run is ending
+        self._leases = Leases(self.pool, self.batches, self.policy, prompts, self.counters)
+        answers = Answers(self.pool, self.batches, self.policy, self.counters)
+        self._rollouts = Rollouts(
+            self.pool, self.batches, self._leases, answers, self.counters, self._outbox
+        )
+        self._training = Training(
+            self.pool,
+            self.batches,
+            steps=config.run.steps,
+            missing=self._missing,
+            counters=self.counters,
+            outbox=self._outbox,
+        )
+
+    def handle(self, request: Request, now: float) -> list[Effect]:
+        """The effects of `request`."""
+        match request.body:
+            case Ok() | Nack():
+                self.counters["stray_replies"] += 1
+            case Ping():
+                self._outbox.reply(request, Pong(role="buffer", state=self.state))
+            case StatusRequest():
+                self._outbox.reply(request, self.status(now))
+            case Join() as body:
+                self._join(request, body, now)
+            case _:
+                peer = self.members.hear(request.header, now)
+                if isinstance(peer, Nack):
+                    self._refuse(request, peer)
+                else:
+                    self._handle_member(request, peer, now)
+        return self._settle(now)
+
+    def tick(self, now: float) -> list[Effect]:
+        """The effects of time: expired leases, dead members, waits that are over."""
+        self.pool.expire(now)
+        for peer in self.members.silent(now, self._patience()):
+            log.warning("%s is dead: silent for %.1f s", peer.name, now - peer.heard_at)
+            self.counters["dead_members"] += 1
+            self._remove(peer, f"dead: silent for {now - peer.heard_at:.0f} s", lost=True)
+        self._rollouts.expire(now)
+        self._training.expire(now)
+        return self._settle(now)
+
+    def drain(self, reason: str, now: float) -> list[Effect]:
+        """Ask everyone to hand back what they have and to leave."""
+        self._begin_end(reason, now + STOP_S)
+        return self._settle(now)
+
+    def is_over(self, now: float) -> bool:
+        """Whether the run is ending and all but monitors have left, or had the time for it."""
+        if self.state != "draining":
+            return False
+        left = any(peer.role != "monitor" for peer in self.members.peers.values())
+        return not left or now >= self._deadline
+
+    def close(self, now: float) -> list[Effect]:
+        """End what is still in flight; the final ledger."""
+        for peer in self.members.peers.values():
+            if peer.role != "monitor":
+                log.warning("%s has not left in time", peer.name)
+        self._cancel()
+        self.state = "stopped"
+        ledger = self.pool.ledger.snapshot()
+        self._outbox.measure(
+            "ledger", issued=ledger.issued, trained=ledger.trained, ended=ledger.ended
+        )
+        return self._settle(now)
+
+    def status(self, now: float) -> Status:
+        """The whole state of the run."""
+        last = self.batches.last.figures()
+        return Status(
+            run_id=self._run_id,
+            state=self.state,
+            uptime_s=now - self._started_at,
+            version=self.batches.version,
+            steps=self._config.run.steps,
+            ledger=self.pool.ledger.snapshot(),
+            members=[peer.record(now) for peer in self.members.peers.values()],
+            departed=dict(self.members.departed),
+            staleness={
+                **self.batches.trained.figures(),
+                "last_mean": last["mean"],
+                "last_max": last["max"],
+                "bound": float(self.policy.bound),
+                "typical": float(self.policy.typical),
+            },
+            counters=dict(Counter(self.counters) + Counter(self._wire_counters)),
+            stuck=self._stuck(now),
+        )
+
+    # -- members -----------------------------------------------------------------------------------
+
+    def _join(self, request: Request, body: Join, now: float) -> None:
+        if body.name != request.header.sender:
+            reason = f"{request.header.sender!r} cannot join as {body.name!r}"
+            self._refuse(request, Nack(code="wrong_name", reason=reason, path="name"))
+            return
+        if self.state != "ready":
+            self._refuse(request, Nack(code="run_ending", reason="the run is ending", path="role"))
+            return
+        before = self.members.peers.get(body.name)
+        peer = self.members.join(request.header, request.identity, body, now)
+        if isinstance(peer, Nack):
+            self._refuse(request, peer)
+            return
+        if before is not None and before.incarnation != peer.incarnation:
+            self.counters["superseded"] += 1
+            self._take_back(before, lost=True)
+        log.info("%s has joined (%s, pid %d on %s)", peer.name, peer.role, peer.pid, peer.host)
+        welcome = Welcome(
+            run_id=self._run_id,
+            heartbeat_s=self._config.buffer.heartbeat_s,
+            data=self._endpoints.data,
+            events_in=self._endpoints.events_in,
+            events_out=self._endpoints.events_out,
+            weights=self._weights,
+        )
+        self._outbox.reply(request, welcome)
+
+    def _handle_member(self, request: Request, peer: Peer, now: float) -> None:
+        needed = ROLES.get(type(request.body))
+        if needed is not None and peer.role != needed:
+            kind = type(request.body).__name__
+            reason = f"{kind} is for a {needed}, {peer.name} is a {peer.role}"
+            self._refuse(request, Nack(code="wrong_role", reason=reason, path="type"))
+            return
+        match request.body:
+            case Heartbeat() as body:
+                self._beat(request, peer, body)
+            case Leave() as body:
+                log.info("%s has left: %s", peer.name, body.reason)
+                self._remove(peer, body.reason, lost=False)
+                self._outbox.reply(request, Ok())
+            case LeaseSamples() as body:
+                self._rollouts.lease(request, body, now)
+            case SubmitTrajectories() as body:
+                self._rollouts.submit(request, body)
+            case ReturnSamples() as body:
+                self._rollouts.hand_back(request, body)
+            case RenewLeases() as body:
+                self._rollouts.renew(request, body, now)
+            case LeaseBatch() as body:
+                self._training.lease(request, body, now)
+            case CommitBatch() as body:
+                self._training.commit(request, body)
+            case FinishRun() as body:
+                self._finish(request, body, now)
+            case body:
+                reason = f"{type(body).__name__} is nothing that the buffer is asked"
+                self._refuse(request, Nack(code="unexpected", reason=reason, path="type"))
+
+    def _beat(self, request: Request, peer: Peer, body: Heartbeat) -> None:
+        self.members.beat(peer, request.identity, body)
+        ack = HeartbeatAck(version=self.batches.version, weights=self._weights)
+        self._outbox.reply(request, ack)
+        if self.state == "draining" and body.state != "draining":
+            self._outbox.push(peer.identity, Command(kind="drain", reason="the run is ending"))
+
+    def _remove(self, peer: Peer, why: str, *, lost: bool) -> None:
+        self.members.remove(peer, why)
+        self._take_back(peer, lost=lost)
+
+    def _take_back(self, peer: Peer, *, lost: bool) -> None:
+        """What `peer` holds goes to others; a batch stays leased for the next trainer."""
+        if count := self.pool.take_all_back(peer.name, lost=lost):
+            log.info("took %d samples back from %s", count, peer.name)
+            self.counters["taken_back"] += count
+        self._rollouts.forget(peer.name)
+        if peer.role == "trainer":
+            self._training.forget()
+
+    def _patience(self) -> dict[str, float]:
+        """A trainer that holds a batch may be silent for longer before it counts as dead."""
+        trainer = self.members.find("trainer")
+        if trainer is None or self.batches.leased is None:
+            return {}
+        buffer = self._config.buffer
+        return {trainer.name: max(buffer.batch_lease_s, buffer.dead_after_s)}
+
+    @property
+    def _weights(self) -> str:
+        hub = self.members.find("weight_hub")
+        return hub.endpoints.get("weights", "") if hub is not None else ""
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def _finish(self, request: Request, body: FinishRun, now: float) -> None:
+        self._cancel()
+        self._outbox.reply(request, RunFinished(ledger=self.pool.ledger.snapshot()))
+        self._begin_end(f"run finished: {body.reason}", now + FINISH_S)
+
+    def _begin_end(self, reason: str, deadline: float) -> None:
+        if self.state != "ready":
+            return
+        log.info("the run ends: %s", reason)
+        self.state = "draining"
+        self._deadline = deadline
+        self._rollouts.close()
+        self._training.close()
+        for peer in self.members.peers.values():
+            self._outbox.push(peer.identity, Command(kind="drain", reason=reason))
+
+    def _cancel(self) -> None:
+        self.batches.cancel()
+        for group in list(self.pool.groups.values()):
+            self.pool.end(group, "cancelled")
+
+    # -- common ------------------------------------------------------------------------------------
+
+    def _settle(self, now: float) -> list[Effect]:
+        """Serve what is parked with whatever the event has opened up; the event's effects."""
+        self._training.serve(now)
+        self._rollouts.serve(now)
+        self.pool.ledger.check()
+        return self._outbox.take()
+
+    def _refuse(self, request: Request, nack: Nack) -> None:
+        self.counters[nack.code] += 1
+        log.debug("refused %s: %s", type(request.body).__name__, nack.reason)
+        self._outbox.reply(request, nack)
+
+    def _missing(self, now: float) -> str:
+        groups = self._config.buffer.batch_groups
+        return waiting_for(self.pool, self._leases, self.members, groups, now)
+
+    def _stuck(self, now: float) -> list[Stuck]:
+        buffer = self._config.buffer
+        found = self.members.stuck(now)
+        trainer = self.members.find("trainer")
+        name = trainer.name if trainer is not None else "nobody"
+        since, batch = self._training.wanted_since, self.batches.leased
+        if since is not None and now - since > buffer.stall_s:
+            what = f"batch of step {self.batches.next_step}: {self._missing(now)}"
+            found.append(Stuck(what=what, holder=name, age_s=now - since, action="none: it waits"))
+        if batch is not None and now - batch.formed_at > buffer.batch_lease_s:
+            action = f"{name} gets it again when it asks"
+            what, age_s = f"batch of step {batch.step}, not committed", now - batch.formed_at
+            found.append(Stuck(what=what, holder=name, age_s=age_s, action=action))
+        return found + overdue_samples(self.pool, buffer.lease_s, now)

@@ -1,0 +1,60 @@
+"""What the broker wants done: messages to send and rows to write, in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from umbra.proto.messages import Message
+from umbra.services.runtime.server import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Answer `request`."""
+
+    request: Request
+    body: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """Send `body` unasked to the control socket `identity`."""
+
+    identity: bytes
+    body: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """A row for the metrics file."""
+
+    kind: str
+    fields: dict[str, Any]
+
+
+Effect: TypeAlias = Reply | Push | Measure
+
+
+class Outbox:
+    """Collects the effects of one event."""
+
+    def __init__(self) -> None:
+        self._effects: list[Effect] = []
+
+    def reply(self, request: Request, body: Message) -> None:
+        """Answer `request` with `body`."""
+        self._effects.append(Reply(request, body))
+
+    def push(self, identity: bytes, body: Message) -> None:
+        """Send `body` unasked."""
+        self._effects.append(Push(identity, body))
+
+    def measure(self, kind: str, **fields: Any) -> None:
+        """Write a row of metrics."""
+        self._effects.append(Measure(kind, fields))
+
+    def take(self) -> list[Effect]:
+        """All effects since the last call."""
+        effects, self._effects = self._effects, []
+        return effects

@@ -1,0 +1,87 @@
+"""Where every sample is, counted as it moves: `issued = trained + ended + in flight`, always."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from umbra.proto.errors import UmbraError
+from umbra.proto.records import Ledger
+
+IN_FLIGHT = ("queued", "generating", "ready", "training")
+MOVES = frozenset(
+    {
+        ("queued", "generating"),  # leased
+        ("generating", "queued"),  # returned, expired, or its holder is gone
+        ("generating", "ready"),  # answered
+        ("queued", "ready"),  # answered late, but before anyone else took it
+        ("ready", "training"),  # handed to the trainer
+    }
+)
+
+
+class LedgerError(UmbraError):
+    """The balance broke: a fault of Umbra's own."""
+
+
+class RunningLedger:
+    """The ledger, kept by every move of a sample; no move costs more than a few additions."""
+
+    def __init__(self) -> None:
+        self.issued = 0
+        self.trained = 0
+        self.ended: Counter[str] = Counter()
+        self._in_flight: dict[str, int] = dict.fromkeys(IN_FLIGHT, 0)
+
+    @property
+    def live(self) -> int:
+        """Samples that were or will be trained: issued - ended."""
+        return self.issued - self.ended.total()
+
+    def count(self, state: str) -> int:
+        """Samples in the in-flight state `state`."""
+        return self._in_flight[state]
+
+    def issue(self, samples: int) -> None:
+        """`samples` new ones, queued."""
+        self.issued += samples
+        self._in_flight["queued"] += samples
+
+    def move(self, source: str, target: str) -> None:
+        """One sample went from `source` to `target`.
+
+        Raises:
+            LedgerError: there is no such move.
+        """
+        if (source, target) not in MOVES:
+            raise LedgerError(f"a sample cannot go from {source} to {target}")
+        self._in_flight[source] -= 1
+        self._in_flight[target] += 1
+
+    def train(self) -> None:
+        """One sample in training was committed."""
+        self._in_flight["training"] -= 1
+        self.trained += 1
+
+    def end(self, source: str, reason: str) -> None:
+        """One sample in `source` ended because of `reason`."""
+        self._in_flight[source] -= 1
+        self.ended[reason] += 1
+
+    def check(self) -> None:
+        """Assert the balance.
+
+        Raises:
+            LedgerError: it does not hold, with the whole ledger.
+        """
+        balance = self.live - self.trained - sum(self._in_flight.values())
+        if balance or min(self._in_flight.values()) < 0:
+            raise LedgerError(f"the ledger is out of balance by {balance}: {self.snapshot()}")
+
+    def snapshot(self) -> Ledger:
+        """The ledger now."""
+        return Ledger(
+            issued=self.issued,
+            trained=self.trained,
+            ended=dict(self.ended),
+            in_flight=dict(self._in_flight),
+        )

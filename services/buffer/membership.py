@@ -1,0 +1,161 @@
+"""Who takes part: joins, incarnations, heartbeats, silence, departures; pure state, injected clock.
+
+A process is known by its name; its incarnation changes at every start. A new incarnation supersedes
+the old one at once, and whatever the old one still says is refused. Silence beyond a limit means
+death; a member that beats but does not move is stuck, which is only told.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from umbra.proto.messages import Header, Heartbeat, Join, Member, Nack, Role, State, Stuck
+
+SINGLE: tuple[Role, ...] = ("trainer", "weight_hub")  # roles of which a run has one
+
+
+@dataclass(slots=True)
+class Peer:
+    """A member. Times are seconds of the broker's clock."""
+
+    name: str
+    role: Role
+    incarnation: str
+    identity: bytes  # of its control socket, for pushes
+    pid: int
+    host: str
+    endpoints: dict[str, str]
+    heard_at: float
+    state: State = "joining"
+    activity: str = ""
+    progress: int = 0
+    idle_s: float = 0.0  # as of its last heartbeat
+    stats: dict[str, float] = field(default_factory=dict[str, float])
+
+    def record(self, now: float) -> Member:
+        """The member as others are told of it."""
+        return Member(
+            name=self.name,
+            role=self.role,
+            incarnation=self.incarnation,
+            pid=self.pid,
+            host=self.host,
+            state=self.state,
+            activity=self.activity,
+            progress=self.progress,
+            idle_s=self.idle_s,
+            silent_s=now - self.heard_at,
+            stats=dict(self.stats),
+        )
+
+
+class Membership:
+    """The members of a run.
+
+    Args:
+        heartbeat_s: seconds between heartbeats.
+        dead_after_s: seconds of silence until a member counts as dead.
+        stall_s: seconds without progress until a member counts as stuck.
+    """
+
+    def __init__(self, *, heartbeat_s: float, dead_after_s: float, stall_s: float) -> None:
+        self.peers: dict[str, Peer] = {}
+        self.departed: dict[str, str] = {}  # name -> why
+        self._heartbeat_s = heartbeat_s
+        self._dead_after_s = dead_after_s
+        self._stall_s = stall_s
+        self._superseded: set[tuple[str, str]] = set()
+
+    def join(self, header: Header, identity: bytes, body: Join, now: float) -> Peer | Nack:
+        """Let a process in, or say why not. Its older incarnation, if any, is out from now on."""
+        if (body.name, header.incarnation) in self._superseded:
+            return self._stale(body.name)
+        for other in self.peers.values():
+            if other.role == body.role and other.name != body.name and body.role in SINGLE:
+                return Nack(
+                    code=f"duplicate_{body.role}",
+                    reason=(
+                        f"the run already has the {body.role} {other.name!r} (pid {other.pid} on "
+                        f"{other.host}): stop it first, or restart it under its own name"
+                    ),
+                    path="role",
+                )
+        before = self.peers.get(body.name)
+        if before is not None and before.incarnation != header.incarnation:
+            self._superseded.add((body.name, before.incarnation))
+        peer = Peer(
+            name=body.name,
+            role=body.role,
+            incarnation=header.incarnation,
+            identity=identity,
+            pid=body.pid,
+            host=body.host,
+            endpoints=dict(body.endpoints),
+            heard_at=now,
+        )
+        self.peers[body.name] = peer
+        self.departed.pop(body.name, None)
+        return peer
+
+    def hear(self, header: Header, now: float) -> Peer | Nack:
+        """The member that sent `header`, which thereby lives; or why it is none."""
+        peer = self.peers.get(header.sender)
+        if peer is not None and peer.incarnation == header.incarnation:
+            peer.heard_at = now
+            return peer
+        if (header.sender, header.incarnation) in self._superseded:
+            return self._stale(header.sender)
+        why = self.departed.get(header.sender, "it never joined")
+        return Nack(
+            code="not_member", reason=f"{header.sender!r} is not a member: {why}", path="sender"
+        )
+
+    def beat(self, peer: Peer, identity: bytes, body: Heartbeat) -> None:
+        """Take over what a heartbeat tells."""
+        peer.identity = identity
+        peer.state = body.state
+        peer.activity = body.activity
+        peer.progress = body.progress
+        peer.idle_s = body.idle_s
+        peer.stats = dict(body.stats)
+
+    def remove(self, peer: Peer, why: str) -> None:
+        """`peer` is gone."""
+        del self.peers[peer.name]
+        self.departed[peer.name] = why
+
+    def silent(self, now: float, patience_s: dict[str, float]) -> list[Peer]:
+        """Members to be given up; `patience_s` has limits other than the common one, by name."""
+        return [
+            peer
+            for peer in self.peers.values()
+            if now - peer.heard_at > patience_s.get(peer.name, self._dead_after_s)
+        ]
+
+    def find(self, role: Role) -> Peer | None:
+        """A member of that role."""
+        return next((peer for peer in self.peers.values() if peer.role == role), None)
+
+    def stuck(self, now: float) -> list[Stuck]:
+        """Members that are silent or that beat without moving."""
+        found: list[Stuck] = []
+        for peer in self.peers.values():
+            silent_s = now - peer.heard_at
+            idle_s = peer.idle_s + silent_s
+            if silent_s > 3 * self._heartbeat_s:
+                action = f"counts as dead after {self._dead_after_s:g} s"
+                found.append(
+                    Stuck(what="no heartbeat", holder=peer.name, age_s=silent_s, action=action)
+                )
+            elif peer.state == "ready" and idle_s > self._stall_s:
+                what = f"no progress in {peer.activity!r}"
+                action = "none: look at its log, restart it if need be"
+                found.append(Stuck(what=what, holder=peer.name, age_s=idle_s, action=action))
+        return found
+
+    def _stale(self, name: str) -> Nack:
+        return Nack(
+            code="stale_incarnation",
+            reason=f"another process has joined as {name!r} since: names must be unique",
+            path="incarnation",
+        )

@@ -1,0 +1,149 @@
+"""The generators' side of the broker: questions for work, answers, returns and renewals."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from umbra.proto.messages import (
+    LeaseSamples,
+    Nack,
+    Ok,
+    RenewAck,
+    RenewLeases,
+    ReturnSamples,
+    SampleLeases,
+    SubmitAck,
+    SubmitTrajectories,
+)
+from umbra.services.buffer.answers import Answers
+from umbra.services.buffer.batches import Batches
+from umbra.services.buffer.effects import Outbox
+from umbra.services.buffer.leases import Leases
+from umbra.services.buffer.samples import Pool
+from umbra.services.runtime.server import Request
+
+NOTHING = SampleLeases(tasks=[])
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """A question for work that waits until `deadline`."""
+
+    request: Request
+    body: LeaseSamples
+    deadline: float
+
+
+class Rollouts:
+    """Answers generators. A question that finds no work is parked, one per generator: a newer one
+    (the generator serves newer weights, say) takes its place, the older is answered with nothing.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        batches: Batches,
+        leases: Leases,
+        answers: Answers,
+        counters: Counter[str],
+        outbox: Outbox,
+    ) -> None:
+        self.closed = False
+        self._pool = pool
+        self._batches = batches
+        self._leases = leases
+        self._answers = answers
+        self._counters = counters
+        self._outbox = outbox
+        self._questions: dict[str, _Question] = {}  # by generator, oldest first
+        self._served_at = (-1, -1)  # openings and version when the parked were last looked at
+
+    def lease(self, request: Request, body: LeaseSamples, now: float) -> None:
+        """Hand out work, or park the question."""
+        name = request.header.sender
+        older = self._questions.pop(name, None)
+        if older is not None:
+            self._outbox.reply(older.request, NOTHING)
+        if not 0 <= body.version <= self._batches.version:
+            self._counters["wrong_version"] += 1
+            reason = f"{name} serves version {body.version}, but 0 to {self._batches.version} exist"
+            self._outbox.reply(request, Nack(code="wrong_version", reason=reason, path="version"))
+            return
+        question = _Question(request, body, now + body.wait_s)
+        if not self._give(question, waiting=len(self._questions), now=now):
+            if self.closed or body.wait_s <= 0 or body.capacity <= 0:
+                self._outbox.reply(request, NOTHING)
+            else:
+                self._questions[name] = question
+
+    def submit(self, request: Request, body: SubmitTrajectories) -> None:
+        """Take trajectories in; refused ones are named with the reason."""
+        refused: dict[str, str] = {}
+        for trajectory in body.trajectories:
+            reason = self._answers.submit(trajectory, request.header.sender)
+            if reason is not None:
+                refused[trajectory.sample_id] = reason
+        accepted = len(body.trajectories) - len(refused)
+        self._outbox.reply(request, SubmitAck(accepted=accepted, refused=refused))
+
+    def hand_back(self, request: Request, body: ReturnSamples) -> None:
+        """Take samples back."""
+        for returned in body.samples:
+            self._answers.hand_back(returned, request.header.sender)
+        self._outbox.reply(request, Ok())
+
+    def renew(self, request: Request, body: RenewLeases, now: float) -> None:
+        """Put off deadlines; leases that are lost are named."""
+        lost: list[str] = []
+        for sample_id, attempt in body.leases:
+            sample = self._pool.leased(sample_id, attempt, request.header.sender)
+            if sample is not None:
+                self._pool.renew(sample, now)
+            elif not self._answers.is_accepted(sample_id, attempt):
+                lost.append(sample_id)
+        self._outbox.reply(request, RenewAck(lost=lost))
+
+    def serve(self, now: float) -> None:
+        """Look at the parked questions again if anything has opened up since the last time."""
+        state = (self._pool.openings, self._batches.version)
+        if state == self._served_at:
+            return
+        self._served_at = state
+        waiting = len(self._questions)
+        for name, question in list(self._questions.items()):
+            waiting -= 1
+            if self._give(question, waiting=waiting, now=now):
+                del self._questions[name]
+
+    def expire(self, now: float) -> None:
+        """Answer the questions whose wait is over."""
+        for name, question in list(self._questions.items()):
+            if question.deadline <= now:
+                del self._questions[name]
+                self._outbox.reply(question.request, NOTHING)
+
+    def forget(self, name: str) -> None:
+        """`name` is gone: no answer, which its next incarnation might take for its own."""
+        self._questions.pop(name, None)
+
+    def close(self) -> None:
+        """No more work for anyone."""
+        self.closed = True
+        for question in self._questions.values():
+            self._outbox.reply(question.request, NOTHING)
+        self._questions.clear()
+
+    def _give(self, question: _Question, *, waiting: int, now: float) -> bool:
+        if self.closed:
+            return False
+        tasks = self._leases.take(
+            question.request.header.sender,
+            version=question.body.version,
+            capacity=question.body.capacity,
+            waiting=waiting,
+            now=now,
+        )
+        if tasks:
+            self._outbox.reply(question.request, SampleLeases(tasks=tasks))
+        return bool(tasks)

@@ -1,0 +1,282 @@
+"""The life of samples and their groups; pure state, moved by the broker.
+
+    queued -> generating -> ready -> training -> trained
+       ^----------'                       any of the first four -> ended(reason)
+
+A lease is `(sample_id, attempt)`: `attempt` counts up with every lease of the sample, so that
+answers under an older one are told apart. A sample that is taken back is queued before those that
+nobody has had yet, oldest first, and keeps its last partial. Groups end and are trained as a whole.
+
+Every operation costs O(1) or O(log n): deadlines and the queue are heaps whose outdated entries are
+skipped when they come up.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+from collections import Counter, OrderedDict, defaultdict
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from umbra.proto.records import SampleTask, Trajectory
+from umbra.services.buffer.ledger import RunningLedger
+from umbra.services.buffer.prompts import Prompt
+from umbra.services.buffer.store import Store
+
+REMEMBERED = 65_536  # finished samples whose late answers are still told apart
+
+log = logging.getLogger(__name__)
+
+
+class State(StrEnum):
+    """Where a sample is; the first four are in flight."""
+
+    QUEUED = "queued"
+    GENERATING = "generating"
+    READY = "ready"
+    TRAINING = "training"
+    OVER = "over"  # trained, or ended
+
+
+@dataclass(slots=True, eq=False)
+class Sample:
+    """One response to be made. Times are seconds of the broker's clock."""
+
+    serial: int
+    sample_id: str
+    group: Group
+    state: State = State.QUEUED
+    attempt: int = 0  # number of its newest lease
+    lost: int = 0  # leases that were lost: expired, holder died, answer was malformed
+    holder: str = ""
+    leased_at: float = 0.0
+    deadline: float = 0.0
+    oldest: int | None = None  # version of the oldest token of its stored trajectory
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """The samples of one prompt; `batch_index` is b of the staleness rules."""
+
+    group_id: str
+    prompt: Prompt
+    batch_index: int
+    samples: list[Sample] = field(default_factory=list[Sample])
+    ready: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a finished sample; `attempt` is the accepted one, 0 if there was none."""
+
+    attempt: int
+    end: str  # "trained" or the reason why it ended
+
+
+class Pool:
+    """All samples in flight, their leases and the ledger over them.
+
+    Args:
+        group_size: samples per group.
+        lease_s: seconds until a lease that is not renewed expires.
+        max_attempts: lost leases of one sample until its group ends as `failed`.
+        store: keeps the trajectories.
+        counters: of the broker.
+    """
+
+    def __init__(
+        self,
+        *,
+        group_size: int,
+        lease_s: float,
+        max_attempts: int,
+        store: Store,
+        counters: Counter[str],
+    ) -> None:
+        self.counters = counters
+        self.ledger = RunningLedger()
+        self.samples: dict[str, Sample] = {}
+        self.groups: dict[str, Group] = {}  # not yet in training, in order of issue
+        self.complete: dict[str, Group] = {}  # all samples ready, in order of completion
+        self.held: defaultdict[str, dict[str, Sample]] = defaultdict(dict)  # by holder
+        self.over: OrderedDict[str, Outcome] = OrderedDict()
+        self.openings = 0  # counts whatever may let a waiting generator have work
+        self._group_size = group_size
+        self._lease_s = lease_s
+        self._max_attempts = max_attempts
+        self._store = store
+        self._queue: list[tuple[int, Sample]] = []  # heap by serial: oldest first
+        self._deadlines: list[tuple[float, int, int, Sample]] = []  # heap; serial, attempt: ties
+        self._next_group = 0
+        self._next_sample = 0
+
+    def issue(self, prompt: Prompt, batch_index: int) -> Group:
+        """A new group for `prompt`, all of its samples queued."""
+        group = Group(f"g-{self._next_group}", prompt, batch_index)
+        self._next_group += 1
+        for _ in range(self._group_size):
+            sample = Sample(self._next_sample, f"s-{self._next_sample}", group)
+            self._next_sample += 1
+            group.samples.append(sample)
+            self.samples[sample.sample_id] = sample
+            heapq.heappush(self._queue, (sample.serial, sample))
+        self.groups[group.group_id] = group
+        self.ledger.issue(self._group_size)
+        self._store.issued(
+            group.group_id, prompt.prompt_id, [sample.sample_id for sample in group.samples]
+        )
+        return group
+
+    def next_queued(self) -> Sample | None:
+        """The sample that is to be leased next, left where it is."""
+        while self._queue:
+            sample = self._queue[0][1]
+            if sample.state is State.QUEUED:
+                return sample
+            heapq.heappop(self._queue)
+        return None
+
+    def lease(self, sample: Sample, holder: str, now: float) -> SampleTask:
+        """Give `sample`, the `next_queued`, to `holder`, with the partial there is of it."""
+        entry = heapq.heappop(self._queue)
+        assert entry[1] is sample
+        self._move(sample, State.GENERATING)
+        sample.attempt += 1
+        sample.holder = holder
+        sample.leased_at = now
+        sample.deadline = now + self._lease_s
+        self.held[holder][sample.sample_id] = sample
+        heapq.heappush(self._deadlines, (sample.deadline, sample.serial, sample.attempt, sample))
+        return SampleTask(
+            sample_id=sample.sample_id,
+            group_id=sample.group.group_id,
+            prompt_id=sample.group.prompt.prompt_id,
+            attempt=sample.attempt,
+            row=sample.group.prompt.row,
+            lease_s=self._lease_s,
+            partial=None if sample.oldest is None else self._store.get(sample.sample_id),
+        )
+
+    def leased(self, sample_id: str, attempt: int, holder: str) -> Sample | None:
+        """The sample if `holder` has the lease `(sample_id, attempt)`."""
+        sample = self.held[holder].get(sample_id) if holder in self.held else None
+        return sample if sample is not None and sample.attempt == attempt else None
+
+    def renew(self, sample: Sample, now: float) -> None:
+        """Put off the deadline of the lease."""
+        sample.deadline = now + self._lease_s
+
+    def expire(self, now: float) -> None:
+        """Take back the leases whose deadline is over."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, serial, attempt, sample = heapq.heappop(self._deadlines)
+            if sample.state is not State.GENERATING or sample.attempt != attempt:
+                continue
+            if sample.deadline > now:  # renewed meanwhile
+                heapq.heappush(self._deadlines, (sample.deadline, serial, attempt, sample))
+                continue
+            self.counters["expired_leases"] += 1
+            log.warning(
+                "the lease of %s on %s (attempt %d) has expired",
+                sample.holder, sample.sample_id, attempt,
+            )  # fmt: skip
+            self.take_back(sample, lost=True)
+
+    def take_all_back(self, holder: str, *, lost: bool) -> int:
+        """Take back whatever `holder` has; how many samples that was."""
+        samples = list(self.held.get(holder, {}).values())
+        for sample in samples:
+            if sample.holder == holder:  # else it ended with another of its group just now
+                self.take_back(sample, lost=lost)
+        return len(samples)
+
+    def keep_partial(self, sample: Sample, partial: Trajectory) -> None:
+        """Continue `sample` from `partial` the next time."""
+        self._store.put(partial)
+        sample.oldest = partial.oldest_version
+
+    def drop_partial(self, sample: Sample) -> None:
+        """Start `sample` from scratch the next time."""
+        self._store.drop(sample.sample_id)
+        sample.oldest = None
+
+    def take_back(self, sample: Sample, *, lost: bool) -> None:
+        """End the lease on `sample` and queue it again.
+
+        Only `lost` leases count against `max_attempts`, after which the group ends as failed:
+        handing a sample back is no failure of it.
+        """
+        sample.lost += lost
+        if sample.lost >= self._max_attempts:
+            self.counters["attempts_exhausted"] += 1
+            log.warning("%s failed: %d leases were lost", sample.sample_id, sample.lost)
+            self.end(sample.group, "failed")
+            return
+        self._move(sample, State.QUEUED)
+        self._release(sample)
+        heapq.heappush(self._queue, (sample.serial, sample))
+        self.openings += 1
+
+    def accept(self, sample: Sample, trajectory: Trajectory) -> None:
+        """Store the complete `trajectory` of `sample`."""
+        self._store.put(trajectory)
+        self._move(sample, State.READY)
+        self._release(sample)
+        sample.oldest = trajectory.oldest_version
+        group = sample.group
+        group.ready += 1
+        if group.ready == self._group_size:
+            self.complete[group.group_id] = group
+
+    def end(self, group: Group, reason: str) -> None:
+        """End all samples of `group`, wherever they are."""
+        for sample in group.samples:
+            self.ledger.end(sample.state, reason)
+            self._finish(sample, reason)
+        self.groups.pop(group.group_id, None)
+        self.complete.pop(group.group_id, None)
+        self._store.ended(group.group_id, reason)
+        self.openings += 1
+
+    def start_training(self, step: int, groups: list[Group]) -> list[Trajectory]:
+        """Make the complete `groups` the batch of `step`; its trajectories, group by group."""
+        trajectories: list[Trajectory] = []
+        for group in groups:
+            for sample in group.samples:
+                self._move(sample, State.TRAINING)
+                trajectories.append(self._store.get(sample.sample_id))
+            del self.groups[group.group_id], self.complete[group.group_id]
+        self._store.formed(step, [group.group_id for group in groups])
+        return trajectories
+
+    def finish_training(self, step: int, groups: list[Group]) -> None:
+        """The batch of `step` was committed."""
+        self._store.trained(step)
+        for group in groups:
+            for sample in group.samples:
+                self.ledger.train()
+                self._finish(sample, "trained")
+        self.openings += 1
+
+    def _move(self, sample: Sample, target: State) -> None:
+        self.ledger.move(sample.state, target)
+        sample.state = target
+
+    def _release(self, sample: Sample) -> None:
+        if sample.holder:
+            held = self.held[sample.holder]
+            held.pop(sample.sample_id, None)
+            if not held:
+                del self.held[sample.holder]
+            sample.holder = ""
+
+    def _finish(self, sample: Sample, end: str) -> None:
+        answered = sample.state in (State.READY, State.TRAINING)
+        self._release(sample)
+        sample.state = State.OVER
+        self._store.drop(sample.sample_id)
+        del self.samples[sample.sample_id]
+        self.over[sample.sample_id] = Outcome(sample.attempt if answered else 0, end)
+        if len(self.over) > REMEMBERED:
+            self.over.popitem(last=False)

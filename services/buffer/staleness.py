@@ -1,0 +1,139 @@
+"""How far generation may run ahead of training, and how old a sample may be: two knobs, not one.
+
+Symbols (counted in samples; only whole groups are issued and ended):
+
+    v     version of the trainer = optimizer steps committed
+    g     version that a generator serves, g <= v
+    B     samples per batch
+    A     run_ahead: batches that generation may be ahead
+    K     the bound: max_staleness, but 0 if A = 0 (strictly on-policy)
+    n     issued - ended: every sample that was or will be trained
+    b     n // B when a group is issued: the batch it belongs to, trained at version b
+
+Rules, each in one method below:
+
+    admission   a group is issued while  n < (min(v + A, S - 1) + 1) * B,  S being the run's steps
+    lease       a sample goes to a generator with  g >= max(b, v) - K
+    partial     a partial is continued if its oldest token has version >= max(b, v) - K
+    sweep       a group ends as stale if any token of it has version < v - K
+
+Admission alone bounds only the aggregate, because groups are trained in the order of their
+completion: a straggler can be overtaken for ever. The lease rule keeps old weights out of new
+samples and the sweep is the guarantee. Nothing can deadlock: while no group may be issued to a
+generator with g = v, n >= (v + 1) * B, so a whole batch is under way already, and each of its
+samples may be leased at g = v (it was issued under b <= v + K, and v only grows).
+
+Example: B = 4, A = 1, K = 2, v = 3. 12 samples are trained; admission is open until n = 20. The
+17th has b = 4 and needs g >= 2. It is trained at version 4 if nothing overtakes it: staleness
+4 - g, at most 2.
+
+Sources: AReaL's capacity formula (`staleness_manager.py`) for the admission, prime-rl's and NeMo's
+consume-time sweep for the bound; the split in flight / in queue is prime-rl's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from umbra.proto.records import Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class StalenessPolicy:
+    """The rules above for one run."""
+
+    batch: int  # B
+    run_ahead: int  # A
+    max_staleness: int
+    steps: int  # S
+
+    @property
+    def bound(self) -> int:
+        """K: the most that a trained token may be behind."""
+        return self.max_staleness if self.run_ahead else 0
+
+    @property
+    def typical(self) -> int:
+        """Staleness of a sample that nothing overtakes, begun with the newest weights."""
+        return min(self.run_ahead, self.bound)
+
+    def room(self, live: int, version: int) -> int:
+        """Samples that may still be issued, `live` being n."""
+        return (min(version + self.run_ahead, self.steps - 1) + 1) * self.batch - live
+
+    def batch_index(self, live: int) -> int:
+        """b of a group that is issued now."""
+        return live // self.batch
+
+    def required_version(self, batch_index: int, version: int) -> int:
+        """Oldest weights that a token of a sample with b = `batch_index` may be drawn from."""
+        return max(batch_index, version) - self.bound
+
+    def is_stale(self, oldest: int, version: int) -> bool:
+        """Whether a sample whose oldest token is of version `oldest` is too old to train on."""
+        return version - oldest > self.bound
+
+    def describe(self) -> str:
+        """What the two knobs imply, in words."""
+        if not self.run_ahead:
+            return "run_ahead = 0: strictly on-policy, generation and training take turns"
+        text = (
+            f"a trained sample is at most {self.bound} versions behind (max_staleness) and about "
+            f"{self.typical} while generators keep up (run_ahead = {self.run_ahead})"
+        )
+        if self.run_ahead > self.bound:
+            text += "; max_staleness keeps generation from using all of run_ahead"
+        return text
+
+
+def split(oldest: int, newest: int, version: int) -> tuple[int, int, int]:
+    """Staleness at training as `(total, in flight, in queue)`.
+
+    In flight is the part that passed while the sample was generated, in queue the rest.
+    """
+    total = version - oldest
+    in_flight = min(total, newest - oldest)
+    return total, in_flight, total - in_flight
+
+
+@dataclass(slots=True)
+class StalenessStats:
+    """Staleness of trained samples, summed up."""
+
+    samples: int = 0
+    total: int = 0
+    in_flight: int = 0
+    in_queue: int = 0
+    worst: int = 0
+    mixed: int = 0  # samples with tokens of more than one version
+
+    def add(self, trajectory: Trajectory, version: int) -> None:
+        """Count `trajectory`, trained at `version`."""
+        oldest, newest = trajectory.oldest_version, trajectory.newest_version
+        total, in_flight, in_queue = split(oldest, newest, version)
+        self.samples += 1
+        self.total += total
+        self.in_flight += in_flight
+        self.in_queue += in_queue
+        self.worst = max(self.worst, total)
+        self.mixed += newest != oldest
+
+    def merge(self, other: StalenessStats) -> None:
+        """Add the sums of `other`."""
+        self.samples += other.samples
+        self.total += other.total
+        self.in_flight += other.in_flight
+        self.in_queue += other.in_queue
+        self.worst = max(self.worst, other.worst)
+        self.mixed += other.mixed
+
+    def figures(self) -> dict[str, float]:
+        """`mean`, `max`, `in_flight_mean`, `in_queue_mean` and `mixed_fraction`."""
+        count = max(self.samples, 1)
+        return {
+            "mean": self.total / count,
+            "max": float(self.worst),
+            "in_flight_mean": self.in_flight / count,
+            "in_queue_mean": self.in_queue / count,
+            "mixed_fraction": self.mixed / count,
+        }

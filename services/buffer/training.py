@@ -1,0 +1,143 @@
+"""The trainer's side of the broker: questions for a batch, and commits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from umbra.proto.messages import BatchLease, CommitAck, CommitBatch, LeaseBatch, Nack
+from umbra.services.buffer.batches import Batches
+from umbra.services.buffer.effects import Outbox
+from umbra.services.buffer.samples import Pool
+from umbra.services.runtime.server import Request
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """A question for a batch that waits until `deadline`."""
+
+    request: Request
+    step: int
+    deadline: float
+
+
+class Training:
+    """Answers the trainer. A question for a batch that is not full yet is parked; a newer one takes
+    its place.
+
+    Args:
+        steps: of the run.
+        missing: tells in words what the batch waits for, at a time.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        batches: Batches,
+        *,
+        steps: int,
+        missing: Callable[[float], str],
+        counters: Counter[str],
+        outbox: Outbox,
+    ) -> None:
+        self.closed = False
+        self.wanted_since: float | None = None  # when the missing batch was first asked for
+        self._pool = pool
+        self._batches = batches
+        self._steps = steps
+        self._missing = missing
+        self._counters = counters
+        self._outbox = outbox
+        self._question: _Question | None = None
+
+    def lease(self, request: Request, body: LeaseBatch, now: float) -> None:
+        """Hand out the batch of the next step, the same as before if asked again; or park this."""
+        self._answer_parked("asked again")
+        expected = self._batches.next_step
+        if body.step != expected or body.step > self._steps:
+            self._counters["wrong_step"] += 1
+            reason = (
+                f"step {body.step} cannot be leased: {self._batches.version} of {self._steps} "
+                "steps are committed"
+            )
+            if expected <= self._steps:
+                reason += f", so the next is {expected}"
+            self._outbox.reply(request, Nack(code="wrong_step", reason=reason, path="step"))
+            return
+        if self.closed:
+            self._outbox.reply(request, _nothing(body.step, "nothing: the run is ending"))
+            return
+        if self.wanted_since is None:
+            self.wanted_since = now
+        self._question = _Question(request, body.step, now + body.wait_s)
+        self.serve(now)
+        self.expire(now)
+
+    def commit(self, request: Request, body: CommitBatch) -> None:
+        """The batch has been trained on; a repetition changes nothing."""
+        leased = self._batches.leased
+        if leased is not None and leased.step == body.step:
+            batch = self._batches.commit()
+            self._counters["mixed_version"] += batch.staleness.mixed
+        elif 1 <= body.step <= self._batches.version:
+            self._counters["repeated_commits"] += 1
+        else:
+            self._counters["not_leased"] += 1
+            reason = (
+                f"step {body.step} cannot be committed: its batch was not leased, version is "
+                f"{self._batches.version}"
+            )
+            self._outbox.reply(request, Nack(code="not_leased", reason=reason, path="step"))
+            return
+        ledger = self._pool.ledger.snapshot()
+        self._outbox.reply(request, CommitAck(version=self._batches.version, ledger=ledger))
+
+    def serve(self, now: float) -> None:
+        """Answer the parked question if its batch is full."""
+        question = self._question
+        if question is None:
+            return
+        is_new = self._batches.leased is None
+        batch = self._batches.form(now)
+        if batch is None:
+            return
+        if is_new:
+            self._outbox.measure(
+                "batch",
+                step=batch.step,
+                groups=len(batch.groups),
+                samples=len(batch.trajectories),
+                tokens=sum(trajectory.response_tokens for trajectory in batch.trajectories),
+                wait_s=0.0 if self.wanted_since is None else now - self.wanted_since,
+                in_flight=self._pool.ledger.snapshot().in_flight,
+                **{f"staleness_{name}": value for name, value in batch.staleness.figures().items()},
+            )
+        self._question = self.wanted_since = None
+        self._outbox.reply(
+            question.request, BatchLease(step=batch.step, trajectories=batch.trajectories)
+        )
+
+    def expire(self, now: float) -> None:
+        """Answer the parked question if its wait is over."""
+        if self._question is not None and self._question.deadline <= now:
+            self._answer_parked(self._missing(now))
+
+    def forget(self) -> None:
+        """The trainer is gone; its batch stays leased for the next one."""
+        self._question = self.wanted_since = None
+
+    def close(self) -> None:
+        """No more batches."""
+        self.closed = True
+        self._answer_parked("nothing: the run is ending")
+        self.wanted_since = None
+
+    def _answer_parked(self, waiting_for: str) -> None:
+        if self._question is not None:
+            question, self._question = self._question, None
+            self._outbox.reply(question.request, _nothing(question.step, waiting_for))
+
+
+def _nothing(step: int, waiting_for: str) -> BatchLease:
+    return BatchLease(step=step, trajectories=[], waiting_for=waiting_for)

@@ -1,0 +1,55 @@
+"""Is a trajectory what the protocol says it is? Nothing else may reach the trainer."""
+
+from __future__ import annotations
+
+import math
+
+from umbra.proto.records import Trajectory, unpack_float32
+
+
+def find_fault(trajectory: Trajectory, version: int) -> str | None:
+    """What is wrong with `trajectory` at trainer version `version`; None when it is sound."""
+    return _length_fault(trajectory) or _span_fault(trajectory, version) or _value_fault(trajectory)
+
+
+def _length_fault(trajectory: Trajectory) -> str | None:
+    tokens, rest = divmod(len(trajectory.response_ids), 4)
+    if rest or len(trajectory.prompt_ids) % 4:
+        return "token ids are not whole int32 values"
+    if not tokens:
+        return "no response tokens"
+    if len(trajectory.loss_mask) != tokens:
+        return f"loss_mask has {len(trajectory.loss_mask)} entries for {tokens} response tokens"
+    for name in ("logprobs", "ref_logprobs", "proximal_logprobs"):
+        data: bytes | None = getattr(trajectory, name)
+        if data is not None and len(data) != 4 * tokens:
+            return f"{name} has {len(data)} bytes for {tokens} response tokens"
+    return None
+
+
+def _span_fault(trajectory: Trajectory, version: int) -> str | None:
+    end = 0
+    for span in trajectory.spans:
+        if span.start != end or span.end <= span.start:
+            return f"span [{span.start}, {span.end}) does not follow token {end}"
+        if not 0 <= span.version <= version:
+            return f"span of version {span.version}, but only 0 to {version} exist"
+        end = span.end
+    if end != trajectory.response_tokens:
+        return f"spans end at token {end} of {trajectory.response_tokens}"
+    return None
+
+
+def _value_fault(trajectory: Trajectory) -> str | None:
+    if trajectory.loss_mask.strip(b"\0\1"):
+        return "loss_mask has values other than 0 and 1"
+    # A sum is finite just when every term is: float32 values cannot overflow a double here.
+    for name in ("logprobs", "ref_logprobs", "proximal_logprobs"):
+        data: bytes | None = getattr(trajectory, name)
+        if data is not None and not math.isfinite(sum(unpack_float32(data))):
+            return f"{name} has values that are not finite"
+    if not math.isfinite(trajectory.reward):
+        return f"reward is {trajectory.reward}"
+    if not all(map(math.isfinite, trajectory.reward_parts.values())):
+        return "reward_parts has values that are not finite"
+    return None
