@@ -1,0 +1,362 @@
+"""The trainer against a buffer and a hub that live in the test: real model, real optimizer."""
+
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from umbra.proto.errors import DeadlineError, PeerLostError, UmbraError, UsageError
+from umbra.proto.messages import (
+    BatchLease,
+    CommitAck,
+    CommitBatch,
+    FinishRun,
+    LeaseBatch,
+    Message,
+    RunFinished,
+)
+from umbra.proto.records import (
+    Ledger,
+    Manifest,
+    Sampling,
+    Trajectory,
+    VersionSpan,
+    pack_float32,
+    pack_int32,
+)
+from umbra.services.runtime.command import ServiceContext
+from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.config_loader import load_config
+from umbra.services.runtime.metrics import MetricsFile
+from umbra.services.trainer import service
+from umbra.services.trainer.batch import make_batch
+from umbra.services.trainer.learner import Learner
+from umbra.services.trainer.make_model import make_model
+from umbra.services.trainer.policy import load_policy
+from umbra.services.trainer.update import PolicyUpdate
+
+GROUPS, GROUP_SIZE, LENGTH, TEMPERATURE = 3, 4, 6, 0.7
+LIKED = 30  # rewards count tokens below this id
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    path: Path = tmp_path_factory.mktemp("models") / "tiny"
+    make_model(path, hidden=32, ff=64)
+    return path
+
+
+@torch.no_grad()
+def rollouts(
+    model: PreTrainedModel, version: int, *, level: bool = False, seed: int = 0
+) -> list[Trajectory]:
+    """Groups sampled token by token; `level` gives all the same reward."""
+    generator = torch.Generator().manual_seed(seed)
+    made: list[Trajectory] = []
+    for group in range(GROUPS):
+        prompt = [5 + group] * (2 + group)
+        ids = torch.tensor([prompt] * GROUP_SIZE)
+        steps: list[Tensor] = []
+        for _ in range(LENGTH):
+            distribution = (model(ids).logits[:, -1] / TEMPERATURE).log_softmax(-1)
+            token = torch.multinomial(distribution.exp(), 1, generator=generator)
+            steps.append(distribution.gather(1, token))
+            ids = torch.cat([ids, token], 1)
+        logprobs = torch.cat(steps, 1).tolist()
+        for member in range(GROUP_SIZE):
+            length = LENGTH - member  # of different lengths, as real ones are
+            response = ids[member, len(prompt) : len(prompt) + length].tolist()
+            made.append(
+                Trajectory(
+                    sample_id=f"s{version}-{group}-{member}",
+                    group_id=f"g{version}-{group}",
+                    prompt_id=f"p{group}",
+                    attempt=1,
+                    prompt_ids=pack_int32(prompt),
+                    response_ids=pack_int32(response),
+                    loss_mask=bytes([1] * length),
+                    logprobs=pack_float32(logprobs[member][:length]),
+                    spans=[VersionSpan(version=version, start=0, end=length)],
+                    finish_reason="length",
+                    reward=1.0 if level else sum(token < LIKED for token in response) / length,
+                    sampling=Sampling(temperature=TEMPERATURE),
+                )
+            )
+    return made
+
+
+class World:
+    """Buffer, hub and session in one: rolls out with whatever weights were published last."""
+
+    def __init__(self, directory: Path, *, level: bool = False) -> None:
+        self.model = load_policy(directory)[0].eval()
+        self.level = level
+        self.starve = False
+        self.asked: list[Message] = []
+        self.published: dict[int, dict[str, Tensor]] = {}
+        self.stopping = threading.Event()
+        self.stop_reason = ""
+        self.failure: UmbraError | None = None
+        self.left = False
+        self.events: list[dict[str, Any]] = []
+        self.stop_at: str | None = None
+        self.data = self
+
+    # the session
+    def __enter__(self) -> "World":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.left = True
+
+    def weights(self, *, deadline_s: float) -> "World":
+        return self
+
+    def progress(self, activity: str, count: int = 1) -> None:
+        if self.stop_at is not None and activity.startswith(self.stop_at):
+            self.stopping.set()
+
+    def stats(self, **values: float) -> None:
+        msgspec.json.encode(values)
+
+    def emit(self, kind: str, **fields: Any) -> None:
+        self.events.append({"kind": kind, **fields})
+
+    # the buffer
+    def call(self, body: Message, reply: type[Message], *, timeout_s: float) -> Message:
+        self.asked.append(body)
+        match body:
+            case LeaseBatch(step=step):
+                asked = sum(isinstance(a, LeaseBatch) and a.step == step for a in self.asked)
+                if self.starve or asked == 1:
+                    return BatchLease(step=step, trajectories=[], waiting_for="2 groups")
+                made = rollouts(self.model, step - 1, level=self.level, seed=step)
+                return BatchLease(step=step, trajectories=made)
+            case CommitBatch(step=step):
+                assert all(isinstance(value, float) for value in body.metrics.values())
+                return CommitAck(version=step, ledger=Ledger())
+            case FinishRun():
+                return RunFinished(ledger=Ledger(issued=1, trained=1))
+            case _:
+                raise AssertionError(body)
+
+    def committed(self) -> list[int]:
+        return [body.step for body in self.asked if isinstance(body, CommitBatch)]
+
+
+class HubInTest:
+    """Stands in for `Publisher`: what is published becomes the weights of the rollouts."""
+
+    def __init__(self, world: World, manifest: Manifest) -> None:
+        self.world, self.manifest = world, manifest
+        self.memory = bytearray()
+
+    def register(self, timeout_s: float) -> None:
+        assert timeout_s > 0
+
+    def slot(self, version: int, timeout_s: float) -> memoryview:
+        self.memory = bytearray(self.manifest.total_bytes)
+        return memoryview(self.memory)
+
+    def publish(self, version: int, snapshot_s: float) -> None:
+        weights: dict[str, Tensor] = {}
+        for entry in self.manifest.tensors:
+            area = self.memory[entry.offset : entry.offset + entry.nbytes]
+            weights[entry.name] = torch.frombuffer(area, dtype=torch.float32).view(entry.shape)
+        self.world.published[version] = weights
+        self.world.model.load_state_dict(weights, strict=False)
+
+    def close(self) -> None:
+        pass
+
+
+class Context(ServiceContext):
+    """A service's context whose run is the world of the test."""
+
+    world: World
+
+    def join(self, role: str, endpoints: dict[str, str] | None = None) -> Any:
+        assert role == "trainer"
+        return self.world
+
+
+def config(directory: Path, **trainer: Any) -> RunConfig:
+    keys = {"learning_rate": 3e-3, "warmup_steps": 0, "threads": 1, "device": "cpu"} | trainer
+    overrides = [f"trainer.{key}={value}" for key, value in keys.items()]
+    return load_config(overrides=[*overrides, f"model.path={directory}", "run.steps=2"], environ={})
+
+
+@pytest.fixture
+def start(tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A function that runs the trainer in a world and returns its exit code."""
+    monkeypatch.setattr(service, "Publisher", HubInTest)
+    files: list[MetricsFile] = []
+
+    def run(world: World, **trainer: Any) -> int:
+        files.append(MetricsFile(tmp_path / "metrics.jsonl", "trainer"))
+        context = Context(
+            config=config(directory, **trainer),
+            name="trainer",
+            broker="",
+            run_dir=tmp_path,
+            stopping=world.stopping,
+            log=logging.getLogger("umbra.trainer"),
+            metrics=files[-1],
+        )
+        object.__setattr__(context, "world", world)
+        return service.run(context)
+
+    yield run
+    for file in files:
+        file.close()
+
+
+def rows(tmp_path: Path, kind: str) -> list[dict[str, Any]]:
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if row["kind"] == kind]
+
+
+def test_two_steps_then_an_export_that_loads(directory: Path, start: Any, tmp_path: Path) -> None:
+    world = World(directory)
+    assert start(world) == 0
+    assert world.committed() == [1, 2]
+    assert isinstance(world.asked[-1], FinishRun)
+    assert world.left
+    assert sorted(world.published) == [0, 1, 2]
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(world.published[0][name], world.published[1][name])
+
+    steps = rows(tmp_path, "step")
+    assert [row["step"] for row in steps] == [1, 2]
+    for row in steps:
+        assert 0 <= row["mismatch/k3_on_policy"] < 1e-5, "generator and trainer agree"
+        assert abs(row["mismatch/k1"]) < 1e-4
+        assert row["ess"] == pytest.approx(1.0, abs=1e-4)
+        assert row["staleness/total/max"] == 0
+        assert row["clip_fraction"] == 0
+        assert row["truncated"] == 1
+        assert row["samples"] == GROUPS * GROUP_SIZE
+        assert row["grad_norm"] > 0
+        assert row["entropy"] > 3
+    assert {row["name"] for row in rows(tmp_path, "span")} == {
+        "wait_batch",
+        "train_step",
+        "commit",
+        "wait_slot",
+        "snapshot",
+    }
+    assert [event["step"] for event in world.events] == [1, 2]
+
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model", local_files_only=True)
+    assert torch.equal(exported.state_dict()[name], world.published[2][name])
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model", local_files_only=True)
+    prompt = torch.tensor([tokenizer("12")["input_ids"]])
+    assert exported.generate(prompt, max_new_tokens=2, min_new_tokens=2).shape == (1, 4)
+
+
+def test_a_batch_without_advantage_is_committed_and_published_unchanged(
+    directory: Path, start: Any, tmp_path: Path
+) -> None:
+    world = World(directory, level=True)
+    assert start(world) == 0
+    assert world.committed() == [1, 2]
+    for name, tensor in world.published[0].items():
+        assert torch.equal(tensor, world.published[2][name])
+    assert [row["updates"] for row in rows(tmp_path, "step")] == [0, 0]
+    assert [row["loss"] for row in rows(tmp_path, "step")] == [None, None]
+
+
+@pytest.mark.parametrize("activity", ["waiting for batch 2", "training step 2"])
+def test_a_stop_leaves_without_committing(
+    activity: str, directory: Path, start: Any, tmp_path: Path
+) -> None:
+    world = World(directory)
+    world.stop_at = activity
+    assert start(world) == 0
+    assert world.committed() == [1]
+    assert world.left
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_stop_because_of_a_failure_has_its_exit_code(directory: Path, start: Any) -> None:
+    world = World(directory)
+    world.stop_at = "waiting"
+    world.failure = PeerLostError("the broker is silent")
+    assert start(world) == PeerLostError.exit_code
+
+
+def test_a_batch_that_never_comes_is_an_error_that_says_what_is_missing(
+    directory: Path, start: Any
+) -> None:
+    world = World(directory)
+    world.starve = True
+    with pytest.raises(DeadlineError, match=r"step 1 within 1e-06 s .* waiting for 2 groups"):
+        start(world, batch_wait_s=1e-6)
+    assert world.left
+
+
+def test_a_run_directory_is_needed(directory: Path) -> None:
+    context = Context(
+        config=config(directory),
+        name="trainer",
+        broker="",
+        run_dir=None,
+        stopping=threading.Event(),
+        log=logging.getLogger("umbra.trainer"),
+        metrics=MetricsFile(None, "trainer"),
+    )
+    with pytest.raises(UsageError, match="--run-dir"):
+        service.run(context)
+
+
+def updated(directory: Path, **trainer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The weights after one update on rollouts of slightly different weights, and its row."""
+    settings = config(directory, **trainer)
+    model, _ = load_policy(directory)
+    trajectories = rollouts(model.eval(), version=0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    learner = Learner(model, settings.trainer, steps=1)
+    # Plain descent: Adam would turn rounding in near-zero gradients into full steps.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    learner._optimizer = learner._accelerator.prepare(optimizer)  # pyright: ignore[reportPrivateUsage]
+    batch = make_batch(trajectories, model.config.vocab_size)
+    row = PolicyUpdate(settings, learner)(batch, 3, lambda: True)
+    assert row is not None
+    return {k: v.detach().clone() for k, v in model.named_parameters()}, row
+
+
+@pytest.mark.parametrize("objective", ["ppo", "tis", "decoupled", "naive"])
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
+def test_how_a_batch_is_cut_up_does_not_change_the_update(
+    directory: Path, objective: str, aggregation: str
+) -> None:
+    common = {"objective": objective, "aggregation": aggregation, "minibatches": 2}
+    whole, row = updated(directory, **common, pack_tokens=256, micro_tokens=4096)
+    pieces, other = updated(directory, **common, pack_tokens=8, micro_tokens=8)
+    for name, tensor in whole.items():
+        torch.testing.assert_close(pieces[name], tensor, atol=1e-6, rtol=1e-4)
+    for key in ("loss", "grad_norm", "mismatch/k3", "ess", "clip_fraction", "entropy"):
+        assert other[key] == pytest.approx(row[key], rel=1e-3, abs=1e-6), key
+    assert row["updates"] == 2
+    assert row["mismatch/k3"] > 1e-4
+    assert row["mismatch/k3_on_policy"] is None, "the samples are three versions old"
+
+
+def test_the_proximal_policy_is_that_before_the_first_update(directory: Path) -> None:
+    """With a single update `naive` has ratio 1 everywhere; later updates move away from it."""
+    _, one = updated(directory, objective="naive", minibatches=1)
+    _, four = updated(directory, objective="naive", minibatches=4, clip_low=1e-5, clip_high=1e-5)
+    assert one["clip_fraction"] == 0
+    assert four["clip_fraction"] > 0
+    assert four["mismatch/k3"] == pytest.approx(one["mismatch/k3"], rel=1e-3)
