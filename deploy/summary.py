@@ -1,4 +1,4 @@
-"""The outcome of a run in one object: from its metrics, the buffer's last status and what it used."""
+"""A run's outcome in one object: from its metrics, the buffer's last status and what it used."""
 
 from __future__ import annotations
 

@@ -6,6 +6,8 @@ import re
 import uuid
 from types import TracebackType
 
+import zmq
+
 from umbra.proto.errors import DeadlineError, UsageError
 from umbra.proto.messages import Ping, Pong, Status, StatusRequest
 from umbra.services.runtime.link import Link
@@ -27,6 +29,8 @@ class StatusClient:
         incarnation = uuid.uuid4().hex[:12]
         self._link = Link(f"monitor-{incarnation}", incarnation)
         self._channel = self._link.channel(broker, "buffer")
+        # Nothing that we send is worth waiting for at the end.
+        self._link.run(lambda: self._channel.socket.set(zmq.LINGER, 0))
 
     def status(self, timeout_s: float) -> Status:
         """The whole state of the run.

@@ -1,8 +1,9 @@
-"""How a run looks to a person: tables for a terminal, lines for a pipe. Pure functions of its status."""
+"""How a run looks to a person: tables for a terminal, lines for a pipe; functions of its status."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -55,7 +56,7 @@ def member_rows(
 ) -> list[tuple[str, str, str, str, str, str]]:
     """Name, state, activity, progress per second, idle and figures of everyone.
 
-    `processes` are the supervisor's words on its children: those that are no members (any more) show.
+    `processes` are the supervisor's words on its children; those that are no members show, too.
     """
     rows = [
         (
@@ -99,7 +100,7 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
         return ""
     width = min(width, len(values))
     edges = [round(i * len(values) / width) for i in range(width + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, high = min(means), max(means)
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(BARS[round((mean - low) * scale)] for mean in means)

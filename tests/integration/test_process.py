@@ -1,0 +1,220 @@
+"""Real child processes under the supervisor: they end when they should and leave nothing behind."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from umbra.deploy.interrupts import Interrupts
+from umbra.deploy.process import Process, Usage, child_environ
+from umbra.deploy.restart import RestartPolicy
+from umbra.deploy.run_folder import RunFolder
+from umbra.deploy.stage import Interrupted, StageError, last_said, run_stage
+from umbra.deploy.supervisor import Program, Supervisor
+
+PROGRAMS = Path(__file__).parents[1] / "programs"
+CHILD = (sys.executable, str(PROGRAMS / "child.py"))
+DEADLINE_S = 20.0
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    """Wait for `condition`; fail, saying `what`, after a deadline."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail(f"{what} did not happen within {DEADLINE_S:g} s")
+        time.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether `pid` runs; a zombie that nobody has reaped yet does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return RunFolder.create(tmp_path, "run")
+
+
+def start(folder: RunFolder, name: str = "child", **environ: str) -> Process:
+    """A `child.py` that is up."""
+    process = Process(
+        CHILD,
+        log_path=folder.log(name),
+        environ={**os.environ, "CHILD_READY": "tcp://127.0.0.1:5", **environ},
+    )
+    until(process.ready, "the child's ready line")
+    return process
+
+
+def test_a_child_is_ready_and_drains(folder: RunFolder) -> None:
+    process = start(folder)
+    assert process.ready() == {"broker": "tcp://127.0.0.1:5", "pid": process.pid}
+    assert process.poll() is None
+    process.terminate()
+    until(lambda: process.poll() is not None, "the child's end")
+    assert process.poll() == 0
+    assert process.ready() == {"broker": "tcp://127.0.0.1:5", "pid": process.pid}
+    assert folder.log("child").read_text() == "draining\n"
+    assert process.usage.wall_s > 0
+    assert process.usage.cpu_s > 0
+
+
+def test_a_deaf_child_is_killed_with_its_children(folder: RunFolder, tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    process = start(folder, CHILD_DEAF="1", CHILD_GRANDCHILD=str(pid_file))
+    grandchild = int(pid_file.read_text())
+    process.kill()
+    until(lambda: process.poll() is not None, "the child's end")
+    assert process.poll() == -signal.SIGKILL
+    until(lambda: not is_alive(grandchild), "the grandchild's end")
+
+
+def test_what_a_child_leaves_behind_ends_with_it(folder: RunFolder, tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    process = start(folder, CHILD_GRANDCHILD=str(pid_file))
+    process.terminate()
+    until(lambda: process.poll() is not None, "the child's end")
+    until(lambda: not is_alive(int(pid_file.read_text())), "the grandchild's end")
+
+
+@pytest.mark.fault
+def test_children_die_with_a_killed_supervisor(folder: RunFolder) -> None:
+    parent = subprocess.Popen(
+        [sys.executable, str(PROGRAMS / "parent.py"), str(folder.log("child"))],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "CHILD_READY": "x", "CHILD_PARENT": "1"},
+        text=True,
+    )
+    assert parent.stdout is not None
+    readable, _, _ = select.select([parent.stdout], [], [], DEADLINE_S)
+    assert readable, "the parent started no child"
+    child = int(parent.stdout.readline())
+    assert is_alive(child)
+    parent.kill()
+    parent.wait(DEADLINE_S)
+    parent.stdout.close()
+    until(lambda: not is_alive(child), "the orphan's end")
+    assert folder.log("child").read_text() == "draining\n"  # it had the time to end in order
+
+
+def test_ctrl_c_in_the_terminal_reaches_only_the_supervisor(folder: RunFolder) -> None:
+    process = start(folder)
+    assert os.getpgid(process.pid) == process.pid != os.getpgid(0)
+    process.kill()
+    until(lambda: process.poll() is not None, "the child's end")
+
+
+@pytest.mark.fault
+def test_a_supervised_generator_is_restarted(folder: RunFolder, tmp_path: Path) -> None:
+    """1. A generator crashes. 2. It is started again. 3. All are drained; nobody is left."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    pids: dict[str, list[int]] = {}
+    said: list[str] = []
+
+    def spawn(program: Program) -> Process:
+        again = program.name in pids
+        elastic = {"CHILD_EXIT_FIFO": str(fifo)} if program.elastic and not again else {}
+        process = start(folder, program.name, **elastic)
+        pids.setdefault(program.name, []).append(process.pid)
+        return process
+
+    supervisor = Supervisor(
+        spawn,
+        goal="trainer",
+        report=said.append,
+        policy=lambda: RestartPolicy(first_s=0.01),
+    )
+    supervisor.start(Program("buffer", CHILD, wave=2))
+    supervisor.start(Program("trainer", CHILD, wave=0))
+    supervisor.start(Program("generator-0", CHILD, wave=0, elastic=True))
+    fifo.write_text("7")
+    until(lambda: supervisor.poll() and len(pids["generator-0"]) == 2, "the restart")
+    assert said == ["generator-0 ended (exit code 7): restart 1 in 0.01 s"]
+    supervisor.drain()
+    until(lambda: not supervisor.poll(), "the drain")
+    assert said[1:] == []
+    assert not any(is_alive(pid) for each in pids.values() for pid in each)
+    assert all(usage.cpu_s > 0 for usage in supervisor.usage().values())
+
+
+def test_a_child_that_cannot_start_is_named_with_its_last_words(folder: RunFolder) -> None:
+    def spawn(program: Program) -> Process:
+        environ = {**os.environ, "CHILD_EXIT": "3"}
+        return Process(program.argv, log_path=folder.log(program.name), environ=environ)
+
+    supervisor = Supervisor(
+        spawn,
+        goal="trainer",
+        report=lambda _text: None,
+        last_line=lambda name: last_said(folder, name),
+    )
+    supervisor.start(Program("buffer", CHILD, wave=0))
+    until(lambda: not supervisor.poll(), "the end")
+    failure = supervisor.failure
+    assert failure is not None
+    assert failure.reason == "buffer ended unexpectedly (exit code 3): these are my last words"
+    assert failure.exit_code == 3
+
+
+def test_a_stage_returns_its_output(folder: RunFolder) -> None:
+    with Interrupts() as interrupts:
+        text = run_stage(
+            "version",
+            ("--version",),
+            folder=folder,
+            environ=child_environ(),
+            interrupts=interrupts,
+        )
+    assert text.startswith("umbra ")
+
+
+def test_a_failed_stage_says_why(folder: RunFolder) -> None:
+    with Interrupts() as interrupts, pytest.raises(StageError, match=r"nothing\.toml") as caught:
+        run_stage(
+            "show",
+            ("config", "show", "nothing.toml"),
+            folder=folder,
+            environ=child_environ(),
+            interrupts=interrupts,
+        )
+    assert caught.value.exit_code == 2
+
+
+def test_a_signal_ends_a_stage(folder: RunFolder) -> None:
+    with Interrupts() as interrupts:
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(Interrupted):
+            run_stage(
+                "version",
+                ("--version",),
+                folder=folder,
+                environ=child_environ(),
+                interrupts=interrupts,
+            )
+    assert interrupts.exit_code == 130
+
+
+def test_children_do_not_see_what_is_resolved_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UMBRA_RUN__STEPS", "7")
+    monkeypatch.setenv("UMBRA_BROKER", "tcp://h:1")
+    monkeypatch.setenv("PYTHONPATH", "before")
+    environ = child_environ([Path("/here")])
+    assert "UMBRA_RUN__STEPS" not in environ
+    assert environ["UMBRA_BROKER"] == "tcp://h:1"
+    assert environ["PYTHONPATH"] == "/here:before"
+
+
+def test_usage_adds_up() -> None:
+    assert Usage(1.0, 0.5) + Usage(2.0, 0.25) == Usage(3.0, 0.75)

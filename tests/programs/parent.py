@@ -1,0 +1,26 @@
+"""A supervisor that starts one `child.py` and waits; the test kills it. Argument: log file."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from umbra.deploy.process import Process
+
+
+def main() -> None:
+    """Start the child, tell its pid once it is up, wait."""
+    child = Process(
+        (sys.executable, str(Path(__file__).with_name("child.py"))),
+        log_path=Path(sys.argv[1]),
+        environ=os.environ,
+    )
+    while child.ready() is None:
+        time.sleep(0.01)
+    print(child.pid, flush=True)
+    while child.poll() is None:
+        time.sleep(0.01)
+
+
+if __name__ == "__main__":
+    main()

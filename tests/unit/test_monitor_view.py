@@ -1,0 +1,205 @@
+"""What people are shown of a run."""
+
+import io
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from umbra.deploy.live import PlainView
+from umbra.deploy.progress import Progress
+from umbra.deploy.run_folder import RunFolder
+from umbra.proto.messages import Member, Status, Stuck
+from umbra.proto.records import Ledger
+from umbra.services.monitor.rates import RateMeter, Rates
+from umbra.services.monitor.view import (
+    headline,
+    ledger_text,
+    member_rows,
+    plain,
+    render,
+    sparkline,
+    status_dict,
+)
+
+
+def member(name: str = "generator-0", **changes: Any) -> Member:
+    fields: dict[str, Any] = {
+        "role": "generator",
+        "incarnation": "a",
+        "pid": 1,
+        "host": "h",
+        "state": "ready",
+        "activity": "decoding",
+        "progress": 100,
+        "idle_s": 0.1,
+        "silent_s": 0.2,
+        "stats": {"tokens_per_s": 1234.5, "version": 3.0},
+    }
+    return Member(name=name, **{**fields, **changes})
+
+
+def status(**changes: Any) -> Status:
+    fields: dict[str, Any] = {
+        "run_id": "run-1",
+        "state": "ready",
+        "uptime_s": 75.0,
+        "version": 40,
+        "steps": 300,
+        "ledger": Ledger(
+            issued=100, trained=80, ended={"stale": 4}, in_flight={"generating": 10, "ready": 6}
+        ),
+        "members": [member()],
+        "departed": {},
+        "staleness": {"mean": 1.125, "max": 2.0, "bound": 2.0},
+        "counters": {"malformed": 0, "expired_leases": 2},
+        "stuck": [],
+    }
+    return Status(**{**fields, **changes})
+
+
+STUCK = Stuck(what="sample s1", holder="generator-0", age_s=31.0, action="leased again")
+
+
+def shown(renderable: Any) -> str:
+    console = Console(file=io.StringIO(), width=120, force_terminal=False)
+    console.print(renderable)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_headline() -> None:
+    line = headline(status(stuck=[STUCK]), Rates(samples=1200.4), reward=0.45)
+    assert line == (
+        "step 40/300  reward 0.450  staleness 1.12 (max 2, bound 2)  samples/s 1200  in flight 16  "
+        "stuck: sample s1 at generator-0 for 31 s"
+    )
+
+
+def test_headline_before_anything_was_trained() -> None:
+    line = headline(status(version=0, staleness={"bound": 2.0}, ledger=Ledger()), Rates())
+    assert line == "step 0/300  staleness -  samples/s 0  in flight 0"
+
+
+def test_an_unbalanced_ledger_is_shouted() -> None:
+    wrong = status(ledger=Ledger(issued=5, trained=3))
+    assert "LEDGER OFF BY 2" in headline(wrong, Rates())
+    assert ledger_text(wrong).endswith("OFF BY 2")
+
+
+def test_ledger_text_adds_up() -> None:
+    assert ledger_text(status()) == (
+        "100 issued = 80 trained + 4 ended (4 stale) + 16 in flight (10 generating, 6 ready)"
+    )
+
+
+def test_members_gone_and_processes_without_membership_are_shown() -> None:
+    rows = member_rows(
+        status(departed={"generator-1": "silent for 15 s"}),
+        Rates(members={"generator-0": 12.34}),
+        {
+            "buffer": "running",
+            "generator-0": "running",
+            "generator-2": "restarts in 0.5 s",
+            "trainer": "running",
+        },
+    )
+    assert rows == [
+        ("generator-0", "ready", "decoding", "12.3/s", "", "tokens_per_s 1234  version 3"),
+        ("generator-1", "gone", "silent for 15 s", "", "", ""),
+        ("generator-2", "restarts in 0.5 s", "", "", "", ""),
+        ("trainer", "starting", "", "", "", ""),
+    ]
+
+
+def test_silence_and_idleness_are_pointed_out() -> None:
+    rows = member_rows(status(members=[member(silent_s=12.0, idle_s=40.0)]), Rates())
+    assert rows[0][1] == "silent 12 s"
+    assert rows[0][4] == "40 s"
+
+
+def test_plain_has_everything() -> None:
+    text = plain(status(stuck=[STUCK]), Rates())
+    assert text.splitlines()[0] == "run run-1: ready, up 1:15"
+    assert "stuck: sample s1 at generator-0 for 31 s, leased again" in text
+    assert "counters: expired_leases 2" in text
+
+
+def test_render_has_everything() -> None:
+    text = shown(
+        render(
+            status(stuck=[STUCK]),
+            Rates(steps=2.0, samples=100.0),
+            processes={"trainer": "restarts in 1.0 s"},
+            rewards=[0.1, 0.5],
+        )
+    )
+    for expected in ("run-1", "2:10 left", "step 40/300", "▁█", "expired_leases", "decoding",
+                     "restarts in 1.0 s", "leased again", "2.0/s"):  # fmt: skip
+        assert expected in text
+
+
+def test_text_of_others_is_never_markup() -> None:
+    text = shown(render(status(members=[member(activity="[red]x[/nothing]")]), Rates()))
+    assert "[red]x[/nothing]" in text
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [([], ""), ([1.0], "▁"), ([0.0, 1.0], "▁█"), ([2.0, 2.0], "▁▁")],
+)
+def test_sparkline(values: list[float], line: str) -> None:
+    assert sparkline(values) == line
+
+
+def test_a_long_sparkline_is_condensed() -> None:
+    line = sparkline([i / 1000 for i in range(1000)], width=8)
+    assert line == "▁▂▃▄▅▆▇█"
+
+
+def test_status_dict_is_json_with_the_balance() -> None:
+    values = json.loads(json.dumps(status_dict(status())))
+    assert values["ledger"]["balance"] == 0
+    assert values["members"][0]["stats"]["version"] == 3.0
+
+
+def test_rates_over_a_window() -> None:
+    meter = RateMeter(window_s=5.0)
+    assert meter.update(status(uptime_s=0.0, version=0)) == Rates()
+    rates = meter.update(
+        status(uptime_s=2.0, version=4, ledger=Ledger(trained=280), members=[member(progress=150)])
+    )
+    assert rates == Rates(steps=2.0, samples=100.0, members={"generator-0": 25.0})
+    rates = meter.update(status(uptime_s=10.0, version=4, ledger=Ledger(trained=280)))
+    assert rates.steps == 0.0  # the first look is out of the window
+
+
+def test_rates_do_not_mix_incarnations_or_runs() -> None:
+    meter = RateMeter()
+    meter.update(status(uptime_s=5.0))
+    rates = meter.update(status(uptime_s=6.0, members=[member(incarnation="b", progress=0)]))
+    assert rates.members == {}
+    assert meter.update(status(uptime_s=0.5)) == Rates()  # the buffer was restarted
+
+
+def test_the_plain_view_speaks_now_and_then_and_at_the_last_step(
+    tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 0.0
+    view = PlainView(every_s=5.0, clock=lambda: now)
+    progress = Progress(RunFolder(tmp_path))
+    view.update(progress, {})
+    assert capsys.readouterr().out == ""
+    progress.status = status()
+    view.update(progress, {})
+    assert capsys.readouterr().out == ""
+    now = 5.0
+    view.update(progress, {})
+    view.update(progress, {})
+    assert capsys.readouterr().out.count("step 40/300") == 1
+    progress.status = msgspec.structs.replace(status(), version=300)
+    view.update(progress, {})
+    view.update(progress, {})
+    assert capsys.readouterr().out.count("step 300/300") == 1

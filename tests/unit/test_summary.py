@@ -1,0 +1,144 @@
+"""The summary of a run, from files as the services write them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from umbra.deploy.process import Usage
+from umbra.deploy.run_folder import LineFollower, RunFolder, last_lines, new_run_id, read_rows
+from umbra.deploy.summary import Outcome, measure, summarise, summary_rows, write_summary
+from umbra.proto.errors import UsageError
+
+
+def step(number: int, **more: Any) -> dict[str, Any]:
+    row = {"samples": 8.0, "tokens": 100.0, "multi_version": 0.25, "mismatch/k3_on_policy": 1e-7}
+    return {"kind": "step", "service": "trainer", "step": number, **row, **more}
+
+
+def span(name: str, start: float, end: float) -> dict[str, Any]:
+    return {"kind": "span", "name": name, "start": start, "end": end}
+
+
+ROWS = [
+    span("decode", 0, 3),
+    span("train_step", 1, 2),
+    step(1),
+    {"kind": "push", "snapshot_s": 0.1, "wire_s": 0.2, "stage_s": 0.3, "commit_s": 0.4,
+     "total_s": 1.0},
+    span("wait_batch", 2, 3),
+    span("train_step", 3, 4),
+    step(2, **{"mismatch/k3_on_policy": None}),
+    span("decode", 4, 5),
+    span("train_step", 5, 7),
+    step(3, **{"mismatch/k3_on_policy": 3e-7}),
+]  # fmt: skip
+STATUS = {
+    "ledger": {"issued": 30, "trained": 24, "ended": {"stale": 2, "cancelled": 4}, "in_flight": {}},
+    "staleness": {"mean": 0.5, "max": 2.0, "bound": 2.0},
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return RunFolder.create(tmp_path, "run")
+
+
+def fill(folder: RunFolder, rows: list[dict[str, Any]] = ROWS) -> None:
+    folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"cut":')
+    folder.buffer.write_text(json.dumps(STATUS))
+    folder.model.mkdir()
+    (folder.model / "config.json").write_text("{}")
+
+
+def test_measures() -> None:
+    result = measure(ROWS)
+    assert result["steps"] == 3
+    assert result["samples"] == 24
+    assert result["pushes"] == 1
+    assert result["push_seconds"]["stage"] == 0.3
+    assert result["mixed_version_trajectories"] == 6
+    assert result["mismatch_k3_on_policy"] == 3e-7
+    # The steady state is [3, 7): trained for 3 s of it, decoded for 1 s, never both.
+    assert result["overlap"] == {
+        "generator_busy": 0.25,
+        "trainer_busy": 0.75,
+        "both_busy": 0.0,
+        "window_s": 4,
+    }
+    assert result["samples_per_s"] == 4.0
+    assert result["tokens_per_s"] == 50.0
+
+
+def test_summary_of_a_good_run(folder: RunFolder) -> None:
+    fill(folder)
+    outcome = Outcome(
+        exit_reason="finished",
+        exit_code=0,
+        total_s=12.5,
+        usage={"trainer": Usage(10.0, 8.0)},
+        restarts={"generator-0": 1},
+        before={"accuracy": 0.25},
+        after={"accuracy": 0.75},
+    )
+    summary = summarise(folder, outcome)
+    assert summary["run_id"] == folder.id
+    assert summary["ledger"]["balance"] == 0
+    assert summary["staleness"]["max"] == 2.0
+    assert summary["seconds"] == {
+        "total": 12.5,
+        "services": {"trainer": {"wall": 10.0, "cpu": 8.0}},
+    }
+    assert summary["model"] == str(folder.model)
+    assert summary["greedy_after"] is None
+    write_summary(folder, summary)
+    assert json.loads(folder.summary.read_text()) == summary
+    rows = dict(summary_rows(summary))
+    assert rows["accuracy"] == "0.250 -> 0.750"
+    assert rows["ledger"] == "30 issued = 24 trained + 2 stale, 4 cancelled, balanced"
+    assert rows["restarts"] == "generator-0 1"
+    assert "greedy" not in rows
+
+
+def test_summary_of_a_run_that_never_began(folder: RunFolder) -> None:
+    summary = summarise(folder, Outcome(exit_reason="interrupted", exit_code=130, total_s=0.1))
+    assert summary["ledger"] is None
+    assert summary["model"] is None
+    assert summary["steps"] == 0
+    assert summary["samples_per_s"] is None
+    assert dict(summary_rows(summary))["ended"] == "interrupted"
+
+
+def test_run_ids_sort_and_differ() -> None:
+    early, late = new_run_id("a", now=0.0), new_run_id("a", now=100_000.0)
+    assert early < late
+    assert len({new_run_id("a", now=0.0) for _ in range(8)}) > 1
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"run\.dir"):
+        RunFolder.create(tmp_path / "file", "run")
+
+
+def test_last_lines(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    assert last_lines(path, 2) == []
+    path.write_text("x" * 20_000 + "\none\n\ntwo  \n")
+    assert last_lines(path, 2) == ["one", "two"]
+
+
+def test_a_follower_waits_for_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    follower = LineFollower(path)
+    assert follower.lines() == []
+    path.write_text("one\ntw")
+    assert follower.lines() == ["one"]
+    with path.open("a") as file:
+        file.write("o\n")
+    assert follower.lines() == ["two"]
+
+
+def test_rows_of_no_file(tmp_path: Path) -> None:
+    assert list(read_rows(tmp_path / "none")) == []

@@ -1,0 +1,256 @@
+"""Every decision of the supervisor, with children and a clock that the test moves."""
+
+from typing import Any
+
+import pytest
+
+from umbra.deploy.process import Usage
+from umbra.deploy.supervisor import Program, Supervisor
+
+PROGRAMS = (
+    Program("buffer", ("buffer",), wave=2),
+    Program("weight-hub", ("hub",), wave=1),
+    Program("trainer", ("trainer",), wave=0),
+    Program("generator-0", ("generator",), wave=0, elastic=True),
+    Program("generator-1", ("generator",), wave=0, elastic=True),
+)
+KILL, TERM = -9, -15
+
+
+class FakeChild:
+    """A child that does what the test says."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.pid = 1
+        self.usage = Usage(2.0, 1.0)
+        self.code: int | None = None
+        self.deaf = False
+        self._name = name
+        self._log = log
+
+    def ready(self) -> dict[str, Any] | None:
+        return {"broker": "tcp://127.0.0.1:1"}
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def terminate(self) -> None:
+        self._log.append(f"term {self._name}")
+        if not self.deaf and self.code is None:
+            self.code = TERM
+
+    def kill(self) -> None:
+        self._log.append(f"kill {self._name}")
+        self.code = KILL
+
+
+class Stage:
+    """A supervisor, its children by name, the newest last, and what was said and done."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.children: dict[str, list[FakeChild]] = {}
+        self.log: list[str] = []
+        self.said: list[str] = []
+        self.supervisor = Supervisor(
+            self._spawn,
+            goal="trainer",
+            report=self.said.append,
+            last_line=lambda name: f"last words of {name}",
+            drain_s=10,
+            finish_s=30,
+            clock=lambda: self.now,
+        )
+        for program in PROGRAMS:
+            self.supervisor.start(program)
+
+    def _spawn(self, program: Program) -> FakeChild:
+        self.log.append(f"start {program.name}")
+        child = FakeChild(program.name, self.log)
+        self.children.setdefault(program.name, []).append(child)
+        return child
+
+    def end(self, name: str, code: int) -> None:
+        self.children[name][-1].code = code
+
+    def at(self, now: float) -> bool:
+        self.now = now
+        return self.supervisor.poll()
+
+    def settle(self, now: float | None = None) -> None:
+        """Poll until nothing runs; every child that is told to stop stops at once."""
+        for _ in range(20):
+            if not self.at(self.now if now is None else now):
+                return
+        pytest.fail("something still runs")
+
+
+@pytest.fixture
+def stage() -> Stage:
+    return Stage()
+
+
+def test_a_run_that_ends_well(stage: Stage) -> None:
+    assert stage.at(1)
+    for name in stage.children:
+        stage.end(name, 0)
+    assert not stage.at(2)
+    assert stage.supervisor.done
+    assert stage.supervisor.failure is None
+    assert stage.said == []
+    assert stage.supervisor.usage()["trainer"] == Usage(2.0, 1.0)
+
+
+def test_a_generator_is_restarted_after_a_pause(stage: Stage) -> None:
+    stage.end("generator-0", KILL)
+    assert stage.at(1)
+    assert stage.said == ["generator-0 ended (killed by SIGKILL): restart 1 in 0.5 s"]
+    assert stage.supervisor.states()["generator-0"] == "restarts in 0.5 s"
+    stage.at(1.4)
+    assert len(stage.children["generator-0"]) == 1
+    stage.at(1.5)
+    assert len(stage.children["generator-0"]) == 2
+    assert stage.supervisor.restarts() == {"generator-0": 1}
+    stage.end("generator-0", 0)
+    stage.at(2)
+    assert stage.supervisor.usage()["generator-0"] == Usage(4.0, 2.0)
+
+
+def crash_until_given_up(stage: Stage, name: str) -> None:
+    for _ in range(6):
+        stage.end(name, 1)
+        stage.at(stage.now)
+        stage.at(stage.now + 8)
+
+
+def test_a_generator_that_keeps_failing_is_given_up(stage: Stage) -> None:
+    crash_until_given_up(stage, "generator-0")
+    assert len(stage.children["generator-0"]) == 6
+    assert stage.said[-1] == (
+        "generator-0 ended again, after 5 restarts (exit code 1) and is not restarted: "
+        "last words of generator-0"
+    )
+    assert stage.supervisor.failure is None  # the other one goes on
+
+
+def test_the_run_ends_with_its_last_generator(stage: Stage) -> None:
+    crash_until_given_up(stage, "generator-0")
+    crash_until_given_up(stage, "generator-1")
+    failure = stage.supervisor.failure
+    assert failure is not None
+    assert failure.program == "generator-1"
+    assert failure.exit_code == 6  # a traceback is our own fault
+    stage.settle()
+    assert not stage.supervisor.done
+
+
+@pytest.mark.parametrize("code", [2, 4])
+def test_what_would_fail_again_is_not_restarted(stage: Stage, code: int) -> None:
+    stage.end("generator-0", code)
+    stage.end("generator-1", code)
+    stage.at(1)
+    failure = stage.supervisor.failure
+    assert failure is not None
+    assert failure.exit_code == code
+    assert failure.reason.endswith(f"(exit code {code}): last words of generator-1")
+    assert stage.supervisor.restarts() == {}
+
+
+@pytest.mark.parametrize("name", ["buffer", "weight-hub", "trainer"])
+@pytest.mark.parametrize(("code", "exit_code"), [(3, 3), (1, 6), (KILL, 5)])
+def test_the_loss_of_an_essential_process_ends_the_run(
+    stage: Stage, name: str, code: int, exit_code: int
+) -> None:
+    stage.end(name, code)
+    stage.at(1)
+    failure = stage.supervisor.failure
+    assert failure is not None
+    assert failure.reason.startswith(f"{name} ended unexpectedly (")
+    assert failure.reason.endswith(f": last words of {name}")
+    assert failure.exit_code == exit_code
+    stage.settle()
+    assert not stage.supervisor.done
+
+
+def test_a_drain_goes_wave_by_wave(stage: Stage) -> None:
+    stage.log.clear()
+    stage.supervisor.drain()
+    assert set(stage.log) == {"term trainer", "term generator-0", "term generator-1"}
+    stage.settle(1)
+    assert stage.log[3:] == ["term weight-hub", "term buffer"]
+    assert stage.said == []
+    assert not stage.supervisor.done
+
+
+def test_who_does_not_stop_is_named_and_killed(stage: Stage) -> None:
+    stage.children["generator-1"][-1].deaf = True
+    stage.supervisor.drain()
+    assert stage.at(9.9)
+    assert "term weight-hub" not in stage.log
+    stage.settle(10)
+    assert stage.said == ["generator-1 did not stop within 10 s: killed"]
+    assert stage.log[-3:] == ["kill generator-1", "term weight-hub", "term buffer"]
+
+
+def test_a_crash_while_draining_is_told(stage: Stage) -> None:
+    stage.children["trainer"][-1].deaf = True
+    stage.supervisor.drain()
+    stage.end("trainer", 1)
+    stage.settle(1)
+    assert stage.said == ["trainer stopped with exit code 1: last words of trainer"]
+
+
+def test_kill_ends_everything_at_once(stage: Stage) -> None:
+    for (child,) in stage.children.values():
+        child.deaf = True
+    stage.supervisor.drain()
+    stage.supervisor.kill()
+    assert not stage.at(0)
+    assert stage.said == []
+
+
+def test_a_drain_cancels_restarts(stage: Stage) -> None:
+    stage.end("generator-0", KILL)
+    stage.at(1)
+    stage.supervisor.drain()
+    stage.settle(100)
+    assert len(stage.children["generator-0"]) == 1
+
+
+def test_a_straggler_does_not_keep_a_finished_run(stage: Stage) -> None:
+    for name in ("trainer", "buffer", "weight-hub", "generator-0"):
+        stage.end(name, 0)
+    assert stage.at(1)
+    assert stage.at(30.9)
+    stage.settle(31)
+    assert stage.said == [
+        "the run is done, but generator-1 did not leave within 30 s: stopping",
+    ]
+    assert stage.supervisor.done
+
+
+def test_a_generator_that_fails_at_the_end_is_not_restarted(stage: Stage) -> None:
+    stage.end("trainer", 0)
+    stage.at(1)
+    stage.end("generator-0", 1)
+    stage.at(2)
+    assert stage.said == ["generator-0 ended with exit code 1 as the run was finishing"]
+    assert len(stage.children["generator-0"]) == 1
+
+
+def test_a_hub_that_leaves_early_fails_the_run(stage: Stage) -> None:
+    stage.end("weight-hub", 0)
+    assert stage.at(1)
+    assert stage.supervisor.failure is None  # it may be the end of the run
+    stage.at(31)
+    failure = stage.supervisor.failure
+    assert failure is not None
+    assert failure.reason.startswith("weight-hub left before the run was done")
+    assert failure.exit_code == 5
+
+
+def test_ready_passes_on_what_the_child_said(stage: Stage) -> None:
+    assert stage.supervisor.ready("buffer") == {"broker": "tcp://127.0.0.1:1"}
+    stage.end("buffer", KILL)
+    stage.at(1)
+    assert stage.supervisor.ready("buffer") is None
