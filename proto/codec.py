@@ -21,7 +21,7 @@ from umbra.proto.version import PROTOCOL_MAJOR, PROTOCOL_MINOR
 M = TypeVar("M", bound=Message)
 
 REASON_CHARS = 200  # of a refusal; enough to recognise what was sent
-_PLACE = re.compile(r"(.*) - at `(?:key` in `)?(\$[^`]*)`", re.DOTALL)
+_PLACE = re.compile(r"(.*) - at `(?:key` in `)?\$\.?([^`]*)`", re.DOTALL)
 _OVER_LIMIT = re.compile(r"\d+ exceeds max_(?:bin|str|array|map)_len\(\d+\)")
 
 
@@ -90,7 +90,7 @@ def decode(frames: Sequence[bytes], limits: Limits = DEFAULT_LIMITS) -> Envelope
     header = decode_header(frames, limits)
     cls = TYPES.get(header.type)
     if cls is None:
-        raise WireError(f"unknown message type {header.type!r}", path="$.type", code="unknown_type")
+        raise WireError(f"unknown message type {header.type!r}", path="type", code="unknown_type")
     return Envelope(header, _convert(_unpack(frames[1], limits), cls))
 
 
@@ -119,7 +119,7 @@ def expect(envelope: Envelope, cls: type[M]) -> M:
         raise RejectedError(f"{envelope.header.sender}: {body.reason}", code=body.code)
     raise WireError(
         f"{envelope.header.sender} answered {envelope.header.type} instead of {cls.__name__}",
-        path="$.type",
+        path="type",
         code="unexpected",
     )
 
@@ -155,7 +155,7 @@ def _check_major(header: Any) -> None:
     raise WireError(
         f"{sender} speaks protocol {major}.{fields.get('minor')}, this process "
         f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}: upgrade the umbra-rl {older}",
-        path="$.major",
+        path="major",
         code="protocol",
     )
 
@@ -193,7 +193,8 @@ def _convert(data: Any, cls: type[Any]) -> Any:
     except msgspec.ValidationError as error:
         # The reason may quote what was sent: of any length, and with anything in it.
         found = _PLACE.fullmatch(str(error))
-        reason, path = found.groups() if found else (str(error), "$")
+        reason, path = found.groups() if found else (str(error), "")
         if len(reason) > REASON_CHARS:
             reason = reason[:REASON_CHARS] + "..."
-        raise WireError(f"{cls.__name__}: {reason} at {path}", path=path) from error
+        place = f"{cls.__name__}.{path}" if path else cls.__name__
+        raise WireError(f"{place}: {reason}", path=path or "$") from error

@@ -144,7 +144,7 @@ class Server:
             if not isinstance(envelope.body, (*channel.accepts, *ANY)):
                 raise WireError(
                     f"{envelope.header.type} does not belong on the {channel.name} socket",
-                    path="$.type",
+                    path="type",
                     code="wrong_socket",
                 )
         except WireError as error:

@@ -1,0 +1,209 @@
+"""`proto/README.md` and the code say the same, table by table."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+import msgspec.inspect as introspect
+import pytest
+
+from umbra.proto import errors, messages, records, sockets
+from umbra.proto.codec import DEFAULT_LIMITS
+from umbra.proto.messages import ANY, CONTROL, DATA, TELEMETRY, TYPES, WEIGHTS, Header, Message
+from umbra.proto.version import PROTOCOL_MAJOR, PROTOCOL_MINOR
+
+ROOT = Path(__file__).resolve().parents[2]
+SPEC = (ROOT / "proto" / "README.md").read_text(encoding="utf-8")
+ENUMERATIONS = {"Role": get_args(messages.Role), "State": get_args(messages.State)}
+CHAPTERS: dict[str, tuple[type[Message], ...]] = {
+    "Any socket": ANY,
+    "Control socket": CONTROL,
+    "Data socket": DATA,
+    "Weights socket": WEIGHTS,
+    "Events": TELEMETRY,
+}
+RECORDS = {
+    name: cls
+    for module in (records, messages)
+    for name, cls in vars(module).items()
+    if isinstance(cls, type)
+    and issubclass(cls, records.Record)
+    and not issubclass(cls, Message)
+    and cls not in (records.Record, Header)
+}
+
+
+def section(title: str, level: int) -> str:
+    """Return the text under a heading, deeper headings included."""
+    marks = "#" * level
+    parts = re.split(rf"^{marks} {re.escape(title)}$", SPEC, flags=re.MULTILINE)
+    assert len(parts) == 2, f"proto/README.md has {len(parts) - 1} headings '{marks} {title}'"
+    return re.split(rf"^#{{1,{level}}} ", parts[1], maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def rows(text: str) -> list[list[str]]:
+    """Return the cells of the first table in `text`, without its two heading lines."""
+    table = re.search(r"(?:^\|.*\n)+", text, flags=re.MULTILINE)
+    if table is None:
+        return []
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table[0].splitlines()[2:]
+    ]
+
+
+def headings(title: str) -> list[str]:
+    """Return the third-level headings of a chapter."""
+    return re.findall(r"^### (\w+)$", section(title, 2), flags=re.MULTILINE)
+
+
+def spell(kind: introspect.Type) -> str:
+    """Write a type the way that the spec does."""
+    match kind:
+        case introspect.ListType():
+            return f"list of {spell(kind.item_type)}"
+        case introspect.DictType():
+            assert isinstance(kind.key_type, introspect.StrType)
+            return f"map of {spell(kind.value_type)}"
+        case introspect.TupleType():
+            return f"({', '.join(map(spell, kind.item_types))})"
+        case introspect.UnionType():
+            return " or ".join(map(spell, kind.types))
+        case introspect.LiteralType():
+            for name, values in ENUMERATIONS.items():
+                if set(values) == set(kind.values):
+                    return name
+            return " or ".join(json.dumps(value) for value in kind.values)
+        case introspect.StructType():
+            return kind.cls.__name__
+        case introspect.BytesType():
+            return "bin"
+        case introspect.NoneType():
+            return "nil"
+        case _:
+            return type(kind).__name__.removesuffix("Type").lower()
+
+
+def spell_default(field: introspect.Field) -> str:
+    """Write a default the way that the spec does."""
+    if field.required:
+        return "required"
+    value: Any = field.default
+    if value is msgspec.NODEFAULT:
+        value = field.default_factory()
+    if value is None:
+        return "nil"
+    return "{}" if isinstance(value, msgspec.Struct) else json.dumps(value)
+
+
+def fields_of(cls: type[records.Record]) -> list[list[str]]:
+    """Return name, type and default of every field, as the spec writes them."""
+    info = introspect.type_info(cls)
+    assert isinstance(info, introspect.StructType)
+    return [
+        [f"`{field.encode_name}`", spell(field.type), spell_default(field)] for field in info.fields
+    ]
+
+
+def test_version() -> None:
+    title = SPEC.splitlines()[0]
+    assert title == f"# Umbra wire protocol, version {PROTOCOL_MAJOR}.{PROTOCOL_MINOR}"
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_a_chapter_has_the_messages_of_its_socket(chapter: str) -> None:
+    assert headings(chapter) == [cls.__name__ for cls in CHAPTERS[chapter]]
+
+
+def test_every_message_class_is_known_by_its_name() -> None:
+    defined = {
+        cls
+        for cls in vars(messages).values()
+        if isinstance(cls, type) and issubclass(cls, Message) and cls is not Message
+    }
+    assert {TYPES[cls.__name__] for cls in defined} == defined
+    assert sum(len(group) for group in CHAPTERS.values()) == len(TYPES) == len(defined)
+
+
+def test_every_record_has_a_section() -> None:
+    assert sorted(headings("Records")) == sorted(RECORDS)
+
+
+@pytest.mark.parametrize("cls", [Header, *TYPES.values(), *RECORDS.values()])
+def test_fields(cls: type[records.Record]) -> None:
+    text = section(cls.__name__, 3)
+    assert [row[:3] for row in rows(text)] == fields_of(cls)
+    assert all(row[3] for row in rows(text)), "a field has no meaning"
+    assert text.strip().splitlines()[0][0] not in "|N", "a section says first what it is about"
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_the_answers_it_names_are_messages(name: str) -> None:
+    for answer in re.findall(r"Answer: `(\w+)`", section(name, 3)):
+        assert answer in TYPES
+
+
+@pytest.mark.parametrize("name", ENUMERATIONS)
+def test_enumerations(name: str) -> None:
+    line = re.search(rf"^{name}: (.*)\.$", SPEC, flags=re.MULTILINE)
+    assert line is not None
+    assert line[1] == ", ".join(f"`{value}`" for value in ENUMERATIONS[name])
+
+
+def test_limits() -> None:
+    stated = {row[0].strip("`"): int(row[1]) for row in rows(section("Limits", 3))}
+    assert stated == asdict(DEFAULT_LIMITS)
+
+
+def test_socket_options() -> None:
+    text = " ".join(section("Sockets", 2).split())
+    assert f"`LINGER` {sockets.LINGER_MS} ms" in text
+    assert f"every {sockets.HEARTBEAT_INTERVAL_MS} ms" in text
+    assert f"timeout of {sockets.HEARTBEAT_TIMEOUT_MS} ms" in text
+    assert f"after {sockets.RECONNECT_MS} to {sockets.RECONNECT_MAX_MS} ms" in text
+    hwm = {row[0]: int(row[4]) for row in rows(section("Sockets", 2))}
+    assert {hwm[name] for name in ("control", "data", "weights")} == {sockets.HWM_MESSAGES}
+    assert {hwm[name] for name in ("events in", "events out")} == {sockets.TELEMETRY_HWM_MESSAGES}
+
+
+def test_exit_codes() -> None:
+    table = rows(section("Errors and exit codes", 2))
+    stated = {row[1].strip("`"): int(row[0]) for row in table if row[1]}
+    assert stated == {
+        name: cls.exit_code
+        for name, cls in vars(errors).items()
+        if isinstance(cls, type) and issubclass(cls, errors.UmbraError)
+    }
+
+
+def codes_in(tree: ast.AST) -> set[str]:
+    """Return the codes that a file gives to Nacks and to the errors that become one."""
+    refusals = {"Nack", "WireError", "RejectedError", "_nack"}
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
+        given = [word.value for word in node.keywords if word.arg == "code"]
+        if name == "_nack":
+            given += node.args[1:2]
+        for value in given:
+            if name in refusals and isinstance(value, ast.Constant):
+                found.add(str(value.value))
+    return found
+
+
+def test_nack_codes() -> None:
+    stated = [row[0].strip("`") for row in rows(section("Nack codes", 2))]
+    assert len(stated) == len(set(stated))
+    used = {"malformed", "too_large", "rejected"}  # the defaults in errors.py
+    for folder in ("proto", "services"):
+        for path in (ROOT / folder).rglob("*.py"):
+            used |= codes_in(ast.parse(path.read_text(encoding="utf-8")))
+    # These two are made with an f-string out of the role.
+    assert set(stated) - {"duplicate_trainer", "duplicate_weight_hub"} == used
