@@ -1,4 +1,4 @@
-"""Whatever happens, in whatever order: no slot is written while it is read, and everyone gets there."""
+"""Whatever happens, in any order: no slot is written while it is read, and everyone gets there."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Model:
 class PushMachine(RuleBasedStateMachine):
     """Trainer and receivers that do anything; a network that keeps the order per receiver."""
 
-    @initialize(slots=st.integers(2, 4))
-    def start(self, slots: int) -> None:
+    @initialize(slots=st.integers(2, 4), early=st.booleans())
+    def start(self, slots: int, early: bool) -> None:
         self.hub = PushProtocol(slots, DEADLINE_S)
         self.slots = slots
         self.now = 0.0
@@ -49,6 +49,10 @@ class PushMachine(RuleBasedStateMachine):
         self.publications = 0
         self.reading: dict[str, tuple[int, int]] = {}  # receiver -> epoch and slot
         self.receivers = {name: Model(Peer(name, "0")) for name in NAMES}
+        if not early:
+            self.register(restart=False, change=1)
+        for name in NAMES:
+            self.subscribe(name, restart=False)
 
     # -- what the hub asks for --------------------------------------------------------------------
 
@@ -129,6 +133,13 @@ class PushMachine(RuleBasedStateMachine):
         message = Publish(version=version, slot=slot, checksums=[], snapshot_s=0.0)
         self.apply(self.hub.publish(0, self.trainer, message, self.now))
 
+    @precondition(lambda self: self.registered)
+    @rule()
+    def new_version(self) -> None:
+        self.acquire()
+        if self.granted is not None:
+            self.publish()
+
     @rule(version=st.integers(0, 3), slot=st.integers(0, 3))
     def zombie_publishes(self, version: int, slot: int) -> None:
         message = Publish(version=version, slot=slot, checksums=[], snapshot_s=0.0)
@@ -151,12 +162,13 @@ class PushMachine(RuleBasedStateMachine):
         self.tickets += 1
         self.apply(self.hub.subscribe(self.tickets, model.peer, self.now))
 
-    @rule(name=st.sampled_from(NAMES), fails=st.integers(0, 4))
-    def act(self, name: str, fails: int) -> None:
-        """The receiver handles its next message, and fails sometimes."""
+    @rule(name=st.sampled_from(NAMES), fails=st.lists(st.booleans(), min_size=1, max_size=4))
+    def act(self, name: str, fails: list[bool]) -> None:
+        """The receiver handles its next messages, and fails sometimes."""
         model = self.receivers[name]
-        if model.alive and model.inbox:
-            self.answer(model, model.inbox.pop(0), "broken" if fails == 0 else "")
+        for broken in fails:
+            if model.alive and model.inbox:
+                self.answer(model, model.inbox.pop(0), "broken" if broken else "")
 
     def answer(self, model: Model, message: Prepare | Commit | Abort, error: str) -> None:
         name, epoch = model.peer.name, message.epoch
