@@ -3,6 +3,7 @@
 import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 # Before anything imports a library that would look for a hub: tests never use the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -12,6 +13,16 @@ import pytest
 import zmq
 
 TERM_DEADLINE_S = 5.0
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory with a small random model and its character tokenizer; don't change it."""
+    from umbra.services.trainer.make_model import make_model
+
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    make_model(path)
+    return path
 
 
 @pytest.fixture

@@ -54,7 +54,7 @@ class BufferClient:
         self._channel = channel
         self._wake = wake
         self._clock = clock
-        self._open: list[tuple[Future[Message], Callable[[Future[Message]], None]]] = []
+        self._open: list[tuple[Future[Message], Callable[[Future[Message]], object]]] = []
         self._tasks: list[SampleTask] = []
         self._lost: list[Lease] = []
         self._undelivered: dict[str, int] = {}  # sample -> attempt, until the buffer has stored it
@@ -165,7 +165,7 @@ class BufferClient:
     def _send(
         self,
         body: Message,
-        handle: Callable[[Future[Message]], None],
+        handle: Callable[[Future[Message]], object],
         timeout_s: float = ANSWER_S,
     ) -> None:
         future = self._channel.request(

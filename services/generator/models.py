@@ -43,7 +43,7 @@ def load_model(
     directory = check_model_dir(path, source)
     transformers_logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             directory,
             local_files_only=True,
             trust_remote_code=False,

@@ -129,12 +129,11 @@ class Rollout:
 
     def request(self) -> EngineRequest:
         """What the engine has to generate now (phase GENERATE)."""
-        said = len(self._tokens.ids) - self._turn_start
         return EngineRequest(
             request_id=self.task.sample_id,
             prompt_ids=[*self._prompt, *self._tokens.ids],
             sampling=self._settings.sampling,
-            max_tokens=self._settings.sampling.max_tokens - said,
+            max_tokens=self._room(),
         )
 
     def generated(self, output: EngineOutput) -> None:
@@ -154,9 +153,8 @@ class Rollout:
             SampleError: a result of the wrong type.
         """
         if not isinstance(result, StepResult):
-            raise SampleError(
-                f"the environment's step returned {type(result).__name__}, no StepResult"
-            )
+            kind = type(result).__name__
+            raise SampleError(f"the environment's step returned {kind} instead of a StepResult")
         self._turns += 1
         self._reward += result.reward
         for part, value in result.reward_parts.items():

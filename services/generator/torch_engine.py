@@ -141,6 +141,7 @@ class TorchEngine:
             )
         return []
 
+    @torch.inference_mode()
     def abort(self, request_ids: Iterable[str] | None = None) -> list[EngineOutput]:
         """End these requests (None: all) now; returns what there is of them."""
         wanted = None if request_ids is None else set(request_ids)

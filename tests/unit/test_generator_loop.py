@@ -1,0 +1,381 @@
+"""The generator's loop with a fake buffer, receiver and engine: leases, weights, drain."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import pytest
+from fakes.engine import ScriptedEngine
+
+from umbra.proto.errors import DeadlineError, RejectedError, UmbraError, UsageError
+from umbra.proto.messages import (
+    LeaseSamples,
+    Message,
+    Ok,
+    RenewAck,
+    RenewLeases,
+    ReturnSamples,
+    SampleLeases,
+    SubmitAck,
+    SubmitTrajectories,
+)
+from umbra.proto.records import Manifest, SampleTask, Sampling, TensorEntry
+from umbra.services.generator.buffer_client import BufferClient
+from umbra.services.generator.chat import Chat
+from umbra.services.generator.environment_pool import EnvironmentPool
+from umbra.services.generator.environments import ExactMatch
+from umbra.services.generator.loop import GeneratorLoop
+from umbra.services.generator.models import load_tokenizer
+from umbra.services.generator.rollout import RolloutSettings
+from umbra.services.generator.runner import RolloutRunner
+from umbra.services.runtime.metrics import MetricsFile
+
+STOP = 3
+LEASE_S = 30.0
+
+
+class FakeChannel:
+    """Keeps requests; the test answers them."""
+
+    def __init__(self) -> None:
+        self.open: list[tuple[Message, Future[Message]]] = []
+
+    def request(
+        self,
+        body: Message,
+        *,
+        timeout_s: float,
+        on_done: Callable[[Future[Message]], None] | None = None,
+    ) -> Future[Message]:
+        assert timeout_s > 0
+        future: Future[Message] = Future()
+        if on_done is not None:
+            future.add_done_callback(on_done)
+        self.open.append((body, future))
+        return future
+
+    def answer(self, kind: type[Message], reply: Message | Exception) -> Any:
+        """Answer the oldest open request of this kind, and return it."""
+        index = next(i for i, (body, _) in enumerate(self.open) if isinstance(body, kind))
+        body, future = self.open.pop(index)
+        if isinstance(reply, Exception):
+            future.set_exception(reply)
+        else:
+            future.set_result(reply)
+        return body
+
+    def asked(self, kind: type[Message]) -> list[Any]:
+        return [body for body, _ in self.open if isinstance(body, kind)]
+
+
+@dataclass
+class FakeSession:
+    stopping: threading.Event = field(default_factory=threading.Event)
+    stop_reason: str = "asked to"
+    failure: UmbraError | None = None
+    activities: list[str] = field(default_factory=list)
+    figures: dict[str, float] = field(default_factory=dict)
+    events: list[str] = field(default_factory=list)
+
+    def progress(self, activity: str, count: int = 1) -> None:
+        del count
+        self.activities.append(activity)
+
+    def stats(self, **values: float) -> None:
+        self.figures |= values
+
+    def emit(self, kind: str, **_fields: Any) -> None:
+        self.events.append(kind)
+
+
+@dataclass
+class FakeStaged:
+    version: int
+    manifest: Manifest
+    data: memoryview
+
+
+@dataclass
+class FakeReceiver:
+    staged: FakeStaged | None = None
+    answers: list[tuple[int, str]] = field(default_factory=list)
+
+    def poll(self) -> FakeStaged | None:
+        staged, self.staged = self.staged, None
+        return staged
+
+    def committed(self, staged: FakeStaged, commit_s: float, error: str = "") -> None:
+        assert commit_s >= 0
+        self.answers.append((staged.version, error))
+
+
+def version(number: int) -> FakeStaged:
+    entry = TensorEntry(name="w", dtype="F32", shape=[2], offset=0, nbytes=8)
+    manifest = Manifest(tensors=[entry], buckets=[(0, 8)], total_bytes=8, digest="d")
+    return FakeStaged(number, manifest, memoryview(bytearray(8)))
+
+
+@dataclass
+class Bench:
+    """A loop with everything around it."""
+
+    channel: FakeChannel
+    session: FakeSession
+    receiver: FakeReceiver
+    engine: ScriptedEngine
+    loop: GeneratorLoop
+    metrics: Path
+    now: list[float]
+
+    def turns(self, count: int) -> None:
+        for _ in range(count):
+            self.now[0] += 0.01
+            self.loop.turn()
+
+    def lease(self, *names: str, attempt: int = 1) -> LeaseSamples:
+        row = {"prompt": "1", "answer": "1"}
+        tasks = [
+            SampleTask(
+                sample_id=n, group_id=n, prompt_id=n, attempt=attempt, row=row, lease_s=LEASE_S
+            )
+            for n in names
+        ]
+        return self.channel.answer(LeaseSamples, SampleLeases(tasks=tasks))
+
+    def spans(self, name: str) -> list[dict[str, Any]]:
+        lines = self.metrics.read_bytes().splitlines()
+        rows = [msgspec.json.decode(line) for line in lines]
+        return [row for row in rows if row["kind"] == "span" and row["name"] == name]
+
+
+@pytest.fixture
+def bench(tmp_path: Path, tiny_model_dir: Path) -> Iterator[Bench]:
+    tokenizer = load_tokenizer(tiny_model_dir)
+    one = tokenizer("1", add_special_tokens=False)["input_ids"]
+    # Says "1", ten times, then ends.
+    engine = ScriptedEngine(lambda ids: one if len(ids) < 13 else [STOP], version=-1, slots=4)
+    channel, session, receiver, now = FakeChannel(), FakeSession(), FakeReceiver(), [1000.0]
+    wake = threading.Event()
+    pool = EnvironmentPool(timeout_s=10, wake=wake.set)
+    metrics = MetricsFile(tmp_path / "metrics.jsonl", "generator")
+    settings = RolloutSettings(
+        Chat(tokenizer, {STOP}), Sampling(max_tokens=32), 256, clock=lambda: now[0]
+    )
+    loop = GeneratorLoop(
+        session=cast(Any, session),
+        receiver=cast(Any, receiver),
+        buffer=BufferClient(cast(Any, channel), wake, clock=lambda: now[0]),
+        engine=engine,
+        runner=RolloutRunner(engine, pool, ExactMatch, settings),
+        metrics=metrics,
+        kv_policy="keep",
+        prefetch=2,
+        wake=wake,
+        clock=lambda: now[0],
+    )
+    yield Bench(channel, session, receiver, engine, loop, tmp_path / "metrics.jsonl", now)
+    pool.close()
+    metrics.close()
+
+
+def serve(bench: Bench) -> None:
+    bench.receiver.staged = version(0)
+    bench.turns(1)
+
+
+def test_nothing_is_leased_before_there_are_weights(bench: Bench) -> None:
+    bench.turns(3)
+    assert not bench.channel.open
+    assert bench.session.activities[-1] == "waiting for weights"
+    serve(bench)
+    assert bench.receiver.answers == [(0, "")]
+    assert [load[:2] for load in bench.engine.loads] == [(0, "keep")]
+    (asked,) = bench.channel.asked(LeaseSamples)
+    assert (asked.capacity, asked.version) == (6, 0)
+    assert bench.session.activities[-1] == "waiting for samples"
+
+
+def test_samples_become_trajectories(bench: Bench) -> None:
+    serve(bench)
+    bench.lease("a", "b")
+    bench.turns(2)
+    (asked,) = bench.channel.asked(LeaseSamples)
+    assert asked.capacity == 4
+    bench.turns(12)
+    (submitted,) = bench.channel.asked(SubmitTrajectories)
+    assert [t.sample_id for t in submitted.trajectories] == ["a", "b"]
+    assert {t.response_tokens for t in submitted.trajectories} == {11}
+
+
+def test_one_question_at_a_time_but_a_new_one_for_new_weights(bench: Bench) -> None:
+    serve(bench)
+    bench.turns(3)
+    assert len(bench.channel.asked(LeaseSamples)) == 1
+    bench.receiver.staged = version(1)
+    bench.turns(3)
+    assert [q.version for q in bench.channel.asked(LeaseSamples)] == [0, 1]
+
+
+def test_leases_are_renewed_until_the_buffer_has_the_result(bench: Bench) -> None:
+    serve(bench)
+    bench.lease("a", attempt=4)
+    bench.turns(2)
+    assert not bench.channel.asked(RenewLeases)
+    bench.now[0] += LEASE_S / 3
+    bench.turns(1)
+    assert bench.channel.answer(RenewLeases, RenewAck(lost=[])).leases == [("a", 4)]
+    bench.turns(15)
+    assert bench.channel.asked(SubmitTrajectories)
+    bench.now[0] += LEASE_S / 3
+    bench.turns(1)
+    assert bench.channel.answer(RenewLeases, RenewAck(lost=[])).leases == [("a", 4)]
+    bench.channel.answer(SubmitTrajectories, SubmitAck(accepted=1))
+    bench.now[0] += LEASE_S / 3
+    bench.turns(2)
+    assert not bench.channel.asked(RenewLeases)
+
+
+def test_a_lost_lease_is_given_up(bench: Bench) -> None:
+    serve(bench)
+    bench.lease("a", "b")
+    bench.turns(2)
+    bench.now[0] += LEASE_S
+    bench.turns(1)
+    bench.channel.answer(RenewLeases, RenewAck(lost=["a"]))
+    bench.turns(15)
+    (submitted,) = bench.channel.asked(SubmitTrajectories)
+    assert [t.sample_id for t in submitted.trajectories] == ["b"]
+
+
+def test_a_lease_lost_and_won_again_is_kept(bench: Bench) -> None:
+    """Scenario: the sample returns under a newer attempt before the loss of the old one is read."""
+    serve(bench)
+    bench.lease("a")
+    bench.turns(2)
+    bench.now[0] += LEASE_S
+    bench.turns(1)
+    bench.lease("a", attempt=2)
+    bench.channel.answer(RenewLeases, RenewAck(lost=["a"]))
+    bench.turns(15)
+    (submitted,) = bench.channel.asked(SubmitTrajectories)
+    assert [(t.sample_id, t.attempt) for t in submitted.trajectories] == [("a", 2)]
+
+
+def test_unanswered_questions_for_work_are_repeated(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    serve(bench)
+    with caplog.at_level(logging.WARNING):
+        bench.channel.answer(LeaseSamples, DeadlineError("no answer from buffer"))
+        bench.turns(2)
+    assert "no answer from buffer" in caplog.text
+    assert len(bench.channel.asked(LeaseSamples)) == 1
+
+
+def test_a_refusal_ends_the_loop(bench: Bench) -> None:
+    serve(bench)
+    bench.channel.answer(LeaseSamples, RejectedError("not a member", code="unknown_member"))
+    with pytest.raises(RejectedError, match="not a member"):
+        bench.turns(1)
+
+
+def test_weights_change_under_way(bench: Bench) -> None:
+    serve(bench)
+    bench.lease("a")
+    bench.turns(5)
+    bench.receiver.staged = version(1)
+    bench.turns(12)
+    (submitted,) = bench.channel.asked(SubmitTrajectories)
+    spans = submitted.trajectories[0].spans
+    assert [span.version for span in spans] == [0, 1]
+    assert [row["version"] for row in bench.spans("load_weights")] == [0, 1]
+
+
+def test_weights_that_do_not_fit_are_reported_and_end_the_loop(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> Any:
+        raise UsageError("the weights do not fit")
+
+    monkeypatch.setattr(bench.engine, "load_weights", refuse)
+    bench.receiver.staged = version(0)
+    with pytest.raises(UsageError):
+        bench.turns(1)
+    assert bench.receiver.answers == [(0, "the weights do not fit")]
+
+
+def test_a_failed_sample_is_returned_with_its_reason(bench: Bench) -> None:
+    serve(bench)
+    task = SampleTask(
+        sample_id="a", group_id="g", prompt_id="p", attempt=1, row={}, lease_s=LEASE_S
+    )
+    bench.channel.answer(LeaseSamples, SampleLeases(tasks=[task]))
+    bench.turns(2)
+    (returned,) = bench.channel.answer(ReturnSamples, Ok()).samples
+    assert returned.failed
+    assert "sample a: " in returned.reason
+    assert "sample_failed" in bench.session.events
+
+
+def test_drain_hands_back_partials_and_what_comes_late(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve(bench)
+    bench.lease("a", "b")
+    bench.turns(4)
+    late = SampleTask(
+        sample_id="late", group_id="g", prompt_id="p", attempt=1, row={}, lease_s=LEASE_S
+    )
+    returned: list[Any] = []
+
+    def buffer(timeout: float | None = None) -> bool:
+        """Stands for the buffer's thread: answers whatever is open."""
+        del timeout
+        while bench.channel.open:
+            body, _ = bench.channel.open[0]
+            if isinstance(body, ReturnSamples):
+                returned.extend(bench.channel.answer(ReturnSamples, Ok()).samples)
+            else:
+                bench.channel.answer(type(body), SampleLeases(tasks=[late]))
+        return True
+
+    monkeypatch.setattr(bench.loop._wake, "wait", buffer)
+    bench.session.stopping.set()
+    bench.loop.run()
+    assert [(r.sample_id, r.reason, r.failed) for r in returned] == [
+        ("a", "asked to", False),
+        ("b", "asked to", False),
+        ("late", "asked to", False),
+    ]
+    assert [r.partial.response_tokens for r in returned[:2]] == [4, 4]
+    assert returned[2].partial is None
+    assert not bench.engine.busy
+
+
+def test_a_failed_session_ends_the_loop_without_a_drain(bench: Bench) -> None:
+    bench.session.failure = DeadlineError("the broker is silent")
+    bench.session.stopping.set()
+    bench.loop.run()
+    assert not bench.channel.open
+
+
+def test_spans_and_figures_show_what_the_loop_does(bench: Bench) -> None:
+    bench.turns(5)
+    serve(bench)
+    bench.turns(5)
+    bench.lease("a")
+    bench.turns(20)
+    bench.now[0] += 1.0
+    bench.turns(1)
+    reasons = [row["reason"] for row in bench.spans("idle")]
+    assert reasons[:2] == ["weights", "work"]
+    (decode,) = bench.spans("decode")
+    assert decode["tokens"] == 11
+    assert decode["start"] < decode["end"]
+    assert bench.session.figures["finished"] == 1
+    assert bench.session.figures["version"] == 0

@@ -1,0 +1,400 @@
+"""Rollouts through a scripted engine and through the real one: tokens, masks, spans, partials."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from fakes.engine import ScriptedEngine, output
+
+from umbra.proto.records import (
+    SampleTask,
+    Sampling,
+    Trajectory,
+    VersionSpan,
+    unpack_float32,
+    unpack_int32,
+)
+from umbra.services.generator.chat import Chat
+from umbra.services.generator.environment_pool import EnvironmentPool
+from umbra.services.generator.environments import Environment, ExactMatch, Guess, StepResult
+from umbra.services.generator.models import load_model, load_tokenizer
+from umbra.services.generator.rollout import Phase, Rollout, RolloutSettings
+from umbra.services.generator.runner import RolloutRunner
+from umbra.services.generator.torch_engine import TorchEngine
+
+STOP = 3
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model_dir: Path) -> Any:
+    return load_tokenizer(tiny_model_dir)
+
+
+@pytest.fixture
+def chat(tokenizer: Any) -> Chat:
+    return Chat(tokenizer, {STOP})
+
+
+@pytest.fixture
+def pool() -> Iterator[EnvironmentPool]:
+    pool = EnvironmentPool(timeout_s=10.0)
+    yield pool
+    pool.close()
+
+
+def sample(row: dict[str, Any], *, attempt: int = 1, partial: Any = None) -> SampleTask:
+    return SampleTask(
+        sample_id="s",
+        group_id="g",
+        prompt_id="p",
+        attempt=attempt,
+        row=row,
+        lease_s=30.0,
+        partial=partial,
+    )
+
+
+def settings(chat: Chat, **changes: Any) -> RolloutSettings:
+    values = {"sampling": Sampling(max_tokens=8), "max_context": 64, "clock": lambda: 5.0}
+    return RolloutSettings(chat=chat, **{**values, **changes})
+
+
+def says(tokenizer: Any, *turns: str) -> Callable[[Sequence[int]], list[int]]:
+    """A script: after n end tokens, say turn n."""
+    prefix = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in turns]
+    assistant = tokenizer.convert_tokens_to_ids("<|assistant|>")
+
+    def script(ids: Sequence[int]) -> list[int]:
+        turn = prefix[list(ids).count(STOP)]
+        said = len(ids) - 1 - max(i for i, token in enumerate(ids) if token == assistant)
+        return [*turn, STOP][said:]
+
+    return script
+
+
+def finish(runner: RolloutRunner, turns: int = 1000) -> list[Trajectory]:
+    done: list[Trajectory] = []
+    for _ in range(turns):
+        runner.poll(0.0)
+        finished, failed = runner.results()
+        assert not failed, failed[0].reason
+        done += finished
+        if not runner.active:
+            return done
+    raise AssertionError("rollouts do not end")
+
+
+def test_one_turn(chat: Chat, tokenizer: Any, pool: EnvironmentPool) -> None:
+    engine = ScriptedEngine(says(tokenizer, "123"), version=7)
+    runner = RolloutRunner(engine, pool, ExactMatch, settings(chat, generator="gen"))
+    runner.add([sample({"prompt": "312", "answer": "123"})])
+    (trajectory,) = finish(runner)
+    assert tokenizer.decode(unpack_int32(trajectory.prompt_ids)) == "<|user|>312<|assistant|>"
+    assert tokenizer.decode(unpack_int32(trajectory.response_ids)) == "123<|end|>"
+    assert trajectory.loss_mask == b"\x01\x01\x01\x01"
+    assert trajectory.spans == [VersionSpan(version=7, start=0, end=4)]
+    assert (trajectory.reward, trajectory.turns, trajectory.finish_reason) == (1.0, 1, "stop")
+    assert (trajectory.generator, trajectory.attempt) == ("gen", 1)
+
+
+def test_turns_of_the_environment_are_masked(
+    chat: Chat, tokenizer: Any, pool: EnvironmentPool
+) -> None:
+    engine = ScriptedEngine(says(tokenizer, "2", "77", "6"), version=1)
+    runner = RolloutRunner(engine, pool, Guess, settings(chat))
+    runner.add([sample({"prompt": "g", "answer": "6"})])
+    for _ in range(3):
+        runner.poll(0.0)
+    engine.version = 2
+    (trajectory,) = finish(runner)
+    ids = unpack_int32(trajectory.response_ids)
+    text = "2<|end|><|user|>><|assistant|>77<|end|><|user|>?<|assistant|>6<|end|>"
+    assert tokenizer.decode(ids) == text
+    assert list(trajectory.loss_mask) == [1, 1, 0, 0, 0, 1, 1, 1, 0, 0, 0, 1, 1]
+    logprobs = unpack_float32(trajectory.logprobs)
+    assert logprobs == [0, -1, 0, 0, 0, 0, -1, -2, 0, 0, 0, 0, -1]
+    assert (trajectory.reward, trajectory.turns, trajectory.finish_reason) == (1.0, 3, "stop")
+    # What the environment said counts to the tokens before it.
+    assert [(s.version, s.start) for s in trajectory.spans] == [(1, 0), (2, 6)]
+    assert trajectory.spans[-1].end == len(ids)
+
+
+def test_concatenated_turns_are_what_the_template_writes(chat: Chat, tokenizer: Any) -> None:
+    history = [
+        {"role": "user", "content": "g"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": ">"},
+    ]
+    whole = chat.prompt_ids(history)
+    first = chat.prompt_ids(history[:1])
+    said = [*tokenizer("2", add_special_tokens=False)["input_ids"], STOP]
+    assert [*first, *said, *chat.turn_ids(history[2:], STOP)] == whole
+
+
+def test_turns_run_out(chat: Chat, tokenizer: Any, pool: EnvironmentPool) -> None:
+    engine = ScriptedEngine(says(tokenizer, *"1234"))
+    runner = RolloutRunner(engine, pool, Guess, settings(chat))
+    runner.add([sample({"prompt": "g", "answer": "6"})])
+    (trajectory,) = finish(runner)
+    assert (trajectory.reward, trajectory.turns, trajectory.finish_reason) == (0.0, 4, "turns")
+
+
+@pytest.mark.parametrize(("most", "context"), [(3, 64), (8, 6)])
+def test_a_turn_without_its_end_ends_the_sample(
+    chat: Chat, tokenizer: Any, pool: EnvironmentPool, most: int, context: int
+) -> None:
+    engine = ScriptedEngine(says(tokenizer, "123456"), max_context=context)
+    limits = settings(chat, sampling=Sampling(max_tokens=most), max_context=context)
+    runner = RolloutRunner(engine, pool, Guess, limits)
+    runner.add([sample({"prompt": "g", "answer": "6"})])
+    (trajectory,) = finish(runner)
+    assert trajectory.finish_reason == "length"
+    assert trajectory.response_tokens == 3
+    assert all(trajectory.loss_mask)
+
+
+def test_a_prompt_without_room_for_an_answer_fails(chat: Chat, pool: EnvironmentPool) -> None:
+    engine = ScriptedEngine(lambda _: [STOP])
+    runner = RolloutRunner(engine, pool, ExactMatch, settings(chat, max_context=10))
+    runner.add([sample({"prompt": "0123456789", "answer": ""})])
+    runner.poll(0.0)
+    finished, (failed,) = runner.results()
+    assert not finished
+    assert failed.failed
+    assert "sample s: prompt p has 12 tokens" in failed.reason
+    assert "generator.max_context = 10" in failed.reason
+    assert not runner.active
+
+
+class Faulty(ExactMatch):
+    """Raises, or returns something else, as its row says."""
+
+    def step(self, response: str) -> StepResult:
+        what = self._row["answer"]
+        if what == "raise":
+            raise KeyError("gold")
+        if what == "silent":
+            return StepResult(done=False)
+        return what
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("raise", "sample s: Faulty.step raised KeyError: 'gold'"),
+        ("silent", "sample s: the environment is not done, but has no messages to go on from"),
+        ("text", "sample s: the environment's step returned str instead of a StepResult"),
+    ],
+)
+def test_a_faulty_environment_fails_its_sample(
+    chat: Chat, pool: EnvironmentPool, what: str, reason: str
+) -> None:
+    runner = RolloutRunner(ScriptedEngine(lambda _: [STOP]), pool, Faulty, settings(chat))
+    runner.add([sample({"prompt": "1", "answer": what})])
+    for _ in range(3):
+        runner.poll(0.0)
+    _, (failed,) = runner.results()
+    assert (failed.failed, failed.reason) == (True, reason)
+
+
+def test_model_tokens_are_never_tokenised_again(pool: EnvironmentPool) -> None:
+    """A tokenizer in which "a" + "a" and "aa" are the same text, but not the same tokens."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {"<e>": 3, "a": 4, "aa": 5, "u": 6, ">": 7, "<": 8, "?": 9, "g": 10}
+    bpe = Tokenizer(models.BPE({**vocab, "x": 0, "y": 1, "z": 2}, merges=[("a", "a")]))
+    bpe.decoder = decoders.Fuse()  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<e>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ 'u' if m.role == 'user' }}{{ m.content }}"
+        "{{ '<e>' if m.role == 'assistant' }}{% endfor %}"
+    )
+    said = [4, 4, STOP]
+    text = tokenizer.decode(said[:-1])
+    assert tokenizer(text)["input_ids"] == [5] != said[:-1]
+    engine = ScriptedEngine(lambda ids: [said[len(ids) - 2]] if len(ids) < 5 else [STOP])
+    runner = RolloutRunner(engine, pool, lambda: Guess(tries=2), settings(Chat(tokenizer, {STOP})))
+    runner.add([sample({"prompt": "g", "answer": "6"})])
+    (trajectory,) = finish(runner)
+    assert unpack_int32(trajectory.response_ids) == [4, 4, STOP, 6, 9, STOP]
+    assert engine.requests[1].prompt_ids == [6, 10, 4, 4, STOP, 6, 9]
+
+
+# -- partials -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("polls", range(1, 10))
+def test_a_partial_goes_on_where_it_was_cut_off(
+    chat: Chat, tokenizer: Any, pool: EnvironmentPool, polls: int
+) -> None:
+    """Scenario: drain after any number of steps, resume in another runner. Result: as if whole."""
+    script = says(tokenizer, "11", "", "9", "6")
+    task = sample({"prompt": "g", "answer": "6"})
+    whole = RolloutRunner(ScriptedEngine(script), pool, Guess, settings(chat))
+    whole.add([task])
+    (expected,) = finish(whole)
+    first = RolloutRunner(ScriptedEngine(script), pool, Guess, settings(chat))
+    first.add([task])
+    for _ in range(polls):
+        first.poll(0.0)
+    returned = first.drain("drained")
+    finished, _ = first.results()
+    assert len(returned) + len(finished) == 1
+    if finished:
+        return
+    assert (returned[0].reason, returned[0].failed) == ("drained", False)
+    partial = returned[0].partial
+    assert partial is None or partial.finish_reason == "partial"
+    second = RolloutRunner(ScriptedEngine(script, version=1), pool, Guess, settings(chat))
+    second.add([sample(task.row, attempt=2, partial=partial)])
+    (resumed,) = finish(second)
+    for name in ("prompt_ids", "response_ids", "loss_mask", "reward", "turns", "finish_reason"):
+        assert getattr(resumed, name) == getattr(expected, name), name
+    assert resumed.attempt == 2
+    covered = [index for span in resumed.spans for index in range(span.start, span.end)]
+    assert covered == list(range(resumed.response_tokens))
+    assert [span.version for span in resumed.spans] in ([0, 1], [1], [0])
+
+
+class Moody(Guess):
+    """An environment with chance in it: it never gives the hint of last time."""
+
+    hints = 0
+
+    def step(self, response: str) -> StepResult:
+        result = super().step(response)
+        Moody.hints += 1
+        messages = [{"role": "user", "content": str(Moody.hints)} for _ in result.messages]
+        return StepResult(reward=result.reward, done=result.done, messages=messages)
+
+
+def test_a_partial_that_cannot_be_replayed_starts_anew(
+    chat: Chat, tokenizer: Any, pool: EnvironmentPool
+) -> None:
+    script = says(tokenizer, "1", "2", "6")
+    first = RolloutRunner(ScriptedEngine(script), pool, Moody, settings(chat))
+    first.add([sample({"prompt": "g", "answer": "6"})])
+    for _ in range(4):
+        first.poll(0.0)
+    (returned,) = first.drain("drained")
+    assert returned.partial is not None
+    engine = ScriptedEngine(script, version=5)
+    second = RolloutRunner(engine, pool, Moody, settings(chat))
+    second.add([sample({"prompt": "g", "answer": "6"}, attempt=2, partial=returned.partial)])
+    (trajectory,) = finish(second)
+    assert trajectory.spans == [VersionSpan(version=5, start=0, end=trajectory.response_tokens)]
+    assert (trajectory.reward, trajectory.turns) == (1.0, 3)
+
+
+def test_an_unsound_partial_is_not_used(chat: Chat) -> None:
+    rollout = Rollout(sample({"prompt": "1"}), ExactMatch(), settings(chat))
+    rollout.reset_done([{"role": "user", "content": "1"}])
+    rollout.generated(output("s", [20, 21], [0, 0], "abort"))
+    partial = rollout.partial()
+    assert partial is not None
+    for fault in ({"loss_mask": b"\x00\x01"}, {"logprobs": b""}, {"spans": []}):
+        bad = msgspec.structs.replace(partial, **fault)
+        again = Rollout(sample({"prompt": "1"}, partial=bad), ExactMatch(), settings(chat))
+        again.reset_done([{"role": "user", "content": "1"}])
+        assert len(again.request().prompt_ids) == 3
+
+
+def test_an_aborted_turn_goes_on_with_its_own_tokens(chat: Chat) -> None:
+    rollout = Rollout(sample({"prompt": "1"}), ExactMatch(), settings(chat))
+    rollout.reset_done([{"role": "user", "content": "1"}])
+    rollout.generated(output("s", [20, 21], [0, 0], "abort"))
+    assert rollout.phase is Phase.GENERATE
+    request = rollout.request()
+    assert (list(request.prompt_ids[-2:]), request.max_tokens) == ([20, 21], 6)
+
+
+def test_a_lost_lease_is_dropped_and_its_late_answers_ignored(
+    chat: Chat, tokenizer: Any, pool: EnvironmentPool
+) -> None:
+    engine = ScriptedEngine(says(tokenizer, "1"))
+    runner = RolloutRunner(engine, pool, ExactMatch, settings(chat))
+    runner.add([sample({"prompt": "1", "answer": "1"})])
+    runner.drop([("s", 0)])  # an older attempt: not this one
+    assert runner.leases == [("s", 1)]
+    runner.drop([("s", 1)])
+    assert not runner.active
+    runner.add([sample({"prompt": "1", "answer": "1"}, attempt=2)])
+    (trajectory,) = finish(runner)
+    assert trajectory.attempt == 2
+
+
+# -- with the real engine -------------------------------------------------------------------------
+
+
+class Talk:
+    """Goes on for three turns whatever is said; runs in a thread."""
+
+    def __init__(self) -> None:
+        self.turn = 0
+
+    def reset(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": row["prompt"]}]
+
+    def step(self, response: str) -> StepResult:
+        self.turn += 1
+        if self.turn == 3:
+            return StepResult(reward=1.0)
+        return StepResult(done=False, messages=[{"role": "user", "content": f"more {self.turn}"}])
+
+
+def test_logprobs_of_several_turns_are_those_of_one_forward_pass(
+    tiny_model_dir: Path, chat: Chat, pool: EnvironmentPool
+) -> None:
+    torch.set_num_threads(1)
+    model = load_model(tiny_model_dir, torch.device("cpu"), torch.float32)
+    limits = settings(chat, sampling=Sampling(max_tokens=60), max_context=512)
+    make: Callable[[], Environment] = Talk
+    engine = TorchEngine(model, stop_ids=range(3, 60), slots=4, max_context=512)
+    ending = Chat(chat._tokenizer, range(3, 60))
+    runner = RolloutRunner(
+        engine,
+        pool,
+        make,
+        settings(
+            ending,
+            **{
+                "sampling": limits.sampling,
+                "max_context": 512,
+            },
+        ),
+    )
+    names = [f"s{i}" for i in range(12)]
+    runner.add(
+        [
+            SampleTask(
+                sample_id=n, group_id=n, prompt_id=n, attempt=0, row={"prompt": n}, lease_s=1.0
+            )
+            for n in names
+        ]
+    )
+    done: list[Trajectory] = []
+    until = time.monotonic() + 30
+    while runner.active and time.monotonic() < until:
+        runner.poll(0.0)
+        finished, failed = runner.results()
+        assert not failed
+        done += finished
+    assert {t.sample_id for t in done} == set(names)
+    assert {t.turns for t in done} >= {3}
+    for trajectory in done:
+        prompt, response = (
+            unpack_int32(trajectory.prompt_ids),
+            unpack_int32(trajectory.response_ids),
+        )
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
+        expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(response)[:, None])[:, 0]
+        mask = torch.tensor(list(trajectory.loss_mask)).bool()
+        got = torch.tensor(unpack_float32(trajectory.logprobs))
+        assert torch.allclose(got[mask], expected[mask], atol=1e-4)
+        assert not got[~mask].any()

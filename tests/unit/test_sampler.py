@@ -1,0 +1,71 @@
+"""Sampled frequencies and logprobs against the distribution that was asked for."""
+
+import pytest
+import torch
+
+from umbra.proto.records import Sampling
+from umbra.services.generator.sampler import Sampler
+
+LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -2.0])
+DRAWS = 20_000
+
+
+def draw(sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
+    """Frequencies [V] of many draws, and the logprob [V] reported for each token drawn."""
+    sampler = Sampler(DRAWS, torch.device("cpu"), seed=0)
+    sampler.set(range(DRAWS), [sampling] * DRAWS)
+    tokens, logprobs = sampler.sample(LOGITS.expand(DRAWS, -1), slice(0, DRAWS))
+    reported = torch.full_like(LOGITS, -torch.inf)
+    reported[tokens] = logprobs
+    return torch.bincount(tokens, minlength=len(LOGITS)) / DRAWS, reported
+
+
+@pytest.mark.parametrize(
+    ("sampling", "kept"),
+    [
+        (Sampling(), 6),
+        (Sampling(temperature=0.5), 6),
+        (Sampling(top_k=3), 3),
+        (Sampling(top_k=1), 1),
+        (Sampling(top_k=100), 6),
+        # Softmax: .557 .205 .124 .075 .028 .010
+        (Sampling(top_p=0.5), 1),
+        (Sampling(top_p=0.7), 2),
+        (Sampling(top_p=0.95), 4),
+        (Sampling(min_p=0.3), 2),
+        (Sampling(min_p=1.0), 1),
+        (Sampling(temperature=2.0, top_k=4, top_p=0.8, min_p=0.1), 3),
+    ],
+)
+def test_tokens_follow_the_distribution_that_is_reported(sampling: Sampling, kept: int) -> None:
+    frequencies, reported = draw(sampling)
+    scaled = LOGITS / sampling.temperature
+    scaled[kept:] = -torch.inf
+    expected = torch.softmax(scaled, -1)
+    drawn = frequencies > 0
+    assert drawn.sum() == kept
+    assert torch.allclose(reported[drawn].exp(), expected[drawn], atol=1e-6)
+    assert reported.exp().sum() == pytest.approx(1.0, abs=1e-5)
+    assert torch.allclose(frequencies, expected, atol=0.015)
+
+
+def test_rows_keep_their_own_settings_when_they_move() -> None:
+    sampler = Sampler(4, torch.device("cpu"), seed=0)
+    sampler.set([0, 1, 2, 3], [Sampling(), Sampling(top_k=2), Sampling(), Sampling(temperature=0)])
+    sampler.move([3], [0])
+    logits = LOGITS.expand(2, -1)
+    tokens, logprobs = sampler.sample(logits, slice(0, 2))
+    assert tokens[0] == 0
+    assert logprobs[0] == pytest.approx(torch.log_softmax(LOGITS, -1)[0].item())
+    assert tokens[1] in (0, 1)
+    assert logprobs[1] == pytest.approx(torch.log_softmax(LOGITS[:2], -1)[tokens[1]].item())
+
+
+def test_top_p_keeps_the_token_that_reaches_it_in_any_order() -> None:
+    sampler = Sampler(1, torch.device("cpu"), seed=0)
+    sampler.set([0], [Sampling(top_p=0.6)])
+    order = torch.tensor([5, 3, 0, 1, 4, 2])
+    shuffled = torch.empty_like(LOGITS)
+    shuffled[order] = LOGITS
+    seen = {int(sampler.sample(shuffled[None], [0])[0]) for _ in range(200)}
+    assert seen == {5, 3}

@@ -1,0 +1,257 @@
+"""The slot engine against plain forward passes of the same model."""
+
+import random
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from umbra.proto.errors import UsageError
+from umbra.proto.records import Sampling, VersionSpan
+from umbra.services.generator.engine import EngineOutput, EngineRequest
+from umbra.services.generator.models import load_model
+from umbra.services.generator.torch_engine import TorchEngine
+
+STOP = 3
+CPU = torch.device("cpu")
+PLAIN = Sampling(max_tokens=40)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def model(tiny_model_dir: Path) -> Any:
+    """A model of the test's own: weights are changed in place."""
+    return load_model(tiny_model_dir, CPU, torch.float32)
+
+
+def requests(count: int, *, seed: int = 0, most: int = 40) -> list[EngineRequest]:
+    source = random.Random(seed)
+    return [
+        EngineRequest(
+            f"r{i}",
+            [source.randrange(5, 100) for _ in range(source.randint(1, 30))],
+            PLAIN,
+            source.randint(1, most),
+        )
+        for i in range(count)
+    ]
+
+
+def finish(engine: TorchEngine) -> dict[str, EngineOutput]:
+    outputs: dict[str, EngineOutput] = {}
+    while engine.busy:
+        outputs |= {output.request_id: output for output in engine.poll(0.0)}
+    return outputs
+
+
+@torch.no_grad()
+def reference(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
+    """Logprobs of `tokens` after `prompt` in one forward pass without a cache."""
+    logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+def assert_logprobs(
+    model: Any, asked: Iterable[EngineRequest], got: dict[str, EngineOutput]
+) -> None:
+    for request in asked:
+        output = got[request.request_id]
+        expected = reference(model, request.prompt_ids, output.token_ids)
+        assert torch.allclose(torch.tensor(output.logprobs), expected, atol=1e-4)
+
+
+def changed(model: Any, seed: int) -> dict[str, torch.Tensor]:
+    """Other weights for `model`, by the names of its parameters."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: p.detach() + 0.05 * torch.randn(p.shape, generator=generator)
+        for name, p in model.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("slots", [1, 7, 64])
+def test_logprobs_are_those_of_a_full_forward_pass(model: Any, slots: int) -> None:
+    asked = requests(40)
+    engine = TorchEngine(model, stop_ids={STOP}, slots=slots, max_context=128)
+    engine.submit(asked)
+    outputs = finish(engine)
+    assert len(outputs) == 40
+    assert_logprobs(model, asked, outputs)
+    for request in asked:
+        output = outputs[request.request_id]
+        ended = output.token_ids[-1] == STOP
+        assert output.finish_reason == ("stop" if ended else "length")
+        assert ended or len(output.token_ids) == request.max_tokens
+        assert STOP not in output.token_ids[:-1]
+        assert output.spans == [VersionSpan(version=-1, start=0, end=len(output.token_ids))]
+
+
+def test_requests_that_come_later_take_free_slots(model: Any) -> None:
+    asked = requests(30)
+    engine = TorchEngine(model, stop_ids={STOP}, slots=4, max_context=128)
+    outputs: dict[str, EngineOutput] = {}
+    for request in asked:
+        engine.submit([request])
+        outputs |= {o.request_id: o for o in engine.poll(0.0)}
+        assert engine.live <= 4
+    outputs |= finish(engine)
+    assert_logprobs(model, asked, outputs)
+
+
+def test_context_is_the_limit_and_storage_grows_up_to_it(model: Any) -> None:
+    engine = TorchEngine(model, stop_ids=(), slots=2, max_context=150)
+    request = EngineRequest("long", [7] * 20, PLAIN, 1000)
+    engine.submit([request])
+    outputs = finish(engine)
+    assert len(outputs["long"].token_ids) == 130
+    assert_logprobs(model, [request], outputs)
+
+
+@pytest.mark.parametrize(("prompt", "new"), [([], 1), ([5] * 16, 1), ([5], 0)])
+def test_a_request_that_cannot_fit_is_refused(model: Any, prompt: list[int], new: int) -> None:
+    engine = TorchEngine(model, stop_ids={STOP}, slots=2, max_context=16)
+    with pytest.raises(ValueError, match="do not fit a context of 16"):
+        engine.submit([EngineRequest("bad", prompt, PLAIN, new)])
+
+
+def test_greedy_takes_the_most_likely_token_whatever_the_slots(model: Any) -> None:
+    greedy = Sampling(temperature=0.0)
+    asked = [EngineRequest(r.request_id, r.prompt_ids, greedy, 12) for r in requests(9)]
+    runs = []
+    for slots in (1, 5):
+        engine = TorchEngine(model, stop_ids={STOP}, slots=slots, max_context=64, seed=slots)
+        engine.submit(asked)
+        runs.append({k: o.token_ids for k, o in finish(engine).items()})
+    assert runs[0] == runs[1]
+    first = asked[0]
+    with torch.no_grad():
+        best = model(torch.tensor([first.prompt_ids])).logits[0, -1].argmax()
+    assert runs[0]["r0"][0] == best
+
+
+def test_the_same_seed_gives_the_same_tokens(model: Any) -> None:
+    def tokens(seed: int) -> dict[str, list[int]]:
+        engine = TorchEngine(model, stop_ids={STOP}, slots=8, max_context=128, seed=seed)
+        engine.submit(requests(10))
+        return {k: o.token_ids for k, o in finish(engine).items()}
+
+    assert tokens(1) == tokens(1)
+    assert tokens(1) != tokens(2)
+
+
+# -- weights --------------------------------------------------------------------------------------
+
+
+def start_and_swap(model: Any, policy: Any) -> tuple[list[EngineRequest], TorchEngine, list[int]]:
+    """16 requests of which 8 are live when the weights change; also the steps made before."""
+    asked = [EngineRequest(r.request_id, r.prompt_ids, PLAIN, 20) for r in requests(16)]
+    engine = TorchEngine(model, stop_ids=(), slots=8, max_context=64, version=3)
+    engine.submit(asked)
+    for _ in range(5):
+        assert not engine.poll(0.0)
+    return asked, engine, [6] * 8 + [0] * 8  # the poll that admits a request makes two tokens
+
+
+@pytest.mark.parametrize("policy", ["keep", "recompute"])
+def test_weights_change_between_two_tokens(model: Any, tiny_model_dir: Path, policy: Any) -> None:
+    old = load_model(tiny_model_dir, CPU, torch.float32)
+    asked, engine, before = start_and_swap(model, policy)
+    assert engine.load_weights(changed(model, 1).items(), 4, policy) == []
+    outputs = finish(engine)
+    for request, swapped in zip(asked, before, strict=True):
+        output = outputs[request.request_id]
+        spans = [VersionSpan(version=3, start=0, end=swapped)] if swapped else []
+        assert output.spans == [*spans, VersionSpan(version=4, start=swapped, end=20)]
+        logprobs = torch.tensor(output.logprobs)
+        prompt, tokens = request.prompt_ids, output.token_ids
+        assert torch.allclose(
+            logprobs[:swapped], reference(old, prompt, tokens)[:swapped], atol=1e-4
+        )
+        if policy == "recompute" or not swapped:
+            assert torch.allclose(
+                logprobs[swapped:], reference(model, prompt, tokens)[swapped:], atol=1e-4
+            )
+
+
+def test_abort_policy_returns_partials_and_keeps_the_queue(model: Any) -> None:
+    asked, engine, before = start_and_swap(model, "abort")
+    aborted = engine.load_weights(changed(model, 1).items(), 4, "abort")
+    assert {o.request_id: len(o.token_ids) for o in aborted} == {
+        r.request_id: n for r, n in zip(asked, before, strict=True) if n
+    }
+    assert {o.finish_reason for o in aborted} == {"abort"}
+    outputs = finish(engine)
+    assert len(outputs) == 8
+    assert_logprobs(model, asked[8:], outputs)
+
+
+def test_the_same_weights_change_nothing(model: Any) -> None:
+    same = {name: p.detach().clone() for name, p in model.named_parameters()}
+    results = []
+    for policy in ("keep", "recompute"):
+        asked, engine, _ = start_and_swap(model, policy)
+        engine.load_weights(same.items(), 4, policy)
+        outputs = finish(engine)
+        assert_logprobs(model, asked, outputs)
+        results.append({k: o.token_ids for k, o in outputs.items()})
+    assert results[0] == results[1]
+
+
+def test_a_partial_goes_on_as_if_never_interrupted(model: Any) -> None:
+    greedy = Sampling(temperature=0.0)
+    prompt = requests(1)[0].prompt_ids
+    engine = TorchEngine(model, stop_ids=(), slots=2, max_context=64)
+    engine.submit([EngineRequest("whole", prompt, greedy, 24)])
+    whole = finish(engine)["whole"].token_ids
+    engine.submit([EngineRequest("part", prompt, greedy, 24)])
+    for _ in range(6):
+        engine.poll(0.0)
+    (part,) = engine.abort(["part"])
+    assert not engine.busy
+    rest = 24 - len(part.token_ids)
+    engine.submit([EngineRequest("rest", [*prompt, *part.token_ids], greedy, rest)])
+    assert part.token_ids + finish(engine)["rest"].token_ids == whole
+
+
+def test_aborting_some_leaves_the_others_exact(model: Any) -> None:
+    asked = [EngineRequest(r.request_id, r.prompt_ids, PLAIN, 15) for r in requests(12)]
+    engine = TorchEngine(model, stop_ids=(), slots=8, max_context=64)
+    engine.submit(asked)
+    engine.poll(0.0)
+    gone = {o.request_id: len(o.token_ids) for o in engine.abort(["r0", "r3", "r11", "absent"])}
+    assert gone == {"r0": 2, "r3": 2, "r11": 0}
+    outputs = finish(engine)
+    assert len(outputs) == 9
+    assert_logprobs(model, [r for r in asked if r.request_id not in gone], outputs)
+
+
+@pytest.mark.parametrize("fault", ["missing", "unknown", "shape"])
+def test_weights_that_do_not_fit_change_nothing(model: Any, fault: str) -> None:
+    engine = TorchEngine(model, stop_ids={STOP}, slots=2, max_context=64, version=1)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    new = changed(model, 2)
+    if fault == "missing":
+        del new["model.norm.weight"]
+    elif fault == "unknown":
+        new["model.extra.weight"] = torch.zeros(2)
+    else:
+        new["model.norm.weight"] = torch.zeros(2)
+    with pytest.raises(UsageError, match=f"{fault}: model"):
+        engine.load_weights(new.items(), 2, "keep")
+    assert engine.version == 1
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_tied_weights_are_known_by_each_of_their_names(model: Any) -> None:
+    engine = TorchEngine(model, stop_ids={STOP}, slots=2, max_context=64)
+    new = changed(model, 2)
+    new["lm_head.weight"] = new.pop("model.embed_tokens.weight")
+    engine.load_weights(new.items(), 1, "keep")
+    assert torch.equal(model.model.embed_tokens.weight, new["lm_head.weight"])
+    assert model.lm_head.weight is model.model.embed_tokens.weight
