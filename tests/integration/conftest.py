@@ -1,0 +1,71 @@
+"""A user's project folder, for tests that run `umbra` on it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+UMBRA = (sys.executable, "-m", "umbra")
+REWARD = """
+def score(prompt, completion, row):
+    return float(row["word"] in completion) + 0.01 * len(set(completion))
+
+def raises(prompt, completion, row):
+    raise ValueError("no such thing")
+
+def says_so(prompt, completion, row):
+    return "very good"
+"""
+RUN = """
+[run]
+name = "test"
+steps = 4
+[model]
+path = "model"
+[data]
+prompts = "prompts.jsonl"
+[environment]
+kind = "reward"
+reward = "tiny_reward:score"
+[sampling]
+max_tokens = 12
+[buffer]
+group_size = 4
+batch_groups = 4
+lease_s = 5.0
+dead_after_s = 5.0
+[generator]
+device = "cpu"
+threads = 1
+slots = 16
+prefetch = 4
+max_context = 64
+[trainer]
+device = "cpu"
+threads = 1
+learning_rate = 1e-3
+"""
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of a few thousand parameters."""
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    sizes = ("--hidden", "16", "--layers", "1", "--heads", "2", "--kv-heads", "1", "--ff", "32")
+    subprocess.run(
+        [*UMBRA, "make-model", str(path), *sizes], check=True, capture_output=True, timeout=60
+    )
+    return path
+
+
+@pytest.fixture
+def project(tmp_path: Path, tiny_model: Path) -> Path:
+    """A user's folder: run file, model, prompts and reward."""
+    (tmp_path / "model").symlink_to(tiny_model)
+    rows = [{"prompt": f"say {word}", "word": word} for word in "abcdefgh"]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "tiny_reward.py").write_text(REWARD)
+    (tmp_path / "run.toml").write_text(RUN)
+    return tmp_path

@@ -1,0 +1,155 @@
+"""What cannot work is refused before anything starts, in one sentence that names the culprit."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+UMBRA = (sys.executable, "-m", "umbra")
+
+
+def expect_usage_error(project: Path, *overrides: str, code: int = 2) -> str:
+    """Run `umbra up` and return the one sentence with which it refuses."""
+    settings = [part for override in overrides for part in ("--set", override)]
+    done = subprocess.run(
+        [*UMBRA, "up", "run.toml", *settings],
+        cwd=project,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        check=False,
+    )
+    assert done.returncode == code, done
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("umbra: error: ")
+    return line.removeprefix("umbra: error: ")
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("model.path=nowhere", ["model.path", "nowhere"]),
+        ("data.prompts=nowhere.jsonl", ["nowhere.jsonl"]),
+        ("buffer.max_stalenes=1", ["buffer.max_stalenes", "did you mean max_staleness"]),
+        ("bufer.run_ahead=1", ["bufer", "did you mean buffer"]),
+        ("run.steps=0", ["run.steps"]),
+        ("run.steps=many", ["run.steps"]),
+        ("environment.kind=exakt", ["environment.kind", "exact"]),
+        ("environment.reward=tiny_reward:scare", ["tiny_reward", "scare", "score"]),
+        ("environment.reward=tiny_rewart:score", ["tiny_rewart"]),
+        ("environment.reward=tiny_reward:raises", ["raises", "ValueError", "no such thing"]),
+        ("environment.reward=tiny_reward:says_so", ["says_so", "very good"]),
+        ("run.dir=run.toml", ["run.dir"]),
+    ],
+)
+def test_a_bad_value_is_refused_in_one_sentence(
+    project: Path, override: str, parts: list[str]
+) -> None:
+    sentence = expect_usage_error(project, override)
+    for part in parts:
+        assert part in sentence
+
+
+def test_a_model_without_a_tokenizer(project: Path, tiny_model: Path) -> None:
+    (project / "bare").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (project / "bare" / name).symlink_to(tiny_model / name)
+    sentence = expect_usage_error(project, "model.path=bare")
+    assert "bare" in sentence
+    assert "tokenizer" in sentence
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("", ["empty"]),
+        ('{"prompt": "a"}\n{"prompt": \n', ["prompts.jsonl, line 2"]),
+        ('{"prompt": "a"}\n\n["b"]\n', ["prompts.jsonl, line 3"]),
+        ('{"question": "a"}\n', ["prompts.jsonl, line 1", "prompt"]),
+    ],
+)
+def test_prompts_that_cannot_be_used(project: Path, text: str, parts: list[str]) -> None:
+    (project / "prompts.jsonl").write_text(text)
+    sentence = expect_usage_error(project)
+    for part in parts:
+        assert part in sentence
+
+
+def test_a_run_file_that_is_not_there(project: Path) -> None:
+    (project / "run.toml").unlink()
+    assert "run.toml does not exist" in expect_usage_error(project)
+
+
+def test_an_occupied_port(project: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        sentence = expect_usage_error(project, f"run.broker=tcp://127.0.0.1:{port}", code=3)
+    assert "in use" in sentence
+    assert str(port) in sentence
+
+
+@pytest.mark.parametrize("command", ["ping", "status", "monitor"])
+def test_nobody_answers(command: str) -> None:
+    done = subprocess.run(
+        [*UMBRA, command, "--broker", "tcp://127.0.0.1:9", "--timeout", "0.2"],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode == 5
+    assert done.stderr.startswith(
+        "umbra: error: no buffer answers at tcp://127.0.0.1:9 within 0.2 s"
+    )
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("address", ["nowhere", "tcp://127.0.0.1", "http://127.0.0.1:1"])
+def test_an_address_that_is_none(address: str) -> None:
+    done = subprocess.run(
+        [*UMBRA, "ping", "--broker", address],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "tcp://host:port" in done.stderr
+
+
+def test_config_check_tells_the_worst_staleness(project: Path) -> None:
+    done = subprocess.run(
+        [*UMBRA, "config", "check", "run.toml", "--set", "buffer.max_staleness=4"],
+        cwd=project,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=True,
+    )
+    assert "at most 4, typically up to 1" in done.stdout
+
+
+def test_config_show_is_a_run_file(project: Path) -> None:
+    first = subprocess.run(
+        [*UMBRA, "config", "show", "run.toml", "--set", 'environment.options.text="a\\n\'é😀"'],
+        cwd=project,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=True,
+    ).stdout
+    (project / "shown.toml").write_text(first, encoding="utf-8")
+    second = subprocess.run(
+        [*UMBRA, "config", "show", "shown.toml"],
+        cwd=project,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=True,
+    ).stdout
+    assert second == first
+    assert "😀" in first

@@ -1,0 +1,266 @@
+"""Whole runs by `umbra up`: all processes and sockets for real, a tiny model, a reward of ours."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from umbra.proto.messages import Status
+from umbra.services.monitor.client import StatusClient
+
+DEADLINE_S = 150.0  # generous: importing torch in every process takes most of it on a busy machine
+UMBRA = (sys.executable, "-m", "umbra")
+
+
+@dataclass
+class UpProcess:
+    """An `umbra up` under way in a project folder."""
+
+    popen: subprocess.Popen[str]
+    project: Path
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def run_dir(self) -> Path:
+        """The folder of its run."""
+        (found,) = (self.project / "runs").iterdir()
+        return found
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        """Wait for `condition` while it runs."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            if self.popen.poll() is not None:
+                pytest.fail(f"ended before {what}: {self.popen.communicate()}")
+            if time.monotonic() > deadline:
+                pytest.fail(f"{what} did not happen within {DEADLINE_S:g} s")
+            time.sleep(0.05)
+
+    def broker(self) -> str:
+        """Where its buffer listens, once it has said so."""
+        assert self.popen.stdout is not None
+        for line in self.popen.stdout:
+            if "--broker " in line:
+                return line.split("--broker ")[1].strip()
+        raise AssertionError("no address was printed")
+
+    def steps(self) -> list[dict[str, Any]]:
+        """The rows of the train steps so far."""
+        path = self.run_dir / "metrics.jsonl"
+        if not path.exists():
+            return []
+        rows = [json.loads(line) for line in path.read_text().splitlines(keepends=True)
+                if line.endswith("\n")]  # fmt: skip
+        return [row for row in rows if row["kind"] == "step"]
+
+    def finish(self) -> dict[str, Any]:
+        """Wait for the end; the summary."""
+        out, err = self.popen.communicate(timeout=DEADLINE_S)
+        self.lines = (out + err).splitlines()
+        return json.loads((self.run_dir / "summary.json").read_text())
+
+
+@pytest.fixture
+def up(project: Path) -> Iterator[Callable[..., UpProcess]]:
+    """Starts `umbra up run.toml` with overrides; after the test nothing of it may be left."""
+    started: list[UpProcess] = []
+
+    def start(*overrides: str, flags: tuple[str, ...] = ()) -> UpProcess:
+        settings = [part for override in overrides for part in ("--set", override)]
+        popen = subprocess.Popen(
+            [*UMBRA, "up", "run.toml", *settings, *flags],
+            cwd=project,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        started.append(UpProcess(popen, project))
+        return started[-1]
+
+    yield start
+    for process in started:
+        if process.popen.poll() is None:
+            process.popen.kill()
+        process.popen.communicate()
+    if started and (project / "runs").exists():
+        assert leftovers(project) == []
+
+
+def leftovers(project: Path) -> list[str]:
+    """Processes and shared memory of the runs in `project`."""
+    found = [
+        str(path)
+        for run in (project / "runs").iterdir()
+        for path in Path("/dev/shm").glob(f"umbra-{run.name}*")
+    ]
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if any(word.startswith(bytes(project / "runs")) for word in words):
+            found.append(b" ".join(words).decode())
+    return found
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(DEADLINE_S + 30)
+def test_a_run_with_own_model_prompts_and_reward(
+    project: Path, up: Callable[..., UpProcess]
+) -> None:
+    process = up("eval.prompts=prompts.jsonl", "eval.samples=16", flags=("--json",))
+    summary = process.finish()
+    assert process.popen.returncode == 0, process.lines
+    assert json.loads(process.lines[0]) == summary
+    assert summary["exit_reason"] == "finished"
+    assert summary["steps"] == 4
+    assert summary["samples"] == 4 * 16
+    assert summary["ledger"]["trained"] == 4 * 16
+    assert summary["ledger"]["balance"] == 0
+    assert sum(summary["ledger"]["in_flight"].values()) == 0
+    assert summary["staleness"]["max"] <= summary["staleness"]["bound"] == 2
+    assert summary["mismatch_k3_on_policy"] < 1e-6
+    assert isinstance(summary["accuracy_before"], float)
+    assert isinstance(summary["accuracy_after"], float)
+    assert set(summary["seconds"]["services"]) == {
+        "buffer", "weight-hub", "trainer", "generator-0",
+    }  # fmt: skip
+    assert all(used["cpu"] > 0 for used in summary["seconds"]["services"].values())
+    assert generates(summary["model"])
+
+
+def generates(model_dir: str) -> bool:
+    """Whether a plain Transformers program can load the model and generate with it."""
+    program = """
+import sys
+from transformers import AutoModelForCausalLM, AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+ids = tokenizer("say a", return_tensors="pt").input_ids
+out = model.generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=None)
+print(out.shape[1] - ids.shape[1])
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program, model_dir],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    return result.stdout.strip() == "3"
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(DEADLINE_S + 30)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_drains_the_run(up: Callable[..., UpProcess], number: signal.Signals) -> None:
+    """1. A run trains. 2. `umbra up` gets a signal. Result: 128 + n, all gone, ledger balanced."""
+    process = up("run.steps=100000")
+    process.broker()
+    process.until(lambda: len(process.steps()) >= 2, "the second step")
+    process.popen.send_signal(number)
+    summary = process.finish()
+    assert process.popen.returncode == 128 + number, process.lines
+    assert summary["exit_reason"] == "interrupted"
+    assert summary["ledger"]["balance"] == 0
+    assert summary["model"] is None
+    assert not [line for line in process.lines if "killed" in line]
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(DEADLINE_S + 30)
+def test_a_second_signal_ends_at_once(up: Callable[..., UpProcess]) -> None:
+    process = up("run.steps=100000")
+    process.broker()
+    process.popen.send_signal(signal.SIGINT)
+    process.popen.send_signal(signal.SIGTERM)
+    summary = process.finish()
+    assert process.popen.returncode in (130, 143)  # the kernel may deliver them in either order
+    assert summary["exit_reason"] == "interrupted"
+
+
+@pytest.mark.e2e
+@pytest.mark.fault
+@pytest.mark.timeout(DEADLINE_S + 30)
+def test_a_killed_generator_is_replaced(up: Callable[..., UpProcess]) -> None:
+    """1. A run trains. 2. Its only generator is killed. Result: restarted; the run ends well."""
+    process = up("run.steps=40")
+    broker = process.broker()
+    process.until(lambda: len(process.steps()) >= 2, "the second step")
+    os.kill(generator_pid(broker), signal.SIGKILL)
+    summary = process.finish()
+    assert process.popen.returncode == 0, process.lines
+    assert summary["restarts"] == {"generator-0": 1}
+    assert summary["steps"] == 40
+    assert summary["ledger"]["trained"] == 40 * 16
+    assert summary["ledger"]["balance"] == 0
+    assert any(
+        line == "generator-0 ended (killed by SIGKILL): restart 1 in 0.5 s"
+        for line in process.lines
+    )
+
+
+def generator_pid(broker: str) -> int:
+    """The process id of generator-0, from the run's status."""
+    with StatusClient(broker) as client:
+        status: Status = client.status(10.0)
+    return next(member.pid for member in status.members if member.name == "generator-0")
+
+
+@pytest.mark.e2e
+@pytest.mark.fault
+@pytest.mark.timeout(DEADLINE_S + 30)
+def test_nothing_outlives_a_killed_supervisor(up: Callable[..., UpProcess]) -> None:
+    process = up("run.steps=100000")
+    process.broker()
+    process.until(lambda: len(process.steps()) >= 1, "the first step")
+    process.popen.kill()
+    process.popen.wait(DEADLINE_S)
+    deadline = time.monotonic() + 30
+    while leftovers(process.project) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert leftovers(process.project) == []
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(DEADLINE_S + 30)
+def test_run_ahead_0_is_strictly_on_policy(up: Callable[..., UpProcess]) -> None:
+    process = up("buffer.run_ahead=0", "run.steps=5")
+    summary = process.finish()
+    assert process.popen.returncode == 0, process.lines
+    assert summary["staleness"]["max"] == summary["staleness"]["bound"] == 0
+    assert [row["staleness/total/max"] for row in process.steps()] == [0.0] * 5
+    assert summary["mixed_version_trajectories"] == 0
+    assert summary["ledger"]["balance"] == 0
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(DEADLINE_S + 30)
+def test_monitor_status_and_ping_see_a_run(up: Callable[..., UpProcess]) -> None:
+    process = up("run.steps=100000")
+    broker = process.broker()
+    process.until(lambda: len(process.steps()) >= 1, "the first step")
+    looks = {}
+    for command in (("ping",), ("status", "--json"), ("monitor", "--once"), ("status",)):
+        done = subprocess.run(
+            [*UMBRA, *command, "--broker", broker],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
+        )
+        looks[command[0]] = done.stdout
+    assert looks["ping"].startswith(f"buffer at {broker} is ready")
+    assert "generator-0" in looks["monitor"]
+    assert "ledger: " in looks["status"]
+    process.popen.send_signal(signal.SIGINT)
+    process.finish()
