@@ -43,9 +43,10 @@ def test_made_models_load_with_the_auto_classes(directory: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True)
     assert model.config.vocab_size == len(tokenizer)
     assert model.config.eos_token_id == model.generation_config.eos_token_id
-    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert len(model.state_dict()) - 1 == len(list(model.parameters())), "the head is tied"
     prompt = torch.tensor([tokenizer("hello")["input_ids"]])
-    assert model.generate(prompt, max_new_tokens=3, min_new_tokens=3).shape == (1, 8)
+    answer = model.generate(prompt, max_new_tokens=3, min_new_tokens=3)  # pyright: ignore[reportAttributeAccessIssue]
+    assert answer.shape == (1, 8)
 
 
 def test_a_seed_fixes_the_weights_and_the_callers_randomness_is_left_alone(tmp_path: Path) -> None:
