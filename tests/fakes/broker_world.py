@@ -1,0 +1,170 @@
+"""A broker with peers and a clock that tests turn by hand: no sockets, no threads, no time."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import count
+from typing import Any, TypeVar
+
+from umbra.proto.messages import (
+    BatchLease,
+    CommitAck,
+    CommitBatch,
+    Header,
+    Heartbeat,
+    Join,
+    LeaseBatch,
+    LeaseSamples,
+    Message,
+    Role,
+    SampleLeases,
+    SubmitAck,
+    SubmitTrajectories,
+    Welcome,
+)
+from umbra.proto.records import SampleTask, Trajectory, VersionSpan, pack_float32, pack_int32
+from umbra.services.buffer.broker import Broker, Endpoints
+from umbra.services.buffer.effects import Effect, Measure, Push, Reply
+from umbra.services.buffer.prompts import Prompt
+from umbra.services.buffer.store import MemoryStore
+from umbra.services.runtime.config import Buffer, Run, RunConfig
+from umbra.services.runtime.server import Request
+
+M = TypeVar("M", bound=Message)
+
+
+def endless_prompts() -> Iterator[Prompt]:
+    """Rows 1, 2, 3, ..."""
+    return (Prompt(str(number), {"prompt": f"row {number}"}) for number in count(1))
+
+
+def trajectory(task: SampleTask, *versions: int, **changes: Any) -> Trajectory:
+    """A sound answer to `task` with two tokens per entry of `versions`."""
+    tokens = 2 * len(versions)
+    values: dict[str, Any] = {
+        "sample_id": task.sample_id,
+        "group_id": task.group_id,
+        "prompt_id": task.prompt_id,
+        "attempt": task.attempt,
+        "prompt_ids": pack_int32([1, 2]),
+        "response_ids": pack_int32([7] * tokens),
+        "loss_mask": b"\1" * tokens,
+        "logprobs": pack_float32([-0.5] * tokens),
+        "spans": [
+            VersionSpan(version=version, start=2 * i, end=2 * i + 2)
+            for i, version in enumerate(versions)
+        ],
+        "finish_reason": "stop",
+        "reward": 1.0,
+    }
+    return Trajectory(**{**values, **changes})
+
+
+class World:
+    """A broker and whoever talks to it."""
+
+    def __init__(self, *, steps: int = 100, **buffer: Any) -> None:
+        sizes = {"group_size": 2, "batch_groups": 2, **buffer}
+        self.config = RunConfig(run=Run(steps=steps), buffer=Buffer(**sizes))
+        self.now = 0.0
+        self.store = MemoryStore()
+        self.broker = Broker(
+            self.config,
+            run_id="run-1",
+            prompts=endless_prompts(),
+            store=self.store,
+            endpoints=Endpoints("tcp://h:1", "tcp://h:2", "tcp://h:3"),
+            now=self.now,
+        )
+        self.late: defaultdict[str, list[Message]] = defaultdict(list)  # replies to parked requests
+        self.pushes: list[tuple[str, Message]] = []
+        self.rows: list[Measure] = []
+        self.incarnations: dict[str, str] = {}
+        self._ids = count(1)
+
+    @property
+    def pool(self):  # noqa: ANN201 - a shortcut
+        """The broker's samples."""
+        return self.broker.pool
+
+    def ask(self, name: str, body: Message, incarnation: str | None = None) -> Message | None:
+        """The reply to `body` from `name`; None while it is parked."""
+        header = Header(
+            major=1,
+            minor=0,
+            type=type(body).__name__,
+            id=next(self._ids),
+            sender=name,
+            incarnation=incarnation or self.incarnations.get(name, f"{name}-1"),
+        )
+        request = Request("any", name.encode(), header, body)
+        own: Message | None = None
+        for effect in self.broker.handle(request, self.now):
+            if isinstance(effect, Reply) and effect.request is request:
+                assert own is None, "answered twice"
+                own = effect.body
+            else:
+                self._take(effect)
+        return own
+
+    def get(self, name: str, body: Message, kind: type[M]) -> M:
+        """The reply to `body`, which must be a `kind`."""
+        reply = self.ask(name, body)
+        assert isinstance(reply, kind), reply
+        return reply
+
+    def pass_time(self, seconds: float) -> None:
+        """Turn the clock and tick."""
+        self.now += seconds
+        self.take(self.broker.tick(self.now))
+
+    def take(self, effects: list[Effect]) -> None:
+        """Keep effects that are nobody's direct answer."""
+        for effect in effects:
+            self._take(effect)
+
+    def join(self, role: Role, name: str, incarnation: str | None = None) -> Message | None:
+        """A process joins; its later messages carry this incarnation."""
+        number = incarnation or f"{name}-1"
+        body = Join(role=role, name=name, pid=1, host="h", package_version="0", endpoints={})
+        reply = self.ask(name, body, number)
+        if isinstance(reply, Welcome):
+            self.incarnations[name] = number
+        return reply
+
+    def beat(self, name: str, state: Any = "ready", idle_s: float = 0.0) -> Message | None:
+        """A heartbeat."""
+        return self.ask(name, Heartbeat(state=state, activity="x", progress=1, idle_s=idle_s))
+
+    def lease(self, name: str, capacity: int, version: int) -> list[SampleTask]:
+        """What `name` gets at once."""
+        body = LeaseSamples(capacity=capacity, version=version, wait_s=0)
+        return self.get(name, body, SampleLeases).tasks
+
+    def submit(self, name: str, *trajectories: Trajectory) -> SubmitAck:
+        """Deliver answers."""
+        return self.get(name, SubmitTrajectories(trajectories=list(trajectories)), SubmitAck)
+
+    def produce(self, name: str, version: int, capacity: int = 1000) -> list[SampleTask]:
+        """`name` leases all it can and answers all with tokens of `version`."""
+        tasks = self.lease(name, capacity, version)
+        assert not self.submit(name, *(trajectory(task, version) for task in tasks)).refused
+        return tasks
+
+    def batch(self, step: int) -> BatchLease:
+        """The trainer's batch of `step`, at once."""
+        return self.get("trainer", LeaseBatch(step=step, wait_s=0), BatchLease)
+
+    def commit(self, step: int) -> CommitAck:
+        """The trainer commits `step`."""
+        return self.get("trainer", CommitBatch(step=step), CommitAck)
+
+    def _take(self, effect: Effect) -> None:
+        match effect:
+            case Reply(request, body):
+                self.late[request.header.sender].append(body)
+            case Push(identity, body):
+                self.pushes.append((identity.decode(), body))
+            case Measure():
+                self.rows.append(effect)
