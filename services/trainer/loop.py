@@ -130,6 +130,10 @@ class Loop:
         self._session.emit("step", step=self.version, **row)
         shown = {name: row[key] for name, key in SHOWN.items()}
         self._session.stats(step=self.version, **{k: v for k, v in shown.items() if v is not None})
+        if row["skipped"]:
+            self._context.log.warning(
+                "step %d: the gradient is not finite, so its update was left out", self.version
+            )
         self._context.log.info(
             "step %d: reward %.3f, staleness %.2f, waited %.2f s, trained %.2f s",
             self.version,
