@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from umbra.proto.errors import DeadlineError, StartupError, UmbraError
@@ -91,7 +93,8 @@ class Receiver:
             StartupError: the hub's shared memory cannot be seen from here.
         """
         self._timeout_s = timeout_s
-        self._subscribe()
+        request = Subscribe(host=self._host, planes=self._planes)
+        self._install(self._channel.call(request, Subscribed, timeout_s=timeout_s))
         self._thread.start()
 
     def poll(self) -> StagedVersion | None:
@@ -162,38 +165,31 @@ class Receiver:
         try:
             self._serve()
         except UmbraError as error:
-            with self._changed:
-                self.failure = error
-                self._changed.notify_all()
+            self._fail(error)
 
     def _serve(self) -> None:
         check_at = time.monotonic() + self._check_s
         subscribe_at: float | None = None
-        while not self._closing.is_set():
+        while not self._closing.is_set() and self.failure is None:
             try:
                 message = self._channel.pushes.get(timeout=min(WAKE_S, self._retry_s))
             except queue.Empty:
                 message = None
             now = time.monotonic()
             if message is not None:
-                self._handle(message)
-                check_at = time.monotonic() + self._check_s
-                if isinstance(message, Abort) and message.dropped:
-                    log.warning("dropped by the weight hub: %s", message.reason)
+                check_at = now + self._check_s
+                if self._handle(message):
                     subscribe_at = now + self._retry_s
             elif subscribe_at is not None and now >= subscribe_at:
-                subscribe_at = None
-                self._subscribe()
+                subscribe_at, check_at = None, math.inf  # until there is an answer
+                self._ask(Subscribe(host=self._host, planes=self._planes))
             elif subscribe_at is None and now >= check_at:
                 # A hub that could not reach us for a moment has dropped us without a word.
-                status = self._channel.call(
-                    HubStatusRequest(), HubStatus, timeout_s=self._timeout_s
-                )
-                if not status.subscribed:
-                    subscribe_at = now
-                check_at = time.monotonic() + self._check_s
+                check_at = math.inf
+                self._ask(HubStatusRequest())
 
-    def _handle(self, message: Message) -> None:
+    def _handle(self, message: Message) -> bool:
+        """Act on `message`; True when we are no longer subscribed."""
         match message:
             case Prepare():
                 self._stage(message)
@@ -205,8 +201,30 @@ class Receiver:
                 log.info("version %d was aborted: %s", message.version, message.reason)
                 with self._changed:
                     self._staging.abort(message.epoch)
+                return message.dropped
+            case Subscribed():
+                self._install(message)
+            case HubStatus():
+                return not message.subscribed
             case _:
                 log.warning("the weight hub pushed an unexpected %s", type(message).__name__)
+        return False
+
+    def _ask(self, body: Message) -> None:
+        """Send a request whose reply arrives among the pushes, in their order."""
+        self._channel.request(body, timeout_s=self._timeout_s, on_done=self._answered)
+
+    def _answered(self, future: Future[Message]) -> None:
+        error = future.exception()
+        if error is None:
+            self._channel.pushes.put(future.result())
+        elif isinstance(error, UmbraError):
+            self._fail(error)
+
+    def _fail(self, error: UmbraError) -> None:
+        with self._changed:
+            self.failure = error
+            self._changed.notify_all()
 
     def _stage(self, message: Prepare) -> None:
         with self._changed:
@@ -252,10 +270,8 @@ class Receiver:
                 return wire_s, stage_s, f"checksum of bucket {index} [{start}, {end}) is wrong"
         return wire_s, stage_s, ""
 
-    def _subscribe(self) -> None:
-        reply = self._channel.call(
-            Subscribe(host=self._host, planes=self._planes), Subscribed, timeout_s=self._timeout_s
-        )
+    def _install(self, reply: Subscribed) -> None:
+        """Get ready for versions of the layout in `reply`."""
         check_manifest(reply.manifest)
         reader = ArenaReader(reply.path, slot_bytes=reply.manifest.total_bytes)
         if self._reader is not None:

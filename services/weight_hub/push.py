@@ -86,9 +86,11 @@ class PushProtocol:
     Args:
         slots: version slots in the arena, at least 2.
         deadline_s: seconds that a receiver may take per phase.
+        first_epoch: epochs count from the one after it, so that a restarted hub does not use those
+            of the one before, whose answers may still arrive.
     """
 
-    def __init__(self, slots: int, deadline_s: float) -> None:
+    def __init__(self, slots: int, deadline_s: float, first_epoch: int = 0) -> None:
         if slots < 2:
             raise ValueError("a hub needs two slots: one is served while the other is written")
         self.counters: Counter[str] = Counter()
@@ -101,7 +103,7 @@ class PushProtocol:
         self._parked: tuple[Ticket, int] | None = None
         self._receivers: dict[str, _Receiver] = {}
         self._lobby: dict[str, tuple[Peer, Ticket]] = {}  # subscribed before there was a layout
-        self._epoch = 0
+        self._epoch = first_epoch
         self._publications = 0
         self._effects: list[Effect] = []
 

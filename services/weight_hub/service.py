@@ -76,7 +76,9 @@ class WeightHub:
         metrics: MetricsFile,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.protocol = PushProtocol(config.slots, config.deadline_s)
+        self.protocol = PushProtocol(
+            config.slots, config.deadline_s, first_epoch=int(time.time() * 1000)
+        )
         self._server = server
         self._run_id = run_id
         self._config = config

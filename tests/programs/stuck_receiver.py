@@ -1,0 +1,20 @@
+"""A receiver that subscribes, is told to stage a version, says so on stdout, and then does nothing.
+
+Usage: stuck_receiver.py ENDPOINT NAME
+"""
+
+import sys
+import threading
+
+from umbra.proto.messages import Prepare, Subscribe, Subscribed
+from umbra.services.runtime.arena import shm_host
+from umbra.services.runtime.link import Link
+
+endpoint, name = sys.argv[1:]
+channel = Link(name, "stuck").channel(endpoint, "weight hub")
+channel.call(Subscribe(host=shm_host(), planes=["shm"]), Subscribed, timeout_s=20)
+print("subscribed", flush=True)
+message = channel.pushes.get(timeout=20)
+assert isinstance(message, Prepare)
+print("staging", flush=True)
+threading.Event().wait(60)
