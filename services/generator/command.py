@@ -64,6 +64,9 @@ def make_task(task: str, out: Path, **counts: int) -> None:
     "--environment", "kind", help='"exact", "guess", "reward" or "module:Class".  [default: exact]'
 )
 @click.option("--reward", default="", help='Reward function "module:function", for "reward".')
+@click.option(
+    "--option", "options", multiple=True, metavar="KEY=VALUE", help="Option of the environment."
+)
 @click.option("--samples", type=click.IntRange(1), help="Samples drawn.  [default: one per prompt]")
 @click.option("--greedy", is_flag=True, help="Take the most likely token instead of sampling.")
 @click.option(
@@ -91,6 +94,7 @@ def evaluate(
     task: str | None,
     kind: str | None,
     reward: str,
+    options: tuple[str, ...],
     samples: int | None,
     greedy: bool,
     temperature: float,
@@ -111,7 +115,11 @@ def evaluate(
     result = evaluate_model(
         model,
         rows,
-        Environment(kind=kind or ("reward" if reward else default), reward=reward),
+        Environment(
+            kind=kind or ("reward" if reward else default),
+            reward=reward,
+            options=dict(map(_option, options)),
+        ),
         samples=samples or len(rows),
         sampling=Sampling(temperature=0.0 if greedy else temperature, max_tokens=max_tokens),
         seed=seed,
@@ -123,6 +131,17 @@ def evaluate(
         click.echo(json.dumps(asdict(result)))
     else:
         click.echo(_sentence(result, "greedy" if greedy else f"temperature {temperature:g}"))
+
+
+def _option(text: str) -> tuple[str, object]:
+    """`text` as key and value, which is JSON or else the text it is."""
+    key, separator, value = text.partition("=")
+    if not separator:
+        raise UsageError(f"--option {text}: write it as key=value")
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, value
 
 
 def _heldout(task: str, seed: int, samples: int | None) -> list[dict[str, object]]:

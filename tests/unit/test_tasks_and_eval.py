@@ -1,0 +1,138 @@
+"""Built-in tasks as files, reading JSON lines, and `umbra eval` / `umbra make-task`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from umbra.proto.errors import UsageError
+from umbra.services.generator.command import evaluate, make_task
+from umbra.services.generator.environments import ExactMatch, Guess
+from umbra.services.generator.tasks import write_task
+from umbra.services.runtime.jsonl import read_jsonl
+
+COUNTS = {"prompts": 300, "heldout": 100, "demos": 300}
+
+
+def run(command: Any, *args: str | Path) -> str:
+    """Run a command that must succeed and return what it printed."""
+    result = CliRunner().invoke(command, [str(a) for a in args], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def files(out: Path) -> list[list[dict[str, Any]]]:
+    return [read_jsonl(out / f"{name}.jsonl") for name in ("prompts", "heldout", "demos")]
+
+
+def test_sort_is_solvable_and_held_out_prompts_are_new(tmp_path: Path) -> None:
+    assert write_task("sort", tmp_path, seed=0, **COUNTS)["prompts.jsonl"] == 300
+    write_task("sort", tmp_path / "other", seed=1, **COUNTS)
+    prompts, held, demos = files(tmp_path)
+    for row in [*prompts, *held]:
+        environment = ExactMatch()
+        environment.reset(row)
+        assert environment.step("".join(sorted(row["prompt"]))).reward == 1.0
+    seen = {row["prompt"] for row in [*prompts, *files(tmp_path / "other")[0]]}
+    seen |= {row["messages"][0]["content"] for row in demos}
+    assert not seen & {row["prompt"] for row in held}
+    assert {2, 16} <= {len(row["prompt"]) for row in held}
+    right = sum(
+        "".join(sorted(row["messages"][0]["content"])) == row["messages"][1]["content"]
+        for row in demos
+    )
+    assert 0.2 < right / len(demos) < 0.5
+
+
+def test_guess_demos_are_conversations_with_the_environment(tmp_path: Path) -> None:
+    write_task("guess", tmp_path, seed=0, **COUNTS)
+    prompts, held, demos = files(tmp_path)
+    assert (
+        {row["answer"] for row in prompts} == {row["answer"] for row in held} == set("0123456789")
+    )
+    hits = 0
+    for demo in demos:
+        turns = [m["content"] for m in demo["messages"]]
+        secrets = []
+        for secret in range(10):
+            environment = Guess()
+            environment.reset({"prompt": turns[0], "answer": str(secret)})
+            heard = [environment.step(said) for said in turns[1::2]]
+            answers = [r.messages[0]["content"] for r in heard if not r.done]
+            if answers == turns[2::2] and [r.done for r in heard].index(True) == len(heard) - 1:
+                secrets.append((secret, heard[-1].reward))
+        assert secrets, turns
+        hits += any(reward == 1.0 for _, reward in secrets)
+    assert hits > 0
+
+
+def test_the_same_seed_writes_the_same_files(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        write_task("sort", tmp_path / folder, seed=3, **COUNTS)
+    assert files(tmp_path / "a") == files(tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"prompt": "a"}\n\n{"prompt": }\n', "line 3: not a JSON object"),
+        ("[1]\n", "line 1: not a JSON object"),
+        (b"\xff\xfe\n", "line 1: not a JSON object"),
+        ("\n\n", "is empty"),
+    ],
+)
+def test_faulty_json_lines_are_named(tmp_path: Path, text: str | bytes, says: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    with pytest.raises(UsageError, match=says):
+        read_jsonl(path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"rows\.jsonl cannot be read: No such file"):
+        read_jsonl(tmp_path / "rows.jsonl")
+
+
+def test_make_task_and_eval(tmp_path: Path, tiny_model_dir: Path) -> None:
+    out = tmp_path / "task"
+    assert "100 rows in heldout.jsonl" in run(make_task, "guess", "--out", out, "--heldout", "100")
+    options = ("--samples", 64, "--max-tokens", 4, "--device", "cpu", "--environment", "guess")
+    held = ("--prompts", out / "heldout.jsonl")
+    text = run(evaluate, tiny_model_dir, *held, *options, "--json")
+    result = json.loads(text)
+    assert result["samples"] == 64
+    assert result["failed"] == 0
+    assert 0 <= result["accuracy"] <= 1
+    assert 1 <= result["mean_tokens"] <= 16
+    assert run(evaluate, tiny_model_dir, *held, *options, "--greedy").startswith("accuracy 0.")
+    assert "1.00 turns" in run(evaluate, tiny_model_dir, *held, *options, "--option", "tries=1")
+
+
+def test_eval_draws_held_out_prompts_of_a_task(tiny_model_dir: Path) -> None:
+    options = ("--samples", 20, "--max-tokens", 8, "--device", "cpu")
+    assert "20 samples" in run(evaluate, tiny_model_dir, "--task", "sort", *options)
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["MODEL"], "give either --prompts FILE or --task NAME"),
+        (["MODEL", "--task", "sort", "--prompts", "x"], "give either"),
+        (["nowhere", "--task", "sort"], "MODEL: nowhere is no directory"),
+        (["BARE", "--task", "sort"], "has no tokenizer"),
+        (["MODEL", "--prompts", "EMPTY"], "is empty"),
+        (["MODEL", "--task", "sort", "--option", "x"], "write it as key=value"),
+        (["MODEL", "--task", "sort", "--device", "tpu9"], "device 'tpu9'"),
+        (["MODEL", "--task", "sort", "--environment", "exat"], "did you mean 'exact'"),
+    ],
+)
+def test_usage_errors(tmp_path: Path, tiny_model_dir: Path, args: list[str], says: str) -> None:
+    bare, empty = tmp_path / "bare", tmp_path / "empty.jsonl"
+    bare.mkdir()
+    (bare / "config.json").write_text("{}")
+    empty.write_text("")
+    names = {"MODEL": tiny_model_dir, "BARE": bare, "EMPTY": empty}
+    with pytest.raises(UsageError, match=says):
+        run(evaluate, *[names.get(arg, arg) for arg in args])
