@@ -54,5 +54,7 @@ def run(context: ServiceContext) -> int:
                 ledger = session.data.call(finish, RunFinished, timeout_s=FINISH_S).ledger
                 context.log.info("%d samples trained of %d issued", ledger.trained, ledger.issued)
                 return EXIT_DONE
-        context.log.info("stopped at version %d: %s", loop.version, session.stop_reason)
+        context.log.info(
+            "stopped at version %d: %s", loop.version, session.stop_reason or "by a signal"
+        )
         return session.failure.exit_code if session.failure else EXIT_DONE
