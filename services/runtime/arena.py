@@ -11,6 +11,7 @@ Mappings outlive the file's name, so that an arena may be removed while somebody
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 import re
@@ -71,6 +72,7 @@ class Arena:
         except OSError as error:
             raise StartupError(f"cannot make shared memory {path}: {error.strerror}") from error
         try:
+            fcntl.flock(fd, fcntl.LOCK_EX)  # for as long as we live: see `remove_leftovers`
             _allocate(fd, size)
             return cls(path, fd, slot_bytes, slots)
         except BaseException:
@@ -164,13 +166,22 @@ def private_memory(size: int) -> memoryview:
 
 
 def remove_leftovers(run_id: str) -> list[str]:
-    """Remove the arenas of a run whose hub could not do it (it was killed); their paths."""
+    """Remove the arenas of a run whose hub could not do it (it was killed); their paths.
+
+    A hub holds a lock on its arena while it lives. Those of a living hub are left alone: two runs on
+    one machine may have the same id.
+    """
     removed: list[str] = []
     for path in SHM.glob(f"{_prefix(run_id)}*"):
         if "-" in path.name.removeprefix(_prefix(run_id)):
             continue  # the arena of another run, whose id begins with ours
-        with suppress(FileNotFoundError, PermissionError):
-            path.unlink()
+        with suppress(FileNotFoundError, PermissionError, BlockingIOError):
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(fd)
             removed.append(str(path))
     return removed
 

@@ -86,6 +86,7 @@ class WeightHub:
         self._clock = clock
         self._host = shm_host()
         self._arena: Arena | None = None
+        self._token = uuid.uuid4().hex[:8]  # another hub on this machine may have the same run id
         self._arenas_made = 0
         self._manifest: Manifest | None = None
         self._identities: dict[str, bytes] = {}
@@ -173,7 +174,7 @@ class WeightHub:
         self._arenas_made += 1
         arena = Arena.create(
             self._run_id,
-            f"weights{self._arenas_made}",
+            f"weights_{self._token}_{self._arenas_made}",
             slot_bytes=manifest.total_bytes,
             slots=self._config.slots,
         )

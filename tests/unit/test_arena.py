@@ -123,12 +123,20 @@ def test_paths_from_the_wire_are_checked(arena: Arena) -> None:
 def test_leftovers_are_those_of_the_very_run(run_id: str) -> None:
     mine = Arena.create(run_id, "weights1", slot_bytes=64, slots=1)
     other = Arena.create(f"{run_id}-2", "weights1", slot_bytes=64, slots=1)
+    mine.close()
+    other.close()  # as if both hubs had died
     assert remove_leftovers(run_id) == [str(mine.path)]
     assert not mine.path.exists()
     assert other.path.exists()
     assert remove_leftovers(f"{run_id}-2") == [str(other.path)]
-    mine.close()
-    other.close()
+
+
+def test_the_arena_of_a_living_hub_is_no_leftover(arena: Arena, run_id: str) -> None:
+    trainer = Arena.attach(arena.path, slot_bytes=arena.slot_bytes)
+    assert remove_leftovers(run_id) == []
+    arena.close()
+    assert remove_leftovers(run_id) == [str(arena.path)]  # the trainer's hold does not count
+    trainer.close()
 
 
 def test_this_host_has_one_name() -> None:
