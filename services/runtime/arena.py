@@ -168,14 +168,14 @@ def private_memory(size: int) -> memoryview:
 def remove_leftovers(run_id: str) -> list[str]:
     """Remove the arenas of a run whose hub could not do it (it was killed); their paths.
 
-    A hub holds a lock on its arena while it lives. Those of a living hub are left alone: two runs on
-    one machine may have the same id.
+    A hub holds a lock on its arena while it lives. Those of a living hub are left alone: two runs
+    on one machine may have the same id.
     """
     removed: list[str] = []
     for path in SHM.glob(f"{_prefix(run_id)}*"):
         if "-" in path.name.removeprefix(_prefix(run_id)):
             continue  # the arena of another run, whose id begins with ours
-        with suppress(FileNotFoundError, PermissionError, BlockingIOError):
+        with suppress(OSError):  # gone already, another user's, or locked
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
