@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from umbra.proto.errors import PeerLostError, UmbraError
 from umbra.services.runtime.command import READY_FD_VARIABLE
 from umbra.services.runtime.config_loader import ENV_PREFIX
 from umbra.services.runtime.parent import PARENT_PID_VARIABLE
@@ -135,6 +136,13 @@ def describe_exit(code: int) -> str:
         return f"killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"killed by signal {-code}"
+
+
+def own_exit_code(code: int) -> int:
+    """What we end with because a child ended with `code`."""
+    if code == 1:
+        return UmbraError.exit_code  # 1 is Python's own, after a traceback
+    return code if code > 0 else PeerLostError.exit_code
 
 
 def child_environ(search: Sequence[Path] = ()) -> dict[str, str]:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from umbra.deploy.interrupts import Interrupts
-from umbra.deploy.process import Process, describe_exit
+from umbra.deploy.process import Process, describe_exit, own_exit_code
 from umbra.deploy.run_folder import RunFolder, last_lines
-from umbra.proto.errors import PeerLostError, UmbraError
+from umbra.proto.errors import UmbraError
 from umbra.services.runtime.parent import die_with_parent
 
 POLL_S = 0.02
@@ -103,9 +103,7 @@ def _failed(folder: RunFolder, name: str, code: int) -> StageError:
     if said and code in FORESEEN_CODES:
         return StageError(said, code)
     how = f"{name} failed ({describe_exit(code)})"
-    return StageError(
-        f"{how}: {said}" if said else how, code if code > 0 else PeerLostError.exit_code
-    )
+    return StageError(f"{how}: {said}" if said else how, own_exit_code(code))
 
 
 def last_object(text: str) -> dict[str, Any]:

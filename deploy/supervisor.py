@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from umbra.deploy.process import Usage, describe_exit
+from umbra.deploy.process import Usage, describe_exit, own_exit_code
 from umbra.deploy.restart import RestartPolicy
-from umbra.proto.errors import PeerLostError, RejectedError, UmbraError, UsageError
+from umbra.proto.errors import RejectedError, UsageError
 
 DRAIN_S = 15.0  # per wave; a trainer may have to end its step
 FINISH_S = 30.0  # from the first orderly exit to the last
@@ -106,6 +106,7 @@ class Supervisor:
         self._waves: list[list[_Slot]] = []
         self._wave_deadline = 0.0
         self._finishing_since: float | None = None
+        self._reached = False
 
     def start(self, program: Program) -> None:
         """Start `program` and watch it from now on."""
@@ -154,9 +155,8 @@ class Supervisor:
 
     @property
     def done(self) -> bool:
-        """Whether the run reached its goal."""
-        slot = self._slots.get(self._goal)
-        return self.failure is None and slot is not None and slot.code == 0
+        """Whether the run reached its goal before anyone asked it to stop."""
+        return self._reached and self.failure is None
 
     def states(self) -> dict[str, str]:
         """Each program's state, in a word or two."""
@@ -188,6 +188,7 @@ class Supervisor:
             if code not in ASKED_CODES and not slot.killed:
                 self._report(f"{name} stopped with {how}{self._said(name)}")
         elif code == 0:
+            self._reached = self._reached or name == self._goal
             if self._finishing_since is None and not slot.program.elastic:
                 self._finishing_since = self._clock()
         elif slot.program.elastic:
@@ -215,9 +216,7 @@ class Supervisor:
 
     def _fail(self, slot: _Slot, reason: str, code: int) -> None:
         name = slot.program.name
-        # 1 is Python's own, after a traceback; a lost process has no code of its own.
-        exit_code = UmbraError.exit_code if code == 1 else max(code, 0) or PeerLostError.exit_code
-        self.failure = Failure(f"{reason}{self._said(name)}", name, exit_code)
+        self.failure = Failure(f"{reason}{self._said(name)}", name, own_exit_code(code))
         self.drain()
 
     def _said(self, name: str) -> str:
@@ -238,7 +237,7 @@ class Supervisor:
         if not alive or self._clock() - since < self._finish_s:
             return
         waited = f"{', '.join(alive)} did not leave within {self._finish_s:g} s"
-        if self._slots[self._goal].code == 0:
+        if self._reached:
             self._report(f"the run is done, but {waited}: stopping")
             self.drain()
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -128,10 +129,14 @@ class Up:
 
     def _eval_arguments(self, model: str) -> tuple[str, ...]:
         config = self.config
+        options = [
+            f"{key}={json.dumps(value)}" for key, value in config.environment.options.items()
+        ]
         return (
             *("eval", model, "--json"),
             *("--prompts", config.eval.prompts, "--samples", str(config.eval.samples)),
             *("--environment", config.environment.kind, "--reward", config.environment.reward),
+            *(part for option in options for part in ("--option", option)),
             *("--temperature", str(config.sampling.temperature)),
             *("--max-tokens", str(config.sampling.max_tokens)),
             *("--max-context", str(config.generator.max_context)),

@@ -182,6 +182,13 @@ def test_a_drain_goes_wave_by_wave(stage: Stage) -> None:
     assert not stage.supervisor.done
 
 
+def test_a_drained_trainer_has_not_reached_its_goal(stage: Stage) -> None:
+    stage.supervisor.drain()
+    stage.end("trainer", 0)
+    stage.settle(1)
+    assert not stage.supervisor.done
+
+
 def test_who_does_not_stop_is_named_and_killed(stage: Stage) -> None:
     stage.children["generator-1"][-1].deaf = True
     stage.supervisor.drain()
