@@ -39,39 +39,60 @@ def router(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> tuple[zmq.
 def dealer(
     context: zmq.Context[zmq.Socket[bytes]], endpoint: str, identity: bytes
 ) -> zmq.Socket[bytes]:
-    """A DEALER that connects to `endpoint` under `identity`."""
+    """A DEALER that connects to `endpoint` under `identity`.
+
+    Raises:
+        StartupError: `endpoint` is no address; whether somebody listens there shows later.
+    """
     socket = _socket(context, zmq.DEALER)
     socket.set(zmq.IDENTITY, identity)
-    socket.connect(endpoint)
+    _connect(socket, endpoint)
     return socket
 
 
 def publisher(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
-    """A PUB that connects to the relay; never blocks, may drop."""
+    """A PUB that connects to the relay; never blocks, may drop.
+
+    Raises:
+        StartupError: `endpoint` is no address.
+    """
     socket = _socket(context, zmq.PUB, TELEMETRY_HWM_MESSAGES)
-    socket.connect(endpoint)
+    _connect(socket, endpoint)
     return socket
 
 
 def subscriber(
     context: zmq.Context[zmq.Socket[bytes]], endpoint: str, topics: Sequence[bytes] = (b"",)
 ) -> zmq.Socket[bytes]:
-    """A SUB that connects to the relay."""
+    """A SUB that connects to the relay.
+
+    Raises:
+        StartupError: `endpoint` is no address.
+    """
     socket = _socket(context, zmq.SUB, TELEMETRY_HWM_MESSAGES)
     for topic in topics:
         socket.set(zmq.SUBSCRIBE, topic)
-    socket.connect(endpoint)
+    _connect(socket, endpoint)
     return socket
 
 
 def relay(
     context: zmq.Context[zmq.Socket[bytes]], endpoint_in: str, endpoint_out: str
 ) -> tuple[zmq.Socket[bytes], str, zmq.Socket[bytes], str]:
-    """The XSUB that publishers connect to and the XPUB that subscribers connect to, both bound."""
+    """The XSUB that publishers connect to and the XPUB that subscribers connect to, both bound.
+
+    Raises:
+        StartupError: an address is taken or not ours.
+    """
     inward = _socket(context, zmq.XSUB, TELEMETRY_HWM_MESSAGES)
     actual_in = _bind(inward, endpoint_in)
     outward = _socket(context, zmq.XPUB, TELEMETRY_HWM_MESSAGES)
-    return inward, actual_in, outward, _bind(outward, endpoint_out)
+    try:
+        actual_out = _bind(outward, endpoint_out)
+    except StartupError:
+        inward.close(linger=0)
+        raise
+    return inward, actual_in, outward, actual_out
 
 
 def pair(
@@ -109,5 +130,17 @@ def _bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
             raise StartupError(
                 f"{endpoint} is in use by another process: stop it or choose another port"
             ) from error
-        raise StartupError(f"cannot bind {endpoint}: {error}") from error
+        raise StartupError(
+            f"cannot bind {endpoint!r}: {error}; write it as tcp://address-of-this-host:port"
+        ) from error
     return socket.get_string(zmq.LAST_ENDPOINT)
+
+
+def _connect(socket: zmq.Socket[bytes], endpoint: str) -> None:
+    try:
+        socket.connect(endpoint)
+    except zmq.ZMQError as error:
+        socket.close(linger=0)
+        raise StartupError(
+            f"cannot connect to {endpoint!r}: {error}; write it as tcp://host:port"
+        ) from error

@@ -1,0 +1,207 @@
+"""Sockets: the options that are promised, real endpoints, and errors a person can act on."""
+
+from __future__ import annotations
+
+import errno
+import uuid
+from pathlib import Path
+
+import pytest
+import zmq
+
+from umbra.proto import sockets
+from umbra.proto.codec import DEFAULT_LIMITS
+from umbra.proto.errors import StartupError
+
+Context = zmq.Context[zmq.Socket[bytes]]
+Socket = zmq.Socket[bytes]
+
+ANY_PORT = "tcp://127.0.0.1:*"
+WAIT_MS = 10_000
+
+
+def receive(socket: Socket) -> list[bytes]:
+    """Return the next message, or fail the test."""
+    assert socket.poll(WAIT_MS), "no message came"
+    return socket.recv_multipart()
+
+
+def close(*opened: Socket) -> None:
+    """Close sockets without waiting for what they still have to send."""
+    for socket in opened:
+        socket.close(linger=0)
+
+
+def all_kinds(context: Context) -> dict[str, Socket]:
+    """Return a socket of each kind."""
+    router, endpoint = sockets.router(context, ANY_PORT)
+    inward, endpoint_in, outward, endpoint_out = sockets.relay(context, ANY_PORT, ANY_PORT)
+    bound, connected = sockets.pair(context, "wake")
+    return {
+        "router": router,
+        "dealer": sockets.dealer(context, endpoint, b"me"),
+        "xsub": inward,
+        "xpub": outward,
+        "pub": sockets.publisher(context, endpoint_in),
+        "sub": sockets.subscriber(context, endpoint_out),
+        "pair bound": bound,
+        "pair connected": connected,
+    }
+
+
+def test_options(zmq_context: Context) -> None:
+    opened = all_kinds(zmq_context)
+    telemetry = {"xsub", "xpub", "pub", "sub"}
+    try:
+        for name, socket in opened.items():
+            hwm = sockets.TELEMETRY_HWM_MESSAGES if name in telemetry else sockets.HWM_MESSAGES
+            assert socket.get(zmq.LINGER) == sockets.LINGER_MS, name
+            assert socket.get(zmq.SNDHWM) == hwm, name
+            assert socket.get(zmq.RCVHWM) == hwm, name
+            assert socket.get(zmq.MAXMSGSIZE) == DEFAULT_LIMITS.frame_bytes, name
+            assert socket.get(zmq.HEARTBEAT_IVL) == sockets.HEARTBEAT_INTERVAL_MS, name
+            assert socket.get(zmq.HEARTBEAT_TIMEOUT) == sockets.HEARTBEAT_TIMEOUT_MS, name
+            assert socket.get(zmq.RECONNECT_IVL) == sockets.RECONNECT_MS, name
+            assert socket.get(zmq.RECONNECT_IVL_MAX) == sockets.RECONNECT_MAX_MS, name
+        assert opened["dealer"].get(zmq.IDENTITY) == b"me"
+    finally:
+        close(*opened.values())
+
+
+@pytest.mark.parametrize("endpoint", [ANY_PORT, "tcp://127.0.0.1:0"])
+def test_a_free_port_is_told(zmq_context: Context, endpoint: str) -> None:
+    router, actual = sockets.router(zmq_context, endpoint)
+    dealer = sockets.dealer(zmq_context, actual, b"me")
+    try:
+        assert actual.startswith("tcp://127.0.0.1:")
+        assert int(actual.rpartition(":")[2]) > 0
+        dealer.send_multipart([b"header", b"body"])
+        assert receive(router) == [b"me", b"header", b"body"]
+    finally:
+        close(router, dealer)
+
+
+def test_an_occupied_port_is_named_with_a_remedy(zmq_context: Context) -> None:
+    router, actual = sockets.router(zmq_context, ANY_PORT)
+    try:
+        with pytest.raises(StartupError) as caught:
+            sockets.router(zmq_context, actual)
+        assert str(caught.value) == (
+            f"{actual} is in use by another process: stop it or choose another port"
+        )
+    finally:
+        close(router)
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "tcp://192.0.2.1:5555",  # an address that is kept for documentation: never ours
+        "tcp://no such host:5555",
+        "tcp://127.0.0.1",
+        "127.0.0.1:5555",
+        "carrier-pigeon://loft",
+        "",
+    ],
+)
+def test_an_impossible_address_is_named(zmq_context: Context, endpoint: str) -> None:
+    with pytest.raises(StartupError, match="cannot bind ") as caught:
+        sockets.router(zmq_context, endpoint)
+    assert endpoint in str(caught.value)
+
+
+def test_a_relay_that_cannot_bind_leaves_nothing_open(zmq_context: Context) -> None:
+    router, actual = sockets.router(zmq_context, ANY_PORT)
+    try:
+        # The context's fixture fails the test if the first of the two sockets stays open.
+        with pytest.raises(StartupError):
+            sockets.relay(zmq_context, ANY_PORT, actual)
+    finally:
+        close(router)
+
+
+@pytest.mark.parametrize("endpoint", ["127.0.0.1:5555", "tcp://127.0.0.1", "tcp://127.0.0.1:*"])
+def test_an_impossible_address_to_connect_to_is_named(zmq_context: Context, endpoint: str) -> None:
+    for connect in (
+        lambda: sockets.dealer(zmq_context, endpoint, b"me"),
+        lambda: sockets.publisher(zmq_context, endpoint),
+        lambda: sockets.subscriber(zmq_context, endpoint),
+    ):
+        with pytest.raises(StartupError, match="cannot connect to ") as caught:
+            connect()
+        assert endpoint in str(caught.value)
+
+
+def test_a_message_to_an_unknown_peer_is_an_error(zmq_context: Context) -> None:
+    router, _ = sockets.router(zmq_context, ANY_PORT)
+    try:
+        with pytest.raises(zmq.ZMQError) as caught:
+            router.send_multipart([b"nobody", b"header", b"body"], zmq.NOBLOCK)
+        assert caught.value.errno == errno.EHOSTUNREACH
+    finally:
+        close(router)
+
+
+def test_a_restarted_peer_takes_over_its_identity(zmq_context: Context) -> None:
+    router, endpoint = sockets.router(zmq_context, ANY_PORT)
+    old = sockets.dealer(zmq_context, endpoint, b"generator-0")
+    new = None
+    try:
+        old.send(b"old")
+        assert receive(router) == [b"generator-0", b"old"]
+        new = sockets.dealer(zmq_context, endpoint, b"generator-0")
+        new.send(b"new")
+        assert receive(router) == [b"generator-0", b"new"]
+        router.send_multipart([b"generator-0", b"answer"])
+        assert receive(new) == [b"answer"]
+    finally:
+        close(router, old, *([new] if new is not None else []))
+
+
+def test_events_pass_the_relay_by_topic(zmq_context: Context) -> None:
+    inward, endpoint_in, outward, endpoint_out = sockets.relay(zmq_context, ANY_PORT, ANY_PORT)
+    publisher = sockets.publisher(zmq_context, endpoint_in)
+    everything = sockets.subscriber(zmq_context, endpoint_out)
+    steps = sockets.subscriber(zmq_context, endpoint_out, [b"step"])
+    try:
+        for _ in range(2):  # the subscriptions travel upstream
+            inward.send_multipart(receive(outward))
+        # A subscription reaches the publisher in its own time: repeat until an event is through.
+        while not inward.poll(20):
+            publisher.send_multipart([b"step", b"header", b"1"])
+        outward.send_multipart(receive(inward))
+        outward.send_multipart([b"push", b"header", b"2"])
+        outward.send_multipart([b"step", b"header", b"3"])
+        assert [receive(everything)[2] for _ in range(3)] == [b"1", b"2", b"3"]
+        assert [receive(steps)[2] for _ in range(2)] == [b"1", b"3"]
+    finally:
+        close(inward, outward, publisher, everything, steps)
+
+
+def test_the_ends_of_a_pair_reach_each_other(zmq_context: Context) -> None:
+    bound, connected = sockets.pair(zmq_context, f"pair-{uuid.uuid4().hex}")
+    try:
+        connected.send(b"wake up")
+        assert receive(bound) == [b"wake up"]
+    finally:
+        close(bound, connected)
+
+
+def test_a_frame_above_the_limit_never_arrives(
+    zmq_context: Context, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    small = type(DEFAULT_LIMITS)(frame_bytes=1000)
+    monkeypatch.setattr(sockets, "DEFAULT_LIMITS", small)
+    router, endpoint = sockets.router(zmq_context, f"ipc://{tmp_path}/r")
+    monitor = router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    assert monitor is not None
+    dealer = sockets.dealer(zmq_context, endpoint, b"me")
+    try:
+        dealer.send_multipart([b"header", b"x" * 1001])
+        # The connection ends instead, which is the answer that a peer of this kind gets.
+        assert monitor.poll(WAIT_MS)
+        assert not router.poll(0)
+    finally:
+        router.disable_monitor()
+        close(monitor)
+        close(router, dealer)
