@@ -1,4 +1,4 @@
-"""What every benchmark shares: a table on the screen, one JSON object in a file, goals that count."""
+"""What every benchmark shares: a table on the screen, one JSON object in a file, goals."""
 
 from __future__ import annotations
 

@@ -26,7 +26,9 @@ class Chat:
     def __init__(self, tokenizer: Any, stop_ids: Iterable[int]) -> None:
         self._tokenizer = tokenizer
         self.stop_ids = frozenset(stop_ids)
-        self._tail = functools.lru_cache(maxsize=4096)(self._render_tail)
+        # The samples of a group have one prompt, and environments say few different things.
+        self._prompt = functools.lru_cache(maxsize=4096)(self._encode_prompt)
+        self._tail = functools.lru_cache(maxsize=4096)(self._encode_tail)
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         """Tokens of the first turn, up to where the assistant begins to speak.
@@ -34,13 +36,7 @@ class Chat:
         Raises:
             UsageError: several messages for a tokenizer that has no chat template.
         """
-        if self._tokenizer.chat_template is None:
-            if len(messages) != 1:
-                raise UsageError(
-                    f"{self._tokenizer.name_or_path} has no chat template: prompts must be text"
-                )
-            return self._encode(messages[0]["content"])
-        return self._encode(self._render(messages, add_generation_prompt=True))
+        return list(self._prompt(json.dumps(list(messages))))
 
     def turn_ids(self, messages: Sequence[Message], last_token: int) -> list[int]:
         """Tokens that the environment adds between a model's turn and its next one.
@@ -58,7 +54,17 @@ class Chat:
             list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
 
-    def _render_tail(self, messages: str) -> tuple[int, ...]:
+    def _encode_prompt(self, text: str) -> tuple[int, ...]:
+        messages: list[Message] = json.loads(text)
+        if self._tokenizer.chat_template is None:
+            if len(messages) != 1:
+                raise UsageError(
+                    f"{self._tokenizer.name_or_path} has no chat template: prompts must be text"
+                )
+            return self._encode(messages[0]["content"])
+        return self._encode(self._render(messages, add_generation_prompt=True))
+
+    def _encode_tail(self, messages: str) -> tuple[int, ...]:
         if self._tokenizer.chat_template is None:
             raise UsageError(
                 f"{self._tokenizer.name_or_path} has no chat template, which an environment of "
@@ -75,12 +81,12 @@ class Chat:
                 f"the chat template of {self._tokenizer.name_or_path} does not write earlier "
                 "assistant messages: environments of several turns can't use it"
             )
-        return tuple(self._encode(tail))
+        return self._encode(tail)
 
     def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
         return self._tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
         )
 
-    def _encode(self, text: str) -> list[int]:
-        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])

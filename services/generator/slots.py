@@ -2,7 +2,7 @@
 
 Live rows are always rows `[0, n)`, so a decode step reads a view of the cache and copies nothing.
 Symbols: S slots, H key-value heads, C columns held, D head dimension, n live rows, m rows
-prefilled, P longest of their sequences, L columns that attention looks at.
+prefilled with u different sequences, P the longest of them, L columns that attention looks at.
 """
 
 from __future__ import annotations
@@ -35,13 +35,17 @@ class SlotCache(Cache):
         self._target: tuple[torch.Tensor, torch.Tensor] = (torch.empty(0), torch.empty(0))
         self._view: tuple[int, int] = (0, 0)
 
-    def begin_prefill(self, rows: torch.Tensor, valid: torch.Tensor) -> None:
-        """Next, left-padded sequences are read: `rows` [m], `valid` [m, P] marks their tokens."""
+    def begin_prefill(self, valid: torch.Tensor, rows: torch.Tensor, which: torch.Tensor) -> None:
+        """Next, left-padded sequences are read; `valid` [u, P] marks their tokens.
+
+        Row `rows[i]` of the cache gets sequence `which[i]`, both [m].
+        """
         self._reserve(valid.shape[1])
-        source_rows, source_columns = valid.nonzero(as_tuple=True)
+        index, source_columns = valid[which].nonzero(as_tuple=True)
+        source_rows = which[index]
         padding = (~valid).sum(dim=1)
         self._source = (source_rows, source_columns)
-        self._target = (rows[source_rows], source_columns - padding[source_rows])
+        self._target = (rows[index], source_columns - padding[source_rows])
         self._prefilling = True
 
     def begin_decode(self, positions: torch.Tensor, columns: int) -> None:
@@ -62,7 +66,7 @@ class SlotCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store what a layer computed and return what it attends to.
 
-        Prefill: `[m, H, P, D]` in, the same out. Decode: `[n, H, 1, D]` in, `[n, H, L, D]` out.
+        Prefill: `[u, H, P, D]` in, the same out. Decode: `[n, H, 1, D]` in, `[n, H, L, D]` out.
         """
         if layer_idx == len(self._keys):
             self._keys.append(self._allocate(key_states))

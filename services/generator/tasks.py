@@ -18,6 +18,7 @@ import msgspec
 Row = dict[str, Any]
 
 _SHORTEST, _LONGEST, _MEAN_EXTRA = 2, 16, 5.0
+_HEEDFUL = 0.25  # guesses of the poor player that fit the hints so far
 _SLOPPY = 0.7  # share of SORT examples with a mistake in them
 _TRIES = 4
 _GUESS_PROMPT = "guess"
@@ -104,15 +105,18 @@ def _guess_prompt(source: random.Random) -> Row:
 
 
 def _guess_demo(source: random.Random) -> Row:
-    """Guesses that take no notice of the hints."""
+    """Guesses that mostly take no notice of the hints."""
     secret = source.randrange(10)
+    low, high = 0, 9
     turns = [_GUESS_PROMPT]
     for _ in range(_TRIES):
-        guess = source.randrange(10)
+        heeds = source.random() < _HEEDFUL
+        guess = source.randint(low, high) if heeds else source.randrange(10)
         turns.append(str(guess))
         if guess == secret:
             break
         turns.append(">" if guess < secret else "<")
+        low, high = (max(low, guess + 1), high) if guess < secret else (low, min(high, guess - 1))
     return _conversation(turns if len(turns) % 2 == 0 else turns[:-1])
 
 

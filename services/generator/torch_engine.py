@@ -200,27 +200,35 @@ class TorchEngine:
         self._append(range(count), tokens, logprobs)
 
     def _prefill(self, slots: Sequence[int], sequences: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Read whole sequences into `slots`; logits [len(slots), V] of each one's next token."""
+        """Read whole sequences into `slots`; logits [len(slots), V] of each one's next token.
+
+        Equal sequences, which the samples of a group begin with, are computed once.
+        """
+        takers: dict[tuple[int, ...], list[int]] = {}
+        for index, sequence in enumerate(sequences):
+            takers.setdefault(tuple(sequence), []).append(index)
         # Longest first, so that a pass pads little.
-        order = sorted(range(len(slots)), key=lambda i: -len(sequences[i]))
+        different = sorted(takers, key=len, reverse=True)
         logits: list[torch.Tensor] = []
-        start = 0
-        while start < len(order):
-            rows = max(1, _PREFILL_TOKENS // len(sequences[order[start]]))
-            chosen = order[start : start + rows]
-            logits.append(
-                self._prefill_pass([slots[i] for i in chosen], [sequences[i] for i in chosen])
-            )
-            start += rows
-        if not logits:
+        order: list[int] = []
+        while different:
+            count = max(1, _PREFILL_TOKENS // len(different[0]))
+            chosen, different = different[:count], different[count:]
+            which = [u for u, sequence in enumerate(chosen) for _ in takers[sequence]]
+            indices = [index for sequence in chosen for index in takers[sequence]]
+            logits.append(self._prefill_pass(chosen, [slots[i] for i in indices], which))
+            order += indices
+        if not order:
             return torch.empty(0, 0, device=self._device)
-        back = torch.tensor(order, device=self._device).argsort()
-        return torch.cat(logits)[back]
+        return torch.cat(logits)[torch.tensor(order, device=self._device).argsort()]
 
     def _prefill_pass(
-        self, slots: Sequence[int], sequences: Sequence[Sequence[int]]
+        self, sequences: Sequence[Sequence[int]], slots: Sequence[int], which: Sequence[int]
     ) -> torch.Tensor:
-        """One forward pass over left-padded sequences [m, P]; next-token logits [m, V]."""
+        """One forward pass over left-padded sequences [u, P]; next-token logits [m, V].
+
+        Slot `slots[i]` gets sequence `which[i]`, both [m].
+        """
         longest = max(len(s) for s in sequences)
         padded = [[0] * (longest - len(s)) + list(s) for s in sequences]
         padding = torch.tensor([longest - len(s) for s in sequences], device=self._device)
@@ -229,8 +237,9 @@ class TorchEngine:
         # Padding attends to itself: a row of the mask without any True would give NaN.
         causal = index[None] <= index[:, None]
         mask = (causal[None] & valid[:, None, :]) | (index[None] == index[:, None])[None]
-        self._cache.begin_prefill(torch.tensor(list(slots), device=self._device), valid)
-        return self._model(
+        takers = torch.tensor(which, device=self._device)
+        self._cache.begin_prefill(valid, torch.tensor(slots, device=self._device), takers)
+        logits = self._model(
             input_ids=torch.tensor(padded, device=self._device),
             position_ids=(index[None] - padding[:, None]).clamp(min=0),
             attention_mask=mask[:, None],
@@ -238,6 +247,7 @@ class TorchEngine:
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]
+        return logits[takers]
 
     def _append(self, slots: Sequence[int], tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
         """Note the new tokens of `slots`; rows that are done leave."""

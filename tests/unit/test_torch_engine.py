@@ -104,6 +104,24 @@ def test_requests_that_come_later_take_free_slots(model: Any) -> None:
     assert_logprobs(model, asked, outputs)
 
 
+def test_equal_prompts_are_read_once(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes: list[int] = []
+    engine = TorchEngine(model, stop_ids={STOP}, slots=16, max_context=128)
+    forward = engine._prefill_pass
+    monkeypatch.setattr(
+        engine, "_prefill_pass", lambda s, *rest: passes.append(len(s)) or forward(s, *rest)
+    )
+    two = requests(2)
+    asked = [
+        EngineRequest(f"{r.request_id}-{i}", r.prompt_ids, PLAIN, 12) for i in range(8) for r in two
+    ]
+    engine.submit(asked)
+    outputs = finish(engine)
+    assert passes == [2]
+    assert_logprobs(model, asked, outputs)
+    assert len({tuple(outputs[f"r0-{i}"].token_ids) for i in range(8)}) > 1
+
+
 def test_context_is_the_limit_and_storage_grows_up_to_it(model: Any) -> None:
     engine = TorchEngine(model, stop_ids=(), slots=2, max_context=150)
     request = EngineRequest("long", [7] * 20, PLAIN, 1000)
