@@ -1,7 +1,8 @@
 """The run's configuration: one typed tree, filled from defaults < TOML file < environment < flags.
 
-Each section belongs to one service, and that service's flags are generated from it (`flags.py`), so
-that file, environment and command line can't drift apart. Field descriptions are the documentation.
+Each section belongs to one service, and that service's flags are generated from it (`command.py`),
+so that file, environment and command line can't drift apart. Field descriptions are the
+documentation.
 """
 
 from __future__ import annotations

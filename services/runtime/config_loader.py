@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import json
+import math
 import os
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -10,11 +12,16 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import msgspec
+import msgspec.inspect as introspect
 
 from umbra.proto.errors import UsageError
-from umbra.services.runtime.config import RunConfig, Section
+from umbra.services.runtime.config import RunConfig
 
 ENV_PREFIX = "UMBRA_"
+SECTIONS: dict[str, dict[str, Any]] = {
+    name: get_type_hints(section, include_extras=True)
+    for name, section in get_type_hints(RunConfig).items()
+}
 
 
 def load_config(
@@ -30,20 +37,19 @@ def load_config(
     Raises:
         UsageError: unreadable file, unknown key (with the nearest name), or a bad value.
     """
-    tree: dict[str, Any] = {}
+    tree: dict[str, dict[str, Any]] = {}
     if file is not None:
-        tree = _read(Path(file))
-        _check_names(tree, str(file))
-    for name, value in sorted(environ.items()):
+        tree = _check(_read(Path(file)), str(file))
+    for name, text in sorted(environ.items()):
         if name.startswith(ENV_PREFIX) and "__" in name:
             path = name.removeprefix(ENV_PREFIX).lower().replace("__", ".")
-            _assign(tree, path, value, f"environment variable {name}")
+            _assign(tree, path, text, f"environment variable {name}")
     for override in overrides:
-        path, separator, value = override.partition("=")
+        path, separator, text = override.partition("=")
         if not separator:
             raise UsageError(f"--set {override}: write it as section.key=value")
-        _assign(tree, path.strip(), value.strip(), f"--set {override}")
-    return _convert(tree, str(file) if file is not None else "configuration")
+        _assign(tree, path.strip(), text.strip(), f"--set {override}")
+    return msgspec.convert(tree, RunConfig)
 
 
 def as_dict(config: RunConfig) -> dict[str, Any]:
@@ -58,9 +64,9 @@ def to_json(config: RunConfig) -> bytes:
     return msgspec.json.format(msgspec.json.encode(config), indent=2)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> Any:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         return msgspec.json.decode(text) if path.suffix == ".json" else tomllib.loads(text)
     except FileNotFoundError:
         raise UsageError(f"run file {path} does not exist") from None
@@ -72,48 +78,64 @@ def _read(path: Path) -> dict[str, Any]:
         raise UsageError(f"run file {path} is not valid JSON: {error}") from error
 
 
-def _check_names(tree: Mapping[str, Any], where: str) -> None:
-    sections = get_type_hints(RunConfig)
+def _check(tree: Any, where: str) -> dict[str, dict[str, Any]]:
+    """`tree` with every name known and every value converted to its type."""
+    if not isinstance(tree, Mapping):
+        raise UsageError(f"{where}: must be an object with a key per section")
+    checked: dict[str, dict[str, Any]] = {}
     for section, values in tree.items():
-        if section not in sections:
-            raise UsageError(f"{where}: unknown section [{section}]{_nearest(section, sections)}")
+        if section not in SECTIONS:
+            raise UsageError(f"{where}: unknown section [{section}]{_hint(section, SECTIONS)}")
         if not isinstance(values, Mapping):
             raise UsageError(f"{where}: {section} must be a table, written [{section}]")
-        for key in values:
-            _check_key(section, key, where)
+        checked[section] = {
+            key: _convert(section, key, value, where) for key, value in values.items()
+        }
+    return checked
 
 
-def _check_key(section: str, key: str, where: str) -> None:
-    cls: type[Section] = get_type_hints(RunConfig)[section]
-    if key in cls.__struct_fields__:
-        return
-    elsewhere = [
-        f"{name}.{key}"
-        for name, other in get_type_hints(RunConfig).items()
-        if key in other.__struct_fields__
-    ]
-    hint = f"; did you mean {elsewhere[0]}?" if elsewhere else _nearest(key, cls.__struct_fields__)
-    raise UsageError(f"{where}: unknown key {section}.{key}{hint}")
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(sorted(known))}"
-
-
-def _assign(tree: dict[str, Any], path: str, text: str, where: str) -> None:
-    section, _, key = path.partition(".")
-    sections = get_type_hints(RunConfig)
-    if section not in sections:
-        raise UsageError(f"{where}: unknown section {section!r}{_nearest(section, sections)}")
-    key, _, rest = key.partition(".")
-    _check_key(section, key, where)
+def _assign(tree: dict[str, dict[str, Any]], path: str, text: str, where: str) -> None:
+    """Put `text` into `tree` at `path`: a key, or a place inside a key that is a table."""
+    section, _, rest = path.partition(".")
+    if section not in SECTIONS:
+        raise UsageError(f"{where}: unknown section {section!r}{_hint(section, SECTIONS)}")
+    key, *inner = rest.split(".")
+    if not key:
+        raise UsageError(f"{where}: write it as section.key=value, here {section}.key=value")
+    kind = _kind(section, key, where)
     values = tree.setdefault(section, {})
-    if rest:  # a key inside a table, such as environment.options.tries
-        values.setdefault(key, {})[rest] = _scalar(text)
-    else:
-        is_text = get_type_hints(sections[section])[key] is str
-        values[key] = text if is_text else _scalar(text)
+    if not inner:
+        value = text if isinstance(kind, introspect.StrType) else _scalar(text)
+        values[key] = _convert(section, key, value, where)
+        return
+    if not isinstance(kind, introspect.DictType):
+        raise UsageError(f"{where}: {section}.{key} is not a table")
+    table = values.setdefault(key, {})
+    for name in inner[:-1]:
+        table = table.setdefault(name, {})
+        if not isinstance(table, dict):
+            raise UsageError(f"{where}: {name} is not a table")
+    table[inner[-1]] = _scalar(text)
+
+
+def _kind(section: str, key: str, where: str) -> introspect.Type:
+    fields = SECTIONS[section]
+    if key not in fields:
+        raise UsageError(f"{where}: unknown key {section}.{key}{_hint(key, fields, f'{section}.')}")
+    kind = introspect.type_info(fields[key])
+    return kind.type if isinstance(kind, introspect.Metadata) else kind
+
+
+def _convert(section: str, key: str, value: Any, where: str) -> Any:
+    kind = _kind(section, key, where)
+    try:
+        converted = msgspec.convert(value, SECTIONS[section][key])
+        if not isinstance(converted, float) or math.isfinite(converted):
+            return converted
+    except msgspec.ValidationError:
+        pass  # the error below says it with the name, the value and the source
+    given = json.dumps(value, default=str)
+    raise UsageError(f"{where}: {section}.{key} must be {_expected(kind)}, not {given}")
 
 
 def _scalar(text: str) -> Any:
@@ -124,9 +146,34 @@ def _scalar(text: str) -> Any:
         return text
 
 
-def _convert(tree: Mapping[str, Any], where: str) -> RunConfig:
-    try:
-        return msgspec.convert(tree, RunConfig)
-    except msgspec.ValidationError as error:
-        reason, _, place = str(error).partition(" - at `$.")
-        raise UsageError(f"{where}: {place.rstrip('`') or 'root'}: {reason}") from error
+def _hint(name: str, known: Iterable[str], prefix: str = "") -> str:
+    likely = [f"{section}.{name}" for section, fields in SECTIONS.items() if name in fields]
+    if not likely:
+        close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+        likely = [prefix + match for match in close]
+    return f"; did you mean {' or '.join(likely)}?" if likely else f"; known: {', '.join(known)}"
+
+
+def _expected(kind: introspect.Type) -> str:
+    """What a value has to be, in words."""
+    match kind:
+        case introspect.BoolType():
+            return "true or false"
+        case introspect.IntType():
+            return "an integer" + _bounds(kind)
+        case introspect.FloatType():
+            return "a number" + _bounds(kind)
+        case introspect.StrType():
+            return "text that is not empty" if kind.min_length else "text"
+        case introspect.LiteralType():
+            return "one of " + ", ".join(map(str, kind.values))
+        case introspect.TupleType():
+            return f"a list of {len(kind.item_types)} numbers"
+        case _:
+            return "a table"
+
+
+def _bounds(kind: introspect.IntType | introspect.FloatType) -> str:
+    bounds = {">=": kind.ge, ">": kind.gt, "<=": kind.le, "<": kind.lt}
+    texts = [f"{sign} {bound:g}" for sign, bound in bounds.items() if bound is not None]
+    return " " + " and ".join(texts) if texts else ""

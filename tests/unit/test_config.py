@@ -1,0 +1,241 @@
+"""The configuration: who overrides whom, and what a person is told about a mistake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import msgspec
+import msgspec.inspect as introspect
+import pytest
+
+from umbra.proto.errors import UsageError
+from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.config_loader import as_dict, load_config, to_json
+
+FIELDS = [
+    (section, field)
+    for section, cls in get_type_hints(RunConfig).items()
+    for field in introspect.type_info(cls).fields  # pyright: ignore[reportAttributeAccessIssue]
+]
+
+
+def load(
+    text: str | None = None,
+    tmp_path: Path | None = None,
+    *,
+    overrides: tuple[str, ...] = (),
+    environ: dict[str, str] | None = None,
+) -> RunConfig:
+    """Load `text` as a run file, without the environment of the tests."""
+    file = None
+    if text is not None:
+        assert tmp_path is not None
+        file = tmp_path / "run.toml"
+        file.write_text(text, encoding="utf-8")
+    return load_config(file, overrides=overrides, environ=environ or {})
+
+
+def mistake(*overrides: str, **environ: str) -> str:
+    """Return what a person is told about an override or a variable."""
+    with pytest.raises(UsageError) as caught:
+        load(overrides=overrides, environ=environ)
+    return str(caught.value)
+
+
+# -- where values come from -----------------------------------------------------------------------
+
+
+def test_defaults() -> None:
+    assert load() == RunConfig()
+
+
+def test_flags_beat_the_environment_which_beats_the_file(tmp_path: Path) -> None:
+    text = "[run]\nsteps = 1\nseed = 1\nname = 'file'"
+    environ = {"UMBRA_RUN__STEPS": "2", "UMBRA_RUN__SEED": "2"}
+    run = load(text, tmp_path, overrides=("run.steps=3",), environ=environ).run
+    assert (run.steps, run.seed, run.name, run.dir) == (3, 2, "file", "runs")
+
+
+def test_the_last_override_wins() -> None:
+    assert load(overrides=("run.steps=3", "run.steps=4")).run.steps == 4
+
+
+def test_other_variables_are_left_alone() -> None:
+    environ = {"UMBRA_READY_FD": "5", "HOME__X": "y", "umbra_run__steps": "7"}
+    assert load(environ=environ) == RunConfig()
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "key", "value"),
+    [
+        ("trainer.learning_rate=3e-4", "trainer", "learning_rate", 3e-4),
+        ("trainer.learning_rate=1", "trainer", "learning_rate", 1.0),
+        ("trainer.betas=[0.9, 0.99]", "trainer", "betas", (0.9, 0.99)),
+        ("data.shuffle=false", "data", "shuffle", False),
+        ("generator.kv_policy=recompute", "generator", "kv_policy", "recompute"),
+        ("run.name=5", "run", "name", "5"),
+        ("run.name=a=b", "run", "name", "a=b"),
+        ("run.broker=tcp://*:5555", "run", "broker", "tcp://*:5555"),
+        (" run.steps = 5 ", "run", "steps", 5),
+        ("environment.options.tries=3", "environment", "options", {"tries": 3}),
+        ("environment.options.a.b=x", "environment", "options", {"a": {"b": "x"}}),
+        ("environment.options={a = 1}", "environment", "options", {"a": 1}),
+    ],
+)
+def test_overrides(override: str, section: str, key: str, value: Any) -> None:
+    assert getattr(getattr(load(overrides=(override,)), section), key) == value
+
+
+def test_a_variable_reaches_into_a_table() -> None:
+    config = load(environ={"UMBRA_ENVIRONMENT__OPTIONS__TRIES": "3"})
+    assert config.environment.options == {"tries": 3}
+
+
+def test_an_override_keeps_the_rest_of_a_table(tmp_path: Path) -> None:
+    text = "[environment.options]\ntries = 1\nlow = 2"
+    config = load(text, tmp_path, overrides=("environment.options.tries=9",))
+    assert config.environment.options == {"tries": 9, "low": 2}
+
+
+# -- what comes out -------------------------------------------------------------------------------
+
+
+def test_json_is_read_back(tmp_path: Path) -> None:
+    config = load(
+        overrides=("trainer.betas=[0.5, 0.75]", "environment.options.a.b=x", "log.level=debug")
+    )
+    file = tmp_path / "resolved.json"
+    file.write_bytes(to_json(config))
+    assert load_config(file, environ={}) == config
+
+
+def test_as_dict_is_the_whole_tree() -> None:
+    tree = as_dict(RunConfig())
+    assert msgspec.convert(tree, RunConfig) == RunConfig()
+    assert {(section, key) for section, values in tree.items() for key in values} == {
+        (section, field.name) for section, field in FIELDS
+    }
+
+
+# -- what a person is told ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("run.steps=0", "run.steps must be an integer >= 1, not 0"),
+        ("run.steps=many", 'run.steps must be an integer >= 1, not "many"'),
+        ("run.steps=1.5", "run.steps must be an integer >= 1, not 1.5"),
+        ("run.steps=", 'run.steps must be an integer >= 1, not ""'),
+        ("run.name=", 'run.name must be text that is not empty, not ""'),
+        ("trainer.learning_rate=0", "trainer.learning_rate must be a number > 0, not 0"),
+        ("trainer.learning_rate=inf", "trainer.learning_rate must be a number > 0, not Infinity"),
+        ("trainer.learning_rate=nan", "trainer.learning_rate must be a number > 0, not NaN"),
+        ("sampling.top_p=2", "sampling.top_p must be a number > 0 and <= 1, not 2"),
+        ("trainer.betas=[0.9]", "trainer.betas must be a list of 2 numbers, not [0.9]"),
+        ("data.shuffle=yes", 'data.shuffle must be true or false, not "yes"'),
+        ("log.format=xml", 'log.format must be one of console, json, not "xml"'),
+        ("environment.options=3", "environment.options must be a table, not 3"),
+        ("run.steps.x=3", "run.steps is not a table"),
+        ("run.step=3", "unknown key run.step; did you mean run.steps?"),
+        ("model.steps=3", "unknown key model.steps; did you mean run.steps?"),
+        ("run.device=cpu", "unknown key run.device; did you mean generator.device or"),
+        ("run.zzz=3", "unknown key run.zzz; known: name, dir, steps, seed, broker"),
+        ("steps=3", "unknown section 'steps'; did you mean run.steps?"),
+        ("trainr.threads=3", "unknown section 'trainr'; did you mean trainer?"),
+        ("zzz.a=3", "unknown section 'zzz'; known: run, model, data"),
+        ("run=3", "write it as section.key=value, here run.key=value"),
+        ("run.steps", "write it as section.key=value"),
+    ],
+)
+def test_a_bad_override(override: str, told: str) -> None:
+    message = mistake(override)
+    assert message.startswith(f"--set {override}: {told}")
+    assert "\n" not in message
+
+
+def test_a_table_is_not_made_out_of_a_value() -> None:
+    told = mistake("environment.options.a=3", "environment.options.a.b=3")
+    assert told == "--set environment.options.a.b=3: a is not a table"
+
+
+def test_a_bad_variable_is_named() -> None:
+    assert mistake(UMBRA_RUN__STEPS="x") == (
+        'environment variable UMBRA_RUN__STEPS: run.steps must be an integer >= 1, not "x"'
+    )
+    assert mistake(UMBRA_RUNN__STEPS="3").startswith(
+        "environment variable UMBRA_RUNN__STEPS: unknown section 'runn'; did you mean run?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[run]\nsteps = 0", "run.steps must be an integer >= 1, not 0"),
+        ("[run]\nsteps = 'x'", 'run.steps must be an integer >= 1, not "x"'),
+        ("[data]\nprompts = 3", "data.prompts must be text, not 3"),
+        ("[run]\nsteps = 2020-01-01", 'run.steps must be an integer >= 1, not "2020-01-01"'),
+        ("[run]\nstpes = 3", "unknown key run.stpes; did you mean run.steps?"),
+        ("[trainr]", "unknown section [trainr]; did you mean trainer?"),
+        ("steps = 3", "unknown section [steps]; did you mean run.steps?"),
+        ("run = 3", "run must be a table, written [run]"),
+    ],
+)
+def test_a_bad_file(text: str, told: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        load(text, tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path / 'run.toml'}: {told}")
+
+
+def test_a_file_that_is_not_toml(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"run\.toml is not valid TOML: .*line 2") as caught:
+        load("[run]\nsteps = = 3\n", tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_json(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    file.write_text("{", encoding="utf-8")
+    with pytest.raises(UsageError, match=r"run\.json is not valid JSON: "):
+        load_config(file, environ={})
+    file.write_text("[]", encoding="utf-8")
+    with pytest.raises(UsageError, match="must be an object with a key per section"):
+        load_config(file, environ={})
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"nothing\.toml does not exist$"):
+        load_config(tmp_path / "nothing.toml", environ={})
+    with pytest.raises(UsageError, match=r"cannot be read: .*directory"):
+        load_config(tmp_path, environ={})
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UsageError, match=r"cannot be read: .*utf-8"):
+        load_config(tmp_path / "binary.toml", environ={})
+
+
+def test_a_file_from_an_editor_that_marks_its_encoding(tmp_path: Path) -> None:
+    assert load("\ufeff[run]\nsteps = 3", tmp_path).run.steps == 3
+
+
+# -- the tree itself ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("section", "field"), FIELDS, ids=[f"{section}.{field.name}" for section, field in FIELDS]
+)
+def test_every_field_is_described_and_has_a_default(section: str, field: introspect.Field) -> None:
+    assert isinstance(field.type, introspect.Metadata), f"{section}.{field.name} has no description"
+    description = (field.type.extra_json_schema or {}).get("description", "")
+    assert description
+    assert not description.endswith(".")
+    assert not field.required
+
+
+@pytest.mark.parametrize("section", get_type_hints(RunConfig))
+def test_every_section_says_what_it_is(section: str) -> None:
+    assert (get_type_hints(RunConfig)[section].__doc__ or "").strip()
+
+
+def test_every_default_is_valid() -> None:
+    assert msgspec.convert(as_dict(RunConfig()), RunConfig) == RunConfig()
