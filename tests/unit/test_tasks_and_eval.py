@@ -16,7 +16,7 @@ from umbra.services.runtime.jsonl import read_jsonl
 COUNTS = {"prompts": 300, "heldout": 100, "demos": 300}
 
 
-def run(command: Any, *args: str | Path) -> str:
+def run(command: Any, *args: object) -> str:
     """Run a command that must succeed and return what it printed."""
     result = CliRunner().invoke(command, [str(a) for a in args], catch_exceptions=False)
     assert result.exit_code == 0, result.output
