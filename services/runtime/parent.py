@@ -18,14 +18,19 @@ def die_with_parent() -> None:
 
     Does nothing unless the parent asked for it through the environment.
     """
-    parent = os.environ.get(PARENT_PID_VARIABLE)
-    if parent is None:
+    if not is_supervised():
         return
+    parent = os.environ[PARENT_PID_VARIABLE]
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     watch = threading.Thread(target=_watch, args=(int(parent),), name="umbra-parent", daemon=True)
     watch.start()
     if os.getppid() != int(parent):  # it died before prctl took effect
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def is_supervised() -> bool:
+    """Whether a supervisor started this process."""
+    return PARENT_PID_VARIABLE in os.environ
 
 
 def _watch(parent: int) -> None:

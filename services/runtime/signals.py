@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from umbra.services.runtime.parent import is_supervised
+
 HANDLED = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -16,13 +18,20 @@ HANDLED = (signal.SIGINT, signal.SIGTERM)
 def stop_on_signals(stopping: threading.Event) -> Iterator[None]:
     """Set `stopping` at the first signal; at the second, die of it. Handlers are restored after.
 
+    Only signals count: one that comes while `stopping` is set for another reason is the first. A
+    supervised process drains whatever comes: its supervisor kills when it means to, and of its death
+    the kernel may tell several times, once for each of its threads.
+
     Only for the main thread.
     """
+    seen = False
 
     def handle(number: int, _frame: FrameType | None) -> None:
-        if stopping.is_set():
+        nonlocal seen
+        if seen and not is_supervised():
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+        seen = True
         stopping.set()
 
     before = {number: signal.signal(number, handle) for number in HANDLED}

@@ -127,6 +127,21 @@ def test_the_second_signal_ends_the_process_by_that_signal() -> None:
     assert done.returncode == -signal.SIGINT
 
 
+def test_a_supervised_process_drains_however_often_it_is_told() -> None:
+    environ = {**os.environ, "UMBRA_PARENT_PID": str(os.getpid())}
+    done = subprocess.run(
+        [sys.executable, "-c", TWO_SIGNALS], check=False, timeout=WAIT_S, env=environ
+    )
+    assert done.returncode == 0
+
+
+def test_a_stop_for_another_reason_is_no_first_signal() -> None:
+    stopping = threading.Event()
+    stopping.set()
+    with stop_on_signals(stopping):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
 PARENT = """
 import os, subprocess, sys
 env = dict(os.environ, UMBRA_PARENT_PID=str(os.getpid()))
