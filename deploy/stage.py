@@ -1,8 +1,4 @@
-"""A step before or after the run proper (eval, warm start, ...): a child that runs to its end.
-
-As a program (`python -m umbra.deploy.stage COMMAND ...`) it is the `umbra` command, but ends with
-its parent, as services do.
-"""
+"""A step before or after the run proper (eval, warm start, ...): a child that runs to its end."""
 
 from __future__ import annotations
 
@@ -16,10 +12,9 @@ from umbra.deploy.interrupts import Interrupts
 from umbra.deploy.process import Process, describe_exit, own_exit_code
 from umbra.deploy.run_folder import RunFolder, last_lines
 from umbra.proto.errors import UmbraError
-from umbra.services.runtime.parent import die_with_parent
 
 POLL_S = 0.02
-THIS_MODULE = "umbra.deploy.stage"
+UMBRA = "umbra"
 FORESEEN_CODES = (2, 3, 4)  # ends that a sentence for people explains
 ERROR_PREFIX = "umbra: error: "
 
@@ -43,7 +38,7 @@ def run_stage(
     folder: RunFolder,
     environ: Mapping[str, str],
     interrupts: Interrupts,
-    module: str = THIS_MODULE,
+    module: str = UMBRA,
 ) -> str:
     """Run `umbra <arguments>`, logging to `logs/<name>.log`; what it printed on standard output.
 
@@ -63,7 +58,7 @@ def run_stages(
     folder: RunFolder,
     environ: Mapping[str, str],
     interrupts: Interrupts,
-    module: str = THIS_MODULE,
+    module: str = UMBRA,
 ) -> dict[str, str]:
     """`run_stage` of several at once; outputs by name. The first failure ends them all."""
     running: dict[str, Process] = {}
@@ -122,15 +117,3 @@ def last_said(folder: RunFolder, name: str) -> str:
     """The last line in the log of `name`, as a sentence."""
     lines = last_lines(folder.log(name), 1)
     return lines[0].removeprefix(ERROR_PREFIX) if lines else ""
-
-
-def main() -> int:
-    """Run the command line as a child."""
-    from umbra.cli import main as umbra
-
-    die_with_parent()
-    return umbra(sys.argv[1:])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

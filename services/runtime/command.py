@@ -19,7 +19,6 @@ from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config_loader import load_config
 from umbra.services.runtime.logs import setup_logging
 from umbra.services.runtime.metrics import MetricsFile
-from umbra.services.runtime.parent import die_with_parent
 from umbra.services.runtime.session import Session
 from umbra.services.runtime.signals import stop_on_signals
 
@@ -94,7 +93,6 @@ def service_command(
 def _run_service(
     run: Callable[[ServiceContext], int], config: RunConfig, name: str, run_dir: Path | None
 ) -> int:
-    die_with_parent()
     setup_logging(config.log, name)
     if run_dir is not None:
         run_dir.mkdir(parents=True, exist_ok=True)
