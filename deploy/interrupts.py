@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import select
 import signal
-import threading
+from contextlib import suppress
 from types import FrameType, TracebackType
 
 HANDLED = (signal.SIGINT, signal.SIGTERM)
@@ -12,13 +14,15 @@ HANDLED = (signal.SIGINT, signal.SIGTERM)
 class Interrupts:
     """Counts signals while it is entered; only for the main thread.
 
-    Handlers only count: what follows is decided where the loop polls.
+    Handlers only count and wake: what follows is decided where the loop polls. They wake through a
+    pipe, because to set a `threading.Event` in a handler can wait for a lock that the interrupted
+    code holds.
     """
 
     def __init__(self) -> None:
         self.count = 0
         self.number = 0  # the first signal's
-        self._woken = threading.Event()
+        self._read_fd = self._write_fd = -1
         self._before: dict[int, signal._HANDLER] = {}
 
     @property
@@ -28,15 +32,18 @@ class Interrupts:
 
     def wait(self, seconds: float) -> None:
         """Sleep, but not through a signal."""
-        if self._woken.wait(seconds):
-            self._woken.clear()
+        if select.select([self._read_fd], [], [], seconds)[0]:
+            os.read(self._read_fd, 64)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         self.count += 1
         self.number = self.number or number
-        self._woken.set()
+        with suppress(BlockingIOError):  # full: it is awake
+            os.write(self._write_fd, b"!")
 
     def __enter__(self) -> Interrupts:
+        self._read_fd, self._write_fd = os.pipe()
+        os.set_blocking(self._write_fd, False)
         self._before = {number: signal.signal(number, self._handle) for number in HANDLED}
         return self
 
@@ -48,3 +55,5 @@ class Interrupts:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        os.close(self._read_fd)
+        os.close(self._write_fd)

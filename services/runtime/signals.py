@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import signal
 import threading
@@ -19,8 +20,8 @@ def stop_on_signals(stopping: threading.Event) -> Iterator[None]:
     """Set `stopping` at the first signal; at the second, die of it. Handlers are restored after.
 
     Only signals count: one that comes while `stopping` is set for another reason is the first. A
-    supervised process drains whatever comes: its supervisor kills when it means to, and of its death
-    the kernel may tell several times, once for each of its threads.
+    supervised process drains whatever comes: its supervisor kills when it means to, and the kernel
+    may tell of its death several times, once for each of its threads.
 
     Only for the main thread.
     """
@@ -28,11 +29,14 @@ def stop_on_signals(stopping: threading.Event) -> Iterator[None]:
 
     def handle(number: int, _frame: FrameType | None) -> None:
         nonlocal seen
-        if seen and not is_supervised():
+        if not seen:
+            seen = True
+            # In a thread: the handler may have interrupted the main thread within a method of this
+            # very event, whose lock it holds; to set it here would then wait for ever.
+            _thread.start_new_thread(stopping.set, ())
+        elif not is_supervised():
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        seen = True
-        stopping.set()
 
     before = {number: signal.signal(number, handle) for number in HANDLED}
     try:
