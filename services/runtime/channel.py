@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 import zmq
 
 from umbra.proto.codec import Envelope
-from umbra.proto.errors import DeadlineError, RejectedError, WireError
+from umbra.proto.errors import DeadlineError, RejectedError, UmbraError, WireError
 from umbra.proto.messages import Message, Nack
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 RESEND_S = 3.0  # a lost connection costs at most this long; the server recognises the repetition
 
 M = TypeVar("M", bound=Message)
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -77,16 +80,28 @@ class Channel:
 
     def send(self, body: Message) -> None:
         """Send `body` one way: no reply is awaited."""
-        self._link.run(lambda: self._transmit(self._link.encoder.encode(body)[1]))
+        self._link.run(lambda: self._start_one_way(body))
 
     # -- the link's thread ------------------------------------------------------------------------
 
     def _start(self, body: Message, future: Future[Message], timeout_s: float) -> None:
         now = self._link.clock()
-        number, frames = self._link.encoder.encode(body)
+        try:
+            number, frames = self._link.encoder.encode(body)
+        except WireError as error:
+            _fail(future, error)
+            return
         self._pending[number] = _Pending(
             body, future, frames, now + timeout_s, now + RESEND_S, timeout_s
         )
+        self._transmit(frames)
+
+    def _start_one_way(self, body: Message) -> None:
+        try:
+            _, frames = self._link.encoder.encode(body)
+        except WireError:
+            log.exception("a message to %s stays unsent", self.peer)
+            return
         self._transmit(frames)
 
     def _transmit(self, frames: list[bytes]) -> None:
@@ -123,10 +138,10 @@ class Channel:
             next_at = min(next_at, pending.deadline, pending.resend_at)
         return next_at
 
-    def fail_all(self, reason: str) -> None:
-        """End every open request: the link is closing."""
+    def fail_all(self, error: UmbraError) -> None:
+        """End every open request with `error`."""
         for pending in self._pending.values():
-            _fail(pending.future, DeadlineError(f"{reason} while waiting for {self.peer}"))
+            _fail(pending.future, error)
         self._pending.clear()
 
     def _overdue(self, pending: _Pending) -> DeadlineError:

@@ -7,12 +7,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 
 import zmq
 
 from umbra.proto import sockets
 from umbra.proto.codec import Encoder, decode
-from umbra.proto.errors import WireError
+from umbra.proto.errors import DeadlineError, RejectedError, StartupError, WireError
 from umbra.proto.messages import Event
 from umbra.services.runtime.channel import Channel
 
@@ -61,21 +62,26 @@ class Link:
                 pass  # it is awake already, with plenty to do
 
     def channel(self, endpoint: str, peer: str) -> Channel:
-        """A channel to the server at `endpoint`; `peer` names it in errors."""
-        made: list[Channel] = []
-        done = threading.Event()
+        """A channel to the server at `endpoint`; `peer` names it in errors.
+
+        Raises:
+            StartupError: `endpoint` is no address.
+        """
+        made: Future[Channel] = Future()
 
         def connect() -> None:
-            socket = sockets.dealer(self._context, endpoint, self.name.encode())
+            try:
+                socket = sockets.dealer(self._context, endpoint, self.name.encode())
+            except StartupError as error:
+                made.set_exception(error)
+                return
             channel = Channel(self, socket, f"{peer} at {endpoint}")
             self._channels[socket] = channel
             self._poller.register(socket, zmq.POLLIN)
-            made.append(channel)
-            done.set()
+            made.set_result(channel)
 
         self.run(connect)
-        done.wait()
-        return made[0]
+        return made.result()
 
     def publish_to(self, endpoint: str) -> None:
         """Open the telemetry socket."""
@@ -95,6 +101,8 @@ class Link:
                     self._publisher.send_multipart([event.kind.encode(), *frames], zmq.NOBLOCK)
                 except zmq.Again:
                     pass  # telemetry may be lost; the gap in Header.id shows it
+                except WireError:
+                    log.exception("an event stays unsent")
 
         self.run(send)
 
@@ -142,6 +150,8 @@ class Link:
             try:
                 channel.received(decode(frames))
             except WireError as error:
+                if error.code == "protocol":  # it will never answer in a way that we understand
+                    channel.fail_all(RejectedError(str(error), code=error.code))
                 log.warning("dropped a message from %s: %s", channel.peer, error)
 
     def _tick(self) -> float:
@@ -161,7 +171,9 @@ class Link:
         while self._jobs:  # what was posted before the close is still sent
             self._jobs.popleft()()
         for socket, channel in self._channels.items():
-            channel.fail_all("the process is closing")
+            channel.fail_all(
+                DeadlineError(f"the process is closing while waiting for {channel.peer}")
+            )
             socket.close()
         if self._publisher is not None:
             self._publisher.close()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections import Counter, OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import zmq
 
@@ -19,7 +19,9 @@ from umbra.proto.codec import Encoder, decode, decode_header, nack
 from umbra.proto.errors import WireError
 from umbra.proto.messages import ANY, Header, Message
 
-REPLIES_KEPT = 16  # per peer; a peer has at most a few requests under way
+REPLIES_KEPT = 16  # per peer, to answer resends from
+REPLY_BYTES_KEPT = 64 << 20  # per peer; batches are large, and only the last one is asked for again
+PENDING_KEPT = 256  # per peer; one-way messages stay here too, as nobody answers them
 RECEIVE_BURST = 256  # messages taken from one socket before the others get their turn
 
 log = logging.getLogger(__name__)
@@ -44,11 +46,29 @@ class _Channel:
 
 @dataclass(slots=True)
 class _Peer:
-    """What must be remembered of one sender to answer its resends: frames by request id, or None
-    while the answer is pending."""
+    """What must be remembered of one sender to know its resends, by request id."""
 
     incarnation: str
-    replies: OrderedDict[int, list[bytes] | None]
+    pending: OrderedDict[int, None] = field(default_factory=OrderedDict[int, None])
+    replies: OrderedDict[int, list[bytes]] = field(default_factory=OrderedDict[int, list[bytes]])
+
+    def asked(self, number: int) -> None:
+        """A request came in that has no answer yet; it must outlive later ones that have."""
+        self.pending[number] = None
+        while len(self.pending) > PENDING_KEPT:
+            self.pending.popitem(last=False)
+
+    def answered(self, number: int, frames: list[bytes]) -> None:
+        """A request was answered with `frames`."""
+        self.pending.pop(number, None)
+        self.replies[number] = frames
+        while len(self.replies) > 1 and (
+            len(self.replies) > REPLIES_KEPT or self._reply_bytes() > REPLY_BYTES_KEPT
+        ):
+            self.replies.popitem(last=False)
+
+    def _reply_bytes(self) -> int:
+        return sum(len(frame) for frames in self.replies.values() for frame in frames)
 
 
 class Server:
@@ -106,11 +126,16 @@ class Server:
         return requests
 
     def reply(self, request: Request, body: Message) -> None:
-        """Answer `request`, now or later."""
-        _, frames = self._encoder.encode(body, reply_to=request.header.id)
+        """Answer `request`, now or later; if `body` cannot be encoded, with a Nack that says so."""
+        try:
+            _, frames = self._encoder.encode(body, reply_to=request.header.id)
+        except WireError as error:
+            self.counters[error.code] += 1
+            log.exception("cannot answer %s", request.header.sender)
+            _, frames = self._encoder.encode(nack(error), reply_to=request.header.id)
         peer = self._peers.get((request.channel, request.identity))
         if peer is not None and peer.incarnation == request.header.incarnation:
-            peer.replies[request.header.id] = frames
+            peer.answered(request.header.id, frames)
         self._send(self._by_name[request.channel], request.identity, frames)
 
     def push(self, channel: str, identity: bytes, body: Message) -> bool:
@@ -171,14 +196,12 @@ class Server:
         key = (channel.name, identity)
         peer = self._peers.get(key)
         if peer is None or peer.incarnation != header.incarnation:
-            peer = self._peers[key] = _Peer(header.incarnation, OrderedDict())
-        if header.id not in peer.replies:
-            peer.replies[header.id] = None
-            while len(peer.replies) > REPLIES_KEPT:
-                peer.replies.popitem(last=False)
+            peer = self._peers[key] = _Peer(header.incarnation)
+        frames = peer.replies.get(header.id)
+        if frames is None and header.id not in peer.pending:
+            peer.asked(header.id)
             return False
         self.counters["resent"] += 1
-        frames = peer.replies[header.id]
         if frames is not None:
             self._send(channel, identity, frames)
         return True

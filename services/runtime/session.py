@@ -90,12 +90,11 @@ class Session:
         """Join the run whose broker is at `broker`.
 
         Raises:
-            StartupError: nobody answers there within `deadline_s` seconds.
-            RejectedError: the broker refuses us, with its reason.
+            StartupError: `broker` is no address, or nobody answers within `deadline_s` seconds.
+            RejectedError: the broker refuses us, with its reason, or speaks another protocol.
         """
         incarnation = uuid.uuid4().hex[:12]
         link = Link(name, incarnation, clock=clock)
-        control = link.channel(broker, "broker")
         hello = Join(
             role=role,
             name=name,
@@ -105,6 +104,7 @@ class Session:
             endpoints=endpoints or {},
         )
         try:
+            control = link.channel(broker, "broker")
             welcome = control.call(hello, Welcome, timeout_s=deadline_s)
         except DeadlineError as error:
             link.close()

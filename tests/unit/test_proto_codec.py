@@ -298,7 +298,7 @@ def test_what_is_not_messagepack(body: bytes) -> None:
         msgpack.packb(msgpack.ExtType(5, b"")),
         msgpack.packb(msgpack.ExtType(5, b"1234")),
         msgpack.packb(msgpack.ExtType(5, b"x" * 1000)),
-        msgpack.packb(msgpack.Timestamp(0, 0)),
+        b"\xd6\xff\x00\x00\x00\x00",  # a timestamp
         b"\xc7\x00\xff",  # a timestamp without a length
     ],
 )

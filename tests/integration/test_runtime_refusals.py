@@ -1,0 +1,171 @@
+"""Link and server when the other side, or what is to be sent, is not as it should be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgpack
+import pytest
+import zmq
+
+from umbra.proto import sockets
+from umbra.proto.codec import Encoder, decode
+from umbra.proto.errors import RejectedError, StartupError, WireError
+from umbra.proto.messages import (
+    CONTROL,
+    DATA,
+    BatchLease,
+    CommitBatch,
+    Event,
+    LeaseBatch,
+    LeaseSamples,
+    Nack,
+    Ok,
+    Ping,
+    Pong,
+)
+from umbra.proto.version import PROTOCOL_MAJOR
+from umbra.services.runtime import server as server_module
+from umbra.services.runtime.link import Link
+from umbra.services.runtime.server import Request, Server
+from umbra.services.runtime.session import Session
+
+Context = zmq.Context[zmq.Socket[bytes]]
+ANY_PORT = "tcp://127.0.0.1:*"
+WAIT_S = 20.0
+WAIT_MS = 20_000
+
+
+class Bench:
+    """A server that the test polls itself, and a bare socket to it."""
+
+    def __init__(self, context: Context) -> None:
+        self.server = Server(context, "broker", "b1")
+        endpoint = self.server.bind("data", ANY_PORT, (*DATA, Ping, Event))
+        self.socket = sockets.dealer(context, endpoint, b"peer")
+        self.encoder = Encoder("peer", "i1")
+
+    def send(self, frames: list[bytes]) -> list[Request]:
+        """Send `frames` and a Ping behind them; return what the server makes of the former."""
+        self.socket.send_multipart(frames)
+        number, ping = self.encoder.encode(Ping())
+        self.socket.send_multipart(ping)
+        requests: list[Request] = []
+        while not requests or requests[-1].header.id != number:
+            requests += self.server.poll(WAIT_S)
+        self.server.reply(requests[-1], Ok())
+        return requests[:-1]
+
+    def replies_to(self, number: int) -> list[object]:
+        """Return the answers to request `number` that have come so far."""
+        bodies: list[object] = []
+        while self.socket.poll(0 if bodies else WAIT_MS):
+            envelope = decode(self.socket.recv_multipart())
+            if envelope.header.reply_to == number:
+                bodies.append(envelope.body)
+        return bodies
+
+    def close(self) -> None:
+        self.socket.close(linger=0)
+        self.server.close()
+
+
+@pytest.fixture
+def bench(zmq_context: Context) -> Iterator[Bench]:
+    made = Bench(zmq_context)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def link() -> Iterator[Link]:
+    made = Link("tester", "i1")
+    yield made
+    made.close()
+
+
+def test_a_parked_request_is_known_however_many_were_answered_since(bench: Bench) -> None:
+    number, lease = bench.encoder.encode(LeaseSamples(capacity=1, version=0, wait_s=30))
+    assert len(bench.send(lease)) == 1
+    for _ in range(3 * server_module.REPLIES_KEPT):
+        assert bench.send(bench.encoder.encode(Event(kind="other"))[1])
+    assert bench.send(lease) == []
+    assert bench.server.counters["resent"] == 1
+    assert number == 1
+
+
+def test_one_way_messages_do_not_pile_up(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "PENDING_KEPT", 4)
+    _, first = bench.encoder.encode(Event(kind="first"))
+    assert len(bench.send(first)) == 1
+    assert bench.send(first) == []
+    for _ in range(4):
+        bench.send(bench.encoder.encode(Event(kind="other"))[1])
+    assert len(bench.send(first)) == 1
+
+
+def test_of_large_answers_the_last_one_is_kept(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "REPLY_BYTES_KEPT", 1000)
+    asked: list[list[bytes]] = []
+    for step in (1, 2):
+        asked.append(bench.encoder.encode(LeaseBatch(step=step, wait_s=1))[1])
+        (request,) = bench.send(asked[-1])
+        bench.server.reply(request, BatchLease(step=step, trajectories=[], waiting_for="x" * 2000))
+    assert bench.send(asked[1]) == []
+    assert len(bench.send(asked[0])) == 1
+
+
+def test_an_answer_that_cannot_be_encoded_is_a_refusal(bench: Bench) -> None:
+    number, frames = bench.encoder.encode(CommitBatch(step=1))
+    (request,) = bench.send(frames)
+    bench.server.reply(request, Event(kind="x", fields={"a": object()}))
+    (answer,) = bench.replies_to(number)
+    assert isinstance(answer, Nack)
+    assert answer.code == "unencodable"
+    assert bench.server.counters["unencodable"] == 1
+
+
+def test_a_request_that_cannot_be_encoded_fails_and_the_link_lives(
+    zmq_context: Context, link: Link
+) -> None:
+    server = Server(zmq_context, "broker", "b1")
+    channel = link.channel(server.bind("control", ANY_PORT, CONTROL), "broker")
+    with pytest.raises(WireError, match="Event cannot be encoded"):
+        channel.call(Event(kind="x", fields={"a": object()}), Ok, timeout_s=WAIT_S)
+    channel.send(Event(kind="x", fields={"a": object()}))
+    future = channel.request(Ping(), timeout_s=WAIT_S)
+    (request,) = server.poll(WAIT_S)
+    server.reply(request, Pong(role="buffer", state="ready"))
+    assert future.result(WAIT_S) == Pong(role="buffer", state="ready")
+    server.close()
+
+
+@pytest.mark.parametrize("broker", ["localhost:5555", "tcp://localhost", "http://localhost:80", ""])
+def test_a_broker_that_is_no_address_is_one_clear_sentence(broker: str) -> None:
+    with pytest.raises(StartupError, match=r"write it as tcp://host:port$") as caught:
+        Session.join(role="monitor", name="m", broker=broker)
+    assert repr(broker) in str(caught.value)
+
+
+def test_a_server_of_another_major_version_is_a_refusal(zmq_context: Context, link: Link) -> None:
+    router, endpoint = sockets.router(zmq_context, ANY_PORT)
+    future = link.channel(endpoint, "broker").request(Ping(), timeout_s=WAIT_S)
+    assert router.poll(WAIT_MS)
+    identity, *_ = router.recv_multipart()
+    header = {"major": PROTOCOL_MAJOR + 1, "minor": 0, "sender": "buffer", "kind": "new"}
+    router.send_multipart([identity, msgpack.packb(header), b""])
+    with pytest.raises(RejectedError, match=r"buffer speaks protocol .* upgrade the umbra-rl here"):
+        future.result(WAIT_S)
+    router.close()
+
+
+def test_a_connector_of_another_major_version_is_told(bench: Bench) -> None:
+    header, body = bench.encoder.encode(Ping())[1]
+    changed = msgpack.packb({**msgpack.unpackb(header), "major": PROTOCOL_MAJOR + 1})
+    assert bench.send([changed, body]) == []
+    assert bench.server.counters["protocol"] == 1
+    refusal = decode(bench.socket.recv_multipart()).body
+    assert isinstance(refusal, Nack)
+    assert refusal.code == "protocol"
