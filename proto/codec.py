@@ -9,16 +9,14 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import msgpack
 import msgspec
 
-from umbra.proto.errors import LimitError, RejectedError, WireError
+from umbra.proto.errors import LimitError, WireError
 from umbra.proto.messages import TYPES, Header, Message, Nack
 from umbra.proto.version import PROTOCOL_MAJOR, PROTOCOL_MINOR
-
-M = TypeVar("M", bound=Message)
 
 REASON_CHARS = 200  # of a refusal; enough to recognise what was sent
 _PLACE = re.compile(r"(.*) - at `(?:key` in `)?\$\.?([^`]*)`", re.DOTALL)
@@ -103,25 +101,6 @@ def decode_header(frames: Sequence[bytes], limits: Limits = DEFAULT_LIMITS) -> H
     data = _unpack(frames[0], limits)
     _check_major(data)
     return _convert(data, Header)
-
-
-def expect(envelope: Envelope, cls: type[M]) -> M:
-    """The body as a `cls`.
-
-    Raises:
-        RejectedError: the peer answered with a Nack.
-        WireError: the peer answered with something else.
-    """
-    body = envelope.body
-    if isinstance(body, cls):
-        return body
-    if isinstance(body, Nack):
-        raise RejectedError(f"{envelope.header.sender}: {body.reason}", code=body.code)
-    raise WireError(
-        f"{envelope.header.sender} answered {envelope.header.type} instead of {cls.__name__}",
-        path="type",
-        code="unexpected",
-    )
 
 
 def nack(error: WireError) -> Nack:
