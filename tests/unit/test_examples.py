@@ -1,0 +1,81 @@
+"""The example run files are valid, and their rewards and prompts fit together."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from umbra.deploy.demo import DEMOS, RECIPES
+from umbra.deploy.environment_check import check_environment
+from umbra.deploy.preflight import resolve_paths, worst_staleness
+from umbra.proto.errors import UsageError
+from umbra.services.buffer.prompts import read_prompts
+from umbra.services.runtime.config import Environment, RunConfig
+from umbra.services.runtime.config_loader import load_config
+
+ROOT = Path(__file__).parents[2]
+RUN_FILES = sorted((ROOT / "examples").rglob("*.toml"))
+
+
+@pytest.mark.parametrize("path", RUN_FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_run_file_is_valid_and_says_how_to_run_it(path: Path) -> None:
+    config = load_config(path, environ={})
+    assert config.model.path
+    assert config.data.prompts
+    assert worst_staleness(config) == config.buffer.max_staleness
+    assert f"umbra up {path.relative_to(ROOT)}" in path.read_text(encoding="utf-8")
+
+
+def test_every_demo_task_is_an_example() -> None:
+    assert {path.stem for path in DEMOS.glob("*.toml")} == set(RECIPES)
+    assert {path.stem for path in (ROOT / "examples").glob("*.toml")} == set(RECIPES)
+
+
+def test_own_data_fits_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_file = ROOT / "examples" / "own-data" / "run.toml"
+    monkeypatch.syspath_prepend(str(run_file.parent))
+    monkeypatch.delitem(sys.modules, "reward", raising=False)
+    config = resolve_paths(load_config(run_file, environ={}), run_file)
+    prompts = read_prompts(config.data.prompts)
+    for prompt in prompts:
+        check_environment(config, prompt.row)
+
+
+@pytest.mark.parametrize(
+    ("environment", "row", "part"),
+    [
+        (Environment(kind="exact"), {"prompt": "1"}, '"answer"'),
+        (
+            Environment(kind="reward", reward="math:sqrt"),
+            {"prompt": "1"},
+            "math:sqrt raised TypeError",
+        ),
+        (Environment(kind="guess", options={"trie": 4}), {"prompt": "1"}, "environment.options"),
+        (Environment(kind="guess"), {"prompt": "1", "answer": "x"}, "guess raised ValueError"),
+    ],
+)
+def test_an_environment_that_cannot_work(
+    environment: Environment, row: dict[str, str], part: str
+) -> None:
+    with pytest.raises(UsageError, match="environment") as caught:
+        check_environment(RunConfig(environment=environment), row)
+    assert part in str(caught.value)
+
+
+def test_paths_are_looked_up_here_and_then_beside_the_run_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, beside = tmp_path / "here", tmp_path / "beside"
+    for folder in (here, beside):
+        folder.mkdir()
+        (folder / "both.jsonl").touch()
+    (beside / "only.jsonl").touch()
+    monkeypatch.chdir(here)
+    config = load_config(
+        overrides=["data.prompts=both.jsonl", "eval.prompts=only.jsonl", "model.path=none"],
+        environ={},
+    )
+    resolved = resolve_paths(config, beside / "run.toml")
+    assert resolved.data.prompts == str(here / "both.jsonl")
+    assert resolved.eval.prompts == str(beside / "only.jsonl")
+    assert resolved.model.path == str(here / "none")
