@@ -347,10 +347,7 @@ class Committed(Message, frozen=True, kw_only=True):
 
 
 class Abort(Message, frozen=True, kw_only=True):
-    """To a receiver, unasked: forget what is staged for this epoch.
-
-    With `dropped`, the hub pushes nothing more to it until it subscribes again.
-    """
+    """To a receiver, unasked: forget what is staged; if `dropped`, subscribe again for more."""
 
     epoch: int
     version: int
@@ -363,15 +360,12 @@ class HubStatusRequest(Message, frozen=True, kw_only=True):
 
 
 class HubStatus(Message, frozen=True, kw_only=True):
-    """Newest published version (-1: none), and by receiver the version that it serves.
+    """What the hub holds, and by receiver the version that it serves."""
 
-    `subscribed` tells the process that asked whether it is a receiver itself.
-    """
-
-    version: int
+    version: int  # newest published, -1: none
     pushes: int
     receivers: dict[str, int]
-    subscribed: bool = False
+    subscribed: bool = False  # is the process that asked a receiver itself?
 
 
 # -- telemetry (PUB -> XSUB/XPUB -> SUB): may be lost, never changes behaviour -------------------
