@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from fakes.broker_world import World, trajectory
@@ -36,7 +37,7 @@ from umbra.proto.messages import (
 from umbra.proto.records import VersionSpan, pack_float32, pack_int32
 
 
-def world(**options: object) -> World:
+def world(**options: Any) -> World:
     """A world with generators `a` and `b` and a trainer."""
     made = World(**options)
     made.join("generator", "a")
@@ -202,7 +203,8 @@ def test_what_a_gone_generator_held_is_leased_first_and_oldest_first(how: str) -
         assert isinstance(run.join("generator", "a", "a-2"), Welcome)
     else:
         run.pass_time(4)
-        run.beat("b"), run.beat("trainer")
+        run.beat("b")
+        run.beat("trainer")
         run.pass_time(2)
         assert run.broker.status(run.now).departed == {"a": "dead: silent for 6 s"}
     again = run.lease("b", 5, 0)
@@ -220,6 +222,14 @@ def test_a_sample_whose_leases_are_lost_too_often_ends_its_group_as_failed() -> 
     assert "over: failed" in run.submit("a", trajectory(second, 0)).refused[second.sample_id]
     assert first.attempt == 2 and run.broker.counters["attempts_exhausted"] == 1
     assert len(run.lease("a", 100, 0)) == 4  # two samples were replaced
+
+
+def test_a_death_may_end_a_group_of_which_several_samples_were_held() -> None:
+    run = world(max_attempts=1)
+    assert len(run.lease("a", 3, 0)) == 3
+    run.join("generator", "a", "a-2")
+    assert run.pool.ledger.ended == {"failed": 4}
+    assert run.pool.ledger.count("generating") == 0
 
 
 def test_handing_back_is_no_failure() -> None:
@@ -253,9 +263,7 @@ def test_a_partial_is_continued_by_any_generator() -> None:
     run = world(run_ahead=1, max_staleness=1)
     (task,) = run.lease("a", 1, 0)
     partial = trajectory(task, 0, finish_reason="partial")
-    give_back(
-        run, "a", ReturnedSample(sample_id="s-0", attempt=1, reason="drain", partial=partial)
-    )
+    give_back(run, "a", ReturnedSample(sample_id="s-0", attempt=1, reason="drain", partial=partial))
     (again,) = run.lease("b", 1, 0)
     assert again.partial == partial and again.attempt == 2
     # It survives the death of the second holder, who returned nothing.
@@ -469,7 +477,11 @@ def test_commits_are_counted_once_and_only_for_what_was_leased() -> None:
     assert run.commit(1).version == 1
     assert run.commit(1).version == 1
     assert run.pool.ledger.trained == 4
-    assert run.broker.counters["repeated_commits"] == 1
+    run.produce("a", 1)
+    run.batch(2)
+    assert run.commit(1).version == 1  # late, when the next batch is leased already
+    assert run.pool.ledger.trained == 4
+    assert run.broker.counters["repeated_commits"] == 2
     assert isinstance(run.ask("trainer", CommitBatch(step=0)), Nack)
 
 
@@ -483,7 +495,8 @@ def test_only_the_next_step_can_be_leased(step: int) -> None:
 def test_there_is_no_step_after_the_last() -> None:
     run = world(steps=1)
     run.produce("a", 0)
-    run.batch(1), run.commit(1)
+    run.batch(1)
+    run.commit(1)
     reply = run.ask("trainer", LeaseBatch(step=2, wait_s=0))
     assert isinstance(reply, Nack) and reply.reason.endswith("1 of 1 steps are committed")
 
@@ -624,7 +637,9 @@ def test_finishing_cancels_what_is_in_flight_and_asks_everyone_to_leave() -> Non
     assert {name for name, body in run.pushes if isinstance(body, Command)} == {
         "a", "b", "trainer", "m",
     }  # fmt: skip
-    assert run.submit("b", trajectory(tasks[0], 0)).refused == {tasks[0].sample_id: "over: cancelled"}
+    assert run.submit("b", trajectory(tasks[0], 0)).refused == {
+        tasks[0].sample_id: "over: cancelled"
+    }
     assert run.lease("a", 1, 0) == []
     assert run.batch(1).waiting_for == "nothing: the run is ending"
     assert run.get("trainer", FinishRun(reason="again"), RunFinished).ledger == ledger

@@ -25,7 +25,7 @@ from umbra.proto.messages import (
 from umbra.proto.records import SampleTask, Trajectory
 from umbra.services.buffer.samples import State
 
-GENERATORS = ("a", "b", "c")
+GENERATORS: tuple[str, ...] = ("a", "b", "c")
 LEASE_S = 10.0
 STEPS = 6
 
@@ -34,8 +34,8 @@ picks = st.integers(0, 1 << 16)
 
 
 class BrokerMachine(RuleBasedStateMachine):
-    """Generators that lease, answer, repeat themselves, come late, lie, fail and die; a trainer that
-    crashes. What the peers know is kept apart from what the broker knows.
+    """Generators that lease, answer, repeat themselves, come late, lie, fail and die; a trainer
+    that crashes. What the peers know is kept apart from what the broker knows.
     """
 
     @initialize(
@@ -69,6 +69,11 @@ class BrokerMachine(RuleBasedStateMachine):
         )
         self.collect()
 
+    def ensure(self, name: str) -> None:
+        """Let `name` take part if it does not."""
+        if name not in self.broker.members.peers:
+            self.come(name)
+
     def collect(self) -> None:
         """Take in what came for parked requests."""
         for name, messages in self.world.late.items():
@@ -89,7 +94,7 @@ class BrokerMachine(RuleBasedStateMachine):
             assert 0 <= self.version - made.oldest_version <= self.bound
             assert made.sample_id not in self.trained
 
-    # -- generators ------------------------------------------------------------------------------
+    # -- generators -------------------------------------------------------------------------------
 
     @rule(name=names, capacity=st.integers(1, 8), wait_s=st.sampled_from([0.0, 7.0]))
     def lease(self, name: str, capacity: int, wait_s: float) -> None:
@@ -98,6 +103,19 @@ class BrokerMachine(RuleBasedStateMachine):
         if isinstance(reply, SampleLeases):
             self.tasks += [(name, task) for task in reply.tasks]
             assert len(reply.tasks) <= capacity
+        self.collect()
+
+    @rule(name=names, capacity=st.integers(1, 16), updated=st.booleans())
+    def work(self, name: str, capacity: int, updated: bool) -> None:
+        """What a sound generator does: lease, and answer most of it."""
+        self.ensure(name)
+        known = len(self.tasks)
+        self.serving[name] = self.version if updated else self.serving[name]
+        self.lease(name, capacity, 0.0)
+        own = [task for holder, task in self.tasks[known:] if holder == name]
+        made = [self.answer(name, task, False) for task in own[:8]]
+        self.world.ask(name, SubmitTrajectories(trajectories=made))
+        self.sent += [(name, one) for one in made]
         self.collect()
 
     @rule(name=names)
@@ -109,10 +127,7 @@ class BrokerMachine(RuleBasedStateMachine):
     def submit(self, pick: int, newest: bool, updated: bool, sound: int) -> None:
         """Answer any task that was ever handed out, in time or not."""
         name, task = self.tasks[-1 - pick % min(8, len(self.tasks))] if newest else self.pick(pick)
-        versions = [self.serving[name]] + [self.version] * updated
-        if task.partial is not None:
-            versions.insert(0, task.partial.oldest_version)
-        made = trajectory(task, *versions, **({} if sound else {"loss_mask": b""}))
+        made = self.answer(name, task, updated, **({} if sound else {"loss_mask": b""}))
         self.world.ask(name, SubmitTrajectories(trajectories=[made]))
         self.sent.append((name, made))
         self.collect()
@@ -153,13 +168,20 @@ class BrokerMachine(RuleBasedStateMachine):
         self.world.ask(name, Leave(reason="x"))
         self.collect()
 
+    def answer(self, name: str, task: SampleTask, updated: bool, **changes: object) -> Trajectory:
+        versions = [self.serving[name]] + [self.version] * updated
+        if task.partial is not None:
+            versions.insert(0, task.partial.oldest_version)
+        return trajectory(task, *versions, **changes)
+
     def pick(self, pick: int) -> tuple[str, SampleTask]:
         return self.tasks[pick % len(self.tasks)]
 
-    # -- the trainer -----------------------------------------------------------------------------
+    # -- the trainer ------------------------------------------------------------------------------
 
     @rule(wait_s=st.sampled_from([0.0, 7.0]))
     def lease_batch(self, wait_s: float) -> None:
+        self.ensure("trainer")
         reply = self.world.ask("trainer", LeaseBatch(step=self.version + 1, wait_s=wait_s))
         if isinstance(reply, BatchLease) and reply.trajectories:
             self.got(reply)
@@ -175,6 +197,14 @@ class BrokerMachine(RuleBasedStateMachine):
             self.trained |= {made.sample_id for made in self.batch.trajectories}
         self.collect()
 
+    @precondition(lambda self: len(self.broker.pool.complete) > 0)
+    @rule()
+    def train(self) -> None:
+        """What a sound trainer does."""
+        self.lease_batch(0.0)
+        if self.batch is not None and self.batch.step == self.version + 1:
+            self.commit()
+
     @rule(step=st.integers(-1, STEPS + 1))
     def commit_something_else(self, step: int) -> None:
         if self.batch is None or step != self.batch.step or step <= self.version:
@@ -185,7 +215,7 @@ class BrokerMachine(RuleBasedStateMachine):
     def restart_trainer(self) -> None:
         self.come("trainer")
 
-    # -- time and the end --------------------------------------------------------------------------
+    # -- time and the end -------------------------------------------------------------------------
 
     @rule(seconds=st.sampled_from([1.0, LEASE_S, 30.0]), alive=st.booleans())
     def wait(self, seconds: float, alive: bool) -> None:
@@ -204,7 +234,7 @@ class BrokerMachine(RuleBasedStateMachine):
             assert not any(reply.ledger.in_flight.values())
         self.collect()
 
-    # -- what always holds ---------------------------------------------------------------------------
+    # -- what always holds ------------------------------------------------------------------------
 
     @invariant()
     def every_sample_is_in_exactly_one_place(self) -> None:
@@ -255,8 +285,7 @@ class BrokerMachine(RuleBasedStateMachine):
             self.tasks.clear()
             self.lease(name, 100, 0.0)
             for holder, task in self.tasks:
-                oldest = [task.partial.oldest_version] if task.partial else []
-                made = trajectory(task, *oldest, self.serving[holder])
+                made = self.answer(holder, task, False)
                 self.world.ask(holder, SubmitTrajectories(trajectories=[made]))
         if self.version < STEPS:
             self.lease_batch(0.0)

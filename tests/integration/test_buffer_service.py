@@ -1,0 +1,270 @@
+"""The buffer as a process of its own, talked to over tcp by hand-made peers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import zmq
+from fakes.broker_world import trajectory
+
+from umbra.proto import sockets
+from umbra.proto.codec import Encoder, decode
+from umbra.proto.messages import (
+    BatchLease,
+    Command,
+    CommitAck,
+    CommitBatch,
+    FinishRun,
+    Heartbeat,
+    HeartbeatAck,
+    Join,
+    LeaseBatch,
+    LeaseSamples,
+    Leave,
+    Message,
+    Nack,
+    Ok,
+    Ping,
+    Pong,
+    Role,
+    RunFinished,
+    SampleLeases,
+    Status,
+    StatusRequest,
+    SubmitAck,
+    SubmitTrajectories,
+    Welcome,
+)
+from umbra.services.runtime.session import Session
+
+WAIT_S = 20.0
+UMBRA = (sys.executable, "-m", "umbra")
+
+M = TypeVar("M", bound=Message)
+
+
+@dataclass
+class Buffer:
+    """A running `umbra buffer`."""
+
+    process: subprocess.Popen[str]
+    facts: dict[str, Any]
+    run_dir: Path
+
+    def end(self) -> dict[str, Any]:
+        """Wait for an orderly end; the status that it left behind."""
+        output, _ = self.process.communicate(timeout=WAIT_S)
+        assert self.process.returncode == 0, output
+        return json.loads((self.run_dir / "buffer.json").read_text())
+
+
+@dataclass
+class Client:
+    """A peer that does what it is told, one DEALER per socket of the buffer."""
+
+    context: zmq.Context[zmq.Socket[bytes]]
+    name: str
+    control: zmq.Socket[bytes]
+    encoder: Encoder
+    data: zmq.Socket[bytes] | None = None
+    pushes: list[Message] = field(default_factory=list[Message])
+
+    def join(self, role: Role) -> Welcome:
+        body = Join(role=role, name=self.name, pid=1, host="h", package_version="0")
+        welcome = self.ask(body, Welcome)
+        self.data = sockets.dealer(self.context, welcome.data, self.name.encode())
+        return welcome
+
+    def send(self, body: Message) -> int:
+        number, frames = self.encoder.encode(body)
+        self.socket_of(body).send_multipart(frames)
+        return number
+
+    def receive(self, number: int | None, on: zmq.Socket[bytes]) -> Message:
+        """The reply to request `number`; with None, the next push."""
+        while True:
+            assert on.poll(round(WAIT_S * 1000)), f"nothing for {self.name}"
+            envelope = decode(on.recv_multipart())
+            if envelope.header.reply_to == number:
+                return envelope.body
+            if envelope.header.reply_to is None:
+                self.pushes.append(envelope.body)
+
+    def ask(self, body: Message, kind: type[M]) -> M:
+        number = self.send(body)
+        reply = self.receive(number, self.socket_of(body))
+        assert isinstance(reply, kind), reply
+        return reply
+
+    def socket_of(self, body: Message) -> zmq.Socket[bytes]:
+        if isinstance(body, Join | Leave | Heartbeat | Ping | StatusRequest):
+            return self.control
+        assert self.data is not None
+        return self.data
+
+    def close(self) -> None:
+        self.control.close(linger=0)
+        if self.data is not None:
+            self.data.close(linger=0)
+
+
+Start = Callable[..., Buffer]
+Connect = Callable[[Buffer, str], Client]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    processes: list[subprocess.Popen[str]] = []
+
+    def start_buffer(*flags: str) -> Buffer:
+        prompts = tmp_path / "prompts.jsonl"
+        prompts.write_text("".join(f'{{"prompt": "row {n}"}}\n' for n in range(7)))
+        run_dir = tmp_path / "run-1"
+        inward, outward = os.pipe()
+        process = subprocess.Popen(
+            [
+                *UMBRA, "buffer", "--run-dir", str(run_dir),
+                "--group-size", "2", "--batch-groups", "2", "--run-ahead", "0",
+                "--set", f"data.prompts={prompts}", "--set", "run.steps=2", *flags,
+            ],
+            pass_fds=[outward],
+            env={**os.environ, "UMBRA_READY_FD": str(outward)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )  # fmt: skip
+        processes.append(process)
+        os.close(outward)
+        with open(inward) as pipe:
+            line = pipe.readline()
+        assert line, process.communicate(timeout=WAIT_S)[0]
+        return Buffer(process, json.loads(line), run_dir)
+
+    yield start_buffer
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def connect(zmq_context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[Connect]:
+    clients: list[Client] = []
+
+    def connect_client(buffer: Buffer, name: str) -> Client:
+        control = sockets.dealer(zmq_context, buffer.facts["broker"], name.encode())
+        clients.append(Client(zmq_context, name, control, Encoder(name, f"{name}-1")))
+        return clients[-1]
+
+    yield connect_client
+    for client in clients:
+        client.close()
+
+
+def generate(client: Client, version: int) -> None:
+    """Lease what there is and answer it."""
+    lease = client.ask(LeaseSamples(capacity=99, version=version, wait_s=WAIT_S), SampleLeases)
+    answers = [trajectory(task, version) for task in lease.tasks]
+    ack = client.ask(SubmitTrajectories(trajectories=answers), SubmitAck)
+    assert ack.accepted == len(answers) == 4
+
+
+def test_a_whole_run_over_tcp(start: Start, connect: Connect) -> None:
+    buffer = start()
+    generator, trainer = connect(buffer, "generator-0"), connect(buffer, "trainer")
+    welcome = generator.join("generator")
+    assert welcome.run_id == "run-1"
+    trainer.join("trainer")
+    beat = Heartbeat(state="ready", activity="x", progress=1, idle_s=0.0)
+    for step in (1, 2):
+        parked = trainer.send(LeaseBatch(step=step, wait_s=WAIT_S))
+        generate(generator, step - 1)
+        assert trainer.data is not None
+        batch = trainer.receive(parked, trainer.data)
+        assert isinstance(batch, BatchLease) and len(batch.trajectories) == 4
+        assert trainer.ask(CommitBatch(step=step), CommitAck).version == step
+        assert generator.ask(beat, HeartbeatAck).version == step
+    assert trainer.ask(FinishRun(reason="steps reached"), RunFinished).ledger.trained == 8
+    for client in (generator, trainer):
+        assert isinstance(client.receive(None, client.control), Command) or client.pushes
+        client.ask(Leave(reason="drained"), Ok)
+    status = buffer.end()
+    assert status["ledger"]["issued"] == status["ledger"]["trained"] == 8
+    assert status["staleness"]["max"] == 0
+    assert status["state"] == "stopped"
+    assert status["departed"] == {"generator-0": "drained", "trainer": "drained"}
+    lines = (buffer.run_dir / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [row["kind"] for row in rows] == ["batch", "batch", "ledger"]
+
+
+def test_a_session_works_with_it_and_hears_of_the_end(start: Start, connect: Connect) -> None:
+    buffer = start("--heartbeat-s", "0.05")
+    with Session.join(role="generator", name="g", broker=buffer.facts["broker"]) as session:
+        lease = LeaseSamples(capacity=1, version=0, wait_s=WAIT_S)
+        assert len(session.data.call(lease, SampleLeases, timeout_s=WAIT_S).tasks) == 1
+        buffer.process.send_signal(signal.SIGTERM)
+        assert session.stopping.wait(WAIT_S)
+    status = buffer.end()
+    assert status["ledger"]["ended"] == {"cancelled": 2}
+    assert "g" in status["departed"]
+
+
+def test_strangers_may_look_but_not_touch(start: Start, connect: Connect) -> None:
+    buffer = start()
+    stranger = connect(buffer, "stranger")
+    assert stranger.ask(Ping(), Pong).role == "buffer"
+    assert stranger.ask(StatusRequest(), Status).steps == 2
+    generator = connect(buffer, "generator-0")
+    welcome = generator.join("generator")
+    stranger.data = sockets.dealer(stranger.context, welcome.data, b"stranger")
+    lease = LeaseSamples(capacity=1, version=0, wait_s=0)
+    assert stranger.ask(lease, Nack).code == "not_member"
+
+
+def test_garbage_neither_harms_nor_goes_unseen(start: Start, connect: Connect) -> None:
+    buffer = start()
+    client = connect(buffer, "noise")
+    for frames in ([b""], [b"\xff" * 9, b"x"], [b"", b"", b""]):
+        client.control.send_multipart(frames)
+    status = client.ask(StatusRequest(), Status)
+    assert sum(status.counters.values()) == 3
+
+
+def test_a_new_incarnation_supersedes_the_old_one(start: Start, connect: Connect) -> None:
+    buffer = start()
+    old = connect(buffer, "generator-0")
+    old.join("generator")
+    first = old.ask(LeaseSamples(capacity=1, version=0, wait_s=0), SampleLeases).tasks[0]
+    new = connect(buffer, "generator-0")  # the old one still runs, cut off by now
+    new.encoder = Encoder("generator-0", "generator-0-2")
+    new.join("generator")
+    again = new.ask(LeaseSamples(capacity=1, version=0, wait_s=0), SampleLeases).tasks[0]
+    assert (again.sample_id, again.attempt) == (first.sample_id, 2)
+
+
+def test_a_taken_address_and_bad_prompts_are_told_in_one_line(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "x"}\n')
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        for flags, code, words in [
+            (("--broker", address, "--set", f"data.prompts={prompts}"), 3, "is in use"),
+            (("--broker", "here", "--set", f"data.prompts={prompts}"), 2, "tcp://host:port"),
+            (("--set", "data.prompts=nowhere.jsonl"), 2, "nowhere.jsonl"),
+        ]:
+            ended = subprocess.run(
+                [*UMBRA, "buffer", *flags],
+                capture_output=True, text=True, timeout=WAIT_S, check=False,
+            )  # fmt: skip
+            assert ended.returncode == code, ended.stderr
+            assert words in ended.stderr and "Traceback" not in ended.stderr

@@ -1,0 +1,88 @@
+"""Prompts: order, identity, and mistakes that a person can mend from the message alone."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from umbra.proto.errors import UsageError
+from umbra.services.buffer.prompts import PromptSource, read_prompts
+
+TEN = "".join(f'{{"prompt": "p{number}", "answer": {number}}}\n' for number in range(1, 11))
+
+
+def take(path: Path, count: int, *, shuffle: bool = True, seed: int = 0) -> list[str]:
+    source = PromptSource(path, shuffle=shuffle, seed=seed)
+    return [prompt.prompt_id for prompt in islice(source, count)]
+
+
+@pytest.fixture
+def ten(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(TEN)
+    return path
+
+
+def test_every_epoch_has_every_row_in_an_order_of_its_own(ten: Path) -> None:
+    ids = take(ten, 30)
+    epochs = [ids[:10], ids[10:20], ids[20:]]
+    assert all(sorted(epoch, key=int) == [str(n) for n in range(1, 11)] for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_the_seed_decides_the_order(ten: Path) -> None:
+    assert take(ten, 30, seed=1) == take(ten, 30, seed=1)
+    assert take(ten, 30, seed=1) != take(ten, 30, seed=2)
+
+
+def test_without_shuffle_the_order_is_the_file_s(ten: Path) -> None:
+    assert take(ten, 12, shuffle=False) == [*map(str, range(1, 11)), "1", "2"]
+
+
+def test_ids_are_line_numbers_whatever_the_blank_lines(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('\n{"prompt": "x"}\r\n\n  \n{"prompt": [{"role": "user", "content": "y"}]}')
+    assert [(p.prompt_id, p.row["prompt"]) for p in read_prompts(path)] == [
+        ("2", "x"),
+        ("5", [{"role": "user", "content": "y"}]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "not a JSON object"),
+        ("[1]", "not a JSON object"),
+        ('{"text": "x"}', 'no "prompt"'),
+        ('{"prompt": null}', "got null"),
+        ('{"prompt": 3}', "got a number"),
+        ('{"prompt": true}', "got a boolean"),
+        ('{"prompt": ""}', "got empty text"),
+        ('{"prompt": {}}', "got an object"),
+        ('{"prompt": []}', "got an empty list"),
+        ('{"prompt": ["x"]}', "got a list of something else"),
+        ('{"prompt": [{"role": "user"}]}', "got a list of something else"),
+        ('{"prompt": "x", "n": 99999999999999999999999}', "cannot be sent"),
+        ('{"prompt": "x", "n": ' + "[" * 99_999 + "]" * 99_999 + "}", "not a JSON object"),
+    ],
+)
+def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, line: str, words: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(f'{{"prompt": "fine"}}\n\n{line}\n')
+    with pytest.raises(UsageError, match=r"prompts\.jsonl, line 3") as caught:
+        read_prompts(path)
+    assert words in str(caught.value)
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"data\.prompts is not set"):
+        read_prompts("")
+    with pytest.raises(UsageError, match=r"missing\.jsonl cannot be read"):
+        read_prompts(tmp_path / "missing.jsonl")
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_prompts(tmp_path)
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    with pytest.raises(UsageError, match=r"empty\.jsonl is empty"):
+        read_prompts(tmp_path / "empty.jsonl")
