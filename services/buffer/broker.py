@@ -128,7 +128,7 @@ class Broker:
         self._run_id = run_id
         self._endpoints = endpoints
         self._started_at = now
-        self._wire_counters = {} if wire_counters is None else wire_counters
+        self._wire_counters: Mapping[str, int] = {} if wire_counters is None else wire_counters
         self._outbox = Outbox()
         self._deadline = 0.0  # for the others to leave, once the run is ending
         self._leases = Leases(self.pool, self.batches, self.policy, prompts, self.counters)

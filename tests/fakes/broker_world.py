@@ -17,6 +17,9 @@ from umbra.proto.messages import (
     LeaseBatch,
     LeaseSamples,
     Message,
+    Ok,
+    ReturnedSample,
+    ReturnSamples,
     Role,
     SampleLeases,
     SubmitAck,
@@ -168,3 +171,17 @@ class World:
                 self.pushes.append((identity.decode(), body))
             case Measure():
                 self.rows.append(effect)
+
+
+def world(**options: Any) -> World:
+    """A world with generators `a` and `b` and a trainer."""
+    made = World(**options)
+    made.join("generator", "a")
+    made.join("generator", "b")
+    made.join("trainer", "trainer")
+    return made
+
+
+def give_back(made: World, name: str, sample: ReturnedSample) -> None:
+    """`name` hands `sample` back."""
+    assert made.ask(name, ReturnSamples(samples=[sample])) == Ok()

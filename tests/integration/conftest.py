@@ -1,11 +1,17 @@
-"""A user's project folder, for tests that run `umbra` on it."""
+"""A user's project folder for tests that run `umbra` on it; a weight hub in a thread."""
 
 import json
 import subprocess
 import sys
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import zmq
+from fakes.hub_bench import Bench
+
+from umbra.services.runtime.arena import remove_leftovers
 
 UMBRA = (sys.executable, "-m", "umbra")
 REWARD = """
@@ -69,3 +75,19 @@ def project(tmp_path: Path, tiny_model: Path) -> Path:
     (tmp_path / "tiny_reward.py").write_text(REWARD)
     (tmp_path / "run.toml").write_text(RUN)
     return tmp_path
+
+
+@pytest.fixture
+def run_id() -> Iterator[str]:
+    name = f"test-{uuid.uuid4().hex[:8]}"
+    yield name
+    assert remove_leftovers(name) == []
+
+
+@pytest.fixture
+def bench(
+    zmq_context: zmq.Context[zmq.Socket[bytes]], run_id: str, tmp_path: Path
+) -> Iterator[Bench]:
+    bench = Bench(zmq_context, run_id, tmp_path)
+    yield bench
+    bench.close()

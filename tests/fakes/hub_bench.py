@@ -1,0 +1,123 @@
+"""A weight hub in a thread, with publishers and receivers that tests drive."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import zmq
+
+from umbra.proto.records import Manifest
+from umbra.services.runtime.channel import Channel
+from umbra.services.runtime.config import WeightHub as WeightHubConfig
+from umbra.services.runtime.link import Link
+from umbra.services.runtime.manifest import build_manifest
+from umbra.services.runtime.metrics import MetricsFile
+from umbra.services.runtime.publisher import Publisher
+from umbra.services.runtime.receiver import Receiver, StagedVersion
+from umbra.services.runtime.server import Server
+from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
+
+WAIT_S = 20.0
+PROGRAMS = Path(__file__).parents[1] / "programs"
+LAYOUT = build_manifest(
+    [("embed", "F32", [300, 16]), ("layer.0", "BF16", [33, 7]), ("norm", "F32", [16])], 4096
+)
+OTHER_LAYOUT = build_manifest([("embed", "F32", [100, 16])], 4096)
+
+
+class Bench:
+    """A hub in a thread, and whoever connects to it."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], run_id: str, folder: Path) -> None:
+        self.metrics_path = folder / "metrics.jsonl"
+        self._metrics = MetricsFile(self.metrics_path, "weight-hub")
+        self._run_id = run_id
+        self._context = context
+        self._closers: list[Callable[[], None]] = []
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.server: Server | None = None
+        self.endpoint = "tcp://127.0.0.1:*"
+
+    def start(self, **config: object) -> None:
+        """Start a hub; not the first one takes over the address, and knows nobody."""
+        self.stop()
+        self._stop = threading.Event()
+        if self.server is None:
+            self.server = Server(self._context, "weight-hub", uuid.uuid4().hex)
+            self.endpoint = self.server.bind(CHANNEL, self.endpoint, ACCEPTS)
+        options = WeightHubConfig(**{"deadline_s": WAIT_S, **config})  # type: ignore[arg-type]
+        self.hub = WeightHub(self.server, self._run_id, options, self._metrics)
+        self._thread = threading.Thread(target=self._main)
+        self._thread.start()
+
+    def _main(self) -> None:
+        while not self._stop.is_set():
+            self.hub.step(0.02)
+        self.hub.close()
+
+    def stop(self) -> None:
+        """Stop the hub."""
+        if self._thread is not None:
+            self._stop.set()
+            self._thread.join(WAIT_S)
+            self._thread = None
+
+    def channel(self, name: str) -> Channel:
+        link = Link(name, uuid.uuid4().hex)
+        self._closers.append(link.close)
+        return link.channel(self.endpoint, "weight hub")
+
+    def publisher(self, manifest: Manifest = LAYOUT, name: str = "trainer") -> Publisher:
+        publisher = Publisher(self.channel(name), manifest)
+        self._closers.append(publisher.close)
+        publisher.register(WAIT_S)
+        return publisher
+
+    def receiver(self, name: str) -> Receiver:
+        receiver = Receiver(self.channel(name), check_s=0.05, retry_s=0.02)
+        self._closers.append(receiver.close)
+        receiver.subscribe(WAIT_S)
+        return receiver
+
+    def rows(self) -> list[dict[str, object]]:
+        text = self.metrics_path.read_text(encoding="utf-8")
+        return [json.loads(line) for line in text.splitlines()]
+
+    def close(self) -> None:
+        for close in reversed(self._closers):
+            close()
+        self.stop()
+        if self.server is not None:
+            self.server.close()
+        self._metrics.close()
+
+
+def content(version: int, size: int = LAYOUT.total_bytes) -> bytes:
+    return random.Random(version).randbytes(size)
+
+
+def publish(publisher: Publisher, version: int) -> None:
+    publisher.slot(version, WAIT_S)[:] = content(version, publisher.manifest.total_bytes)
+    publisher.publish(version, 0.25)
+
+
+def take(receiver: Receiver) -> StagedVersion:
+    staged = receiver.wait_first(WAIT_S, threading.Event())
+    assert staged is not None
+    return staged
+
+
+def load(receiver: Receiver, version: int) -> None:
+    """Load versions as they come until `version`; each is whole."""
+    while True:
+        staged = take(receiver)
+        assert bytes(staged.data) == content(staged.version, staged.manifest.total_bytes)
+        receiver.committed(staged, 0.125)
+        if staged.version == version:
+            return

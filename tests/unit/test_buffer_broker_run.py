@@ -1,0 +1,348 @@
+"""The broker's rules on staleness, the trainer, membership and the end; B = 4 samples."""
+
+from __future__ import annotations
+
+import pytest
+from fakes.broker_world import trajectory, world
+
+from umbra.proto.messages import (
+    BatchLease,
+    Command,
+    CommitBatch,
+    FinishRun,
+    HeartbeatAck,
+    Join,
+    LeaseBatch,
+    LeaseSamples,
+    Leave,
+    Nack,
+    Ok,
+    Ping,
+    Pong,
+    RenewLeases,
+    Role,
+    RunFinished,
+    SampleLeases,
+    Status,
+    StatusRequest,
+    SubmitTrajectories,
+    Welcome,
+)
+
+# -- staleness -------------------------------------------------------------------------------------
+
+
+def test_a_straggler_past_the_bound_ends_its_group_as_stale_and_is_replaced() -> None:
+    run = world(run_ahead=1, max_staleness=1)
+    straggler, sibling = run.lease("a", 2, 0)
+    run.submit("a", trajectory(sibling, 0))
+    run.produce("b", 0)  # three groups
+    for step in (1, 2):
+        run.batch(step)
+        run.commit(step)
+        run.produce("b", step)
+    assert run.pool.ledger.ended == {"stale": 2}  # swept with the commit of step 2
+    refused = run.submit("a", trajectory(straggler, 0)).refused
+    assert refused == {straggler.sample_id: "over: stale"}
+
+
+def test_a_stale_answer_ends_its_group() -> None:
+    run = world(run_ahead=1, max_staleness=1)
+    straggler, _ = run.lease("a", 2, 0)
+    run.produce("b", 0)
+    for step in (1, 2):
+        run.batch(step)
+        run.commit(step)
+        run.produce("b", step)
+    refused = run.submit("a", trajectory(straggler, 0)).refused
+    assert "stale: a token of version 0, the trainer is at 2" in refused[straggler.sample_id]
+    assert run.pool.ledger.ended == {"stale": 2}
+
+
+def test_staleness_of_trained_samples_is_split_by_where_it_arose() -> None:
+    run = world(run_ahead=1, max_staleness=2)
+    tasks = run.lease("a", 8, 0)
+    run.submit("a", *(trajectory(task, 0) for task in tasks[:4]))
+    run.batch(1)
+    run.commit(1)
+    # Half of the second batch has seen the update, half has not.
+    run.submit("a", *(trajectory(task, 0, 1) for task in tasks[4:6]))
+    run.submit("a", *(trajectory(task, 0) for task in tasks[6:]))
+    run.batch(2)
+    run.commit(2)
+    status = run.broker.status(run.now)
+    # 4 samples of staleness 0, then 2 in flight and 2 in queue of staleness 1.
+    assert status.staleness == {
+        "mean": 0.5,
+        "max": 1.0,
+        "in_flight_mean": 0.25,
+        "in_queue_mean": 0.25,
+        "mixed_fraction": 0.25,
+        "last_mean": 1.0,
+        "last_max": 1.0,
+        "bound": 2.0,
+        "typical": 1.0,
+    }
+    assert status.counters["mixed_version"] == 2
+    assert [row.fields["step"] for row in run.rows if row.kind == "batch"] == [1, 2]
+    assert run.rows[1].fields["staleness_in_flight_mean"] == 0.5
+
+
+# -- the trainer -----------------------------------------------------------------------------------
+
+
+def test_a_batch_is_handed_out_as_soon_as_it_is_full() -> None:
+    run = world(run_ahead=0)
+    assert run.ask("trainer", LeaseBatch(step=1, wait_s=9)) is None
+    run.produce("a", 0, capacity=3)
+    assert run.late["trainer"] == []
+    run.produce("a", 0)
+    (batch,) = run.late["trainer"]
+    assert isinstance(batch, BatchLease) and len(batch.trajectories) == 4
+
+
+def test_a_batch_that_is_not_full_says_what_it_waits_for() -> None:
+    run = world(run_ahead=0)
+    assert "0 of 2 groups complete; no generator has asked" in run.batch(1).waiting_for
+    run.produce("a", 0, capacity=2)
+    run.lease("b", 1, 0)
+    run.ask("trainer", LeaseBatch(step=1, wait_s=3.25))
+    run.pass_time(3.25)
+    (reply,) = run.late["trainer"]
+    assert reply == BatchLease(
+        step=1,
+        trajectories=[],
+        waiting_for="1 of 2 groups complete; waiting for sample s-2 held by b for 3.2 s",
+    )
+    run.ask("b", Leave(reason=""))
+    assert "sample s-2 is queued for a generator" in run.batch(1).waiting_for
+    run.ask("a", Leave(reason=""))
+    assert "no generator has joined" in run.batch(1).waiting_for
+
+
+def test_a_restarted_trainer_gets_the_identical_batch() -> None:
+    run = world(run_ahead=1)
+    run.produce("a", 0)
+    first = run.batch(1)
+    assert run.batch(1) == first
+    assert isinstance(run.join("trainer", "trainer", "trainer-2"), Welcome)
+    assert run.batch(1) == first
+    run.ask("trainer", Leave(reason="crash"))
+    run.join("trainer", "other")
+    assert run.get("other", LeaseBatch(step=1, wait_s=0), BatchLease) == first
+    assert run.pool.ledger.count("training") == 4
+
+
+def test_commits_are_counted_once_and_only_for_what_was_leased() -> None:
+    run = world(run_ahead=0)
+    run.produce("a", 0)
+    early = run.ask("trainer", CommitBatch(step=1))
+    assert isinstance(early, Nack) and early.code == "not_leased"
+    run.batch(1)
+    assert run.commit(1).version == 1
+    assert run.commit(1).version == 1
+    assert run.pool.ledger.trained == 4
+    run.produce("a", 1)
+    run.batch(2)
+    assert run.commit(1).version == 1  # late, when the next batch is leased already
+    assert run.pool.ledger.trained == 4
+    assert run.broker.counters["repeated_commits"] == 2
+    assert isinstance(run.ask("trainer", CommitBatch(step=0)), Nack)
+
+
+@pytest.mark.parametrize("step", [0, 2, 4])
+def test_only_the_next_step_can_be_leased(step: int) -> None:
+    reply = world(steps=3).ask("trainer", LeaseBatch(step=step, wait_s=0))
+    assert isinstance(reply, Nack) and reply.code == "wrong_step"
+    assert "so the next is 1" in reply.reason
+
+
+def test_there_is_no_step_after_the_last() -> None:
+    run = world(steps=1)
+    run.produce("a", 0)
+    run.batch(1)
+    run.commit(1)
+    reply = run.ask("trainer", LeaseBatch(step=2, wait_s=0))
+    assert isinstance(reply, Nack) and reply.reason.endswith("1 of 1 steps are committed")
+
+
+def test_a_second_trainer_is_refused_while_the_first_lives() -> None:
+    run = world(dead_after_s=5)
+    refusal = run.join("trainer", "other")
+    assert isinstance(refusal, Nack) and refusal.code == "duplicate_trainer"
+    assert "'trainer'" in refusal.reason
+    run.pass_time(6)
+    assert isinstance(run.join("trainer", "other"), Welcome)
+
+
+def test_a_trainer_with_a_batch_may_be_silent_for_longer() -> None:
+    run = world(dead_after_s=5, batch_lease_s=50)
+    run.produce("a", 0)
+    run.batch(1)
+    run.pass_time(49)
+    assert [peer.name for peer in run.broker.members.peers.values()] == ["trainer"]
+    run.pass_time(2)
+    assert not run.broker.members.peers
+
+
+# -- membership ------------------------------------------------------------------------------------
+
+
+def test_requests_are_only_for_members_of_the_right_role() -> None:
+    run = world()
+    for name, body, code in [
+        ("stranger", LeaseSamples(capacity=1, version=0, wait_s=0), "not_member"),
+        ("a", LeaseBatch(step=1, wait_s=0), "wrong_role"),
+        ("a", CommitBatch(step=1), "wrong_role"),
+        ("a", FinishRun(reason=""), "wrong_role"),
+        ("trainer", SubmitTrajectories(trajectories=[]), "wrong_role"),
+        ("a", SampleLeases(tasks=[]), "unexpected"),
+    ]:
+        reply = run.ask(name, body)
+        assert isinstance(reply, Nack) and reply.code == code, body
+        assert run.broker.counters[code] > 0
+
+
+def test_an_older_incarnation_is_refused_for_ever() -> None:
+    run = world()
+    run.join("generator", "a", "a-2")
+    assert isinstance(run.beat("a"), HeartbeatAck)
+    body = Join(role="generator", name="a", pid=1, host="h", package_version="0")
+    for old in (LeaseSamples(capacity=1, version=0, wait_s=0), body):
+        reply = run.ask("a", old, "a-1")
+        assert isinstance(reply, Nack) and reply.code == "stale_incarnation"
+
+
+def test_the_same_incarnation_may_join_again_and_keeps_its_leases() -> None:
+    run = world()
+    run.lease("a", 3, 0)
+    assert isinstance(run.join("generator", "a"), Welcome)
+    assert len(run.pool.held["a"]) == 3
+
+
+def test_a_member_that_was_dead_is_told_so_and_may_join_again() -> None:
+    run = world(dead_after_s=5)
+    run.pass_time(6)
+    reply = run.beat("a")
+    assert isinstance(reply, Nack) and "dead: silent for 6 s" in reply.reason
+    assert isinstance(run.join("generator", "a"), Welcome)
+
+
+def test_a_parked_question_of_a_gone_member_is_not_answered() -> None:
+    run = world(run_ahead=0)
+    run.produce("a", 0)
+    run.ask("b", LeaseSamples(capacity=1, version=0, wait_s=5))
+    run.join("generator", "b", "b-2")
+    run.pass_time(6)
+    assert run.late["b"] == []
+
+
+def test_the_hub_is_told_to_everyone() -> None:
+    run = world()
+    body = Join(
+        role="weight_hub", name="hub", pid=1, host="h", package_version="0",
+        endpoints={"weights": "tcp://h:9"},
+    )  # fmt: skip
+    assert isinstance(run.ask("hub", body), Welcome)
+    assert run.beat("a") == HeartbeatAck(version=0, weights="tcp://h:9")
+    run.ask("hub", Leave(reason=""))
+    assert run.beat("a") == HeartbeatAck(version=0, weights="")
+
+
+@pytest.mark.parametrize("role", ["trainer", "weight_hub"])
+def test_pings_and_status_need_no_membership(role: Role) -> None:
+    run = world()
+    assert run.ask("anyone", Ping()) == Pong(role="buffer", state="ready")
+    status = run.get("anyone", StatusRequest(), Status)
+    assert [member.name for member in status.members] == ["a", "b", "trainer"]
+    assert run.ask("anyone", Ok()) is None
+
+
+# -- what is stuck ---------------------------------------------------------------------------------
+
+
+def test_the_status_names_what_is_overdue() -> None:
+    run = world(
+        run_ahead=0, lease_s=10, stall_s=30, heartbeat_s=1, dead_after_s=1000, batch_lease_s=20
+    )
+    task, *_ = run.lease("a", 4, 0)
+    run.batch(1)
+    for _ in range(8):
+        run.pass_time(5)
+        run.ask("a", RenewLeases(leases=[(task.sample_id, 1)]))
+        run.beat("a", idle_s=run.now)
+    stuck = {item.what: item for item in run.broker.status(run.now).stuck}
+    sample = stuck["sample s-0 of group g-0, attempt 1"]
+    assert (sample.holder, sample.age_s) == ("a", 40)
+    assert stuck["no progress in 'x'"].holder == "a"
+    assert {item.holder for item in stuck.values() if item.what == "no heartbeat"} == {"trainer"}
+    (batch,) = [item for item in stuck.values() if item.what.startswith("batch of step 1")]
+    assert "waiting for sample s-0 held by a for 40.0 s" in batch.what and batch.age_s == 40
+
+
+def test_a_batch_that_is_not_committed_is_overdue() -> None:
+    run = world(batch_lease_s=20, dead_after_s=1000)
+    run.produce("a", 0)
+    run.batch(1)
+    run.pass_time(21)
+    assert "batch of step 1, not committed" in {i.what for i in run.broker.status(run.now).stuck}
+
+
+# -- the end ---------------------------------------------------------------------------------------
+
+
+def test_finishing_cancels_what_is_in_flight_and_asks_everyone_to_leave() -> None:
+    run = world()
+    run.produce("a", 0, capacity=5)
+    tasks = run.lease("b", 2, 0)
+    run.batch(1)
+    run.join("monitor", "m")
+    ledger = run.get("trainer", FinishRun(reason="steps reached"), RunFinished).ledger
+    assert ledger.ended == {"cancelled": ledger.issued} and ledger.balance == 0
+    assert {name for name, body in run.pushes if isinstance(body, Command)} == {
+        "a", "b", "trainer", "m",
+    }  # fmt: skip
+    assert run.submit("b", trajectory(tasks[0], 0)).refused == {
+        tasks[0].sample_id: "over: cancelled"
+    }
+    assert run.lease("a", 1, 0) == []
+    assert run.batch(1).waiting_for == "nothing: the run is ending"
+    assert run.get("trainer", FinishRun(reason="again"), RunFinished).ledger == ledger
+    refusal = run.join("generator", "c")
+    assert isinstance(refusal, Nack) and refusal.code == "run_ending"
+    for name in ("a", "b", "trainer"):
+        assert not run.broker.is_over(run.now)
+        run.ask(name, Leave(reason="drained"))
+    assert run.broker.is_over(run.now)  # the monitor need not leave
+    run.take(run.broker.close(run.now))
+    assert run.rows[-1].kind == "ledger"
+    assert run.broker.status(run.now).state == "stopped"
+
+
+def test_the_end_does_not_wait_for_ever() -> None:
+    run = world(dead_after_s=1000)
+    run.ask("trainer", FinishRun(reason=""))
+    run.pass_time(9)
+    assert not run.broker.is_over(run.now)
+    run.pass_time(1)
+    assert run.broker.is_over(run.now)
+
+
+def test_draining_gives_out_nothing_new_but_takes_what_comes_back() -> None:
+    run = world(dead_after_s=1000)
+    tasks = run.lease("a", 8, 0)
+    run.submit("a", *(trajectory(task, 0) for task in tasks[:4]))
+    run.batch(1)
+    run.ask("b", LeaseSamples(capacity=1, version=0, wait_s=9))
+    run.take(run.broker.drain("signal", run.now))
+    assert run.late["b"] == [SampleLeases(tasks=[])]
+    assert run.submit("a", trajectory(tasks[4], 0)).accepted == 1
+    assert run.commit(1).version == 1
+    run.pushes.clear()
+    run.beat("b")  # has not heard of it
+    assert [name for name, _ in run.pushes] == ["b"]
+    run.pass_time(8)
+    assert run.broker.is_over(run.now)
+    run.take(run.broker.close(run.now))
+    ledger = run.pool.ledger.snapshot()
+    assert (ledger.trained, ledger.ended, ledger.balance) == (4, {"cancelled": 4}, 0)
