@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -128,20 +127,10 @@ class Up:
         return results
 
     def _eval_arguments(self, model: str) -> tuple[str, ...]:
-        config = self.config
-        options = [
-            f"{key}={json.dumps(value)}" for key, value in config.environment.options.items()
-        ]
+        heldout = self.config.eval
         return (
-            *("eval", model, "--json"),
-            *("--prompts", config.eval.prompts, "--samples", str(config.eval.samples)),
-            *("--environment", config.environment.kind, "--reward", config.environment.reward),
-            *(part for option in options for part in ("--option", option)),
-            *("--temperature", str(config.sampling.temperature)),
-            *("--max-tokens", str(config.sampling.max_tokens)),
-            *("--max-context", str(config.generator.max_context)),
-            *("--slots", str(config.generator.slots), "--device", config.generator.device),
-            *("--seed", str(config.run.seed)),
+            *("eval", model, "--json", "--config", str(self.folder.config)),
+            *("--prompts", heldout.prompts, "--samples", str(heldout.samples)),
         )
 
     # -- the loop ---------------------------------------------------------------------------------

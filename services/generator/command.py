@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 import click
 
 from umbra.proto.errors import UsageError
-from umbra.proto.records import Sampling
 from umbra.services.generator.tasks import TASKS, write_task
 from umbra.services.runtime.command import ServiceContext, service_command
-from umbra.services.runtime.config import Environment
+from umbra.services.runtime.config_loader import load_config
 from umbra.services.runtime.jsonl import read_jsonl
 
 if TYPE_CHECKING:
@@ -60,88 +59,58 @@ def make_task(task: str, out: Path, **counts: int) -> None:
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("--prompts", type=click.Path(path_type=Path), help="JSONL file of prompts.")
 @click.option("--task", type=_TASK_NAMES, help="Held-out prompts of a built-in task instead.")
-@click.option(
-    "--environment", "kind", help='"exact", "guess", "reward" or "module:Class".  [default: exact]'
-)
-@click.option("--reward", default="", help='Reward function "module:function", for "reward".')
-@click.option(
-    "--option", "options", multiple=True, metavar="KEY=VALUE", help="Option of the environment."
-)
+@click.option("--config", help="Run file whose environment, sampling and generator are used.")
+@click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Override a key.")
+@click.option("--environment", help='"exact", "guess", "reward" or "module:Class".')
+@click.option("--reward", help='Reward function "module:function", for "reward".')
 @click.option("--samples", type=click.IntRange(1), help="Samples drawn.  [default: one per prompt]")
 @click.option("--greedy", is_flag=True, help="Take the most likely token instead of sampling.")
-@click.option(
-    "--temperature",
-    type=click.FloatRange(0, min_open=True),
-    default=1.0,
-    show_default=True,
-    help="Softmax temperature.",
-)
-@click.option(
-    "--max-tokens", type=click.IntRange(1), default=256, show_default=True, help="Tokens per turn."
-)
-@click.option(
-    "--max-context", type=click.IntRange(8), default=1024, show_default=True, help="Per sequence."
-)
-@click.option(
-    "--slots", type=click.IntRange(1), default=128, show_default=True, help="Decoded at once."
-)
-@click.option("--device", default="auto", show_default=True, help="cpu, cuda, cuda:1 or auto.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the sampling.")
+@click.option("--temperature", help="Softmax temperature.")
+@click.option("--max-tokens", help="Tokens per turn.")
+@click.option("--device", help="cpu, cuda, cuda:1 or auto.")
+@click.option("--seed", help="Seed of the sampling.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def evaluate(
     model: Path,
     prompts: Path | None,
     task: str | None,
-    kind: str | None,
-    reward: str,
-    options: tuple[str, ...],
+    config: str | None,
+    sets: tuple[str, ...],
     samples: int | None,
     greedy: bool,
-    temperature: float,
-    max_tokens: int,
-    max_context: int,
-    slots: int,
-    device: str,
-    seed: int,
     as_json: bool,
+    **flags: str | None,
 ) -> None:
     """Measure the accuracy (mean reward) of the model in directory MODEL on held-out prompts."""
     if (prompts is None) == (task is None):
         raise UsageError("give either --prompts FILE or --task NAME")
+    if flags["environment"] is None and task is not None:
+        flags["environment"] = TASKS[task].environment
+    elif flags["environment"] is None and flags["reward"] is not None:
+        flags["environment"] = "reward"
+    given = [f"{_KEYS[flag]}={value}" for flag, value in flags.items() if value is not None]
+    settings = load_config(config, overrides=[*sets, *given])
+    seed = settings.run.seed
     rows = _heldout(task, seed, samples) if task is not None else read_jsonl(prompts or "")
-    default = TASKS[task].environment if task is not None else "exact"
     from umbra.services.generator.evaluate import evaluate_model  # brings torch
 
-    result = evaluate_model(
-        model,
-        rows,
-        Environment(
-            kind=kind or ("reward" if reward else default),
-            reward=reward,
-            options=dict(map(_option, options)),
-        ),
-        samples=samples or len(rows),
-        sampling=Sampling(temperature=0.0 if greedy else temperature, max_tokens=max_tokens),
-        seed=seed,
-        slots=slots,
-        max_context=max_context,
-        device=device,
-    )
+    result = evaluate_model(model, rows, settings, samples=samples or len(rows), greedy=greedy)
     if as_json:
         click.echo(json.dumps(asdict(result)))
     else:
-        click.echo(_sentence(result, "greedy" if greedy else f"temperature {temperature:g}"))
+        decoding = "greedy" if greedy else f"temperature {settings.sampling.temperature:g}"
+        click.echo(_sentence(result, decoding))
 
 
-def _option(text: str) -> tuple[str, object]:
-    """`text` as key and value, which is JSON or else the text it is."""
-    key, separator, value = text.partition("=")
-    if not separator:
-        raise UsageError(f"--option {text}: write it as key=value")
-    try:
-        return key, json.loads(value)
-    except json.JSONDecodeError:
-        return key, value
+# Which key of the configuration a flag of `umbra eval` sets.
+_KEYS = {
+    "environment": "environment.kind",
+    "reward": "environment.reward",
+    "temperature": "sampling.temperature",
+    "max_tokens": "sampling.max_tokens",
+    "device": "generator.device",
+    "seed": "run.seed",
+}
 
 
 def _heldout(task: str, seed: int, samples: int | None) -> list[dict[str, object]]:

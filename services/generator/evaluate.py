@@ -11,15 +11,15 @@ from typing import Any
 import torch
 
 from umbra.proto.errors import UmbraError, UsageError
-from umbra.proto.records import SampleTask, Sampling, Trajectory
+from umbra.proto.records import SampleTask, Trajectory
 from umbra.services.generator.chat import Chat
 from umbra.services.generator.environment_pool import EnvironmentPool
 from umbra.services.generator.environments import load_environment
 from umbra.services.generator.models import load_model, load_tokenizer, pick_device, stop_ids
-from umbra.services.generator.rollout import RolloutSettings
+from umbra.services.generator.rollout import RolloutSettings, sampling_of
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.torch_engine import TorchEngine
-from umbra.services.runtime.config import Environment
+from umbra.services.runtime.config import RunConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +38,16 @@ class EvalResult:
 def evaluate_model(
     path: str | Path,
     rows: Sequence[dict[str, Any]],
-    environment: Environment,
+    config: RunConfig,
     *,
     samples: int,
-    sampling: Sampling,
-    seed: int = 0,
-    slots: int = 128,
-    max_context: int = 1024,
-    device: str = "auto",
+    greedy: bool = False,
     source: str = "MODEL",
 ) -> EvalResult:
     """Let the model in `path` answer `samples` prompts, going round `rows` as often as it takes.
 
-    `sampling.temperature` 0 decodes greedily. `source` is what the user calls the path, for errors.
+    Environment, sampling and generator are those of `config`; `greedy` takes the most likely token
+    instead of sampling. `source` is what the user calls the path, for errors.
 
     Raises:
         UsageError: no model, tokenizer, environment or prompt.
@@ -58,15 +55,24 @@ def evaluate_model(
     """
     if not rows:
         raise UsageError("there are no prompts to evaluate on")
-    make_environment = load_environment(environment)
-    where = pick_device(device)
+    if config.generator.threads:
+        torch.set_num_threads(config.generator.threads)
+    make_environment = load_environment(config.environment)
+    where = pick_device(config.generator.device)
     tokenizer = load_tokenizer(path, source)
     model = load_model(path, where, _dtype(where), source)
     stops = stop_ids(model, tokenizer)
+    max_context = config.generator.max_context
     engine = TorchEngine(
-        model, stop_ids=stops, slots=slots, max_context=max_context, seed=seed, version=0
+        model,
+        stop_ids=stops,
+        slots=config.generator.slots,
+        max_context=max_context,
+        seed=config.run.seed,
+        version=0,
     )
-    pool = EnvironmentPool(timeout_s=environment.timeout_s)
+    sampling = sampling_of(config.sampling, greedy=greedy)
+    pool = EnvironmentPool(timeout_s=config.environment.timeout_s)
     settings = RolloutSettings(Chat(tokenizer, stops), sampling, max_context)
     runner = RolloutRunner(engine, pool, make_environment, settings)
     start = time.perf_counter()

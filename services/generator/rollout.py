@@ -28,6 +28,7 @@ from umbra.proto.records import (
 from umbra.services.generator.chat import Chat, Message
 from umbra.services.generator.engine import EngineOutput, EngineRequest
 from umbra.services.generator.environments import Environment, SampleError, StepResult
+from umbra.services.runtime.config import SamplingConfig
 
 
 class Phase(enum.Enum):
@@ -280,4 +281,15 @@ def _sound(partial: Trajectory) -> bool:
         and partial.loss_mask[0] == 1
         and bool(partial.spans)
         and partial.spans[-1].end == count
+    )
+
+
+def sampling_of(config: SamplingConfig, *, greedy: bool = False) -> Sampling:
+    """The wire record of the configured sampling; `greedy` is temperature 0."""
+    return Sampling(
+        temperature=0.0 if greedy else config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        min_p=config.min_p,
+        max_tokens=config.max_tokens,
     )

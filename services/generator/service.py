@@ -11,18 +11,17 @@ from typing import Any
 
 import torch
 
-from umbra.proto.records import Sampling
 from umbra.services.generator.buffer_client import BufferClient
 from umbra.services.generator.chat import Chat
 from umbra.services.generator.environment_pool import EnvironmentPool
 from umbra.services.generator.environments import load_environment
 from umbra.services.generator.loop import GeneratorLoop
 from umbra.services.generator.models import load_model, load_tokenizer, pick_device, stop_ids
-from umbra.services.generator.rollout import RolloutSettings
+from umbra.services.generator.rollout import RolloutSettings, sampling_of
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.torch_engine import TorchEngine
 from umbra.services.runtime.command import ServiceContext
-from umbra.services.runtime.config import RunConfig, SamplingConfig
+from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.receiver import Receiver
 from umbra.services.runtime.session import Session
 
@@ -85,17 +84,6 @@ def _end(session: Session) -> int:
     if session.failure is not None:
         raise session.failure
     return 0
-
-
-def sampling_of(config: SamplingConfig) -> Sampling:
-    """The wire record of the configured sampling."""
-    return Sampling(
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        min_p=config.min_p,
-        max_tokens=config.max_tokens,
-    )
 
 
 def _load(config: RunConfig) -> tuple[Any, Any]:

@@ -107,7 +107,9 @@ def test_make_task_and_eval(tmp_path: Path, tiny_model_dir: Path) -> None:
     assert 0 <= result["accuracy"] <= 1
     assert 1 <= result["mean_tokens"] <= 16
     assert run(evaluate, tiny_model_dir, *held, *options, "--greedy").startswith("accuracy 0.")
-    assert "1.00 turns" in run(evaluate, tiny_model_dir, *held, *options, "--option", "tries=1")
+    assert "1.00 turns" in run(
+        evaluate, tiny_model_dir, *held, *options, "--set", "environment.options.tries=1"
+    )
 
 
 def test_eval_draws_held_out_prompts_of_a_task(tiny_model_dir: Path) -> None:
@@ -123,7 +125,7 @@ def test_eval_draws_held_out_prompts_of_a_task(tiny_model_dir: Path) -> None:
         (["nowhere", "--task", "sort"], "MODEL: nowhere is no directory"),
         (["BARE", "--task", "sort"], "has no tokenizer"),
         (["MODEL", "--prompts", "EMPTY"], "is empty"),
-        (["MODEL", "--task", "sort", "--option", "x"], "write it as key=value"),
+        (["MODEL", "--task", "sort", "--set", "x"], "write it as section.key=value"),
         (["MODEL", "--task", "sort", "--device", "tpu9"], "device 'tpu9'"),
         (["MODEL", "--task", "sort", "--environment", "exat"], "did you mean 'exact'"),
     ],
