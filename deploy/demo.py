@@ -33,11 +33,13 @@ class Recipe:
     prompts: int
     demos: int
     sft_steps: int
+    sft_schedule: str
 
 
 RECIPES = {
-    "sort": Recipe(prompts=16_384, demos=22_400, sft_steps=350),
-    "guess": Recipe(prompts=2_048, demos=6_400, sft_steps=100),
+    # Decay to nothing: at a constant rate the base would end anywhere from 0.19 to 0.35.
+    "sort": Recipe(prompts=16_384, demos=22_400, sft_steps=350, sft_schedule="linear"),
+    "guess": Recipe(prompts=2_048, demos=6_400, sft_steps=100, sft_schedule="constant"),
 }
 HELDOUT = 1024
 
@@ -74,7 +76,8 @@ class Demo:
         with self._stage(f"warm start: {recipe.sft_steps} supervised steps on a poor teacher"):
             self._umbra(
                 *("sft", str(random), "--data", str(data / "demos.jsonl"), "--out", str(base)),
-                *("--steps", str(recipe.sft_steps), "--seed", str(self._seed)),
+                *("--steps", str(recipe.sft_steps), "--schedule", recipe.sft_schedule),
+                *("--seed", str(self._seed)),
                 *("--threads", "1", "--device", "cpu"),
             )
         return self._up(base, data, overrides)

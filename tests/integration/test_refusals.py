@@ -34,7 +34,7 @@ def expect_usage_error(project: Path, *overrides: str, code: int = 2) -> str:
     [
         ("model.path=nowhere", ["model.path", "nowhere"]),
         ("data.prompts=nowhere.jsonl", ["nowhere.jsonl"]),
-        ("buffer.max_stalenes=1", ["buffer.max_stalenes", "did you mean max_staleness"]),
+        ("buffer.max_stalenes=1", ["buffer.max_stalenes", "did you mean buffer.max_staleness"]),
         ("bufer.run_ahead=1", ["bufer", "did you mean buffer"]),
         ("run.steps=0", ["run.steps"]),
         ("run.steps=many", ["run.steps"]),
