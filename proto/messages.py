@@ -73,6 +73,7 @@ class Welcome(Message, frozen=True, kw_only=True):
     events_in: str
     events_out: str
     weights: str = ""
+    weights_incarnation: str = ""
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
@@ -90,6 +91,7 @@ class HeartbeatAck(Message, frozen=True, kw_only=True):
 
     version: int
     weights: str = ""
+    weights_incarnation: str = ""  # another one says that the hub was restarted
 
 
 class Leave(Message, frozen=True, kw_only=True):
@@ -159,6 +161,7 @@ class Status(Message, frozen=True, kw_only=True):
     staleness: dict[str, float]  # of the samples trained so far: mean, max, bound
     counters: dict[str, int]  # rejected messages by reason, expired leases, duplicates, ...
     stuck: list[Stuck]
+    weights: str = ""  # endpoint of the hub
 
 
 # -- data socket (buffer: ROUTER) ---------------------------------------------------------------
@@ -267,9 +270,15 @@ class RunFinished(Message, frozen=True, kw_only=True):
 
 
 class RegisterManifest(Message, frozen=True, kw_only=True):
-    """The trainer states the layout of its weights."""
+    """The trainer states the layout of its weights.
+
+    To a restarted hub it also says where it wrote so far, and what it published last, so that the
+    hub can take over the arena that the one before has left.
+    """
 
     manifest: Manifest
+    path: str = ""  # of the arena that it has attached to
+    published: Publish | None = None
 
 
 class ArenaReady(Message, frozen=True, kw_only=True):
@@ -310,6 +319,7 @@ class Subscribe(Message, frozen=True, kw_only=True):
     planes: list[str]
     serves: str = ""  # endpoint of its weights socket
     buckets: str = ""  # endpoint of its buckets socket
+    streamed: bool = False  # it stages nothing: its slot must stay until Committed
 
 
 class Subscribed(Message, frozen=True, kw_only=True):
@@ -377,6 +387,52 @@ class Abort(Message, frozen=True, kw_only=True):
     version: int
     reason: str
     dropped: bool = False
+
+
+class VersionsRequest(Message, frozen=True, kw_only=True):
+    """Which versions does the hub hold?"""
+
+
+class HeldVersion(Record, frozen=True, kw_only=True):
+    """A version that the hub holds, in the arena or in a file of its own."""
+
+    version: int
+    place: str  # "slot 1", or the file's path
+    pinned: bool = False
+    newest: bool = False  # what receivers are brought to
+
+
+class Versions(Message, frozen=True, kw_only=True):
+    """The versions that the hub holds, oldest first; those that are not pinned may go any time."""
+
+    held: list[HeldVersion]
+    slots: int  # of the arena
+    slot_bytes: int
+
+
+class PinVersion(Message, frozen=True, kw_only=True):
+    """Keep `version` until it is unpinned."""
+
+    version: int
+
+
+class UnpinVersion(Message, frozen=True, kw_only=True):
+    """`version` need not be kept any longer."""
+
+    version: int
+
+
+class RollBack(Message, frozen=True, kw_only=True):
+    """Push `version` to all receivers now; the trainer's next version follows it as usual."""
+
+    version: int
+
+
+class ExportVersion(Message, frozen=True, kw_only=True):
+    """Write `version` as a Hugging Face directory at `path`, on the hub's host."""
+
+    version: int
+    path: str
 
 
 class HubStatusRequest(Message, frozen=True, kw_only=True):
@@ -451,6 +507,7 @@ DATA: tuple[type[Message], ...] = (
 WEIGHTS: tuple[type[Message], ...] = (
     RegisterManifest, ArenaReady, AcquireSlot, SlotGranted, Publish, Subscribe, Subscribed,
     Prepare, Ready, Commit, Committed, Abort, HubStatusRequest, HubStatus,
+    VersionsRequest, Versions, PinVersion, UnpinVersion, RollBack, ExportVersion,
 )  # fmt: skip
 BUCKETS: tuple[type[Message], ...] = (FetchBuckets, Credit, Buckets)
 TELEMETRY: tuple[type[Message], ...] = (Event,)

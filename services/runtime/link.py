@@ -67,7 +67,7 @@ class Link:
 
         def connect() -> None:
             socket = sockets.dealer(self._context, endpoint, self.name.encode())
-            channel = Channel(self, socket, f"{peer} at {endpoint}")
+            channel = Channel(self, socket, peer, endpoint)
             self._channels[socket] = channel
             self._poller.register(socket, zmq.POLLIN)
             made.append(channel)

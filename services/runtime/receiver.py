@@ -7,11 +7,13 @@ import math
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 
-from umbra.proto.errors import DeadlineError, StartupError, UmbraError
+from umbra.proto.errors import DeadlineError, UmbraError
 from umbra.proto.messages import (
     Abort,
     Commit,
@@ -25,9 +27,11 @@ from umbra.proto.messages import (
     Subscribed,
 )
 from umbra.proto.records import Manifest
-from umbra.services.runtime.arena import ArenaReader, private_memory, shm_host
+from umbra.services.runtime.arena import private_memory, shm_host
 from umbra.services.runtime.channel import Channel
-from umbra.services.runtime.manifest import check_manifest, checksum
+from umbra.services.runtime.fetch import BucketIntake
+from umbra.services.runtime.intake import ArenaIntake, Intake, Intaken
+from umbra.services.runtime.manifest import check_manifest
 from umbra.services.runtime.staging import BUFFERS, Candidate, Staging
 
 WAKE_S = 0.2  # how soon the thread sees that it should end
@@ -56,6 +60,7 @@ class Receiver:
         channel: to the weight hub.
         host: names the /dev/shm of this process; empty = find out (`shm_host`).
         planes: offered to the hub.
+        frame_bytes: of one message, at most, where weights come over a socket.
         check_s: seconds of silence after which it asks the hub whether it is still subscribed.
         retry_s: seconds between being dropped and subscribing again.
     """
@@ -66,6 +71,7 @@ class Receiver:
         host: str = "",
         planes: Sequence[str] = ("shm",),
         *,
+        frame_bytes: int = 4 << 20,
         check_s: float = 5.0,
         retry_s: float = 1.0,
     ) -> None:
@@ -73,11 +79,13 @@ class Receiver:
         self._channel = channel
         self._host = host or shm_host()
         self._planes = list(planes)
+        self._frame_bytes = frame_bytes
         self._check_s = check_s
         self._retry_s = retry_s
         self._timeout_s = 0.0
         self._manifest: Manifest | None = None
-        self._reader: ArenaReader | None = None
+        self._intake: Intake | None = None
+        self._held_back: deque[Message] = deque()  # arrived while a version was being staged
         self._buffers: list[memoryview] = []
         self._staging = Staging()
         self._changed = threading.Condition()  # guards _staging and failure
@@ -95,6 +103,7 @@ class Receiver:
         self._timeout_s = timeout_s
         request = Subscribe(host=self._host, planes=self._planes)
         self._install(self._channel.call(request, Subscribed, timeout_s=timeout_s))
+        self._channel.on_moved = self._hub_moved
         self._thread.start()
 
     def poll(self) -> StagedVersion | None:
@@ -153,11 +162,12 @@ class Receiver:
 
     def close(self) -> None:
         """Stop staging. Versions that were handed out stay valid."""
+        self._channel.on_moved = None
         self._closing.set()
         if self._thread.is_alive():
             self._thread.join(CLOSE_DEADLINE_S)
-        if self._reader is not None:
-            self._reader.close()
+        if self._intake is not None:
+            self._intake.close()
 
     # -- the thread -------------------------------------------------------------------------------
 
@@ -171,10 +181,7 @@ class Receiver:
         check_at = time.monotonic() + self._check_s
         subscribe_at: float | None = None
         while not self._closing.is_set() and self.failure is None:
-            try:
-                message = self._channel.pushes.get(timeout=min(WAKE_S, self._retry_s))
-            except queue.Empty:
-                message = None
+            message = self._next_message()
             now = time.monotonic()
             if message is not None:
                 check_at = now + self._check_s
@@ -187,6 +194,14 @@ class Receiver:
                 # A hub that could not reach us for a moment has dropped us without a word.
                 check_at = math.inf
                 self._ask(HubStatusRequest())
+
+    def _next_message(self) -> Message | None:
+        if self._held_back:
+            return self._held_back.popleft()
+        try:
+            return self._channel.pushes.get(timeout=min(WAKE_S, self._retry_s))
+        except queue.Empty:
+            return None
 
     def _handle(self, message: Message) -> bool:
         """Act on `message`; True when we are no longer subscribed."""
@@ -210,6 +225,11 @@ class Receiver:
                 log.warning("the weight hub pushed an unexpected %s", type(message).__name__)
         return False
 
+    def _hub_moved(self) -> None:
+        """The hub was restarted and has forgotten us: as if it had dropped us."""
+        reason = "the weight hub was restarted"
+        self._channel.pushes.put(Abort(epoch=0, version=-1, reason=reason, dropped=True))
+
     def _ask(self, body: Message) -> None:
         """Send a request whose reply arrives among the pushes, in their order."""
         self._channel.request(body, timeout_s=self._timeout_s, on_done=self._answered)
@@ -229,57 +249,55 @@ class Receiver:
     def _stage(self, message: Prepare) -> None:
         with self._changed:
             candidate = self._staging.prepare(message.epoch, message.version)
-        wire_s, stage_s, error = self._copy(message, self._buffers[candidate.buffer])
-        if not error:
+        assert self._manifest is not None and self._intake is not None
+        given, buckets = len(message.checksums), len(self._manifest.buckets)
+        if given == buckets:
+            done = self._intake.take(message, candidate.buffer, lambda: self._overtaken(message))
+        else:
+            done = Intaken(error=f"{given} checksums for {buckets} buckets")
+        if not done.error:
             with self._changed:
                 self._staging.staged(message.epoch)
         self._channel.send(
             Ready(
                 epoch=message.epoch,
                 version=message.version,
-                wire_s=wire_s,
-                stage_s=stage_s,
-                error=error,
+                wire_s=done.wire_s,
+                stage_s=done.stage_s,
+                error=done.error,
+                wire_bytes=done.wire_bytes,
+                source_lost=done.source_lost,
             )
         )
 
-    def _copy(self, message: Prepare, target: memoryview) -> tuple[float, float, str]:
-        """Copy and verify bucket by bucket, while each is still in the cache.
-
-        Returns the seconds of copying and of verifying, and what went wrong. It is the private copy
-        that is verified: the slot may change, the copy can't.
-        """
-        assert self._manifest is not None and self._reader is not None
-        buckets = self._manifest.buckets
-        if len(message.checksums) != len(buckets):
-            return 0.0, 0.0, f"{len(message.checksums)} checksums for {len(buckets)} buckets"
-        wire_s = stage_s = 0.0
-        for index, ((start, end), expected) in enumerate(
-            zip(buckets, message.checksums, strict=True)
-        ):
-            began = time.perf_counter()
-            try:
-                self._reader.read(message.slot, start, target[start:end])
-            except (IndexError, OSError, StartupError) as error:
-                return wire_s, stage_s, str(error)
-            copied = time.perf_counter()
-            actual = checksum(target[start:end])
-            wire_s += copied - began
-            stage_s += time.perf_counter() - copied
-            if actual != expected:
-                return wire_s, stage_s, f"checksum of bucket {index} [{start}, {end}) is wrong"
-        return wire_s, stage_s, ""
+    def _overtaken(self, message: Prepare) -> bool:
+        """Whether something arrived meanwhile that makes staging `message` pointless."""
+        with suppress(queue.Empty):
+            while True:
+                self._held_back.append(self._channel.pushes.get_nowait())
+        return self._closing.is_set() or any(
+            isinstance(later, Prepare | Subscribed)
+            or (isinstance(later, Abort) and (later.dropped or later.epoch == message.epoch))
+            for later in self._held_back
+        )
 
     def _install(self, reply: Subscribed) -> None:
         """Get ready for versions of the layout in `reply`."""
         check_manifest(reply.manifest)
-        reader = ArenaReader(reply.path, slot_bytes=reply.manifest.total_bytes)
-        if self._reader is not None:
-            self._reader.close()
-        self._reader = reader
-        if self._manifest is not None and self._manifest.digest == reply.manifest.digest:
-            return
-        buffers = [private_memory(reply.manifest.total_bytes) for _ in range(BUFFERS)]
-        with self._changed:
-            # What the engine still loads keeps the memory of the old layout alive by itself.
-            self._manifest, self._buffers, self._staging = reply.manifest, buffers, Staging()
+        if self._manifest is None or self._manifest.digest != reply.manifest.digest:
+            size = reply.manifest.total_bytes
+            buffers = [private_memory(size) for _ in range(BUFFERS)]
+            with self._changed:
+                # What the engine still loads keeps the memory of the old layout alive by itself.
+                self._manifest, self._buffers, self._staging = reply.manifest, buffers, Staging()
+        elif isinstance(self._intake, BucketIntake) and reply.plane == "tcp":
+            return  # what it has fetched so far counts
+        if self._intake is not None:
+            self._intake.close()
+        self._intake = self._open(reply)
+
+    def _open(self, reply: Subscribed) -> Intake:
+        if reply.plane == "tcp":
+            name = self._channel.sender
+            return BucketIntake(name, reply.manifest, self._buffers, self._frame_bytes)
+        return ArenaIntake(reply.path, reply.manifest, self._buffers)

@@ -91,8 +91,6 @@ class WeightHub:
         self._manifest: Manifest | None = None
         self._identities: dict[str, bytes] = {}
         self._planes: dict[str, str] = {}
-        for path in remove_leftovers(run_id):
-            log.warning("removed %s, which an earlier hub of this run had left", path)
 
     def step(self, timeout_s: float = POLL_S) -> int:
         """Serve what arrives within `timeout_s` seconds; the number of requests."""
@@ -117,10 +115,8 @@ class WeightHub:
 
     def close(self) -> None:
         """Remove the arena; those who have it mapped may go on reading."""
-        if self._arena is not None:
-            self._arena.unlink()
-            self._arena.close()
-            self._arena = None
+        self._drop_arena()
+        self._remove_leftovers()
 
     # -- events -----------------------------------------------------------------------------------
 
@@ -128,8 +124,8 @@ class WeightHub:
         peer = Peer(request.header.sender, request.header.incarnation)
         now = self._clock()
         match request.body:
-            case RegisterManifest(manifest=manifest):
-                return self._register(request, peer, manifest, now)
+            case RegisterManifest() as message:
+                return self._register(request, peer, message, now)
             case AcquireSlot(version=version):
                 return self.protocol.acquire(request, peer, version, now)
             case Publish() as message:
@@ -149,12 +145,16 @@ class WeightHub:
         return []
 
     def _register(
-        self, request: Request, peer: Peer, manifest: Manifest, now: float
+        self, request: Request, peer: Peer, message: RegisterManifest, now: float
     ) -> list[Effect]:
+        manifest, published = message.manifest, None
         try:
             check_manifest(manifest)
             if manifest.digest != self.protocol.digest:
-                self._make_arena(manifest)
+                published = self._take_over(message)
+                if published is None:
+                    self._make_arena(manifest)
+                self._remove_leftovers()
         except WireError as error:
             self._server.reply(request, Nack(code=error.code, reason=str(error), path=error.path))
             return []
@@ -168,7 +168,30 @@ class WeightHub:
             "%s registered %d tensors, %d bytes in %d buckets",
             peer.name, len(manifest.tensors), manifest.total_bytes, len(manifest.buckets),
         )  # fmt: skip
-        return self.protocol.register(peer, manifest.digest, now)
+        return self.protocol.register(peer, manifest.digest, now, published)
+
+    def _take_over(self, message: RegisterManifest) -> Publish | None:
+        """Go on with the arena that the hub before this one has left, if the trainer still has it.
+
+        What was published last, if it is in there; else None.
+        """
+        published = message.published
+        if self._arena is not None or not message.path or published is None:
+            return None
+        if len(published.checksums) != len(message.manifest.buckets):
+            return None
+        size = message.manifest.total_bytes
+        try:
+            arena = Arena.adopt(self._run_id, message.path, slot_bytes=size)
+        except StartupError as error:
+            log.info("the arena of the hub before cannot be used: %s", error)
+            return None
+        if arena.slots != self._config.slots or not 0 <= published.slot < arena.slots:
+            arena.close()
+            return None
+        log.info("took over %s with version %d", arena.path, published.version)
+        self._arena, self._manifest = arena, message.manifest
+        return published
 
     def _make_arena(self, manifest: Manifest) -> None:
         self._arenas_made += 1
@@ -178,8 +201,19 @@ class WeightHub:
             slot_bytes=manifest.total_bytes,
             slots=self._config.slots,
         )
-        self.close()  # the old layout's; only now, so that a failure leaves it as it is
+        self._drop_arena()  # the old layout's; only now, so that a failure leaves it as it is
         self._arena, self._manifest = arena, manifest
+
+    def _drop_arena(self) -> None:
+        if self._arena is not None:
+            self._arena.unlink()
+            self._arena.close()
+            self._arena = None
+
+    def _remove_leftovers(self) -> None:
+        # Not at the start: the trainer may still have the arena of the hub before this one.
+        for path in remove_leftovers(self._run_id):
+            log.warning("removed %s, which an earlier hub of this run had left", path)
 
     def _publish(self, request: Request, peer: Peer, message: Publish, now: float) -> list[Effect]:
         buckets = len(self._manifest.buckets) if self._manifest else 0
@@ -199,7 +233,7 @@ class WeightHub:
             return []
         self._planes[peer.name] = plane
         self._identities[peer.name] = request.identity
-        return self.protocol.subscribe(request, peer, now)
+        return self.protocol.subscribe(request, peer, now, streamed=message.streamed)
 
     def _status(self, peer: Peer) -> HubStatus:
         newest = self.protocol.newest
