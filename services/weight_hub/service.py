@@ -217,7 +217,7 @@ class WeightHub:
 
     def _publish(self, request: Request, peer: Peer, message: Publish, now: float) -> list[Effect]:
         buckets = len(self._manifest.buckets) if self._manifest else 0
-        if len(message.checksums) != buckets:
+        if self._manifest is not None and len(message.checksums) != buckets:
             reason = f"{len(message.checksums)} checksums for {buckets} buckets"
             self._server.reply(request, Nack(code="malformed", reason=reason, path="checksums"))
             return []
