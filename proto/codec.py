@@ -1,4 +1,4 @@
-"""Messages to frames and back: `[header][body][raw frame]*`, plain MessagePack, every length bounded.
+"""Messages to frames and back: `[header][body][raw frame]*`, MessagePack, every length bounded.
 
 Decoding never raises anything but `WireError`, whatever the bytes.
 """

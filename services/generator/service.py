@@ -22,7 +22,7 @@ from umbra.services.generator.rollout import RolloutSettings
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.torch_engine import TorchEngine
 from umbra.services.runtime.command import ServiceContext
-from umbra.services.runtime.config import RunConfig, SamplingConfig
+from umbra.services.runtime.config import RunConfig, SamplingConfig, WeightHub
 from umbra.services.runtime.receiver import Receiver
 from umbra.services.runtime.session import Session
 
@@ -58,7 +58,7 @@ def run(ctx: ServiceContext) -> int:
     )
     with ctx.join("generator") as session:
         ctx.ready({"role": "generator", "name": ctx.name})
-        receiver = _subscribe(session, config.weight_hub.plane)
+        receiver = _subscribe(session, config.weight_hub)
         if receiver is None:
             return _end(session)
         with closing(receiver), closing(pool), closing(engine):
@@ -105,7 +105,7 @@ def _load(config: RunConfig) -> tuple[Any, Any]:
     return load_model(config.model.path, device, dtype), tokenizer
 
 
-def _subscribe(session: Session, plane: str) -> Receiver | None:
+def _subscribe(session: Session, config: WeightHub) -> Receiver | None:
     """A receiver of weights; None if we are stopped before there is a hub with a model.
 
     Raises:
@@ -113,7 +113,11 @@ def _subscribe(session: Session, plane: str) -> Receiver | None:
     """
     session.progress("waiting for the weight hub", 0)
     channel = session.weights(deadline_s=_HUB_DEADLINE_S)
-    receiver = Receiver(channel, planes=[plane] if plane != "auto" else ["shm"])
+    receiver = Receiver(
+        channel,
+        planes=["shm", "tcp"] if config.plane == "auto" else [config.plane],
+        frame_bytes=config.receive_bucket_bytes,
+    )
     # In a thread, so that a signal is heard meanwhile; leaving the session ends its question.
     executor = ThreadPoolExecutor(1, thread_name_prefix="subscribe")
     try:

@@ -43,6 +43,7 @@ class _Channel:
     name: str
     socket: zmq.Socket[bytes]
     accepts: tuple[type[Message], ...]
+    endpoint: str
 
 
 @dataclass(slots=True)
@@ -84,10 +85,14 @@ class Server:
             StartupError: the address is taken or not ours.
         """
         socket, actual = sockets.router(self._context, endpoint)
-        bound = _Channel(channel, socket, accepts)
+        bound = _Channel(channel, socket, accepts, actual)
         self._channels[socket] = self._by_name[channel] = bound
         self._poller.register(socket, zmq.POLLIN)
         return actual
+
+    def endpoint(self, channel: str) -> str:
+        """Where `channel` is bound."""
+        return self._by_name[channel].endpoint
 
     def relay_events(self, endpoint_in: str, endpoint_out: str) -> tuple[str, str]:
         """Relay telemetry from publishers to subscribers; the endpoints of both sides."""

@@ -50,7 +50,7 @@ PLANES: dict[str, Plane] = {
         Plane("cuda_ipc", _missing(f"{ABSENT} and needs CUDA"), _same_host),
         Plane("shm", _available, _same_host),
         Plane("nccl", _missing(f"{ABSENT} and needs CUDA and cupy"), _anywhere),
-        Plane("tcp", _missing(ABSENT), _anywhere),
+        Plane("tcp", _available, _anywhere),
     )
 }
 

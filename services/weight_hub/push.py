@@ -300,6 +300,7 @@ class PushProtocol:
                 wire_s=ready.wire_s,
                 stage_s=ready.stage_s,
                 commit_s=commit_s,
+                wire_bytes=ready.wire_bytes,
                 total_s=now - max(publication.at, receiver.since),
             )
         )

@@ -22,9 +22,11 @@ from umbra.proto.messages import (
     Nack,
     Ping,
     Pong,
+    Prepare,
     Publish,
     Ready,
     RegisterManifest,
+    SlotGranted,
     Subscribe,
     Subscribed,
 )
@@ -47,6 +49,7 @@ from umbra.services.weight_hub.effects import (
 )
 from umbra.services.weight_hub.planes import check_plane, choose_plane
 from umbra.services.weight_hub.push import PushProtocol
+from umbra.services.weight_hub.tcp import TcpPlane
 
 CHANNEL = "weights"
 ACCEPTS: tuple[type[Message], ...] = (
@@ -91,6 +94,7 @@ class WeightHub:
         self._manifest: Manifest | None = None
         self._identities: dict[str, bytes] = {}
         self._planes: dict[str, str] = {}
+        self._tcp: TcpPlane | None = None
 
     def step(self, timeout_s: float = POLL_S) -> int:
         """Serve what arrives within `timeout_s` seconds; the number of requests."""
@@ -115,6 +119,8 @@ class WeightHub:
 
     def close(self) -> None:
         """Remove the arena; those who have it mapped may go on reading."""
+        if self._tcp is not None:
+            self._tcp.close()
         self._drop_arena()
         self._remove_leftovers()
 
@@ -133,6 +139,8 @@ class WeightHub:
             case Subscribe() as message:
                 return self._subscribe(request, peer, message, now)
             case Ready() as message:
+                if message.source_lost and self._tcp is not None:
+                    self._tcp.source_lost(peer.name)
                 return self.protocol.ready(peer, message, now)
             case Committed() as message:
                 return self.protocol.committed(peer, message, now)
@@ -228,12 +236,24 @@ class WeightHub:
     ) -> list[Effect]:
         try:
             plane = choose_plane(self._config.plane, self._host, message.host, message.planes)
+            if plane == "tcp":
+                self._open_tcp().subscribed(peer.name, message)
         except RejectedError as error:
             self._server.reply(request, Nack(code=error.code, reason=str(error)))
+            return []
+        except StartupError as error:
+            self._server.reply(request, Nack(code="no_plane", reason=str(error)))
             return []
         self._planes[peer.name] = plane
         self._identities[peer.name] = request.identity
         return self.protocol.subscribe(request, peer, now, streamed=message.streamed)
+
+    def _open_tcp(self) -> TcpPlane:
+        if self._tcp is None:
+            host, _, _ = self._server.endpoint(CHANNEL).rpartition(":")
+            endpoint = self._config.buckets_listen or f"{host}:*"
+            self._tcp = TcpPlane("weight-hub", self._token, endpoint, self._config)
+        return self._tcp
 
     def _status(self, peer: Peer) -> HubStatus:
         newest = self.protocol.newest
@@ -251,20 +271,33 @@ class WeightHub:
         while todo:
             match todo.popleft():
                 case Answer(ticket=ticket, message=message):
+                    if isinstance(message, SlotGranted) and self._tcp is not None:
+                        self._tcp.granted(message.slot)
                     self._server.reply(cast(Request, ticket), message)
                 case Admit(ticket=ticket, receiver=name):
                     self._admit(cast(Request, ticket), name)
                 case Send(receiver=name, message=message):
+                    message = self._complete(name, message)
                     if not self._server.push(CHANNEL, self._identities[name], message):
                         todo.extend(self.protocol.lost(name, "it is unreachable", self._clock()))
                 case Pushed() as pushed:
                     self._record(pushed)
                 case Failed() as failed:
+                    if failed.dropped and self._tcp is not None:
+                        self._tcp.chain.leave(failed.receiver)
                     log.warning(
                         "push of version %s to %s failed while %s%s: %s", failed.version,
                         failed.receiver, failed.phase, ", dropped" if failed.dropped else "",
                         failed.reason,
                     )  # fmt: skip
+
+    def _complete(self, name: str, message: Message) -> Message:
+        """`message` with what its receiver's plane needs to know."""
+        if not isinstance(message, Prepare) or self._planes[name] != "tcp":
+            return message
+        assert self._manifest is not None and self._arena is not None and self._tcp is not None
+        self._tcp.layout(self._manifest)
+        return self._tcp.prepare(name, message, self._arena.slot(message.slot))
 
     def _admit(self, request: Request, name: str) -> None:
         assert self._manifest is not None and self._arena is not None
@@ -284,6 +317,7 @@ class WeightHub:
             plane=self._planes[pushed.receiver],
             bytes=self._manifest.total_bytes,
             snapshot_s=pushed.snapshot_s,
+            wire_bytes=pushed.wire_bytes,
             wire_s=pushed.wire_s,
             stage_s=pushed.stage_s,
             commit_s=pushed.commit_s,

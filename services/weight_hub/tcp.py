@@ -1,0 +1,96 @@
+"""The hub's end of plane `tcp`: the buckets, their deltas, and who fetches from whom."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import msgspec
+
+from umbra.proto.messages import Prepare, Subscribe
+from umbra.proto.records import Manifest
+from umbra.services.runtime import delta
+from umbra.services.runtime.config import WeightHub as WeightHubConfig
+from umbra.services.weight_hub.bucket_server import BucketServer
+from umbra.services.weight_hub.chain import Chain
+from umbra.services.weight_hub.encoder import DeltaEncoder
+from umbra.services.weight_hub.store import BucketStore
+
+log = logging.getLogger(__name__)
+
+
+class TcpPlane:
+    """Made when the first receiver of this plane subscribes.
+
+    Args:
+        name: sender name of the hub.
+        incarnation: of the hub.
+        endpoint: to bind; port * picks a free one.
+        config: the section `weight_hub`.
+
+    Raises:
+        StartupError: the address is taken or not ours.
+    """
+
+    def __init__(self, name: str, incarnation: str, endpoint: str, config: WeightHubConfig) -> None:
+        self._config = config
+        self.server = BucketServer(name, incarnation, endpoint)
+        self.chain = Chain(self.server.endpoint)
+        self._manifest: Manifest | None = None
+        self._store: BucketStore | None = None
+        self._encoder: DeltaEncoder | None = None
+        self._encoded: tuple[int, Sequence[int]] | None = None  # slot and contents
+        self._deltas = config.delta == "auto" and delta.available()
+        if config.delta == "auto" and not self._deltas:
+            log.info("no deltas: they need numpy and zstandard (pip install 'umbra-rl[delta]')")
+
+    def layout(self, manifest: Manifest) -> BucketStore:
+        """The layout of what is pushed from now on."""
+        if self._store is not None and self._manifest is not None:
+            if self._manifest.digest == manifest.digest:
+                return self._store
+        self._close_encoder()
+        self._manifest = manifest
+        self._store = self.server.serve(manifest)
+        if self._deltas:
+            self._encoder = DeltaEncoder(self._store, manifest, self._config.anchor_every)
+        return self._store
+
+    def subscribed(self, name: str, message: Subscribe) -> None:
+        """A receiver has subscribed, a relay if it hands buckets on."""
+        if message.buckets:
+            self.chain.join(name, message.buckets)
+            log.info("chain of relays: %s", ", ".join(self.chain.relays))
+
+    def prepare(self, name: str, message: Prepare, data: memoryview) -> Prepare:
+        """What to send to `name` so that it fetches the version in `data`."""
+        assert self._store is not None
+        if not self._store.holds(message.slot, message.checksums):
+            self._store.offer(message.slot, data, message.checksums)
+        version = (message.slot, message.checksums)
+        if self._encoder is not None and self._encoded != version:
+            self._encoded = version
+            self._encoder.start(data, message.checksums)
+        return msgspec.structs.replace(message, source=self.chain.source(name))
+
+    def source_lost(self, name: str) -> None:
+        """`name` could not fetch, because its source is gone."""
+        if relay := self.chain.broken(name):
+            log.warning("%s has lost %s, which leaves the chain", name, relay)
+
+    def granted(self, slot: int) -> None:
+        """`slot` will be written anew, as soon as this returns."""
+        if self._encoder is not None and self._encoded is not None and self._encoded[0] == slot:
+            self._encoder.stop()
+        if self._store is not None:
+            self._store.withdraw(slot)
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._close_encoder()
+        self.server.close()
+
+    def _close_encoder(self) -> None:
+        if self._encoder is not None:
+            self._encoder.close()
+        self._encoder = self._encoded = None
