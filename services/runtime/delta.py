@@ -41,11 +41,12 @@ def available() -> bool:
     return all(importlib.util.find_spec(name) is not None for name in ("numpy", "zstandard"))
 
 
-def encode(old: memoryview, new: memoryview, item_bytes: int, limit_bytes: int) -> bytes | None:
-    """The delta from `old` to `new`, which have the same length, a multiple of `item_bytes`.
+def advance(old: memoryview, new: memoryview, item_bytes: int, limit_bytes: int) -> bytes | None:
+    """Bring `old` to the content of `new`; the delta between them.
 
-    Returns None where it would not be smaller than `limit_bytes`. Every pair of contents with more
-    changes than that could hold is given up before it is compressed.
+    Both have the same length, a multiple of `item_bytes`. Returns None where the delta would not be
+    smaller than `limit_bytes`; contents with more changes than such a delta could hold are given up
+    before anything is compressed.
     """
     import numpy as np
     import zstandard
@@ -55,8 +56,11 @@ def encode(old: memoryview, new: memoryview, item_bytes: int, limit_bytes: int) 
     places = np.flatnonzero(before != after)
     # Entropy coding of gap and difference takes at least about 3 bits per change.
     if places.size * 3 // 8 > limit_bytes:
+        before[:] = after
         return None
-    differences = _zigzag(after[places] - before[places], item_bytes)
+    values = after[places]
+    differences = _zigzag(values - before[places], item_bytes)
+    before[places] = values
     gaps = np.diff(places, prepend=-1) - 1
     gap_bytes = 1 if places.size >= before.size * _U8_GAP_DENSITY else 2
     gaps, differences = _bridge(gaps, differences, (1 << 8 * gap_bytes) - 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from umbra.proto.errors import DeadlineError, RejectedError, UmbraError
@@ -63,6 +64,8 @@ class Publisher:
         self._lock = threading.Lock()  # one exchange with the hub at a time
         self._moved = threading.Event()
         self._closing = threading.Event()
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="umbra-publish")
+        self._publishing: Future[None] | None = None
         self._thread = threading.Thread(target=self._follow, name="umbra-publisher", daemon=True)
 
     @property
@@ -100,6 +103,7 @@ class Publisher:
             RejectedError: another trainer has registered.
         """
         until = time.monotonic() + timeout_s
+        self._join()
         with self._lock:
             try:
                 slot = self._acquire(version, timeout_s)
@@ -147,8 +151,26 @@ class Publisher:
             if before is not None and before[0].arena is not self._arena:
                 before[0].arena.close()
 
+    def publish_soon(self, version: int, snapshot_s: float) -> None:
+        """As `publish`, in a thread: the trainer goes on while the checksums are computed.
+
+        What goes wrong is raised by the next `slot`, which waits for it.
+        """
+        self._join()
+        self._publishing = self._executor.submit(self.publish, version, snapshot_s)
+
+    def _join(self) -> None:
+        publishing, self._publishing = self._publishing, None
+        if publishing is not None:
+            publishing.result()  # has deadlines of its own
+
     def close(self) -> None:
-        """Let go of the arena."""
+        """Publish what is under way, let go of the arena."""
+        try:
+            self._join()
+        except UmbraError as error:
+            log.warning("the last version was not published: %s", error)
+        self._executor.shutdown()
         self._channel.on_moved = None
         self._closing.set()
         self._moved.set()

@@ -83,7 +83,7 @@ class Loop:
         with self._phases("snapshot"):
             begin = time.perf_counter()
             write_shards(self._learner.model, self._outlet.manifest, slot)
-            self._outlet.publisher.publish(self.version, time.perf_counter() - begin)
+            self._outlet.publisher.publish_soon(self.version, time.perf_counter() - begin)
 
     def _keep_going(self) -> bool:
         self._session.progress(f"training step {self.version + 1}")

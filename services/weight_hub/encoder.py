@@ -105,13 +105,14 @@ class DeltaEncoder:
             self._pauses[bucket] = (left - 1, longest)
         elif base and not job.anchor:
             limit = int((end - start) * DELTA_SHARE)
-            data = delta.encode(old, new, self._items[bucket], limit)
+            data = delta.advance(old, new, self._items[bucket], limit)
             if data is not None:
                 made = Delta(base, content, data)
                 self._pauses[bucket] = (0, 0)
             else:
                 longest = min(LONGEST_PAUSE, 2 * longest or 1)
                 self._pauses[bucket] = (longest, longest)
-        old[:] = new
+        if made is None:
+            old[:] = new
         self._held[bucket] = content
         return made
