@@ -172,12 +172,12 @@ class PushProtocol:
         slot = self._free_slot()
         if slot is not None:
             self.slots.held.pop(slot, None)
-            self.slots.kept.add(slot)
+            self.slots.keep(slot)
         return slot
 
     def release(self, slot: int, now: float) -> list[Effect]:
         """`slot` need not be kept any longer."""
-        self.slots.kept.discard(slot)
+        self.slots.let_go(slot)
         return self._settle(now)
 
     def roll_back(self, version: int, slot: int, sums: list[int], now: float) -> list[Effect]:

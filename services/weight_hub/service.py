@@ -49,13 +49,17 @@ from umbra.services.weight_hub.effects import (
 )
 from umbra.services.weight_hub.planes import check_plane, choose_plane
 from umbra.services.weight_hub.push import PushProtocol
+from umbra.services.weight_hub.registry import ACCEPTS as REGISTRY
+from umbra.services.weight_hub.registry import Registry
 from umbra.services.weight_hub.tcp import TcpPlane
 
 CHANNEL = "weights"
 ACCEPTS: tuple[type[Message], ...] = (
     RegisterManifest, AcquireSlot, Publish, Subscribe, Ready, Committed, HubStatusRequest, Ping,
+    *REGISTRY,
 )  # fmt: skip
 POLL_S = 0.2
+BUSY_POLL_S = 0.01  # while a copy or an export is under way
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +72,7 @@ class WeightHub:
         run_id: names the shared memory.
         config: the section `weight_hub`.
         metrics: receives a row "push" per version and receiver.
+        model_dir: where exports take configuration and tokenizer from.
         clock: monotonic seconds.
     """
 
@@ -77,6 +82,7 @@ class WeightHub:
         run_id: str,
         config: WeightHubConfig,
         metrics: MetricsFile,
+        model_dir: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.protocol = PushProtocol(
@@ -95,15 +101,21 @@ class WeightHub:
         self._identities: dict[str, bytes] = {}
         self._planes: dict[str, str] = {}
         self._tcp: TcpPlane | None = None
+        self._registry = Registry(
+            self.protocol, run_id, self._token, model_dir, on_write=self._overwritten
+        )
 
     def step(self, timeout_s: float = POLL_S) -> int:
         """Serve what arrives within `timeout_s` seconds; the number of requests."""
         due = self.protocol.next_deadline()
         if due is not None:
             timeout_s = min(timeout_s, max(0.0, due - self._clock()))
+        if self._registry.busy:
+            timeout_s = min(timeout_s, BUSY_POLL_S)
         requests = self._server.poll(timeout_s)
         for request in requests:
             self._apply(self._handle(request))
+        self._apply(self._registry.poll(self._clock()))
         self._apply(self.protocol.tick(self._clock()))
         return len(requests)
 
@@ -121,6 +133,7 @@ class WeightHub:
         """Remove the arena; those who have it mapped may go on reading."""
         if self._tcp is not None:
             self._tcp.close()
+        self._registry.close()
         self._drop_arena()
         self._remove_leftovers()
 
@@ -144,6 +157,8 @@ class WeightHub:
                 return self.protocol.ready(peer, message, now)
             case Committed() as message:
                 return self.protocol.committed(peer, message, now)
+            case body if isinstance(body, REGISTRY):
+                return self._registry.handle(request, body, now)
             case HubStatusRequest():
                 self._server.reply(request, self._status(peer))
             case Ping():
@@ -198,7 +213,7 @@ class WeightHub:
             arena.close()
             return None
         log.info("took over %s with version %d", arena.path, published.version)
-        self._arena, self._manifest = arena, message.manifest
+        self._begin_layout(arena, message.manifest)
         return published
 
     def _make_arena(self, manifest: Manifest) -> None:
@@ -209,8 +224,17 @@ class WeightHub:
             slot_bytes=manifest.total_bytes,
             slots=self._config.slots,
         )
-        self._drop_arena()  # the old layout's; only now, so that a failure leaves it as it is
+        self._begin_layout(arena, manifest)
+
+    def _begin_layout(self, arena: Arena, manifest: Manifest) -> None:
+        self._registry.layout(arena, manifest)
+        self._drop_arena()  # the old layout's; only now, so that a failure left it as it was
         self._arena, self._manifest = arena, manifest
+
+    def _overwritten(self, slot: int) -> None:
+        """`slot` is about to be written."""
+        if self._tcp is not None:
+            self._tcp.granted(slot)
 
     def _drop_arena(self) -> None:
         if self._arena is not None:
@@ -271,8 +295,8 @@ class WeightHub:
         while todo:
             match todo.popleft():
                 case Answer(ticket=ticket, message=message):
-                    if isinstance(message, SlotGranted) and self._tcp is not None:
-                        self._tcp.granted(message.slot)
+                    if isinstance(message, SlotGranted):
+                        self._overwritten(message.slot)
                     self._server.reply(cast(Request, ticket), message)
                 case Admit(ticket=ticket, receiver=name):
                     self._admit(cast(Request, ticket), name)
@@ -343,7 +367,9 @@ def serve(context: ServiceContext) -> int:
     try:
         endpoint = server.bind(CHANNEL, config.listen, ACCEPTS)
         with context.join("weight_hub", {CHANNEL: endpoint}) as session:
-            hub = WeightHub(server, session.welcome.run_id, config, context.metrics)
+            hub = WeightHub(
+                server, session.welcome.run_id, config, context.metrics, context.config.model.path
+            )
             try:
                 context.ready({CHANNEL: endpoint})
                 _loop(hub, session)
