@@ -79,7 +79,9 @@ class Links:
 
     def _remove(self) -> None:
         for node in range(self._count):
-            subprocess.run(["ip", "netns", "del", self._name(node)], capture_output=True, check=False)
+            subprocess.run(
+                ["ip", "netns", "del", self._name(node)], capture_output=True, check=False
+            )
         subprocess.run(["ip", "link", "del", self._bridge], capture_output=True, check=False)
 
     def _name(self, node: int) -> str:

@@ -50,9 +50,7 @@ def push_files(model: Model, count: int, passes: int) -> list[Pushed]:
     """One safetensors file per version in /dev/shm, read by `count` receivers."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
-        receivers = [
-            stack.enter_context(closing(role("files", model.size))) for _ in range(count)
-        ]
+        receivers = [stack.enter_context(closing(role("files", model.size))) for _ in range(count)]
         for receiver in receivers:
             receiver.hear()
         runs: list[Pushed] = []
@@ -66,5 +64,7 @@ def push_files(model: Model, count: int, passes: int) -> list[Pushed]:
             done = max(receiver.hear()["done_at"] for receiver in receivers)
             path.unlink()
             size = model.nbytes
-            runs.append(Pushed(done - began, snapshot_s, done - began - snapshot_s, size, size, 0.0))
+            runs.append(
+                Pushed(done - began, snapshot_s, done - began - snapshot_s, size, size, 0.0)
+            )
         return runs[1:]

@@ -32,7 +32,9 @@ from weight_roles import ROLES
 MIB = 1 << 20
 
 
-def row(report: Report, method: str, link: str, count: int, runs: list[Pushed], floor_s: float) -> Pushed:
+def row(
+    report: Report, method: str, link: str, count: int, runs: list[Pushed], floor_s: float
+) -> Pushed:
     """Add the medians of `runs`; they are returned too."""
     mid = Pushed(
         push_s=median(run.push_s for run in runs),
@@ -114,7 +116,9 @@ def over_a_link(report: Report, model: Model, options: argparse.Namespace, floor
             dense, sparse = got["tcp dense"], got["tcp delta lr 1e-6"]
             fewer = dense.wire_bytes / sparse.wire_bytes
             report.goal("delta lr 1e-6, times fewer bytes", fewer, ">=", 50)
-            report.goal("delta lr 1e-6, times faster at 1 Gbit/s", dense.push_s / sparse.push_s, ">=", 10)
+            report.goal(
+                "delta lr 1e-6, times faster at 1 Gbit/s", dense.push_s / sparse.push_s, ">=", 10
+            )
             report.goal("commit at 1 Gbit/s / memcpy", dense.commit_s / floor_s, "<=", 1.3)
         if wanted(options, "chain"):
             times: dict[int, float] = {}

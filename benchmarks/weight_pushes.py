@@ -106,12 +106,14 @@ def push_umbra(
         receivers: list[Role] = []
         for index in range(count):
             prefix = links.enter(index + 1) if links else ()
+            source, way = endpoint, plane
             if relays:
                 assert links is not None
                 listen = f"tcp://{links.address(index + 1)}:*"
-                command = ["relay", f"relay-{index}", endpoint, listen, model.size]
-            else:
-                command = ["receiver", f"gen-{index}", endpoint, plane, model.size]
+                command = ["relay", f"relay-{index}", endpoint, listen]
+                relay = stack.enter_context(closing(role(*command, prefix=prefix)))
+                source, way = relay.hear()["endpoint"], "shm"
+            command = ["receiver", f"gen-{index}", source, way, model.size]
             receivers.append(stack.enter_context(closing(role(*command, prefix=prefix))))
             receivers[-1].hear()
         runs = [_push(model, publisher, receivers, v, lr) for v in range(passes + 2)][2:]

@@ -25,6 +25,7 @@ from umbra.services.runtime.link import Link
 from umbra.services.runtime.metrics import MetricsFile
 from umbra.services.runtime.receiver import Receiver
 from umbra.services.runtime.server import Server
+from umbra.services.weight_hub.relay import Relay
 from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
 
 DEADLINE_S = 120.0
@@ -42,7 +43,9 @@ def hub(plane: str, delta: str, listen: str, metrics: str) -> None:
     server = Server(context, "weight-hub", uuid.uuid4().hex)
     endpoint = server.bind(CHANNEL, listen, ACCEPTS)
     config = HubConfig(plane=plane, delta=delta, deadline_s=DEADLINE_S, anchor_every=0)  # type: ignore[arg-type]
-    served = WeightHub(server, f"bench-{uuid.uuid4().hex[:6]}", config, MetricsFile(Path(metrics), "hub"))
+    served = WeightHub(
+        server, f"bench-{uuid.uuid4().hex[:6]}", config, MetricsFile(Path(metrics), "hub")
+    )
     say(endpoint=endpoint)
     ended = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
@@ -72,9 +75,25 @@ def receiver(name: str, endpoint: str, plane: str, size: str) -> None:
         done = time.monotonic()
         taker.committed(staged, done - began)
         whole = model.equals(staged.manifest, staged.data)
-        say(version=staged.version, staged_at=began, done_at=done, commit_s=done - began, whole=whole)
+        say(
+            version=staged.version,
+            staged_at=began,
+            done_at=done,
+            commit_s=done - began,
+            whole=whole,
+        )
     taker.close()
     link.close()
+
+
+def relay(name: str, endpoint: str, listen: str) -> None:
+    """A relay, until stdin ends."""
+    config = HubConfig(deadline_s=DEADLINE_S)
+    served = Relay(name, endpoint, listen, config, MetricsFile(None, name))
+    say(endpoint=served.endpoint)
+    ended = threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
+    served.run(ended, DEADLINE_S)
 
 
 def gloo(rank: str, world: str, port: str, size: str) -> None:
@@ -139,4 +158,4 @@ def files(size: str) -> None:
         say(version=0, done_at=time.monotonic(), staged_at=0.0, commit_s=0.0)
 
 
-ROLES = {"hub": hub, "receiver": receiver, "gloo": gloo, "files": files}
+ROLES = {"hub": hub, "receiver": receiver, "relay": relay, "gloo": gloo, "files": files}

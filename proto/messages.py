@@ -319,6 +319,7 @@ class Subscribe(Message, frozen=True, kw_only=True):
     planes: list[str]
     serves: str = ""  # endpoint of its weights socket
     buckets: str = ""  # endpoint of its buckets socket
+    avoid: str = ""  # endpoint of a relay that did not answer
     streamed: bool = False  # it stages nothing: its slot must stay until Committed
 
 

@@ -91,6 +91,10 @@ class Channel:
         """Send `body` one way: no reply is awaited."""
         self._link.run(lambda: self._transmit(self._link.encoder.encode(body)[1]))
 
+    def beside(self, endpoint: str, peer: str) -> Channel:
+        """Another channel of this process; `peer` names its server in errors."""
+        return self._link.channel(endpoint, peer)
+
     def move(self, endpoint: str) -> None:
         """The server was restarted, and is at `endpoint` now: ask it whatever is still open."""
         self._link.run(lambda: self._move(endpoint))

@@ -116,6 +116,10 @@ class Generator(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Literal["keep", "recompute", "abort"],
         Meta(description="what new weights do to sequences under way"),
     ] = "keep"
+    receive: Annotated[
+        Literal["staged", "streamed"],
+        Meta(description="hold new weights beside the old ones, or load them from the hub's host"),
+    ] = "staged"
 
 
 class Trainer(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -69,6 +69,17 @@ class Publisher:
         self._thread = threading.Thread(target=self._follow, name="umbra-publisher", daemon=True)
 
     @property
+    def arena(self) -> tuple[str, int]:
+        """Path of the arena and number of its slots.
+
+        Raises:
+            ValueError: `register` comes first.
+        """
+        if self._arena is None:
+            raise ValueError("not registered")
+        return str(self._arena.path), self._arena.slots
+
+    @property
     def place(self) -> tuple[str, int]:
         """Path of the arena and number of the slot that was acquired last.
 

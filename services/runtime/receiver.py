@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,6 +36,7 @@ from umbra.services.runtime.staging import BUFFERS, Candidate, Staging
 
 WAKE_S = 0.2  # how soon the thread sees that it should end
 CLOSE_DEADLINE_S = 5.0
+RELAY_SILENT_S = 5.0  # until a relay counts as gone
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,10 @@ class Receiver:
         host: names the /dev/shm of this process; empty = find out (`shm_host`).
         planes: offered to the hub.
         frame_bytes: of one message, at most, where weights come over a socket.
+        open_intake: for a relay, which has memory of its own: takes the place of our planes'.
+        serves: endpoint at which a relay serves others; stated to the hub.
+        buckets: endpoint at which a relay hands buckets on; stated to the hub.
+        streamed: `open_intake` keeps nothing: the hub's slot is read until `committed`.
         check_s: seconds of silence after which it asks the hub whether it is still subscribed.
         retry_s: seconds between being dropped and subscribing again.
     """
@@ -72,6 +77,10 @@ class Receiver:
         planes: Sequence[str] = ("shm",),
         *,
         frame_bytes: int = 4 << 20,
+        open_intake: Callable[[Subscribed], Intake] | None = None,
+        serves: str = "",
+        buckets: str = "",
+        streamed: bool = False,
         check_s: float = 5.0,
         retry_s: float = 1.0,
     ) -> None:
@@ -80,6 +89,13 @@ class Receiver:
         self._host = host or shm_host()
         self._planes = list(planes)
         self._frame_bytes = frame_bytes
+        self._open_intake = open_intake
+        self._serves = serves
+        self._buckets_endpoint = buckets
+        self._streamed = streamed
+        self._avoided = ""  # a relay that was gone
+        self._relays: dict[str, Channel] = {}
+        self._hub = channel  # `_channel` is a relay's, while there is one on this host
         self._check_s = check_s
         self._retry_s = retry_s
         self._timeout_s = 0.0
@@ -101,9 +117,12 @@ class Receiver:
             StartupError: the hub's shared memory cannot be seen from here.
         """
         self._timeout_s = timeout_s
-        request = Subscribe(host=self._host, planes=self._planes)
-        self._install(self._channel.call(request, Subscribed, timeout_s=timeout_s))
-        self._channel.on_moved = self._hub_moved
+        reply = self._channel.call(self._request(), Subscribed, timeout_s=timeout_s)
+        if reply.plane == "relay":
+            self._pass_to(reply.path)
+        else:
+            self._install(reply)
+        self._hub.on_moved = self._hub_moved
         self._thread.start()
 
     def poll(self) -> StagedVersion | None:
@@ -160,9 +179,19 @@ class Receiver:
                 self._changed.wait(WAKE_S)
         return None
 
+    def wait(self, timeout_s: float) -> None:
+        """Wait until `poll` may have something, for `timeout_s` seconds at most."""
+        with self._changed:
+            self._changed.wait(timeout_s)
+
+    @property
+    def started(self) -> bool:
+        """Whether it has subscribed."""
+        return self._thread.is_alive()
+
     def close(self) -> None:
         """Stop staging. Versions that were handed out stay valid."""
-        self._channel.on_moved = None
+        self._hub.on_moved = None
         self._closing.set()
         if self._thread.is_alive():
             self._thread.join(CLOSE_DEADLINE_S)
@@ -189,7 +218,7 @@ class Receiver:
                     subscribe_at = now + self._retry_s
             elif subscribe_at is not None and now >= subscribe_at:
                 subscribe_at, check_at = None, math.inf  # until there is an answer
-                self._ask(Subscribe(host=self._host, planes=self._planes))
+                self._ask(self._request())
             elif subscribe_at is None and now >= check_at:
                 # A hub that could not reach us for a moment has dropped us without a word.
                 check_at = math.inf
@@ -217,6 +246,8 @@ class Receiver:
                 with self._changed:
                     self._staging.abort(message.epoch)
                 return message.dropped
+            case Subscribed(plane="relay", path=path):
+                self._pass_to(path)
             case Subscribed():
                 self._install(message)
             case HubStatus():
@@ -230,16 +261,42 @@ class Receiver:
         reason = "the weight hub was restarted"
         self._channel.pushes.put(Abort(epoch=0, version=-1, reason=reason, dropped=True))
 
+    def _request(self) -> Subscribe:
+        return Subscribe(
+            host=self._host,
+            planes=self._planes,
+            serves=self._serves,
+            buckets=self._buckets_endpoint,
+            avoid=self._avoided,
+            streamed=self._streamed,
+        )
+
+    def _pass_to(self, endpoint: str) -> None:
+        """The hub says that a relay on this host serves us: ask it, and come back if it is gone."""
+        self._channel = self._relays.get(endpoint) or self._hub.beside(endpoint, "relay")
+        self._relays[endpoint] = self._channel
+        self._ask(HubStatusRequest())
+
     def _ask(self, body: Message) -> None:
         """Send a request whose reply arrives among the pushes, in their order."""
-        self._channel.request(body, timeout_s=self._timeout_s, on_done=self._answered)
+        channel = self._channel
+        parked = channel is self._hub or isinstance(body, Subscribe)
+        timeout_s = self._timeout_s if parked else min(RELAY_SILENT_S, self._timeout_s)
 
-    def _answered(self, future: Future[Message]) -> None:
-        error = future.exception()
-        if error is None:
-            self._channel.pushes.put(future.result())
-        elif isinstance(error, UmbraError):
-            self._fail(error)
+        def answered(future: Future[Message]) -> None:
+            error = future.exception()
+            if error is None:
+                channel.pushes.put(future.result())
+            elif channel is not self._hub:
+                log.warning("back to the weight hub: %s", error)
+                self._avoided = channel.endpoint
+                self._channel = self._hub
+                gone = Abort(epoch=0, version=-1, reason="the relay is gone", dropped=True)
+                self._hub.pushes.put(gone)
+            elif isinstance(error, UmbraError):
+                self._fail(error)
+
+        channel.request(body, timeout_s=timeout_s, on_done=answered)
 
     def _fail(self, error: UmbraError) -> None:
         with self._changed:
@@ -286,17 +343,22 @@ class Receiver:
         check_manifest(reply.manifest)
         if self._manifest is None or self._manifest.digest != reply.manifest.digest:
             size = reply.manifest.total_bytes
-            buffers = [private_memory(size) for _ in range(BUFFERS)]
+            own = 0 if self._open_intake is not None else size
+            buffers = [private_memory(own) if own else memoryview(b"") for _ in range(BUFFERS)]
             with self._changed:
                 # What the engine still loads keeps the memory of the old layout alive by itself.
                 self._manifest, self._buffers, self._staging = reply.manifest, buffers, Staging()
-        elif isinstance(self._intake, BucketIntake) and reply.plane == "tcp":
+        elif (self._open_intake is not None and not self._streamed) or (
+            isinstance(self._intake, BucketIntake) and reply.plane == "tcp"
+        ):
             return  # what it has fetched so far counts
         if self._intake is not None:
             self._intake.close()
         self._intake = self._open(reply)
 
     def _open(self, reply: Subscribed) -> Intake:
+        if self._open_intake is not None:
+            return self._open_intake(reply)
         if reply.plane == "tcp":
             name = self._channel.sender
             return BucketIntake(name, reply.manifest, self._buffers, self._frame_bytes)

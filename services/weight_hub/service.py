@@ -59,6 +59,7 @@ ACCEPTS: tuple[type[Message], ...] = (
     *REGISTRY,
 )  # fmt: skip
 POLL_S = 0.2
+NO_MANIFEST = Manifest(tensors=[], buckets=[], total_bytes=0, digest="")
 BUSY_POLL_S = 0.01  # while a copy or an export is under way
 
 log = logging.getLogger(__name__)
@@ -260,8 +261,14 @@ class WeightHub:
     ) -> list[Effect]:
         try:
             plane = choose_plane(self._config.plane, self._host, message.host, message.planes)
+            if plane == "tcp" and not message.serves and self._tcp is not None:
+                relay = self._tcp.relay_at(message.host)
+                if relay not in ("", message.avoid):
+                    reply = Subscribed(manifest=NO_MANIFEST, plane="relay", path=relay)
+                    self._server.reply(request, reply)
+                    return []
             if plane == "tcp":
-                self._open_tcp().subscribed(peer.name, message)
+                self.open_tcp().subscribed(peer.name, message)
         except RejectedError as error:
             self._server.reply(request, Nack(code=error.code, reason=str(error)))
             return []
@@ -272,7 +279,12 @@ class WeightHub:
         self._identities[peer.name] = request.identity
         return self.protocol.subscribe(request, peer, now, streamed=message.streamed)
 
-    def _open_tcp(self) -> TcpPlane:
+    def open_tcp(self) -> TcpPlane:
+        """The plane `tcp`, from now on.
+
+        Raises:
+            StartupError: its address is taken or not ours.
+        """
         if self._tcp is None:
             host, _, _ = self._server.endpoint(CHANNEL).rpartition(":")
             endpoint = self._config.buckets_listen or f"{host}:*"
@@ -308,7 +320,7 @@ class WeightHub:
                     self._record(pushed)
                 case Failed() as failed:
                     if failed.dropped and self._tcp is not None:
-                        self._tcp.chain.leave(failed.receiver)
+                        self._tcp.left(failed.receiver)
                     log.warning(
                         "push of version %s to %s failed while %s%s: %s", failed.version,
                         failed.receiver, failed.phase, ", dropped" if failed.dropped else "",

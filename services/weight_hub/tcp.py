@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 
 import msgspec
@@ -36,6 +37,8 @@ class TcpPlane:
         self._config = config
         self.server = BucketServer(name, incarnation, endpoint)
         self.chain = Chain(self.server.endpoint)
+        self._lock = threading.Lock()  # guards the layout: a relay sets it from another thread
+        self._relays: dict[str, Subscribe] = {}
         self._manifest: Manifest | None = None
         self._store: BucketStore | None = None
         self._encoder: DeltaEncoder | None = None
@@ -46,20 +49,27 @@ class TcpPlane:
 
     def layout(self, manifest: Manifest) -> BucketStore:
         """The layout of what is pushed from now on."""
+        with self._lock:
+            return self._layout(manifest)
+
+    def relay_at(self, host: str) -> str:
+        """Weights endpoint of the relay on `host`; empty if there is none."""
+        return next((r.serves for r in self._relays.values() if r.host == host), "")
+
+    def _layout(self, manifest: Manifest) -> BucketStore:
         if self._store is not None and self._manifest is not None:
             if self._manifest.digest == manifest.digest:
                 return self._store
         self._close_encoder()
         self._manifest = manifest
         self._store = self.server.serve(manifest)
-        if self._deltas:
-            self._encoder = DeltaEncoder(self._store, manifest, self._config.anchor_every)
         return self._store
 
     def subscribed(self, name: str, message: Subscribe) -> None:
         """A receiver has subscribed, a relay if it hands buckets on."""
         if message.buckets:
             self.chain.join(name, message.buckets)
+            self._relays[name] = message
             log.info("chain of relays: %s", ", ".join(self.chain.relays))
 
     def prepare(self, name: str, message: Prepare, data: memoryview) -> Prepare:
@@ -68,14 +78,24 @@ class TcpPlane:
         if not self._store.holds(message.slot, message.checksums):
             self._store.offer(message.slot, data, message.checksums)
         version = (message.slot, message.checksums)
-        if self._encoder is not None and self._encoded != version:
+        if self._deltas and self._encoded != version:
+            assert self._manifest is not None
+            if self._encoder is None:
+                anchors = self._config.anchor_every
+                self._encoder = DeltaEncoder(self._store, self._manifest, anchors)
             self._encoded = version
             self._encoder.start(data, message.checksums)
         return msgspec.structs.replace(message, source=self.chain.source(name))
 
+    def left(self, name: str) -> None:
+        """A receiver is not subscribed any longer."""
+        self.chain.leave(name)
+        self._relays.pop(name, None)
+
     def source_lost(self, name: str) -> None:
         """`name` could not fetch, because its source is gone."""
         if relay := self.chain.broken(name):
+            self._relays.pop(relay, None)
             log.warning("%s has lost %s, which leaves the chain", name, relay)
 
     def granted(self, slot: int) -> None:
