@@ -41,7 +41,16 @@ def available() -> bool:
     return all(importlib.util.find_spec(name) is not None for name in ("numpy", "zstandard"))
 
 
-def advance(old: memoryview, new: memoryview, item_bytes: int, limit_bytes: int) -> bytes | None:
+def compressor() -> Any:
+    """For `advance`: costly to make, so that each thread makes one and keeps it."""
+    import zstandard
+
+    return zstandard.ZstdCompressor(level=LEVEL, write_checksum=False)
+
+
+def advance(
+    old: memoryview, new: memoryview, item_bytes: int, limit_bytes: int, compressor: Any
+) -> bytes | None:
     """Bring `old` to the content of `new`; the delta between them.
 
     Both have the same length, a multiple of `item_bytes`. Returns None where the delta would not be
@@ -49,7 +58,6 @@ def advance(old: memoryview, new: memoryview, item_bytes: int, limit_bytes: int)
     before anything is compressed.
     """
     import numpy as np
-    import zstandard
 
     before = np.frombuffer(old, _TYPES[item_bytes])
     after = np.frombuffer(new, _TYPES[item_bytes])
@@ -66,7 +74,6 @@ def advance(old: memoryview, new: memoryview, item_bytes: int, limit_bytes: int)
     gaps, differences = _bridge(gaps, differences, (1 << 8 * gap_bytes) - 1)
     largest = int(differences.max(initial=0))
     wide = 1 if largest < 1 << 8 else 2 if largest < 1 << 16 else 4
-    compressor = zstandard.ZstdCompressor(level=LEVEL, write_checksum=False)
     gap_stream = compressor.compress(_planes(gaps, gap_bytes))
     difference_stream = compressor.compress(_planes(differences, wide))
     header = HEADER.pack(item_bytes, gap_bytes, wide, 0, gaps.size, len(gap_stream))

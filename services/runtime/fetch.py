@@ -20,9 +20,11 @@ from umbra.services.runtime.assembly import Assembly, Holdings
 from umbra.services.runtime.intake import Intaken
 
 LOOK_S = 0.05  # how soon an interruption is seen
-LOST_S = 3.0  # without a connection: the source is gone
+LOST_S = 2.0  # without a connection: the source is gone
 SILENT_S = 60.0  # connected, and yet nothing came
 FRAMES_UNDER_WAY = 8
+FRAMES_PER_CREDIT = 2
+SPOILED = 3  # messages that cannot be decoded, until a version is given up
 
 log = logging.getLogger(__name__)
 
@@ -158,6 +160,8 @@ class BucketIntake:
         if self._socket is not None:
             self._socket.disable_monitor()
             self._socket.close(linger=0)
+        if self._monitor is not None:
+            self._monitor.close(linger=0)
         self._socket = self._monitor = None
         self._source, self._connected = "", False
 
@@ -171,6 +175,8 @@ class _Transfer:
         self._intake = intake
         self._assembly = assembly
         self._number = 0
+        self._used = 0  # bytes for which no new credit was given
+        self._spoiled = 0
 
     def run(self, interrupted: Callable[[], bool]) -> bool:
         """Fetch until nothing is missing; True when the source is lost.
@@ -205,18 +211,26 @@ class _Transfer:
 
     def _order(self) -> None:
         self._number = self._intake.next_number()
+        self._used = 0
         frame = self._intake.frame_bytes
         self._intake.send(self._assembly.order(self._number, frame, FRAMES_UNDER_WAY * frame))
 
     def _receive(self, frames: list[zmq.Frame]) -> None:
         raw = [frame.buffer for frame in frames[2:]]
-        body = decode([frame.bytes for frame in frames[:2]], raw=raw).body
+        size = sum(map(len, raw))
+        self.wire_bytes += size
+        try:
+            body = decode([frame.bytes for frame in frames[:2]], raw=raw).body
+        except WireError:
+            self._spoiled += 1
+            if self._spoiled >= SPOILED:
+                raise
+            self._order()
+            return
         if isinstance(body, Nack):
             raise WireError(f"the source refuses: {body.reason}")
         if not isinstance(body, Buckets) or body.number != self._number:
             return  # of an order before
-        size = sum(map(len, raw))
-        self.wire_bytes += size
         began = time.perf_counter()
         chain: list[tuple[Piece, memoryview]] = []
         for piece, data in zip(body.pieces, raw, strict=True):
@@ -229,6 +243,9 @@ class _Transfer:
                     self._intake.delta(link, content)
                 self._intake.done(piece.bucket)
         self.stage_s += time.perf_counter() - began
-        self._intake.send(Credit(number=self._number, credit_bytes=size))
+        self._used += size
+        if self._used >= FRAMES_PER_CREDIT * self._intake.frame_bytes:
+            self._intake.send(Credit(number=self._number, credit_bytes=self._used))
+            self._used = 0
         if self._assembly.missing and not self._assembly.awaited:
             self._order()  # the buckets that came wrong

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 from umbra.proto.records import Manifest
 from umbra.services.runtime import delta
@@ -88,14 +89,15 @@ class DeltaEncoder:
         self._executor.shutdown()
 
     def _work(self, job: _Job) -> None:
+        compressor = delta.compressor()
         while not job.cancelled.is_set():
             try:
                 bucket = job.todo.pop()
             except IndexError:
                 return
-            self._store.encoded(bucket, self._encode(job, bucket))
+            self._store.encoded(bucket, self._encode(job, bucket, compressor))
 
-    def _encode(self, job: _Job, bucket: int) -> Delta | None:
+    def _encode(self, job: _Job, bucket: int, compressor: Any) -> Delta | None:
         start, end = self._buckets[bucket]
         old, new = self._last[start:end], job.data[start:end]
         base, content = self._held[bucket], job.contents[bucket]
@@ -105,7 +107,7 @@ class DeltaEncoder:
             self._pauses[bucket] = (left - 1, longest)
         elif base and not job.anchor:
             limit = int((end - start) * DELTA_SHARE)
-            data = delta.advance(old, new, self._items[bucket], limit)
+            data = delta.advance(old, new, self._items[bucket], limit, compressor)
             if data is not None:
                 made = Delta(base, content, data)
                 self._pauses[bucket] = (0, 0)

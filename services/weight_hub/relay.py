@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
+import msgspec
 import zmq
 
 from umbra.proto.errors import RejectedError, UmbraError
@@ -121,13 +122,20 @@ class Relay:
         listen: address for the generators of this node; port * picks a free one.
         config: the section `weight_hub`.
         metrics: receives the rows of the pushes to the generators of this node.
+        host: names the /dev/shm of this process; empty = find out.
 
     Raises:
         StartupError: an address is taken or not ours.
     """
 
     def __init__(
-        self, name: str, hub: str, listen: str, config: WeightHubConfig, metrics: MetricsFile
+        self,
+        name: str,
+        hub: str,
+        listen: str,
+        config: WeightHubConfig,
+        metrics: MetricsFile,
+        host: str = "",
     ) -> None:
         self._name = name
         self._config = config
@@ -140,7 +148,8 @@ class Relay:
             server = Server(context, name, uuid.uuid4().hex[:12])
             stack.callback(server.close)
             self.endpoint = server.bind(CHANNEL, listen, ACCEPTS)
-            self._hub = WeightHub(server, f"relay-{name}", config, metrics)
+            config = msgspec.structs.replace(config, plane="auto")
+            self._hub = WeightHub(server, f"relay-{name}", config, metrics, host=host)
             stack.callback(self._hub.close)
             self._tcp = self._hub.open_tcp()
             self.buckets = self._tcp.server.endpoint
@@ -151,6 +160,7 @@ class Relay:
             stack.callback(self._link.close)
             self._receiver = Receiver(
                 self._link.channel(hub, "weight hub"),
+                host,
                 planes=["tcp"],
                 open_intake=self._open,
                 serves=self.endpoint,

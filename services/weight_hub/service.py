@@ -74,6 +74,7 @@ class WeightHub:
         config: the section `weight_hub`.
         metrics: receives a row "push" per version and receiver.
         model_dir: where exports take configuration and tokenizer from.
+        host: names the /dev/shm of this process; empty = find out.
         clock: monotonic seconds.
     """
 
@@ -84,6 +85,7 @@ class WeightHub:
         config: WeightHubConfig,
         metrics: MetricsFile,
         model_dir: str = "",
+        host: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.protocol = PushProtocol(
@@ -94,7 +96,7 @@ class WeightHub:
         self._config = config
         self._metrics = metrics
         self._clock = clock
-        self._host = shm_host()
+        self._host = host or shm_host()
         self._arena: Arena | None = None
         self._token = uuid.uuid4().hex[:8]  # another hub on this machine may have the same run id
         self._arenas_made = 0
@@ -315,6 +317,8 @@ class WeightHub:
                 case Send(receiver=name, message=message):
                     message = self._complete(name, message)
                     if not self._server.push(CHANNEL, self._identities[name], message):
+                        if self._tcp is not None:
+                            self._tcp.left(name)  # before its successor is told of its source
                         todo.extend(self.protocol.lost(name, "it is unreachable", self._clock()))
                 case Pushed() as pushed:
                     self._record(pushed)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from umbra.proto.records import Manifest, Piece
 
+ENCODED_TOGETHER = 8  # small deltas share a message
 DELTA_SHARE = 0.5  # of a bucket's size: deltas that are larger together do not pay
 
 
@@ -96,7 +97,9 @@ class BucketStore:
                 bound = DELTA_SHARE * self._size(bucket)
                 while sum(len(link.data) for link in chain) > bound:
                     chain.popleft()
-        self._notify()
+            worth_it = len(self._encoding) % ENCODED_TOGETHER == 0
+        if worth_it:
+            self._notify()
 
     def not_encoded(self, buckets: Iterable[int]) -> None:
         """There will be no deltas of `buckets` that lead to the newest version."""
