@@ -20,7 +20,7 @@ def other_programs(config: RunConfig, folder: RunFolder, broker: str) -> list[Pr
     connect = ("--broker", broker)
     names = [f"generator-{index}" for index in range(config.generator.count)]
     return [
-        Program(HUB, _argv(HUB, HUB, folder, *connect), wave=1),
+        Program(HUB, _argv(HUB, HUB, folder, *connect), wave=1, restart=True),
         Program(TRAINER, _argv(TRAINER, TRAINER, folder, *connect), wave=0),
         *(
             Program(name, _argv("generator", name, folder, *connect), wave=0, elastic=True)

@@ -26,13 +26,15 @@ ASKED_CODES = (0, -signal.SIGTERM)  # how a process may end that was asked to
 class Program:
     """A process to run: stopped in the order of `wave`.
 
-    `elastic` ones are restarted when they fail; the loss of any other ends the run.
+    `elastic` ones are restarted when they fail, and the run goes on while one of them is left; so
+    are those with `restart`, but the run cannot do without them. The loss of any other ends it.
     """
 
     name: str
     argv: tuple[str, ...]
     wave: int
     elastic: bool = False
+    restart: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,12 +193,12 @@ class Supervisor:
             self._reached = self._reached or name == self._goal
             if self._finishing_since is None and not slot.program.elastic:
                 self._finishing_since = self._clock()
-        elif slot.program.elastic:
-            self._elastic_failed(slot, code)
+        elif slot.program.elastic or slot.program.restart:
+            self._restartable_failed(slot, code)
         else:
             self._fail(slot, f"{name} ended unexpectedly ({how})", code)
 
-    def _elastic_failed(self, slot: _Slot, code: int) -> None:
+    def _restartable_failed(self, slot: _Slot, code: int) -> None:
         name, how = slot.program.name, describe_exit(code)
         if self._finishing_since is not None:
             self._report(f"{name} ended with {how} as the run was finishing")
@@ -209,7 +211,9 @@ class Supervisor:
         again = f" again, after {slot.restarts} restarts" if slot.restarts else ""
         ended = f"{name} ended{again} ({how})"
         others = [s for s in self._all() if s.program.elastic and s is not slot]
-        if any(other.child is not None or other.restart_at is not None for other in others):
+        if slot.program.elastic and any(
+            other.child is not None or other.restart_at is not None for other in others
+        ):
             self._report(f"{ended} and is not restarted{self._said(name)}")
         else:
             self._fail(slot, ended, code)

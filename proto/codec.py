@@ -1,4 +1,4 @@
-"""Messages to frames and back: `[header][body]`, plain MessagePack, every length bounded.
+"""Messages to frames and back: `[header][body][raw frame]*`, MessagePack, every length bounded.
 
 Decoding never raises anything but `WireError`, whatever the bytes.
 """
@@ -39,10 +39,11 @@ DEFAULT_LIMITS = Limits()
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """A decoded message with its header."""
+    """A decoded message with its header; `raw` are the frames after the body, as they came."""
 
     header: Header
     body: Message
+    raw: Sequence[bytes | memoryview] = ()
 
 
 class Encoder:
@@ -78,8 +79,10 @@ class Encoder:
         return self._next_id, frames
 
 
-def decode(frames: Sequence[bytes], limits: Limits = DEFAULT_LIMITS) -> Envelope:
-    """The message in `frames`.
+def decode(
+    frames: Sequence[bytes], limits: Limits = DEFAULT_LIMITS, raw: Sequence[bytes | memoryview] = ()
+) -> Envelope:
+    """The message in `frames`; raw frames may be among them, or apart in `raw`.
 
     Raises:
         WireError: not a message of this protocol; `path` and `code` tell what is wrong.
@@ -89,13 +92,21 @@ def decode(frames: Sequence[bytes], limits: Limits = DEFAULT_LIMITS) -> Envelope
     cls = TYPES.get(header.type)
     if cls is None:
         raise WireError(f"unknown message type {header.type!r}", path="type", code="unknown_type")
-    return Envelope(header, _convert(_unpack(frames[1], limits), cls))
+    body = _convert(_unpack(frames[1], limits), cls)
+    raw = (*frames[2:], *raw)
+    if len(raw) != body.raw_frames():
+        raise WireError(
+            f"{header.type}: expected {body.raw_frames()} raw frames, got {len(raw)}", code="frames"
+        )
+    if any(len(frame) > limits.frame_bytes for frame in raw):
+        raise LimitError(f"a raw frame of more than {limits.frame_bytes} bytes")
+    return Envelope(header, body, raw)
 
 
 def decode_header(frames: Sequence[bytes], limits: Limits = DEFAULT_LIMITS) -> Header:
     """The header alone, so that a message whose body is bad can still be answered."""
-    if len(frames) != 2:
-        raise WireError(f"expected 2 frames, got {len(frames)}", code="frames")
+    if len(frames) < 2:
+        raise WireError(f"expected at least 2 frames, got {len(frames)}", code="frames")
     if len(frames[0]) > limits.header_bytes:
         raise LimitError(f"header of {len(frames[0])} bytes, at most {limits.header_bytes}")
     data = _unpack(frames[0], limits)

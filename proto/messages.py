@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from umbra.proto.records import Ledger, Manifest, Record, SampleTask, Trajectory
+from umbra.proto.records import Ledger, Manifest, Piece, Record, SampleTask, Trajectory
 
 Role = Literal["buffer", "generator", "scorer", "trainer", "weight_hub", "monitor"]
 State = Literal["starting", "joining", "ready", "draining", "stopped", "failed"]
@@ -29,6 +29,10 @@ class Header(Record, frozen=True, kw_only=True):
 
 class Message(Record, frozen=True, kw_only=True):
     """Base of all message bodies; the class-level tag is the header's `type`."""
+
+    def raw_frames(self) -> int:
+        """How many raw frames follow the body."""
+        return 0
 
 
 # -- any socket ---------------------------------------------------------------------------------
@@ -69,6 +73,7 @@ class Welcome(Message, frozen=True, kw_only=True):
     events_in: str
     events_out: str
     weights: str = ""
+    weights_incarnation: str = ""
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
@@ -86,6 +91,7 @@ class HeartbeatAck(Message, frozen=True, kw_only=True):
 
     version: int
     weights: str = ""
+    weights_incarnation: str = ""  # another one says that the hub was restarted
 
 
 class Leave(Message, frozen=True, kw_only=True):
@@ -155,6 +161,7 @@ class Status(Message, frozen=True, kw_only=True):
     staleness: dict[str, float]  # of the samples trained so far: mean, max, bound
     counters: dict[str, int]  # rejected messages by reason, expired leases, duplicates, ...
     stuck: list[Stuck]
+    weights: str = ""  # endpoint of the hub
 
 
 # -- data socket (buffer: ROUTER) ---------------------------------------------------------------
@@ -263,9 +270,15 @@ class RunFinished(Message, frozen=True, kw_only=True):
 
 
 class RegisterManifest(Message, frozen=True, kw_only=True):
-    """The trainer states the layout of its weights."""
+    """The trainer states the layout of its weights.
+
+    To a restarted hub it also says where it wrote so far, and what it published last, so that the
+    hub can take over the arena that the one before has left.
+    """
 
     manifest: Manifest
+    path: str = ""  # of the arena that it has attached to
+    published: Publish | None = None
 
 
 class ArenaReady(Message, frozen=True, kw_only=True):
@@ -297,37 +310,56 @@ class Publish(Message, frozen=True, kw_only=True):
 
 
 class Subscribe(Message, frozen=True, kw_only=True):
-    """A receiver wants every new version, by one of `planes` (in its order of preference)."""
+    """A receiver wants every new version, by one of `planes` (in its order of preference).
+
+    A relay also says where it serves the receivers of its host, and where it hands buckets on.
+    """
 
     host: str
     planes: list[str]
+    serves: str = ""  # endpoint of its weights socket
+    buckets: str = ""  # endpoint of its buckets socket
+    avoid: str = ""  # endpoint of a relay that did not answer
+    streamed: bool = False  # it stages nothing: its slot must stay until Committed
 
 
 class Subscribed(Message, frozen=True, kw_only=True):
-    """How it will get them. The newest version follows as a push."""
+    """How it will get them. The newest version follows as a push.
+
+    With plane "relay", nothing follows: a relay on the receiver's host serves it, at `path`.
+    """
 
     manifest: Manifest
     plane: str
-    path: str  # the arena, for plane "shm"
+    path: str  # the arena, for plane "shm"; the relay's weights endpoint, for plane "relay"
 
 
 class Prepare(Message, frozen=True, kw_only=True):
-    """To a receiver, unasked: stage `version` from `slot`, verify it, answer with Ready."""
+    """To a receiver, unasked: stage `version`, verify it, answer with Ready.
+
+    It lies in `slot` of the arena, or is fetched bucket by bucket from `source`.
+    """
 
     epoch: int
     version: int
     slot: int
     checksums: list[int]
+    source: str = ""  # a buckets endpoint, for plane "tcp"
 
 
 class Ready(Message, frozen=True, kw_only=True):
-    """`version` is staged and verified (or `error` says why not)."""
+    """`version` is staged and verified (or `error` says why not).
+
+    `source_lost`: because whoever it fetches from is gone.
+    """
 
     epoch: int
     version: int
     wire_s: float
     stage_s: float
     error: str = ""
+    wire_bytes: int = 0  # that travelled, after encoding
+    source_lost: bool = False
 
 
 class Commit(Message, frozen=True, kw_only=True):
@@ -355,6 +387,52 @@ class Abort(Message, frozen=True, kw_only=True):
     dropped: bool = False
 
 
+class VersionsRequest(Message, frozen=True, kw_only=True):
+    """Which versions does the hub hold?"""
+
+
+class HeldVersion(Record, frozen=True, kw_only=True):
+    """A version that the hub holds, in the arena or in a file of its own."""
+
+    version: int
+    place: str  # "slot 1", or the file's path
+    pinned: bool = False
+    newest: bool = False  # what receivers are brought to
+
+
+class Versions(Message, frozen=True, kw_only=True):
+    """The versions that the hub holds, oldest first; those that are not pinned may go any time."""
+
+    held: list[HeldVersion]
+    slots: int  # of the arena
+    slot_bytes: int
+
+
+class PinVersion(Message, frozen=True, kw_only=True):
+    """Keep `version` until it is unpinned."""
+
+    version: int
+
+
+class UnpinVersion(Message, frozen=True, kw_only=True):
+    """`version` need not be kept any longer."""
+
+    version: int
+
+
+class RollBack(Message, frozen=True, kw_only=True):
+    """Push `version` to all receivers now; the trainer's next version follows it as usual."""
+
+    version: int
+
+
+class ExportVersion(Message, frozen=True, kw_only=True):
+    """Write `version` as a Hugging Face directory at `path`, on the hub's host."""
+
+    version: int
+    path: str
+
+
 class HubStatusRequest(Message, frozen=True, kw_only=True):
     """What does the hub hold and push?"""
 
@@ -366,6 +444,42 @@ class HubStatus(Message, frozen=True, kw_only=True):
     pushes: int
     receivers: dict[str, int]
     subscribed: bool = False  # is the process that asked a receiver itself?
+
+
+# -- buckets socket (hub and relays: ROUTER) -----------------------------------------------------
+
+
+class FetchBuckets(Message, frozen=True, kw_only=True):
+    """A receiver asks for buckets, in this order; it takes the place of what it asked before.
+
+    `contents` names what is wanted of each bucket, `bases` what the receiver already holds of them:
+    one list per copy, 0 for nothing.
+    """
+
+    number: int  # counts up per receiver; pieces carry it
+    wanted: list[int]
+    contents: list[int]
+    bases: list[list[int]] = []
+    frame_bytes: int  # at most, in one message
+    credit_bytes: int  # that may be under way unacknowledged
+
+
+class Credit(Message, frozen=True, kw_only=True):
+    """A receiver has used up `credit_bytes` of what it fetches; one way."""
+
+    number: int
+    credit_bytes: int
+
+
+class Buckets(Message, frozen=True, kw_only=True):
+    """To a receiver: pieces of what it fetches; one raw frame follows for each."""
+
+    number: int
+    pieces: list[Piece]
+
+    def raw_frames(self) -> int:
+        """One per piece."""
+        return len(self.pieces)
 
 
 # -- telemetry (PUB -> XSUB/XPUB -> SUB): may be lost, never changes behaviour -------------------
@@ -388,10 +502,12 @@ DATA: tuple[type[Message], ...] = (
 WEIGHTS: tuple[type[Message], ...] = (
     RegisterManifest, ArenaReady, AcquireSlot, SlotGranted, Publish, Subscribe, Subscribed,
     Prepare, Ready, Commit, Committed, Abort, HubStatusRequest, HubStatus,
+    VersionsRequest, Versions, PinVersion, UnpinVersion, RollBack, ExportVersion,
 )  # fmt: skip
+BUCKETS: tuple[type[Message], ...] = (FetchBuckets, Credit, Buckets)
 TELEMETRY: tuple[type[Message], ...] = (Event,)
 ANY: tuple[type[Message], ...] = (Ok, Nack)
 
 TYPES: dict[str, type[Message]] = {
-    cls.__name__: cls for cls in (*ANY, *CONTROL, *DATA, *WEIGHTS, *TELEMETRY)
+    cls.__name__: cls for cls in (*ANY, *CONTROL, *DATA, *WEIGHTS, *BUCKETS, *TELEMETRY)
 }

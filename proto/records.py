@@ -118,6 +118,20 @@ class Manifest(Record, frozen=True, kw_only=True):
     digest: str
 
 
+class Piece(Record, frozen=True, kw_only=True):
+    """What one raw frame of `Buckets` holds: a part of a bucket, or a way to it from a base.
+
+    Buckets are named by their contents (xxh3-64), never by a version. With `base` 0 the frame holds
+    the bytes from `offset` of the bucket; else a delta from the content `base` to the content
+    `result`. Where several deltas lead to a bucket, they come one after another.
+    """
+
+    bucket: int
+    result: int
+    base: int = 0
+    offset: int = 0
+
+
 class Ledger(Record, frozen=True, kw_only=True):
     """Where every sample is. `issued == trained + sum(ended) + in_flight` at every moment."""
 

@@ -39,14 +39,15 @@ def router(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> tuple[zmq.
 def dealer(
     context: zmq.Context[zmq.Socket[bytes]], endpoint: str, identity: bytes
 ) -> zmq.Socket[bytes]:
-    """A DEALER that connects to `endpoint` under `identity`.
+    """A DEALER that connects to `endpoint` under `identity`; not yet if `endpoint` is empty.
 
     Raises:
         StartupError: `endpoint` is no address; whether somebody listens there shows later.
     """
     socket = _socket(context, zmq.DEALER)
     socket.set(zmq.IDENTITY, identity)
-    _connect(socket, endpoint)
+    if endpoint:
+        _connect(socket, endpoint)
     return socket
 
 

@@ -221,6 +221,7 @@ class Broker:
             },
             counters=dict(Counter(self.counters) + Counter(self._wire_counters)),
             stuck=self._stuck(now),
+            weights=self._weights,
         )
 
     # -- members -----------------------------------------------------------------------------------
@@ -249,6 +250,7 @@ class Broker:
             events_in=self._endpoints.events_in,
             events_out=self._endpoints.events_out,
             weights=self._weights,
+            weights_incarnation=self._weights_incarnation,
         )
         self._outbox.reply(request, welcome)
 
@@ -286,7 +288,11 @@ class Broker:
 
     def _beat(self, request: Request, peer: Peer, body: Heartbeat) -> None:
         self.members.beat(peer, request.identity, body)
-        ack = HeartbeatAck(version=self.batches.version, weights=self._weights)
+        ack = HeartbeatAck(
+            version=self.batches.version,
+            weights=self._weights,
+            weights_incarnation=self._weights_incarnation,
+        )
         self._outbox.reply(request, ack)
         if self.state == "draining" and body.state != "draining":
             self._outbox.push(peer.identity, Command(kind="drain", reason="the run is ending"))
@@ -316,6 +322,11 @@ class Broker:
     def _weights(self) -> str:
         hub = self.members.find("weight_hub")
         return hub.endpoints.get("weights", "") if hub is not None else ""
+
+    @property
+    def _weights_incarnation(self) -> str:
+        hub = self.members.find("weight_hub")
+        return hub.incarnation if hub is not None else ""
 
     # -- the end -----------------------------------------------------------------------------------
 

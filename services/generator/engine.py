@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from umbra.proto.records import Sampling, VersionSpan
+from umbra.proto.records import Manifest, Sampling, VersionSpan
 
 if TYPE_CHECKING:
     import torch
@@ -99,4 +99,23 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Free what the engine holds."""
+        ...
+
+
+class StreamingEngine(Engine, Protocol):
+    """An engine that can also load a version that never is in memory as a whole."""
+
+    def load_buckets(
+        self,
+        manifest: Manifest,
+        buckets: Iterable[tuple[int, memoryview]],
+        version: int,
+        kv_policy: KvPolicy,
+    ) -> list[EngineOutput]:
+        """As `load_weights`, from start and bytes of every bucket in order.
+
+        Raises:
+            UsageError: the tensors do not fit the model; it still serves the old version whole.
+            UmbraError: `buckets` broke off; the engine must not be used any more.
+        """
         ...

@@ -10,17 +10,19 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from umbra.proto.errors import UsageError
+from umbra.proto.errors import PeerLostError, UmbraError
 from umbra.proto.messages import ReturnedSample
 from umbra.services.generator.activity import Activity
 from umbra.services.generator.buffer_client import BufferClient
-from umbra.services.generator.engine import Engine, KvPolicy
+from umbra.services.generator.engine import Engine, EngineOutput, KvPolicy, StreamingEngine
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.weights import tensors_in
 from umbra.services.runtime.metrics import MetricsFile
-from umbra.services.runtime.receiver import Receiver
+from umbra.services.runtime.receiver import Receiver, StagedVersion
 from umbra.services.runtime.session import Session
+from umbra.services.runtime.stream import WeightStream
 
 DRAIN_S = 10.0  # to hand back what is unfinished
 _IDLE_WAIT_S = 0.005  # new weights are noticed within this time
@@ -31,6 +33,14 @@ _FAILURES_LOGGED = 20
 _MOST_ACTIVE = 4
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Streaming:
+    """How to load without a copy beside the engine's own."""
+
+    engine: StreamingEngine
+    weights: WeightStream
 
 
 class GeneratorLoop:
@@ -46,6 +56,7 @@ class GeneratorLoop:
         kv_policy: what new weights do to sequences under way.
         prefetch: samples leased ahead of free slots.
         wake: set by other threads when there may be something to do.
+        streaming: the receiver keeps no copy: load through this.
         clock: seconds since the epoch.
     """
 
@@ -61,6 +72,7 @@ class GeneratorLoop:
         kv_policy: KvPolicy,
         prefetch: int,
         wake: threading.Event,
+        streaming: Streaming | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._session = session
@@ -72,6 +84,7 @@ class GeneratorLoop:
         self._kv_policy: KvPolicy = kv_policy
         self._prefetch = prefetch
         self._wake = wake
+        self._streaming = streaming
         self._clock = clock
         self._activity = Activity(metrics, clock)
         self._finished = 0
@@ -137,10 +150,8 @@ class GeneratorLoop:
             return
         start = self._clock()
         try:
-            aborted = self._engine.load_weights(
-                tensors_in(staged.manifest, staged.data), staged.version, self._kv_policy
-            )
-        except UsageError as error:
+            aborted = self._load(staged)
+        except UmbraError as error:
             self._receiver.committed(staged, self._clock() - start, error=str(error))
             raise
         end = self._clock()
@@ -152,6 +163,21 @@ class GeneratorLoop:
         log.debug("serving version %d after %.1f ms", staged.version, 1e3 * (end - start))
         # Under policy "abort" they go on at once, as new requests that begin with their own tokens.
         self._runner.take(aborted)
+
+    def _load(self, staged: StagedVersion) -> list[EngineOutput]:
+        if self._streaming is None:
+            return self._engine.load_weights(
+                tensors_in(staged.manifest, staged.data), staged.version, self._kv_policy
+            )
+        engine, buckets = self._streaming.engine, self._streaming.weights.buckets(staged)
+        try:
+            return engine.load_buckets(staged.manifest, buckets, staged.version, self._kv_policy)
+        except PeerLostError as error:
+            raise PeerLostError(
+                f"version {staged.version} broke off while it was loaded ({error}): the weights "
+                f"are neither it nor version {engine.version}, so this generator leaves; started "
+                "again it gets the newest version"
+            ) from error
 
     def _capacity(self) -> int:
         room = self._engine.slots + self._prefetch - self._runner.wanting

@@ -15,15 +15,16 @@ from umbra.services.generator.buffer_client import BufferClient
 from umbra.services.generator.chat import Chat
 from umbra.services.generator.environment_pool import EnvironmentPool
 from umbra.services.generator.environments import load_environment
-from umbra.services.generator.loop import GeneratorLoop
+from umbra.services.generator.loop import GeneratorLoop, Streaming
 from umbra.services.generator.models import load_model, load_tokenizer, pick_device, stop_ids
 from umbra.services.generator.rollout import RolloutSettings, sampling_of
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.torch_engine import TorchEngine
 from umbra.services.runtime.command import ServiceContext
-from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.config import RunConfig, WeightHub
 from umbra.services.runtime.receiver import Receiver
 from umbra.services.runtime.session import Session
+from umbra.services.runtime.stream import WeightStream
 
 _HUB_DEADLINE_S = 600.0  # for a hub to join, and for the trainer to load its model
 _LOOK_S = 0.05
@@ -57,7 +58,8 @@ def run(ctx: ServiceContext) -> int:
     )
     with ctx.join("generator") as session:
         ctx.ready({"role": "generator", "name": ctx.name})
-        receiver = _subscribe(session, config.weight_hub.plane)
+        stream = WeightStream() if config.generator.receive == "streamed" else None
+        receiver = _subscribe(session, config.weight_hub, stream)
         if receiver is None:
             return _end(session)
         with closing(receiver), closing(pool), closing(engine):
@@ -71,6 +73,7 @@ def run(ctx: ServiceContext) -> int:
                 kv_policy=config.generator.kv_policy,
                 prefetch=config.generator.prefetch,
                 wake=wake,
+                streaming=Streaming(engine, stream) if stream is not None else None,
             ).run()
         return _end(session)
 
@@ -93,7 +96,7 @@ def _load(config: RunConfig) -> tuple[Any, Any]:
     return load_model(config.model.path, device, dtype), tokenizer
 
 
-def _subscribe(session: Session, plane: str) -> Receiver | None:
+def _subscribe(session: Session, config: WeightHub, stream: WeightStream | None) -> Receiver | None:
     """A receiver of weights; None if we are stopped before there is a hub with a model.
 
     Raises:
@@ -101,7 +104,14 @@ def _subscribe(session: Session, plane: str) -> Receiver | None:
     """
     session.progress("waiting for the weight hub", 0)
     channel = session.weights(deadline_s=_HUB_DEADLINE_S)
-    receiver = Receiver(channel, planes=[plane] if plane != "auto" else ["shm"])
+    offered = ["shm", "tcp"] if config.plane == "auto" else [config.plane]
+    receiver = Receiver(
+        channel,
+        planes=offered if stream is None else ["shm"],  # what is streamed is read where it lies
+        frame_bytes=config.receive_bucket_bytes,
+        open_intake=stream.open if stream is not None else None,
+        streamed=stream is not None,
+    )
     # In a thread, so that a signal is heard meanwhile; leaving the session ends its question.
     executor = ThreadPoolExecutor(1, thread_name_prefix="subscribe")
     try:

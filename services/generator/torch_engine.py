@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from umbra.proto.records import VersionSpan
+from umbra.proto.records import Manifest, VersionSpan
 from umbra.services.generator.engine import EngineOutput, EngineRequest, FinishReason, KvPolicy
 from umbra.services.generator.sampler import Sampler
 from umbra.services.generator.slots import SlotCache
@@ -126,6 +126,22 @@ class TorchEngine:
     ) -> list[EngineOutput]:
         """Serve `version` from the next token on; see `Engine.load_weights`."""
         self._weights.load(tensors)
+        return self._serve(version, kv_policy)
+
+    @torch.inference_mode()
+    def load_buckets(
+        self,
+        manifest: Manifest,
+        buckets: Iterable[tuple[int, memoryview]],
+        version: int,
+        kv_policy: KvPolicy,
+    ) -> list[EngineOutput]:
+        """Serve `version` from the next token on; see `StreamingEngine.load_buckets`."""
+        self._weights.load_buckets(manifest, buckets)
+        return self._serve(version, kv_policy)
+
+    def _serve(self, version: int, kv_policy: KvPolicy) -> list[EngineOutput]:
+        """The weights are those of `version` now; what becomes of sequences under way."""
         self.version = version
         if kv_policy == "abort":
             aborted = [row.output("abort") for row in self._rows]

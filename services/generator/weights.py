@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from umbra.proto.errors import UsageError
-from umbra.proto.records import Manifest
+from umbra.proto.records import Manifest, TensorEntry
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _NAMES_SHOWN = 3
@@ -21,14 +21,44 @@ def tensors_in(manifest: Manifest, data: memoryview) -> Iterator[tuple[str, torc
         UsageError: a dtype that the engine does not know.
     """
     for entry in manifest.tensors:
-        dtype = _DTYPES.get(entry.dtype)
-        if dtype is None:
-            raise UsageError(
-                f"tensor {entry.name} has dtype {entry.dtype}; known: {', '.join(_DTYPES)}"
-            )
+        dtype = _dtype(entry)
         count = entry.nbytes // dtype.itemsize
         flat = torch.frombuffer(data, dtype=dtype, count=count, offset=entry.offset)
         yield entry.name, flat.view(entry.shape)
+
+
+def _dtype(entry: TensorEntry) -> torch.dtype:
+    dtype = _DTYPES.get(entry.dtype)
+    if dtype is None:
+        raise UsageError(
+            f"tensor {entry.name} has dtype {entry.dtype}; known: {', '.join(_DTYPES)}"
+        )
+    return dtype
+
+
+def pieces_in(
+    manifest: Manifest, buckets: Iterable[tuple[int, memoryview]]
+) -> Iterator[tuple[str, int, torch.Tensor]]:
+    """Name, first element and elements (flat) of what each bucket holds of each tensor.
+
+    Args:
+        manifest: the layout; buckets are cut between elements.
+        buckets: start and bytes of each, in order; writable, good until the next is asked for.
+    """
+    entries = iter(manifest.tensors)
+    entry = next(entries, None)
+    for start, data in buckets:
+        end = start + len(data)
+        while entry is not None and entry.offset < end:
+            dtype = _DTYPES[entry.dtype]
+            first, last = max(start, entry.offset), min(end, entry.offset + entry.nbytes)
+            if first < last:
+                count = (last - first) // dtype.itemsize
+                piece = torch.frombuffer(data, dtype=dtype, count=count, offset=first - start)
+                yield entry.name, (first - entry.offset) // dtype.itemsize, piece
+            if entry.offset + entry.nbytes > end:
+                break  # the rest is in the next bucket
+            entry = next(entries, None)
 
 
 class WeightTable:
@@ -56,6 +86,24 @@ class WeightTable:
         self._check(given)
         for name, tensor in given.items():
             self._places[name].copy_(tensor)
+
+    @torch.no_grad()
+    def load_buckets(self, manifest: Manifest, buckets: Iterable[tuple[int, memoryview]]) -> None:
+        """Copy a version in place bucket by bucket; see `pieces_in`.
+
+        Raises:
+            UsageError: as `load`; nothing was changed then.
+            UmbraError: `buckets` broke off; the weights are part old, part new then.
+        """
+        self._check(
+            {
+                entry.name: torch.empty(entry.shape, dtype=_dtype(entry), device="meta")
+                for entry in manifest.tensors
+            }
+        )
+        for name, first, piece in pieces_in(manifest, buckets):
+            flat = self._places[name].detach().view(-1)
+            flat[first : first + len(piece)].copy_(piece)
 
     def _check(self, given: dict[str, torch.Tensor]) -> None:
         missing = [

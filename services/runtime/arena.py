@@ -38,7 +38,8 @@ def shm_host() -> str:
 class Arena:
     """`slots` slots of `slot_bytes` bytes, mapped writable into this process.
 
-    Made by `create` (the hub, which also unlinks) or by `attach` (the trainer, which writes).
+    Made by `create` (the hub, which also unlinks), by `adopt` (a restarted hub, likewise) or by
+    `attach` (the trainer, which writes).
     """
 
     def __init__(self, path: Path, fd: int, slot_bytes: int, slots: int) -> None:
@@ -78,6 +79,28 @@ class Arena:
         except BaseException:
             os.close(fd)
             os.unlink(path)
+            raise
+
+    @classmethod
+    def adopt(cls, run_id: str, path: str | Path, *, slot_bytes: int) -> Arena:
+        """The arena at `path` that a hub of run `run_id` has left behind, as our own.
+
+        Raises:
+            StartupError: it is not there, not of this run, not one of slots of `slot_bytes` bytes,
+                or its hub still lives.
+        """
+        path = Path(path)
+        if not path.name.startswith(_prefix(run_id)):
+            raise StartupError(f"{path} is no arena of run {run_id}")
+        fd, slots = _open(path, os.O_RDWR, slot_bytes)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return cls(path, fd, slot_bytes, slots)
+        except OSError as error:
+            os.close(fd)
+            raise StartupError(f"another weight hub holds {path}") from error
+        except BaseException:
+            os.close(fd)
             raise
 
     @classmethod

@@ -38,12 +38,24 @@ class _Pending:
 class Channel:
     """Requests to one server. Made by `Link.channel`, whose thread alone touches the socket."""
 
-    def __init__(self, link: Link, socket: zmq.Socket[bytes], peer: str) -> None:
-        self.peer = peer
+    def __init__(self, link: Link, socket: zmq.Socket[bytes], peer: str, endpoint: str) -> None:
+        self.endpoint = endpoint
         self.pushes: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.socket = socket
+        self.on_moved: Callable[[], None] | None = None  # on the link's thread: it must be quick
+        self._peer = peer
         self._link = link
         self._pending: dict[int, _Pending] = {}
+
+    @property
+    def peer(self) -> str:
+        """The server, for errors."""
+        return f"{self._peer} at {self.endpoint}"
+
+    @property
+    def sender(self) -> str:
+        """This process, as the server knows it."""
+        return self._link.name
 
     def call(self, body: Message, reply: type[M], *, timeout_s: float) -> M:
         """Send `body`, wait for its reply.
@@ -82,7 +94,25 @@ class Channel:
         """Send `body` one way: no reply is awaited."""
         self._link.run(lambda: self._start_one_way(body))
 
+    def beside(self, endpoint: str, peer: str) -> Channel:
+        """Another channel of this process; `peer` names its server in errors."""
+        return self._link.channel(endpoint, peer)
+
+    def move(self, endpoint: str) -> None:
+        """The server was restarted, and is at `endpoint` now: ask it whatever is still open."""
+        self._link.run(lambda: self._move(endpoint))
+
     # -- the link's thread ------------------------------------------------------------------------
+
+    def _move(self, endpoint: str) -> None:
+        if endpoint != self.endpoint:
+            self.socket.disconnect(self.endpoint)
+            self.socket.connect(endpoint)
+            self.endpoint = endpoint
+        for pending in self._pending.values():
+            self._transmit(pending.frames)
+        if self.on_moved is not None:
+            self.on_moved()
 
     def _start(self, body: Message, future: Future[Message], timeout_s: float) -> None:
         now = self._link.clock()

@@ -50,10 +50,15 @@ class ServiceContext:
     def ready(self, facts: dict[str, Any]) -> None:
         """Tell whoever started this process that it is up, and where (one JSON line)."""
         self.log.info("ready: %s", ", ".join(f"{key} {value}" for key, value in facts.items()))
-        fd = os.environ.get(READY_FD_VARIABLE)
-        if fd is not None:
-            os.write(int(fd), msgspec.json.encode(facts) + b"\n")
-            os.close(int(fd))
+        tell_ready(facts)
+
+
+def tell_ready(facts: dict[str, Any]) -> None:
+    """Write `facts` to whoever started this process and waits for it, if somebody does."""
+    fd = os.environ.get(READY_FD_VARIABLE)
+    if fd is not None:
+        os.write(int(fd), msgspec.json.encode(facts) + b"\n")
+        os.close(int(fd))
 
 
 def service_command(

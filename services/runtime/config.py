@@ -116,6 +116,10 @@ class Generator(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Literal["keep", "recompute", "abort"],
         Meta(description="what new weights do to sequences under way"),
     ] = "keep"
+    receive: Annotated[
+        Literal["staged", "streamed"],
+        Meta(description="hold new weights beside the old ones, or load them from the hub's host"),
+    ] = "staged"
 
 
 class Trainer(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -174,6 +178,20 @@ class WeightHub(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     bucket_bytes: Annotated[
         int, Meta(description="bytes per bucket (one checksum each)", ge=1024)
     ] = 4 << 20
+    receive_bucket_bytes: Annotated[
+        int, Meta(description="bytes per message over plane tcp, chosen by the receiver", ge=1024)
+    ] = 4 << 20
+    buckets_listen: Annotated[
+        str,
+        Meta(description="address for plane tcp; empty = any port of the listen address's host"),
+    ] = ""
+    delta: Annotated[
+        Literal["auto", "off"],
+        Meta(description="plane tcp sends lossless differences where they are smaller, or never"),
+    ] = "auto"
+    anchor_every: Annotated[
+        int, Meta(description="every so many versions all bytes are sent; 0 = only if needed", ge=0)
+    ] = 50
     slots: Annotated[int, Meta(description="versions held in the arena", ge=2)] = 2
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"], Meta(description="what is served")

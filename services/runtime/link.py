@@ -75,7 +75,7 @@ class Link:
             except StartupError as error:
                 made.set_exception(error)
                 return
-            channel = Channel(self, socket, f"{peer} at {endpoint}")
+            channel = Channel(self, socket, peer, endpoint)
             self._channels[socket] = channel
             self._poller.register(socket, zmq.POLLIN)
             made.set_result(channel)

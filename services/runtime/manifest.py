@@ -87,6 +87,23 @@ def checksums(manifest: Manifest, view: memoryview) -> list[int]:
     return [checksum(view[start:end]) for start, end in manifest.buckets]
 
 
+def item_bytes(manifest: Manifest) -> list[int]:
+    """By bucket the size of its elements: 4 where all are fp32, else 2."""
+    sizes: list[int] = []
+    index = 0
+    for start, end in manifest.buckets:
+        while manifest.tensors[index].offset + manifest.tensors[index].nbytes <= start:
+            if index + 1 == len(manifest.tensors):
+                break
+            index += 1
+        least, at = ITEM_BYTES["F32"], index
+        while at < len(manifest.tensors) and manifest.tensors[at].offset < end:
+            least = min(least, ITEM_BYTES[manifest.tensors[at].dtype])
+            at += 1
+        sizes.append(least)
+    return sizes
+
+
 def _buckets(entries: list[TensorEntry], total: int, bound: int) -> Iterator[tuple[int, int]]:
     start = 0
     ends = [*(entry.offset for entry in entries[1:]), total]

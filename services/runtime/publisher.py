@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
-from umbra.proto.errors import DeadlineError, RejectedError
+from umbra.proto.errors import DeadlineError, RejectedError, UmbraError
 from umbra.proto.messages import (
     AcquireSlot,
     ArenaReady,
@@ -19,13 +23,32 @@ from umbra.services.runtime.channel import Channel
 from umbra.services.runtime.manifest import checksums
 
 PUBLISH_TIMEOUT_S = 30.0
+RETRY_S = 1.0  # between attempts to bring a restarted hub up to date
+FORGOTTEN = ("not_registered", "not_granted")  # how a restarted hub answers
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A version in an arena: the one being written, or the one published last."""
+
+    arena: Arena
+    slot: int
+    version: int
+
+    @property
+    def data(self) -> memoryview:
+        return self.arena.slot(self.slot)
 
 
 class Publisher:
     """Publishes versions of one layout.
 
     Use: `register` once, then for each version `slot`, write all tensors at their offsets, and
-    `publish`.
+    `publish`. When the hub is restarted, a thread of its own registers again at once, so that the
+    receivers get the newest version also while the trainer waits for data. The new hub takes over
+    the arena of the old one; where it cannot, the version is copied into the new arena.
 
     Args:
         channel: to the weight hub.
@@ -36,7 +59,36 @@ class Publisher:
         self.manifest = manifest
         self._channel = channel
         self._arena: Arena | None = None
-        self._granted: tuple[int, int] | None = None  # version and slot
+        self._granted: _Place | None = None
+        self._last: tuple[_Place, Publish] | None = None
+        self._lock = threading.Lock()  # one exchange with the hub at a time
+        self._moved = threading.Event()
+        self._closing = threading.Event()
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="umbra-publish")
+        self._publishing: Future[None] | None = None
+        self._thread = threading.Thread(target=self._follow, name="umbra-publisher", daemon=True)
+
+    @property
+    def arena(self) -> tuple[str, int]:
+        """Path of the arena and number of its slots.
+
+        Raises:
+            ValueError: `register` comes first.
+        """
+        if self._arena is None:
+            raise ValueError("not registered")
+        return str(self._arena.path), self._arena.slots
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Path of the arena and number of the slot that was acquired last.
+
+        Raises:
+            ValueError: none is acquired.
+        """
+        if self._granted is None:
+            raise ValueError("no slot is acquired")
+        return str(self._granted.arena.path), self._granted.slot
 
     def register(self, timeout_s: float) -> None:
         """State the layout and attach to the hub's arena.
@@ -46,11 +98,11 @@ class Publisher:
             DeadlineError: no answer within `timeout_s` seconds.
             StartupError: the arena cannot be seen from here.
         """
-        ready = self._channel.call(
-            RegisterManifest(manifest=self.manifest), ArenaReady, timeout_s=timeout_s
-        )
-        self.close()
-        self._arena = Arena.attach(ready.path, slot_bytes=self.manifest.total_bytes)
+        with self._lock:
+            self._register(timeout_s)
+        if not self._thread.is_alive():
+            self._channel.on_moved = self._moved.set
+            self._thread.start()
 
     def slot(self, version: int, timeout_s: float) -> memoryview:
         """Memory to write `version` into, `[manifest.total_bytes]`; waits until a slot is free.
@@ -62,43 +114,140 @@ class Publisher:
             RejectedError: another trainer has registered.
         """
         until = time.monotonic() + timeout_s
-        try:
-            slot = self._acquire(version, timeout_s)
-        except RejectedError as error:
-            if error.code != "not_registered":
-                raise
-            # The hub has been restarted and knows nothing of us.
-            self.register(max(0.0, until - time.monotonic()))
-            slot = self._acquire(version, max(0.0, until - time.monotonic()))
-        assert self._arena is not None
-        self._granted = (version, slot)
-        return self._arena.slot(slot)
+        self._join()
+        with self._lock:
+            try:
+                slot = self._acquire(version, timeout_s)
+            except RejectedError as error:
+                if error.code != "not_registered":
+                    raise
+                # The hub has been restarted and knows nothing of us.
+                self._register(max(0.0, until - time.monotonic()))
+                slot = self._acquire(version, max(0.0, until - time.monotonic()))
+            assert self._arena is not None
+            self._granted = _Place(self._arena, slot, version)
+            return self._granted.data
 
-    def publish(self, version: int, snapshot_s: float) -> None:
+    def publish(self, version: int, snapshot_s: float, sums: list[int] | None = None) -> None:
         """Publish what was written into the slot of `version`; returns before it is pushed.
 
         Args:
             version: as given to `slot`.
             snapshot_s: seconds that writing took, for the records.
+            sums: checksum of every bucket, if they are known already.
 
         Raises:
             ValueError: no slot was acquired for `version`.
-            RejectedError: the hub was restarted meanwhile, or another trainer has registered.
+            RejectedError: another trainer has registered.
             DeadlineError: the hub does not answer.
         """
-        if self._granted is None or self._granted[0] != version or self._arena is None:
-            raise ValueError(f"no slot was acquired for version {version}")
-        _, slot = self._granted
-        sums = checksums(self.manifest, self._arena.slot(slot))
-        self._granted = None
-        message = Publish(version=version, slot=slot, checksums=sums, snapshot_s=snapshot_s)
-        self._channel.call(message, Ok, timeout_s=PUBLISH_TIMEOUT_S)
+        with self._lock:
+            place = self._granted
+            if place is None or place.version != version:
+                raise ValueError(f"no slot was acquired for version {version}")
+            sums = checksums(self.manifest, place.data) if sums is None else sums
+            message = Publish(
+                version=version, slot=place.slot, checksums=sums, snapshot_s=snapshot_s
+            )
+            try:
+                self._channel.call(message, Ok, timeout_s=PUBLISH_TIMEOUT_S)
+            except RejectedError as error:
+                if error.code not in FORGOTTEN:
+                    raise
+                log.warning("the weight hub was restarted: publishing version %d again", version)
+                self._register(PUBLISH_TIMEOUT_S)
+                place, message = self._move(place, message)
+            self._granted = None
+            before, self._last = self._last, (place, message)
+            if before is not None and before[0].arena is not self._arena:
+                before[0].arena.close()
+
+    def publish_soon(self, version: int, snapshot_s: float) -> None:
+        """As `publish`, in a thread: the trainer goes on while the checksums are computed.
+
+        What goes wrong is raised by the next `slot`, which waits for it.
+        """
+        self._join()
+        self._publishing = self._executor.submit(self.publish, version, snapshot_s)
+
+    def _join(self) -> None:
+        publishing, self._publishing = self._publishing, None
+        if publishing is not None:
+            publishing.result()  # has deadlines of its own
 
     def close(self) -> None:
-        """Let go of the arena."""
+        """Publish what is under way, let go of the arena."""
+        try:
+            self._join()
+        except UmbraError as error:
+            log.warning("the last version was not published: %s", error)
+        self._executor.shutdown()
+        self._channel.on_moved = None
+        self._closing.set()
+        self._moved.set()
+        if self._thread.is_alive():
+            self._thread.join()  # ends with its current exchange, which has a deadline
+        if self._last is not None:
+            self._last[0].arena.close()
         if self._arena is not None:
             self._arena.close()
             self._arena = None
+
+    # -- a restarted hub --------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        """Bring every restarted hub up to date. What is being written is `publish`'s matter."""
+        while True:
+            self._moved.wait()
+            self._moved.clear()
+            while not self._closing.is_set() and not self._restore():
+                self._closing.wait(RETRY_S)
+            if self._closing.is_set():
+                return
+
+    def _restore(self) -> bool:
+        with self._lock:
+            if self._granted is not None or self._last is None:
+                return True
+            place, message = self._last
+            try:
+                self._register(PUBLISH_TIMEOUT_S)
+                if self._arena is not place.arena:
+                    self._last = self._move(place, message)
+                    place.arena.close()
+            except UmbraError as error:
+                log.warning("cannot tell the weight hub of version %d: %s", place.version, error)
+                return False
+            log.info("the weight hub has version %d again", place.version)
+            return True
+
+    def _move(self, place: _Place, message: Publish) -> tuple[_Place, Publish]:
+        """Publish what lies in `place` from where the restarted hub wants it."""
+        slot = self._acquire(place.version, PUBLISH_TIMEOUT_S)
+        assert self._arena is not None
+        there = _Place(self._arena, slot, place.version)
+        if there != place:
+            there.data[:] = place.data
+        message = Publish(
+            version=place.version, slot=slot, checksums=message.checksums, snapshot_s=0.0
+        )
+        self._channel.call(message, Ok, timeout_s=PUBLISH_TIMEOUT_S)
+        return there, message
+
+    def _register(self, timeout_s: float) -> None:
+        known = str(self._arena.path) if self._arena is not None else ""
+        ready = self._channel.call(
+            RegisterManifest(
+                manifest=self.manifest,
+                path=known,
+                published=self._last[1] if self._last is not None else None,
+            ),
+            ArenaReady,
+            timeout_s=timeout_s,
+        )
+        if ready.path != known:
+            # The old one stays mapped: what was published last is in it.
+            self._arena = Arena.attach(ready.path, slot_bytes=self.manifest.total_bytes)
 
     def _acquire(self, version: int, timeout_s: float) -> int:
         message = AcquireSlot(version=version)

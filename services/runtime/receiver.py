@@ -7,11 +7,13 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 
-from umbra.proto.errors import DeadlineError, StartupError, UmbraError
+from umbra.proto.errors import DeadlineError, UmbraError
 from umbra.proto.messages import (
     Abort,
     Commit,
@@ -25,13 +27,16 @@ from umbra.proto.messages import (
     Subscribed,
 )
 from umbra.proto.records import Manifest
-from umbra.services.runtime.arena import ArenaReader, private_memory, shm_host
+from umbra.services.runtime.arena import private_memory, shm_host
 from umbra.services.runtime.channel import Channel
-from umbra.services.runtime.manifest import check_manifest, checksum
+from umbra.services.runtime.fetch import BucketIntake
+from umbra.services.runtime.intake import ArenaIntake, Intake, Intaken
+from umbra.services.runtime.manifest import check_manifest
 from umbra.services.runtime.staging import BUFFERS, Candidate, Staging
 
 WAKE_S = 0.2  # how soon the thread sees that it should end
 CLOSE_DEADLINE_S = 5.0
+RELAY_SILENT_S = 5.0  # until a relay counts as gone
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +61,11 @@ class Receiver:
         channel: to the weight hub.
         host: names the /dev/shm of this process; empty = find out (`shm_host`).
         planes: offered to the hub.
+        frame_bytes: of one message, at most, where weights come over a socket.
+        open_intake: for a relay, which has memory of its own: takes the place of our planes'.
+        serves: endpoint at which a relay serves others; stated to the hub.
+        buckets: endpoint at which a relay hands buckets on; stated to the hub.
+        streamed: `open_intake` keeps nothing: the hub's slot is read until `committed`.
         check_s: seconds of silence after which it asks the hub whether it is still subscribed.
         retry_s: seconds between being dropped and subscribing again.
     """
@@ -66,6 +76,11 @@ class Receiver:
         host: str = "",
         planes: Sequence[str] = ("shm",),
         *,
+        frame_bytes: int = 4 << 20,
+        open_intake: Callable[[Subscribed], Intake] | None = None,
+        serves: str = "",
+        buckets: str = "",
+        streamed: bool = False,
         check_s: float = 5.0,
         retry_s: float = 1.0,
     ) -> None:
@@ -73,11 +88,20 @@ class Receiver:
         self._channel = channel
         self._host = host or shm_host()
         self._planes = list(planes)
+        self._frame_bytes = frame_bytes
+        self._open_intake = open_intake
+        self._serves = serves
+        self._buckets_endpoint = buckets
+        self._streamed = streamed
+        self._avoided = ""  # a relay that was gone
+        self._relays: dict[str, Channel] = {}
+        self._hub = channel  # `_channel` is a relay's, while there is one on this host
         self._check_s = check_s
         self._retry_s = retry_s
         self._timeout_s = 0.0
         self._manifest: Manifest | None = None
-        self._reader: ArenaReader | None = None
+        self._intake: Intake | None = None
+        self._held_back: deque[Message] = deque()  # arrived while a version was being staged
         self._buffers: list[memoryview] = []
         self._staging = Staging()
         self._changed = threading.Condition()  # guards _staging and failure
@@ -93,8 +117,12 @@ class Receiver:
             StartupError: the hub's shared memory cannot be seen from here.
         """
         self._timeout_s = timeout_s
-        request = Subscribe(host=self._host, planes=self._planes)
-        self._install(self._channel.call(request, Subscribed, timeout_s=timeout_s))
+        reply = self._channel.call(self._request(), Subscribed, timeout_s=timeout_s)
+        if reply.plane == "relay":
+            self._pass_to(reply.path)
+        else:
+            self._install(reply)
+        self._hub.on_moved = self._hub_moved
         self._thread.start()
 
     def poll(self) -> StagedVersion | None:
@@ -151,13 +179,24 @@ class Receiver:
                 self._changed.wait(WAKE_S)
         return None
 
+    def wait(self, timeout_s: float) -> None:
+        """Wait until `poll` may have something, for `timeout_s` seconds at most."""
+        with self._changed:
+            self._changed.wait(timeout_s)
+
+    @property
+    def started(self) -> bool:
+        """Whether it has subscribed."""
+        return self._thread.is_alive()
+
     def close(self) -> None:
         """Stop staging. Versions that were handed out stay valid."""
+        self._hub.on_moved = None
         self._closing.set()
         if self._thread.is_alive():
             self._thread.join(CLOSE_DEADLINE_S)
-        if self._reader is not None:
-            self._reader.close()
+        if self._intake is not None:
+            self._intake.close()
 
     # -- the thread -------------------------------------------------------------------------------
 
@@ -171,10 +210,7 @@ class Receiver:
         check_at = time.monotonic() + self._check_s
         subscribe_at: float | None = None
         while not self._closing.is_set() and self.failure is None:
-            try:
-                message = self._channel.pushes.get(timeout=min(WAKE_S, self._retry_s))
-            except queue.Empty:
-                message = None
+            message = self._next_message()
             now = time.monotonic()
             if message is not None:
                 check_at = now + self._check_s
@@ -182,11 +218,19 @@ class Receiver:
                     subscribe_at = now + self._retry_s
             elif subscribe_at is not None and now >= subscribe_at:
                 subscribe_at, check_at = None, math.inf  # until there is an answer
-                self._ask(Subscribe(host=self._host, planes=self._planes))
+                self._ask(self._request())
             elif subscribe_at is None and now >= check_at:
                 # A hub that could not reach us for a moment has dropped us without a word.
                 check_at = math.inf
                 self._ask(HubStatusRequest())
+
+    def _next_message(self) -> Message | None:
+        if self._held_back:
+            return self._held_back.popleft()
+        try:
+            return self._channel.pushes.get(timeout=min(WAKE_S, self._retry_s))
+        except queue.Empty:
+            return None
 
     def _handle(self, message: Message) -> bool:
         """Act on `message`; True when we are no longer subscribed."""
@@ -202,6 +246,8 @@ class Receiver:
                 with self._changed:
                     self._staging.abort(message.epoch)
                 return message.dropped
+            case Subscribed(plane="relay", path=path):
+                self._pass_to(path)
             case Subscribed():
                 self._install(message)
             case HubStatus():
@@ -210,16 +256,47 @@ class Receiver:
                 log.warning("the weight hub pushed an unexpected %s", type(message).__name__)
         return False
 
+    def _hub_moved(self) -> None:
+        """The hub was restarted and has forgotten us: as if it had dropped us."""
+        reason = "the weight hub was restarted"
+        self._channel.pushes.put(Abort(epoch=0, version=-1, reason=reason, dropped=True))
+
+    def _request(self) -> Subscribe:
+        return Subscribe(
+            host=self._host,
+            planes=self._planes,
+            serves=self._serves,
+            buckets=self._buckets_endpoint,
+            avoid=self._avoided,
+            streamed=self._streamed,
+        )
+
+    def _pass_to(self, endpoint: str) -> None:
+        """The hub says that a relay on this host serves us: ask it, and come back if it is gone."""
+        self._channel = self._relays.get(endpoint) or self._hub.beside(endpoint, "relay")
+        self._relays[endpoint] = self._channel
+        self._ask(HubStatusRequest())
+
     def _ask(self, body: Message) -> None:
         """Send a request whose reply arrives among the pushes, in their order."""
-        self._channel.request(body, timeout_s=self._timeout_s, on_done=self._answered)
+        channel = self._channel
+        parked = channel is self._hub or isinstance(body, Subscribe)
+        timeout_s = self._timeout_s if parked else min(RELAY_SILENT_S, self._timeout_s)
 
-    def _answered(self, future: Future[Message]) -> None:
-        error = future.exception()
-        if error is None:
-            self._channel.pushes.put(future.result())
-        elif isinstance(error, UmbraError):
-            self._fail(error)
+        def answered(future: Future[Message]) -> None:
+            error = future.exception()
+            if error is None:
+                channel.pushes.put(future.result())
+            elif channel is not self._hub:
+                log.warning("back to the weight hub: %s", error)
+                self._avoided = channel.endpoint
+                self._channel = self._hub
+                gone = Abort(epoch=0, version=-1, reason="the relay is gone", dropped=True)
+                self._hub.pushes.put(gone)
+            elif isinstance(error, UmbraError):
+                self._fail(error)
+
+        channel.request(body, timeout_s=timeout_s, on_done=answered)
 
     def _fail(self, error: UmbraError) -> None:
         with self._changed:
@@ -229,57 +306,60 @@ class Receiver:
     def _stage(self, message: Prepare) -> None:
         with self._changed:
             candidate = self._staging.prepare(message.epoch, message.version)
-        wire_s, stage_s, error = self._copy(message, self._buffers[candidate.buffer])
-        if not error:
+        assert self._manifest is not None and self._intake is not None
+        given, buckets = len(message.checksums), len(self._manifest.buckets)
+        if given == buckets:
+            done = self._intake.take(message, candidate.buffer, lambda: self._overtaken(message))
+        else:
+            done = Intaken(error=f"{given} checksums for {buckets} buckets")
+        if not done.error:
             with self._changed:
                 self._staging.staged(message.epoch)
         self._channel.send(
             Ready(
                 epoch=message.epoch,
                 version=message.version,
-                wire_s=wire_s,
-                stage_s=stage_s,
-                error=error,
+                wire_s=done.wire_s,
+                stage_s=done.stage_s,
+                error=done.error,
+                wire_bytes=done.wire_bytes,
+                source_lost=done.source_lost,
             )
         )
 
-    def _copy(self, message: Prepare, target: memoryview) -> tuple[float, float, str]:
-        """Copy and verify bucket by bucket, while each is still in the cache.
-
-        Returns the seconds of copying and of verifying, and what went wrong. It is the private copy
-        that is verified: the slot may change, the copy can't.
-        """
-        assert self._manifest is not None and self._reader is not None
-        buckets = self._manifest.buckets
-        if len(message.checksums) != len(buckets):
-            return 0.0, 0.0, f"{len(message.checksums)} checksums for {len(buckets)} buckets"
-        wire_s = stage_s = 0.0
-        for index, ((start, end), expected) in enumerate(
-            zip(buckets, message.checksums, strict=True)
-        ):
-            began = time.perf_counter()
-            try:
-                self._reader.read(message.slot, start, target[start:end])
-            except (IndexError, OSError, StartupError) as error:
-                return wire_s, stage_s, str(error)
-            copied = time.perf_counter()
-            actual = checksum(target[start:end])
-            wire_s += copied - began
-            stage_s += time.perf_counter() - copied
-            if actual != expected:
-                return wire_s, stage_s, f"checksum of bucket {index} [{start}, {end}) is wrong"
-        return wire_s, stage_s, ""
+    def _overtaken(self, message: Prepare) -> bool:
+        """Whether something arrived meanwhile that makes staging `message` pointless."""
+        with suppress(queue.Empty):
+            while True:
+                self._held_back.append(self._channel.pushes.get_nowait())
+        return self._closing.is_set() or any(
+            isinstance(later, Prepare | Subscribed)
+            or (isinstance(later, Abort) and (later.dropped or later.epoch == message.epoch))
+            for later in self._held_back
+        )
 
     def _install(self, reply: Subscribed) -> None:
         """Get ready for versions of the layout in `reply`."""
         check_manifest(reply.manifest)
-        reader = ArenaReader(reply.path, slot_bytes=reply.manifest.total_bytes)
-        if self._reader is not None:
-            self._reader.close()
-        self._reader = reader
-        if self._manifest is not None and self._manifest.digest == reply.manifest.digest:
-            return
-        buffers = [private_memory(reply.manifest.total_bytes) for _ in range(BUFFERS)]
-        with self._changed:
-            # What the engine still loads keeps the memory of the old layout alive by itself.
-            self._manifest, self._buffers, self._staging = reply.manifest, buffers, Staging()
+        if self._manifest is None or self._manifest.digest != reply.manifest.digest:
+            size = reply.manifest.total_bytes
+            own = 0 if self._open_intake is not None else size
+            buffers = [private_memory(own) if own else memoryview(b"") for _ in range(BUFFERS)]
+            with self._changed:
+                # What the engine still loads keeps the memory of the old layout alive by itself.
+                self._manifest, self._buffers, self._staging = reply.manifest, buffers, Staging()
+        elif (self._open_intake is not None and not self._streamed) or (
+            isinstance(self._intake, BucketIntake) and reply.plane == "tcp"
+        ):
+            return  # what it has fetched so far counts
+        if self._intake is not None:
+            self._intake.close()
+        self._intake = self._open(reply)
+
+    def _open(self, reply: Subscribed) -> Intake:
+        if self._open_intake is not None:
+            return self._open_intake(reply)
+        if reply.plane == "tcp":
+            name = self._channel.sender
+            return BucketIntake(name, reply.manifest, self._buffers, self._frame_bytes)
+        return ArenaIntake(reply.path, reply.manifest, self._buffers)

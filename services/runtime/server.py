@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import errno
 import logging
+import threading
 from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import zmq
@@ -42,6 +45,7 @@ class _Channel:
     name: str
     socket: zmq.Socket[bytes]
     accepts: tuple[type[Message], ...]
+    endpoint: str
 
 
 @dataclass(slots=True)
@@ -91,6 +95,8 @@ class Server:
         self._by_name: dict[str, _Channel] = {}
         self._relay: tuple[zmq.Socket[bytes], zmq.Socket[bytes]] | None = None
         self._peers: dict[tuple[str, bytes], _Peer] = {}
+        self._wake: tuple[zmq.Socket[bytes], zmq.Socket[bytes]] | None = None
+        self._wake_lock = threading.Lock()
 
     def bind(self, channel: str, endpoint: str, accepts: tuple[type[Message], ...]) -> str:
         """Open `channel` at `endpoint`; the endpoint it really has.
@@ -99,10 +105,14 @@ class Server:
             StartupError: the address is taken or not ours.
         """
         socket, actual = sockets.router(self._context, endpoint)
-        bound = _Channel(channel, socket, accepts)
+        bound = _Channel(channel, socket, accepts, actual)
         self._channels[socket] = self._by_name[channel] = bound
         self._poller.register(socket, zmq.POLLIN)
         return actual
+
+    def endpoint(self, channel: str) -> str:
+        """Where `channel` is bound."""
+        return self._by_name[channel].endpoint
 
     def relay_events(self, endpoint_in: str, endpoint_out: str) -> tuple[str, str]:
         """Relay telemetry from publishers to subscribers; the endpoints of both sides."""
@@ -119,7 +129,9 @@ class Server:
         requests: list[Request] = []
         for socket, _ in self._poller.poll(timeout=max(0, round(timeout_s * 1000))):
             channel = self._channels.get(socket)
-            if channel is None:
+            if self._wake and socket is self._wake[0]:
+                _drain(socket)
+            elif channel is None:
                 self._relay_from(socket)
             else:
                 requests.extend(self._receive(channel))
@@ -138,10 +150,29 @@ class Server:
             peer.answered(request.header.id, frames)
         self._send(self._by_name[request.channel], request.identity, frames)
 
-    def push(self, channel: str, identity: bytes, body: Message) -> bool:
-        """Send `body` unasked; False when the peer cannot be reached now."""
+    def push(
+        self, channel: str, identity: bytes, body: Message, raw: Sequence[bytes | memoryview] = ()
+    ) -> bool:
+        """Send `body` unasked; False when the peer cannot be reached now.
+
+        `raw` frames are not copied: their memory must stay until they are sent.
+        """
         _, frames = self._encoder.encode(body)
-        return self._send(self._by_name[channel], identity, frames)
+        return self._send(self._by_name[channel], identity, frames, raw)
+
+    def waker(self) -> Callable[[], None]:
+        """A function that ends a `poll` under way early, from any thread, until `close`."""
+        inward, outward = sockets.pair(self._context, f"wake-{id(self)}")
+        self._wake = (inward, outward)
+        self._poller.register(inward, zmq.POLLIN)
+        lock = self._wake_lock
+
+        def wake() -> None:
+            with lock, suppress(zmq.Again):  # full: it is awake, with plenty to do
+                if not outward.closed:
+                    outward.send(b"", zmq.NOBLOCK)
+
+        return wake
 
     def close(self) -> None:
         """Close all sockets; what is queued for sending gets the bounded LINGER."""
@@ -149,6 +180,9 @@ class Server:
             socket.close()
         for socket in self._relay or ():
             socket.close()
+        with self._wake_lock:
+            for socket in self._wake or ():
+                socket.close(linger=0)
         self._channels.clear()
 
     def _receive(self, channel: _Channel) -> list[Request]:
@@ -206,9 +240,16 @@ class Server:
             self._send(channel, identity, frames)
         return True
 
-    def _send(self, channel: _Channel, identity: bytes, frames: list[bytes]) -> bool:
+    def _send(
+        self,
+        channel: _Channel,
+        identity: bytes,
+        frames: list[bytes],
+        raw: Sequence[bytes | memoryview] = (),
+    ) -> bool:
         try:
-            channel.socket.send_multipart([identity, *frames], zmq.NOBLOCK)
+            # Only frames of 64 KiB and more are sent without a copy (zmq.COPY_THRESHOLD).
+            channel.socket.send_multipart([identity, *frames, *raw], zmq.NOBLOCK, copy=not raw)
         except zmq.ZMQError as error:
             # A peer that is gone, or that does not read: never a reason to wait or to die. It will
             # ask again (resend) if it is still there.
@@ -226,3 +267,9 @@ class Server:
                 target.send_multipart(socket.recv_multipart(zmq.NOBLOCK), zmq.NOBLOCK)
             except zmq.Again:
                 return
+
+
+def _drain(socket: zmq.Socket[bytes]) -> None:
+    with suppress(zmq.Again):
+        while True:
+            socket.recv(zmq.NOBLOCK)

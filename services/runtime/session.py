@@ -68,7 +68,8 @@ class Session:
         self._progress = 0
         self._moved_at = self._heard_at = link.clock()
         self._stats: dict[str, float] = {}
-        self._weights_endpoint = welcome.weights
+        self._hub = (welcome.weights, welcome.weights_incarnation)
+        self._weights: Channel | None = None
         self._weights_known = threading.Event()
         if welcome.weights:
             self._weights_known.set()
@@ -93,6 +94,8 @@ class Session:
             StartupError: `broker` is no address, or nobody answers within `deadline_s` seconds.
             RejectedError: the broker refuses us, with its reason, or speaks another protocol.
         """
+        if not broker:
+            raise StartupError("cannot connect to '', an empty --broker: write it as tcp://host:port")
         incarnation = uuid.uuid4().hex[:12]
         link = Link(name, incarnation, clock=clock)
         hello = Join(
@@ -119,7 +122,7 @@ class Session:
         return cls(link, control, welcome, incarnation, stopping or threading.Event())
 
     def weights(self, *, deadline_s: float) -> Channel:
-        """A channel to the weight hub, once one has joined.
+        """The channel to the weight hub, once one has joined; it follows a hub that is restarted.
 
         Raises:
             DeadlineError: no hub joined within `deadline_s` seconds.
@@ -130,7 +133,12 @@ class Session:
                 raise PeerLostError(f"stopped while waiting for a weight hub: {self.stop_reason}")
             if self._link.clock() >= until:
                 raise DeadlineError(f"no weight hub joined the run within {deadline_s:g} s")
-        return self._link.channel(self._weights_endpoint, "weight hub")
+        if self._weights is None:
+            endpoint, _ = self._hub
+            self._weights = self._link.channel(endpoint, "weight hub")
+            if self._hub[0] != endpoint:  # restarted meanwhile
+                self._weights.move(self._hub[0])
+        return self._weights
 
     def progress(self, activity: str, count: int = 1) -> None:
         """The main loop has moved: `count` more units of work, now busy with `activity`."""
@@ -210,9 +218,16 @@ class Session:
             self._heard_at = self._link.clock()
             self.version = ack.version
             if ack.weights:
-                self._weights_endpoint = ack.weights
-                self._weights_known.set()
+                self._hub_is(ack.weights, ack.weights_incarnation)
         self._take_commands()
+
+    def _hub_is(self, endpoint: str, incarnation: str) -> None:
+        """A heartbeat tells where the hub is."""
+        before, self._hub = self._hub, (endpoint, incarnation)
+        self._weights_known.set()
+        if self._weights is not None and before != self._hub:
+            log.info("the weight hub was restarted at %s", endpoint)
+            self._weights.move(endpoint)
 
     def _take_commands(self) -> None:
         while not self._control.pushes.empty():

@@ -14,7 +14,7 @@ from umbra.services.runtime.session import Session
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.metrics import Phases, Row, finite, sample_metrics
-from umbra.services.trainer.snapshot import Snapshot
+from umbra.services.trainer.snapshot import write_shards
 from umbra.services.trainer.update import PolicyUpdate
 
 LEASE_SLICE_S = 1.0  # how long one request for a batch is parked, so that a stop is noticed
@@ -33,7 +33,6 @@ SHOWN = {
 class Outlet:
     """Where new weights go."""
 
-    snapshot: Snapshot
     manifest: Manifest
     publisher: Publisher
 
@@ -83,8 +82,8 @@ class Loop:
             slot = self._outlet.publisher.slot(self.version, timeout_s)
         with self._phases("snapshot"):
             begin = time.perf_counter()
-            self._outlet.snapshot.write(self._outlet.manifest, slot)
-            self._outlet.publisher.publish(self.version, time.perf_counter() - begin)
+            write_shards(self._learner.model, self._outlet.manifest, slot)
+            self._outlet.publisher.publish_soon(self.version, time.perf_counter() - begin)
 
     def _keep_going(self) -> bool:
         self._session.progress(f"training step {self.version + 1}")

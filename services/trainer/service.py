@@ -12,7 +12,7 @@ from umbra.services.runtime.publisher import Publisher
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.loop import Loop, Outlet
 from umbra.services.trainer.policy import export_policy, load_policy
-from umbra.services.trainer.snapshot import Snapshot
+from umbra.services.trainer.snapshot import tensor_layout
 
 HUB_DEADLINE_S = 60.0  # a hub starts within seconds; the rest is for slow machines
 FINISH_S = 60.0  # the buffer ends and drains what is in flight
@@ -38,13 +38,13 @@ def run(context: ServiceContext) -> int:
         )
     model, tokenizer = load_policy(config.model.path)
     learner = Learner(model, config.trainer, config.run.steps)
-    snapshot = Snapshot(learner.model, config.weight_hub.dtype)
-    manifest = build_manifest(snapshot.layout(), config.weight_hub.bucket_bytes)
+    layout = tensor_layout(learner.model, config.weight_hub.dtype)
+    manifest = build_manifest(layout, config.weight_hub.bucket_bytes)
     with context.join("trainer") as session:
         hub = session.weights(deadline_s=HUB_DEADLINE_S)
         with closing(Publisher(hub, manifest)) as publisher:
             publisher.register(config.weight_hub.deadline_s)
-            loop = Loop(context, session, learner, Outlet(snapshot, manifest, publisher))
+            loop = Loop(context, session, learner, Outlet(manifest, publisher))
             loop.publish()
             context.ready({"device": str(learner.device), "bytes": manifest.total_bytes})
             if loop.run():

@@ -1,9 +1,17 @@
-"""The policy's weights as bytes in an arena slot, in the dtype that is served."""
+"""The policy's weights as bytes in an arena slot, in the dtype that is served; nothing is gathered.
+
+Each rank casts the rows that it holds straight to their final place: FSDP2 shards parameters by
+rows (`Shard(0)`), and rows lie one after the other in the slot. What every rank holds whole (one
+rank, DDP, buffers) is divided by rows in the same way. Casting goes piece by piece, so that a rank
+never holds more than its shard and one bucket.
+"""
 
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from umbra.proto.records import Manifest
 
@@ -13,35 +21,131 @@ DTYPES: dict[str, tuple[torch.dtype, str]] = {
     "bfloat16": (torch.bfloat16, "BF16"),
     "float16": (torch.float16, "F16"),
 }
+_TORCH = {name: dtype for dtype, name in DTYPES.values()}
+_NAMES = {dtype: name for dtype, name in DTYPES.values()}
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # what torch adds to names
 
 
-class Snapshot:
-    """Casts a model's parameters into version slots.
+def tensor_layout(model: nn.Module, dtype: str) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Name, safetensors dtype and full shape of every tensor of a version, layer by layer.
 
-    Tensors have the names that Hugging Face's `state_dict` gives them and come in the order of the
-    layers. Tied weights appear once, under their first name; buffers are not sent, since receivers
-    compute them from the configuration.
+    Names are those of Hugging Face's `state_dict`. Tied weights appear once, under their first
+    name. Buffers that a checkpoint would hold are sent as they are, whatever `dtype` is; integer
+    ones are counters of the training and stay here, and all others are computed from the model's
+    configuration.
 
     Args:
-        model: the bare model, without wrappers.
-        dtype: "float32", "bfloat16" or "float16".
+        model: the policy, without wrappers around the whole, sharded or not.
+        dtype: what is served: "float32", "bfloat16" or "float16".
     """
+    served = DTYPES[dtype][1]
+    return [
+        (
+            name,
+            served if isinstance(tensor, nn.Parameter) else _NAMES[tensor.dtype],
+            tuple(tensor.shape),
+        )
+        for name, tensor in _tensors(model).items()
+    ]
 
-    def __init__(self, model: nn.Module, dtype: str) -> None:
-        self._parameters = dict(model.named_parameters())
-        self._dtype, self._dtype_name = DTYPES[dtype]
 
-    def layout(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        """Name, safetensors dtype and shape of every tensor, in order."""
-        return [
-            (name, self._dtype_name, tuple(parameter.shape))
-            for name, parameter in self._parameters.items()
-        ]
+@torch.no_grad()
+def write_shards(
+    model: nn.Module, manifest: Manifest, slot: memoryview, rank: int = 0, world: int = 1
+) -> int:
+    """Cast what `rank` of `world` ranks holds of `model` into `slot`; the bytes written.
 
-    @torch.no_grad()
-    def write(self, manifest: Manifest, slot: memoryview) -> None:
-        """Cast the weights as they are now into `slot`, laid out as `manifest` says."""
-        for entry in manifest.tensors:
-            area = slot[entry.offset : entry.offset + entry.nbytes]
-            target = torch.frombuffer(area, dtype=self._dtype).view(entry.shape)
-            target.copy_(self._parameters[entry.name])
+    All ranks together write every byte of every tensor exactly once. They must not wait for each
+    other here; see `shards.ShardSync` for what comes after.
+
+    Args:
+        model: as given to `tensor_layout` when `manifest` was built.
+        slot: `[manifest.total_bytes]`, the same memory in all ranks.
+
+    Raises:
+        ValueError: a parameter is sharded other than by rows.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # the root stays gathered after a forward pass without a backward
+    tensors = _tensors(model)
+    piece = max(end - start for start, end in manifest.buckets)
+    written = 0
+    for entry in manifest.tensors:
+        own, first = _own_rows(entry.name, tensors[entry.name], rank, world)
+        if own.numel() == 0:
+            continue
+        dtype = _TORCH[entry.dtype]
+        row = entry.nbytes // entry.shape[0] if entry.shape else entry.nbytes
+        begin = entry.offset + first * row
+        area = slot[begin : begin + own.numel() * dtype.itemsize]
+        _cast(torch.frombuffer(area, dtype=dtype).view(own.shape), own, piece)
+        written += len(area)
+    return written
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters, and the buffers that belong to a checkpoint, by name."""
+    stored = model.state_dict(keep_vars=True)
+    buffers = {
+        name: buffer
+        for name, buffer in model.named_buffers()
+        if name in stored and buffer.dtype in _NAMES and buffer.numel()
+    }
+    return {_bare(n): t for n, t in (*model.named_parameters(), *buffers.items())}
+
+
+def _bare(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _own_rows(name: str, tensor: Tensor, rank: int, world: int) -> tuple[Tensor, int]:
+    """The rows of `tensor` that this rank writes, and the number of the first one."""
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        if tensor.dim() == 0:
+            return (tensor, 0) if rank == 0 else (tensor.new_empty(0), 0)
+        start, end = chunk(tensor.shape[0], rank, world)
+        return tensor[start:end], start
+    mesh, placements = tensor.device_mesh, tensor.placements
+    others = [dim for dim in range(mesh.ndim) if isinstance(placements[dim], Replicate)]
+    sharded = [dim for dim in range(mesh.ndim) if dim not in others]
+    if len(sharded) > 1 or any(placements[dim] != Shard(0) for dim in sharded):
+        raise ValueError(f"{name} is placed as {placements}: only Shard(0) can be written by rows")
+    own = tensor.to_local()
+    if any(mesh.get_local_rank(dim) for dim in others):
+        return own[:0], 0  # another replica (HSDP) writes the same rows
+    if not sharded:
+        return own, 0
+    (dim,) = sharded
+    start, end = chunk(tensor.shape[0], mesh.get_local_rank(dim), mesh.size(dim))
+    return own[: end - start], start
+
+
+def chunk(rows: int, rank: int, world: int) -> tuple[int, int]:
+    """Rows `[start, end)` that `rank` of `world` holds, as `torch.chunk` divides them.
+
+    All chunks but the last ones have the same size; those may be smaller, or empty.
+    """
+    size = -(-rows // world)
+    return min(rank * size, rows), min((rank + 1) * size, rows)
+
+
+def _cast(target: Tensor, source: Tensor, piece_bytes: int) -> None:
+    """Copy `source` to `target` (same shape) in pieces of at most `piece_bytes` of either dtype.
+
+    From a GPU, `copy_` makes a cast copy of the piece there first: that is the bucket we pay for.
+    """
+    if max(source.nbytes, target.nbytes) <= piece_bytes or source.dim() == 0:
+        target.copy_(source)
+        return
+    row = max(source.nbytes, target.nbytes) // source.shape[0]
+    if row > piece_bytes:
+        for one_target, one_source in zip(target, source, strict=True):
+            _cast(one_target, one_source, piece_bytes)
+        return
+    step = piece_bytes // row
+    for start in range(0, source.shape[0], step):
+        target[start : start + step].copy_(source[start : start + step])

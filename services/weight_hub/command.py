@@ -1,8 +1,21 @@
-"""`umbra weight-hub`."""
+"""`umbra weight-hub`, and `umbra weight-hub relay` on other nodes."""
 
 from __future__ import annotations
 
-from umbra.services.runtime.command import ServiceContext, service_command
+import socket
+import threading
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import click
+
+from umbra.services.runtime.command import ServiceContext, service_command, tell_ready
+from umbra.services.runtime.config_loader import load_config
+from umbra.services.runtime.logs import setup_logging
+from umbra.services.runtime.metrics import MetricsFile
+from umbra.services.runtime.parent import die_with_parent
+from umbra.services.runtime.signals import stop_on_signals
 
 
 def _run(context: ServiceContext) -> int:
@@ -11,4 +24,55 @@ def _run(context: ServiceContext) -> int:
     return serve(context)
 
 
-command = service_command("weight_hub", _run)
+class _Group(click.Group):
+    """The service itself when no sub-command is named."""
+
+    def __init__(self, service: click.Command) -> None:
+        super().__init__(
+            service.name, invoke_without_command=True, params=service.params, help=service.help
+        )
+        self._service = service
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the service, or the sub-command that was named."""
+        if ctx.protected_args or ctx.args:
+            return super().invoke(ctx)
+        return ctx.invoke(self._service, **ctx.params)
+
+
+@click.command()
+@click.option("--hub", required=True, help="Weights endpoint of the hub.")
+@click.option("--listen", required=True, help="Address for this node's generators.")
+@click.option("--name", default="", help="Name in the run.  [default: relay-<host name>]")
+@click.option("--config", type=str, help="Run file (TOML): its section weight_hub is used.")
+@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override.")
+@click.option("--run-dir", type=click.Path(path_type=Path), help="Folder for metrics.")
+@click.option("--wait-s", default=600.0, help="Seconds to wait for the hub.  [default: 600]")
+def relay(
+    hub: str,
+    listen: str,
+    name: str,
+    config: str | None,
+    overrides: tuple[str, ...],
+    run_dir: Path | None,
+    wait_s: float,
+) -> None:
+    """Get each version once for this node, serve its generators, hand buckets on."""
+    from umbra.services.weight_hub.relay import Relay
+
+    settings = load_config(config, overrides=list(overrides))
+    name = name or f"relay-{socket.gethostname()}"
+    die_with_parent()
+    setup_logging(settings.log, name)
+    if run_dir is not None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    stopping = threading.Event()
+    metrics = MetricsFile(run_dir / "metrics.jsonl" if run_dir else None, name)
+    with closing(metrics), stop_on_signals(stopping):
+        relaying = Relay(name, hub, listen, settings.weight_hub, metrics)
+        tell_ready({"weights": relaying.endpoint, "buckets": relaying.buckets})
+        relaying.run(stopping, wait_s)
+
+
+command = _Group(service_command("weight_hub", _run))
+command.add_command(relay)

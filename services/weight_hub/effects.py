@@ -68,6 +68,7 @@ class Pushed:
     stage_s: float
     commit_s: float
     total_s: float
+    wire_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

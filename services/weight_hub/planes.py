@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from umbra.proto.errors import RejectedError, UsageError
+from umbra.services.weight_hub.nccl_plane import cuda_unavailable, nccl_unavailable
 
 AUTO = "auto"
-ABSENT = "it is not part of this version"
+UNUSED = "CUDA is there, but the hub does not push over this plane yet"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +39,15 @@ def _same_host(hub: str, receiver: str) -> str | None:
     return None if hub == receiver else "the hub's /dev/shm is not the receiver's"
 
 
-def _missing(reason: str) -> Callable[[], str]:
-    return lambda: reason
-
-
-# In the hub's order of preference. A plane that this version does not have is listed with the
-# reason, so that asking for it gets a sentence and not an unknown name.
+# In the hub's order of preference. The agents of `nccl` and `cuda_ipc` exist and can be tried
+# (tests/gpu), but no hub drives them yet: who asks for them gets a sentence.
 PLANES: dict[str, Plane] = {
     plane.name: plane
     for plane in (
-        Plane("cuda_ipc", _missing(f"{ABSENT} and needs CUDA"), _same_host),
+        Plane("cuda_ipc", lambda: cuda_unavailable() or UNUSED, _same_host),
         Plane("shm", _available, _same_host),
-        Plane("nccl", _missing(f"{ABSENT} and needs CUDA and cupy"), _anywhere),
-        Plane("tcp", _missing(ABSENT), _anywhere),
+        Plane("nccl", lambda: nccl_unavailable() or UNUSED, _anywhere),
+        Plane("tcp", _available, _anywhere),
     )
 }
 

@@ -11,9 +11,9 @@ one receiver; epochs count up and are never used again, so a late answer is told
 - *Newest* is the version published last, not the greatest: a trainer that resumed from a checkpoint
   publishes older numbers again.
 - A slot may be granted to the trainer when it holds neither the newest version nor one that a
-  receiver is staging. A receiver reads its slot from PREPARE until its READY, or until it is
-  dropped. Should one that was dropped still read while the trainer writes, its checksums fail: they
-  came with PREPARE.
+  receiver is staging, and is not kept (pinned, or being copied). A receiver reads its slot from
+  PREPARE until its READY (one that streams: until COMMITTED), or until it is dropped. Should one
+  that was dropped still read while the trainer writes, its checksums fail: they came with PREPARE.
 - A failed push is aborted and tried once more; failing again, or missing the deadline of a phase,
   drops the receiver. It may subscribe again and then gets the newest version.
 - A second registration of the same layout is a restarted trainer: nothing changes but who may
@@ -23,8 +23,6 @@ one receiver; epochs count up and are never used again, so a late answer is told
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
-from typing import Literal
 
 from umbra.proto.messages import (
     Abort,
@@ -49,35 +47,9 @@ from umbra.services.weight_hub.effects import (
     Send,
     Ticket,
 )
+from umbra.services.weight_hub.push_state import Grant, Push, Receiver, Slots
 
 ATTEMPTS = 2  # pushes of one version to one receiver that may fail until it is dropped
-
-
-@dataclass(slots=True)
-class _Push:
-    """A push under way."""
-
-    epoch: int
-    publication: Publication
-    attempt: int
-    deadline: float
-    phase: Literal["staging", "committing"] = "staging"
-    ready: Ready | None = None
-
-
-@dataclass(slots=True)
-class _Receiver:
-    peer: Peer
-    since: float
-    push: _Push | None = None
-    served: Publication | None = None  # what it serves of what this hub pushed
-    offered: int = 0  # number of the last publication that was pushed to it
-
-
-@dataclass(slots=True)
-class _Grant:
-    slot: int
-    version: int
 
 
 class PushProtocol:
@@ -96,13 +68,14 @@ class PushProtocol:
         self.counters: Counter[str] = Counter()
         self.digest = ""
         self.newest: Publication | None = None
-        self._slots = slots
+        self.slots = Slots(slots)
         self._deadline_s = deadline_s
         self._publisher: Peer | None = None
-        self._grant: _Grant | None = None
+        self._grant: Grant | None = None
         self._parked: tuple[Ticket, int] | None = None
-        self._receivers: dict[str, _Receiver] = {}
-        self._lobby: dict[str, tuple[Peer, Ticket]] = {}  # subscribed before there was a layout
+        self._receivers: dict[str, Receiver] = {}
+        # Those that subscribed before there was a layout.
+        self._lobby: dict[str, tuple[Peer, Ticket, bool]] = {}
         self._epoch = first_epoch
         self._publications = 0
         self._effects: list[Effect] = []
@@ -131,7 +104,7 @@ class PushProtocol:
             name
             for name, receiver in self._receivers.items()
             if (push := receiver.push) is not None
-            and push.phase == "staging"
+            and (push.phase == "staging" or receiver.streamed)
             and push.publication.slot == slot
         ]
 
@@ -141,16 +114,23 @@ class PushProtocol:
 
     # -- the trainer ------------------------------------------------------------------------------
 
-    def register(self, publisher: Peer, digest: str, now: float) -> list[Effect]:
-        """The trainer stated its layout."""
+    def register(
+        self, publisher: Peer, digest: str, now: float, published: Publish | None = None
+    ) -> list[Effect]:
+        """The trainer stated its layout.
+
+        `published` is what the hub before this one had, if its arena was taken over.
+        """
         if self._publisher != publisher:
             self._refuse_parked("another trainer registered")
             self._grant = None  # what the one before left unfinished
             self._publisher = publisher
         if digest != self.digest:
             self._change_layout(digest)
-        for peer, ticket in self._lobby.values():
-            self._admit(peer, ticket, now)
+            if published is not None:
+                self._add(published.version, published.slot, published.checksums, 0.0, now)
+        for peer, ticket, streamed in self._lobby.values():
+            self._admit(peer, ticket, now, streamed)
         self._lobby.clear()
         return self._settle(now)
 
@@ -172,7 +152,7 @@ class PushProtocol:
         """The trainer has filled its slot."""
         if not self._may_write(ticket, publisher):
             return self._settle(now)
-        if self._grant != _Grant(message.slot, message.version):
+        if self._grant != Grant(message.slot, message.version):
             self._nack(
                 ticket,
                 "not_granted",
@@ -180,27 +160,42 @@ class PushProtocol:
             )
             return self._settle(now)
         self._grant = None
-        self._publications += 1
-        self.newest = Publication(
-            number=self._publications,
-            version=message.version,
-            slot=message.slot,
-            checksums=message.checksums,
-            snapshot_s=message.snapshot_s,
-            at=now,
-        )
+        self._add(message.version, message.slot, message.checksums, message.snapshot_s, now)
         self.counters["published"] += 1
         self._answer(ticket, Ok())
         return self._settle(now)
 
+    # -- the registry -----------------------------------------------------------------------------
+
+    def take_slot(self) -> int | None:
+        """A free slot for the hub itself to write into, kept from now on; None if there is none."""
+        slot = self._free_slot()
+        if slot is not None:
+            self.slots.held.pop(slot, None)
+            self.slots.keep(slot)
+        return slot
+
+    def release(self, slot: int, now: float) -> list[Effect]:
+        """`slot` need not be kept any longer."""
+        self.slots.let_go(slot)
+        return self._settle(now)
+
+    def roll_back(self, version: int, slot: int, sums: list[int], now: float) -> list[Effect]:
+        """Push what lies in `slot` to everyone, as if it were published just now."""
+        self._add(version, slot, sums, 0.0, now)
+        self.counters["rolled_back"] += 1
+        return self._settle(now)
+
     # -- receivers --------------------------------------------------------------------------------
 
-    def subscribe(self, ticket: Ticket, peer: Peer, now: float) -> list[Effect]:
+    def subscribe(
+        self, ticket: Ticket, peer: Peer, now: float, *, streamed: bool = False
+    ) -> list[Effect]:
         """A receiver wants every new version; a second subscription starts it afresh."""
         if self.digest:
-            self._admit(peer, ticket, now)
+            self._admit(peer, ticket, now, streamed)
         else:
-            self._lobby[peer.name] = (peer, ticket)
+            self._lobby[peer.name] = (peer, ticket, streamed)
         return self._settle(now)
 
     def ready(self, peer: Peer, message: Ready, now: float) -> list[Effect]:
@@ -249,20 +244,38 @@ class PushProtocol:
         self.digest = digest
         self.newest = None
         self._grant = None
+        self.slots.clear()
 
-    def _admit(self, peer: Peer, ticket: Ticket, now: float) -> None:
-        self._receivers[peer.name] = _Receiver(peer, now)
+    def _add(self, version: int, slot: int, sums: list[int], snapshot_s: float, now: float) -> None:
+        """What lies in `slot` is the newest version from now on."""
+        self._publications += 1
+        self.newest = self.slots.held[slot] = Publication(
+            number=self._publications,
+            version=version,
+            slot=slot,
+            checksums=sums,
+            snapshot_s=snapshot_s,
+            at=now,
+        )
+
+    def _admit(self, peer: Peer, ticket: Ticket, now: float, streamed: bool) -> None:
+        self._receivers[peer.name] = Receiver(peer, now, streamed)
         self._effects.append(Admit(ticket, peer.name))
 
     def _may_write(self, ticket: Ticket, publisher: Peer) -> bool:
         if publisher == self._publisher:
             return True
-        self._nack(ticket, "not_registered", f"{publisher.name} has not registered its manifest")
+        if self._publisher is None:
+            reason = f"{publisher.name} has not registered its manifest"
+            self._nack(ticket, "not_registered", reason)
+        else:
+            reason = f"{self._publisher.name} has registered since {publisher.name} did"
+            self._nack(ticket, "superseded", reason)
         return False
 
     def _under_way(
         self, peer: Peer, epoch: int, phase: str
-    ) -> tuple[_Receiver, _Push] | tuple[None, None]:
+    ) -> tuple[Receiver, Push] | tuple[None, None]:
         """The push that an answer belongs to; late ones are counted."""
         receiver = self._receivers.get(peer.name)
         if receiver is not None and receiver.peer == peer:
@@ -273,7 +286,7 @@ class PushProtocol:
         return None, None
 
     def _finish(
-        self, receiver: _Receiver, push: _Push, ready: Ready, commit_s: float, now: float
+        self, receiver: Receiver, push: Push, ready: Ready, commit_s: float, now: float
     ) -> None:
         publication = push.publication
         receiver.push, receiver.served = None, publication
@@ -287,11 +300,12 @@ class PushProtocol:
                 wire_s=ready.wire_s,
                 stage_s=ready.stage_s,
                 commit_s=commit_s,
+                wire_bytes=ready.wire_bytes,
                 total_s=now - max(publication.at, receiver.since),
             )
         )
 
-    def _failed(self, receiver: _Receiver, push: _Push, reason: str, now: float) -> None:
+    def _failed(self, receiver: Receiver, push: Push, reason: str, now: float) -> None:
         self.counters["failed"] += 1
         if push.attempt >= ATTEMPTS:
             self._drop(receiver, reason)
@@ -303,7 +317,7 @@ class PushProtocol:
         if push.publication is self.newest:  # else `_settle` starts with what is newer
             self._start(receiver, push.publication, push.attempt + 1, now)
 
-    def _drop(self, receiver: _Receiver, reason: str, *, tell: bool = True) -> None:
+    def _drop(self, receiver: Receiver, reason: str, *, tell: bool = True) -> None:
         push = receiver.push
         version = push.publication.version if push else None
         del self._receivers[receiver.peer.name]
@@ -315,13 +329,13 @@ class PushProtocol:
         self._effects.append(Failed(receiver.peer.name, version, phase, reason, dropped=True))
 
     def _start(
-        self, receiver: _Receiver, publication: Publication, attempt: int, now: float
+        self, receiver: Receiver, publication: Publication, attempt: int, now: float
     ) -> None:
         if receiver.offered:
             self.counters["skipped"] += max(0, publication.number - receiver.offered - 1)
         receiver.offered = publication.number
         self._epoch += 1
-        receiver.push = _Push(self._epoch, publication, attempt, now + self._deadline_s)
+        receiver.push = Push(self._epoch, publication, attempt, now + self._deadline_s)
         self._send(
             receiver,
             Prepare(
@@ -344,24 +358,26 @@ class PushProtocol:
             if slot is not None:
                 ticket, version = self._parked
                 self._parked = None
-                self._grant = _Grant(slot, version)
+                self.slots.held.pop(slot, None)
+                self._grant = Grant(slot, version)
                 self._answer(ticket, SlotGranted(slot=slot))
         effects, self._effects = self._effects, []
         return effects
 
     def _free_slot(self) -> int | None:
-        newest = self.newest.slot if self.newest else None
-        for slot in range(self._slots):
-            if slot != newest and not self.readers(slot):
-                return slot
-        return None
+        taken = {slot for slot in range(self.slots.count) if self.readers(slot)}
+        if self.newest is not None:
+            taken.add(self.newest.slot)
+        if self._grant is not None:
+            taken.add(self._grant.slot)
+        return self.slots.free(taken)
 
     def _refuse_parked(self, reason: str) -> None:
         if self._parked is not None:
             self._nack(self._parked[0], "superseded", reason)
             self._parked = None
 
-    def _send(self, receiver: _Receiver, message: Prepare | Commit | Abort) -> None:
+    def _send(self, receiver: Receiver, message: Prepare | Commit | Abort) -> None:
         self._effects.append(Send(receiver.peer.name, message))
 
     def _answer(self, ticket: Ticket, message: Message) -> None:

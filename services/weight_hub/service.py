@@ -22,9 +22,11 @@ from umbra.proto.messages import (
     Nack,
     Ping,
     Pong,
+    Prepare,
     Publish,
     Ready,
     RegisterManifest,
+    SlotGranted,
     Subscribe,
     Subscribed,
 )
@@ -47,12 +49,18 @@ from umbra.services.weight_hub.effects import (
 )
 from umbra.services.weight_hub.planes import check_plane, choose_plane
 from umbra.services.weight_hub.push import PushProtocol
+from umbra.services.weight_hub.registry import ACCEPTS as REGISTRY
+from umbra.services.weight_hub.registry import Registry
+from umbra.services.weight_hub.tcp import TcpPlane
 
 CHANNEL = "weights"
 ACCEPTS: tuple[type[Message], ...] = (
     RegisterManifest, AcquireSlot, Publish, Subscribe, Ready, Committed, HubStatusRequest, Ping,
+    *REGISTRY,
 )  # fmt: skip
 POLL_S = 0.2
+NO_MANIFEST = Manifest(tensors=[], buckets=[], total_bytes=0, digest="")
+BUSY_POLL_S = 0.01  # while a copy or an export is under way
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +73,8 @@ class WeightHub:
         run_id: names the shared memory.
         config: the section `weight_hub`.
         metrics: receives a row "push" per version and receiver.
+        model_dir: where exports take configuration and tokenizer from.
+        host: names the /dev/shm of this process; empty = find out.
         clock: monotonic seconds.
     """
 
@@ -74,6 +84,8 @@ class WeightHub:
         run_id: str,
         config: WeightHubConfig,
         metrics: MetricsFile,
+        model_dir: str = "",
+        host: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.protocol = PushProtocol(
@@ -84,24 +96,29 @@ class WeightHub:
         self._config = config
         self._metrics = metrics
         self._clock = clock
-        self._host = shm_host()
+        self._host = host or shm_host()
         self._arena: Arena | None = None
         self._token = uuid.uuid4().hex[:8]  # another hub on this machine may have the same run id
         self._arenas_made = 0
         self._manifest: Manifest | None = None
         self._identities: dict[str, bytes] = {}
         self._planes: dict[str, str] = {}
-        for path in remove_leftovers(run_id):
-            log.warning("removed %s, which an earlier hub of this run had left", path)
+        self._tcp: TcpPlane | None = None
+        self._registry = Registry(
+            self.protocol, run_id, self._token, model_dir, on_write=self._overwritten
+        )
 
     def step(self, timeout_s: float = POLL_S) -> int:
         """Serve what arrives within `timeout_s` seconds; the number of requests."""
         due = self.protocol.next_deadline()
         if due is not None:
             timeout_s = min(timeout_s, max(0.0, due - self._clock()))
+        if self._registry.busy:
+            timeout_s = min(timeout_s, BUSY_POLL_S)
         requests = self._server.poll(timeout_s)
         for request in requests:
             self._apply(self._handle(request))
+        self._apply(self._registry.poll(self._clock()))
         self._apply(self.protocol.tick(self._clock()))
         return len(requests)
 
@@ -117,10 +134,11 @@ class WeightHub:
 
     def close(self) -> None:
         """Remove the arena; those who have it mapped may go on reading."""
-        if self._arena is not None:
-            self._arena.unlink()
-            self._arena.close()
-            self._arena = None
+        if self._tcp is not None:
+            self._tcp.close()
+        self._registry.close()
+        self._drop_arena()
+        self._remove_leftovers()
 
     # -- events -----------------------------------------------------------------------------------
 
@@ -128,8 +146,8 @@ class WeightHub:
         peer = Peer(request.header.sender, request.header.incarnation)
         now = self._clock()
         match request.body:
-            case RegisterManifest(manifest=manifest):
-                return self._register(request, peer, manifest, now)
+            case RegisterManifest() as message:
+                return self._register(request, peer, message, now)
             case AcquireSlot(version=version):
                 return self.protocol.acquire(request, peer, version, now)
             case Publish() as message:
@@ -137,9 +155,13 @@ class WeightHub:
             case Subscribe() as message:
                 return self._subscribe(request, peer, message, now)
             case Ready() as message:
+                if message.source_lost and self._tcp is not None:
+                    self._tcp.source_lost(peer.name)
                 return self.protocol.ready(peer, message, now)
             case Committed() as message:
                 return self.protocol.committed(peer, message, now)
+            case body if isinstance(body, REGISTRY):
+                return self._registry.handle(request, body, now)
             case HubStatusRequest():
                 self._server.reply(request, self._status(peer))
             case Ping():
@@ -149,12 +171,16 @@ class WeightHub:
         return []
 
     def _register(
-        self, request: Request, peer: Peer, manifest: Manifest, now: float
+        self, request: Request, peer: Peer, message: RegisterManifest, now: float
     ) -> list[Effect]:
+        manifest, published = message.manifest, None
         try:
             check_manifest(manifest)
             if manifest.digest != self.protocol.digest:
-                self._make_arena(manifest)
+                published = self._take_over(message)
+                if published is None:
+                    self._make_arena(manifest)
+                self._remove_leftovers()
         except WireError as error:
             self._server.reply(request, Nack(code=error.code, reason=str(error), path=error.path))
             return []
@@ -168,7 +194,30 @@ class WeightHub:
             "%s registered %d tensors, %d bytes in %d buckets",
             peer.name, len(manifest.tensors), manifest.total_bytes, len(manifest.buckets),
         )  # fmt: skip
-        return self.protocol.register(peer, manifest.digest, now)
+        return self.protocol.register(peer, manifest.digest, now, published)
+
+    def _take_over(self, message: RegisterManifest) -> Publish | None:
+        """Go on with the arena that the hub before this one has left, if the trainer still has it.
+
+        What was published last, if it is in there; else None.
+        """
+        published = message.published
+        if self._arena is not None or not message.path or published is None:
+            return None
+        if len(published.checksums) != len(message.manifest.buckets):
+            return None
+        size = message.manifest.total_bytes
+        try:
+            arena = Arena.adopt(self._run_id, message.path, slot_bytes=size)
+        except StartupError as error:
+            log.info("the arena of the hub before cannot be used: %s", error)
+            return None
+        if arena.slots != self._config.slots or not 0 <= published.slot < arena.slots:
+            arena.close()
+            return None
+        log.info("took over %s with version %d", arena.path, published.version)
+        self._begin_layout(arena, message.manifest)
+        return published
 
     def _make_arena(self, manifest: Manifest) -> None:
         self._arenas_made += 1
@@ -178,12 +227,32 @@ class WeightHub:
             slot_bytes=manifest.total_bytes,
             slots=self._config.slots,
         )
-        self.close()  # the old layout's; only now, so that a failure leaves it as it is
+        self._begin_layout(arena, manifest)
+
+    def _begin_layout(self, arena: Arena, manifest: Manifest) -> None:
+        self._registry.layout(arena, manifest)
+        self._drop_arena()  # the old layout's; only now, so that a failure left it as it was
         self._arena, self._manifest = arena, manifest
+
+    def _overwritten(self, slot: int) -> None:
+        """`slot` is about to be written."""
+        if self._tcp is not None:
+            self._tcp.granted(slot)
+
+    def _drop_arena(self) -> None:
+        if self._arena is not None:
+            self._arena.unlink()
+            self._arena.close()
+            self._arena = None
+
+    def _remove_leftovers(self) -> None:
+        # Not at the start: the trainer may still have the arena of the hub before this one.
+        for path in remove_leftovers(self._run_id):
+            log.warning("removed %s, which an earlier hub of this run had left", path)
 
     def _publish(self, request: Request, peer: Peer, message: Publish, now: float) -> list[Effect]:
         buckets = len(self._manifest.buckets) if self._manifest else 0
-        if len(message.checksums) != buckets:
+        if self._manifest is not None and len(message.checksums) != buckets:
             reason = f"{len(message.checksums)} checksums for {buckets} buckets"
             self._server.reply(request, Nack(code="malformed", reason=reason, path="checksums"))
             return []
@@ -194,12 +263,35 @@ class WeightHub:
     ) -> list[Effect]:
         try:
             plane = choose_plane(self._config.plane, self._host, message.host, message.planes)
+            if plane == "tcp" and not message.serves and self._tcp is not None:
+                relay = self._tcp.relay_at(message.host)
+                if relay not in ("", message.avoid):
+                    reply = Subscribed(manifest=NO_MANIFEST, plane="relay", path=relay)
+                    self._server.reply(request, reply)
+                    return []
+            if plane == "tcp":
+                self.open_tcp().subscribed(peer.name, message)
         except RejectedError as error:
             self._server.reply(request, Nack(code=error.code, reason=str(error)))
             return []
+        except StartupError as error:
+            self._server.reply(request, Nack(code="no_plane", reason=str(error)))
+            return []
         self._planes[peer.name] = plane
         self._identities[peer.name] = request.identity
-        return self.protocol.subscribe(request, peer, now)
+        return self.protocol.subscribe(request, peer, now, streamed=message.streamed)
+
+    def open_tcp(self) -> TcpPlane:
+        """The plane `tcp`, from now on.
+
+        Raises:
+            StartupError: its address is taken or not ours.
+        """
+        if self._tcp is None:
+            host, _, _ = self._server.endpoint(CHANNEL).rpartition(":")
+            endpoint = self._config.buckets_listen or f"{host}:*"
+            self._tcp = TcpPlane("weight-hub", self._token, endpoint, self._config)
+        return self._tcp
 
     def _status(self, peer: Peer) -> HubStatus:
         newest = self.protocol.newest
@@ -217,20 +309,35 @@ class WeightHub:
         while todo:
             match todo.popleft():
                 case Answer(ticket=ticket, message=message):
+                    if isinstance(message, SlotGranted):
+                        self._overwritten(message.slot)
                     self._server.reply(cast(Request, ticket), message)
                 case Admit(ticket=ticket, receiver=name):
                     self._admit(cast(Request, ticket), name)
                 case Send(receiver=name, message=message):
+                    message = self._complete(name, message)
                     if not self._server.push(CHANNEL, self._identities[name], message):
+                        if self._tcp is not None:
+                            self._tcp.left(name)  # before its successor is told of its source
                         todo.extend(self.protocol.lost(name, "it is unreachable", self._clock()))
                 case Pushed() as pushed:
                     self._record(pushed)
                 case Failed() as failed:
+                    if failed.dropped and self._tcp is not None:
+                        self._tcp.left(failed.receiver)
                     log.warning(
                         "push of version %s to %s failed while %s%s: %s", failed.version,
                         failed.receiver, failed.phase, ", dropped" if failed.dropped else "",
                         failed.reason,
                     )  # fmt: skip
+
+    def _complete(self, name: str, message: Message) -> Message:
+        """`message` with what its receiver's plane needs to know."""
+        if not isinstance(message, Prepare) or self._planes[name] != "tcp":
+            return message
+        assert self._manifest is not None and self._arena is not None and self._tcp is not None
+        self._tcp.layout(self._manifest)
+        return self._tcp.prepare(name, message, self._arena.slot(message.slot))
 
     def _admit(self, request: Request, name: str) -> None:
         assert self._manifest is not None and self._arena is not None
@@ -250,6 +357,7 @@ class WeightHub:
             plane=self._planes[pushed.receiver],
             bytes=self._manifest.total_bytes,
             snapshot_s=pushed.snapshot_s,
+            wire_bytes=pushed.wire_bytes,
             wire_s=pushed.wire_s,
             stage_s=pushed.stage_s,
             commit_s=pushed.commit_s,
@@ -275,7 +383,9 @@ def serve(context: ServiceContext) -> int:
     try:
         endpoint = server.bind(CHANNEL, config.listen, ACCEPTS)
         with context.join("weight_hub", {CHANNEL: endpoint}) as session:
-            hub = WeightHub(server, session.welcome.run_id, config, context.metrics)
+            hub = WeightHub(
+                server, session.welcome.run_id, config, context.metrics, context.config.model.path
+            )
             try:
                 context.ready({CHANNEL: endpoint})
                 _loop(hub, session)

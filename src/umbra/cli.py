@@ -36,9 +36,16 @@ COMMANDS: dict[str, SubCommand] = {
     "weight-hub": SubCommand(
         "umbra.services.weight_hub.command:command", "Push new weights to the generators."
     ),
+    "weights": SubCommand(
+        "umbra.services.weight_hub.weights_command:command",
+        "List, pin, roll back and export versions of the weights.",
+    ),
     "monitor": SubCommand("umbra.services.monitor.command:monitor", "Watch a run live."),
     "status": SubCommand("umbra.services.monitor.command:status", "Print the state of a run once."),
     "ping": SubCommand("umbra.services.monitor.command:ping", "Check that a service answers."),
+    "env": SubCommand(
+        "umbra.deploy.env_command:command", "Show versions, devices and what is available."
+    ),
     "config": SubCommand("umbra.deploy.command:config", "Check and show a run file."),
     "make-model": SubCommand(
         "umbra.services.trainer.make_model:command", "Create a small model with random weights."

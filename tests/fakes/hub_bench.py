@@ -38,7 +38,7 @@ class Bench:
         self._metrics = MetricsFile(self.metrics_path, "weight-hub")
         self._run_id = run_id
         self._context = context
-        self._closers: list[Callable[[], None]] = []
+        self.closers: list[Callable[[], None]] = []
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self.server: Server | None = None
@@ -51,10 +51,15 @@ class Bench:
         if self.server is None:
             self.server = Server(self._context, "weight-hub", uuid.uuid4().hex)
             self.endpoint = self.server.bind(CHANNEL, self.endpoint, ACCEPTS)
-        options = WeightHubConfig(**{"deadline_s": WAIT_S, **config})  # type: ignore[arg-type]
+        options = self.config(**config)
         self.hub = WeightHub(self.server, self._run_id, options, self._metrics)
         self._thread = threading.Thread(target=self._main)
         self._thread.start()
+
+    @staticmethod
+    def config(**values: object) -> WeightHubConfig:
+        """A section `weight_hub` for tests."""
+        return WeightHubConfig(**{"deadline_s": WAIT_S, **values})  # type: ignore[arg-type]
 
     def _main(self) -> None:
         while not self._stop.is_set():
@@ -70,18 +75,18 @@ class Bench:
 
     def channel(self, name: str) -> Channel:
         link = Link(name, uuid.uuid4().hex)
-        self._closers.append(link.close)
+        self.closers.append(link.close)
         return link.channel(self.endpoint, "weight hub")
 
     def publisher(self, manifest: Manifest = LAYOUT, name: str = "trainer") -> Publisher:
         publisher = Publisher(self.channel(name), manifest)
-        self._closers.append(publisher.close)
+        self.closers.append(publisher.close)
         publisher.register(WAIT_S)
         return publisher
 
     def receiver(self, name: str) -> Receiver:
         receiver = Receiver(self.channel(name), check_s=0.05, retry_s=0.02)
-        self._closers.append(receiver.close)
+        self.closers.append(receiver.close)
         receiver.subscribe(WAIT_S)
         return receiver
 
@@ -90,7 +95,7 @@ class Bench:
         return [json.loads(line) for line in text.splitlines()]
 
     def close(self) -> None:
-        for close in reversed(self._closers):
+        for close in reversed(self.closers):
             close()
         self.stop()
         if self.server is not None:

@@ -216,13 +216,15 @@ def test_a_receiver_elsewhere_is_told_why_there_is_no_way(bench: Bench) -> None:
 
 def test_planes_are_chosen_and_refused_with_reasons() -> None:
     assert choose_plane("auto", "h", "h", ["tcp", "shm"]) == "shm"
-    with pytest.raises(RejectedError, match="tcp: it is not part of this version"):
-        choose_plane("auto", "h", "other", ["tcp"])
+    assert choose_plane("auto", "h", "other", ["shm", "tcp"]) == "tcp"
+    with pytest.raises(RejectedError, match="shm: the hub's /dev/shm is not the receiver's"):
+        choose_plane("auto", "h", "other", ["shm"])
     with pytest.raises(RejectedError, match="plane shm is set"):
         choose_plane("shm", "h", "h", ["tcp"])
     check_plane("auto")
     check_plane("shm")
-    for name in set(PLANES) - {"shm"}:
+    check_plane("tcp")
+    for name in set(PLANES) - {"shm", "tcp"}:
         with pytest.raises(UsageError, match=f'weight_hub.plane = "{name}" cannot be used'):
             check_plane(name)
 

@@ -244,7 +244,8 @@ def test_the_hub_is_told_to_everyone() -> None:
         endpoints={"weights": "tcp://h:9"},
     )  # fmt: skip
     assert isinstance(run.ask("hub", body), Welcome)
-    assert run.beat("a") == HeartbeatAck(version=0, weights="tcp://h:9")
+    ack = HeartbeatAck(version=0, weights="tcp://h:9", weights_incarnation="hub-1")
+    assert run.beat("a") == ack
     run.ask("hub", Leave(reason=""))
     assert run.beat("a") == HeartbeatAck(version=0, weights="")
 

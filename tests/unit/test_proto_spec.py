@@ -15,7 +15,17 @@ import pytest
 
 from umbra.proto import errors, messages, records, sockets
 from umbra.proto.codec import DEFAULT_LIMITS
-from umbra.proto.messages import ANY, CONTROL, DATA, TELEMETRY, TYPES, WEIGHTS, Header, Message
+from umbra.proto.messages import (
+    ANY,
+    BUCKETS,
+    CONTROL,
+    DATA,
+    TELEMETRY,
+    TYPES,
+    WEIGHTS,
+    Header,
+    Message,
+)
 from umbra.proto.version import PROTOCOL_MAJOR, PROTOCOL_MINOR
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,6 +36,7 @@ CHAPTERS: dict[str, tuple[type[Message], ...]] = {
     "Control socket": CONTROL,
     "Data socket": DATA,
     "Weights socket": WEIGHTS,
+    "Buckets socket": BUCKETS,
     "Events": TELEMETRY,
 }
 RECORDS = {
@@ -167,7 +178,9 @@ def test_socket_options() -> None:
     assert f"timeout of {sockets.HEARTBEAT_TIMEOUT_MS} ms" in text
     assert f"after {sockets.RECONNECT_MS} to {sockets.RECONNECT_MAX_MS} ms" in text
     hwm = {row[0]: int(row[4]) for row in rows(section("Sockets", 2))}
-    assert {hwm[name] for name in ("control", "data", "weights")} == {sockets.HWM_MESSAGES}
+    assert {hwm[name] for name in ("control", "data", "weights", "buckets")} == {
+        sockets.HWM_MESSAGES
+    }
     assert {hwm[name] for name in ("events in", "events out")} == {sockets.TELEMETRY_HWM_MESSAGES}
 
 

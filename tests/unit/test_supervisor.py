@@ -9,7 +9,7 @@ from umbra.deploy.supervisor import Program, Supervisor
 
 PROGRAMS = (
     Program("buffer", ("buffer",), wave=2),
-    Program("weight-hub", ("hub",), wave=1),
+    Program("weight-hub", ("hub",), wave=1, restart=True),
     Program("trainer", ("trainer",), wave=0),
     Program("generator-0", ("generator",), wave=0, elastic=True),
     Program("generator-1", ("generator",), wave=0, elastic=True),
@@ -156,7 +156,21 @@ def test_what_would_fail_again_is_not_restarted(stage: Stage, code: int) -> None
     assert stage.supervisor.restarts() == {}
 
 
-@pytest.mark.parametrize("name", ["buffer", "weight-hub", "trainer"])
+def test_a_hub_is_restarted_but_the_run_cannot_do_without_it(stage: Stage) -> None:
+    stage.end("weight-hub", KILL)
+    stage.at(1)
+    assert stage.said == ["weight-hub ended (killed by SIGKILL): restart 1 in 0.5 s"]
+    stage.at(2)
+    assert len(stage.children["weight-hub"]) == 2
+    assert stage.supervisor.failure is None
+    crash_until_given_up(stage, "weight-hub")
+    failure = stage.supervisor.failure
+    assert failure is not None
+    assert failure.program == "weight-hub"
+    assert failure.reason.startswith("weight-hub ended again, after 5 restarts")
+
+
+@pytest.mark.parametrize("name", ["buffer", "trainer"])
 @pytest.mark.parametrize(("code", "exit_code"), [(3, 3), (1, 6), (KILL, 5)])
 def test_the_loss_of_an_essential_process_ends_the_run(
     stage: Stage, name: str, code: int, exit_code: int

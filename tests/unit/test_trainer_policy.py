@@ -14,7 +14,7 @@ from umbra.services.runtime.manifest import build_manifest
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.make_model import make_model
 from umbra.services.trainer.policy import export_policy, load_policy
-from umbra.services.trainer.snapshot import DTYPES, Snapshot
+from umbra.services.trainer.snapshot import DTYPES, tensor_layout, write_shards
 
 
 @pytest.fixture(scope="module")
@@ -100,10 +100,11 @@ def test_an_export_is_whole_and_replaces_an_older_one(tmp_path: Path, directory:
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_a_snapshot_holds_the_state_dict(directory: Path, dtype: str) -> None:
     model, _ = load_policy(directory)
-    snapshot = Snapshot(model, dtype)
-    manifest = build_manifest(snapshot.layout(), bucket_bytes=4096)
+    manifest = build_manifest(tensor_layout(model, dtype), bucket_bytes=4096)
     slot = bytearray(manifest.total_bytes)
-    snapshot.write(manifest, memoryview(slot))
+    assert write_shards(model, manifest, memoryview(slot)) == sum(
+        e.nbytes for e in manifest.tensors
+    )
     state = model.state_dict()
     names = [entry.name for entry in manifest.tensors]
     assert names == [name for name in state if name != "lm_head.weight"], "tied weights once"

@@ -1,0 +1,92 @@
+"""Network namespaces joined by a bridge, each with a link of a given rate: nodes on one machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from types import TracebackType
+
+PREFIX = "umbra"
+NETWORK = "10.77.77"
+
+
+def why_not() -> str:
+    """Why shaped links cannot be made here; empty if they can."""
+    if os.geteuid() != 0:
+        return "needs root"
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            return f"{tool} is not installed (package iproute2)"
+    try:
+        with Links(1, rate="1gbit"):
+            return ""
+    except subprocess.CalledProcessError as error:
+        return f"{' '.join(error.cmd)}: {error.stderr.strip()}"
+
+
+class Links:
+    """Nodes 0 to `count` - 1, each a namespace with one interface shaped both ways.
+
+    This process reaches them too, without a limit of its own.
+    """
+
+    def __init__(self, count: int, rate: str) -> None:
+        self._count = count
+        self._rate = rate
+        self._bridge = f"{PREFIX}{os.getpid() % 10000}"
+
+    def address(self, node: int) -> str:
+        """Of a node, on the bridge's network."""
+        return f"{NETWORK}.{node + 1}"
+
+    def enter(self, node: int) -> list[str]:
+        """What to put before a command so that it runs on a node."""
+        return ["ip", "netns", "exec", self._name(node)]
+
+    def __enter__(self) -> Links:
+        try:
+            _run("ip", "link", "add", self._bridge, "type", "bridge")
+            _run("ip", "addr", "add", f"{NETWORK}.254/24", "dev", self._bridge)
+            _run("ip", "link", "set", self._bridge, "up")
+            for node in range(self._count):
+                self._add(node)
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._remove()
+
+    def _add(self, node: int) -> None:
+        name, outer = self._name(node), f"{self._bridge}-{node}"
+        inside = ("ip", "netns", "exec", name)
+        _run("ip", "netns", "add", name)
+        _run("ip", "link", "add", outer, "type", "veth", "peer", "name", "eth0", "netns", name)
+        _run("ip", "link", "set", outer, "master", self._bridge, "up")
+        _run(*inside, "ip", "link", "set", "lo", "up")
+        _run(*inside, "ip", "addr", "add", f"{self.address(node)}/24", "dev", "eth0")
+        _run(*inside, "ip", "link", "set", "eth0", "up")
+        shape = ("root", "tbf", "rate", self._rate, "burst", "256kb", "latency", "50ms")
+        _run("tc", "qdisc", "add", "dev", outer, *shape)
+        _run(*inside, "tc", "qdisc", "add", "dev", "eth0", *shape)
+
+    def _remove(self) -> None:
+        for node in range(self._count):
+            subprocess.run(
+                ["ip", "netns", "del", self._name(node)], capture_output=True, check=False
+            )
+        subprocess.run(["ip", "link", "del", self._bridge], capture_output=True, check=False)
+
+    def _name(self, node: int) -> str:
+        return f"{self._bridge}-{node}"
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)

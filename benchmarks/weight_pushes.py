@@ -1,0 +1,140 @@
+"""Pushes with Umbra: a hub, receivers and relays as processes of their own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weight_links import Links
+from weight_model import Model
+
+from umbra.services.runtime.link import Link
+from umbra.services.runtime.publisher import Publisher
+
+SCRIPT = Path(__file__).with_name("weight_push.py")
+DEADLINE_S = 120.0
+BUCKET_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """One push: seconds, and bytes on the wire to the first receiver."""
+
+    push_s: float
+    snapshot_s: float
+    commit_s: float
+    wire_bytes: int
+    nbytes: int
+    changed: float
+
+
+class Role:
+    """A process of the benchmark; lines of JSON come out of it. It ends when its stdin does."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def hear(self) -> dict[str, Any]:
+        """Its next line."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self._process.args} ended with {self._process.wait()}")
+        return json.loads(line)
+
+    def tell(self, text: str) -> None:
+        """A line to its stdin."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{text}\n")
+        self._process.stdin.flush()
+
+    def close(self) -> None:
+        """End it."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+
+def role(*arguments: object, prefix: Sequence[str] = ()) -> Role:
+    """Start a role of `weight_push.py`."""
+    return Role([*prefix, sys.executable, str(SCRIPT), *map(str, arguments)])
+
+
+def push_umbra(
+    model: Model,
+    plane: str,
+    delta: str,
+    lr: float,
+    count: int,
+    passes: int,
+    *,
+    links: Links | None = None,
+    relays: bool = False,
+) -> list[Pushed]:
+    """Push `passes` versions, after one that warms up, to `count` receivers."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        metrics = folder / "metrics.jsonl"
+        listen = f"tcp://{links.address(0)}:*" if links else "tcp://127.0.0.1:*"
+        prefix = links.enter(0) if links else ()
+        hub = stack.enter_context(
+            closing(role("hub", plane, delta, listen, metrics, prefix=prefix))
+        )
+        endpoint = hub.hear()["endpoint"]
+        link = Link("trainer", uuid.uuid4().hex)
+        stack.callback(link.close)
+        manifest = model.manifest(BUCKET_BYTES)
+        publisher = Publisher(link.channel(endpoint, "weight hub"), manifest)
+        stack.callback(publisher.close)
+        publisher.register(DEADLINE_S)
+        receivers: list[Role] = []
+        for index in range(count):
+            prefix = links.enter(index + 1) if links else ()
+            source, way = endpoint, plane
+            if relays:
+                assert links is not None
+                listen = f"tcp://{links.address(index + 1)}:*"
+                command = ["relay", f"relay-{index}", endpoint, listen]
+                relay = stack.enter_context(closing(role(*command, prefix=prefix)))
+                source, way = relay.hear()["endpoint"], "shm"
+            command = ["receiver", f"gen-{index}", source, way, model.size]
+            receivers.append(stack.enter_context(closing(role(*command, prefix=prefix))))
+            receivers[-1].hear()
+        runs = [_push(model, publisher, receivers, v, lr) for v in range(passes + 2)][2:]
+        rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+        sent = {r["version"]: r["wire_bytes"] for r in rows if r["receiver"].endswith("-0")}
+        return [
+            Pushed(*values, wire_bytes=sent[v + 2], nbytes=model.nbytes, changed=changed)
+            for v, (changed, *values) in enumerate(runs)
+        ]
+
+
+def _push(
+    model: Model, publisher: Publisher, receivers: list[Role], version: int, lr: float
+) -> tuple[float, float, float, float]:
+    changed = model.learn(lr) if version else 0.0
+    began = time.monotonic()
+    slot = publisher.slot(version, DEADLINE_S)
+    model.write(publisher.manifest, slot)
+    publisher.publish_soon(version, time.monotonic() - began)
+    snapshot_s = time.monotonic() - began
+    heard = [receiver.hear() for receiver in receivers]
+    assert all(line["version"] == version and line["whole"] for line in heard), heard
+    push_s = max(line["done_at"] for line in heard) - began
+    return changed, push_s, snapshot_s, max(line["commit_s"] for line in heard)

@@ -1,0 +1,84 @@
+"""How the bytes of a version get into a receiver's memory: one intake for each plane."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from umbra.proto.errors import StartupError
+from umbra.proto.messages import Prepare
+from umbra.proto.records import Manifest
+from umbra.services.runtime.arena import ArenaReader
+from umbra.services.runtime.manifest import checksum
+
+
+@dataclass(frozen=True, slots=True)
+class Intaken:
+    """What became of one version: seconds of transfer and of verifying, and what went wrong."""
+
+    wire_s: float = 0.0
+    stage_s: float = 0.0
+    wire_bytes: int = 0
+    error: str = ""
+    source_lost: bool = False
+
+
+class Intake(Protocol):
+    """Fills one of the receiver's buffers with a version, and verifies every bucket there."""
+
+    def take(self, message: Prepare, target: int, interrupted: Callable[[], bool]) -> Intaken:
+        """Bring the version that `message` names into buffer `target`.
+
+        `interrupted` tells, from time to time, that nobody wants it any longer.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of files and sockets."""
+        ...
+
+
+class ArenaIntake:
+    """Plane `shm`: copies from the hub's arena.
+
+    Args:
+        path: of the arena.
+        manifest: the layout.
+        buffers: to be filled, `[manifest.total_bytes]` each.
+
+    Raises:
+        StartupError: the arena cannot be seen from here.
+    """
+
+    def __init__(self, path: str, manifest: Manifest, buffers: Sequence[memoryview]) -> None:
+        self._manifest = manifest
+        self._buffers = buffers
+        self._reader = ArenaReader(path, slot_bytes=manifest.total_bytes)
+
+    def take(self, message: Prepare, target: int, interrupted: Callable[[], bool]) -> Intaken:
+        """Copy and verify bucket by bucket, while each is still in the cache.
+
+        It is the private copy that is verified: the slot may change, the copy can't.
+        """
+        data = self._buffers[target]
+        wire_s = stage_s = 0.0
+        for index, (start, end) in enumerate(self._manifest.buckets):
+            began = time.perf_counter()
+            try:
+                self._reader.read(message.slot, start, data[start:end])
+            except (IndexError, OSError, StartupError) as error:
+                return Intaken(wire_s, stage_s, start, str(error))
+            copied = time.perf_counter()
+            actual = checksum(data[start:end])
+            wire_s += copied - began
+            stage_s += time.perf_counter() - copied
+            if actual != message.checksums[index]:
+                error = f"checksum of bucket {index} [{start}, {end}) is wrong"
+                return Intaken(wire_s, stage_s, end, error)
+        return Intaken(wire_s, stage_s, self._manifest.total_bytes)
+
+    def close(self) -> None:
+        """Close the arena."""
+        self._reader.close()

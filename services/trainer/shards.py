@@ -1,0 +1,134 @@
+"""How the ranks of a trainer make one snapshot together.
+
+Rank 0 has a slot of the arena, tells the others where it is, and all write their rows. When all
+have, each computes the checksums of an equal share of the buckets (buckets may hold rows of several
+ranks), and rank 0 collects them for Publish. They meet in a `torch.distributed` store, which is
+neither the training's process group nor the hub: a rank that is gone is a deadline here, and no
+collective that hangs.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Protocol
+
+from torch import nn
+from torch.distributed import DistError
+
+from umbra.proto.errors import DeadlineError
+from umbra.proto.records import Manifest
+from umbra.services.runtime.manifest import checksum
+from umbra.services.trainer.snapshot import write_shards
+
+
+class Store(Protocol):
+    """What is needed of a `torch.distributed.Store`."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
+    def delete_key(self, key: str, /) -> bool: ...
+
+
+class ShardSync:
+    """One rank's view of the meeting place.
+
+    Args:
+        store: shared by all ranks, for this purpose alone (`PrefixStore`).
+        timeout_s: seconds that the slowest rank may take for each part.
+    """
+
+    def __init__(self, store: Store, rank: int, world: int, timeout_s: float) -> None:
+        self.rank = rank
+        self.world = world
+        self._store = store
+        self._timeout_s = timeout_s
+        self._meetings = 0
+
+    def tell(self, what: str, value: str) -> None:
+        """Leave `value` for the other ranks; `what` names it once."""
+        self._store.set(f"{what}/{self.rank}", value)
+
+    def hear(self, what: str, rank: int) -> str:
+        """What `rank` told.
+
+        Raises:
+            DeadlineError: it told nothing in time.
+        """
+        key = f"{what}/{rank}"
+        try:
+            self._store.wait([key], timedelta(seconds=self._timeout_s))
+        except DistError as error:
+            raise DeadlineError(
+                f"trainer rank {rank} did not reach {what!r} within {self._timeout_s:g} s"
+            ) from error
+        return self._store.get(key).decode()
+
+    def agree(self, place: tuple[str, int] | None) -> tuple[str, int]:
+        """Path of the arena and slot, given by rank 0 (None elsewhere), for the next snapshot.
+
+        Raises:
+            DeadlineError: rank 0 gave none in time.
+        """
+        self._meetings += 1
+        what = f"slot of snapshot {self._meetings}"
+        if self.rank == 0:
+            if place is None:
+                raise ValueError("rank 0 has to name the slot")
+            path, slot = place
+            self.tell(what, f"{slot} {path}")
+            self._forget(self._meetings - 1)
+            return place
+        slot_text, _, path = self.hear(what, 0).partition(" ")
+        return path, int(slot_text)
+
+    def meet(self, what: str) -> None:
+        """Go on when all ranks are here.
+
+        Raises:
+            DeadlineError: one of them did not come in time.
+        """
+        key = f"{what} of snapshot {self._meetings}"
+        self.tell(key, "here")
+        for rank in range(self.world):
+            self.hear(key, rank)
+
+    def collect(self, sums: list[int]) -> list[int]:
+        """On rank 0 the checksums of all ranks in order; on the others none.
+
+        Raises:
+            DeadlineError: a rank's did not come in time.
+        """
+        what = f"checksums of snapshot {self._meetings}"
+        if self.rank:
+            self.tell(what, " ".join(map(str, sums)))
+            return []
+        for rank in range(1, self.world):
+            sums = sums + [int(text) for text in self.hear(what, rank).split()]
+        return sums
+
+    def _forget(self, meeting: int) -> None:
+        """Keep the store small: all ranks are past that meeting when rank 0 begins the next."""
+        for what in ("slot", "written", "checksums"):
+            for rank in range(self.world):
+                self._store.delete_key(f"{what} of snapshot {meeting}/{rank}")
+
+
+def own_buckets(count: int, rank: int, world: int) -> range:
+    """The buckets of `count` whose checksums `rank` computes: equal shares, in order."""
+    return range(rank * count // world, (rank + 1) * count // world)
+
+
+def snapshot_shards(
+    model: nn.Module, manifest: Manifest, slot: memoryview, sync: ShardSync
+) -> list[int]:
+    """Write this rank's rows into `slot`, wait for the others; all checksums on rank 0, else none.
+
+    Raises:
+        DeadlineError: another rank did not do its part in time.
+    """
+    write_shards(model, manifest, slot, sync.rank, sync.world)
+    sync.meet("written")
+    mine = own_buckets(len(manifest.buckets), sync.rank, sync.world)
+    sums = [checksum(slot[start:end]) for start, end in (manifest.buckets[i] for i in mine)]
+    return sync.collect(sums)

@@ -1,0 +1,84 @@
+"""A held version as a Hugging Face directory, written without torch.
+
+The weights become one `model.safetensors`: eight bytes with the length of a JSON header, that
+header, then the tensors one after the other, little-endian and row-major, as they lie in the slot.
+All else (configuration, tokenizer) is copied from the directory that the run started from.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+from umbra.proto.errors import UmbraError
+from umbra.proto.records import Manifest
+from umbra.services.runtime.manifest import checksums
+
+HEADER_ALIGN = 8
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+# Weights in any format, and the indices of sharded ones: what this version replaces.
+WEIGHT_SUFFIXES = (
+    ".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf",
+    ".h5", ".msgpack", ".onnx", ".ckpt",
+)  # fmt: skip
+
+
+def export_version(
+    manifest: Manifest, data: memoryview, sums: list[int], model_dir: Path, out: Path
+) -> None:
+    """Write the version in `data`, `[manifest.total_bytes]`, as directory `out`, whole or not.
+
+    Raises:
+        UmbraError: the bytes are not those that were published.
+        OSError: it cannot be written.
+    """
+    if checksums(manifest, data) != sums:
+        raise UmbraError("the version in memory is not the one that was published")
+    scratch = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    try:
+        for path in sorted(model_dir.iterdir()):
+            if path.is_file() and path.name[0] != "." and not path.name.endswith(WEIGHT_SUFFIXES):
+                shutil.copyfile(path, scratch / path.name)
+        _set_dtype(scratch / "config.json", manifest)
+        _write_safetensors(scratch / "model.safetensors", manifest, data)
+        scratch.rename(out)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+
+
+def _write_safetensors(path: Path, manifest: Manifest, data: memoryview) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for entry in manifest.tensors:
+        end = position + entry.nbytes
+        header[entry.name] = {
+            "dtype": entry.dtype,
+            "shape": entry.shape,
+            "data_offsets": [position, end],
+        }
+        position = end
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % HEADER_ALIGN)
+    with path.open("xb") as file:
+        file.write(struct.pack("<Q", len(encoded)))
+        file.write(encoded)
+        for entry in manifest.tensors:
+            file.write(data[entry.offset : entry.offset + entry.nbytes])
+
+
+def _set_dtype(path: Path, manifest: Manifest) -> None:
+    """Let `config.json` name the dtype that the weights have now (of most of the bytes)."""
+    sizes: dict[str, int] = {}
+    for entry in manifest.tensors:
+        sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.nbytes
+    config = json.loads(path.read_text(encoding="utf-8"))
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    config[key] = DTYPES[max(sizes, key=lambda name: sizes[name])]
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,98 @@
+"""One version through a communicator: buckets in a ring of device buffers, with deadlines."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from umbra.proto.errors import DeadlineError, UmbraError
+
+POLL_S = 0.0002  # between two looks at an event
+
+
+class Mark(Protocol):
+    """A point in a stream of work."""
+
+    @property
+    def done(self) -> bool: ...
+
+
+class Copier(Protocol):
+    """What is needed of a device; `nccl_plane.Device` is one."""
+
+    def to_device(self, target: int, source: int, size: int) -> None: ...
+    def to_host(self, target: int, source: int, size: int) -> None: ...
+    def mark_copies(self) -> Mark: ...
+    def mark_collectives(self) -> Mark: ...
+
+
+class Communicator(Protocol):
+    """What is needed of a communicator; `nccl_plane.NcclCommunicator` is one."""
+
+    def broadcast(self, address: int, size: int) -> None: ...
+    def check(self) -> None: ...
+    def abort(self) -> bool: ...
+
+
+def broadcast(
+    buckets: Sequence[tuple[int, int]],
+    device: Copier,
+    communicator: Communicator,
+    *,
+    host: int,
+    ring: Sequence[int],
+    sends: bool,
+    deadline_s: float,
+    clock: Callable[[], float] = time.monotonic,
+    pause: Callable[[float], None] = time.sleep,
+) -> None:
+    """Send a version from host memory, or receive it there; all ranks with the same `buckets`.
+
+    Copies of one bucket run beside the broadcast of another. After any failure the communicator is
+    aborted and of no more use; the bytes in `host` are then incomplete.
+
+    Args:
+        buckets: byte ranges of the version.
+        host: address of the version in pinned memory.
+        ring: addresses of device buffers, each as large as the largest bucket.
+        sends: rank 0 sends, all others receive.
+        deadline_s: seconds that any one bucket may take.
+
+    Raises:
+        DeadlineError: a bucket was not through in time: a peer is gone or stuck.
+        PeerLostError: NCCL says so itself.
+    """
+    marks: list[Mark | None] = [None] * len(ring)
+
+    def wait(index: int, lane: int) -> None:
+        mark = marks[lane]
+        until = clock() + deadline_s
+        while mark is not None and not mark.done:
+            communicator.check()
+            if clock() >= until:
+                raise DeadlineError(
+                    f"bucket {index} of {len(buckets)} was not broadcast within {deadline_s:g} s"
+                )
+            pause(POLL_S)
+
+    try:
+        for index, (start, end) in enumerate(buckets):
+            lane, size = index % len(ring), end - start
+            wait(index - len(ring), lane)
+            buffer = ring[lane]
+            if sends:
+                device.to_device(buffer, host + start, size)
+                device.mark_copies()
+                communicator.broadcast(buffer, size)
+                marks[lane] = device.mark_collectives()
+            else:
+                communicator.broadcast(buffer, size)
+                device.mark_collectives()
+                device.to_host(host + start, buffer, size)
+                marks[lane] = device.mark_copies()
+        for index in range(max(0, len(buckets) - len(ring)), len(buckets)):
+            wait(index, index % len(ring))
+    except UmbraError:
+        communicator.abort()
+        raise

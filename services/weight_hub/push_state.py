@@ -1,0 +1,71 @@
+"""What the push protocol knows of slots, receivers and pushes under way."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+from umbra.proto.messages import Ready
+from umbra.services.weight_hub.effects import Peer, Publication
+
+
+@dataclass(slots=True)
+class Push:
+    """A push under way."""
+
+    epoch: int
+    publication: Publication
+    attempt: int
+    deadline: float
+    phase: Literal["staging", "committing"] = "staging"
+    ready: Ready | None = None
+
+
+@dataclass(slots=True)
+class Receiver:
+    """A subscribed receiver."""
+
+    peer: Peer
+    since: float
+    streamed: bool
+    push: Push | None = None
+    served: Publication | None = None  # what it serves of what this hub pushed
+    offered: int = 0  # number of the last publication that was pushed to it
+
+
+@dataclass(slots=True)
+class Grant:
+    """A slot that the trainer may write into."""
+
+    slot: int
+    version: int
+
+
+class Slots:
+    """Which slot holds what, and which may be written next."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.held: dict[int, Publication] = {}  # until the slot is written again
+        self._kept: Counter[int] = Counter()  # pinned, or being copied: not to be written
+
+    def keep(self, slot: int) -> None:
+        """Let nobody write `slot`; as often as it is kept, it must be let go."""
+        self._kept[slot] += 1
+
+    def let_go(self, slot: int) -> None:
+        """`slot` need not be kept any longer."""
+        self._kept[slot] = max(0, self._kept[slot] - 1)
+
+    def free(self, taken: Collection[int]) -> int | None:
+        """A slot neither kept nor in `taken`: an empty one, or the one with the oldest content."""
+        ages = {slot: publication.number for slot, publication in self.held.items()}
+        free = [slot for slot in range(self.count) if not self._kept[slot] and slot not in taken]
+        return min(free, key=lambda slot: ages.get(slot, 0), default=None)
+
+    def clear(self) -> None:
+        """All slots are empty."""
+        self.held.clear()
+        self._kept.clear()

@@ -1,0 +1,215 @@
+"""A relay: gets each version once for its node, serves the node's generators, hands buckets on.
+
+Upstream it is a receiver of plane `tcp`; downstream it is a weight hub of its own, whose trainer is
+the hub above. Buckets go straight into a slot of its arena, and from there to the next relay as
+soon as each is verified, so that a chain of relays is hardly slower than one.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+import msgspec
+import zmq
+
+from umbra.proto.errors import RejectedError, UmbraError
+from umbra.proto.messages import Prepare, Subscribed
+from umbra.proto.records import Piece
+from umbra.services.runtime.arena import Arena
+from umbra.services.runtime.config import WeightHub as WeightHubConfig
+from umbra.services.runtime.fetch import BucketIntake
+from umbra.services.runtime.intake import Intake, Intaken
+from umbra.services.runtime.link import Link
+from umbra.services.runtime.metrics import MetricsFile
+from umbra.services.runtime.publisher import Publisher
+from umbra.services.runtime.receiver import Receiver
+from umbra.services.runtime.server import Server
+from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
+from umbra.services.weight_hub.store import BucketStore, Delta
+
+REGISTER_TIMEOUT_S = 60.0  # with a hub in this very process
+LOOK_S = 0.2
+
+log = logging.getLogger(__name__)
+
+
+class RelayIntake:
+    """Fetches versions into slots of the relay's own arena.
+
+    Args:
+        name: of the relay.
+        reply: what the hub above said.
+        publisher: registered with the relay's own hub.
+        store: of the relay's own buckets socket.
+        config: the section `weight_hub`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        reply: Subscribed,
+        publisher: Publisher,
+        store: BucketStore,
+        config: WeightHubConfig,
+    ) -> None:
+        self._publisher = publisher
+        self._store = store
+        self._config = config
+        self._slot = -1
+        path, slots = publisher.arena
+        self._arena = Arena.attach(path, slot_bytes=reply.manifest.total_bytes)
+        self._buckets = BucketIntake(
+            name,
+            reply.manifest,
+            [self._arena.slot(index) for index in range(slots)],
+            config.receive_bucket_bytes,
+            self._arrived,
+            self._delta_came,
+        )
+        self._staged: tuple[int, Sequence[int]] = (-1, [])  # version and contents
+
+    def take(self, message: Prepare, target: int, interrupted: Callable[[], bool]) -> Intaken:
+        """Fetch a version; the next relay may fetch it from here at the same time."""
+        began = time.perf_counter()
+        try:
+            data = self._publisher.slot(message.version, self._config.deadline_s)
+        except UmbraError as error:
+            return Intaken(error=str(error))
+        waited = time.perf_counter() - began
+        _, self._slot = self._publisher.place
+        self._store.offer(self._slot, data, message.checksums, arrived=False)
+        done = self._buckets.take(message, self._slot, interrupted)
+        self._staged = (message.version, message.checksums)
+        return Intaken(
+            done.wire_s, done.stage_s + waited, done.wire_bytes, done.error, done.source_lost
+        )
+
+    def publish(self, version: int) -> None:
+        """Push what was staged to the generators of this node.
+
+        Raises:
+            UmbraError: it is not what was staged last, or the relay's own hub refuses.
+        """
+        staged, contents = self._staged
+        if staged != version:
+            raise RejectedError(f"version {staged} was staged after {version}")
+        self._publisher.publish(version, 0.0, list(contents))
+
+    def close(self) -> None:
+        """Close the sockets and the arena."""
+        self._buckets.close()
+        self._arena.close()
+        self._publisher.close()
+
+    def _arrived(self, bucket: int) -> None:
+        self._store.arrived(self._slot, bucket)
+
+    def _delta_came(self, piece: Piece, data: bytes) -> None:
+        self._store.encoded(piece.bucket, Delta(piece.base, piece.result, data))
+
+
+class Relay:
+    """One relay; `run` until it is told to stop.
+
+    Args:
+        name: in the run; unique among all receivers of the hub.
+        hub: weights endpoint of the hub.
+        listen: address for the generators of this node; port * picks a free one.
+        config: the section `weight_hub`.
+        metrics: receives the rows of the pushes to the generators of this node.
+        host: names the /dev/shm of this process; empty = find out.
+
+    Raises:
+        StartupError: an address is taken or not ours.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        hub: str,
+        listen: str,
+        config: WeightHubConfig,
+        metrics: MetricsFile,
+        host: str = "",
+    ) -> None:
+        self._name = name
+        self._config = config
+        self._intake: RelayIntake | None = None
+        self._closing = threading.Event()
+        self._stack = ExitStack()
+        with ExitStack() as stack:
+            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            stack.callback(context.term)
+            server = Server(context, name, uuid.uuid4().hex[:12])
+            stack.callback(server.close)
+            self.endpoint = server.bind(CHANNEL, listen, ACCEPTS)
+            config = msgspec.structs.replace(config, plane="auto")
+            self._hub = WeightHub(server, f"relay-{name}", config, metrics, host=host)
+            stack.callback(self._hub.close)
+            self._tcp = self._hub.open_tcp()
+            self.buckets = self._tcp.server.endpoint
+            self._serving = threading.Thread(target=self._serve, name="umbra-relay", daemon=True)
+            self._serving.start()
+            stack.callback(self._stop_serving)
+            self._link = Link(name, uuid.uuid4().hex[:12])
+            stack.callback(self._link.close)
+            self._receiver = Receiver(
+                self._link.channel(hub, "weight hub"),
+                host,
+                planes=["tcp"],
+                open_intake=self._open,
+                serves=self.endpoint,
+                buckets=self.buckets,
+            )
+            self._stack = stack.pop_all()
+
+    def run(self, stopping: threading.Event, patience_s: float) -> None:
+        """Relay versions until `stopping` is set.
+
+        Raises:
+            UmbraError: the hub does not answer within `patience_s` seconds, or refuses.
+        """
+        try:
+            self._receiver.subscribe(patience_s)
+            while not stopping.is_set():
+                staged = self._receiver.poll()
+                if staged is None:
+                    self._receiver.wait(LOOK_S)
+                    continue
+                began, error = time.perf_counter(), ""
+                try:
+                    assert self._intake is not None
+                    self._intake.publish(staged.version)
+                except UmbraError as problem:
+                    error = str(problem)
+                self._receiver.committed(staged, time.perf_counter() - began, error)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Leave everything."""
+        if self._receiver.started:
+            self._receiver.close()
+        self._stack.close()
+
+    def _open(self, reply: Subscribed) -> Intake:
+        """An intake for the layout in `reply`; on the receiver's thread."""
+        local = self._link.channel(self.endpoint, "this relay's own hub")
+        publisher = Publisher(local, reply.manifest)
+        publisher.register(REGISTER_TIMEOUT_S)
+        store = self._tcp.layout(reply.manifest)
+        self._intake = RelayIntake(self._name, reply, publisher, store, self._config)
+        return self._intake
+
+    def _serve(self) -> None:
+        while not self._closing.is_set():
+            self._hub.step(LOOK_S)
+
+    def _stop_serving(self) -> None:
+        self._closing.set()
+        self._serving.join()

@@ -1,0 +1,185 @@
+"""`umbra weights`: what the hub of a run holds, and what to do with it."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from umbra.proto.errors import DeadlineError, RejectedError, UsageError
+from umbra.proto.messages import (
+    ExportVersion,
+    Message,
+    Ok,
+    PinVersion,
+    RollBack,
+    Status,
+    StatusRequest,
+    UnpinVersion,
+    Versions,
+    VersionsRequest,
+)
+from umbra.services.runtime.link import Link
+
+RETRY_S = 0.1  # while no slot is free for a roll-back
+M = TypeVar("M", bound=Message)
+
+
+class HubClient:
+    """Questions to the hub of a run, from outside of it.
+
+    Args:
+        broker: address of the buffer, which knows the hub's; empty if `hub` is given.
+        hub: address of the hub.
+        timeout_s: seconds that an answer may take.
+    """
+
+    def __init__(self, link: Link, broker: str, hub: str, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        if not hub:
+            status = link.channel(broker, "buffer").call(
+                StatusRequest(), Status, timeout_s=timeout_s
+            )
+            hub = status.weights
+        if not hub:
+            raise DeadlineError(f"no weight hub has joined the run at {broker} yet")
+        self._channel = link.channel(hub, "weight hub")
+
+    def ask(self, body: Message, reply: type[M]) -> M:
+        """The hub's answer; asks again while it is busy.
+
+        Raises:
+            RejectedError: it says no, and why.
+            DeadlineError: no answer in time.
+        """
+        until = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                left = max(0.0, until - time.monotonic())
+                return self._channel.call(body, reply, timeout_s=left)
+            except RejectedError as error:
+                if error.code != "busy" or time.monotonic() + RETRY_S > until:
+                    raise
+                time.sleep(RETRY_S)
+
+
+@contextmanager
+def _client(broker: str, hub: str, timeout_s: float) -> Generator[HubClient, None, None]:
+    if not broker and not hub:
+        raise UsageError("name the run: --broker tcp://host:port, or --hub tcp://host:port")
+    incarnation = uuid.uuid4().hex[:12]
+    link = Link(f"weights-{incarnation}", incarnation)
+    try:
+        yield HubClient(link, broker, hub, timeout_s)
+    finally:
+        link.close()
+
+
+def _options(function: Callable[..., int]) -> Callable[..., int]:
+    """Give a command the options that all have; it gets a `HubClient` instead of three of them."""
+
+    @click.option(
+        "--broker",
+        envvar="UMBRA_BROKER",
+        default="",
+        help="Address of the buffer: tcp://host:port.",
+    )
+    @click.option("--hub", default="", help="Address of the hub itself, instead of --broker.")
+    @click.option(
+        "--timeout",
+        "timeout_s",
+        type=click.FloatRange(0, min_open=True),
+        default=60.0,
+        show_default=True,
+        metavar="SECONDS",
+        help="How long to wait for an answer.",
+    )
+    @wraps(function)
+    def invoke(*, broker: str, hub: str, timeout_s: float, **values: Any) -> int:
+        with _client(broker, hub, timeout_s) as client:
+            return function(client, **values)
+
+    return invoke
+
+
+version_argument = click.argument("version", type=int)
+
+
+@click.group()
+def command() -> None:
+    """List, pin, roll back and export the versions that a run's weight hub holds."""
+
+
+@command.command("list")
+@_options
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def list_versions(client: HubClient, as_json: bool) -> int:
+    """Show which versions the hub holds, oldest first."""
+    _show(client.ask(VersionsRequest(), Versions), as_json)
+    return 0
+
+
+@command.command()
+@_options
+@version_argument
+def pin(client: HubClient, version: int) -> int:
+    """Keep VERSION until it is unpinned or the hub ends."""
+    _show(client.ask(PinVersion(version=version), Versions), as_json=False)
+    return 0
+
+
+@command.command()
+@_options
+@version_argument
+def unpin(client: HubClient, version: int) -> int:
+    """Let go of VERSION."""
+    _show(client.ask(UnpinVersion(version=version), Versions), as_json=False)
+    return 0
+
+
+@command.command()
+@_options
+@version_argument
+def rollback(client: HubClient, version: int) -> int:
+    """Push VERSION to all generators, until the trainer publishes its next one.
+
+    The bound on staleness still holds: samples that need newer weights wait for them.
+    """
+    client.ask(RollBack(version=version), Ok)
+    click.echo(f"version {version} is being pushed to all generators")
+    return 0
+
+
+@command.command()
+@_options
+@version_argument
+@click.argument("out", type=click.Path(path_type=Path))
+def export(client: HubClient, version: int, out: Path) -> int:
+    """Write VERSION as a Hugging Face directory OUT, on the hub's host."""
+    path = out if out.is_absolute() else Path.cwd() / out
+    client.ask(ExportVersion(version=version, path=str(path)), Ok)
+    click.echo(f"version {version} written to {path}")
+    return 0
+
+
+def _show(versions: Versions, as_json: bool) -> None:
+    rows = [
+        {"version": h.version, "place": h.place, "pinned": h.pinned, "newest": h.newest}
+        for h in versions.held
+    ]
+    if as_json:
+        facts = {"versions": rows, "slots": versions.slots, "slot_bytes": versions.slot_bytes}
+        click.echo(json.dumps(facts))
+        return
+    if not rows:
+        click.echo("no version has been published yet")
+    for row in rows:
+        marks = [mark for mark in ("newest", "pinned") if row[mark]]
+        click.echo(f"{row['version']:>8}  {row['place']}{'  ' if marks else ''}{', '.join(marks)}")

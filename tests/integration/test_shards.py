@@ -1,0 +1,131 @@
+"""A sharded trainer (FSDP2 over gloo, several processes), a hub and a receiver: bit for bit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import zmq
+from safetensors.torch import load_file
+
+from umbra.proto.errors import DeadlineError
+from umbra.services.generator.weights import tensors_in
+from umbra.services.runtime.arena import remove_leftovers
+from umbra.services.runtime.config import WeightHub as WeightHubConfig
+from umbra.services.runtime.link import Link
+from umbra.services.runtime.metrics import MetricsFile
+from umbra.services.runtime.receiver import Receiver
+from umbra.services.runtime.server import Server
+from umbra.services.trainer.shards import ShardSync, own_buckets
+from umbra.services.trainer.snapshot import chunk
+from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
+
+WAIT_S = 50.0
+RANK = Path(__file__).parents[1] / "programs" / "shard_rank.py"
+
+
+@pytest.fixture
+def hub(zmq_context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[str]:
+    """A hub in a thread; its endpoint."""
+    run_id = f"test-{uuid.uuid4().hex[:8]}"
+    server = Server(zmq_context, "weight-hub", "h1")
+    endpoint = server.bind(CHANNEL, "tcp://127.0.0.1:*", ACCEPTS)
+    hub = WeightHub(server, run_id, WeightHubConfig(), MetricsFile(None, "weight-hub"))
+    stop = threading.Event()
+
+    def main() -> None:
+        while not stop.is_set():
+            hub.step(0.02)
+        hub.close()
+
+    thread = threading.Thread(target=main)
+    thread.start()
+    yield endpoint
+    stop.set()
+    thread.join(WAIT_S)
+    server.close()
+    assert remove_leftovers(run_id) == []
+
+
+@pytest.mark.timeout(WAIT_S + 30)
+@pytest.mark.parametrize("world", [2, 3])
+def test_receivers_get_the_full_model_bit_for_bit(hub: str, tmp_path: Path, world: int) -> None:
+    environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(RANK), str(rank), str(world), str(tmp_path), hub],
+            env=environ,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    link = Link("gen-0", uuid.uuid4().hex)
+    receiver = Receiver(link.channel(hub, "weight hub"))
+    got: dict[int, dict[str, torch.Tensor]] = {}
+    try:
+        receiver.subscribe(WAIT_S)
+        while 1 not in got:
+            staged = receiver.wait_first(WAIT_S, threading.Event())
+            assert staged is not None
+            got[staged.version] = {
+                name: tensor.clone() for name, tensor in tensors_in(staged.manifest, staged.data)
+            }
+            receiver.committed(staged, 0.0)
+        for rank in ranks:
+            _, errors = rank.communicate(timeout=WAIT_S)
+            assert rank.returncode == 0, errors
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+        receiver.close()
+        link.close()
+    for version, tensors in got.items():
+        expected = load_file(tmp_path / f"{version}.safetensors")
+        assert tensors.keys() == expected.keys()
+        for name, tensor in tensors.items():
+            assert tensor.dtype == expected[name].dtype
+            as_bytes = tensor.contiguous().view(torch.uint8)
+            assert torch.equal(as_bytes, expected[name].view(torch.uint8)), (version, name)
+    sizes = {name: t.nbytes for name, t in got[1].items()}
+    assert "head.weight" not in sizes, "tied to the embedding"
+    assert sizes["blocks.0.scale"] == 12 * 4, "a buffer keeps its own dtype"
+    written = [int((tmp_path / f"written-{rank}").read_text()) for rank in range(world)]
+    assert sum(written) == sum(sizes.values()), "nobody wrote what another one wrote"
+    assert max(written) < sum(sizes.values()) / world * 1.5
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 5, 7, 12])
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_rows_are_divided_as_torch_divides_them(rows: int, world: int) -> None:
+    ours = [range(*chunk(rows, rank, world)) for rank in range(world)]
+    assert [row for part in ours for row in part] == list(range(rows))
+    if rows:
+        theirs = [len(part) for part in torch.arange(rows).chunk(world)]
+        assert [len(part) for part in ours if part] == theirs
+
+
+def test_buckets_are_divided_among_the_ranks() -> None:
+    for count in (1, 2, 5, 16):
+        for world in (1, 2, 3, 4):
+            parts = [own_buckets(count, rank, world) for rank in range(world)]
+            assert [bucket for part in parts for bucket in part] == list(range(count))
+
+
+def test_a_rank_that_is_gone_is_named() -> None:
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    sync = ShardSync(store, 0, 3, 0.05)
+    sync.agree(("/dev/shm/x", 1))
+    ShardSync(store, 1, 3, 0.05).agree(None)
+    store.set("written of snapshot 1/1", "here")
+    with pytest.raises(DeadlineError, match="trainer rank 2 did not reach 'written of snapshot 1'"):
+        sync.meet("written")

@@ -1,0 +1,160 @@
+"""Receiving in mode `streamed`: straight from the hub's arena into the model, through a ring."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zmq
+from torch import nn
+
+from umbra.proto.errors import PeerLostError, UsageError
+from umbra.services.generator.weights import WeightTable
+from umbra.services.runtime.arena import Arena, remove_leftovers
+from umbra.services.runtime.config import WeightHub as WeightHubConfig
+from umbra.services.runtime.link import Link
+from umbra.services.runtime.manifest import build_manifest
+from umbra.services.runtime.metrics import MetricsFile
+from umbra.services.runtime.publisher import Publisher
+from umbra.services.runtime.receiver import Receiver, StagedVersion
+from umbra.services.runtime.server import Server
+from umbra.services.runtime.stream import WeightStream
+from umbra.services.trainer.snapshot import tensor_layout, write_shards
+from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
+
+WAIT_S = 20.0
+
+
+def make_model(rows: int = 65) -> nn.Module:
+    return nn.Sequential(nn.Linear(33, rows), nn.Linear(65, 7), nn.LayerNorm(7))
+
+
+class World:
+    """A hub in a thread, a trainer, and a generator that streams."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        torch.manual_seed(0)
+        self.run_id = f"test-{uuid.uuid4().hex[:8]}"
+        self.policy, self.served = make_model(), make_model()
+        self.table = WeightTable(self.served)
+        self.manifest = build_manifest(tensor_layout(self.policy, "float32"), 1024)
+        self.server = Server(context, "weight-hub", "h1")
+        endpoint = self.server.bind(CHANNEL, "tcp://127.0.0.1:*", ACCEPTS)
+        metrics = MetricsFile(None, "weight-hub")
+        self.hub = WeightHub(self.server, self.run_id, WeightHubConfig(), metrics)
+        self.stop = threading.Event()
+        self.thread = threading.Thread(target=self._main)
+        self.thread.start()
+        self.links = [Link("trainer", "t1"), Link("a", "a1")]
+        trainer, generator = (link.channel(endpoint, "weight hub") for link in self.links)
+        self.publisher = Publisher(trainer, self.manifest)
+        self.publisher.register(WAIT_S)
+        self.stream = WeightStream()
+        self.receiver = Receiver(
+            generator, open_intake=self.stream.open, streamed=True, retry_s=0.02
+        )
+        self.receiver.subscribe(WAIT_S)
+
+    def _main(self) -> None:
+        while not self.stop.is_set():
+            self.hub.step(0.02)
+        self.hub.close()
+
+    @torch.no_grad()
+    def publish(self, version: int) -> tuple[str, int]:
+        slot = self.publisher.slot(version, WAIT_S)
+        place = self.publisher.place
+        for parameter in self.policy.parameters():
+            parameter.add_(version + 1)
+        write_shards(self.policy, self.manifest, slot)
+        self.publisher.publish(version, 0.0)
+        return place
+
+    def staged(self) -> StagedVersion:
+        staged = self.receiver.wait_first(WAIT_S, threading.Event())
+        assert staged is not None
+        return staged
+
+    def load(self, staged: StagedVersion) -> None:
+        self.table.load_buckets(staged.manifest, self.stream.buckets(staged))
+
+    def equal(self) -> bool:
+        ours, theirs = self.policy.state_dict(), self.served.state_dict()
+        return all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+    def close(self) -> None:
+        self.receiver.close()
+        self.publisher.close()
+        for link in self.links:
+            link.close()
+        self.stop.set()
+        self.thread.join(WAIT_S)
+        self.server.close()
+
+
+@pytest.fixture
+def world(zmq_context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[World]:
+    world = World(zmq_context)
+    yield world
+    world.close()
+    assert remove_leftovers(world.run_id) == []
+
+
+def test_versions_are_loaded_bit_for_bit_and_hold_no_second_copy(world: World) -> None:
+    for version in range(3):
+        world.publish(version)
+        staged = world.staged()
+        assert (staged.version, len(staged.data)) == (version, 0)
+        world.load(staged)
+        world.receiver.committed(staged, 0.0)
+        assert world.equal()
+
+
+def test_the_slot_is_not_written_until_it_is_loaded(world: World) -> None:
+    world.publish(0)
+    staged = world.staged()
+    world.publish(1)  # the other slot
+    got: list[Any] = []
+    waiting = threading.Thread(target=lambda: got.append(world.publisher.slot(2, WAIT_S)))
+    waiting.start()
+    world.load(staged)  # slot 0 is whole although version 1 is out and version 2 wants it
+    assert got == []
+    world.receiver.committed(staged, 0.0)
+    waiting.join(WAIT_S)
+    assert len(got) == 1
+
+
+def test_a_load_that_breaks_off_says_so(world: World) -> None:
+    path, slot = world.publish(0)
+    staged = world.staged()
+    arena = Arena.attach(path, slot_bytes=world.manifest.total_bytes)
+    start, _ = world.manifest.buckets[3]
+    arena.slot(slot)[start] ^= 1  # what no trainer does while the slot is read
+    with pytest.raises(PeerLostError, match="checksum of bucket 3"):
+        world.load(staged)
+    arena.close()
+    world.receiver.committed(staged, 0.0, error="broken")
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_changed(world: World) -> None:
+    world.publish(0)
+    staged = world.staged()
+    other = make_model(rows=64)
+    before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    with pytest.raises(UsageError, match=r"shape: 0.weight \[65, 33\] instead of \[64, 33\]"):
+        WeightTable(other).load_buckets(staged.manifest, world.stream.buckets(staged))
+    assert all(torch.equal(before[name], tensor) for name, tensor in other.state_dict().items())
+    world.receiver.committed(staged, 0.0, error="does not fit")
+
+
+def test_the_ring_is_small(world: World, tmp_path: Path) -> None:
+    world.publish(0)
+    staged = world.staged()
+    seen = [(start, len(data)) for start, data in world.stream.buckets(staged)]
+    assert seen == [(start, end - start) for start, end in world.manifest.buckets]
+    world.receiver.committed(staged, 0.0)

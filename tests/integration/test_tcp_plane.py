@@ -1,0 +1,256 @@
+"""Weights over sockets: every bit arrives, as deltas where they pay, past whatever goes wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from fakes.hub_bench import OTHER_LAYOUT, WAIT_S, Bench, content, load, publish, take
+
+from umbra.proto.messages import Prepare, Subscribed
+from umbra.proto.records import Manifest
+from umbra.services.runtime.arena import private_memory
+from umbra.services.runtime.fetch import BucketIntake
+from umbra.services.runtime.intake import Intake, Intaken
+from umbra.services.runtime.manifest import build_manifest
+from umbra.services.runtime.metrics import MetricsFile
+from umbra.services.runtime.publisher import Publisher
+from umbra.services.runtime.receiver import Receiver
+from umbra.services.weight_hub.relay import Relay
+
+PROGRAMS = Path(__file__).parents[1] / "programs"
+LAYOUT = build_manifest(
+    [("embed", "BF16", [3000, 64]), ("layer", "F32", [200, 100]), ("norm", "F16", [64])], 32768
+)
+
+
+class Weights:
+    """Versions that differ a little from one another."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._random = np.random.default_rng(0)
+        self._now = self._random.integers(0, 1 << 16, manifest.total_bytes // 2, dtype=np.uint16)
+        self.versions: list[bytes] = []
+
+    def publish(self, publisher: Publisher, share: float) -> int:
+        """Change a share of the elements by one unit in the last place; publish."""
+        count = round(share * self._now.size)
+        places = self._random.choice(self._now.size, count, replace=False)
+        self._now[places] += self._random.choice(np.array([1, 65535], np.uint16), count)
+        version = len(self.versions)
+        self.versions.append(self._now.tobytes())
+        publisher.slot(version, WAIT_S)[:] = self.versions[-1]
+        publisher.publish(version, 0.0)
+        return version
+
+    def load(self, receiver: Receiver, version: int) -> None:
+        """Load versions as they come until `version`; each is whole."""
+        while True:
+            staged = take(receiver)
+            assert bytes(staged.data) == self.versions[staged.version]
+            receiver.committed(staged, 0.0)
+            if staged.version == version:
+                return
+
+
+def tcp_receiver(bench: Bench, name: str, **options: Any) -> Receiver:
+    receiver = Receiver(
+        bench.channel(name), planes=["tcp"], check_s=0.05, retry_s=0.02, frame_bytes=8192, **options
+    )
+    bench.closers.append(receiver.close)
+    receiver.subscribe(WAIT_S)
+    return receiver
+
+
+def wire_bytes(bench: Bench, name: str) -> list[int]:
+    return [int(str(r["wire_bytes"])) for r in bench.rows() if r["receiver"] == name]
+
+
+def test_every_receiver_gets_every_byte(bench: Bench) -> None:
+    bench.start(plane="tcp", delta="off")
+    publisher = bench.publisher()
+    receivers = [tcp_receiver(bench, name) for name in ("gen-0", "gen-1")]
+    for version in range(4):
+        publish(publisher, version)
+        for receiver in receivers:
+            load(receiver, version)
+    bench.stop()
+    assert all(row["plane"] == "tcp" for row in bench.rows())
+
+
+def test_small_changes_travel_as_deltas_and_large_ones_whole(bench: Bench) -> None:
+    bench.start(plane="tcp")
+    publisher = bench.publisher(LAYOUT)
+    receiver = tcp_receiver(bench, "gen-0")
+    weights = Weights(LAYOUT)
+    for share in (0.0, 0.01, 0.01, 1.0, 0.0, 0.001):
+        weights.load(receiver, weights.publish(publisher, share))
+    bench.stop()
+    sizes = wire_bytes(bench, "gen-0")
+    assert sizes[0] == LAYOUT.total_bytes
+    assert max(sizes[1:3]) < LAYOUT.total_bytes / 10
+    assert sizes[3] > LAYOUT.total_bytes / 10
+    assert sizes[4] == 0
+
+
+def test_versions_that_were_skipped_and_a_late_joiner(bench: Bench) -> None:
+    """gen-0 goes from version 0 to 3 by three deltas in a chain; gen-1 gets all bytes of 3."""
+    bench.start(plane="tcp", slots=3)
+    publisher = bench.publisher(LAYOUT)
+    receiver = tcp_receiver(bench, "gen-0")
+    watcher = tcp_receiver(bench, "gen-2")
+    weights = Weights(LAYOUT)
+    weights.load(watcher, weights.publish(publisher, 0.0))
+    loading = take(receiver)
+    for _ in range(3):
+        weights.load(watcher, weights.publish(publisher, 0.01))
+    receiver.committed(loading, 0.0)
+    weights.load(receiver, 3)
+    weights.load(tcp_receiver(bench, "gen-1"), 3)
+    bench.stop()
+    assert wire_bytes(bench, "gen-0")[-1] < LAYOUT.total_bytes / 5
+    assert wire_bytes(bench, "gen-1") == [LAYOUT.total_bytes]
+
+
+def test_anchors_are_whole(bench: Bench) -> None:
+    bench.start(plane="tcp", anchor_every=3)
+    publisher = bench.publisher(LAYOUT)
+    receiver = tcp_receiver(bench, "gen-0")
+    weights = Weights(LAYOUT)
+    for _ in range(6):
+        weights.load(receiver, weights.publish(publisher, 0.01))
+    bench.stop()
+    # A bucket of which nothing changed is not sent even then; there is none here.
+    whole = [size == LAYOUT.total_bytes for size in wire_bytes(bench, "gen-0")]
+    assert whole[2:] == [True, False, False, True]
+
+
+def test_another_layout_reaches_those_who_had_the_old(bench: Bench) -> None:
+    bench.start(plane="tcp")
+    publisher = bench.publisher(LAYOUT)
+    receiver = tcp_receiver(bench, "gen-0")
+    weights = Weights(LAYOUT)
+    weights.load(receiver, weights.publish(publisher, 0.0))
+    other = bench.publisher(OTHER_LAYOUT, "trainer-2")
+    publish(other, 7)
+    staged = take(receiver)
+    assert bytes(staged.data) == content(7, OTHER_LAYOUT.total_bytes)
+
+
+class Detour:
+    """A `BucketIntake` that reaches its source through a proxy which spoils one byte."""
+
+    def __init__(self, name: str, mode: str, at: int) -> None:
+        self._name, self._mode, self._at = name, mode, at
+        self.taken: list[Intaken] = []
+        self._proxy: subprocess.Popen[str] | None = None
+        self._port = ""
+
+    def open(self, reply: Subscribed) -> Intake:
+        size = reply.manifest.total_bytes
+        self._buffers = [private_memory(size) for _ in range(2)]
+        self._real = BucketIntake(self._name, reply.manifest, self._buffers, 8192)
+        return self
+
+    def take(self, message: Prepare, target: int, interrupted: Callable[[], bool]) -> Intaken:
+        if self._proxy is None:
+            command = [
+                sys.executable, str(PROGRAMS / "spoiling_proxy.py"),
+                message.source.removeprefix("tcp://"), self._mode, str(self._at),
+            ]  # fmt: skip
+            self._proxy = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            assert self._proxy.stdout is not None
+            self._port = self._proxy.stdout.readline().strip()
+        message = msgspec.structs.replace(message, source=f"tcp://127.0.0.1:{self._port}")
+        self.taken.append(self._real.take(message, target, interrupted))
+        self.data = bytes(self._buffers[target])
+        return self.taken[-1]
+
+    def close(self) -> None:
+        self._real.close()
+        if self._proxy is not None:
+            self._proxy.kill()
+            self._proxy.communicate()
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("mode", ["flip", "cut"])
+def test_what_is_spoiled_on_the_wire_is_fetched_again(bench: Bench, mode: str) -> None:
+    bench.start(plane="tcp")
+    publisher = bench.publisher(LAYOUT)
+    detour = Detour("gen-0", mode, 200_000)
+    receiver = tcp_receiver(bench, "gen-0", open_intake=detour.open)
+    weights = Weights(LAYOUT)
+    for version in range(3):
+        weights.publish(publisher, 0.01)
+        receiver.committed(take(receiver), 0.0)
+        assert detour.data == weights.versions[version]
+    assert [done.error for done in detour.taken] == [""] * 3
+    extra = detour.taken[0].wire_bytes - LAYOUT.total_bytes
+    assert 0 <= extra < LAYOUT.total_bytes / 2  # only what was missing came again
+
+
+class Node:
+    """A relay in threads of this process, under a host name of its own, and its generator."""
+
+    def __init__(self, name: str, hub: str) -> None:
+        self.stopping = threading.Event()
+        self.relay = Relay(
+            name, hub, "tcp://127.0.0.1:*", Bench.config(), MetricsFile(None, name), host=name
+        )
+        self.thread = threading.Thread(target=self.relay.run, args=(self.stopping, WAIT_S))
+        self.thread.start()
+
+    def stop(self) -> None:
+        self.stopping.set()
+        self.thread.join(WAIT_S)
+
+
+@pytest.fixture
+def nodes(bench: Bench) -> Iterator[list[Node]]:
+    bench.start(plane="tcp", deadline_s=5.0)
+    made: list[Node] = []
+    yield made
+    for node in made:
+        node.stop()
+
+
+def test_relays_hand_on_what_they_get(bench: Bench, nodes: list[Node]) -> None:
+    """Three relays in a chain; each generator asks the hub, and is sent to the relay beside it.
+
+    Then the first relay goes away: the others are linked anew, its generator goes to the hub.
+    """
+    publisher = bench.publisher(LAYOUT)
+    weights = Weights(LAYOUT)
+    weights.publish(publisher, 0.0)
+    for index in range(3):
+        nodes.append(Node(f"node-{index}", bench.endpoint))
+        while f"node-{index}" not in bench.hub.protocol.serving:
+            nodes[-1].thread.join(0.01)
+    receivers = [
+        Receiver(bench.channel(f"gen-{i}"), f"node-{i}", ["shm", "tcp"], check_s=0.05, retry_s=0.02)
+        for i in range(3)
+    ]
+    for receiver in receivers:
+        bench.closers.append(receiver.close)
+        receiver.subscribe(WAIT_S)
+        weights.load(receiver, 0)
+    for _ in range(3):
+        version = weights.publish(publisher, 0.01)
+        for receiver in receivers:
+            weights.load(receiver, version)
+    assert bench.hub.open_tcp().chain.relays == ["node-0", "node-1", "node-2"]
+    nodes[0].stop()
+    for _ in range(3):
+        version = weights.publish(publisher, 0.01)
+        for receiver in receivers:
+            weights.load(receiver, version)
+    assert sorted(bench.hub.open_tcp().chain.relays) == ["node-1", "node-2"]
+    assert set(bench.hub.protocol.serving) == {"node-1", "node-2", "gen-0"}

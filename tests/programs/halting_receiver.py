@@ -1,0 +1,72 @@
+"""A receiver that halts in a phase of the push of a version, says so on stdout, and does no more.
+
+Usage: halting_receiver.py ENDPOINT NAME PLANE VERSION idle|prepared|staging|staged|loading
+
+Versions before VERSION are taken like any others; each is reported.
+"""
+
+import sys
+import threading
+from collections.abc import Callable
+
+from umbra.proto.messages import Prepare, Subscribed
+from umbra.services.runtime.fetch import BucketIntake
+from umbra.services.runtime.intake import ArenaIntake, Intake, Intaken
+from umbra.services.runtime.link import Link
+from umbra.services.runtime.receiver import Receiver
+
+endpoint, name, plane, last, phase = sys.argv[1:]
+
+
+def halt() -> None:
+    """Say where, and stay there."""
+    print(phase, flush=True)
+    threading.Event().wait(60)
+
+
+class Halting:
+    """An intake that halts before, in, or after its work."""
+
+    def __init__(self, reply: Subscribed) -> None:
+        size = reply.manifest.total_bytes
+        buffers = [memoryview(bytearray(size)) for _ in range(2)]
+        self._halts = False
+        self._real: Intake = (
+            BucketIntake(name, reply.manifest, buffers, 4096, arrived=self._arrived)
+            if plane == "tcp"
+            else ArenaIntake(reply.path, reply.manifest, buffers)
+        )
+
+    def take(self, message: Prepare, target: int, interrupted: Callable[[], bool]) -> Intaken:
+        """Take a version."""
+        self._halts = message.version >= int(last)
+        if self._halts and phase == "prepared":
+            halt()
+        done = self._real.take(message, target, interrupted)
+        if self._halts and phase == "staging":
+            halt()  # over shared memory there is no event in between
+        return done
+
+    def close(self) -> None:
+        """Let go."""
+        self._real.close()
+
+    def _arrived(self, _bucket: int) -> None:
+        if self._halts and phase == "staging":
+            halt()
+
+
+link = Link(name, "halting")
+receiver = Receiver(link.channel(endpoint, "hub"), planes=[plane], open_intake=Halting)
+receiver.subscribe(20)
+print("subscribed", flush=True)
+never = threading.Event()
+while True:
+    staged = receiver.wait_first(60, never)
+    assert staged is not None
+    if staged.version >= int(last) and phase in ("staged", "loading"):
+        halt()
+    receiver.committed(staged, 0.0)
+    print(staged.version, flush=True)
+    if staged.version + 1 >= int(last) and phase == "idle":
+        halt()

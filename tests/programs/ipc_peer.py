@@ -1,0 +1,36 @@
+"""Maps another process's device memory (handle in hex, size, passes), copies it, says how fast.
+
+Prints the seconds of the best pass, and the xxh3 of what was copied.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from umbra.services.runtime.arena import private_memory
+from umbra.services.runtime.manifest import checksum
+from umbra.services.weight_hub.nccl_plane import Device
+
+
+def main(handle: bytes, size: int, passes: int) -> None:
+    """Import once, copy `passes` times, unmap."""
+    device = Device(0)
+    theirs, ours = device.open(handle), device.allocate(size)
+    best = float("inf")
+    for _ in range(passes):
+        began = time.perf_counter()
+        device.within(ours, theirs, size)
+        device.copies.synchronize()
+        best = min(best, time.perf_counter() - began)
+    memory = private_memory(size)
+    address = device.pin(memory)
+    device.to_host(address, ours, size)
+    device.copies.synchronize()
+    device.unpin(address)
+    device.close(theirs)
+    print(best, checksum(memory))
+
+
+if __name__ == "__main__":
+    main(bytes.fromhex(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,133 @@
+"""One rank of a sharded trainer: takes a step, then writes its rows of two snapshots.
+
+Arguments: rank, world, a folder for rendezvous and results, and (rank 0) the hub's endpoint. Rank 0
+publishes, and leaves the gathered weights of each version there as `<version>.safetensors`.
+"""
+
+from __future__ import annotations
+
+import sys
+import uuid
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from umbra.services.runtime.arena import Arena
+from umbra.services.runtime.link import Link
+from umbra.services.runtime.manifest import build_manifest
+from umbra.services.runtime.publisher import Publisher
+from umbra.services.trainer.shards import ShardSync, snapshot_shards
+from umbra.services.trainer.snapshot import tensor_layout, write_shards
+
+WAIT_S = 40.0
+BUCKET = 512  # smaller than many rows, so that buckets hold rows of several ranks
+
+
+class Block(nn.Module):
+    """Seven rows, one row, a bias of five: none is divisible by the number of ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(12, 7)
+        self.middle = nn.Linear(7, 1, bias=False)
+        self.down = nn.Linear(1, 12)
+        self.register_buffer("scale", torch.linspace(0.1, 1.7, 12))
+        self.register_buffer("hidden", torch.ones(3), persistent=False)
+        self.register_buffer("steps", torch.tensor(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.middle(self.up(x))) * self.get_buffer("scale")
+
+
+class Model(nn.Module):
+    """Embedding and head are one tensor; its rows are larger than a bucket of `BUCKET` bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(31, 12)
+        self.wide = nn.Linear(300, 4)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(12, 31, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).sum() + self.wide(x.new_ones(300)).sum()
+
+
+def gathered(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What a gather of everything would send: collective, all ranks must call it."""
+    whole = {
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().bfloat16().clone()
+        for name, p in model.named_parameters()
+    }
+    return whole | {name: b.clone() for name, b in model.named_buffers() if name.endswith("scale")}
+
+
+def main(rank: int, world: int, folder: Path, endpoint: str) -> None:
+    """Two versions: one before any forward pass, one after a step and one more forward pass."""
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/group", rank=rank, world_size=world
+    )
+    mesh = init_device_mesh("cpu", (world,))
+    model = Model()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    manifest = build_manifest(tensor_layout(model, "bfloat16"), BUCKET)
+    path = f"{folder}/snapshots"
+    store = dist.FileStore(path, world)  # pyright: ignore[reportPrivateImportUsage]
+    store.set_timeout(timedelta(seconds=WAIT_S))
+    sync = ShardSync(store, rank, world, WAIT_S)
+    link = Link("trainer", uuid.uuid4().hex)
+    publisher = Publisher(link.channel(endpoint, "weight hub"), manifest)
+    arenas: dict[str, Arena] = {}
+    if rank == 0:
+        publisher.register(WAIT_S)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for version in range(2):
+        if version:
+            model(torch.arange(6) + rank).backward()
+            optimizer.step()
+            model(torch.arange(6))  # leaves the root gathered
+        if rank == 0:
+            slot = publisher.slot(version, WAIT_S)
+            sync.agree(publisher.place)
+        else:
+            path, number = sync.agree(None)
+            if path not in arenas:
+                arenas[path] = Arena.attach(path, slot_bytes=manifest.total_bytes)
+            slot = arenas[path].slot(number)
+        if version == 0 and rank == 0:
+            slot[:] = b"\xaa" * len(slot)  # every byte of a tensor must be written
+        sync.meet("cleared")
+        sums = snapshot_shards(model, manifest, slot, sync)
+        slot.release()
+        if rank == 0:
+            publisher.publish(version, 0.0, sums)
+        whole = gathered(model)
+        if rank == 0:
+            save_file(whole, folder / f"{version}.safetensors")
+    memory = memoryview(bytearray(manifest.total_bytes))
+    written = write_shards(model, manifest, memory, rank, world)
+    (folder / f"written-{rank}").write_text(str(written))
+    publisher.close()
+    for arena in arenas.values():
+        arena.close()
+    link.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])

@@ -1,0 +1,3 @@
+from cupy import cuda as cuda
+
+__version__: str
