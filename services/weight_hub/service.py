@@ -43,6 +43,7 @@ from umbra.services.weight_hub.effects import (
     Pushed,
     Send,
 )
+from umbra.services.weight_hub.floors import Floors
 from umbra.services.weight_hub.planes import choose_plane
 from umbra.services.weight_hub.push import PushProtocol
 from umbra.services.weight_hub.registry import ACCEPTS as REGISTRY
@@ -100,6 +101,7 @@ class WeightHub:
         self._identities: dict[str, bytes] = {}
         self._planes: dict[str, str] = {}
         self._tcp: TcpPlane | None = None
+        self._floors = Floors()
         self._registry = Registry(
             self.protocol, run_id, self._token, model_dir, on_write=self._overwritten
         )
@@ -345,12 +347,13 @@ class WeightHub:
 
     def _record(self, pushed: Pushed) -> None:
         assert self._manifest is not None
+        plane = self._planes[pushed.receiver]
         self._metrics.write(
             "push",
             version=pushed.version,
             receiver=pushed.receiver,
             epoch=pushed.epoch,
-            plane=self._planes[pushed.receiver],
+            plane=plane,
             bytes=self._manifest.total_bytes,
             snapshot_s=pushed.snapshot_s,
             wire_bytes=pushed.wire_bytes,
@@ -358,6 +361,7 @@ class WeightHub:
             stage_s=pushed.stage_s,
             commit_s=pushed.commit_s,
             total_s=pushed.total_s,
+            **self._floors.of(pushed, plane, self._manifest.total_bytes),
         )
         log.debug(
             "%s serves version %d after %.3f s", pushed.receiver, pushed.version, pushed.total_s
