@@ -27,6 +27,7 @@ class Model:
         unit = total_bytes / 2 / sum(weights) / 256
         shapes = [(max(1, round(unit * weight)), 256) for weight in weights]
         self.tensors = [torch.empty(shape, dtype=torch.bfloat16) for shape in shapes]
+        self._twins: list[torch.Tensor] = []
         self.names = [f"layer.{i}" for i in range(TENSORS)]
         self._masters = [torch.randn(shape) * 0.02 for shape in shapes] if learns else []
         self._noise = torch.randn(2 * NOISE) * STEP if learns else torch.empty(0)
@@ -83,18 +84,19 @@ class Model:
             for e, tensor in zip(manifest.tensors, self.tensors, strict=True)
         )
 
+    def copy_seconds(self) -> float:
+        """Seconds of copying all tensors, one thread, into memory that is in use.
+
+        The floor of a snapshot and of a commit; measured beside each of them, because a shared
+        machine is slower at one moment than at another.
+        """
+        if not self._twins:
+            self._twins = [torch.zeros_like(tensor) for tensor in self.tensors]
+        began = time.perf_counter()
+        for target, tensor in zip(self._twins, self.tensors, strict=True):
+            target.copy_(tensor)
+        return time.perf_counter() - began
+
     def _cast(self) -> None:
         for master, tensor in zip(self._masters, self.tensors, strict=True):
             tensor.copy_(master)
-
-
-def memcpy_seconds(model: Model, passes: int = 5) -> float:
-    """Seconds of copying all tensors once, one thread, memory that is in use: median."""
-    other = [torch.zeros_like(tensor) for tensor in model.tensors]
-    times: list[float] = []
-    for _ in range(passes):
-        began = time.perf_counter()
-        for target, tensor in zip(other, model.tensors, strict=True):
-            target.copy_(tensor)
-        times.append(time.perf_counter() - began)
-    return sorted(times)[passes // 2]

@@ -41,7 +41,11 @@ def push_gloo(model: Model, count: int, passes: int) -> list[Pushed]:
             snapshot_s = time.monotonic() - began
             done = max(receiver.hear()["done_at"] for receiver in receivers)
             size = model.nbytes
-            runs.append(Pushed(done - began, snapshot_s, done - began, size, size, 0.0))
+            runs.append(
+                Pushed(
+                    done - began, snapshot_s, done - began, size, size, 0.0, model.copy_seconds()
+                )
+            )
         dist.broadcast(torch.tensor([-1]), 0)
         return runs[1:]
 
@@ -65,6 +69,14 @@ def push_files(model: Model, count: int, passes: int) -> list[Pushed]:
             path.unlink()
             size = model.nbytes
             runs.append(
-                Pushed(done - began, snapshot_s, done - began - snapshot_s, size, size, 0.0)
+                Pushed(
+                    done - began,
+                    snapshot_s,
+                    done - began - snapshot_s,
+                    size,
+                    size,
+                    0.0,
+                    model.copy_seconds(),
+                )
             )
         return runs[1:]

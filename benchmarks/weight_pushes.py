@@ -27,7 +27,7 @@ BUCKET_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Pushed:
-    """One push: seconds, and bytes on the wire to the first receiver."""
+    """One push: seconds, and bytes on the wire to the first receiver; `floor_s`: one memcpy."""
 
     push_s: float
     snapshot_s: float
@@ -35,6 +35,7 @@ class Pushed:
     wire_bytes: int
     nbytes: int
     changed: float
+    floor_s: float
 
 
 class Role:
@@ -120,14 +121,14 @@ def push_umbra(
         rows = [json.loads(line) for line in metrics.read_text().splitlines()]
         sent = {r["version"]: r["wire_bytes"] for r in rows if r["receiver"].endswith("-0")}
         return [
-            Pushed(*values, wire_bytes=sent[v + 2], nbytes=model.nbytes, changed=changed)
-            for v, (changed, *values) in enumerate(runs)
+            Pushed(*seconds, sent[v + 2], model.nbytes, changed, floor_s)
+            for v, (changed, floor_s, *seconds) in enumerate(runs)
         ]
 
 
 def _push(
     model: Model, publisher: Publisher, receivers: list[Role], version: int, lr: float
-) -> tuple[float, float, float, float]:
+) -> tuple[float, ...]:
     changed = model.learn(lr) if version else 0.0
     began = time.monotonic()
     slot = publisher.slot(version, DEADLINE_S)
@@ -137,4 +138,10 @@ def _push(
     heard = [receiver.hear() for receiver in receivers]
     assert all(line["version"] == version and line["whole"] for line in heard), heard
     push_s = max(line["done_at"] for line in heard) - began
-    return changed, push_s, snapshot_s, max(line["commit_s"] for line in heard)
+    return (
+        changed,
+        model.copy_seconds(),
+        push_s,
+        snapshot_s,
+        max(line["commit_s"] for line in heard),
+    )

@@ -57,7 +57,7 @@ def hub(plane: str, delta: str, listen: str, metrics: str) -> None:
 
 
 def receiver(name: str, endpoint: str, plane: str, size: str) -> None:
-    """A generator without an engine: its model is `size` bytes of tensors, loaded at each commit."""
+    """A generator without an engine: its model is `size` bytes, loaded at each commit."""
     torch.set_num_threads(1)
     model = Model(int(size))
     link = Link(name, uuid.uuid4().hex)

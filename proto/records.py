@@ -132,6 +132,15 @@ class Piece(Record, frozen=True, kw_only=True):
     offset: int = 0
 
 
+class HeldVersion(Record, frozen=True, kw_only=True):
+    """A version that the hub holds, in the arena or in a file of its own."""
+
+    version: int
+    place: str  # "slot 1", or the file's path
+    pinned: bool = False
+    newest: bool = False  # what receivers are brought to
+
+
 class Ledger(Record, frozen=True, kw_only=True):
     """Where every sample is. `issued == trained + sum(ended) + in_flight` at every moment."""
 

@@ -95,7 +95,9 @@ class Session:
             RejectedError: the broker refuses us, with its reason, or speaks another protocol.
         """
         if not broker:
-            raise StartupError("cannot connect to '', an empty --broker: write it as tcp://host:port")
+            raise StartupError(
+                "cannot connect to '', an empty --broker: write it as tcp://host:port"
+            )
         incarnation = uuid.uuid4().hex[:12]
         link = Link(name, incarnation, clock=clock)
         hello = Join(

@@ -19,7 +19,7 @@ from umbra.services.runtime.signals import stop_on_signals
 
 
 def _run(context: ServiceContext) -> int:
-    from umbra.services.weight_hub.service import serve
+    from umbra.services.weight_hub.serve import serve
 
     return serve(context)
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from umbra.proto.errors import StartupError, UmbraError
 from umbra.proto.messages import (
     ExportVersion,
-    HeldVersion,
     Message,
     Nack,
     Ok,
@@ -28,7 +27,7 @@ from umbra.proto.messages import (
     Versions,
     VersionsRequest,
 )
-from umbra.proto.records import Manifest
+from umbra.proto.records import HeldVersion, Manifest
 from umbra.services.runtime.arena import Arena
 from umbra.services.runtime.model_dir import check_model_dir
 from umbra.services.weight_hub.effects import Answer, Effect, Publication, Ticket

@@ -9,8 +9,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import cast
 
-import zmq
-
 from umbra.proto.errors import RejectedError, StartupError, WireError
 from umbra.proto.messages import (
     AcquireSlot,
@@ -32,12 +30,10 @@ from umbra.proto.messages import (
 )
 from umbra.proto.records import Manifest
 from umbra.services.runtime.arena import Arena, remove_leftovers, shm_host
-from umbra.services.runtime.command import ServiceContext
 from umbra.services.runtime.config import WeightHub as WeightHubConfig
 from umbra.services.runtime.manifest import check_manifest
 from umbra.services.runtime.metrics import MetricsFile
 from umbra.services.runtime.server import Request, Server
-from umbra.services.runtime.session import Session
 from umbra.services.weight_hub.effects import (
     Admit,
     Answer,
@@ -47,7 +43,8 @@ from umbra.services.weight_hub.effects import (
     Pushed,
     Send,
 )
-from umbra.services.weight_hub.planes import check_plane, choose_plane
+from umbra.services.weight_hub.floors import Floors
+from umbra.services.weight_hub.planes import choose_plane
 from umbra.services.weight_hub.push import PushProtocol
 from umbra.services.weight_hub.registry import ACCEPTS as REGISTRY
 from umbra.services.weight_hub.registry import Registry
@@ -104,6 +101,7 @@ class WeightHub:
         self._identities: dict[str, bytes] = {}
         self._planes: dict[str, str] = {}
         self._tcp: TcpPlane | None = None
+        self._floors = Floors()
         self._registry = Registry(
             self.protocol, run_id, self._token, model_dir, on_write=self._overwritten
         )
@@ -349,12 +347,13 @@ class WeightHub:
 
     def _record(self, pushed: Pushed) -> None:
         assert self._manifest is not None
+        plane = self._planes[pushed.receiver]
         self._metrics.write(
             "push",
             version=pushed.version,
             receiver=pushed.receiver,
             epoch=pushed.epoch,
-            plane=self._planes[pushed.receiver],
+            plane=plane,
             bytes=self._manifest.total_bytes,
             snapshot_s=pushed.snapshot_s,
             wire_bytes=pushed.wire_bytes,
@@ -362,45 +361,8 @@ class WeightHub:
             stage_s=pushed.stage_s,
             commit_s=pushed.commit_s,
             total_s=pushed.total_s,
+            **self._floors.of(pushed, plane, self._manifest.total_bytes),
         )
         log.debug(
             "%s serves version %d after %.3f s", pushed.receiver, pushed.version, pushed.total_s
         )
-
-
-def serve(context: ServiceContext) -> int:
-    """Run the hub until it is told to stop; the exit code.
-
-    Raises:
-        UsageError: the configured plane is not available.
-        StartupError: the address is taken, or no broker answers.
-        UmbraError: why the run was given up.
-    """
-    config = context.config.weight_hub
-    check_plane(config.plane)
-    zmq_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    server = Server(zmq_context, context.name, uuid.uuid4().hex[:12])
-    try:
-        endpoint = server.bind(CHANNEL, config.listen, ACCEPTS)
-        with context.join("weight_hub", {CHANNEL: endpoint}) as session:
-            hub = WeightHub(
-                server, session.welcome.run_id, config, context.metrics, context.config.model.path
-            )
-            try:
-                context.ready({CHANNEL: endpoint})
-                _loop(hub, session)
-            finally:
-                hub.close()
-            if session.failure is not None:
-                raise session.failure
-    finally:
-        server.close()
-        zmq_context.term()
-    return 0
-
-
-def _loop(hub: WeightHub, session: Session) -> None:
-    while not session.stopping.is_set():
-        served = hub.step()
-        session.progress("serving" if served else "waiting", 1)
-        session.stats(**hub.stats())

@@ -40,14 +40,19 @@ class Weights:
         self.versions: list[bytes] = []
 
     def publish(self, publisher: Publisher, share: float) -> int:
-        """Change a share of the elements by one unit in the last place; publish."""
+        """As `write`; publish."""
+        version = self.write(publisher, share)
+        publisher.publish(version, 0.0)
+        return version
+
+    def write(self, publisher: Publisher, share: float) -> int:
+        """Change a share of the elements by one unit in the last place; write the version."""
         count = round(share * self._now.size)
         places = self._random.choice(self._now.size, count, replace=False)
         self._now[places] += self._random.choice(np.array([1, 65535], np.uint16), count)
         version = len(self.versions)
         self.versions.append(self._now.tobytes())
         publisher.slot(version, WAIT_S)[:] = self.versions[-1]
-        publisher.publish(version, 0.0)
         return version
 
     def load(self, receiver: Receiver, version: int) -> None:

@@ -175,6 +175,8 @@ class HubInTest:
         self.world.published[version] = weights
         self.world.model.load_state_dict(weights, strict=False)
 
+    publish_soon = publish
+
     def close(self) -> None:
         pass
 

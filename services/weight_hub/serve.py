@@ -1,0 +1,51 @@
+"""The weight hub as a process: it binds, joins the run and serves until it is told to stop."""
+
+from __future__ import annotations
+
+import uuid
+
+import zmq
+
+from umbra.services.runtime.command import ServiceContext
+from umbra.services.runtime.server import Server
+from umbra.services.runtime.session import Session
+from umbra.services.weight_hub.planes import check_plane
+from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
+
+
+def serve(context: ServiceContext) -> int:
+    """Run the hub until it is told to stop; the exit code.
+
+    Raises:
+        UsageError: the configured plane is not available.
+        StartupError: the address is taken, or no broker answers.
+        UmbraError: why the run was given up.
+    """
+    config = context.config.weight_hub
+    check_plane(config.plane)
+    zmq_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    server = Server(zmq_context, context.name, uuid.uuid4().hex[:12])
+    try:
+        endpoint = server.bind(CHANNEL, config.listen, ACCEPTS)
+        with context.join("weight_hub", {CHANNEL: endpoint}) as session:
+            hub = WeightHub(
+                server, session.welcome.run_id, config, context.metrics, context.config.model.path
+            )
+            try:
+                context.ready({CHANNEL: endpoint})
+                _loop(hub, session)
+            finally:
+                hub.close()
+            if session.failure is not None:
+                raise session.failure
+    finally:
+        server.close()
+        zmq_context.term()
+    return 0
+
+
+def _loop(hub: WeightHub, session: Session) -> None:
+    while not session.stopping.is_set():
+        served = hub.step()
+        session.progress("serving" if served else "waiting", 1)
+        session.stats(**hub.stats())

@@ -1,0 +1,32 @@
+"""A weight hub without a broker.
+
+Usage: lone_hub.py ENDPOINT RUN_ID
+
+Prints its endpoint; ends at SIGTERM.
+"""
+
+import sys
+import threading
+import uuid
+
+import zmq
+
+from umbra.services.runtime.config import WeightHub as WeightHubConfig
+from umbra.services.runtime.metrics import MetricsFile
+from umbra.services.runtime.server import Server
+from umbra.services.runtime.signals import stop_on_signals
+from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
+
+endpoint, run_id = sys.argv[1:]
+context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+server = Server(context, "weight-hub", uuid.uuid4().hex)
+endpoint = server.bind(CHANNEL, endpoint, ACCEPTS)
+hub = WeightHub(server, run_id, WeightHubConfig(deadline_s=5.0), MetricsFile(None, "hub"))
+stopping = threading.Event()
+with stop_on_signals(stopping):
+    print(endpoint, flush=True)
+    while not stopping.is_set():
+        hub.step(0.02)
+hub.close()
+server.close()
+context.term()

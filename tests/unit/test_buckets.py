@@ -1,0 +1,216 @@
+"""Handing out buckets on credit, chains of deltas and of relays, putting versions together."""
+
+from __future__ import annotations
+
+import pytest
+
+from umbra.proto.errors import WireError
+from umbra.proto.messages import Credit, FetchBuckets
+from umbra.proto.records import Piece
+from umbra.services.runtime.assembly import FAILURES, Assembly, Holdings
+from umbra.services.runtime.manifest import build_manifest, checksums, item_bytes
+from umbra.services.weight_hub.chain import Chain
+from umbra.services.weight_hub.outbox import Outbox
+from umbra.services.weight_hub.store import BucketStore, Delta
+
+LAYOUT = build_manifest([("a", "BF16", [256, 16]), ("b", "F32", [64, 16])], 4096)
+COUNT = len(LAYOUT.buckets)
+ME = b"me"
+
+
+def version(fill: int) -> tuple[memoryview, list[int]]:
+    data = memoryview(bytearray([fill] * LAYOUT.total_bytes))
+    return data, checksums(LAYOUT, data)
+
+
+def store() -> BucketStore:
+    return BucketStore(LAYOUT, lambda: None)
+
+
+def order(
+    sums: list[int], credit: int = 1 << 30, bases: list[list[int]] | None = None
+) -> FetchBuckets:
+    return FetchBuckets(
+        number=1, wanted=list(range(COUNT)), contents=sums, bases=bases or [],
+        frame_bytes=1024, credit_bytes=credit,
+    )  # fmt: skip
+
+
+def drain(outbox: Outbox) -> list[tuple[Piece, bytes]]:
+    taken: list[tuple[Piece, bytes]] = []
+    while (message := outbox.next(ME)) is not None:
+        body, raw = message
+        assert sum(map(len, raw)) <= 1024
+        taken += [(piece, bytes(data)) for piece, data in zip(body.pieces, raw, strict=True)]
+    return taken
+
+
+def test_items_of_mixed_buckets_are_the_smallest() -> None:
+    mixed = build_manifest([("a", "F32", [64]), ("b", "BF16", [64]), ("c", "F32", [4096])], 1024)
+    assert item_bytes(mixed) == [2, *[4] * (len(mixed.buckets) - 1)]
+
+
+def test_an_order_is_filled_within_its_credit() -> None:
+    held, (data, sums) = store(), version(1)
+    outbox = Outbox(COUNT, held.parts)
+    held.offer(0, data, sums)
+    outbox.order(ME, order(sums, credit=2048))
+    first = drain(outbox)
+    assert sum(len(raw) for _, raw in first) == 2048
+    outbox.credit(ME, Credit(number=99, credit_bytes=1 << 30))  # of another order
+    assert drain(outbox) == []
+    outbox.credit(ME, Credit(number=1, credit_bytes=1 << 30))
+    rest = drain(outbox)
+    assert b"".join(raw for _, raw in first + rest) == bytes(data)
+    assert outbox.open == []
+
+
+def test_what_has_not_arrived_is_sent_when_it_has() -> None:
+    held, (data, sums) = store(), version(1)
+    outbox = Outbox(COUNT, held.parts)
+    outbox.order(ME, order(sums))
+    assert drain(outbox) == []
+    held.offer(0, data, sums, arrived=False)
+    assert drain(outbox) == []
+    for bucket in range(COUNT):
+        held.arrived(0, bucket)
+        assert {piece.bucket for piece, _ in drain(outbox)} == {bucket}
+
+
+def test_a_slot_that_is_written_anew_is_not_handed_out() -> None:
+    held, (data, sums) = store(), version(1)
+    held.offer(0, data, sums)
+    held.withdraw(0)
+    assert held.parts(0, sums[0], [], 1024) is None
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"wanted": [COUNT]},
+        {"wanted": [-1]},
+        {"contents": []},
+        {"bases": [[1, 2]]},
+        {"frame_bytes": 0},
+    ],
+)
+def test_orders_that_make_no_sense_are_refused(bad: dict[str, object]) -> None:
+    given = {"number": 1, "wanted": [0], "contents": [1], "frame_bytes": 1, "credit_bytes": 1}
+    with pytest.raises(WireError):
+        Outbox(COUNT, store().parts).order(ME, FetchBuckets(**{**given, **bad}))  # type: ignore[arg-type]
+
+
+def test_deltas_lead_from_what_is_held_to_what_is_wanted() -> None:
+    held = store()
+    for base, result in ((1, 2), (2, 3), (3, 4)):
+        held.encoded(0, Delta(base, result, b"x"))
+    parts = held.parts(0, 4, [2], 1024)
+    assert parts is not None
+    assert [(part.piece.base, part.piece.result) for part in parts] == [(2, 3), (3, 4)]
+    parts = held.parts(0, 3, [9, 1], 1024)
+    assert parts is not None
+    assert [part.piece.result for part in parts] == [2, 3]
+    assert held.parts(0, 4, [7], 1024) is None  # not even the bytes are here
+    held.encoded(0, None)
+    assert held.parts(0, 4, [2], 1024) is None
+
+
+def test_chains_that_grow_too_long_are_cut() -> None:
+    held = store()
+    size = LAYOUT.buckets[0][1]
+    for base in range(1, 5):
+        held.encoded(0, Delta(base, base + 1, bytes(size // 5)))
+    assert held.parts(0, 5, [1], 1024) is None
+    assert held.parts(0, 5, [3], 1024) is not None
+
+
+def test_one_who_has_a_base_waits_for_the_delta_and_others_do_not() -> None:
+    held, (data, sums) = store(), version(1)
+    held.offer(0, data, sums)
+    held.encode_later([0])
+    assert held.parts(0, sums[0], [77], 1024) is None
+    assert held.parts(0, sums[0], [0], 1024) is not None
+    held.encoded(0, None)
+    assert held.parts(0, sums[0], [77], 1024) is not None
+
+
+def test_the_chain_is_linked_anew() -> None:
+    chain = Chain("hub")
+    for name in "abc":
+        chain.join(name, f"at-{name}")
+    assert [chain.source(name) for name in "abcx"] == ["hub", "at-a", "at-b", "hub"]
+    chain.leave("b")
+    assert chain.source("c") == "at-a"
+    assert chain.broken("c") == "a"
+    assert [chain.source(name) for name in "c"] == ["hub"]
+    assert chain.broken("c") == ""
+    chain.join("a", "at-a2")
+    assert [chain.source(name) for name in "ca"] == ["hub", "at-c"]
+
+
+def holdings() -> Holdings:
+    return Holdings(LAYOUT, [memoryview(bytearray(LAYOUT.total_bytes)) for _ in range(2)])
+
+
+def fill(assembly: Assembly, data: memoryview, sums: list[int], buckets: range) -> None:
+    for bucket in buckets:
+        start, end = LAYOUT.buckets[bucket]
+        assert assembly.take(Piece(bucket=bucket, result=sums[bucket]), data[start:end])
+
+
+def test_what_is_there_already_is_not_ordered() -> None:
+    have, (data, sums) = holdings(), version(3)
+    broken_off = Assembly(have, 0, sums, deltas=False)
+    assert broken_off.order(1, 1024, 1024).wanted == list(range(COUNT))
+    fill(broken_off, data, sums, range(2))
+    again = Assembly(have, 0, sums, deltas=False)
+    assert again.missing == set(range(2, COUNT))
+    again.order(2, 1024, 1024)
+    fill(again, data, sums, range(2, COUNT))
+    other = Assembly(have, 1, sums, deltas=False)  # copied from the first buffer
+    assert not other.missing
+    assert have.buffers[1] == data
+
+
+def test_memory_that_somebody_changed_is_noticed() -> None:
+    have, (data, sums) = holdings(), version(3)
+    assembly = Assembly(have, 0, sums, deltas=False)
+    assembly.order(1, 1024, 1024)
+    fill(assembly, data, sums, range(COUNT))
+    have.buffers[0][5] ^= 1
+    assert Assembly(have, 0, sums, deltas=False).missing == {0}
+
+
+def test_a_wrong_bucket_is_ordered_again_without_deltas_and_then_given_up() -> None:
+    have, (data, sums) = holdings(), version(3)
+    first = Assembly(have, 0, sums, deltas=True)
+    first.order(1, 1024, 1024)
+    fill(first, data, sums, range(COUNT))
+    _, wanted = version(4)
+    assembly = Assembly(have, 0, wanted, deltas=True)
+    assert assembly.order(1, 1024, 1024).bases == [sums]
+    assert not assembly.take(Piece(bucket=0, base=sums[0], result=wanted[0]), b"no delta")
+    assert 0 not in assembly.awaited
+    assert assembly.order(2, 1024, 1024).bases[0][0] == 0
+    start, end = LAYOUT.buckets[0]
+    bad = Piece(bucket=0, result=wanted[0])
+    for _ in range(FAILURES - 2):
+        assert not assembly.take(bad, data[start:end])
+        assembly.order(3, 1024, 1024)
+    with pytest.raises(WireError, match="again and again"):
+        assembly.take(bad, data[start:end])
+
+
+def test_pieces_out_of_place_are_refused() -> None:
+    have, (data, sums) = holdings(), version(3)
+    assembly = Assembly(have, 0, sums, deltas=True)
+    assembly.order(1, 1024, 1024)
+    for piece, raw in (
+        (Piece(bucket=0, result=sums[0], offset=8), data[:8]),
+        (Piece(bucket=0, result=sums[0], offset=-8), data[:8]),
+        (Piece(bucket=0, result=sums[0]), data),
+        (Piece(bucket=0, result=sums[0]), b""),
+    ):
+        with pytest.raises(WireError, match="out of order"):
+            assembly.take(piece, raw)
+    assert not assembly.take(Piece(bucket=COUNT + 5, result=1), data[:8])
