@@ -1,35 +1,41 @@
 """Every message on the wire, by the socket it travels on. `README.md` here is the written spec.
 
 A request names what it wants; its reply carries the request's id in `Header.reply_to`. Messages
-that a server sends unasked (`Command`, `Prepare`, `Commit`, `Abort`) have `reply_to = None`.
+that a server sends unasked (`Command`, `Interrupt`, `Prepare`, `Commit`, `Abort`) have
+`reply_to = None`. Those of the weights socket are in `weight_messages.py`.
 """
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
-from umbra.proto.records import Ledger, Manifest, Record, SampleTask, Trajectory
-
-Role = Literal["buffer", "generator", "scorer", "trainer", "weight_hub", "monitor"]
-State = Literal["starting", "joining", "ready", "draining", "stopped", "failed"]
-
-
-class Header(Record, frozen=True, kw_only=True):
-    """First frame of every message."""
-
-    major: int
-    minor: int
-    type: str
-    id: int  # counts up per sender and incarnation; a resend keeps its id
-    sender: str
-    incarnation: str  # changes at every start of a process: a new one supersedes the old
-    reply_to: int | None = None
-    sent_at: float = 0.0  # seconds since the epoch
-
-
-class Message(Record, frozen=True, kw_only=True):
-    """Base of all message bodies; the class-level tag is the header's `type`."""
-
+from umbra.proto.message import Header as Header
+from umbra.proto.message import Message, Role, State
+from umbra.proto.records import (
+    EvalReport,
+    Ledger,
+    Record,
+    SampleTask,
+    Score,
+    ScoringTask,
+    Trajectory,
+)
+from umbra.proto.weight_messages import (
+    Abort,
+    AcquireSlot,
+    ArenaReady,
+    Commit,
+    Committed,
+    HubStatus,
+    HubStatusRequest,
+    Prepare,
+    Publish,
+    Ready,
+    RegisterManifest,
+    SlotGranted,
+    Subscribe,
+    Subscribed,
+)
 
 # -- any socket ---------------------------------------------------------------------------------
 
@@ -155,6 +161,21 @@ class Status(Message, frozen=True, kw_only=True):
     staleness: dict[str, float]  # of the samples trained so far: mean, max, bound
     counters: dict[str, int]  # rejected messages by reason, expired leases, duplicates, ...
     stuck: list[Stuck]
+    evals: list[EvalReport] = []  # oldest first
+    eval_ledger: Ledger = Ledger()  # of eval samples, which the other one leaves out
+
+
+class InterruptRequest(Message, frozen=True, kw_only=True):
+    """Have `samples` (empty: all) come back as partials from where they are being generated."""
+
+    samples: list[str] = []
+    reason: str = ""
+
+
+class Interrupted(Message, frozen=True, kw_only=True):
+    """How many samples their generators were asked to hand back."""
+
+    samples: int
 
 
 # -- data socket (buffer: ROUTER) ---------------------------------------------------------------
@@ -215,6 +236,40 @@ class RenewAck(Message, frozen=True, kw_only=True):
     lost: list[str]
 
 
+class Interrupt(Message, frozen=True, kw_only=True):
+    """To a generator, unasked: stop these `(sample_id, attempt)` and hand back what there is."""
+
+    leases: list[tuple[str, int]]
+    reason: str = ""
+
+
+class FlushPartials(Message, frozen=True, kw_only=True):
+    """What there is so far of samples that are still being generated; their leases go on."""
+
+    partials: list[Trajectory]
+
+
+class LeaseScoring(Message, frozen=True, kw_only=True):
+    """A scorer asks for up to `capacity` trajectories of `stage`; the answer may wait `wait_s`."""
+
+    stage: str
+    capacity: int
+    wait_s: float
+
+
+class ScoringLeases(Message, frozen=True, kw_only=True):
+    """Trajectories to score; empty when there were none within `wait_s`."""
+
+    tasks: list[ScoringTask]
+
+
+class SubmitScores(Message, frozen=True, kw_only=True):
+    """What `stage` found for trajectories that the scorer has leases on."""
+
+    stage: str
+    scores: list[Score]
+
+
 class LeaseBatch(Message, frozen=True, kw_only=True):
     """The trainer asks for the batch of optimizer step `step` (1-based), waiting up to `wait_s`."""
 
@@ -259,121 +314,6 @@ class RunFinished(Message, frozen=True, kw_only=True):
     ledger: Ledger
 
 
-# -- weights socket (hub: ROUTER) ---------------------------------------------------------------
-
-
-class RegisterManifest(Message, frozen=True, kw_only=True):
-    """The trainer states the layout of its weights."""
-
-    manifest: Manifest
-
-
-class ArenaReady(Message, frozen=True, kw_only=True):
-    """The arena that the trainer writes into: `slots` slots of `manifest.total_bytes` in `path`."""
-
-    path: str
-    slots: int
-
-
-class AcquireSlot(Message, frozen=True, kw_only=True):
-    """The trainer asks for a slot to write `version` into; answered when one is free."""
-
-    version: int
-
-
-class SlotGranted(Message, frozen=True, kw_only=True):
-    """Write here; nobody reads it until Publish."""
-
-    slot: int
-
-
-class Publish(Message, frozen=True, kw_only=True):
-    """`version` lies in `slot`, with a checksum per bucket (xxh3-64). Push it."""
-
-    version: int
-    slot: int
-    checksums: list[int]
-    snapshot_s: float
-
-
-class Subscribe(Message, frozen=True, kw_only=True):
-    """A receiver wants every new version, by one of `planes` (in its order of preference)."""
-
-    host: str
-    planes: list[str]
-
-
-class Subscribed(Message, frozen=True, kw_only=True):
-    """How it will get them. The newest version follows as a push."""
-
-    manifest: Manifest
-    plane: str
-    path: str  # the arena, for plane "shm"
-
-
-class Prepare(Message, frozen=True, kw_only=True):
-    """To a receiver, unasked: stage `version` from `slot`, verify it, answer with Ready."""
-
-    epoch: int
-    version: int
-    slot: int
-    checksums: list[int]
-
-
-class Ready(Message, frozen=True, kw_only=True):
-    """`version` is staged and verified (or `error` says why not)."""
-
-    epoch: int
-    version: int
-    wire_s: float
-    stage_s: float
-    error: str = ""
-
-
-class Commit(Message, frozen=True, kw_only=True):
-    """To a receiver, unasked: load the staged version at the next token boundary."""
-
-    epoch: int
-    version: int
-
-
-class Committed(Message, frozen=True, kw_only=True):
-    """The engine serves `version` now; `commit_s` is the time for which generation waited."""
-
-    epoch: int
-    version: int
-    commit_s: float
-    error: str = ""
-
-
-class Abort(Message, frozen=True, kw_only=True):
-    """To a receiver, unasked: forget what is staged for this epoch.
-
-    With `dropped`, the hub pushes nothing more to it until it subscribes again.
-    """
-
-    epoch: int
-    version: int
-    reason: str
-    dropped: bool = False
-
-
-class HubStatusRequest(Message, frozen=True, kw_only=True):
-    """What does the hub hold and push?"""
-
-
-class HubStatus(Message, frozen=True, kw_only=True):
-    """Newest published version (-1: none), and by receiver the version that it serves.
-
-    `subscribed` tells the process that asked whether it is a receiver itself.
-    """
-
-    version: int
-    pushes: int
-    receivers: dict[str, int]
-    subscribed: bool = False
-
-
 # -- telemetry (PUB -> XSUB/XPUB -> SUB): may be lost, never changes behaviour -------------------
 
 
@@ -386,9 +326,11 @@ class Event(Message, frozen=True, kw_only=True):
 
 CONTROL: tuple[type[Message], ...] = (
     Join, Welcome, Heartbeat, HeartbeatAck, Leave, Command, Ping, Pong, StatusRequest, Status,
+    InterruptRequest, Interrupted,
 )  # fmt: skip
 DATA: tuple[type[Message], ...] = (
     LeaseSamples, SampleLeases, SubmitTrajectories, SubmitAck, ReturnSamples, RenewLeases, RenewAck,
+    Interrupt, FlushPartials, LeaseScoring, ScoringLeases, SubmitScores,
     LeaseBatch, BatchLease, CommitBatch, CommitAck, FinishRun, RunFinished,
 )  # fmt: skip
 WEIGHTS: tuple[type[Message], ...] = (
