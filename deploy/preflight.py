@@ -9,6 +9,7 @@ import msgspec
 from umbra.proto.errors import UsageError
 from umbra.services.buffer.prompts import read_prompts
 from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.feasibility import check_feasible
 from umbra.services.runtime.model_dir import check_model_dir
 
 
@@ -38,11 +39,13 @@ def search_path(run_file: Path) -> list[Path]:
 
 
 def check_run(config: RunConfig) -> None:
-    """Check the files that a run needs.
+    """Check the numbers of a run, and the files that it needs.
 
     Raises:
-        UsageError: one is missing or not what it should be; names it.
+        UsageError: numbers with which no batch would ever be full, or a file that is missing or not
+            what it should be; names it.
     """
+    check_feasible(config)
     check_model_dir(config.model.path)
     read_prompts(config.data.prompts)
     if config.eval.prompts:
@@ -57,13 +60,3 @@ def _check_eval(path: str) -> None:
         read_prompts(path)
     except UsageError as error:
         raise UsageError(str(error).replace("data.prompts", "eval.prompts")) from error
-
-
-def worst_staleness(config: RunConfig) -> int:
-    """The most optimizer steps that a trained token's version can be behind."""
-    return config.buffer.max_staleness if config.buffer.run_ahead else 0
-
-
-def typical_staleness(config: RunConfig) -> int:
-    """The same for a sample that nothing overtakes."""
-    return min(config.buffer.run_ahead, worst_staleness(config))
