@@ -11,6 +11,8 @@ from typing import TypeVar
 
 from umbra.proto.errors import DeadlineError
 from umbra.proto.messages import (
+    FlushPartials,
+    Interrupt,
     LeaseSamples,
     Message,
     RenewAck,
@@ -114,6 +116,28 @@ class BufferClient:
             self._send(
                 ReturnSamples(samples=list(samples)), lambda future: _answer(future, Message)
             )
+
+    def save(self, partials: Sequence[Trajectory]) -> None:
+        """Have the buffer keep what there is of samples that go on."""
+        if not partials:
+            return
+        attempts = {t.sample_id: t.attempt for t in partials}
+
+        def saved(future: Future[Message]) -> None:
+            answer = _answer(future, RenewAck)
+            if answer is not None:
+                self._lost += [(s, attempts[s]) for s in answer.lost if s in attempts]
+
+        self._send(FlushPartials(partials=list(partials)), saved)
+
+    def interrupts(self) -> list[Interrupt]:
+        """What the buffer wants back, since the last call."""
+        found: list[Interrupt] = []
+        while not self._channel.pushes.empty():
+            message = self._channel.pushes.get_nowait()
+            if isinstance(message, Interrupt):
+                found.append(message)
+        return found
 
     def renew(self, leases: Sequence[Lease]) -> None:
         """Every third of a lease: say that we still work on these (and what is being delivered)."""

@@ -71,6 +71,7 @@ def run(ctx: ServiceContext) -> int:
                 metrics=ctx.metrics,
                 kv_policy=config.generator.kv_policy,
                 prefetch=config.generator.prefetch,
+                flush_tokens=config.generator.partial_flush_tokens,
                 wake=wake,
             ).run()
         return _end(session)

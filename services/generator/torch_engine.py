@@ -40,6 +40,11 @@ class _Row:
         self._close_span()
         self.version, self.since = version, len(self.tokens)
 
+    def peek(self) -> EngineOutput:
+        self._close_span()
+        name = self.request.request_id
+        return EngineOutput(name, self.tokens[:], self.logprobs[:], self.spans[:], "abort")
+
     def output(self, reason: FinishReason) -> EngineOutput:
         self._close_span()
         return EngineOutput(self.request.request_id, self.tokens, self.logprobs, self.spans, reason)
@@ -155,6 +160,10 @@ class TorchEngine:
         self._queue = deque(row for row in self._queue if not hit(row))
         self._close_holes(holes)
         return aborted
+
+    def peek(self) -> list[EngineOutput]:
+        """What there is so far of every live row; see `Engine.peek`."""
+        return [row.peek() for row in self._rows]
 
     def close(self) -> None:
         """Free what the engine holds."""
