@@ -302,6 +302,12 @@ class CommitAck(Message, frozen=True, kw_only=True):
     ledger: Ledger
 
 
+class CheckpointSaved(Message, frozen=True, kw_only=True):
+    """The trainer can start again after `step`: batches up to it need not be kept any more."""
+
+    step: int
+
+
 class FinishRun(Message, frozen=True, kw_only=True):
     """The trainer is done: what is in flight ends as `cancelled`, everyone drains."""
 
@@ -331,7 +337,7 @@ CONTROL: tuple[type[Message], ...] = (
 DATA: tuple[type[Message], ...] = (
     LeaseSamples, SampleLeases, SubmitTrajectories, SubmitAck, ReturnSamples, RenewLeases, RenewAck,
     Interrupt, FlushPartials, LeaseScoring, ScoringLeases, SubmitScores,
-    LeaseBatch, BatchLease, CommitBatch, CommitAck, FinishRun, RunFinished,
+    LeaseBatch, BatchLease, CommitBatch, CommitAck, CheckpointSaved, FinishRun, RunFinished,
 )  # fmt: skip
 WEIGHTS: tuple[type[Message], ...] = (
     RegisterManifest, ArenaReady, AcquireSlot, SlotGranted, Publish, Subscribe, Subscribed,

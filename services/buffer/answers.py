@@ -109,7 +109,7 @@ class Answers:
             return "sample_id or attempt is not that of the lease"
         if (trajectory.group_id, trajectory.prompt_id) != (group.group_id, group.prompt.prompt_id):
             return "group_id or prompt_id is not that of the sample"
-        return find_fault(trajectory, self._batches.version)
+        return find_fault(trajectory, self._batches.newest)
 
     def _refuse(self, counter: str, reason: str) -> str:
         self._counters[counter] += 1

@@ -2,17 +2,20 @@
 
 `handle` and `tick` take the time from their caller (seconds, monotonic) and return what is to be
 sent and written. A request that cannot be answered yet is parked; it is answered when work arrives
-or when its wait is over. The caller flushes the store before it sends anything.
+or when its wait is over. `save` puts into the store what has changed: the caller does that, and
+commits the store, before it sends anything. A broker that is made with the store of an earlier one
+goes on where that one ended.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from umbra.proto.messages import (
+    CheckpointSaved,
     Command,
     CommitBatch,
     FinishRun,
@@ -39,14 +42,19 @@ from umbra.proto.messages import (
     Welcome,
 )
 from umbra.services.buffer.answers import Answers
+from umbra.services.buffer.archive import Archive
 from umbra.services.buffer.batches import Batches
 from umbra.services.buffer.effects import Effect, Outbox
+from umbra.services.buffer.journal import Journal
 from umbra.services.buffer.leases import Leases
 from umbra.services.buffer.membership import Membership, Peer
-from umbra.services.buffer.prompts import Prompt
+from umbra.services.buffer.prompts import PromptStream
+from umbra.services.buffer.recovery import Recovery
 from umbra.services.buffer.report import overdue_samples, waiting_for
 from umbra.services.buffer.rollouts import Rollouts
+from umbra.services.buffer.room import Room
 from umbra.services.buffer.samples import Pool
+from umbra.services.buffer.shelf import Shelf
 from umbra.services.buffer.staleness import StalenessPolicy
 from umbra.services.buffer.store import Store
 from umbra.services.buffer.training import Training
@@ -63,6 +71,7 @@ ROLES: dict[type[Message], Role] = {
     RenewLeases: "generator",
     LeaseBatch: "trainer",
     CommitBatch: "trainer",
+    CheckpointSaved: "trainer",
     FinishRun: "trainer",
 }
 
@@ -85,7 +94,7 @@ class Broker:
         config: of the run.
         run_id: told to everyone.
         prompts: endless.
-        store: keeps trajectories.
+        store: keeps all of it; a run that it holds goes on.
         endpoints: of the data and telemetry sockets.
         now: the time, seconds.
         wire_counters: counted by the sockets' side; shown with the broker's own.
@@ -96,7 +105,7 @@ class Broker:
         config: RunConfig,
         *,
         run_id: str,
-        prompts: Iterator[Prompt],
+        prompts: PromptStream,
         store: Store,
         endpoints: Endpoints,
         now: float,
@@ -115,10 +124,12 @@ class Broker:
             group_size=buffer.group_size,
             lease_s=buffer.lease_s,
             max_attempts=buffer.max_attempts,
-            store=store,
+            shelf=Shelf(store),
             counters=self.counters,
         )
-        self.batches = Batches(self.pool, self.policy, buffer.batch_groups)
+        journal = Journal(store, self.pool)
+        archive = Archive(journal)
+        self.batches = Batches(self.pool, self.policy, buffer.batch_groups, archive)
         self.members = Membership(
             heartbeat_s=buffer.heartbeat_s,
             dead_after_s=buffer.dead_after_s,
@@ -144,6 +155,31 @@ class Broker:
             counters=self.counters,
             outbox=self._outbox,
         )
+        self._recovery = Recovery(
+            journal,
+            run={
+                "run_id": run_id,
+                "buffer.group_size": buffer.group_size,
+                "buffer.batch_groups": buffer.batch_groups,
+            },
+            pool=self.pool,
+            batches=self.batches,
+            members=self.members,
+            training=self._training,
+            prompts=prompts,
+            counters=self.counters,
+        )
+        self.room = Room(store, self.pool, self.batches, buffer.store_max_bytes)
+        self._resume(now)
+
+    def save(self) -> None:
+        """Put what has changed into the store; the caller commits it."""
+        self._recovery.save()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has reached its end, and not just this process."""
+        return bool(self._recovery.finished)
 
     def handle(self, request: Request, now: float) -> list[Effect]:
         """The effects of `request`."""
@@ -173,6 +209,7 @@ class Broker:
             self._remove(peer, f"dead: silent for {now - peer.heard_at:.0f} s", lost=True)
         self._rollouts.expire(now)
         self._training.expire(now)
+        self.room.check(now)
         return self._settle(now)
 
     def drain(self, reason: str, now: float) -> list[Effect]:
@@ -222,6 +259,21 @@ class Broker:
             counters=dict(Counter(self.counters) + Counter(self._wire_counters)),
             stuck=self._stuck(now),
         )
+
+    def _resume(self, now: float) -> None:
+        """Go on with the run in the store, if there is one."""
+        if not self._recovery.restore(now):
+            return
+        self.counters["restarts"] += 1
+        ledger = self.pool.ledger
+        log.info(
+            "the run goes on at version %d: %d samples in flight, %d members",
+            self.batches.version,
+            ledger.live - ledger.trained,
+            len(self.members.peers),
+        )
+        if self._recovery.finished:
+            self._begin_end(self._recovery.finished, now + FINISH_S)
 
     # -- members -----------------------------------------------------------------------------------
 
@@ -278,6 +330,8 @@ class Broker:
                 self._training.lease(request, body, now)
             case CommitBatch() as body:
                 self._training.commit(request, body)
+            case CheckpointSaved() as body:
+                self._training.checkpoint(request, body)
             case FinishRun() as body:
                 self._finish(request, body, now)
             case body:
@@ -320,9 +374,10 @@ class Broker:
     # -- the end -----------------------------------------------------------------------------------
 
     def _finish(self, request: Request, body: FinishRun, now: float) -> None:
+        self._recovery.finished = f"run finished: {body.reason}"
         self._cancel()
         self._outbox.reply(request, RunFinished(ledger=self.pool.ledger.snapshot()))
-        self._begin_end(f"run finished: {body.reason}", now + FINISH_S)
+        self._begin_end(self._recovery.finished, now + FINISH_S)
 
     def _begin_end(self, reason: str, deadline: float) -> None:
         if self.state != "ready":
@@ -371,4 +426,5 @@ class Broker:
             action = f"{name} gets it again when it asks"
             what, age_s = f"batch of step {batch.step}, not committed", now - batch.formed_at
             found.append(Stuck(what=what, holder=name, age_s=age_s, action=action))
+        found += self.room.stuck(now)
         return found + overdue_samples(self.pool, buffer.lease_s, now)

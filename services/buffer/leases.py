@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
 from umbra.proto.records import SampleTask
 from umbra.services.buffer.batches import Batches
-from umbra.services.buffer.prompts import Prompt
+from umbra.services.buffer.prompts import PromptStream
 from umbra.services.buffer.samples import Pool, Sample
 from umbra.services.buffer.staleness import StalenessPolicy
 
@@ -24,7 +23,7 @@ class Leases:
         pool: Pool,
         batches: Batches,
         policy: StalenessPolicy,
-        prompts: Iterator[Prompt],
+        prompts: PromptStream,
         counters: Counter[str],
     ) -> None:
         self._pool = pool
@@ -37,6 +36,8 @@ class Leases:
     def available(self) -> int:
         """Samples that could be leased now to a generator with the newest weights."""
         ledger = self._pool.ledger
+        if self._pool.blocked:
+            return ledger.count("queued")
         room = self._policy.room(ledger.live, self._batches.version)
         return ledger.count("queued") + max(room, 0)
 
@@ -66,7 +67,7 @@ class Leases:
         sample = self._pool.next_queued()
         if sample is None:
             live = self._pool.ledger.live
-            if self._policy.room(live, self._batches.version) <= 0:
+            if self._pool.blocked or self._policy.room(live, self._batches.version) <= 0:
                 return None
             index = self._policy.batch_index(live)
             if version < self._policy.required_version(index, self._batches.version):

@@ -62,6 +62,15 @@ class RunningLedger:
         self._in_flight["training"] -= 1
         self.trained += 1
 
+    def untrain(self) -> None:
+        """One trained sample is in training again: its step was lost in a crash of the trainer."""
+        self.trained -= 1
+        self._in_flight["training"] += 1
+
+    def restore(self, state: str) -> None:
+        """One sample, counted as issued already, is in `state`."""
+        self._in_flight[state] += 1
+
     def end(self, source: str, reason: str) -> None:
         """One sample in `source` ended because of `reason`."""
         self._in_flight[source] -= 1

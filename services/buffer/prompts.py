@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import msgpack
 
@@ -20,6 +20,20 @@ class Prompt:
 
     prompt_id: str
     row: dict[str, Any]
+
+
+class PromptStream(Protocol):
+    """Prompts without end, in an order that can be taken up again after a crash."""
+
+    def __next__(self) -> Prompt: ...
+
+    def position(self) -> dict[str, Any]:
+        """Where it is, in plain values."""
+        ...
+
+    def seek(self, position: dict[str, Any]) -> None:
+        """Go on where `position` was taken."""
+        ...
 
 
 class PromptSource:
@@ -38,15 +52,38 @@ class PromptSource:
         self.prompts = read_prompts(path)
         self._shuffle = shuffle
         self._seed = seed
+        self._drawn = 0
+        self._order: list[Prompt] = []  # of the epoch of the next prompt
 
     def __iter__(self) -> Iterator[Prompt]:
-        epoch = 0
-        while True:
-            order = list(self.prompts)
+        return self
+
+    def __next__(self) -> Prompt:
+        epoch, index = divmod(self._drawn, len(self.prompts))
+        if not self._order or not index:
+            self._order = list(self.prompts)
             if self._shuffle:
-                random.Random(f"{self._seed}/{epoch}").shuffle(order)
-            yield from order
-            epoch += 1
+                random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
+        self._drawn += 1
+        return self._order[index]
+
+    def position(self) -> dict[str, Any]:
+        """Where the source is, in plain values; the file's size tells it from another one."""
+        return {"drawn": self._drawn, "rows": len(self.prompts)}
+
+    def seek(self, position: dict[str, Any]) -> None:
+        """Go on where `position` was taken.
+
+        Raises:
+            UsageError: that was in another file.
+        """
+        if position["rows"] != len(self.prompts):
+            raise UsageError(
+                f"data.prompts has {len(self.prompts)} rows, but the run began with "
+                f"{position['rows']}: use the same file, or begin a new run"
+            )
+        self._drawn = position["drawn"]
+        self._order = []
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:

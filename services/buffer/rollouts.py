@@ -65,9 +65,9 @@ class Rollouts:
         older = self._questions.pop(name, None)
         if older is not None:
             self._outbox.reply(older.request, NOTHING)
-        if not 0 <= body.version <= self._batches.version:
+        if not 0 <= body.version <= self._batches.newest:
             self._counters["wrong_version"] += 1
-            reason = f"{name} serves version {body.version}, but 0 to {self._batches.version} exist"
+            reason = f"{name} serves version {body.version}, but 0 to {self._batches.newest} exist"
             self._outbox.reply(request, Nack(code="wrong_version", reason=reason, path="version"))
             return
         question = _Question(request, body, now + body.wait_s)

@@ -9,6 +9,9 @@ nobody has had yet, oldest first, and keeps its last partial. Groups end and are
 
 Every operation costs O(1) or O(log n): deadlines and the queue are heaps whose outdated entries are
 skipped when they come up.
+
+What changes is noted in `Pool.changed`, for the journal. All plain fields of `Sample` and `Group`
+survive a restart of the buffer, the times excepted.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from enum import StrEnum
 from umbra.proto.records import SampleTask, Trajectory
 from umbra.services.buffer.ledger import RunningLedger
 from umbra.services.buffer.prompts import Prompt
-from umbra.services.buffer.store import Store
+from umbra.services.buffer.shelf import Shelf
 
 REMEMBERED = 65_536  # finished samples whose late answers are still told apart
 
@@ -53,6 +56,8 @@ class Sample:
     leased_at: float = 0.0
     deadline: float = 0.0
     oldest: int | None = None  # version of the oldest token of its stored trajectory
+    newest: int = 0  # the same of the newest token
+    tokens: int = 0  # response tokens of its stored trajectory
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +69,7 @@ class Group:
     batch_index: int
     samples: list[Sample] = field(default_factory=list[Sample])
     ready: int = 0
+    completed: int = 0  # counts complete groups, so that their order is known; 0 = not complete
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +87,7 @@ class Pool:
         group_size: samples per group.
         lease_s: seconds until a lease that is not renewed expires.
         max_attempts: lost leases of one sample until its group ends as `failed`.
-        store: keeps the trajectories.
+        shelf: keeps the trajectories.
         counters: of the broker.
     """
 
@@ -91,10 +97,13 @@ class Pool:
         group_size: int,
         lease_s: float,
         max_attempts: int,
-        store: Store,
+        shelf: Shelf,
         counters: Counter[str],
     ) -> None:
         self.counters = counters
+        self.shelf = shelf
+        self.changed: dict[str, Sample | Group] = {}  # since the journal last took note
+        self.blocked = ""  # why no new group may be issued, if so
         self.ledger = RunningLedger()
         self.samples: dict[str, Sample] = {}
         self.groups: dict[str, Group] = {}  # not yet in training, in order of issue
@@ -105,27 +114,26 @@ class Pool:
         self._group_size = group_size
         self._lease_s = lease_s
         self._max_attempts = max_attempts
-        self._store = store
         self._queue: list[tuple[int, Sample]] = []  # heap by serial: oldest first
         self._deadlines: list[tuple[float, int, int, Sample]] = []  # heap; serial, attempt: ties
-        self._next_group = 0
-        self._next_sample = 0
+        self.next_group = 0
+        self.next_sample = 0
+        self.completions = 0
 
     def issue(self, prompt: Prompt, batch_index: int) -> Group:
         """A new group for `prompt`, all of its samples queued."""
-        group = Group(f"g-{self._next_group}", prompt, batch_index)
-        self._next_group += 1
+        group = Group(f"g-{self.next_group}", prompt, batch_index)
+        self.next_group += 1
         for _ in range(self._group_size):
-            sample = Sample(self._next_sample, f"s-{self._next_sample}", group)
-            self._next_sample += 1
+            sample = Sample(self.next_sample, f"s-{self.next_sample}", group)
+            self.next_sample += 1
+            self._touch(sample)
             group.samples.append(sample)
             self.samples[sample.sample_id] = sample
             heapq.heappush(self._queue, (sample.serial, sample))
         self.groups[group.group_id] = group
         self.ledger.issue(self._group_size)
-        self._store.issued(
-            group.group_id, prompt.prompt_id, [sample.sample_id for sample in group.samples]
-        )
+        self._touch_group(group)
         return group
 
     def next_queued(self) -> Sample | None:
@@ -155,7 +163,7 @@ class Pool:
             attempt=sample.attempt,
             row=sample.group.prompt.row,
             lease_s=self._lease_s,
-            partial=None if sample.oldest is None else self._store.get(sample.sample_id),
+            partial=None if sample.oldest is None else self.shelf.get(sample.sample_id),
         )
 
     def leased(self, sample_id: str, attempt: int, holder: str) -> Sample | None:
@@ -193,13 +201,13 @@ class Pool:
 
     def keep_partial(self, sample: Sample, partial: Trajectory) -> None:
         """Continue `sample` from `partial` the next time."""
-        self._store.put(partial)
-        sample.oldest = partial.oldest_version
+        self._keep(sample, partial)
 
     def drop_partial(self, sample: Sample) -> None:
         """Start `sample` from scratch the next time."""
-        self._store.drop(sample.sample_id)
+        self.shelf.drop(sample.sample_id)
         sample.oldest = None
+        self._touch(sample)
 
     def take_back(self, sample: Sample, *, lost: bool) -> None:
         """End the lease on `sample` and queue it again.
@@ -220,48 +228,100 @@ class Pool:
 
     def accept(self, sample: Sample, trajectory: Trajectory) -> None:
         """Store the complete `trajectory` of `sample`."""
-        self._store.put(trajectory)
+        self._keep(sample, trajectory)
         self._move(sample, State.READY)
         self._release(sample)
-        sample.oldest = trajectory.oldest_version
         group = sample.group
         group.ready += 1
         if group.ready == self._group_size:
+            self.completions += 1
+            group.completed = self.completions
             self.complete[group.group_id] = group
+            self._touch_group(group)
 
     def end(self, group: Group, reason: str) -> None:
         """End all samples of `group`, wherever they are."""
         for sample in group.samples:
             self.ledger.end(sample.state, reason)
             self._finish(sample, reason)
+            self.shelf.drop(sample.sample_id)
         self.groups.pop(group.group_id, None)
         self.complete.pop(group.group_id, None)
-        self._store.ended(group.group_id, reason)
+        self._touch_group(group)
         self.openings += 1
 
-    def start_training(self, step: int, groups: list[Group]) -> list[Trajectory]:
-        """Make the complete `groups` the batch of `step`; its trajectories, group by group."""
-        trajectories: list[Trajectory] = []
+    def start_training(self, groups: list[Group]) -> None:
+        """Make the complete `groups` a batch."""
         for group in groups:
             for sample in group.samples:
                 self._move(sample, State.TRAINING)
-                trajectories.append(self._store.get(sample.sample_id))
             del self.groups[group.group_id], self.complete[group.group_id]
-        self._store.formed(step, [group.group_id for group in groups])
-        return trajectories
 
-    def finish_training(self, step: int, groups: list[Group]) -> None:
-        """The batch of `step` was committed."""
-        self._store.trained(step)
+    def finish_training(self, groups: list[Group], *, keep: bool) -> None:
+        """The batch of `groups` was committed; its trajectories go, unless they are to be kept."""
         for group in groups:
             for sample in group.samples:
                 self.ledger.train()
                 self._finish(sample, "trained")
+                if not keep:
+                    self.shelf.drop(sample.sample_id)
+            self._touch_group(group)
         self.openings += 1
+
+    def reopen_training(self, groups: list[Group]) -> None:
+        """The batch of `groups`, committed before, is to be trained on again."""
+        for group in groups:
+            for sample in group.samples:
+                self.ledger.untrain()
+                sample.state = State.TRAINING
+                self.samples[sample.sample_id] = sample
+                self.over.pop(sample.sample_id, None)
+                self._touch(sample)
+            self._touch_group(group)
+
+    def restore(self, groups: list[Group], now: float) -> None:
+        """Take over `groups`, with their samples, as they were when the buffer ended.
+
+        Leases hold on, with a new deadline, for holders that have outlived the buffer.
+        """
+        for group in groups:
+            for sample in group.samples:
+                self.samples[sample.sample_id] = sample
+                self.ledger.restore(sample.state)
+                if sample.state is State.QUEUED:
+                    heapq.heappush(self._queue, (sample.serial, sample))
+                elif sample.state is State.GENERATING:
+                    sample.leased_at, sample.deadline = now, now + self._lease_s
+                    self.held[sample.holder][sample.sample_id] = sample
+                    entry = (sample.deadline, sample.serial, sample.attempt, sample)
+                    heapq.heappush(self._deadlines, entry)
+            if not any(sample.state is State.TRAINING for sample in group.samples):
+                self.groups[group.group_id] = group
+        complete = [group for group in self.groups.values() if group.completed]
+        for group in sorted(complete, key=lambda group: group.completed):
+            self.complete[group.group_id] = group
+
+    def is_alive(self, group: Group) -> bool:
+        """Whether samples of `group` are in flight."""
+        return group.samples[0].sample_id in self.samples
+
+    def _touch(self, sample: Sample) -> None:
+        self.changed[sample.sample_id] = sample
+
+    def _touch_group(self, group: Group) -> None:
+        self.changed[group.group_id] = group
+
+    def _keep(self, sample: Sample, trajectory: Trajectory) -> None:
+        self.shelf.put(trajectory)
+        sample.oldest = trajectory.oldest_version
+        sample.newest = trajectory.newest_version
+        sample.tokens = trajectory.response_tokens
+        self._touch(sample)
 
     def _move(self, sample: Sample, target: State) -> None:
         self.ledger.move(sample.state, target)
         sample.state = target
+        self._touch(sample)
 
     def _release(self, sample: Sample) -> None:
         if sample.holder:
@@ -275,7 +335,7 @@ class Pool:
         answered = sample.state in (State.READY, State.TRAINING)
         self._release(sample)
         sample.state = State.OVER
-        self._store.drop(sample.sample_id)
+        self._touch(sample)
         del self.samples[sample.sample_id]
         self.over[sample.sample_id] = Outcome(sample.attempt if answered else 0, end)
         if len(self.over) > REMEMBERED:

@@ -35,8 +35,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from umbra.proto.records import Trajectory
-
 
 @dataclass(frozen=True, slots=True)
 class StalenessPolicy:
@@ -107,9 +105,8 @@ class StalenessStats:
     worst: int = 0
     mixed: int = 0  # samples with tokens of more than one version
 
-    def add(self, trajectory: Trajectory, version: int) -> None:
-        """Count `trajectory`, trained at `version`."""
-        oldest, newest = trajectory.oldest_version, trajectory.newest_version
+    def add(self, oldest: int, newest: int, version: int) -> None:
+        """Count a sample with tokens of versions `oldest` to `newest`, trained at `version`."""
         total, in_flight, in_queue = split(oldest, newest, version)
         self.samples += 1
         self.total += total
@@ -126,6 +123,14 @@ class StalenessStats:
         self.in_queue += other.in_queue
         self.worst = max(self.worst, other.worst)
         self.mixed += other.mixed
+
+    def remove(self, other: StalenessStats) -> None:
+        """Take the sums of `other` away again; the worst stays, it did happen."""
+        self.samples -= other.samples
+        self.total -= other.total
+        self.in_flight -= other.in_flight
+        self.in_queue -= other.in_queue
+        self.mixed -= other.mixed
 
     def figures(self) -> dict[str, float]:
         """`mean`, `max`, `in_flight_mean`, `in_queue_mean` and `mixed_fraction`."""

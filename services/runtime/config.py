@@ -27,6 +27,9 @@ class Run(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     broker: Annotated[
         str, Meta(description="address the buffer binds; port * picks a free one")
     ] = "tcp://127.0.0.1:*"
+    broker_grace_s: Annotated[
+        float, Meta(description="seconds without the buffer until a process gives up", gt=0)
+    ] = 60.0
 
 
 class Model(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -188,6 +191,13 @@ class Buffer(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     stall_s: Annotated[
         float, Meta(description="seconds without progress until a member counts as stuck", gt=0)
     ] = 60.0
+    store: Annotated[
+        str,
+        Meta(description='folder of the durable store; empty = <run dir>/store, or "memory"'),
+    ] = ""
+    store_max_bytes: Annotated[
+        int, Meta(description="disk space of the store; no new groups beyond it", ge=64 << 20)
+    ] = 8 << 30
 
 
 class Generator(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
