@@ -37,8 +37,10 @@ def _kept(cls: type[Any], *left_out: str) -> list[tuple[str, Any]]:
     return [(f.name, default(f)) for f in fields(cls) if f.name not in left_out]
 
 
-_SAMPLE = _kept(Sample, "group", "leased_at", "deadline")
-_GROUP = _kept(Group, "prompt", "samples", "ready")
+_SAMPLE = _kept(Sample, "group", "leased_at", "deadline", "begun_at")
+_GROUP = _kept(Group, "prompt", "samples", "ready", "first_ready_at")
+
+_MADE = ("oldest", "state", "stage", "segments", "reward")  # fields that go with a trajectory
 
 
 def sample_record(sample: Sample) -> dict[str, Any]:
@@ -140,7 +142,7 @@ class Journal:
                 sample = samples.pop(name)
                 if sample.get("oldest") is not None and name not in trajectories:
                     mended.append(f"sample {name} starts again: its trajectory is gone")
-                    sample = {k: v for k, v in sample.items() if k not in ("oldest", "state")}
+                    sample = {k: v for k, v in sample.items() if k not in _MADE}
                     group.completed = 0
                 add_sample(group, sample)
             groups.append(group)

@@ -7,13 +7,18 @@ from collections import Counter
 from umbra.proto.errors import UmbraError
 from umbra.proto.records import Ledger
 
-IN_FLIGHT = ("queued", "generating", "ready", "training")
+IN_FLIGHT = ("queued", "generating", "scoring", "ready", "training")
 MOVES = frozenset(
     {
         ("queued", "generating"),  # leased
         ("generating", "queued"),  # returned, expired, or its holder is gone
         ("generating", "ready"),  # answered
         ("queued", "ready"),  # answered late, but before anyone else took it
+        ("generating", "scoring"),  # answered, and to be scored
+        ("queued", "scoring"),  # the same, late
+        ("scoring", "ready"),
+        ("scoring", "queued"),  # too old, so it is generated anew
+        ("ready", "queued"),  # the same
         ("ready", "training"),  # handed to the trainer
     }
 )
