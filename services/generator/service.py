@@ -65,7 +65,7 @@ def run(ctx: ServiceContext) -> int:
             GeneratorLoop(
                 session=session,
                 receiver=receiver,
-                buffer=BufferClient(session.data, wake),
+                buffer=BufferClient(session.data, wake, grace_s=config.run.broker_grace_s),
                 engine=engine,
                 runner=RolloutRunner(engine, pool, make_environment, settings),
                 metrics=ctx.metrics,

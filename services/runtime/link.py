@@ -60,14 +60,17 @@ class Link:
             except zmq.Again:
                 pass  # it is awake already, with plenty to do
 
-    def channel(self, endpoint: str, peer: str) -> Channel:
-        """A channel to the server at `endpoint`; `peer` names it in errors."""
+    def channel(self, endpoint: str, peer: str, *, insists: bool = False) -> Channel:
+        """A channel to the server at `endpoint`; `peer` names it in errors.
+
+        One that `insists` repeats what was refused because we are no member: we join again.
+        """
         made: list[Channel] = []
         done = threading.Event()
 
         def connect() -> None:
             socket = sockets.dealer(self._context, endpoint, self.name.encode())
-            channel = Channel(self, socket, f"{peer} at {endpoint}")
+            channel = Channel(self, socket, f"{peer} at {endpoint}", insists=insists)
             self._channels[socket] = channel
             self._poller.register(socket, zmq.POLLIN)
             made.append(channel)
@@ -77,10 +80,27 @@ class Link:
         done.wait()
         return made[0]
 
+    def move(self, channel: Channel, endpoint: str, peer: str) -> None:
+        """The server of `channel` is now at `endpoint`; what was not answered goes there."""
+
+        def reconnect() -> None:
+            before = channel.socket
+            self._poller.unregister(before)
+            del self._channels[before]
+            before.close(linger=0)
+            channel.peer = f"{peer} at {endpoint}"
+            channel.socket = sockets.dealer(self._context, endpoint, self.name.encode())
+            self._channels[channel.socket] = channel
+            self._poller.register(channel.socket, zmq.POLLIN)
+
+        self.run(reconnect)
+
     def publish_to(self, endpoint: str) -> None:
-        """Open the telemetry socket."""
+        """Open the telemetry socket, instead of an earlier one."""
 
         def connect() -> None:
+            if self._publisher is not None:
+                self._publisher.close()
             self._publisher = sockets.publisher(self._context, endpoint)
 
         self.run(connect)
