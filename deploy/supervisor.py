@@ -213,7 +213,9 @@ class Supervisor:
         again = f" again, after {slot.restarts} restarts" if slot.restarts else ""
         ended = f"{name} ended{again} ({how})"
         others = [s for s in self._all() if s.program.elastic and s is not slot]
-        if slot.program.elastic and any(other.child is not None or other.restart_at is not None for other in others):
+        if slot.program.elastic and any(
+            other.child is not None or other.restart_at is not None for other in others
+        ):
             self._report(f"{ended} and is not restarted{self._said(name)}")
         else:
             self._fail(slot, ended, code)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from umbra.services.buffer.archive import Archive, Batch
-from umbra.services.buffer.samples import Group, Pool, State
+from umbra.services.buffer.groups import Group, Sample, State
+from umbra.services.buffer.samples import Pool
+from umbra.services.buffer.sampling import BatchRules
 from umbra.services.buffer.staleness import StalenessPolicy, StalenessStats
 
 
@@ -13,12 +15,19 @@ class Batches:
     Args:
         pool: where the groups come from.
         policy: the staleness rules.
-        batch_groups: groups per batch.
+        rules: of putting a batch together.
+        restart_stale: what is too old is generated anew, instead of ending with its group.
         archive: keeps batches.
     """
 
     def __init__(
-        self, pool: Pool, policy: StalenessPolicy, batch_groups: int, archive: Archive
+        self,
+        pool: Pool,
+        policy: StalenessPolicy,
+        rules: BatchRules,
+        archive: Archive,
+        *,
+        restart_stale: bool = False,
     ) -> None:
         self.version = 0
         self.newest = 0  # highest version there ever was: a trainer that starts again falls behind
@@ -29,7 +38,8 @@ class Batches:
         self.archive = archive
         self._pool = pool
         self._policy = policy
-        self._batch_groups = batch_groups
+        self._rules = rules
+        self._restart_stale = restart_stale
 
     @property
     def next_step(self) -> int:
@@ -41,11 +51,17 @@ class Batches:
         """The batch of the next step, if it was formed."""
         return self.formed.get(self.next_step)
 
+    @property
+    def untrained(self) -> int:
+        """Groups that were issued and neither ended nor committed: u of the staleness rules."""
+        return len(self._pool.groups) + sum(len(batch.groups) for batch in self.formed.values())
+
     def form(self, now: float) -> Batch | None:
         """The batch of the next step, formed if there was none; None while groups are missing."""
-        if self.leased is None and len(self._pool.complete) >= self._batch_groups:
-            complete = iter(self._pool.complete.values())
-            groups = [next(complete) for _ in range(self._batch_groups)]
+        if self.leased is None:
+            groups = self._rules.choose(self._pool, self._policy, self.version)
+            if groups is None:
+                return None
             self._pool.start_training(groups)
             staleness = StalenessStats()
             for group in groups:
@@ -70,9 +86,7 @@ class Batches:
         self.newest = max(self.newest, self.version)
         self.trained.merge(batch.staleness)
         self.last = batch.staleness
-        for group in list(self._pool.groups.values()):
-            if self._is_doomed(group):
-                self._pool.end(group, "stale")
+        self._sweep()
         return batch
 
     def can_rewind(self, step: int) -> bool:
@@ -105,11 +119,28 @@ class Batches:
                 self._pool.end(group, "cancelled")
         self.formed.clear()
 
-    def _is_doomed(self, group: Group) -> bool:
-        """Whether an answer of `group` is too old; partials are judged when leased again."""
-        return group.ready > 0 and any(
-            sample.state is State.READY
-            and sample.oldest is not None
-            and self._policy.is_stale(sample.oldest, self.version)
-            for sample in group.samples
-        )
+    def drop_stale(self, sample: Sample) -> None:
+        """`sample` is too old to be trained on: by policy its group ends, or it starts anew."""
+        if self._restart_stale:
+            self._pool.counters["stale_restarts"] += 1
+            self._pool.again(sample)
+        else:
+            self._pool.end(sample.group, "stale")
+
+    def waits_for(self) -> list[Group]:
+        """Groups that the next batch has to wait for, because they would be stale after it."""
+        if not self._rules.wait:
+            return []
+        late = self._rules.last_chance(self._pool, self._policy, self.version)
+        return [group for group in late if not group.completed]
+
+    def _sweep(self) -> None:
+        """Drop what has become too old; partials are judged when leased again."""
+        for group in list(self._pool.groups.values()):
+            for sample in list(group.samples):
+                if (
+                    sample.state in (State.SCORING, State.READY)
+                    and sample.oldest is not None
+                    and self._policy.is_stale(sample.oldest, self.version)
+                ):
+                    self.drop_stale(sample)

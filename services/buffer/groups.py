@@ -80,6 +80,14 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a finished sample; `attempt` is the accepted one, 0 if there was none."""
+
+    attempt: int
+    end: str  # "trained" or the reason why it ended
+
+
+@dataclass(frozen=True, slots=True)
 class GroupRules:
     """How a group gets complete. See the keys of `[buffer]` of the same names."""
 

@@ -73,7 +73,9 @@ class Interrupts:
 
     def _cut_spare(self) -> None:
         """Cancel the groups that no batch to come needs: those that are furthest behind."""
-        still_needed = max(self._policy.needed(self._batches.version) - self._policy.batch_groups, 0)
+        still_needed = max(
+            self._policy.needed(self._batches.version) - self._policy.batch_groups, 0
+        )
         spare = len(self._pool.groups) - still_needed
         behind = [group for group in self._pool.groups.values() if not group.completed]
         for group in behind[: max(spare, 0)]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from umbra.proto.errors import UsageError
 from umbra.services.buffer.batches import Batches
+from umbra.services.buffer.evals import Evals
 from umbra.services.buffer.journal import Journal
 from umbra.services.buffer.membership import Membership
 from umbra.services.buffer.prompts import PromptStream
@@ -38,6 +39,7 @@ class Recovery:
         batches: Batches,
         members: Membership,
         training: Training,
+        evals: Evals,
         prompts: PromptStream,
         counters: Counter[str],
     ) -> None:
@@ -48,6 +50,7 @@ class Recovery:
         self._batches = batches
         self._members = members
         self._training = training
+        self._evals = evals
         self._prompts = prompts
         self._counters = counters
         self._last: dict[str, Any] = {}
@@ -103,6 +106,8 @@ class Recovery:
             "next_group": pool.next_group,
             "next_sample": pool.next_sample,
             "completions": pool.completions,
+            "filtered_in_a_row": pool.filtered_in_a_row,
+            "evals": self._evals.record(),
             "version": batches.version,
             "newest": batches.newest,
             "checkpoint": batches.checkpoint,
@@ -122,6 +127,8 @@ class Recovery:
         pool.next_group = record["next_group"]
         pool.next_sample = record["next_sample"]
         pool.completions = record["completions"]
+        pool.filtered_in_a_row = record["filtered_in_a_row"]
+        self._evals.restore(record["evals"])
         batches.version = record["version"]
         batches.newest = record["newest"]
         batches.checkpoint = record["checkpoint"]

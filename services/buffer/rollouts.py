@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from umbra.proto.messages import (
+    FlushPartials,
     LeaseSamples,
     Nack,
     Ok,
@@ -19,10 +20,12 @@ from umbra.proto.messages import (
 from umbra.services.buffer.answers import Answers
 from umbra.services.buffer.batches import Batches
 from umbra.services.buffer.effects import Outbox
+from umbra.services.buffer.evals import Evals
 from umbra.services.buffer.leases import Leases
 from umbra.services.buffer.samples import Pool
 from umbra.services.runtime.server import Request
 
+EVAL_PREFIX = "e"  # of the ids of eval samples
 NOTHING = SampleLeases(tasks=[])
 
 
@@ -46,6 +49,8 @@ class Rollouts:
         batches: Batches,
         leases: Leases,
         answers: Answers,
+        evals: Evals,
+        eval_answers: Answers,
         counters: Counter[str],
         outbox: Outbox,
     ) -> None:
@@ -54,10 +59,12 @@ class Rollouts:
         self._batches = batches
         self._leases = leases
         self._answers = answers
+        self._evals = evals
+        self._eval_answers = eval_answers
         self._counters = counters
         self._outbox = outbox
         self._questions: dict[str, _Question] = {}  # by generator, oldest first
-        self._served_at = (-1, -1)  # openings and version when the parked were last looked at
+        self._served_at = (-1, -1, -1)  # openings and version when the parked were last looked at
 
     def lease(self, request: Request, body: LeaseSamples, now: float) -> None:
         """Hand out work, or park the question."""
@@ -77,11 +84,11 @@ class Rollouts:
             else:
                 self._questions[name] = question
 
-    def submit(self, request: Request, body: SubmitTrajectories) -> None:
+    def submit(self, request: Request, body: SubmitTrajectories, now: float) -> None:
         """Take trajectories in; refused ones are named with the reason."""
         refused: dict[str, str] = {}
         for trajectory in body.trajectories:
-            reason = self._answers.submit(trajectory, request.header.sender)
+            reason = self._for(trajectory.sample_id).submit(trajectory, request.header.sender, now)
             if reason is not None:
                 refused[trajectory.sample_id] = reason
         accepted = len(body.trajectories) - len(refused)
@@ -90,23 +97,30 @@ class Rollouts:
     def hand_back(self, request: Request, body: ReturnSamples) -> None:
         """Take samples back."""
         for returned in body.samples:
-            self._answers.hand_back(returned, request.header.sender)
+            self._for(returned.sample_id).hand_back(returned, request.header.sender)
         self._outbox.reply(request, Ok())
+
+    def flush(self, request: Request, body: FlushPartials, now: float) -> None:
+        """Keep partials of samples that go on; those whose lease is lost are named."""
+        sender = request.header.sender
+        lost = [
+            partial.sample_id
+            for partial in body.partials
+            if not self._for(partial.sample_id).flush(partial, sender, now)
+        ]
+        self._outbox.reply(request, RenewAck(lost=lost))
 
     def renew(self, request: Request, body: RenewLeases, now: float) -> None:
         """Put off deadlines; leases that are lost are named."""
         lost: list[str] = []
         for sample_id, attempt in body.leases:
-            sample = self._pool.leased(sample_id, attempt, request.header.sender)
-            if sample is not None:
-                self._pool.renew(sample, now)
-            elif not self._answers.is_accepted(sample_id, attempt):
+            if not self._for(sample_id).renew(sample_id, attempt, request.header.sender, now):
                 lost.append(sample_id)
         self._outbox.reply(request, RenewAck(lost=lost))
 
     def serve(self, now: float) -> None:
         """Look at the parked questions again if anything has opened up since the last time."""
-        state = (self._pool.openings, self._batches.version)
+        state = (self._pool.openings, self._evals.pool.openings, self._batches.version)
         if state == self._served_at:
             return
         self._served_at = state
@@ -137,13 +151,20 @@ class Rollouts:
     def _give(self, question: _Question, *, waiting: int, now: float) -> bool:
         if self.closed:
             return False
-        tasks = self._leases.take(
-            question.request.header.sender,
-            version=question.body.version,
-            capacity=question.body.capacity,
-            waiting=waiting,
-            now=now,
-        )
+        name, body = question.request.header.sender, question.body
+        tasks = self._evals.take(name, body.version, body.capacity, now)
+        if not self._evals.pausing:
+            tasks += self._leases.take(
+                name,
+                version=body.version,
+                capacity=body.capacity - len(tasks),
+                waiting=waiting,
+                now=now,
+            )
         if tasks:
             self._outbox.reply(question.request, SampleLeases(tasks=tasks))
         return bool(tasks)
+
+    def _for(self, sample_id: str) -> Answers:
+        """Who judges what comes back of the sample."""
+        return self._eval_answers if sample_id.startswith(EVAL_PREFIX) else self._answers

@@ -20,10 +20,9 @@ import heapq
 import logging
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from umbra.proto.records import SampleTask, Trajectory
-from umbra.services.buffer.groups import Group, GroupRules, Sample, State
+from umbra.services.buffer.groups import Group, GroupRules, Outcome, Sample, State
 from umbra.services.buffer.ledger import RunningLedger
 from umbra.services.buffer.prompts import Prompt
 from umbra.services.buffer.shelf import Shelf
@@ -31,14 +30,6 @@ from umbra.services.buffer.shelf import Shelf
 REMEMBERED = 65_536  # finished samples whose late answers are still told apart
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of a finished sample; `attempt` is the accepted one, 0 if there was none."""
-
-    attempt: int
-    end: str  # "trained" or the reason why it ended
 
 
 class Pool:
@@ -219,8 +210,15 @@ class Pool:
         sample.score_attempts = sample.score_losses = 0
         self._advance(sample, trajectory, now)
 
-    def regenerate(self, sample: Sample) -> None:
-        """`sample`, which is complete, is generated anew from scratch."""
+    def stage_of(self, sample: Sample) -> str:
+        """The stage that `sample`, which is being scored, is in."""
+        return self._stages[sample.stage]
+
+    def again(self, sample: Sample) -> None:
+        """`sample` is generated anew from scratch, whoever has it or whatever there is of it."""
+        if sample.state is State.QUEUED:
+            self.drop_partial(sample)
+            return
         group = sample.group
         if sample.state is State.READY:
             group.ready -= 1

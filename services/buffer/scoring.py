@@ -1,7 +1,8 @@
 """Scoring stages: trajectories go through them in order, each served by any number of workers.
 
-A lease is `(sample_id, attempt)`, `attempt` counting the leases of the sample in its stage. A worker
-that dies, hangs or runs into an error costs an attempt; after `max_attempts` the sample fails.
+A lease is `(sample_id, attempt)`, `attempt` counting the leases of the sample in its stage. A
+worker that dies, hangs or runs into an error costs an attempt; after `max_attempts` the sample
+fails.
 """
 
 from __future__ import annotations
@@ -127,9 +128,7 @@ class Scoring:
         self, pool: Pool, sample: Sample, holder: str, stage: str, now: float
     ) -> ScoringTask:
         sample.score_attempts += 1
-        lease = Lease(
-            pool, sample, stage, sample.score_attempts, holder, now, now + self._lease_s
-        )
+        lease = Lease(pool, sample, stage, sample.score_attempts, holder, now, now + self._lease_s)
         self.leases[sample.sample_id] = lease
         return ScoringTask(
             sample_id=sample.sample_id,

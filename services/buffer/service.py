@@ -17,9 +17,10 @@ from umbra.services.buffer.addresses import Addresses
 from umbra.services.buffer.broker import Broker, Endpoints
 from umbra.services.buffer.effects import Effect, Measure, Push, Reply
 from umbra.services.buffer.log_store import LogStore
-from umbra.services.buffer.prompts import PromptSource
+from umbra.services.buffer.sources import open_prompts, read_source
 from umbra.services.buffer.store import MemoryStore, Store, StoreFullError
 from umbra.services.runtime.command import ServiceContext
+from umbra.services.runtime.feasibility import check_feasible
 from umbra.services.runtime.server import Server
 
 POLL_S = 0.1  # how late a deadline may be noticed
@@ -35,7 +36,11 @@ def serve(context: ServiceContext) -> int:
         StoreError: the store is damaged, foreign, or in use.
     """
     config = context.config
-    prompts = PromptSource(config.data.prompts, shuffle=config.data.shuffle, seed=config.run.seed)
+    check_feasible(config)
+    prompts = open_prompts(
+        config.data, seed=config.run.seed, attempts=config.buffer.prompt_attempts
+    )
+    eval_prompts = read_source(config.eval.prompts) if config.eval.every else []
     zmq_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     incarnation = uuid.uuid4().hex[:12]
     with (
@@ -48,12 +53,13 @@ def serve(context: ServiceContext) -> int:
             config,
             run_id=_run_id(context),
             prompts=prompts,
+            eval_prompts=eval_prompts,
             store=store,
             endpoints=endpoints,
             now=time.monotonic(),
             wire_counters=server.counters,
         )
-        context.log.info("%d prompts; %s", len(prompts.prompts), broker.policy.describe())
+        context.log.info("%d prompts; %s", len(prompts), broker.policy.describe())
         broker.save()
         store.commit()
         context.ready({"broker": control, "data": endpoints.data})
@@ -172,8 +178,8 @@ class Service:
             match effect:
                 case Reply(request, body):
                     self._server.reply(request, body)
-                case Push(identity, body):
-                    self._server.push("control", identity, body)
+                case Push(identity, body, channel):
+                    self._server.push(channel, identity, body)
                 case Measure(kind, fields):
                     self._context.metrics.write(kind, **fields)
 

@@ -1,4 +1,4 @@
-"""Prompts from files: JSONL, Parquet, or a Hugging Face data set; one of them or a weighted mixture.
+"""Prompts from JSONL, Parquet or a Hugging Face data set; one of them or a weighted mixture.
 
 What is drawn n-th depends on the seed, the sources and n alone, so a position is a few numbers.
 """
@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from umbra.proto.errors import UsageError
 from umbra.services.buffer.prompts import Prompt, PromptStream, check_row, read_prompts
@@ -121,7 +121,7 @@ def load_curriculum(target: str) -> Curriculum:
         raise UsageError(f"data.curriculum {target!r}: importing it failed: {error}") from error
     if not callable(function):
         raise UsageError(f'data.curriculum {target!r}: write it as "module:function"')
-    return function
+    return cast(Curriculum, function)
 
 
 class EpochSource:

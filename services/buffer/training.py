@@ -40,6 +40,8 @@ class Training:
     Args:
         steps: of the run.
         missing: tells in words what the batch waits for, at a time.
+        paused: whether no new batch may be formed now.
+        formed: called when a new batch was formed.
     """
 
     def __init__(
@@ -49,6 +51,8 @@ class Training:
         *,
         steps: int,
         missing: Callable[[float], str],
+        paused: Callable[[], bool],
+        formed: Callable[[], None],
         counters: Counter[str],
         outbox: Outbox,
     ) -> None:
@@ -59,6 +63,8 @@ class Training:
         self._batches = batches
         self._steps = steps
         self._missing = missing
+        self._paused = paused
+        self._formed = formed
         self._counters = counters
         self._outbox = outbox
         self._question: _Question | None = None
@@ -131,10 +137,13 @@ class Training:
         if question is None:
             return
         is_new = self._batches.leased is None
+        if is_new and self._paused():
+            return
         batch = self._batches.form(now)
         if batch is None:
             return
         if is_new:
+            self._formed()
             self._outbox.measure(
                 "batch",
                 step=batch.step,

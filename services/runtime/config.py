@@ -328,6 +328,9 @@ class Eval(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Meta(description="training waits for such an evaluation, or goes on beside it"),
     ] = "pause"
     run_samples: Annotated[int, Meta(description="samples of such an evaluation", ge=1)] = 128
+    timeout_s: Annotated[
+        float, Meta(description="seconds until such an evaluation ends unfinished", gt=0)
+    ] = 300.0
 
 
 class Log(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

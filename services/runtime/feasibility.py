@@ -131,6 +131,11 @@ def _deadlines(config: RunConfig) -> Iterator[str]:
             f"trainer.batch_wait_s = {wait_s:g} ends the run before buffer.straggler_s = "
             f"{buffer.straggler_s:g} lets a group go on"
         )
+    if config.eval.every and config.eval.mode == "pause" and config.eval.timeout_s >= wait_s:
+        yield (
+            f"trainer.batch_wait_s = {wait_s:g} ends the run before eval.timeout_s = "
+            f"{config.eval.timeout_s:g} ends an evaluation that training waits for"
+        )
     if config.environment.timeout_s >= wait_s:
         yield (
             f"trainer.batch_wait_s = {wait_s:g} ends the run before a reward that takes "

@@ -40,10 +40,15 @@ class EndlessPrompts:
 
     def __init__(self) -> None:
         self.drawn = 0
+        self.bad: list[str] = []
 
     def __next__(self) -> Prompt:
         self.drawn += 1
         return Prompt(str(self.drawn), {"prompt": f"row {self.drawn}"})
+
+    def ended_badly(self, prompt_id: str) -> None:
+        """Take note."""
+        self.bad.append(prompt_id)
 
     def position(self) -> dict[str, Any]:
         """How many were drawn."""
@@ -193,7 +198,7 @@ class World:
         match effect:
             case Reply(request, body):
                 self.late[request.header.sender].append(as_sent(body))
-            case Push(identity, body):
+            case Push(identity, body, _channel):
                 self.pushes.append((identity.decode(), body))
             case Measure():
                 self.rows.append(effect)
