@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from umbra.deploy.process import umbra_argv
 from umbra.deploy.restart import RestartPolicy
@@ -46,7 +47,17 @@ def other_programs(config: RunConfig, folder: RunFolder, broker: str) -> list[Pr
             Program(name, _argv("generator", name, folder, *connect), wave=0, elastic=True)
             for name in names
         ),
+        *_scorers(config, folder, connect),
     ]
+
+
+def _scorers(config: RunConfig, folder: RunFolder, connect: tuple[str, ...]) -> Iterator[Program]:
+    """Workers of the scoring stages, as many of each as `[scorer]` says."""
+    for stage in config.buffer.stages:
+        for index in range(getattr(config.scorer, stage)):
+            name = f"{stage.replace('_', '-')}-{index}"
+            argv = _argv("scorer", name, folder, *connect, "--stage", stage)
+            yield Program(name, argv, wave=0, elastic=True)
 
 
 def _argv(command: str, name: str, folder: RunFolder, *more: str) -> tuple[str, ...]:

@@ -125,7 +125,7 @@ class Broker:
             prompts,
             eval_prompts,
             self.members,
-            missing=lambda now: self._report.missing(now),
+            missing=self._missing,
             counters=self.counters,
             outbox=self._outbox,
         )
@@ -256,10 +256,8 @@ class Broker:
         ledger = self.pool.ledger
         log.info(
             "the run goes on at version %d: %d samples in flight, %d members",
-            self.batches.version,
-            ledger.live - ledger.trained,
-            len(self.members.peers),
-        )
+            self.batches.version, ledger.live - ledger.trained, len(self.members.peers),
+        )  # fmt: skip
         if self._recovery.finished:
             self._begin_end(self._recovery.finished, now, FINISH_S)
 
@@ -397,3 +395,6 @@ class Broker:
         self.counters[nack.code] += 1
         log.debug("refused %s: %s", type(request.body).__name__, nack.reason)
         self._outbox.reply(request, nack)
+
+    def _missing(self, now: float) -> str:
+        return self._report.missing(now)

@@ -18,7 +18,7 @@ from umbra.services.generator.activity import Activity
 from umbra.services.generator.buffer_client import BufferClient
 from umbra.services.generator.engine import Engine, KvPolicy
 from umbra.services.generator.runner import RolloutRunner
-from umbra.services.generator.weights import tensors_in
+from umbra.services.modeling.weights import tensors_in
 from umbra.services.runtime.metrics import MetricsFile
 from umbra.services.runtime.receiver import Receiver
 from umbra.services.runtime.session import Session

@@ -25,9 +25,9 @@ from umbra.proto.records import (
     unpack_float32,
     unpack_int32,
 )
-from umbra.services.generator.chat import Chat, Message
 from umbra.services.generator.engine import EngineOutput, EngineRequest
-from umbra.services.generator.environments import Environment, SampleError, StepResult
+from umbra.services.modeling.chat import Chat, Message
+from umbra.services.modeling.environments import Environment, SampleError, StepResult
 
 
 class Phase(enum.Enum):

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from umbra.proto.messages import ReturnedSample
 from umbra.proto.records import SampleTask, Trajectory
 from umbra.services.generator.engine import Engine, EngineOutput
-from umbra.services.generator.environment_pool import EnvironmentPool, Outcome
-from umbra.services.generator.environments import EnvironmentFactory, SampleError
 from umbra.services.generator.rollout import Phase, Rollout, RolloutSettings
+from umbra.services.modeling.environment_pool import EnvironmentPool, Outcome
+from umbra.services.modeling.environments import EnvironmentFactory, SampleError
 
 
 class RolloutRunner:

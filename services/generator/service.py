@@ -13,14 +13,14 @@ import torch
 
 from umbra.proto.records import Sampling
 from umbra.services.generator.buffer_client import BufferClient
-from umbra.services.generator.chat import Chat
-from umbra.services.generator.environment_pool import EnvironmentPool
-from umbra.services.generator.environments import load_environment
 from umbra.services.generator.loop import GeneratorLoop
-from umbra.services.generator.models import load_model, load_tokenizer, pick_device, stop_ids
 from umbra.services.generator.rollout import RolloutSettings
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.torch_engine import TorchEngine
+from umbra.services.modeling.chat import Chat
+from umbra.services.modeling.environment_pool import EnvironmentPool
+from umbra.services.modeling.environments import Unrewarded, load_environment
+from umbra.services.modeling.models import load_model, load_tokenizer, pick_device, stop_ids
 from umbra.services.runtime.command import ServiceContext
 from umbra.services.runtime.config import RunConfig, SamplingConfig
 from umbra.services.runtime.receiver import Receiver
@@ -37,7 +37,9 @@ def run(ctx: ServiceContext) -> int:
     config = ctx.config
     if config.generator.threads:
         torch.set_num_threads(config.generator.threads)
-    make_environment = load_environment(config.environment)
+    make_environment = (
+        Unrewarded if "reward" in config.buffer.stages else load_environment(config.environment)
+    )
     model, tokenizer = _load(config)
     stops = stop_ids(model, tokenizer)
     engine = TorchEngine(

@@ -18,7 +18,7 @@ from umbra.proto.records import VersionSpan
 from umbra.services.generator.engine import EngineOutput, EngineRequest, FinishReason, KvPolicy
 from umbra.services.generator.sampler import Sampler
 from umbra.services.generator.slots import SlotCache
-from umbra.services.generator.weights import WeightTable
+from umbra.services.modeling.weights import WeightTable
 
 _PREFILL_TOKENS = 16384  # padded tokens per prefill pass, so that its memory stays bounded
 

@@ -36,9 +36,15 @@ COMMANDS: dict[str, SubCommand] = {
     "weight-hub": SubCommand(
         "umbra.services.weight_hub.command:command", "Push new weights to the generators."
     ),
+    "scorer": SubCommand(
+        "umbra.services.scorer.command:command", "Serve a scoring stage of a run."
+    ),
     "monitor": SubCommand("umbra.services.monitor.command:monitor", "Watch a run live."),
     "status": SubCommand("umbra.services.monitor.command:status", "Print the state of a run once."),
     "ping": SubCommand("umbra.services.monitor.command:ping", "Check that a service answers."),
+    "interrupt": SubCommand(
+        "umbra.services.monitor.command:interrupt", "Have unfinished samples handed back."
+    ),
     "config": SubCommand("umbra.deploy.command:config", "Check and show a run file."),
     "make-model": SubCommand(
         "umbra.services.trainer.make_model:command", "Create a small model with random weights."
@@ -68,6 +74,7 @@ EXTRAS: dict[str, str] = {
     "reasoning_gym": "tasks",
     "math_verify": "tasks",
     "datasets": "tasks",
+    "pyarrow": "tasks",
 }
 
 

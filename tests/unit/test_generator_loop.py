@@ -29,13 +29,13 @@ from umbra.proto.messages import (
 )
 from umbra.proto.records import Manifest, SampleTask, Sampling, TensorEntry
 from umbra.services.generator.buffer_client import BufferClient
-from umbra.services.generator.chat import Chat
-from umbra.services.generator.environment_pool import EnvironmentPool
-from umbra.services.generator.environments import ExactMatch
 from umbra.services.generator.loop import GeneratorLoop
-from umbra.services.generator.models import load_tokenizer
 from umbra.services.generator.rollout import RolloutSettings
 from umbra.services.generator.runner import RolloutRunner
+from umbra.services.modeling.chat import Chat
+from umbra.services.modeling.environment_pool import EnvironmentPool
+from umbra.services.modeling.environments import ExactMatch
+from umbra.services.modeling.models import load_tokenizer
 from umbra.services.runtime.metrics import MetricsFile
 
 STOP = 3
