@@ -31,8 +31,8 @@ from umbra.services.buffer.frames import (
 from umbra.services.buffer.segments import (
     Place,
     Replay,
-    mapped,
     refuse_damage,
+    segment_bytes,
     segment_path,
 )
 from umbra.services.buffer.store import StoreError, StoreFullError
@@ -270,16 +270,13 @@ class LogStore:
         if oldest == self._newest or self.disk_bytes <= bound or not self._live[oldest]:
             return {}
         moved: dict[str, bytes | None] = {}
-        with mapped(segment_path(self.directory, oldest)) as data:
-            for entry in scan(data[: self._sizes[oldest]]):
-                if isinstance(entry, Entry) and entry.key not in group:
-                    place = self._places.get(entry.key)
-                    if place is not None and (place.segment, place.offset) == (
-                        oldest,
-                        entry.offset,
-                    ):
-                        assert entry.value is not None
-                        moved[entry.key] = bytes(entry.value)
+        data = segment_bytes(self.directory, oldest)
+        for entry in scan(data[: self._sizes[oldest]]):
+            if not isinstance(entry, Entry) or entry.key in group:
+                continue
+            if self._places.get(entry.key) == Place(oldest, entry.offset, entry.end):
+                assert entry.value is not None
+                moved[entry.key] = bytes(entry.value)
         return moved
 
     def _drop_dead(self) -> None:

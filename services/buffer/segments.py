@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import logging
-import mmap
 import re
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -69,19 +66,9 @@ class Image:
     damages: list[Damage] = field(default_factory=list[Damage])
 
 
-@contextmanager
-def mapped(path: Path) -> Generator[memoryview]:
-    """The bytes of the file."""
-    with path.open("rb") as file:
-        if not path.stat().st_size:
-            yield memoryview(b"")
-            return
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as whole:
-            view = memoryview(whole)
-            try:
-                yield view
-            finally:
-                view.release()
+def segment_bytes(directory: Path, number: int) -> memoryview:
+    """All bytes of segment `number`."""
+    return memoryview(segment_path(directory, number).read_bytes())
 
 
 class Replay:
@@ -108,8 +95,8 @@ class Replay:
         numbers = segment_numbers(self._directory)
         for number in numbers:
             self.image.sizes[number] = SEGMENT_HEADER_BYTES
-            with mapped(segment_path(self._directory, number)) as data:
-                self._read(number, data, is_newest=number == numbers[-1])
+            data = segment_bytes(self._directory, number)
+            self._read(number, data, is_newest=number == numbers[-1])
         missing = [n for n in range(numbers[0], numbers[-1]) if n not in numbers] if numbers else []
         for number in missing:
             self.image.damages.append(Damage(number, 0, 0, "the file is missing"))
@@ -136,7 +123,7 @@ class Replay:
             path = segment_path(self._directory, number)
             raise StoreError(f"{path}: {fault}; use the version that wrote it, or a new store")
         if fault:
-            self._broken(Damage(number, 0, len(data), fault))
+            self.image.damages.append(Damage(number, 0, len(data), fault))
             return
         for found in scan(data):
             if isinstance(found, Fault):

@@ -46,7 +46,7 @@ class BrokerMachine(RuleBasedStateMachine):
         max_attempts=st.integers(1, 4),
     )
     def start(self, **buffer: int) -> None:
-        self.world = World(steps=STEPS, lease_s=LEASE_S, dead_after_s=25, **buffer)
+        self.world = self.make_world(**buffer)
         self.broker = self.world.broker
         self.batch_size = buffer["group_size"] * buffer["batch_groups"]
         self.bound = buffer["max_staleness"] if buffer["run_ahead"] else 0
@@ -61,6 +61,9 @@ class BrokerMachine(RuleBasedStateMachine):
         self.finished = False
         for name in (*GENERATORS, "trainer"):
             self.come(name)
+
+    def make_world(self, **buffer: int) -> World:
+        return World(steps=STEPS, lease_s=LEASE_S, dead_after_s=25, **buffer)
 
     def come(self, name: str) -> None:
         self.lives += 1
