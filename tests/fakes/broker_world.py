@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from itertools import count
 from typing import Any, TypeVar
 
@@ -29,7 +30,7 @@ from umbra.services.buffer.broker import Broker, Endpoints
 from umbra.services.buffer.effects import Effect, Measure, Push, Reply
 from umbra.services.buffer.prompts import Prompt
 from umbra.services.buffer.store import MemoryStore
-from umbra.services.runtime.config import Buffer, Run, RunConfig
+from umbra.services.runtime.config import Buffer, Eval, Run, RunConfig
 from umbra.services.runtime.server import Request
 
 M = TypeVar("M", bound=Message)
@@ -89,9 +90,20 @@ def trajectory(task: SampleTask, *versions: int, **changes: Any) -> Trajectory:
 class World:
     """A broker and whoever talks to it."""
 
-    def __init__(self, *, steps: int = 100, durable: bool = False, **buffer: Any) -> None:
+    def __init__(
+        self,
+        *,
+        steps: int = 100,
+        durable: bool = False,
+        eval_config: Eval | None = None,
+        eval_prompts: Sequence[Prompt] = (),
+        **buffer: Any,
+    ) -> None:
         sizes = {"group_size": 2, "batch_groups": 2, **buffer}
-        self.config = RunConfig(run=Run(steps=steps), buffer=Buffer(**sizes))
+        self.config = RunConfig(
+            run=Run(steps=steps), buffer=Buffer(**sizes), eval=eval_config or Eval()
+        )
+        self.eval_prompts = eval_prompts
         self.now = 0.0
         self.store = MemoryStore(durable=durable)
         self.broker = self._make_broker()
@@ -110,6 +122,7 @@ class World:
             self.config,
             run_id="run-1",
             prompts=EndlessPrompts(),
+            eval_prompts=self.eval_prompts,
             store=self.store,
             endpoints=Endpoints("tcp://h:1", "tcp://h:2", "tcp://h:3"),
             now=self.now,
