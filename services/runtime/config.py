@@ -149,12 +149,9 @@ class Buffer(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = 0
     sampling: Annotated[
-        Literal["fifo", "freshest", "replay"],
-        Meta(description="groups of a batch: first complete, newest tokens, or also trained ones"),
+        Literal["fifo", "freshest"],
+        Meta(description="groups of a batch: first complete first, or newest tokens first"),
     ] = "fifo"
-    replay_times: Annotated[
-        int, Meta(description="trainings of a group at most, for sampling replay", ge=2)
-    ] = 2
     batch_tokens: Annotated[
         int,
         Meta(

@@ -38,8 +38,6 @@ def implied_staleness(config: RunConfig) -> Staleness:
     buffer, updates = config.buffer, config.trainer.minibatches
     bound = buffer.max_staleness if buffer.run_ahead else 0
     typical = min(buffer.run_ahead, bound)
-    if buffer.sampling == "replay":
-        typical = min(typical + buffer.replay_times - 1, bound)
     return Staleness(bound, typical, bound * updates + updates - 1)
 
 
@@ -78,11 +76,6 @@ def _groups(config: RunConfig) -> Iterator[str]:
 def _staleness(config: RunConfig) -> Iterator[str]:
     buffer = config.buffer
     bound = implied_staleness(config).bound
-    if buffer.sampling == "replay" and bound == 0:
-        yield (
-            "buffer.sampling = replay never finds a group that is fresh enough to be trained "
-            "again: set buffer.run_ahead and buffer.max_staleness to 1 or more"
-        )
     if buffer.on_batch == "interrupt" and bound == 0:
         yield (
             "buffer.on_batch = interrupt cannot continue a partial that is strictly on-policy: set "

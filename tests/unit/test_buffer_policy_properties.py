@@ -144,7 +144,7 @@ class PolicyMachine(BrokerMachine):
         self.world.ask("cli", InterruptRequest())
         self.collect()
 
-    # -- what always holds ---------------------------------------------------------------------------
+    # -- what always holds ------------------------------------------------------------
 
     @invariant()
     def scoring_samples_are_scored_by_members_or_wait(self) -> None:

@@ -58,7 +58,6 @@ def test_implied_staleness(
             buffer(straggler="survivors", min_survivors=1, dynamic_sampling=True),
             "buffer.min_survivors to 2",
         ),
-        (buffer(sampling="replay", run_ahead=0), "buffer.run_ahead and buffer.max_staleness to 1"),
         (buffer(on_batch="interrupt", max_staleness=0), "buffer.on_batch to cut"),
         (buffer(on_batch="interrupt", partial_max_segments=1), "allow 2 or more"),
         (buffer(on_batch="cut"), "buffer.oversample to 1"),
