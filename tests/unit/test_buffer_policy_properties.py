@@ -72,7 +72,7 @@ class PolicyMachine(BrokerMachine):
         for name in SCORERS:
             self.come(name)
 
-    def make_world(self, **buffer: int) -> World:
+    def make_world(self, **buffer: Any) -> World:
         fixed = {"lease_s": LEASE_S, "score_lease_s": LEASE_S, "dead_after_s": 25}
         return World(
             steps=STEPS,
@@ -201,6 +201,42 @@ class PolicyMachine(BrokerMachine):
         super().teardown()
 
 
+class RestartedPolicyMachine(PolicyMachine):
+    """The same, and a buffer that is killed now and then. Scoring leases do not outlive it."""
+
+    def make_world(self, **buffer: Any) -> World:
+        self.forgotten: set[str] = set()
+        return super().make_world(**buffer, durable=True)
+
+    @rule()
+    def kill_the_buffer(self) -> None:
+        before = self.broker.pool
+        ledger = before.ledger.snapshot()
+        self.forgotten |= set(before.over)
+        self.world.restart_broker()
+        self.broker = self.world.broker
+        assert self.broker.pool.ledger.snapshot() == ledger
+
+    @invariant()
+    def every_sample_is_in_exactly_one_place(self) -> None:
+        pool, ledger = self.broker.pool, self.broker.pool.ledger
+        assert ledger.snapshot().balance == 0
+        issued = {f"s-{number}" for number in range(ledger.issued)}
+        assert set(pool.samples) | set(pool.over) | self.forgotten == issued
+        for state in ("queued", "generating", "scoring", "ready", "training"):
+            assert ledger.count(state) == sum(s.state == state for s in pool.samples.values())
+
+    @invariant()
+    def the_ledger_is_what_the_trainer_knows(self) -> None:
+        assert self.broker.pool.ledger.trained == len(self.trained)
+        assert self.broker.batches.version == self.version
+
+    @invariant()
+    def only_live_samples_take_memory(self) -> None:
+        kept = len(self.broker.batches.archive.steps) * self.batch_size
+        assert len(self.world.store.keys("t/")) <= len(self.broker.pool.samples) + kept
+
+
 def score(task: ScoringTask, reward: float, good: bool) -> Score:
     """A score that fits any stage, or an error."""
     logprobs = pack_float32([-1.0] * task.trajectory.response_tokens)
@@ -215,3 +251,5 @@ def score(task: ScoringTask, reward: float, good: bool) -> Score:
 
 TestPolicies = PolicyMachine.TestCase
 TestPolicies.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+TestRestartedPolicies = RestartedPolicyMachine.TestCase
+TestRestartedPolicies.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
