@@ -41,6 +41,7 @@ class Sample:
     segments: int = 0  # times that it came back with a partial
     oldest: int | None = None  # version of the oldest token of its stored trajectory
     newest: int = 0  # the same of the newest token
+    asked: int = 0  # id of the question that its holder got it by, to answer that again
     tokens: int = 0  # response tokens of its stored trajectory
     stage: int = 0  # scoring stages that are done
     score_attempts: int = 0  # leases of it in this stage

@@ -17,6 +17,7 @@ from umbra.proto.messages import (
     SubmitAck,
     SubmitTrajectories,
 )
+from umbra.proto.records import SampleTask
 from umbra.services.buffer.answers import Answers
 from umbra.services.buffer.batches import Batches
 from umbra.services.buffer.effects import Outbox
@@ -76,6 +77,9 @@ class Rollouts:
             self._counters["wrong_version"] += 1
             reason = f"{name} serves version {body.version}, but 0 to {self._batches.newest} exist"
             self._outbox.reply(request, Nack(code="wrong_version", reason=reason, path="version"))
+            return
+        if again := self._answered_before(request):
+            self._outbox.reply(request, SampleLeases(tasks=again))
             return
         question = _Question(request, body, now + body.wait_s)
         if not self._give(question, waiting=len(self._questions), now=now):
@@ -161,9 +165,20 @@ class Rollouts:
                 waiting=waiting,
                 now=now,
             )
+        for task in tasks:
+            if task.sample_id in self._pool.samples:
+                self._pool.samples[task.sample_id].asked = question.request.header.id
         if tasks:
             self._outbox.reply(question.request, SampleLeases(tasks=tasks))
         return bool(tasks)
+
+    def _answered_before(self, request: Request) -> list[SampleTask]:
+        """What the sender got by this very question, if the answer was lost with the buffer.
+
+        The sockets' side knows resends by itself, but it forgets them when the buffer starts again.
+        """
+        held = self._pool.held.get(request.header.sender, {}).values()
+        return [self._pool.task(s) for s in held if s.asked == request.header.id]
 
     def _for(self, sample_id: str) -> Answers:
         """Who judges what comes back of the sample."""

@@ -8,10 +8,7 @@ answers under an older one are told apart. A sample that is taken back is queued
 nobody has had yet, oldest first, and keeps its last partial. Groups are trained as a whole; they
 end as a whole too, unless they may go on with the survivors.
 
-Every operation costs O(1) or O(log n): deadlines and the queue are heaps whose outdated entries are
-skipped when they come up.
-
-What changes is noted in `Pool.changed`, for the journal.
+Every operation costs O(1) or O(log n): outdated entries of the heaps are skipped when they come up.
 """
 
 from __future__ import annotations
@@ -108,10 +105,7 @@ class Pool:
         return None
 
     def lease(self, sample: Sample, holder: str, version: int, now: float) -> SampleTask:
-        """Give `sample`, the `next_queued`, to `holder`, which serves `version`.
-
-        It comes with the partial that there is of it.
-        """
+        """Give `sample`, the `next_queued`, to `holder`, which serves `version`."""
         entry = heapq.heappop(self._queue)
         assert entry[1] is sample
         self._move(sample, State.GENERATING)
@@ -124,6 +118,10 @@ class Pool:
         sample.deadline = now + self._lease_s
         self.held[holder][sample.sample_id] = sample
         heapq.heappush(self._deadlines, (sample.deadline, sample.serial, sample.attempt, sample))
+        return self.task(sample)
+
+    def task(self, sample: Sample) -> SampleTask:
+        """What the holder of `sample` gets: the prompt, and the partial that there is of it."""
         return SampleTask(
             sample_id=sample.sample_id,
             group_id=sample.group.group_id,

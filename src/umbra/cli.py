@@ -29,6 +29,9 @@ COMMANDS: dict[str, SubCommand] = {
     "demo": SubCommand("umbra.deploy.demo:command", "Train a tiny model on this machine's CPU."),
     "up": SubCommand("umbra.deploy.command:up", "Start a whole run on this machine."),
     "buffer": SubCommand("umbra.services.buffer.command:command", "Serve the buffer (the broker)."),
+    "store": SubCommand(
+        "umbra.services.buffer.store_command:command", "Look into a run's store, or repair it."
+    ),
     "generator": SubCommand(
         "umbra.services.generator.command:command", "Produce rollouts for a run."
     ),
