@@ -150,7 +150,8 @@ def test_spare_groups_that_lag_behind_are_cut() -> None:
     answer(run, "a", tasks[2:], 0)
     assert {t.group_id for t in run.batch(1).trajectories} == {"g-1", "g-2"}
     assert run.pool.ledger.ended == {"cancelled": 2}
-    assert run.pushes[-1][1].leases == [("s-0", 1), ("s-1", 1)]
+    interrupt = run.pushes[-1][1]
+    assert isinstance(interrupt, Interrupt) and interrupt.leases == [("s-0", 1), ("s-1", 1)]
 
 
 # -- groups ----------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ class BrokerMachine(RuleBasedStateMachine):
         self.bound = buffer["max_staleness"] if buffer["run_ahead"] else 0
         self.run_ahead = buffer["run_ahead"]
         self.lives = 0
-        self.serving = dict.fromkeys(GENERATORS, 0)
+        self.serving: dict[str, int] = dict.fromkeys(GENERATORS, 0)
         self.tasks: list[tuple[str, SampleTask]] = []  # every task that was ever handed out
         self.sent: list[tuple[str, Trajectory]] = []
         self.batch: BatchLease | None = None
