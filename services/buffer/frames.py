@@ -74,8 +74,11 @@ def header_fault(data: memoryview, number: int) -> str:
 def pack_record(commit: int, key: str, value: bytes | None, *, is_last: bool) -> bytes:
     """One record; `value` None deletes the key."""
     name = key.encode()
-    kind = (DELETE if value is None else 0) | (END if is_last else 0)
-    body = _REST.pack(commit, len(value or b""), len(name), kind) + name + (value or b"")
+    end = END if is_last else 0
+    if value is None:
+        body = _REST.pack(commit, 0, len(name), DELETE | end) + name
+    else:
+        body = b"".join((_REST.pack(commit, len(value), len(name), end), name, value))
     return _PREFIX.pack(RECORD_MAGIC, xxh3_64_intdigest(body)) + body
 
 

@@ -157,9 +157,8 @@ class LogStore:
         try:
             if self._sizes[self._newest] >= self._segment_bytes:
                 self._add_segment(self._newest + 1)
-            group = dict(self._pending)
-            moved = self._still_needed(group)
-            self._append(group | moved)
+            moved = self._still_needed(self._pending)
+            self._append(self._pending | moved if moved else self._pending)
         except OSError as error:
             if error.errno in NO_ROOM:
                 raise StoreFullError(
@@ -223,35 +222,35 @@ class LogStore:
     def _append(self, group: dict[str, bytes | None]) -> None:
         number = self._newest
         fd, begin = self._fds[number], self._sizes[number]
-        left = len(group)
-        parts: list[bytes] = []
-        places: dict[str, Place | None] = {}
-        offset = begin
-        for key, value in group.items():
-            left -= 1
-            record = pack_record(self._commit + 1, key, value, is_last=not left)
-            parts.append(record)
-            end = offset + len(record)
-            places[key] = None if value is None else Place(number, offset, end)
-            offset = end
+        commit, last = self._commit + 1, len(group) - 1
+        parts = [
+            pack_record(commit, key, value, is_last=index == last)
+            for index, (key, value) in enumerate(group.items())
+        ]
         try:
             self._write_all(fd, b"".join(parts))
             self._sync(fd)
         except OSError:
             os.ftruncate(fd, begin)
             raise
-        self._sizes[number] = offset
-        self._commit += 1
-        for key, place in places.items():
-            self._point(key, place)
+        self._commit = commit
+        self._sizes[number] = self._index(group, parts, number, begin)
 
-    def _point(self, key: str, place: Place | None) -> None:
-        before = self._places.pop(key, None)
-        if before is not None:
-            self._live[before.segment] -= before.end - before.offset
-        if place is not None:
-            self._places[key] = place
-            self._live[place.segment] += place.end - place.offset
+    def _index(
+        self, group: dict[str, bytes | None], parts: list[bytes], number: int, offset: int
+    ) -> int:
+        """Point the keys of `group` to their records, which begin at `offset`; where they end."""
+        places, live = self._places, self._live
+        for (key, value), record in zip(group.items(), parts, strict=True):
+            before = places.pop(key, None)
+            if before is not None:
+                live[before[0]] -= before[2] - before[1]
+            end = offset + len(record)
+            if value is not None:
+                places[key] = Place(number, offset, end)
+                live[number] += end - offset
+            offset = end
+        return offset
 
     def _write_all(self, fd: int, data: bytes) -> None:
         written = self._write(fd, data)

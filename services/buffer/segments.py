@@ -6,6 +6,7 @@ import logging
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from umbra.services.buffer.frames import (
     SEGMENT_HEADER_BYTES,
@@ -46,8 +47,7 @@ class Damage:
         return f"{name}, bytes {self.offset} to {self.end}: {self.reason}"
 
 
-@dataclass(slots=True)
-class Place:
+class Place(NamedTuple):
     """Where the newest value of a key lies."""
 
     segment: int
