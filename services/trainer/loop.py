@@ -101,7 +101,8 @@ class Loop:
         while not self._session.stopping.is_set():
             self._session.progress(f"waiting for batch {step}", 0)
             ask = LeaseBatch(step=step, wait_s=LEASE_SLICE_S)
-            lease = self._session.data.call(ask, BatchLease, timeout_s=LEASE_SLICE_S + self._grace_s)
+            limit = LEASE_SLICE_S + self._grace_s
+            lease = self._session.data.call(ask, BatchLease, timeout_s=limit)
             if lease.trajectories:
                 return lease.trajectories
             if time.monotonic() > deadline:

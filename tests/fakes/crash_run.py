@@ -113,6 +113,7 @@ class Peer:
         hello = Join(role=role, name=name, pid=1, host="h", package_version="0")
         welcome = self._exchange(self.control, hello)
         assert isinstance(welcome, Welcome), welcome
+        self.data_endpoint = welcome.data
         self.data = sockets.dealer(context, welcome.data, name.encode())
         self._open: dict[int, tuple[list[bytes], float]] = {}
 
@@ -207,6 +208,11 @@ class CrashRun:
         for index, peer in enumerate(self._generators):
             self._generate(index, peer)
         self._train()
+
+    @property
+    def data_endpoint(self) -> str:
+        """Where the buffer's data socket is."""
+        return self._trainer.data_endpoint
 
     def status(self) -> Status:
         """What the buffer says."""
