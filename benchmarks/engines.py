@@ -24,8 +24,8 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from umbra.proto.records import Sampling
 from umbra.services.generator.engine import EngineRequest
-from umbra.services.generator.models import load_model
 from umbra.services.generator.torch_engine import TorchEngine
+from umbra.services.modeling.models import load_model
 from umbra.services.trainer.make_model import make_model
 
 LONGEST = 38

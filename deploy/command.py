@@ -11,13 +11,7 @@ import click
 
 from umbra.deploy.interrupts import Interrupts
 from umbra.deploy.live import LogView, choose_view
-from umbra.deploy.preflight import (
-    check_run,
-    resolve_paths,
-    search_path,
-    typical_staleness,
-    worst_staleness,
-)
+from umbra.deploy.preflight import check_run, resolve_paths, search_path
 from umbra.deploy.run_folder import RunFolder
 from umbra.deploy.summary import summary_rows
 from umbra.deploy.toml import to_toml
@@ -25,6 +19,7 @@ from umbra.deploy.up import Up
 from umbra.proto.errors import EXIT_DONE
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config_loader import as_dict, load_config
+from umbra.services.runtime.feasibility import implied_staleness
 
 run_file_argument = click.argument("run_file", type=click.Path(path_type=Path))
 set_option = click.option(
@@ -130,8 +125,9 @@ def check(run_file: Path, overrides: tuple[str, ...]) -> int:
     click.echo(f"prompts:   {run.data.prompts}")
     click.echo(f"batch:     {run.buffer.batch_groups} groups of {run.buffer.group_size} = {batch}")
     click.echo(
-        f"staleness: at most {worst_staleness(run)}, typically up to {typical_staleness(run)} "
-        f"(max_staleness {run.buffer.max_staleness}, run_ahead {run.buffer.run_ahead})"
+        f"staleness: {implied_staleness(run).describe()} (max_staleness "
+        f"{run.buffer.max_staleness}, run_ahead {run.buffer.run_ahead}, minibatches "
+        f"{run.trainer.minibatches})"
     )
     return EXIT_DONE
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from umbra.proto.errors import UmbraError, UsageError
-from umbra.services.generator.environments import Environment, load_environment
+from umbra.services.modeling.environments import Environment, load_environment
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config_loader import load_config
 from umbra.services.runtime.jsonl import read_jsonl

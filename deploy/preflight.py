@@ -7,8 +7,9 @@ from pathlib import Path
 import msgspec
 
 from umbra.proto.errors import UsageError
-from umbra.services.buffer.prompts import read_prompts
+from umbra.services.buffer.sources import DATASETS, open_prompts, read_source
 from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.feasibility import check_feasible
 from umbra.services.runtime.model_dir import check_model_dir
 
 
@@ -16,7 +17,7 @@ def resolve_paths(config: RunConfig, run_file: Path) -> RunConfig:
     """`config` with absolute paths: looked up from here, else from the run file's folder."""
 
     def resolve(path: str) -> str:
-        if not path:
+        if not path or path.startswith(DATASETS):
             return path
         beside = run_file.parent / path
         chosen = beside if not Path(path).exists() and beside.exists() else Path(path)
@@ -26,7 +27,12 @@ def resolve_paths(config: RunConfig, run_file: Path) -> RunConfig:
     return replace(
         config,
         model=replace(config.model, path=resolve(config.model.path)),
-        data=replace(config.data, prompts=resolve(config.data.prompts)),
+        data=replace(
+            config.data,
+            prompts=resolve(config.data.prompts),
+            sources={resolve(name): weight for name, weight in config.data.sources.items()},
+        ),
+        scorer=replace(config.scorer, model=resolve(config.scorer.model)),
         eval=replace(config.eval, prompts=resolve(config.eval.prompts)),
     )
 
@@ -38,15 +44,19 @@ def search_path(run_file: Path) -> list[Path]:
 
 
 def check_run(config: RunConfig) -> None:
-    """Check the files that a run needs.
+    """Check the numbers of a run, and the files that it needs.
 
     Raises:
-        UsageError: one is missing or not what it should be; names it.
+        UsageError: numbers with which no batch would ever be full, or a file that is missing or not
+            what it should be; names it.
     """
+    check_feasible(config)
     check_model_dir(config.model.path)
-    read_prompts(config.data.prompts)
+    open_prompts(config.data, seed=config.run.seed)
     if config.eval.prompts:
         _check_eval(config.eval.prompts)
+    if "ref_logp" in config.buffer.stages and config.scorer.model:
+        check_model_dir(config.scorer.model, "scorer.model")
     folder = Path(config.run.dir)
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"run.dir: {folder} is a file; name a folder")
@@ -54,16 +64,6 @@ def check_run(config: RunConfig) -> None:
 
 def _check_eval(path: str) -> None:
     try:
-        read_prompts(path)
+        read_source(path)
     except UsageError as error:
         raise UsageError(str(error).replace("data.prompts", "eval.prompts")) from error
-
-
-def worst_staleness(config: RunConfig) -> int:
-    """The most optimizer steps that a trained token's version can be behind."""
-    return config.buffer.max_staleness if config.buffer.run_ahead else 0
-
-
-def typical_staleness(config: RunConfig) -> int:
-    """The same for a sample that nothing overtakes."""
-    return min(config.buffer.run_ahead, worst_staleness(config))

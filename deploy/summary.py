@@ -45,6 +45,10 @@ def summarise(folder: RunFolder, outcome: Outcome) -> dict[str, Any]:
         **measured,
         "staleness": status.get("staleness"),
         "ledger": ledger,
+        "evals": [
+            {key: report[key] for key in ("version", "accuracy", "answered", "samples")}
+            for report in status.get("evals", [])
+        ],
         "seconds": {
             "total": outcome.total_s,
             "services": {
@@ -109,6 +113,9 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         before, after = summary[f"{name}_before"], summary[f"{name}_after"]
         if before is not None or after is not None:
             rows.append((name, f"{_share(before)} -> {_share(after)}"))
+    if evals := summary["evals"]:
+        shown = ", ".join(f"{one['version']}: {_share(one['accuracy'])}" for one in evals)
+        rows.append(("accuracy by version", shown))
     rows.append(("steps", f"{summary['steps']} ({summary['samples']} samples)"))
     if staleness := summary["staleness"]:
         rows.append(

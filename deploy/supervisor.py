@@ -26,15 +26,17 @@ ASKED_CODES = (0, -signal.SIGTERM)  # how a process may end that was asked to
 class Program:
     """A process to run: stopped in the order of `wave`.
 
-    `elastic` ones are restarted when they fail, and the run goes on while one of them is left; so
-    are those with `restart`, but the run cannot do without them. The loss of any other ends it.
+    One that `recovers` is started again when it fails, and can take up its work. The run can do
+    without an `elastic` one, while there is another; the loss of any other ends it. `policy` says
+    how often it is started again, if not as often as others.
     """
 
     name: str
     argv: tuple[str, ...]
     wave: int
     elastic: bool = False
-    restart: bool = False
+    recovers: bool = False
+    policy: Callable[[], RestartPolicy] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ class Supervisor:
 
     def start(self, program: Program) -> None:
         """Start `program` and watch it from now on."""
-        slot = self._slots[program.name] = _Slot(program, self._policy())
+        slot = self._slots[program.name] = _Slot(program, (program.policy or self._policy)())
         slot.child = self._spawn(program)
 
     def ready(self, name: str) -> dict[str, Any] | None:
@@ -193,14 +195,14 @@ class Supervisor:
             self._reached = self._reached or name == self._goal
             if self._finishing_since is None and not slot.program.elastic:
                 self._finishing_since = self._clock()
-        elif slot.program.elastic or slot.program.restart:
-            self._restartable_failed(slot, code)
+        elif slot.program.elastic or slot.program.recovers:
+            self._restart_or_give_up(slot, code)
         else:
             self._fail(slot, f"{name} ended unexpectedly ({how})", code)
 
-    def _restartable_failed(self, slot: _Slot, code: int) -> None:
+    def _restart_or_give_up(self, slot: _Slot, code: int) -> None:
         name, how = slot.program.name, describe_exit(code)
-        if self._finishing_since is not None:
+        if self._finishing_since is not None and slot.program.elastic:
             self._report(f"{name} ended with {how} as the run was finishing")
             return
         delay = None if code in FINAL_CODES else slot.policy.failed(self._clock())
@@ -236,7 +238,8 @@ class Supervisor:
 
     def _check_finish(self, since: float) -> None:
         for slot in self._all():
-            slot.restart_at = None
+            if not slot.program.recovers:
+                slot.restart_at = None
         alive = [slot.program.name for slot in self._all() if slot.child is not None]
         if not alive or self._clock() - since < self._finish_s:
             return

@@ -161,7 +161,7 @@ class Up:
 
     def _start(self, supervisor: Supervisor, progress: Progress) -> None:
         """Start the buffer, and the others once it has said where it is."""
-        supervisor.start(buffer_program(self.folder))
+        supervisor.start(buffer_program(self.config, self.folder))
         deadline = time.monotonic() + START_S
         while (facts := supervisor.ready(BUFFER)) is None:
             if not supervisor.poll() or supervisor.draining:

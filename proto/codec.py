@@ -122,9 +122,7 @@ def nack(error: WireError) -> Nack:
 def _pack(struct: msgspec.Struct, limit_bytes: int) -> bytes:
     name = type(struct).__name__
     try:
-        packed = msgpack.packb(
-            msgspec.to_builtins(struct, builtin_types=(bytes,)), use_bin_type=True
-        )
+        packed = msgspec.msgpack.encode(struct)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise WireError(f"{name} cannot be encoded: {error}", code="unencodable") from error
     if len(packed) > limit_bytes:

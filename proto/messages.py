@@ -1,7 +1,8 @@
 """Every message on the wire, by the socket it travels on. `README.md` here is the written spec.
 
 A request names what it wants; its reply carries the request's id in `Header.reply_to`. Messages
-that a server sends unasked (`Command`, `Prepare`, `Commit`, `Abort`) have `reply_to = None`.
+that a server sends unasked (`Command`, `Interrupt`, `Prepare`, `Commit`, `Abort`) have
+`reply_to = None`. Those of the weights socket are in `weight_messages.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,15 @@ from typing import Any, Literal
 
 from umbra.proto.base import Header as Header
 from umbra.proto.base import Message, Role, State
-from umbra.proto.records import Ledger, Record, SampleTask, Trajectory
+from umbra.proto.records import (
+    EvalReport,
+    Ledger,
+    Record,
+    SampleTask,
+    Score,
+    ScoringTask,
+    Trajectory,
+)
 from umbra.proto.weights import (
     Abort,
     AcquireSlot,
@@ -164,6 +173,21 @@ class Status(Message, frozen=True, kw_only=True):
     counters: dict[str, int]  # rejected messages by reason, expired leases, duplicates, ...
     stuck: list[Stuck]
     weights: str = ""  # endpoint of the hub
+    evals: list[EvalReport] = []  # oldest first
+    eval_ledger: Ledger = Ledger()  # of eval samples, which the other one leaves out
+
+
+class InterruptRequest(Message, frozen=True, kw_only=True):
+    """Have `samples` (empty: all) come back as partials from where they are being generated."""
+
+    samples: list[str] = []
+    reason: str = ""
+
+
+class Interrupted(Message, frozen=True, kw_only=True):
+    """How many samples their generators were asked to hand back."""
+
+    samples: int
 
 
 # -- data socket (buffer: ROUTER) ---------------------------------------------------------------
@@ -224,6 +248,40 @@ class RenewAck(Message, frozen=True, kw_only=True):
     lost: list[str]
 
 
+class Interrupt(Message, frozen=True, kw_only=True):
+    """To a generator, unasked: stop these `(sample_id, attempt)` and hand back what there is."""
+
+    leases: list[tuple[str, int]]
+    reason: str = ""
+
+
+class FlushPartials(Message, frozen=True, kw_only=True):
+    """What there is so far of samples that are still being generated; their leases go on."""
+
+    partials: list[Trajectory]
+
+
+class LeaseScoring(Message, frozen=True, kw_only=True):
+    """A scorer asks for up to `capacity` trajectories of `stage`; the answer may wait `wait_s`."""
+
+    stage: str
+    capacity: int
+    wait_s: float
+
+
+class ScoringLeases(Message, frozen=True, kw_only=True):
+    """Trajectories to score; empty when there were none within `wait_s`."""
+
+    tasks: list[ScoringTask]
+
+
+class SubmitScores(Message, frozen=True, kw_only=True):
+    """What `stage` found for trajectories that the scorer has leases on."""
+
+    stage: str
+    scores: list[Score]
+
+
 class LeaseBatch(Message, frozen=True, kw_only=True):
     """The trainer asks for the batch of optimizer step `step` (1-based), waiting up to `wait_s`."""
 
@@ -256,6 +314,12 @@ class CommitAck(Message, frozen=True, kw_only=True):
     ledger: Ledger
 
 
+class CheckpointSaved(Message, frozen=True, kw_only=True):
+    """The trainer can start again after `step`: batches up to it need not be kept any more."""
+
+    step: int
+
+
 class FinishRun(Message, frozen=True, kw_only=True):
     """The trainer is done: what is in flight ends as `cancelled`, everyone drains."""
 
@@ -280,10 +344,12 @@ class Event(Message, frozen=True, kw_only=True):
 
 CONTROL: tuple[type[Message], ...] = (
     Join, Welcome, Heartbeat, HeartbeatAck, Leave, Command, Ping, Pong, StatusRequest, Status,
+    InterruptRequest, Interrupted,
 )  # fmt: skip
 DATA: tuple[type[Message], ...] = (
     LeaseSamples, SampleLeases, SubmitTrajectories, SubmitAck, ReturnSamples, RenewLeases, RenewAck,
-    LeaseBatch, BatchLease, CommitBatch, CommitAck, FinishRun, RunFinished,
+    Interrupt, FlushPartials, LeaseScoring, ScoringLeases, SubmitScores,
+    LeaseBatch, BatchLease, CommitBatch, CommitAck, CheckpointSaved, FinishRun, RunFinished,
 )  # fmt: skip
 WEIGHTS: tuple[type[Message], ...] = (
     RegisterManifest, ArenaReady, AcquireSlot, SlotGranted, Publish, Subscribe, Subscribed,

@@ -59,6 +59,8 @@ class Trajectory(Record, frozen=True, kw_only=True):
     turns: int = 1
     ref_logprobs: bytes | None = None  # float32 [T]
     proximal_logprobs: bytes | None = None  # float32 [T]
+    proximal_version: int = -1  # of the policy that gave proximal_logprobs
+    scored: list[str] = []  # scoring stages that are done, in order
     sampling: Sampling = Sampling()
     generator: str = ""
     started_at: float = 0.0  # seconds since the epoch
@@ -93,6 +95,35 @@ class SampleTask(Record, frozen=True, kw_only=True):
     row: dict[str, Any]  # the JSONL row: "prompt" and whatever else the environment needs
     lease_s: float
     partial: Trajectory | None = None  # continue from here
+    pinned_version: int = -1  # of an eval sample: every token must be of this version
+
+
+class ScoringTask(Record, frozen=True, kw_only=True):
+    """One trajectory to score, and the lease on it, named by `(sample_id, attempt)`.
+
+    `attempt` counts the leases of this sample in this stage, apart from those to generators.
+    """
+
+    sample_id: str
+    attempt: int
+    row: dict[str, Any]  # as in `SampleTask`
+    lease_s: float
+    trajectory: Trajectory
+
+
+class Score(Record, frozen=True, kw_only=True):
+    """What a scorer found for one trajectory of T response tokens, or the `error` it ran into.
+
+    A `reward` score has `reward` and `reward_parts`, the others have `logprobs`.
+    """
+
+    sample_id: str
+    attempt: int
+    reward: float = 0.0
+    reward_parts: dict[str, float] = {}
+    logprobs: bytes | None = None  # float32 [T], 0 where loss_mask is 0
+    version: int = -1  # of the weights, in stage "logp"
+    error: str = ""
 
 
 class TensorEntry(Record, frozen=True, kw_only=True):
@@ -153,6 +184,19 @@ class Ledger(Record, frozen=True, kw_only=True):
     def balance(self) -> int:
         """Zero when every issued sample is accounted for."""
         return self.issued - self.trained - sum(self.ended.values()) - sum(self.in_flight.values())
+
+
+class EvalReport(Record, frozen=True, kw_only=True):
+    """An evaluation of one policy version. `accuracy` is the mean reward of the answered samples,
+    a failed sample counting as 0; it is final when `done`.
+    """
+
+    version: int
+    done: bool
+    samples: int  # to be drawn
+    answered: int = 0
+    ended: dict[str, int] = {}  # the others that are over, by reason
+    accuracy: float = 0.0
 
 
 def pack_int32(values: Sequence[int]) -> bytes:

@@ -13,6 +13,7 @@ import pytest
 import zmq
 
 TERM_DEADLINE_S = 5.0
+pytest_plugins = ["fakes.fixtures"]
 
 
 @pytest.fixture(scope="session")

@@ -34,7 +34,7 @@ class Answers:
         self._counters = counters
         self._reasons: set[str] = set()
 
-    def submit(self, trajectory: Trajectory, sender: str) -> str | None:
+    def submit(self, trajectory: Trajectory, sender: str, now: float) -> str | None:
         """Take the complete `trajectory`; the reason if it is refused.
 
         A repetition of an accepted answer is accepted again. An answer that comes after its lease
@@ -61,15 +61,13 @@ class Answers:
             if sample.state is State.GENERATING:
                 self._pool.take_back(sample, lost=True)
             return self._refuse("malformed_trajectory", f"malformed: {fault}")
-        oldest, version = trajectory.oldest_version, self._batches.version
-        if self._policy.is_stale(oldest, version):
-            self._pool.end(sample.group, "stale")
-            return self._refuse(
-                "stale_answers", f"stale: a token of version {oldest}, the trainer is at {version}"
-            )
+        unfit = self._unfit(sample, trajectory)
+        if unfit is not None:
+            self._give_up(sample)
+            return self._refuse("stale_answers", unfit)
         if sample.state is State.QUEUED:
             self._counters["late_accepted"] += 1
-        self._pool.accept(sample, trajectory)
+        self._pool.accept(sample, trajectory, now)
         self._counters["accepted"] += 1
         return None
 
@@ -81,24 +79,54 @@ class Answers:
             return
         if returned.failed:
             self._count_failure(sample, returned.reason, sender)
-            self._pool.end(sample.group, "failed")
+            self._pool.fail(sample)
             return
-        partial = returned.partial
-        if partial is not None:
-            fault = self._fault(sample, partial)
-            if fault is None:
-                self._pool.keep_partial(sample, partial)
-            else:
-                self._counters["malformed_partial"] += 1
-                log.warning("%s returned a malformed %s: %s", sender, sample.sample_id, fault)
+        if returned.partial is not None:
+            self._keep(sample, returned.partial, sender)
         self._counters["returned"] += 1
         self._pool.take_back(sample, lost=False)
+
+    def flush(self, partial: Trajectory, sender: str, now: float) -> bool:
+        """Keep a partial whose sample `sender` goes on with; False if it has no lease on it."""
+        sample = self._pool.leased(partial.sample_id, partial.attempt, sender)
+        if sample is None:
+            self._counters["late_flushes"] += 1
+            return False
+        self._keep(sample, partial, sender)
+        self._counters["flushed"] += 1
+        self._pool.renew(sample, now)
+        return True
+
+    def _keep(self, sample: Sample, partial: Trajectory, sender: str) -> None:
+        fault = self._fault(sample, partial)
+        if fault is None:
+            self._pool.keep_partial(sample, partial)
+        else:
+            self._counters["malformed_partial"] += 1
+            log.warning("%s sent a malformed part of %s: %s", sender, sample.sample_id, fault)
+
+    def _unfit(self, sample: Sample, trajectory: Trajectory) -> str | None:
+        """Why a sound answer can never be trained on, if so."""
+        oldest, version = trajectory.oldest_version, self._batches.version
+        if not self._policy.is_stale(oldest, version):
+            return None
+        return f"stale: a token of version {oldest}, the trainer is at {version}"
+
+    def _give_up(self, sample: Sample) -> None:
+        self._batches.drop_stale(sample)
+
+    def renew(self, sample_id: str, attempt: int, sender: str, now: float) -> bool:
+        """Put off a deadline; False if `sender` should stop working on the sample."""
+        sample = self._pool.leased(sample_id, attempt, sender)
+        if sample is not None:
+            self._pool.renew(sample, now)
+        return sample is not None or self.is_accepted(sample_id, attempt)
 
     def is_accepted(self, sample_id: str, attempt: int) -> bool:
         """Whether the answer under this lease has been taken."""
         sample = self._pool.samples.get(sample_id)
         if sample is not None:
-            answered = sample.state in (State.READY, State.TRAINING)
+            answered = sample.state in (State.SCORING, State.READY, State.TRAINING)
             return answered and sample.attempt == attempt
         outcome = self._pool.over.get(sample_id)
         return outcome is not None and attempt > 0 and outcome.attempt == attempt
@@ -109,7 +137,7 @@ class Answers:
             return "sample_id or attempt is not that of the lease"
         if (trajectory.group_id, trajectory.prompt_id) != (group.group_id, group.prompt.prompt_id):
             return "group_id or prompt_id is not that of the sample"
-        return find_fault(trajectory, self._batches.version)
+        return find_fault(trajectory, self._batches.newest)
 
     def _refuse(self, counter: str, reason: str) -> str:
         self._counters[counter] += 1

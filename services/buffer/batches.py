@@ -2,57 +2,75 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from umbra.proto.records import Trajectory
-from umbra.services.buffer.samples import Group, Pool, State
+from umbra.services.buffer.archive import Archive, Batch
+from umbra.services.buffer.groups import Group, Sample, State
+from umbra.services.buffer.samples import Pool
+from umbra.services.buffer.sampling import BatchRules
 from umbra.services.buffer.staleness import StalenessPolicy, StalenessStats
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The batch of one step; the trainer gets this very one however often it asks."""
-
-    step: int
-    groups: list[Group]
-    trajectories: list[Trajectory]
-    staleness: StalenessStats
-    formed_at: float  # seconds of the broker's clock
-
-
 class Batches:
-    """The trainer's version and the batch under way.
+    """The trainer's version and the batches under way.
 
     Args:
         pool: where the groups come from.
         policy: the staleness rules.
-        batch_groups: groups per batch.
+        rules: of putting a batch together.
+        restart_stale: what is too old is generated anew, instead of ending with its group.
+        archive: keeps batches.
     """
 
-    def __init__(self, pool: Pool, policy: StalenessPolicy, batch_groups: int) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        policy: StalenessPolicy,
+        rules: BatchRules,
+        archive: Archive,
+        *,
+        restart_stale: bool = False,
+    ) -> None:
         self.version = 0
-        self.leased: Batch | None = None
+        self.newest = 0  # highest version there ever was: a trainer that starts again falls behind
+        self.checkpoint: int | None = None  # newest step that a checkpoint covers
+        self.formed: dict[int, Batch] = {}  # by step; more than one only after a trainer's restart
         self.trained = StalenessStats()
         self.last = StalenessStats()  # of the newest committed batch
+        self.archive = archive
         self._pool = pool
         self._policy = policy
-        self._batch_groups = batch_groups
+        self._rules = rules
+        self._restart_stale = restart_stale
 
     @property
     def next_step(self) -> int:
-        """The only step whose batch may be leased."""
+        """The step whose batch may be leased."""
         return self.version + 1
+
+    @property
+    def leased(self) -> Batch | None:
+        """The batch of the next step, if it was formed."""
+        return self.formed.get(self.next_step)
+
+    @property
+    def untrained(self) -> int:
+        """Groups that were issued and neither ended nor committed: u of the staleness rules."""
+        return len(self._pool.groups) + sum(len(batch.groups) for batch in self.formed.values())
 
     def form(self, now: float) -> Batch | None:
         """The batch of the next step, formed if there was none; None while groups are missing."""
-        if self.leased is None and len(self._pool.complete) >= self._batch_groups:
-            complete = iter(self._pool.complete.values())
-            groups = [next(complete) for _ in range(self._batch_groups)]
-            trajectories = self._pool.start_training(self.next_step, groups)
+        if self.leased is None:
+            groups = self._rules.choose(self._pool, self._policy, self.version)
+            if groups is None:
+                return None
+            self._pool.start_training(groups)
             staleness = StalenessStats()
-            for trajectory in trajectories:
-                staleness.add(trajectory, self.version)
-            self.leased = Batch(self.next_step, groups, trajectories, staleness, now)
+            for group in groups:
+                for sample in group.samples:
+                    assert sample.oldest is not None
+                    staleness.add(sample.oldest, sample.newest, self.version)
+            batch = Batch(self.next_step, groups, staleness, now)
+            self.formed[batch.step] = batch
+            self.archive.form(batch)
         return self.leased
 
     def commit(self) -> Batch:
@@ -61,29 +79,70 @@ class Batches:
         The sweep is done here and at every answer, not when a batch is formed: staleness changes at
         no other time, and what has to be replaced is replaced sooner.
         """
-        assert self.leased is not None
-        batch, self.leased = self.leased, None
-        self._pool.finish_training(batch.step, batch.groups)
+        batch = self.formed.pop(self.next_step)
+        self.archive.close(batch)
+        self._pool.finish_training(batch.groups, keep=self.archive.is_kept)
         self.version = batch.step
+        self.newest = max(self.newest, self.version)
         self.trained.merge(batch.staleness)
         self.last = batch.staleness
-        for group in list(self._pool.groups.values()):
-            if self._is_doomed(group):
-                self._pool.end(group, "stale")
+        self._sweep()
         return batch
 
+    def can_rewind(self, step: int) -> bool:
+        """Whether the batches from `step` to the version are all kept."""
+        steps = self.archive.steps
+        return bool(steps) and steps[0] <= step <= self.version == steps[-1]
+
+    def rewind(self, step: int, now: float) -> None:
+        """The trainer has lost its steps from `step` on: their batches are to be trained on again.
+
+        `can_rewind` must hold. What was formed since then waits for its turn.
+        """
+        for lost in range(step, self.version + 1):
+            batch = self.archive.reopen(lost, now)
+            self.formed[lost] = batch
+            self._pool.reopen_training(batch.groups)
+            self.trained.remove(batch.staleness)
+        self.version = step - 1
+
+    def cover(self, step: int) -> None:
+        """The trainer has saved a checkpoint after `step`: earlier batches need not be kept."""
+        self.checkpoint = max(step, self.checkpoint or 0)
+        self.archive.drop_through(self.checkpoint)
+
     def cancel(self) -> None:
-        """The leased batch will not be trained on: the run is over."""
-        if self.leased is not None:
-            batch, self.leased = self.leased, None
+        """The formed batches will not be trained on: the run is over."""
+        for step, batch in self.formed.items():
+            self.archive.forget(step)
             for group in batch.groups:
                 self._pool.end(group, "cancelled")
+        self.formed.clear()
 
-    def _is_doomed(self, group: Group) -> bool:
-        """Whether an answer of `group` is too old; partials are judged when leased again."""
-        return group.ready > 0 and any(
-            sample.state is State.READY
-            and sample.oldest is not None
-            and self._policy.is_stale(sample.oldest, self.version)
-            for sample in group.samples
-        )
+    def drop_stale(self, sample: Sample) -> None:
+        """`sample` is too old to be trained on: by policy its group ends, or it starts anew."""
+        if self._restart_stale:
+            self._pool.counters["stale_restarts"] += 1
+            self._pool.again(sample)
+        else:
+            self._pool.end(sample.group, "stale")
+
+    def waits_for(self) -> list[Group]:
+        """Groups that the next batch has to wait for, because they would be stale after it."""
+        if not self._rules.wait:
+            return []
+        late = self._rules.last_chance(self._pool, self._policy, self.version)
+        return [group for group in late if not group.completed]
+
+    def _sweep(self) -> None:
+        """Drop what has become too old; partials are judged when leased again."""
+        if self.version <= self._policy.bound:
+            return  # not even version 0 is
+        for group in list(self._pool.groups.values()):
+            for sample in list(group.samples):
+                if (
+                    sample.state in (State.SCORING, State.READY)
+                    and sample.oldest is not None
+                    and self._policy.is_stale(sample.oldest, self.version)
+                ):
+                    self.drop_stale(sample)

@@ -2,25 +2,31 @@
 
 `handle` and `tick` take the time from their caller (seconds, monotonic) and return what is to be
 sent and written. A request that cannot be answered yet is parked; it is answered when work arrives
-or when its wait is over. The caller flushes the store before it sends anything.
+or when its wait is over. `save` puts into the store what has changed: the caller does that, and
+commits the store, before it sends anything. A broker that is made with the store of an earlier one
+goes on where that one ended.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from umbra.proto.messages import (
+    CheckpointSaved,
     Command,
     CommitBatch,
     FinishRun,
+    FlushPartials,
     Heartbeat,
     HeartbeatAck,
+    InterruptRequest,
     Join,
     LeaseBatch,
     LeaseSamples,
+    LeaseScoring,
     Leave,
     Message,
     Nack,
@@ -34,36 +40,36 @@ from umbra.proto.messages import (
     State,
     Status,
     StatusRequest,
-    Stuck,
+    SubmitScores,
     SubmitTrajectories,
     Welcome,
 )
-from umbra.services.buffer.answers import Answers
-from umbra.services.buffer.batches import Batches
 from umbra.services.buffer.effects import Effect, Outbox
-from umbra.services.buffer.leases import Leases
 from umbra.services.buffer.membership import Membership, Peer
 from umbra.services.buffer.prompts import Prompt
-from umbra.services.buffer.report import overdue_samples, waiting_for
-from umbra.services.buffer.rollouts import Rollouts
-from umbra.services.buffer.samples import Pool
-from umbra.services.buffer.staleness import StalenessPolicy
+from umbra.services.buffer.recovery import Recovery
+from umbra.services.buffer.report import Report
+from umbra.services.buffer.room import Room
 from umbra.services.buffer.store import Store
-from umbra.services.buffer.training import Training
+from umbra.services.buffer.works import Prompts, Works
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.server import Request
 
 FINISH_S = 10.0  # what members get to leave after FinishRun
 STOP_S = 8.0  # the same after a signal: supervisors kill after 10 s
 
-ROLES: dict[type[Message], Role] = {
-    LeaseSamples: "generator",
-    SubmitTrajectories: "generator",
-    ReturnSamples: "generator",
-    RenewLeases: "generator",
-    LeaseBatch: "trainer",
-    CommitBatch: "trainer",
-    FinishRun: "trainer",
+ROLES: dict[type[Message], tuple[Role, ...]] = {
+    LeaseSamples: ("generator",),
+    SubmitTrajectories: ("generator",),
+    ReturnSamples: ("generator",),
+    FlushPartials: ("generator",),
+    RenewLeases: ("generator", "scorer"),
+    LeaseScoring: ("scorer",),
+    SubmitScores: ("scorer",),
+    LeaseBatch: ("trainer",),
+    CommitBatch: ("trainer",),
+    CheckpointSaved: ("trainer",),
+    FinishRun: ("trainer",),
 }
 
 log = logging.getLogger(__name__)
@@ -85,7 +91,8 @@ class Broker:
         config: of the run.
         run_id: told to everyone.
         prompts: endless.
-        store: keeps trajectories.
+        eval_prompts: held-out ones, if `eval.every` is set.
+        store: keeps all of it; a run that it holds goes on.
         endpoints: of the data and telemetry sockets.
         now: the time, seconds.
         wire_counters: counted by the sockets' side; shown with the broker's own.
@@ -96,7 +103,8 @@ class Broker:
         config: RunConfig,
         *,
         run_id: str,
-        prompts: Iterator[Prompt],
+        prompts: Prompts,
+        eval_prompts: Sequence[Prompt] = (),
         store: Store,
         endpoints: Endpoints,
         now: float,
@@ -105,45 +113,60 @@ class Broker:
         buffer = config.buffer
         self.counters: Counter[str] = Counter()
         self.state: State = "ready"
-        self.policy = StalenessPolicy(
-            batch=buffer.batch_groups * buffer.group_size,
-            run_ahead=buffer.run_ahead,
-            max_staleness=buffer.max_staleness,
-            steps=config.run.steps,
-        )
-        self.pool = Pool(
-            group_size=buffer.group_size,
-            lease_s=buffer.lease_s,
-            max_attempts=buffer.max_attempts,
-            store=store,
-            counters=self.counters,
-        )
-        self.batches = Batches(self.pool, self.policy, buffer.batch_groups)
         self.members = Membership(
             heartbeat_s=buffer.heartbeat_s,
             dead_after_s=buffer.dead_after_s,
             stall_s=buffer.stall_s,
         )
-        self._config = config
-        self._run_id = run_id
-        self._endpoints = endpoints
-        self._started_at = now
         self._wire_counters: Mapping[str, int] = {} if wire_counters is None else wire_counters
         self._outbox = Outbox()
-        self._deadline = 0.0  # for the others to leave, once the run is ending
-        self._leases = Leases(self.pool, self.batches, self.policy, prompts, self.counters)
-        answers = Answers(self.pool, self.batches, self.policy, self.counters)
-        self._rollouts = Rollouts(
-            self.pool, self.batches, self._leases, answers, self.counters, self._outbox
-        )
-        self._training = Training(
-            self.pool,
-            self.batches,
-            steps=config.run.steps,
+        works = Works(
+            config,
+            store,
+            prompts,
+            eval_prompts,
+            self.members,
             missing=self._missing,
             counters=self.counters,
             outbox=self._outbox,
         )
+        self.works = works
+        self.policy, self.pool, self.batches = works.policy, works.pool, works.batches
+        self._report = Report(works, self.members, buffer)
+        self._config = config
+        self._run_id = run_id
+        self._endpoints = endpoints
+        self._started_at = now
+        self._wire_counters = {} if wire_counters is None else wire_counters  # may be empty yet
+        self._deadline = 0.0  # for the others to leave, once the run is ending
+        self._finish_request: Request | None = None  # waits for an evaluation
+        self._recovery = Recovery(
+            works.journal,
+            run={
+                "run_id": run_id,
+                "buffer.group_size": buffer.group_size,
+                "buffer.batch_groups": buffer.batch_groups,
+                "buffer.stages": list(buffer.stages),
+            },
+            pool=self.pool,
+            batches=self.batches,
+            members=self.members,
+            training=works.training,
+            evals=works.evals,
+            prompts=prompts,
+            counters=self.counters,
+        )
+        self.room = Room(store, self.pool, self.batches, buffer.store_max_bytes)
+        self._resume(now)
+
+    def save(self) -> None:
+        """Put what has changed into the store; the caller commits it."""
+        self._recovery.save()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has reached its end, and not just this process."""
+        return bool(self._recovery.finished)
 
     def handle(self, request: Request, now: float) -> list[Effect]:
         """The effects of `request`."""
@@ -154,6 +177,8 @@ class Broker:
                 self._outbox.reply(request, Pong(role="buffer", state=self.state))
             case StatusRequest():
                 self._outbox.reply(request, self.status(now))
+            case InterruptRequest() as body:
+                self.works.interrupts.requested(request, body)
             case Join() as body:
                 self._join(request, body, now)
             case _:
@@ -166,18 +191,17 @@ class Broker:
 
     def tick(self, now: float) -> list[Effect]:
         """The effects of time: expired leases, dead members, waits that are over."""
-        self.pool.expire(now)
         for peer in self.members.silent(now, self._patience()):
             log.warning("%s is dead: silent for %.1f s", peer.name, now - peer.heard_at)
             self.counters["dead_members"] += 1
             self._remove(peer, f"dead: silent for {now - peer.heard_at:.0f} s", lost=True)
-        self._rollouts.expire(now)
-        self._training.expire(now)
+        self.works.tick(now)
+        self.room.check(now)
         return self._settle(now)
 
     def drain(self, reason: str, now: float) -> list[Effect]:
         """Ask everyone to hand back what they have and to leave."""
-        self._begin_end(reason, now + STOP_S)
+        self._begin_end(reason, now, STOP_S)
         return self._settle(now)
 
     def is_over(self, now: float) -> bool:
@@ -192,7 +216,7 @@ class Broker:
         for peer in self.members.peers.values():
             if peer.role != "monitor":
                 log.warning("%s has not left in time", peer.name)
-        self._cancel()
+        self.works.cancel()
         self.state = "stopped"
         ledger = self.pool.ledger.snapshot()
         self._outbox.measure(
@@ -220,9 +244,24 @@ class Broker:
                 "typical": float(self.policy.typical),
             },
             counters=dict(Counter(self.counters) + Counter(self._wire_counters)),
-            stuck=self._stuck(now),
+            stuck=[*self.members.stuck(now), *self.room.stuck(now), *self._report.stuck(now)],
+            evals=self.works.evals.status(),
+            eval_ledger=self.works.evals.pool.ledger.snapshot(),
             weights=self._weights,
         )
+
+    def _resume(self, now: float) -> None:
+        """Go on with the run in the store, if there is one."""
+        if not self._recovery.restore(now):
+            return
+        self.counters["restarts"] += 1
+        ledger = self.pool.ledger
+        log.info(
+            "the run goes on at version %d: %d samples in flight, %d members",
+            self.batches.version, ledger.live - ledger.trained, len(self.members.peers),
+        )  # fmt: skip
+        if self._recovery.finished:
+            self._begin_end(self._recovery.finished, now, FINISH_S)
 
     # -- members -----------------------------------------------------------------------------------
 
@@ -241,7 +280,7 @@ class Broker:
             return
         if before is not None and before.incarnation != peer.incarnation:
             self.counters["superseded"] += 1
-            self._take_back(before, lost=True)
+            self.works.take_back(before, lost=True)
         log.info("%s has joined (%s, pid %d on %s)", peer.name, peer.role, peer.pid, peer.host)
         welcome = Welcome(
             run_id=self._run_id,
@@ -256,9 +295,9 @@ class Broker:
 
     def _handle_member(self, request: Request, peer: Peer, now: float) -> None:
         needed = ROLES.get(type(request.body))
-        if needed is not None and peer.role != needed:
+        if needed is not None and peer.role not in needed:
             kind = type(request.body).__name__
-            reason = f"{kind} is for a {needed}, {peer.name} is a {peer.role}"
+            reason = f"{kind} is for a {' or a '.join(needed)}, {peer.name} is a {peer.role}"
             self._refuse(request, Nack(code="wrong_role", reason=reason, path="type"))
             return
         match request.body:
@@ -269,17 +308,27 @@ class Broker:
                 self._remove(peer, body.reason, lost=False)
                 self._outbox.reply(request, Ok())
             case LeaseSamples() as body:
-                self._rollouts.lease(request, body, now)
+                self.works.rollouts.lease(request, body, now)
             case SubmitTrajectories() as body:
-                self._rollouts.submit(request, body)
+                self.works.rollouts.submit(request, body, now)
             case ReturnSamples() as body:
-                self._rollouts.hand_back(request, body)
+                self.works.rollouts.hand_back(request, body)
+            case FlushPartials() as body:
+                self.works.rollouts.flush(request, body, now)
+            case RenewLeases() as body if peer.role == "scorer":
+                self.works.scorers.renew(request, body, now)
             case RenewLeases() as body:
-                self._rollouts.renew(request, body, now)
+                self.works.rollouts.renew(request, body, now)
+            case LeaseScoring() as body:
+                self.works.scorers.lease(request, body, now)
+            case SubmitScores() as body:
+                self.works.scorers.submit(request, body, now)
             case LeaseBatch() as body:
-                self._training.lease(request, body, now)
+                self.works.training.lease(request, body, now)
             case CommitBatch() as body:
-                self._training.commit(request, body)
+                self.works.training.commit(request, body)
+            case CheckpointSaved() as body:
+                self.works.training.checkpoint(request, body)
             case FinishRun() as body:
                 self._finish(request, body, now)
             case body:
@@ -299,16 +348,7 @@ class Broker:
 
     def _remove(self, peer: Peer, why: str, *, lost: bool) -> None:
         self.members.remove(peer, why)
-        self._take_back(peer, lost=lost)
-
-    def _take_back(self, peer: Peer, *, lost: bool) -> None:
-        """What `peer` holds goes to others; a batch stays leased for the next trainer."""
-        if count := self.pool.take_all_back(peer.name, lost=lost):
-            log.info("took %d samples back from %s", count, peer.name)
-            self.counters["taken_back"] += count
-        self._rollouts.forget(peer.name)
-        if peer.role == "trainer":
-            self._training.forget()
+        self.works.take_back(peer, lost=lost)
 
     def _patience(self) -> dict[str, float]:
         """A trainer that holds a batch may be silent for longer before it counts as dead."""
@@ -331,33 +371,36 @@ class Broker:
     # -- the end -----------------------------------------------------------------------------------
 
     def _finish(self, request: Request, body: FinishRun, now: float) -> None:
-        self._cancel()
+        """End the run; an evaluation under way is completed before."""
+        self.works.evals.advance(now)
+        if self.works.evals.is_open and self.state == "ready":
+            self._finish_request = request
+            return
+        self._recovery.finished = f"run finished: {body.reason}"
+        self.works.cancel()
         self._outbox.reply(request, RunFinished(ledger=self.pool.ledger.snapshot()))
-        self._begin_end(f"run finished: {body.reason}", now + FINISH_S)
+        self._begin_end(self._recovery.finished, now, FINISH_S)
 
-    def _begin_end(self, reason: str, deadline: float) -> None:
+    def _begin_end(self, reason: str, now: float, patience_s: float) -> None:
         if self.state != "ready":
             return
         log.info("the run ends: %s", reason)
         self.state = "draining"
-        self._deadline = deadline
-        self._rollouts.close()
-        self._training.close()
+        self._deadline = now + patience_s
+        self.works.close(now)
         for peer in self.members.peers.values():
             self._outbox.push(peer.identity, Command(kind="drain", reason=reason))
-
-    def _cancel(self) -> None:
-        self.batches.cancel()
-        for group in list(self.pool.groups.values()):
-            self.pool.end(group, "cancelled")
 
     # -- common ------------------------------------------------------------------------------------
 
     def _settle(self, now: float) -> list[Effect]:
         """Serve what is parked with whatever the event has opened up; the event's effects."""
-        self._training.serve(now)
-        self._rollouts.serve(now)
-        self.pool.ledger.check()
+        self.works.settle(now)
+        request = self._finish_request
+        if request is not None and not self.works.evals.is_open:
+            self._finish_request = None
+            assert isinstance(request.body, FinishRun)
+            self._finish(request, request.body, now)
         return self._outbox.take()
 
     def _refuse(self, request: Request, nack: Nack) -> None:
@@ -366,20 +409,4 @@ class Broker:
         self._outbox.reply(request, nack)
 
     def _missing(self, now: float) -> str:
-        groups = self._config.buffer.batch_groups
-        return waiting_for(self.pool, self._leases, self.members, groups, now)
-
-    def _stuck(self, now: float) -> list[Stuck]:
-        buffer = self._config.buffer
-        found = self.members.stuck(now)
-        trainer = self.members.find("trainer")
-        name = trainer.name if trainer is not None else "nobody"
-        since, batch = self._training.wanted_since, self.batches.leased
-        if since is not None and now - since > buffer.stall_s:
-            what = f"batch of step {self.batches.next_step}: {self._missing(now)}"
-            found.append(Stuck(what=what, holder=name, age_s=now - since, action="none: it waits"))
-        if batch is not None and now - batch.formed_at > buffer.batch_lease_s:
-            action = f"{name} gets it again when it asks"
-            what, age_s = f"batch of step {batch.step}, not committed", now - batch.formed_at
-            found.append(Stuck(what=what, holder=name, age_s=age_s, action=action))
-        return found + overdue_samples(self.pool, buffer.lease_s, now)
+        return self._report.missing(now)

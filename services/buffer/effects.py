@@ -19,10 +19,11 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """Send `body` unasked to the control socket `identity`."""
+    """Send `body` unasked to the socket `identity` of a channel."""
 
     identity: bytes
     body: Message
+    channel: str = "control"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +47,9 @@ class Outbox:
         """Answer `request` with `body`."""
         self._effects.append(Reply(request, body))
 
-    def push(self, identity: bytes, body: Message) -> None:
+    def push(self, identity: bytes, body: Message, channel: str = "control") -> None:
         """Send `body` unasked."""
-        self._effects.append(Push(identity, body))
+        self._effects.append(Push(identity, body, channel))
 
     def measure(self, kind: str, **fields: Any) -> None:
         """Write a row of metrics."""

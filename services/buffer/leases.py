@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
 from umbra.proto.records import SampleTask
 from umbra.services.buffer.batches import Batches
-from umbra.services.buffer.prompts import Prompt
-from umbra.services.buffer.samples import Pool, Sample
+from umbra.services.buffer.groups import Sample
+from umbra.services.buffer.prompts import PromptStream
+from umbra.services.buffer.samples import Pool
 from umbra.services.buffer.staleness import StalenessPolicy
+from umbra.services.runtime.config import Buffer
 
 
 class Leases:
@@ -24,21 +25,28 @@ class Leases:
         pool: Pool,
         batches: Batches,
         policy: StalenessPolicy,
-        prompts: Iterator[Prompt],
+        prompts: PromptStream,
+        config: Buffer,
         counters: Counter[str],
     ) -> None:
         self._pool = pool
         self._batches = batches
         self._policy = policy
         self._prompts = prompts
+        self._config = config
         self._counters = counters
 
     @property
     def available(self) -> int:
         """Samples that could be leased now to a generator with the newest weights."""
-        ledger = self._pool.ledger
-        room = self._policy.room(ledger.live, self._batches.version)
-        return ledger.count("queued") + max(room, 0)
+        return self._pool.ledger.count("queued") + max(self._room, 0) * self._config.group_size
+
+    @property
+    def _room(self) -> int:
+        """Groups that may be issued."""
+        if self._pool.blocked:
+            return 0
+        return self._policy.room(self._batches.untrained, self._batches.version)
 
     def take(
         self, holder: str, *, version: int, capacity: int, waiting: int, now: float
@@ -54,26 +62,40 @@ class Leases:
             sample = self._next(version)
             if sample is None:
                 break
-            if sample.oldest is not None and sample.oldest < self.required_version(sample):
-                self._pool.drop_partial(sample)
-                self._counters["partials_too_old"] += 1
-            elif sample.oldest is not None:
-                self._counters["partials_continued"] += 1
-            tasks.append(self._pool.lease(sample, holder, now))
+            if sample.oldest is not None:
+                limit = self._limit(sample, now)
+                if limit and self._config.partial_policy == "drop":
+                    self._counters[limit] += 1
+                    self._pool.end(sample.group, "stale")
+                    continue
+                if limit:
+                    self._pool.drop_partial(sample)
+                self._counters[limit or "partials_continued"] += 1
+            tasks.append(self._pool.lease(sample, holder, version, now))
         return tasks
 
     def _next(self, version: int) -> Sample | None:
         sample = self._pool.next_queued()
         if sample is None:
-            live = self._pool.ledger.live
-            if self._policy.room(live, self._batches.version) <= 0:
+            if self._room <= 0:
                 return None
-            index = self._policy.batch_index(live)
-            if version < self._policy.required_version(index, self._batches.version):
+            due = self._policy.due_version(self._batches.untrained, self._batches.version)
+            if version < self._policy.required_version(due, self._batches.version):
                 return None
-            sample = self._pool.issue(next(self._prompts), index).samples[0]
+            sample = self._pool.issue(next(self._prompts), due).samples[0]
         return sample if version >= self.required_version(sample) else None
+
+    def _limit(self, sample: Sample, now: float) -> str:
+        """Which limit the partial of `sample` is past, as the name of a counter; empty if none."""
+        config, oldest = self._config, sample.oldest
+        if oldest is not None and oldest < self.required_version(sample):
+            return "partials_too_old"
+        if 0 < config.partial_max_segments <= sample.segments:
+            return "partials_of_too_many_segments"
+        if 0 < config.partial_max_age_s <= now - sample.begun_at:
+            return "partials_too_long_under_way"
+        return ""
 
     def required_version(self, sample: Sample) -> int:
         """Oldest weights that may generate `sample` now."""
-        return self._policy.required_version(sample.group.batch_index, self._batches.version)
+        return self._policy.required_version(sample.group.due, self._batches.version)

@@ -7,13 +7,18 @@ from collections import Counter
 from umbra.proto.errors import UmbraError
 from umbra.proto.records import Ledger
 
-IN_FLIGHT = ("queued", "generating", "ready", "training")
+IN_FLIGHT = ("queued", "generating", "scoring", "ready", "training")
 MOVES = frozenset(
     {
         ("queued", "generating"),  # leased
         ("generating", "queued"),  # returned, expired, or its holder is gone
         ("generating", "ready"),  # answered
         ("queued", "ready"),  # answered late, but before anyone else took it
+        ("generating", "scoring"),  # answered, and to be scored
+        ("queued", "scoring"),  # the same, late
+        ("scoring", "ready"),
+        ("scoring", "queued"),  # too old, so it is generated anew
+        ("ready", "queued"),  # the same
         ("ready", "training"),  # handed to the trainer
     }
 )
@@ -61,6 +66,15 @@ class RunningLedger:
         """One sample in training was committed."""
         self._in_flight["training"] -= 1
         self.trained += 1
+
+    def untrain(self) -> None:
+        """One trained sample is in training again: its step was lost in a crash of the trainer."""
+        self.trained -= 1
+        self._in_flight["training"] += 1
+
+    def restore(self, state: str) -> None:
+        """One sample, counted as issued already, is in `state`."""
+        self._in_flight[state] += 1
 
     def end(self, source: str, reason: str) -> None:
         """One sample in `source` ended because of `reason`."""

@@ -8,6 +8,7 @@ death; a member that beats but does not move is stuck, which is only told.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from umbra.proto.messages import Header, Heartbeat, Join, Member, Nack, Role, State, Stuck
 
@@ -26,6 +27,7 @@ class Peer:
     host: str
     endpoints: dict[str, str]
     heard_at: float
+    confirmed: bool = True  # False after a restart of the buffer, until it is heard of
     state: State = "joining"
     activity: str = ""
     progress: int = 0
@@ -61,6 +63,7 @@ class Membership:
     def __init__(self, *, heartbeat_s: float, dead_after_s: float, stall_s: float) -> None:
         self.peers: dict[str, Peer] = {}
         self.departed: dict[str, str] = {}  # name -> why
+        self.changed = False  # whether someone came or went since the journal last took note
         self._heartbeat_s = heartbeat_s
         self._dead_after_s = dead_after_s
         self._stall_s = stall_s
@@ -71,7 +74,9 @@ class Membership:
         if (body.name, header.incarnation) in self._superseded:
             return self._stale(body.name)
         for other in self.peers.values():
-            if other.role == body.role and other.name != body.name and body.role in SINGLE:
+            if other.role != body.role or other.name == body.name or body.role not in SINGLE:
+                continue
+            if other.confirmed:
                 return Nack(
                     code=f"duplicate_{body.role}",
                     reason=(
@@ -95,6 +100,7 @@ class Membership:
         )
         self.peers[body.name] = peer
         self.departed.pop(body.name, None)
+        self.changed = True
         return peer
 
     def hear(self, header: Header, now: float) -> Peer | Nack:
@@ -102,6 +108,7 @@ class Membership:
         peer = self.peers.get(header.sender)
         if peer is not None and peer.incarnation == header.incarnation:
             peer.heard_at = now
+            peer.confirmed = True
             return peer
         if (header.sender, header.incarnation) in self._superseded:
             return self._stale(header.sender)
@@ -123,6 +130,18 @@ class Membership:
         """`peer` is gone."""
         del self.peers[peer.name]
         self.departed[peer.name] = why
+        self.changed = True
+
+    def records(self) -> list[dict[str, Any]]:
+        """The members in plain values, for the journal."""
+        names = ("name", "role", "incarnation", "identity", "pid", "host", "endpoints")
+        return [{name: getattr(peer, name) for name in names} for peer in self.peers.values()]
+
+    def restore(self, records: list[dict[str, Any]], now: float) -> None:
+        """Take over the members of before a restart of the buffer; most have outlived it."""
+        for record in records:
+            peer = Peer(**record, heard_at=now, confirmed=False)
+            self.peers[peer.name] = peer
 
     def silent(self, now: float, patience_s: dict[str, float]) -> list[Peer]:
         """Members to be given up; `patience_s` has limits other than the common one, by name."""

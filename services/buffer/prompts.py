@@ -1,12 +1,10 @@
-"""Prompts from a JSONL file: one object with `prompt` per line, shuffled anew in every epoch."""
+"""What a prompt is: an object with `prompt`, which is text or a list of messages."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import msgpack
 
@@ -22,48 +20,40 @@ class Prompt:
     row: dict[str, Any]
 
 
-class PromptSource:
-    """Endless epochs over the rows of a JSONL file.
+class PromptStream(Protocol):
+    """Prompts without end, in an order that can be taken up again after a crash."""
 
-    Args:
-        path: the file; blank lines are skipped.
-        shuffle: a new order in every epoch, else the file's.
-        seed: of the orders; the same seed gives the same sequence of prompts.
+    def __next__(self) -> Prompt: ...
 
-    Raises:
-        UsageError: no such file, no rows, or a row that is no prompt; names the file and the line.
-    """
+    def position(self) -> dict[str, Any]:
+        """Where it is, in plain values."""
+        ...
 
-    def __init__(self, path: str | Path, *, shuffle: bool, seed: int) -> None:
-        self.prompts = read_prompts(path)
-        self._shuffle = shuffle
-        self._seed = seed
-
-    def __iter__(self) -> Iterator[Prompt]:
-        epoch = 0
-        while True:
-            order = list(self.prompts)
-            if self._shuffle:
-                random.Random(f"{self._seed}/{epoch}").shuffle(order)
-            yield from order
-            epoch += 1
+    def seek(self, position: dict[str, Any]) -> None:
+        """Go on where `position` was taken."""
+        ...
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
     """All rows of the JSONL file `path`, checked.
 
     Raises:
-        UsageError: see `PromptSource`.
+        UsageError: no such file, no rows, or a row that is no prompt; names the file and the line.
     """
     if not str(path):
         raise UsageError("data.prompts is not set: name a JSONL file with one prompt per line")
     return [
-        Prompt(str(number), _checked(row, f"{path}, line {number}"))
+        Prompt(str(number), check_row(row, f"{path}, line {number}"))
         for number, row in read_numbered(path)
     ]
 
 
-def _checked(row: dict[str, Any], where: str) -> dict[str, Any]:
+def check_row(row: dict[str, Any], where: str) -> dict[str, Any]:
+    """`row`, if it is a prompt that can be sent to a generator.
+
+    Raises:
+        UsageError: it is not; begins with `where`.
+    """
     if "prompt" not in row:
         raise UsageError(f'{where}: the object has no "prompt"')
     if not _is_prompt(row["prompt"]):

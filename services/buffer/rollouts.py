@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from umbra.proto.messages import (
+    FlushPartials,
     LeaseSamples,
     Nack,
     Ok,
@@ -16,13 +17,16 @@ from umbra.proto.messages import (
     SubmitAck,
     SubmitTrajectories,
 )
+from umbra.proto.records import SampleTask
 from umbra.services.buffer.answers import Answers
 from umbra.services.buffer.batches import Batches
 from umbra.services.buffer.effects import Outbox
+from umbra.services.buffer.evals import Evals
 from umbra.services.buffer.leases import Leases
 from umbra.services.buffer.samples import Pool
 from umbra.services.runtime.server import Request
 
+EVAL_PREFIX = "e"  # of the ids of eval samples
 NOTHING = SampleLeases(tasks=[])
 
 
@@ -46,6 +50,8 @@ class Rollouts:
         batches: Batches,
         leases: Leases,
         answers: Answers,
+        evals: Evals,
+        eval_answers: Answers,
         counters: Counter[str],
         outbox: Outbox,
     ) -> None:
@@ -54,10 +60,12 @@ class Rollouts:
         self._batches = batches
         self._leases = leases
         self._answers = answers
+        self._evals = evals
+        self._eval_answers = eval_answers
         self._counters = counters
         self._outbox = outbox
         self._questions: dict[str, _Question] = {}  # by generator, oldest first
-        self._served_at = (-1, -1)  # openings and version when the parked were last looked at
+        self._served_at = (-1, -1, -1)  # openings and version when the parked were last looked at
 
     def lease(self, request: Request, body: LeaseSamples, now: float) -> None:
         """Hand out work, or park the question."""
@@ -65,10 +73,13 @@ class Rollouts:
         older = self._questions.pop(name, None)
         if older is not None:
             self._outbox.reply(older.request, NOTHING)
-        if not 0 <= body.version <= self._batches.version:
+        if not 0 <= body.version <= self._batches.newest:
             self._counters["wrong_version"] += 1
-            reason = f"{name} serves version {body.version}, but 0 to {self._batches.version} exist"
+            reason = f"{name} serves version {body.version}, but 0 to {self._batches.newest} exist"
             self._outbox.reply(request, Nack(code="wrong_version", reason=reason, path="version"))
+            return
+        if again := self._answered_before(request):
+            self._outbox.reply(request, SampleLeases(tasks=again))
             return
         question = _Question(request, body, now + body.wait_s)
         if not self._give(question, waiting=len(self._questions), now=now):
@@ -77,11 +88,11 @@ class Rollouts:
             else:
                 self._questions[name] = question
 
-    def submit(self, request: Request, body: SubmitTrajectories) -> None:
+    def submit(self, request: Request, body: SubmitTrajectories, now: float) -> None:
         """Take trajectories in; refused ones are named with the reason."""
         refused: dict[str, str] = {}
         for trajectory in body.trajectories:
-            reason = self._answers.submit(trajectory, request.header.sender)
+            reason = self._for(trajectory.sample_id).submit(trajectory, request.header.sender, now)
             if reason is not None:
                 refused[trajectory.sample_id] = reason
         accepted = len(body.trajectories) - len(refused)
@@ -90,23 +101,30 @@ class Rollouts:
     def hand_back(self, request: Request, body: ReturnSamples) -> None:
         """Take samples back."""
         for returned in body.samples:
-            self._answers.hand_back(returned, request.header.sender)
+            self._for(returned.sample_id).hand_back(returned, request.header.sender)
         self._outbox.reply(request, Ok())
+
+    def flush(self, request: Request, body: FlushPartials, now: float) -> None:
+        """Keep partials of samples that go on; those whose lease is lost are named."""
+        sender = request.header.sender
+        lost = [
+            partial.sample_id
+            for partial in body.partials
+            if not self._for(partial.sample_id).flush(partial, sender, now)
+        ]
+        self._outbox.reply(request, RenewAck(lost=lost))
 
     def renew(self, request: Request, body: RenewLeases, now: float) -> None:
         """Put off deadlines; leases that are lost are named."""
         lost: list[str] = []
         for sample_id, attempt in body.leases:
-            sample = self._pool.leased(sample_id, attempt, request.header.sender)
-            if sample is not None:
-                self._pool.renew(sample, now)
-            elif not self._answers.is_accepted(sample_id, attempt):
+            if not self._for(sample_id).renew(sample_id, attempt, request.header.sender, now):
                 lost.append(sample_id)
         self._outbox.reply(request, RenewAck(lost=lost))
 
     def serve(self, now: float) -> None:
         """Look at the parked questions again if anything has opened up since the last time."""
-        state = (self._pool.openings, self._batches.version)
+        state = (self._pool.openings, self._evals.pool.openings, self._batches.version)
         if state == self._served_at:
             return
         self._served_at = state
@@ -137,13 +155,31 @@ class Rollouts:
     def _give(self, question: _Question, *, waiting: int, now: float) -> bool:
         if self.closed:
             return False
-        tasks = self._leases.take(
-            question.request.header.sender,
-            version=question.body.version,
-            capacity=question.body.capacity,
-            waiting=waiting,
-            now=now,
-        )
+        name, body = question.request.header.sender, question.body
+        tasks = self._evals.take(name, body.version, body.capacity, now)
+        if not self._evals.pausing:
+            tasks += self._leases.take(
+                name,
+                version=body.version,
+                capacity=body.capacity - len(tasks),
+                waiting=waiting,
+                now=now,
+            )
+        for task in tasks:
+            if task.sample_id in self._pool.samples:
+                self._pool.samples[task.sample_id].asked = question.request.header.id
         if tasks:
             self._outbox.reply(question.request, SampleLeases(tasks=tasks))
         return bool(tasks)
+
+    def _answered_before(self, request: Request) -> list[SampleTask]:
+        """What the sender got by this very question, if the answer was lost with the buffer.
+
+        The sockets' side knows resends by itself, but it forgets them when the buffer starts again.
+        """
+        held = self._pool.held.get(request.header.sender, {}).values()
+        return [self._pool.task(s) for s in held if s.asked == request.header.id]
+
+    def _for(self, sample_id: str) -> Answers:
+        """Who judges what comes back of the sample."""
+        return self._eval_answers if sample_id.startswith(EVAL_PREFIX) else self._answers

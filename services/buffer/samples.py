@@ -1,131 +1,98 @@
 """The life of samples and their groups; pure state, moved by the broker.
 
-    queued -> generating -> ready -> training -> trained
-       ^----------'                       any of the first four -> ended(reason)
+    queued -> generating -> scoring -> ready -> training -> trained
+       ^----------'       any of the first five -> ended(reason)
 
 A lease is `(sample_id, attempt)`: `attempt` counts up with every lease of the sample, so that
 answers under an older one are told apart. A sample that is taken back is queued before those that
-nobody has had yet, oldest first, and keeps its last partial. Groups end and are trained as a whole.
+nobody has had yet, oldest first, and keeps its last partial. Groups are trained as a whole; they
+end as a whole too, unless they may go on with the survivors.
 
-Every operation costs O(1) or O(log n): deadlines and the queue are heaps whose outdated entries are
-skipped when they come up.
+Every operation costs O(1) or O(log n): outdated entries of the heaps are skipped when they come up.
 """
 
 from __future__ import annotations
 
 import heapq
 import logging
-from collections import Counter, OrderedDict, defaultdict
-from dataclasses import dataclass, field
-from enum import StrEnum
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Sequence
 
 from umbra.proto.records import SampleTask, Trajectory
+from umbra.services.buffer.groups import Group, GroupRules, Outcome, Sample, State
 from umbra.services.buffer.ledger import RunningLedger
 from umbra.services.buffer.prompts import Prompt
-from umbra.services.buffer.store import Store
+from umbra.services.buffer.shelf import Shelf
 
 REMEMBERED = 65_536  # finished samples whose late answers are still told apart
 
 log = logging.getLogger(__name__)
 
 
-class State(StrEnum):
-    """Where a sample is; the first four are in flight."""
-
-    QUEUED = "queued"
-    GENERATING = "generating"
-    READY = "ready"
-    TRAINING = "training"
-    OVER = "over"  # trained, or ended
-
-
-@dataclass(slots=True, eq=False)
-class Sample:
-    """One response to be made. Times are seconds of the broker's clock."""
-
-    serial: int
-    sample_id: str
-    group: Group
-    state: State = State.QUEUED
-    attempt: int = 0  # number of its newest lease
-    lost: int = 0  # leases that were lost: expired, holder died, answer was malformed
-    holder: str = ""
-    leased_at: float = 0.0
-    deadline: float = 0.0
-    oldest: int | None = None  # version of the oldest token of its stored trajectory
-
-
-@dataclass(slots=True, eq=False)
-class Group:
-    """The samples of one prompt; `batch_index` is b of the staleness rules."""
-
-    group_id: str
-    prompt: Prompt
-    batch_index: int
-    samples: list[Sample] = field(default_factory=list[Sample])
-    ready: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of a finished sample; `attempt` is the accepted one, 0 if there was none."""
-
-    attempt: int
-    end: str  # "trained" or the reason why it ended
-
-
 class Pool:
     """All samples in flight, their leases and the ledger over them.
 
     Args:
-        group_size: samples per group.
+        rules: of the groups.
         lease_s: seconds until a lease that is not renewed expires.
-        max_attempts: lost leases of one sample until its group ends as `failed`.
-        store: keeps the trajectories.
+        max_attempts: lost leases of one sample until it fails.
+        shelf: keeps the trajectories.
         counters: of the broker.
+        stages: what a trajectory goes through before it is ready.
+        prefix: of the ids, so that those of two pools differ.
     """
 
     def __init__(
         self,
         *,
-        group_size: int,
+        rules: GroupRules,
         lease_s: float,
         max_attempts: int,
-        store: Store,
+        shelf: Shelf,
         counters: Counter[str],
+        stages: Sequence[str] = (),
+        prefix: str = "",
     ) -> None:
         self.counters = counters
+        self.shelf = shelf
+        self.changed: dict[str, Sample | Group] = {}  # since the journal last took note
+        self.blocked = ""  # why no new group may be issued, if so
         self.ledger = RunningLedger()
         self.samples: dict[str, Sample] = {}
         self.groups: dict[str, Group] = {}  # not yet in training, in order of issue
         self.complete: dict[str, Group] = {}  # all samples ready, in order of completion
+        self.unscored: dict[str, deque[Sample]] = {stage: deque() for stage in stages}
         self.held: defaultdict[str, dict[str, Sample]] = defaultdict(dict)  # by holder
         self.over: OrderedDict[str, Outcome] = OrderedDict()
+        self.bad_prompts: list[str] = []  # of groups that failed or were filtered, to be taken
         self.openings = 0  # counts whatever may let a waiting generator have work
-        self._group_size = group_size
+        self._rules = rules
+        self._stages = tuple(stages)
+        self._prefix = prefix
         self._lease_s = lease_s
         self._max_attempts = max_attempts
-        self._store = store
         self._queue: list[tuple[int, Sample]] = []  # heap by serial: oldest first
         self._deadlines: list[tuple[float, int, int, Sample]] = []  # heap; serial, attempt: ties
-        self._next_group = 0
-        self._next_sample = 0
+        self._waiting: dict[str, Group] = {}  # groups of which some samples are ready
+        self.filtered_in_a_row = 0
+        self.next_group = 0
+        self.next_sample = 0
+        self.completions = 0
 
-    def issue(self, prompt: Prompt, batch_index: int) -> Group:
+    def issue(self, prompt: Prompt, due: int) -> Group:
         """A new group for `prompt`, all of its samples queued."""
-        group = Group(f"g-{self._next_group}", prompt, batch_index)
-        self._next_group += 1
-        for _ in range(self._group_size):
-            sample = Sample(self._next_sample, f"s-{self._next_sample}", group)
-            self._next_sample += 1
+        group = Group(f"{self._prefix}g-{self.next_group}", prompt, due)
+        self.next_group += 1
+        for _ in range(self._rules.size):
+            sample = Sample(self.next_sample, f"{self._prefix}s-{self.next_sample}", group)
+            self.next_sample += 1
+            self._touch(sample)
             group.samples.append(sample)
             self.samples[sample.sample_id] = sample
             heapq.heappush(self._queue, (sample.serial, sample))
         self.groups[group.group_id] = group
-        self.ledger.issue(self._group_size)
-        self._store.issued(
-            group.group_id, prompt.prompt_id, [sample.sample_id for sample in group.samples]
-        )
+        self.ledger.issue(self._rules.size)
+        self._touch_group(group)
         return group
 
     def next_queued(self) -> Sample | None:
@@ -137,17 +104,24 @@ class Pool:
             heapq.heappop(self._queue)
         return None
 
-    def lease(self, sample: Sample, holder: str, now: float) -> SampleTask:
-        """Give `sample`, the `next_queued`, to `holder`, with the partial there is of it."""
+    def lease(self, sample: Sample, holder: str, version: int, now: float) -> SampleTask:
+        """Give `sample`, the `next_queued`, to `holder`, which serves `version`."""
         entry = heapq.heappop(self._queue)
         assert entry[1] is sample
         self._move(sample, State.GENERATING)
         sample.attempt += 1
         sample.holder = holder
         sample.leased_at = now
+        sample.leased_version = version
+        if sample.oldest is None:
+            sample.begun_at = now
         sample.deadline = now + self._lease_s
         self.held[holder][sample.sample_id] = sample
         heapq.heappush(self._deadlines, (sample.deadline, sample.serial, sample.attempt, sample))
+        return self.task(sample)
+
+    def task(self, sample: Sample) -> SampleTask:
+        """What the holder of `sample` gets: the prompt, and the partial that there is of it."""
         return SampleTask(
             sample_id=sample.sample_id,
             group_id=sample.group.group_id,
@@ -155,7 +129,7 @@ class Pool:
             attempt=sample.attempt,
             row=sample.group.prompt.row,
             lease_s=self._lease_s,
-            partial=None if sample.oldest is None else self._store.get(sample.sample_id),
+            partial=None if sample.oldest is None else self.shelf.get(sample.sample_id),
         )
 
     def leased(self, sample_id: str, attempt: int, holder: str) -> Sample | None:
@@ -168,7 +142,7 @@ class Pool:
         sample.deadline = now + self._lease_s
 
     def expire(self, now: float) -> None:
-        """Take back the leases whose deadline is over."""
+        """Take back the leases whose deadline is over; cut off the stragglers of groups."""
         while self._deadlines and self._deadlines[0][0] <= now:
             _, serial, attempt, sample = heapq.heappop(self._deadlines)
             if sample.state is not State.GENERATING or sample.attempt != attempt:
@@ -182,6 +156,11 @@ class Pool:
                 sample.holder, sample.sample_id, attempt,
             )  # fmt: skip
             self.take_back(sample, lost=True)
+        for group in [g for g in self._waiting.values() if self._rules.overdue(g, now)]:
+            slow = [sample for sample in group.samples if sample.state is not State.READY]
+            log.info("%s goes on without %d stragglers", group.group_id, len(slow))
+            self.counters["stragglers_cut"] += len(slow)
+            self.cut(group, slow, "cancelled")
 
     def take_all_back(self, holder: str, *, lost: bool) -> int:
         """Take back whatever `holder` has; how many samples that was."""
@@ -193,75 +172,212 @@ class Pool:
 
     def keep_partial(self, sample: Sample, partial: Trajectory) -> None:
         """Continue `sample` from `partial` the next time."""
-        self._store.put(partial)
-        sample.oldest = partial.oldest_version
+        self._keep(sample, partial)
 
     def drop_partial(self, sample: Sample) -> None:
         """Start `sample` from scratch the next time."""
-        self._store.drop(sample.sample_id)
+        self.shelf.drop(sample.sample_id)
         sample.oldest = None
+        sample.segments = 0
+        self._touch(sample)
 
     def take_back(self, sample: Sample, *, lost: bool) -> None:
         """End the lease on `sample` and queue it again.
 
-        Only `lost` leases count against `max_attempts`, after which the group ends as failed:
-        handing a sample back is no failure of it.
+        Only `lost` leases count against `max_attempts`, after which it fails: handing a sample back
+        is no failure of it.
         """
         sample.lost += lost
         if sample.lost >= self._max_attempts:
             self.counters["attempts_exhausted"] += 1
             log.warning("%s failed: %d leases were lost", sample.sample_id, sample.lost)
-            self.end(sample.group, "failed")
+            self.fail(sample)
             return
+        sample.segments += sample.oldest is not None
+        self._requeue(sample)
+
+    def accept(self, sample: Sample, trajectory: Trajectory, now: float) -> None:
+        """Store the complete `trajectory` of `sample`, and have it scored if it needs to be."""
+        self._release(sample)
+        sample.stage = 0
+        self._advance(sample, trajectory, now)
+
+    def scored(self, sample: Sample, trajectory: Trajectory, now: float) -> None:
+        """Store `trajectory`, which has been through one more stage."""
+        sample.stage += 1
+        sample.score_attempts = sample.score_losses = 0
+        self._advance(sample, trajectory, now)
+
+    def stage_of(self, sample: Sample) -> str:
+        """The stage that `sample`, which is being scored, is in."""
+        return self._stages[sample.stage]
+
+    def again(self, sample: Sample) -> None:
+        """`sample` is generated anew from scratch, whoever has it or whatever there is of it."""
+        if sample.state is State.QUEUED:
+            self.drop_partial(sample)
+            return
+        group = sample.group
+        if sample.state is State.READY:
+            group.ready -= 1
+            group.completed = 0
+            self.complete.pop(group.group_id, None)
+            self._touch_group(group)
+        self.drop_partial(sample)
+        sample.stage = sample.score_attempts = sample.score_losses = 0
+        self._requeue(sample)
+
+    def fail(self, sample: Sample) -> None:
+        """`sample` cannot be had: its group goes on without it, or ends as failed."""
+        if self._rules.can_lose(sample.group):
+            self.cut(sample.group, [sample], "failed")
+        else:
+            self.end(sample.group, "failed")
+
+    def cut(self, group: Group, samples: Sequence[Sample], reason: str) -> None:
+        """End some `samples` of `group`, which goes on without them."""
+        for sample in samples:
+            self._end(sample, reason)
+            group.samples.remove(sample)
+        self._touch_group(group)
+        self.openings += 1
+        self._complete(group)
+
+    def end(self, group: Group, reason: str) -> None:
+        """End all samples of `group`, wherever they are."""
+        for sample in group.samples:
+            self._end(sample, reason)
+        for where in (self.groups, self.complete, self._waiting):
+            where.pop(group.group_id, None)
+        if reason in ("failed", "filtered"):
+            self.bad_prompts.append(group.prompt.prompt_id)
+        self._touch_group(group)
+        self.openings += 1
+
+    def start_training(self, groups: list[Group]) -> None:
+        """Make the complete `groups` a batch."""
+        for group in groups:
+            for sample in group.samples:
+                self._move(sample, State.TRAINING)
+            del self.groups[group.group_id], self.complete[group.group_id]
+
+    def finish_training(self, groups: list[Group], *, keep: bool) -> None:
+        """The batch of `groups` was committed; its trajectories go, unless they are to be kept."""
+        for group in groups:
+            for sample in group.samples:
+                self.ledger.train()
+                self._finish(sample, "trained")
+                if not keep:
+                    self.shelf.drop(sample.sample_id)
+            self._touch_group(group)
+        self.openings += 1
+
+    def reopen_training(self, groups: list[Group]) -> None:
+        """The batch of `groups`, committed before, is to be trained on again."""
+        for group in groups:
+            for sample in group.samples:
+                self.ledger.untrain()
+                sample.state = State.TRAINING
+                self.samples[sample.sample_id] = sample
+                self.over.pop(sample.sample_id, None)
+                self._touch(sample)
+            self._touch_group(group)
+
+    def restore(self, groups: list[Group], now: float) -> None:
+        """Take over `groups`, with their samples, as they were when the buffer ended.
+
+        Leases hold on, with a new deadline, for holders that have outlived the buffer.
+        """
+        for group in groups:
+            for sample in group.samples:
+                self.samples[sample.sample_id] = sample
+                self.ledger.restore(sample.state)
+                if sample.state is State.QUEUED:
+                    heapq.heappush(self._queue, (sample.serial, sample))
+                elif sample.state is State.SCORING:
+                    self.unscored[self._stages[sample.stage]].append(sample)
+                elif sample.state is State.GENERATING:
+                    sample.leased_at = sample.begun_at = now
+                    sample.deadline = now + self._lease_s
+                    self.held[sample.holder][sample.sample_id] = sample
+                    entry = (sample.deadline, sample.serial, sample.attempt, sample)
+                    heapq.heappush(self._deadlines, entry)
+            if not any(sample.state is State.TRAINING for sample in group.samples):
+                self.groups[group.group_id] = group
+                if group.ready and not group.completed:
+                    group.first_ready_at = now
+                    self._waiting[group.group_id] = group
+        complete = [group for group in self.groups.values() if group.completed]
+        for group in sorted(complete, key=lambda group: group.completed):
+            self.complete[group.group_id] = group
+
+    def is_alive(self, group: Group) -> bool:
+        """Whether samples of `group` are in flight."""
+        return group.samples[0].sample_id in self.samples
+
+    def _advance(self, sample: Sample, trajectory: Trajectory, now: float) -> None:
+        """To the next scoring stage of `sample`, or to ready."""
+        self._keep(sample, trajectory)
+        if sample.stage < len(self._stages):
+            if sample.state is not State.SCORING:
+                self._move(sample, State.SCORING)
+            self.unscored[self._stages[sample.stage]].append(sample)
+            return
+        self._move(sample, State.READY)
+        sample.reward = trajectory.reward
+        group = sample.group
+        if not group.ready:
+            group.first_ready_at = now
+        group.ready += 1
+        self._waiting[group.group_id] = group
+        self._complete(group)
+
+    def _complete(self, group: Group) -> None:
+        """Let `group` be trained, or replace it, if all its samples are ready."""
+        if group.ready < len(group.samples):
+            return
+        self._waiting.pop(group.group_id, None)
+        if self._rules.dynamic_sampling and group.is_level:
+            if self.filtered_in_a_row < self._rules.max_filtered:
+                self.filtered_in_a_row += 1
+                self.counters["filtered_groups"] += 1
+                self.end(group, "filtered")
+                return
+            self.counters["level_groups_kept"] += 1
+        self.filtered_in_a_row = 0
+        self.completions += 1
+        group.completed = self.completions
+        self.complete[group.group_id] = group
+        self._touch_group(group)
+
+    def _requeue(self, sample: Sample) -> None:
         self._move(sample, State.QUEUED)
         self._release(sample)
         heapq.heappush(self._queue, (sample.serial, sample))
         self.openings += 1
 
-    def accept(self, sample: Sample, trajectory: Trajectory) -> None:
-        """Store the complete `trajectory` of `sample`."""
-        self._store.put(trajectory)
-        self._move(sample, State.READY)
-        self._release(sample)
+    def _end(self, sample: Sample, reason: str) -> None:
+        self.ledger.end(sample.state, reason)
+        self._finish(sample, reason)
+        self.shelf.drop(sample.sample_id)
+
+    def _touch(self, sample: Sample) -> None:
+        self.changed[sample.sample_id] = sample
+
+    def _touch_group(self, group: Group) -> None:
+        self.changed[group.group_id] = group
+
+    def _keep(self, sample: Sample, trajectory: Trajectory) -> None:
+        self.shelf.put(trajectory)
         sample.oldest = trajectory.oldest_version
-        group = sample.group
-        group.ready += 1
-        if group.ready == self._group_size:
-            self.complete[group.group_id] = group
-
-    def end(self, group: Group, reason: str) -> None:
-        """End all samples of `group`, wherever they are."""
-        for sample in group.samples:
-            self.ledger.end(sample.state, reason)
-            self._finish(sample, reason)
-        self.groups.pop(group.group_id, None)
-        self.complete.pop(group.group_id, None)
-        self._store.ended(group.group_id, reason)
-        self.openings += 1
-
-    def start_training(self, step: int, groups: list[Group]) -> list[Trajectory]:
-        """Make the complete `groups` the batch of `step`; its trajectories, group by group."""
-        trajectories: list[Trajectory] = []
-        for group in groups:
-            for sample in group.samples:
-                self._move(sample, State.TRAINING)
-                trajectories.append(self._store.get(sample.sample_id))
-            del self.groups[group.group_id], self.complete[group.group_id]
-        self._store.formed(step, [group.group_id for group in groups])
-        return trajectories
-
-    def finish_training(self, step: int, groups: list[Group]) -> None:
-        """The batch of `step` was committed."""
-        self._store.trained(step)
-        for group in groups:
-            for sample in group.samples:
-                self.ledger.train()
-                self._finish(sample, "trained")
-        self.openings += 1
+        sample.newest = trajectory.newest_version
+        sample.tokens = trajectory.response_tokens
+        self._touch(sample)
 
     def _move(self, sample: Sample, target: State) -> None:
         self.ledger.move(sample.state, target)
         sample.state = target
+        self._touch(sample)
 
     def _release(self, sample: Sample) -> None:
         if sample.holder:
@@ -272,10 +388,10 @@ class Pool:
             sample.holder = ""
 
     def _finish(self, sample: Sample, end: str) -> None:
-        answered = sample.state in (State.READY, State.TRAINING)
+        answered = sample.state in (State.SCORING, State.READY, State.TRAINING)
         self._release(sample)
         sample.state = State.OVER
-        self._store.drop(sample.sample_id)
+        self._touch(sample)
         del self.samples[sample.sample_id]
         self.over[sample.sample_id] = Outcome(sample.attempt if answered else 0, end)
         if len(self.over) > REMEMBERED:

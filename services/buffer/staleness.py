@@ -1,31 +1,33 @@
 """How far generation may run ahead of training, and how old a sample may be: two knobs, not one.
 
-Symbols (counted in samples; only whole groups are issued and ended):
+Symbols (counted in groups, which are issued whole):
 
     v     version of the trainer = optimizer steps committed
     g     version that a generator serves, g <= v
-    B     samples per batch
+    B     groups per batch
     A     run_ahead: batches that generation may be ahead
     K     the bound: max_staleness, but 0 if A = 0 (strictly on-policy)
-    n     issued - ended: every sample that was or will be trained
-    b     n // B when a group is issued: the batch it belongs to, trained at version b
+    S     steps of the run
+    O     oversample: groups issued beyond those that batches need
+    u     untrained groups: issued, neither ended nor committed
+    b     v + u // B when a group is issued: the version at which it is due to be trained
 
 Rules, each in one method below:
 
-    admission   a group is issued while  n < (min(v + A, S - 1) + 1) * B,  S being the run's steps
+    admission   a group is issued while  u < min(A + 1, S - v) * B + O
     lease       a sample goes to a generator with  g >= max(b, v) - K
     partial     a partial is continued if its oldest token has version >= max(b, v) - K
-    sweep       a group ends as stale if any token of it has version < v - K
+    sweep       a sample is stale if any token of it has version < v - K
 
 Admission alone bounds only the aggregate, because groups are trained in the order of their
 completion: a straggler can be overtaken for ever. The lease rule keeps old weights out of new
 samples and the sweep is the guarantee. Nothing can deadlock: while no group may be issued to a
-generator with g = v, n >= (v + 1) * B, so a whole batch is under way already, and each of its
-samples may be leased at g = v (it was issued under b <= v + K, and v only grows).
+generator with g = v, u >= B, so a whole batch is under way already, and each of its samples may be
+leased at g = v (it was issued under b <= v + K, and v only grows).
 
-Example: B = 4, A = 1, K = 2, v = 3. 12 samples are trained; admission is open until n = 20. The
-17th has b = 4 and needs g >= 2. It is trained at version 4 if nothing overtakes it: staleness
-4 - g, at most 2.
+Example: B = 2, A = 1, K = 2, v = 3. 6 groups are trained; admission is open until 4 are not. The
+third of them has b = 4 and needs g >= 2. It is trained at version 4 if nothing overtakes it:
+staleness 4 - g, at most 2. `docs/staleness.md` has the same with pictures and other systems' names.
 
 Sources: AReaL's capacity formula (`staleness_manager.py`) for the admission, prime-rl's and NeMo's
 consume-time sweep for the bound; the split in flight / in queue is prime-rl's.
@@ -35,17 +37,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from umbra.proto.records import Trajectory
+from umbra.services.runtime.config import RunConfig
 
 
 @dataclass(frozen=True, slots=True)
 class StalenessPolicy:
     """The rules above for one run."""
 
-    batch: int  # B
+    batch_groups: int  # B
     run_ahead: int  # A
     max_staleness: int
     steps: int  # S
+    oversample: int = 0  # O
+
+    @classmethod
+    def of(cls, config: RunConfig) -> StalenessPolicy:
+        """The policy that a configuration asks for."""
+        return cls(
+            batch_groups=config.buffer.batch_groups,
+            run_ahead=config.buffer.run_ahead,
+            max_staleness=config.buffer.max_staleness,
+            steps=config.run.steps,
+            oversample=config.buffer.oversample,
+        )
 
     @property
     def bound(self) -> int:
@@ -57,17 +71,23 @@ class StalenessPolicy:
         """Staleness of a sample that nothing overtakes, begun with the newest weights."""
         return min(self.run_ahead, self.bound)
 
-    def room(self, live: int, version: int) -> int:
-        """Samples that may still be issued, `live` being n."""
-        return (min(version + self.run_ahead, self.steps - 1) + 1) * self.batch - live
+    def needed(self, version: int) -> int:
+        """Untrained groups that the coming batches need, u <= this + O."""
+        return min(self.run_ahead + 1, self.steps - version) * self.batch_groups
 
-    def batch_index(self, live: int) -> int:
-        """b of a group that is issued now."""
-        return live // self.batch
+    def room(self, untrained: int, version: int) -> int:
+        """Groups that may still be issued, `untrained` being u."""
+        needed = self.needed(version)
+        return needed + self.oversample - untrained if needed > 0 else 0
 
-    def required_version(self, batch_index: int, version: int) -> int:
-        """Oldest weights that a token of a sample with b = `batch_index` may be drawn from."""
-        return max(batch_index, version) - self.bound
+    def due_version(self, untrained: int, version: int) -> int:
+        """b of a group that is issued now; a spare one is due with the last that is needed."""
+        ahead = min(untrained // self.batch_groups, self.run_ahead)
+        return version + ahead
+
+    def required_version(self, due: int, version: int) -> int:
+        """Oldest weights that a token of a sample with b = `due` may be drawn from."""
+        return max(due, version) - self.bound
 
     def is_stale(self, oldest: int, version: int) -> bool:
         """Whether a sample whose oldest token is of version `oldest` is too old to train on."""
@@ -107,9 +127,8 @@ class StalenessStats:
     worst: int = 0
     mixed: int = 0  # samples with tokens of more than one version
 
-    def add(self, trajectory: Trajectory, version: int) -> None:
-        """Count `trajectory`, trained at `version`."""
-        oldest, newest = trajectory.oldest_version, trajectory.newest_version
+    def add(self, oldest: int, newest: int, version: int) -> None:
+        """Count a sample with tokens of versions `oldest` to `newest`, trained at `version`."""
         total, in_flight, in_queue = split(oldest, newest, version)
         self.samples += 1
         self.total += total
@@ -126,6 +145,14 @@ class StalenessStats:
         self.in_queue += other.in_queue
         self.worst = max(self.worst, other.worst)
         self.mixed += other.mixed
+
+    def remove(self, other: StalenessStats) -> None:
+        """Take the sums of `other` away again; the worst stays, it did happen."""
+        self.samples -= other.samples
+        self.total -= other.total
+        self.in_flight -= other.in_flight
+        self.in_queue -= other.in_queue
+        self.mixed -= other.mixed
 
     def figures(self) -> dict[str, float]:
         """`mean`, `max`, `in_flight_mean`, `in_queue_mean` and `mixed_fraction`."""

@@ -1,89 +1,109 @@
-"""Where trajectories and the facts about them are kept before anything is acknowledged.
+"""Where the state of a run is kept: keys and values, changed in groups, all of one or nothing.
 
-The broker tells the store what happened, and its replies leave only after `flush` has returned. So
-a durable store needs no more than to survive with what it was told until its last `flush`.
+The broker writes what an event changed, and its replies leave only after `commit` has returned. So
+a durable store needs no more than to survive with what it held at its last `commit`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Protocol
 
-from umbra.proto.records import Trajectory
+from umbra.proto.errors import UmbraError
+
+
+class StoreError(UmbraError):
+    """The store on disk is damaged, foreign, or in use by another process."""
+
+
+class StoreFullError(UmbraError):
+    """There is no room on the disk; nothing is lost, and the commit may be tried again."""
 
 
 class Store(Protocol):
-    """The facts of a run, in the order in which they happened."""
+    """Keys and values. Reads see what was written, committed or not."""
 
-    def issued(self, group_id: str, prompt_id: str, sample_ids: list[str]) -> None:
-        """A group was drawn from the prompts."""
+    @property
+    def durable(self) -> bool:
+        """Whether it outlives the process."""
         ...
 
-    def put(self, trajectory: Trajectory) -> None:
-        """`trajectory` is the newest of its sample: complete, or a partial to continue from."""
+    def put(self, key: str, value: bytes) -> None:
+        """Set `key` to `value`."""
         ...
 
-    def get(self, sample_id: str) -> Trajectory:
-        """The newest trajectory of the sample.
+    def get(self, key: str) -> bytes:
+        """The value of `key`.
 
         Raises:
             KeyError: there is none.
         """
         ...
 
-    def drop(self, sample_id: str) -> None:
-        """The sample starts again from scratch, or is over; it need not have a trajectory."""
+    def delete(self, key: str) -> None:
+        """Forget `key`; it need not be there."""
         ...
 
-    def ended(self, group_id: str, reason: str) -> None:
-        """The group will never be trained."""
+    def keys(self, prefix: str) -> list[str]:
+        """All keys that begin with `prefix`, in no order."""
         ...
 
-    def formed(self, step: int, group_ids: Iterable[str]) -> None:
-        """These groups, in this order, are the batch of `step`."""
+    @property
+    def size_bytes(self) -> int:
+        """What is kept takes about so much room."""
         ...
 
-    def trained(self, step: int) -> None:
-        """The batch of `step` was committed."""
+    def commit(self) -> None:
+        """Return when all of the above is stored.
+
+        Raises:
+            StoreFullError: the disk is full; call again when there is room.
+        """
         ...
 
-    def flush(self) -> None:
-        """Return when all of the above is stored."""
+    def close(self) -> None:
+        """Let go of files."""
         ...
 
 
 class MemoryStore:
-    """Keeps the trajectories of live samples in memory; nothing survives the process."""
+    """Nothing survives the process.
 
-    def __init__(self) -> None:
-        self._trajectories: dict[str, Trajectory] = {}
+    Args:
+        durable: act as if it did; for a broker that is taken down and built anew in one process.
+    """
 
-    def __len__(self) -> int:
-        return len(self._trajectories)
+    def __init__(self, *, durable: bool = False) -> None:
+        self.durable = durable
+        self.values: dict[str, bytes] = {}
+        self._size = 0
 
-    def issued(self, group_id: str, prompt_id: str, sample_ids: list[str]) -> None:
-        """Nothing to keep: the state machine itself knows."""
+    def put(self, key: str, value: bytes) -> None:
+        """Set `key` to `value`."""
+        self.delete(key)
+        self.values[key] = value
+        self._size += len(key) + len(value)
 
-    def put(self, trajectory: Trajectory) -> None:
-        """Keep `trajectory` instead of an earlier one."""
-        self._trajectories[trajectory.sample_id] = trajectory
+    def get(self, key: str) -> bytes:
+        """The value of `key`."""
+        return self.values[key]
 
-    def get(self, sample_id: str) -> Trajectory:
-        """The newest trajectory of the sample."""
-        return self._trajectories[sample_id]
+    def delete(self, key: str) -> None:
+        """Forget `key`."""
+        value = self.values.pop(key, None)
+        if value is not None:
+            self._size -= len(key) + len(value)
 
-    def drop(self, sample_id: str) -> None:
-        """Forget the trajectory, if there is one."""
-        self._trajectories.pop(sample_id, None)
+    def keys(self, prefix: str) -> list[str]:
+        """All keys that begin with `prefix`."""
+        return [key for key in self.values if key.startswith(prefix)]
 
-    def ended(self, group_id: str, reason: str) -> None:
-        """Nothing to keep."""
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of keys and values."""
+        return self._size
 
-    def formed(self, step: int, group_ids: Iterable[str]) -> None:
-        """Nothing to keep."""
-
-    def trained(self, step: int) -> None:
-        """Nothing to keep."""
-
-    def flush(self) -> None:
+    def commit(self) -> None:
         """Memory is as stored as it gets."""
+
+    def close(self) -> None:
+        """Nothing to let go of."""

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from umbra.proto.messages import BatchLease, CommitAck, CommitBatch, LeaseBatch, Nack
+from umbra.proto.messages import (
+    BatchLease,
+    CheckpointSaved,
+    CommitAck,
+    CommitBatch,
+    LeaseBatch,
+    Nack,
+    Ok,
+)
 from umbra.services.buffer.batches import Batches
 from umbra.services.buffer.effects import Outbox
 from umbra.services.buffer.samples import Pool
 from umbra.services.runtime.server import Request
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +40,8 @@ class Training:
     Args:
         steps: of the run.
         missing: tells in words what the batch waits for, at a time.
+        paused: whether no new batch may be formed now.
+        formed: called when a new batch was formed.
     """
 
     def __init__(
@@ -38,22 +51,35 @@ class Training:
         *,
         steps: int,
         missing: Callable[[float], str],
+        paused: Callable[[], bool],
+        formed: Callable[[], None],
         counters: Counter[str],
         outbox: Outbox,
     ) -> None:
         self.closed = False
+        self.committer = ""  # incarnation of the trainer that made the last commit
         self.wanted_since: float | None = None  # when the missing batch was first asked for
         self._pool = pool
         self._batches = batches
         self._steps = steps
         self._missing = missing
+        self._paused = paused
+        self._formed = formed
         self._counters = counters
         self._outbox = outbox
         self._question: _Question | None = None
 
     def lease(self, request: Request, body: LeaseBatch, now: float) -> None:
-        """Hand out the batch of the next step, the same as before if asked again; or park this."""
+        """Hand out the batch of the next step, the same as before if asked again; or park this.
+
+        A trainer that has started again may ask for an earlier step: it goes on after its last
+        checkpoint, and gets the batches of the steps since then once more.
+        """
         self._answer_parked("asked again")
+        is_new = request.header.incarnation != self.committer
+        if is_new and 0 < body.step <= self._batches.version:
+            if self._batches.can_rewind(body.step):
+                self._rewind(request.header.sender, body.step, now)
         expected = self._batches.next_step
         if body.step != expected or body.step > self._steps:
             self._counters["wrong_step"] += 1
@@ -79,6 +105,7 @@ class Training:
         leased = self._batches.leased
         if leased is not None and leased.step == body.step:
             batch = self._batches.commit()
+            self.committer = request.header.incarnation
             self._counters["mixed_version"] += batch.staleness.mixed
         elif 1 <= body.step <= self._batches.version:
             self._counters["repeated_commits"] += 1
@@ -93,30 +120,43 @@ class Training:
         ledger = self._pool.ledger.snapshot()
         self._outbox.reply(request, CommitAck(version=self._batches.version, ledger=ledger))
 
+    def checkpoint(self, request: Request, body: CheckpointSaved) -> None:
+        """The trainer has saved its state after `body.step`."""
+        version = self._batches.version
+        if not 0 <= body.step <= version:
+            self._counters["wrong_step"] += 1
+            reason = f"no checkpoint can cover step {body.step}: {version} steps are committed"
+            self._outbox.reply(request, Nack(code="wrong_step", reason=reason, path="step"))
+            return
+        self._batches.cover(body.step)
+        self._outbox.reply(request, Ok())
+
     def serve(self, now: float) -> None:
         """Answer the parked question if its batch is full."""
         question = self._question
         if question is None:
             return
         is_new = self._batches.leased is None
+        if is_new and self._paused():
+            return
         batch = self._batches.form(now)
         if batch is None:
             return
         if is_new:
+            self._formed()
             self._outbox.measure(
                 "batch",
                 step=batch.step,
                 groups=len(batch.groups),
-                samples=len(batch.trajectories),
-                tokens=sum(trajectory.response_tokens for trajectory in batch.trajectories),
+                samples=batch.staleness.samples,
+                tokens=sum(sample.tokens for group in batch.groups for sample in group.samples),
                 wait_s=0.0 if self.wanted_since is None else now - self.wanted_since,
                 in_flight=self._pool.ledger.snapshot().in_flight,
                 **{f"staleness_{name}": value for name, value in batch.staleness.figures().items()},
             )
         self._question = self.wanted_since = None
-        self._outbox.reply(
-            question.request, BatchLease(step=batch.step, trajectories=batch.trajectories)
-        )
+        trajectories = [self._pool.shelf.packed(name) for name in batch.sample_ids]
+        self._outbox.reply(question.request, BatchLease(step=batch.step, trajectories=trajectories))
 
     def expire(self, now: float) -> None:
         """Answer the parked question if its wait is over."""
@@ -132,6 +172,15 @@ class Training:
         self.closed = True
         self._answer_parked("nothing: the run is ending")
         self.wanted_since = None
+
+    def _rewind(self, trainer: str, step: int, now: float) -> None:
+        lost = self._batches.version - step + 1
+        log.warning(
+            "%s starts again at step %d: the batches of the last %d steps are handed out again",
+            trainer, step, lost,
+        )  # fmt: skip
+        self._counters["steps_repeated"] += lost
+        self._batches.rewind(step, now)
 
     def _answer_parked(self, waiting_for: str) -> None:
         if self._question is not None:

@@ -11,6 +11,8 @@ from typing import TypeVar
 
 from umbra.proto.errors import DeadlineError
 from umbra.proto.messages import (
+    FlushPartials,
+    Interrupt,
     LeaseSamples,
     Message,
     RenewAck,
@@ -25,7 +27,7 @@ from umbra.proto.records import SampleTask, Trajectory
 from umbra.services.runtime.channel import Channel
 
 WAIT_S = 1.0  # how long the buffer may keep a question for work open
-ANSWER_S = 60.0  # without an answer for so long, the buffer is gone
+GRACE_S = 60.0  # without an answer for so long, the buffer is gone
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +44,7 @@ class BufferClient:
         channel: to the buffer's data socket.
         wake: set, from another thread, whenever an answer is there.
         clock: seconds, monotonic.
+        grace_s: seconds that the buffer may be away for.
     """
 
     def __init__(
@@ -49,11 +52,13 @@ class BufferClient:
         channel: Channel,
         wake: threading.Event,
         clock: Callable[[], float] = time.monotonic,
+        grace_s: float = GRACE_S,
     ) -> None:
         self.refused = 0
         self._channel = channel
         self._wake = wake
         self._clock = clock
+        self._grace_s = grace_s
         self._open: list[tuple[Future[Message], Callable[[Future[Message]], object]]] = []
         self._tasks: list[SampleTask] = []
         self._lost: list[Lease] = []
@@ -87,7 +92,7 @@ class BufferClient:
                     self._lease_s = shortest
                     self._renew_at = self._clock() + shortest / 3
 
-        self._send(body, granted, timeout_s=WAIT_S + ANSWER_S)
+        self._send(body, granted, timeout_s=WAIT_S + self._grace_s)
 
     def submit(self, trajectories: Sequence[Trajectory]) -> None:
         """Deliver finished samples."""
@@ -114,6 +119,28 @@ class BufferClient:
             self._send(
                 ReturnSamples(samples=list(samples)), lambda future: _answer(future, Message)
             )
+
+    def save(self, partials: Sequence[Trajectory]) -> None:
+        """Have the buffer keep what there is of samples that go on."""
+        if not partials:
+            return
+        attempts = {t.sample_id: t.attempt for t in partials}
+
+        def saved(future: Future[Message]) -> None:
+            answer = _answer(future, RenewAck)
+            if answer is not None:
+                self._lost += [(s, attempts[s]) for s in answer.lost if s in attempts]
+
+        self._send(FlushPartials(partials=list(partials)), saved)
+
+    def interrupts(self) -> list[Interrupt]:
+        """What the buffer wants back, since the last call."""
+        found: list[Interrupt] = []
+        while not self._channel.pushes.empty():
+            message = self._channel.pushes.get_nowait()
+            if isinstance(message, Interrupt):
+                found.append(message)
+        return found
 
     def renew(self, leases: Sequence[Lease]) -> None:
         """Every third of a lease: say that we still work on these (and what is being delivered)."""
@@ -166,10 +193,10 @@ class BufferClient:
         self,
         body: Message,
         handle: Callable[[Future[Message]], object],
-        timeout_s: float = ANSWER_S,
+        timeout_s: float | None = None,
     ) -> None:
         future = self._channel.request(
-            body, timeout_s=timeout_s, on_done=lambda _future: self._wake.set()
+            body, timeout_s=timeout_s or self._grace_s, on_done=lambda _future: self._wake.set()
         )
         self._open.append((future, handle))
 

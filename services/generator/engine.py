@@ -97,6 +97,10 @@ class Engine(Protocol):
         """End these requests (None: all) now; returns what there is of them."""
         ...
 
+    def peek(self) -> list[EngineOutput]:
+        """What there is so far of every live request, which goes on; "abort" as finish reason."""
+        ...
+
     def close(self) -> None:
         """Free what the engine holds."""
         ...

@@ -12,13 +12,13 @@ import torch
 
 from umbra.proto.errors import UmbraError, UsageError
 from umbra.proto.records import SampleTask, Trajectory
-from umbra.services.generator.chat import Chat
-from umbra.services.generator.environment_pool import EnvironmentPool
-from umbra.services.generator.environments import load_environment
-from umbra.services.generator.models import load_model, load_tokenizer, pick_device, stop_ids
 from umbra.services.generator.rollout import RolloutSettings, sampling_of
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.torch_engine import TorchEngine
+from umbra.services.modeling.chat import Chat
+from umbra.services.modeling.environment_pool import EnvironmentPool
+from umbra.services.modeling.environments import load_environment
+from umbra.services.modeling.models import load_model, load_tokenizer, pick_device, stop_ids
 from umbra.services.runtime.config import RunConfig
 
 

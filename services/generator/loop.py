@@ -9,16 +9,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from umbra.proto.errors import PeerLostError, UmbraError
 from umbra.proto.messages import ReturnedSample
+from umbra.proto.records import SampleTask
 from umbra.services.generator.activity import Activity
 from umbra.services.generator.buffer_client import BufferClient
 from umbra.services.generator.engine import Engine, EngineOutput, KvPolicy, StreamingEngine
 from umbra.services.generator.runner import RolloutRunner
-from umbra.services.generator.weights import tensors_in
+from umbra.services.modeling.weights import tensors_in
 from umbra.services.runtime.metrics import MetricsFile
 from umbra.services.runtime.receiver import Receiver, StagedVersion
 from umbra.services.runtime.session import Session
@@ -55,6 +56,7 @@ class GeneratorLoop:
         metrics: receives spans.
         kv_policy: what new weights do to sequences under way.
         prefetch: samples leased ahead of free slots.
+        flush_tokens: tokens after which what there is of a sample is sent to the buffer; 0 = never.
         wake: set by other threads when there may be something to do.
         streaming: the receiver keeps no copy: load through this.
         clock: seconds since the epoch.
@@ -71,6 +73,7 @@ class GeneratorLoop:
         metrics: MetricsFile,
         kv_policy: KvPolicy,
         prefetch: int,
+        flush_tokens: int,
         wake: threading.Event,
         streaming: Streaming | None = None,
         clock: Callable[[], float] = time.time,
@@ -83,6 +86,7 @@ class GeneratorLoop:
         self._metrics = metrics
         self._kv_policy: KvPolicy = kv_policy
         self._prefetch = prefetch
+        self._flush_tokens = flush_tokens
         self._wake = wake
         self._streaming = streaming
         self._clock = clock
@@ -110,13 +114,17 @@ class GeneratorLoop:
         self._load_weights()
         tasks, lost = self._buffer.poll()
         self._runner.drop(lost)
-        self._runner.add(tasks)
+        self._take(tasks)
+        for interrupt in self._buffer.interrupts():
+            self._buffer.give_back(self._runner.interrupt(interrupt.leases, interrupt.reason))
         if self._engine.version >= 0:
             self._buffer.ask(self._capacity(), self._engine.version)
         before = self._engine.decoded_tokens
         self._runner.poll(_IDLE_WAIT_S)
         tokens = self._engine.decoded_tokens - before
         self._deliver()
+        if self._flush_tokens:
+            self._buffer.save(self._runner.flush(self._flush_tokens))
         self._buffer.renew(self._runner.leases)
         if tokens or self._engine.busy:
             self._session.progress("decoding", tokens)
@@ -161,6 +169,7 @@ class GeneratorLoop:
         )
         self._session.emit("weights", version=staged.version, commit_s=end - start)
         log.debug("serving version %d after %.1f ms", staged.version, 1e3 * (end - start))
+        self._buffer.give_back(self._runner.release_pinned(staged.version))
         # Under policy "abort" they go on at once, as new requests that begin with their own tokens.
         self._runner.take(aborted)
 
@@ -178,6 +187,22 @@ class GeneratorLoop:
                 f"are neither it nor version {engine.version}, so this generator leaves; started "
                 "again it gets the newest version"
             ) from error
+
+    def _take(self, tasks: Sequence[SampleTask]) -> None:
+        """Begin these samples, but for those that only other weights than ours may generate."""
+        version = self._engine.version
+        self._runner.add(task for task in tasks if task.pinned_version in (-1, version))
+        self._buffer.give_back(
+            [
+                ReturnedSample(
+                    sample_id=task.sample_id,
+                    attempt=task.attempt,
+                    reason=f"the generator serves version {version} now",
+                )
+                for task in tasks
+                if task.pinned_version not in (-1, version)
+            ]
+        )
 
     def _capacity(self) -> int:
         room = self._engine.slots + self._prefetch - self._runner.wanting

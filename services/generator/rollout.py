@@ -25,9 +25,9 @@ from umbra.proto.records import (
     unpack_float32,
     unpack_int32,
 )
-from umbra.services.generator.chat import Chat, Message
 from umbra.services.generator.engine import EngineOutput, EngineRequest
-from umbra.services.generator.environments import Environment, SampleError, StepResult
+from umbra.services.modeling.chat import Chat, Message
+from umbra.services.modeling.environments import Environment, SampleError, StepResult
 from umbra.services.runtime.config import SamplingConfig
 
 
@@ -82,6 +82,9 @@ class _Tokens:
         if self.spans and self.spans[-1].version == version:
             start = self.spans.pop().start
         self.spans.append(VersionSpan(version=version, start=start, end=end))
+
+    def copy(self) -> _Tokens:
+        return _Tokens(self.ids[:], self.mask[:], self.logprobs[:], self.spans[:])
 
     def segments(self) -> list[list[int]]:
         """The tokens of model turn, environment turn, model turn, ... in order."""
@@ -175,9 +178,20 @@ class Rollout:
         self._turn_start = len(self._tokens.ids)
         self._continue_turn()
 
-    def trajectory(self) -> Trajectory:
-        """What there is of the sample, finished or not; needs at least one response token."""
+    @property
+    def tokens(self) -> int:
+        """Response tokens, without those of the model's turn that is under way."""
+        return len(self._tokens.ids)
+
+    def trajectory(self, under_way: EngineOutput | None = None) -> Trajectory:
+        """What there is of the sample, finished or not; needs at least one response token.
+
+        `under_way` is what the engine has of the turn that goes on.
+        """
         task, tokens = self.task, self._tokens
+        if under_way is not None:
+            tokens = tokens.copy()
+            tokens.add_model(under_way)
         return Trajectory(
             sample_id=task.sample_id,
             group_id=task.group_id,

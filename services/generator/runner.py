@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from umbra.proto.messages import ReturnedSample
 from umbra.proto.records import SampleTask, Trajectory
 from umbra.services.generator.engine import Engine, EngineOutput
-from umbra.services.generator.environment_pool import EnvironmentPool, Outcome
-from umbra.services.generator.environments import EnvironmentFactory, SampleError
 from umbra.services.generator.rollout import Phase, Rollout, RolloutSettings
+from umbra.services.modeling.environment_pool import EnvironmentPool, Outcome
+from umbra.services.modeling.environments import EnvironmentFactory, SampleError
 
 
 class RolloutRunner:
@@ -38,6 +38,8 @@ class RolloutRunner:
         self._make_environment = make_environment
         self._settings = settings
         self._rollouts: dict[str, Rollout] = {}
+        self._flushed: dict[str, int] = {}  # by sample: its tokens when it was flushed last
+        self._looked_at = 0  # tokens that the engine had decoded when `flush` last looked
         self._finished: list[Trajectory] = []
         self._failed: list[ReturnedSample] = []
 
@@ -59,7 +61,7 @@ class RolloutRunner:
     @property
     def leases(self) -> list[tuple[str, int]]:
         """`(sample_id, attempt)` of the samples under way."""
-        return [(r.task.sample_id, r.task.attempt) for r in self._rollouts.values()]
+        return [_lease(rollout) for rollout in self._rollouts.values()]
 
     def add(self, tasks: Iterable[SampleTask]) -> None:
         """Begin these samples; one that is under way already starts over."""
@@ -73,6 +75,7 @@ class RolloutRunner:
                 continue
             rollout = Rollout(task, environment, self._settings)
             self._rollouts[task.sample_id] = rollout
+            self._flushed[task.sample_id] = rollout.tokens
             self._advance(rollout)
 
     def collect(self) -> None:
@@ -107,31 +110,62 @@ class RolloutRunner:
         for sample_id, attempt in leases:
             rollout = self._rollouts.get(sample_id)
             if rollout is not None and rollout.task.attempt == attempt:
-                del self._rollouts[sample_id]
+                self._forget(rollout)
                 gone.append(sample_id)
         if gone:
             self._engine.abort(gone)
 
+    def flush(self, tokens: int) -> list[Trajectory]:
+        """Partials of the samples that have grown by `tokens` since they were flushed last."""
+        if self._engine.decoded_tokens - self._looked_at < tokens:
+            return []
+        self._looked_at = self._engine.decoded_tokens
+        partials: list[Trajectory] = []
+        for output in self._engine.peek():
+            rollout = self._rollouts.get(output.request_id)
+            if rollout is None or rollout.task.pinned_version >= 0 or not output.token_ids:
+                continue
+            count = rollout.tokens + len(output.token_ids)
+            if count - self._flushed[output.request_id] >= tokens:
+                self._flushed[output.request_id] = count
+                partials.append(rollout.trajectory(output))
+        return partials
+
+    def interrupt(self, leases: Iterable[tuple[str, int]], reason: str) -> list[ReturnedSample]:
+        """Stop these `(sample_id, attempt)` and hand them back, with the tokens there are."""
+        wanted = set(leases)
+        return self._hand_back([r for r in self._rollouts.values() if _lease(r) in wanted], reason)
+
+    def release_pinned(self, version: int) -> list[ReturnedSample]:
+        """Hand back the samples that only another version than `version` may generate."""
+        pinned = [r for r in self._rollouts.values() if r.task.pinned_version not in (-1, version)]
+        return self._hand_back(pinned, f"the generator serves version {version} now")
+
     def drain(self, reason: str) -> list[ReturnedSample]:
         """Stop everything and hand back what is unfinished, with the tokens there are."""
-        for output in self._engine.abort(None):
-            if (rollout := self._rollouts.get(output.request_id)) is not None:
-                rollout.generated(output)
-        returned = [
+        return self._hand_back(list(self._rollouts.values()), reason)
+
+    def _hand_back(self, rollouts: list[Rollout], reason: str) -> list[ReturnedSample]:
+        for output in self._engine.abort([r.task.sample_id for r in rollouts]) if rollouts else ():
+            self._rollouts[output.request_id].generated(output)
+        for rollout in rollouts:
+            self._forget(rollout)
+        return [
             ReturnedSample(
                 sample_id=rollout.task.sample_id,
                 attempt=rollout.task.attempt,
                 reason=reason,
-                partial=rollout.partial(),
+                partial=rollout.partial() if rollout.task.pinned_version < 0 else None,
             )
-            for rollout in self._rollouts.values()
+            for rollout in rollouts
         ]
-        self._rollouts.clear()
-        return returned
+
+    def _forget(self, rollout: Rollout) -> None:
+        del self._rollouts[rollout.task.sample_id]
+        del self._flushed[rollout.task.sample_id]
 
     def _advance(self, rollout: Rollout) -> None:
         """Do what the rollout waits for."""
-        sample_id = rollout.task.sample_id
         environment = rollout.environment
         name = type(environment).__name__
         instant = bool(getattr(environment, "instant", False))
@@ -149,7 +183,7 @@ class RolloutRunner:
                     _key(rollout), f"{name}.step", lambda: environment.step(text), instant=instant
                 )
             case Phase.DONE:
-                del self._rollouts[sample_id]
+                self._forget(rollout)
                 self._finished.append(rollout.trajectory())
 
     def _environment_answered(self, outcome: Outcome) -> None:
@@ -164,7 +198,7 @@ class RolloutRunner:
             else:
                 rollout.stepped(outcome.value)
         except SampleError as error:
-            del self._rollouts[rollout.task.sample_id]
+            self._forget(rollout)
             self._fail(rollout.task, str(error))
         else:
             self._advance(rollout)
@@ -178,6 +212,10 @@ class RolloutRunner:
                 failed=True,
             )
         )
+
+
+def _lease(rollout: Rollout) -> tuple[str, int]:
+    return rollout.task.sample_id, rollout.task.attempt
 
 
 def _key(rollout: Rollout) -> str:

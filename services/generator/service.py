@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from umbra.services.generator.buffer_client import BufferClient
-from umbra.services.generator.chat import Chat
-from umbra.services.generator.environment_pool import EnvironmentPool
-from umbra.services.generator.environments import load_environment
 from umbra.services.generator.loop import GeneratorLoop, Streaming
-from umbra.services.generator.models import load_model, load_tokenizer, pick_device, stop_ids
 from umbra.services.generator.rollout import RolloutSettings, sampling_of
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.torch_engine import TorchEngine
+from umbra.services.modeling.chat import Chat
+from umbra.services.modeling.environment_pool import EnvironmentPool
+from umbra.services.modeling.environments import Unrewarded, load_environment
+from umbra.services.modeling.models import load_model, load_tokenizer, pick_device, stop_ids
 from umbra.services.runtime.command import ServiceContext
 from umbra.services.runtime.config import RunConfig, WeightHub
 from umbra.services.runtime.receiver import Receiver
@@ -37,7 +37,9 @@ def run(ctx: ServiceContext) -> int:
     config = ctx.config
     if config.generator.threads:
         torch.set_num_threads(config.generator.threads)
-    make_environment = load_environment(config.environment)
+    make_environment = (
+        Unrewarded if "reward" in config.buffer.stages else load_environment(config.environment)
+    )
     model, tokenizer = _load(config)
     stops = stop_ids(model, tokenizer)
     engine = TorchEngine(
@@ -66,12 +68,13 @@ def run(ctx: ServiceContext) -> int:
             GeneratorLoop(
                 session=session,
                 receiver=receiver,
-                buffer=BufferClient(session.data, wake),
+                buffer=BufferClient(session.data, wake, grace_s=config.run.broker_grace_s),
                 engine=engine,
                 runner=RolloutRunner(engine, pool, make_environment, settings),
                 metrics=ctx.metrics,
                 kv_policy=config.generator.kv_policy,
                 prefetch=config.generator.prefetch,
+                flush_tokens=config.generator.partial_flush_tokens,
                 wake=wake,
                 streaming=Streaming(engine, stream) if stream is not None else None,
             ).run()

@@ -18,7 +18,7 @@ from umbra.proto.records import Manifest, VersionSpan
 from umbra.services.generator.engine import EngineOutput, EngineRequest, FinishReason, KvPolicy
 from umbra.services.generator.sampler import Sampler
 from umbra.services.generator.slots import SlotCache
-from umbra.services.generator.weights import WeightTable
+from umbra.services.modeling.weights import WeightTable
 
 _PREFILL_TOKENS = 16384  # padded tokens per prefill pass, so that its memory stays bounded
 
@@ -39,6 +39,11 @@ class _Row:
         """Tokens from here on are of `version`."""
         self._close_span()
         self.version, self.since = version, len(self.tokens)
+
+    def peek(self) -> EngineOutput:
+        self._close_span()
+        name = self.request.request_id
+        return EngineOutput(name, self.tokens[:], self.logprobs[:], self.spans[:], "abort")
 
     def output(self, reason: FinishReason) -> EngineOutput:
         self._close_span()
@@ -171,6 +176,10 @@ class TorchEngine:
         self._queue = deque(row for row in self._queue if not hit(row))
         self._close_holes(holes)
         return aborted
+
+    def peek(self) -> list[EngineOutput]:
+        """What there is so far of every live row; see `Engine.peek`."""
+        return [row.peek() for row in self._rows]
 
     def close(self) -> None:
         """Free what the engine holds."""

@@ -9,7 +9,7 @@ from types import TracebackType
 import zmq
 
 from umbra.proto.errors import DeadlineError, UsageError
-from umbra.proto.messages import Ping, Pong, Status, StatusRequest
+from umbra.proto.messages import Interrupted, InterruptRequest, Ping, Pong, Status, StatusRequest
 from umbra.services.runtime.link import Link
 
 ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:]+\]|[^\s:/]+):(\d{1,5})|ipc://.+")
@@ -51,6 +51,18 @@ class StatusClient:
         """
         try:
             return self._channel.call(Ping(), Pong, timeout_s=timeout_s)
+        except DeadlineError as error:
+            raise self._unreachable(timeout_s) from error
+
+    def interrupt(self, samples: list[str], timeout_s: float) -> int:
+        """Have `samples` (empty: all) handed back by their generators; how many that are.
+
+        Raises:
+            DeadlineError: nobody answered within `timeout_s` seconds.
+        """
+        body = InterruptRequest(samples=samples, reason="on request")
+        try:
+            return self._channel.call(body, Interrupted, timeout_s=timeout_s).samples
         except DeadlineError as error:
             raise self._unreachable(timeout_s) from error
 

@@ -91,6 +91,18 @@ def monitor(broker: str, timeout_s: float, as_json: bool, once: bool, interval_s
     return EXIT_DONE
 
 
+@click.command()
+@broker_option
+@timeout_option
+@click.option("--sample", "samples", multiple=True, metavar="ID", help="Only this one.")
+def interrupt(broker: str, timeout_s: float, samples: tuple[str, ...]) -> int:
+    """Have generators hand unfinished samples back; they go on later as partials."""
+    with StatusClient(broker) as client:
+        count = client.interrupt(list(samples), timeout_s)
+    click.echo(f"{count} samples were asked back")
+    return EXIT_DONE
+
+
 def _echo_json(status: Status, _rates: Rates) -> None:
     click.echo(json.dumps(status_dict(status)))
 

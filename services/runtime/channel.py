@@ -18,6 +18,7 @@ from umbra.proto.messages import Message, Nack
 if TYPE_CHECKING:
     from umbra.services.runtime.link import Link
 
+INSIST_S = 0.3  # between a refusal and the next try, for a channel that insists
 RESEND_S = 3.0  # a lost connection costs at most this long; the server recognises the repetition
 
 M = TypeVar("M", bound=Message)
@@ -38,13 +39,22 @@ class _Pending:
 class Channel:
     """Requests to one server. Made by `Link.channel`, whose thread alone touches the socket."""
 
-    def __init__(self, link: Link, socket: zmq.Socket[bytes], peer: str, endpoint: str) -> None:
+    def __init__(
+        self,
+        link: Link,
+        socket: zmq.Socket[bytes],
+        peer: str,
+        endpoint: str,
+        *,
+        insists: bool = False,
+    ) -> None:
         self.endpoint = endpoint
         self.pushes: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.socket = socket
         self.on_moved: Callable[[], None] | None = None  # on the link's thread: it must be quick
         self._peer = peer
         self._link = link
+        self._insists = insists
         self._pending: dict[int, _Pending] = {}
 
     @property
@@ -150,9 +160,18 @@ class Channel:
             return  # the second answer to a resent request, or one that came after its deadline
         if isinstance(envelope.body, Nack):
             nack = envelope.body
+            if self._insists and nack.code == "not_member":
+                self._try_again(pending)
+                return
             _fail(pending.future, RejectedError(f"{self.peer}: {nack.reason}", code=nack.code))
         else:
             _finish(pending.future, envelope.body)
+
+    def _try_again(self, pending: _Pending) -> None:
+        """Ask again soon, under a new number: the old one has had its answer."""
+        number, pending.frames = self._link.encoder.encode(pending.body)
+        pending.resend_at = self._link.clock() + INSIST_S
+        self._pending[number] = pending
 
     def tick(self, now: float) -> float:
         """Resend and expire; the time of the next tick."""

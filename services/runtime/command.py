@@ -45,6 +45,7 @@ class ServiceContext:
             broker=self.broker,
             endpoints=endpoints,
             stopping=self.stopping,
+            grace_s=self.config.run.broker_grace_s,
         )
 
     def ready(self, facts: dict[str, Any]) -> None:

@@ -27,6 +27,9 @@ class Run(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     broker: Annotated[
         str, Meta(description="address the buffer binds; port * picks a free one")
     ] = "tcp://127.0.0.1:*"
+    broker_grace_s: Annotated[
+        float, Meta(description="seconds without the buffer until a process gives up", gt=0)
+    ] = 60.0
 
 
 class Model(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -38,8 +41,25 @@ class Model(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Data(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Prompts."""
 
-    prompts: Annotated[str, Meta(description='JSONL file, one object with "prompt" per line')] = ""
+    prompts: Annotated[
+        str,
+        Meta(
+            description='JSONL or Parquet file, or "datasets:NAME:SPLIT" (Hugging Face); every row '
+            'has a "prompt"'
+        ),
+    ] = ""
+    sources: Annotated[
+        dict[str, float],
+        Meta(description="several sources instead of data.prompts, each with its weight"),
+    ] = {}
     shuffle: Annotated[bool, Meta(description="shuffle anew in every epoch")] = True
+    curriculum: Annotated[
+        str,
+        Meta(
+            description='"module:function" that is called with (rows, epoch) and returns the '
+            "indices of the rows to draw in that epoch, in order; instead of data.shuffle"
+        ),
+    ] = ""
 
 
 class Environment(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -78,6 +98,78 @@ class Buffer(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_staleness: Annotated[
         int, Meta(description="bound on trainer version - version of a sample's oldest token", ge=0)
     ] = 2
+    stale_policy: Annotated[
+        Literal["drop", "restart", "wait"],
+        Meta(
+            description="what is past max_staleness: its group is dropped and replaced, its stale "
+            "samples are generated anew, or training waits so that nothing gets there"
+        ),
+    ] = "drop"
+    partial_policy: Annotated[
+        Literal["restart", "drop"],
+        Meta(description="a partial past a limit: its sample starts anew, or its group is dropped"),
+    ] = "restart"
+    partial_max_segments: Annotated[
+        int, Meta(description="times a sample may come back unfinished; 0 = any number", ge=0)
+    ] = 0
+    partial_max_age_s: Annotated[
+        float, Meta(description="seconds from the first token of a partial; 0 = any age", ge=0)
+    ] = 0.0
+    oversample: Annotated[
+        int, Meta(description="groups issued beyond those that batches need", ge=0)
+    ] = 0
+    on_batch: Annotated[
+        Literal["continue", "interrupt", "cut"],
+        Meta(
+            description="samples under way when a batch is full: go on, come back as partials to "
+            "go on later, or (cut) the oversampled groups that lag behind are cancelled"
+        ),
+    ] = "continue"
+    straggler: Annotated[
+        Literal["wait", "survivors"],
+        Meta(description="a group with slow samples waits, or is trained without them"),
+    ] = "wait"
+    straggler_s: Annotated[
+        float, Meta(description="seconds that a group's first sample waits for the rest", gt=0)
+    ] = 60.0
+    min_survivors: Annotated[
+        int, Meta(description="samples without which a group waits nevertheless", ge=1)
+    ] = 2
+    dynamic_sampling: Annotated[
+        bool, Meta(description="replace groups whose rewards are all equal (DAPO)")
+    ] = False
+    max_filtered: Annotated[
+        int, Meta(description="groups replaced in a row until one is trained on anyway", ge=1)
+    ] = 256
+    prompt_attempts: Annotated[
+        int,
+        Meta(
+            description="failed or filtered groups of a prompt until it is drawn no more; 0 = any",
+            ge=0,
+        ),
+    ] = 0
+    sampling: Annotated[
+        Literal["fifo", "freshest"],
+        Meta(description="groups of a batch: first complete first, or newest tokens first"),
+    ] = "fifo"
+    batch_tokens: Annotated[
+        int,
+        Meta(
+            description="response tokens that fill a batch, batch_groups being the most groups; "
+            "0 = always batch_groups",
+            ge=0,
+        ),
+    ] = 0
+    stages: Annotated[
+        list[Literal["reward", "ref_logp", "logp"]],
+        Meta(description="scoring stages between generation and training, in order"),
+    ] = []
+    score_lease_s: Annotated[
+        float, Meta(description="seconds without a renewal until a scorer loses a sample", gt=0)
+    ] = 60.0
+    score_attempts: Annotated[
+        int, Meta(description="attempts to score a sample until it ends as failed", ge=1)
+    ] = 3
     lease_s: Annotated[
         float, Meta(description="seconds without a renewal until a sample is taken back", gt=0)
     ] = 30.0
@@ -96,6 +188,13 @@ class Buffer(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     stall_s: Annotated[
         float, Meta(description="seconds without progress until a member counts as stuck", gt=0)
     ] = 60.0
+    store: Annotated[
+        str,
+        Meta(description='folder of the durable store; empty = <run dir>/store, or "memory"'),
+    ] = ""
+    store_max_bytes: Annotated[
+        int, Meta(description="disk space of the store; no new groups beyond it", ge=64 << 20)
+    ] = 8 << 30
 
 
 class Generator(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -109,6 +208,14 @@ class Generator(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     prefetch: Annotated[
         int, Meta(description="samples leased ahead of free slots, so that none stays empty", ge=0)
     ] = 32
+    partial_flush_tokens: Annotated[
+        int,
+        Meta(
+            description="tokens after which what there is of a sample is sent to the buffer, which "
+            "so much is lost of at most; 0 = never",
+            ge=0,
+        ),
+    ] = 512
     threads: Annotated[
         int, Meta(description="CPU threads of the engine; 0 = torch's choice", ge=0)
     ] = 0
@@ -201,14 +308,44 @@ class WeightHub(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = 30.0
 
 
+class Scorer(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A stage worker: rewards, reference or proximal logprobs."""
+
+    stage: Annotated[
+        Literal["reward", "ref_logp", "logp"], Meta(description="what this process computes")
+    ] = "reward"
+    reward: Annotated[int, Meta(description="reward scorers that `umbra up` starts", ge=0)] = 1
+    ref_logp: Annotated[int, Meta(description="the same for ref_logp", ge=0)] = 1
+    logp: Annotated[int, Meta(description="the same for logp", ge=0)] = 1
+    model: Annotated[
+        str, Meta(description="directory of the reference model; empty = model.path")
+    ] = ""
+    capacity: Annotated[int, Meta(description="trajectories leased at once", ge=1)] = 32
+    pack_tokens: Annotated[int, Meta(description="tokens per packed row", ge=8)] = 256
+    micro_tokens: Annotated[int, Meta(description="tokens per forward pass", ge=8)] = 4096
+    device: Annotated[str, Meta(description="cpu, cuda, cuda:1, ... or auto")] = "auto"
+    threads: Annotated[int, Meta(description="CPU threads; 0 = torch's choice", ge=0)] = 0
+
+
 class Eval(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Accuracy before and after the run (`umbra up`)."""
+    """Accuracy on held-out prompts: before and after the run (`umbra up`), and within it."""
 
     prompts: Annotated[str, Meta(description="JSONL file of held-out prompts; empty = no eval")] = (
         ""
     )
     samples: Annotated[int, Meta(description="samples drawn", ge=1)] = 1024
     greedy: Annotated[bool, Meta(description="also evaluate greedy decoding")] = False
+    every: Annotated[
+        int, Meta(description="steps between evaluations within the run; 0 = none", ge=0)
+    ] = 0
+    mode: Annotated[
+        Literal["pause", "concurrent"],
+        Meta(description="training waits for such an evaluation, or goes on beside it"),
+    ] = "pause"
+    run_samples: Annotated[int, Meta(description="samples of such an evaluation", ge=1)] = 128
+    timeout_s: Annotated[
+        float, Meta(description="seconds until such an evaluation ends unfinished", gt=0)
+    ] = 300.0
 
 
 class Log(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -234,5 +371,6 @@ class RunConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     generator: Generator = Generator()
     trainer: Trainer = Trainer()
     weight_hub: WeightHub = WeightHub()
+    scorer: Scorer = Scorer()
     eval: Eval = Eval()
     log: Log = Log()

@@ -16,6 +16,7 @@ import msgspec.inspect as introspect
 
 from umbra.proto.errors import UsageError
 from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.foreign_names import FOREIGN, foreign_hint, translate
 
 ENV_PREFIX = "UMBRA_"
 SECTIONS: dict[str, dict[str, Any]] = {
@@ -85,11 +86,13 @@ def _check(tree: Any, where: str) -> dict[str, dict[str, Any]]:
     checked: dict[str, dict[str, Any]] = {}
     for section, values in tree.items():
         if section not in SECTIONS:
-            raise UsageError(f"{where}: unknown section [{section}]{_hint(section, SECTIONS)}")
+            hint = foreign_hint(section) or _hint(section, SECTIONS)
+            raise UsageError(f"{where}: unknown section [{section}]{hint}")
         if not isinstance(values, Mapping):
             raise UsageError(f"{where}: {section} must be a table, written [{section}]")
         checked[section] = {
-            key: _convert(section, key, value, where) for key, value in values.items()
+            key: _convert(section, key, value, where)
+            for key, value in translate(section, values, where).items()
         }
     return checked
 
@@ -102,8 +105,11 @@ def _assign(tree: dict[str, dict[str, Any]], path: str, text: str, where: str) -
     key, *inner = rest.split(".")
     if not key:
         raise UsageError(f"{where}: write it as section.key=value, here {section}.key=value")
-    kind = _kind(section, key, where)
     values = tree.setdefault(section, {})
+    if key in FOREIGN:
+        values |= translate(section, {key: _scalar(text)}, where)
+        return
+    kind = _kind(section, key, where)
     if not inner:
         value = text if isinstance(kind, introspect.StrType) else _scalar(text)
         values[key] = _convert(section, key, value, where)
@@ -121,7 +127,8 @@ def _assign(tree: dict[str, dict[str, Any]], path: str, text: str, where: str) -
 def _kind(section: str, key: str, where: str) -> introspect.Type:
     fields = SECTIONS[section]
     if key not in fields:
-        raise UsageError(f"{where}: unknown key {section}.{key}{_hint(key, fields, f'{section}.')}")
+        hint = foreign_hint(key) or _hint(key, fields, f"{section}.")
+        raise UsageError(f"{where}: unknown key {section}.{key}{hint}")
     kind = introspect.type_info(fields[key])
     return kind.type if isinstance(kind, introspect.Metadata) else kind
 
@@ -167,6 +174,8 @@ def _expected(kind: introspect.Type) -> str:
             return "text that is not empty" if kind.min_length else "text"
         case introspect.LiteralType():
             return "one of " + ", ".join(map(str, kind.values))
+        case introspect.ListType(item_type=introspect.LiteralType(values=values)):
+            return f"a list of {', '.join(map(str, values))}"
         case introspect.TupleType():
             return f"a list of {len(kind.item_types)} numbers"
         case _:

@@ -61,8 +61,10 @@ class Link:
             except zmq.Again:
                 pass  # it is awake already, with plenty to do
 
-    def channel(self, endpoint: str, peer: str) -> Channel:
+    def channel(self, endpoint: str, peer: str, *, insists: bool = False) -> Channel:
         """A channel to the server at `endpoint`; `peer` names it in errors.
+
+        One that `insists` repeats what was refused because we are no member: we join again.
 
         Raises:
             StartupError: `endpoint` is no address.
@@ -75,7 +77,7 @@ class Link:
             except StartupError as error:
                 made.set_exception(error)
                 return
-            channel = Channel(self, socket, peer, endpoint)
+            channel = Channel(self, socket, peer, endpoint, insists=insists)
             self._channels[socket] = channel
             self._poller.register(socket, zmq.POLLIN)
             made.set_result(channel)
@@ -84,9 +86,11 @@ class Link:
         return made.result()
 
     def publish_to(self, endpoint: str) -> None:
-        """Open the telemetry socket."""
+        """Open the telemetry socket, instead of an earlier one."""
 
         def connect() -> None:
+            if self._publisher is not None:
+                self._publisher.close()
             self._publisher = sockets.publisher(self._context, endpoint)
 
         self.run(connect)

@@ -218,7 +218,12 @@ class Server:
         self, channel: _Channel, identity: bytes, frames: list[bytes], error: WireError
     ) -> None:
         self.counters[error.code] += 1
-        log.warning("refused a message from %r on %s: %s", identity, channel.name, error)
+        count = self.counters[error.code]
+        if not count & (count - 1):  # 1st, 2nd, 4th, ...: whoever sends rubbish fills no disk
+            log.warning(
+                "refused a message from %r on %s (%s, %d so far): %s",
+                identity, channel.name, error.code, count, error,
+            )  # fmt: skip
         try:
             reply_to = decode_header(frames).id
         except WireError:

@@ -31,7 +31,7 @@ from umbra.proto.messages import (
 from umbra.services.runtime.channel import Channel
 from umbra.services.runtime.link import Link
 
-BROKER_SILENT_S = 20.0  # several missed heartbeats: the broker is gone, or cut off from us
+GRACE_S = 60.0  # without a sign of the broker: it is gone, or cut off from us
 LEAVE_TIMEOUT_S = 3.0
 
 log = logging.getLogger(__name__)
@@ -42,15 +42,20 @@ class Session:
 
     `stopping` is set by whoever wants the process to end: a signal, the broker's drain command, or
     a lost broker; `stop_reason` says why, and `failure` is set when the end is an error.
+
+    The broker may be away for `grace_s` seconds, to start again say: requests are resent meanwhile.
+    If it has forgotten us by then, we join once more, under the same incarnation.
     """
 
     def __init__(
         self,
         link: Link,
         control: Channel,
+        hello: Join,
         welcome: Welcome,
         incarnation: str,
         stopping: threading.Event,
+        grace_s: float,
     ) -> None:
         self.name = link.name
         self.incarnation = incarnation
@@ -59,9 +64,12 @@ class Session:
         self.stop_reason = ""
         self.failure: UmbraError | None = None
         self.version = 0
-        self.data = link.channel(welcome.data, "buffer")
+        self.data = link.channel(welcome.data, "buffer", insists=True)
         self._link = link
         self._control = control
+        self._hello = hello
+        self._grace_s = grace_s
+        self._rejoining = False
         self._lock = threading.Lock()
         self._state: State = "ready"
         self._activity = "starting"
@@ -86,6 +94,7 @@ class Session:
         endpoints: dict[str, str] | None = None,
         stopping: threading.Event | None = None,
         deadline_s: float = 60.0,
+        grace_s: float = GRACE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> Session:
         """Join the run whose broker is at `broker`.
@@ -121,7 +130,8 @@ class Session:
             link.close()
             raise
         log.info("joined run %s as %s", welcome.run_id, name)
-        return cls(link, control, welcome, incarnation, stopping or threading.Event())
+        stop = stopping or threading.Event()
+        return cls(link, control, hello, welcome, incarnation, stop, grace_s)
 
     def weights(self, *, deadline_s: float) -> Channel:
         """The channel to the weight hub, once one has joined; it follows a hub that is restarted.
@@ -197,8 +207,8 @@ class Session:
     def _beat(self) -> None:
         self._take_commands()
         now = self._link.clock()
-        if now - self._heard_at > BROKER_SILENT_S:
-            self.fail(PeerLostError(f"{self._control.peer} is silent for {BROKER_SILENT_S:g} s"))
+        if now - self._heard_at > self._grace_s:
+            self.fail(PeerLostError(f"{self._control.peer} is silent for {self._grace_s:g} s"))
             return
         with self._lock:
             if self.stopping.is_set():
@@ -210,11 +220,13 @@ class Session:
                 idle_s=now - self._moved_at,
                 stats=dict(self._stats),
             )
-        self._control.request(beat, timeout_s=BROKER_SILENT_S, on_done=self._heard)
+        self._control.request(beat, timeout_s=self._grace_s, on_done=self._heard)
 
     def _heard(self, future: Future[Message]) -> None:
         error = future.exception()
-        if isinstance(error, RejectedError):
+        if isinstance(error, RejectedError) and error.code == "not_member":
+            self._rejoin()
+        elif isinstance(error, RejectedError):
             self.fail(error)
         elif error is None and isinstance(ack := future.result(), HeartbeatAck):
             self._heard_at = self._link.clock()
@@ -230,6 +242,26 @@ class Session:
         if self._weights is not None and before != self._hub:
             log.info("the weight hub was restarted at %s", endpoint)
             self._weights.move(endpoint)
+
+    def _rejoin(self) -> None:
+        """The broker does not know us any more: it has started anew, or had given us up."""
+        if not self._rejoining and not self.stopping.is_set():
+            self._rejoining = True
+            log.warning("%s does not know us any more: joining again", self._control.peer)
+            self._control.request(self._hello, timeout_s=self._grace_s, on_done=self._rejoined)
+
+    def _rejoined(self, future: Future[Message]) -> None:
+        self._rejoining = False
+        error = future.exception()
+        if isinstance(error, RejectedError):
+            self.fail(error)
+        elif error is None and isinstance(welcome := future.result(), Welcome):
+            self._heard_at = self._link.clock()
+            if welcome.data != self.welcome.data:
+                self.data.move(welcome.data)
+            if welcome.events_in != self.welcome.events_in:
+                self._link.publish_to(welcome.events_in)
+            self.welcome = welcome
 
     def _take_commands(self) -> None:
         while not self._control.pushes.empty():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from umbra.proto.errors import UmbraError
 from umbra.proto.records import Trajectory
-from umbra.services.trainer.packing import Tokens
+from umbra.services.modeling.packing import Tokens
 
 
 class BatchError(UmbraError):

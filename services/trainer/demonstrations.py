@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from umbra.proto.errors import UsageError
+from umbra.services.modeling.packing import Tokens
 from umbra.services.runtime.jsonl import read_jsonl
-from umbra.services.trainer.packing import Tokens
 
 Message = dict[str, str]
 

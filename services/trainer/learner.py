@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from umbra.proto.errors import UsageError
+from umbra.services.modeling.packing import MicroBatch
+from umbra.services.modeling.scorer import Scorer
 from umbra.services.runtime.config import Trainer
 from umbra.services.trainer.metrics import Row
-from umbra.services.trainer.packing import MicroBatch
-from umbra.services.trainer.scorer import Scorer
 
 
 class Learner:

@@ -18,7 +18,6 @@ from umbra.services.trainer.snapshot import write_shards
 from umbra.services.trainer.update import PolicyUpdate
 
 LEASE_SLICE_S = 1.0  # how long one request for a batch is parked, so that a stop is noticed
-REPLY_S = 30.0  # what the buffer may take to answer, on top of that
 # What the monitor shows of a step.
 SHOWN = {
     "reward": "reward/mean",
@@ -49,6 +48,7 @@ class Loop:
         self._session = session
         self._learner = learner
         self._outlet = outlet
+        self._grace_s = context.config.run.broker_grace_s  # what the buffer may be away for
         self._update = PolicyUpdate(context.config, learner)
         self._phases = Phases(context.metrics)
 
@@ -100,7 +100,8 @@ class Loop:
         while not self._session.stopping.is_set():
             self._session.progress(f"waiting for batch {step}", 0)
             ask = LeaseBatch(step=step, wait_s=LEASE_SLICE_S)
-            lease = self._session.data.call(ask, BatchLease, timeout_s=LEASE_SLICE_S + REPLY_S)
+            limit = LEASE_SLICE_S + self._grace_s
+            lease = self._session.data.call(ask, BatchLease, timeout_s=limit)
             if lease.trajectories:
                 return lease.trajectories
             if time.monotonic() > deadline:
@@ -115,7 +116,7 @@ class Loop:
         step = self.version + 1
         metrics = {name: value for name, value in row.items() if value is not None}
         ack = self._session.data.call(
-            CommitBatch(step=step, metrics=metrics), CommitAck, timeout_s=REPLY_S
+            CommitBatch(step=step, metrics=metrics), CommitAck, timeout_s=self._grace_s
         )
         if ack.version != step:
             raise UmbraError(f"the buffer is at version {ack.version} after the commit of {step}")

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from umbra.services.modeling.packing import Tokens
 from umbra.services.runtime.config import Trainer
-from umbra.services.trainer.packing import Tokens
 
 LOG_RATIO_BOUND = 20.0  # exp of more overflows half precision and means nothing any more
 

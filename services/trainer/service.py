@@ -7,6 +7,7 @@ from contextlib import closing
 from umbra.proto.errors import EXIT_DONE, UsageError
 from umbra.proto.messages import FinishRun, RunFinished
 from umbra.services.runtime.command import ServiceContext
+from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.manifest import build_manifest
 from umbra.services.runtime.publisher import Publisher
 from umbra.services.trainer.learner import Learner
@@ -51,10 +52,15 @@ def run(context: ServiceContext) -> int:
                 where = export_policy(learner.model, tokenizer, context.run_dir / "model")
                 context.log.info("model written to %s", where)
                 finish = FinishRun(reason="steps reached")
-                ledger = session.data.call(finish, RunFinished, timeout_s=FINISH_S).ledger
+                ledger = session.data.call(finish, RunFinished, timeout_s=_finish_s(config)).ledger
                 context.log.info("%d samples trained of %d issued", ledger.trained, ledger.issued)
                 return EXIT_DONE
         context.log.info(
             "stopped at version %d: %s", loop.version, session.stop_reason or "by a signal"
         )
         return session.failure.exit_code if session.failure else EXIT_DONE
+
+
+def _finish_s(config: RunConfig) -> float:
+    """What the end of the run may take: an evaluation under way is completed before."""
+    return FINISH_S + (config.eval.timeout_s if config.eval.every else 0.0)

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from umbra.services.modeling.packing import MicroBatch, pack
 from umbra.services.runtime.config import RunConfig
 from umbra.services.trainer.advantages import ADVANTAGES
 from umbra.services.trainer.batch import Batch
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.metrics import Row, mismatch_metrics
 from umbra.services.trainer.objectives import make_objective, token_weights
-from umbra.services.trainer.packing import MicroBatch, pack
 
 
 class PolicyUpdate:

@@ -57,9 +57,9 @@ def warm_start(
     """
     import torch
 
+    from umbra.services.modeling.packing import pack
     from umbra.services.trainer.demonstrations import Demonstrations, read_conversations
     from umbra.services.trainer.learner import Learner
-    from umbra.services.trainer.packing import pack
     from umbra.services.trainer.policy import export_policy, load_policy
 
     conversations = read_conversations(data)

@@ -29,6 +29,9 @@ COMMANDS: dict[str, SubCommand] = {
     "demo": SubCommand("umbra.deploy.demo:command", "Train a tiny model on this machine's CPU."),
     "up": SubCommand("umbra.deploy.command:up", "Start a whole run on this machine."),
     "buffer": SubCommand("umbra.services.buffer.command:command", "Serve the buffer (the broker)."),
+    "store": SubCommand(
+        "umbra.services.buffer.store_command:command", "Look into a run's store, or repair it."
+    ),
     "generator": SubCommand(
         "umbra.services.generator.command:command", "Produce rollouts for a run."
     ),
@@ -40,11 +43,17 @@ COMMANDS: dict[str, SubCommand] = {
         "umbra.services.weight_hub.weights_command:command",
         "List, pin, roll back and export versions of the weights.",
     ),
+    "scorer": SubCommand(
+        "umbra.services.scorer.command:command", "Serve a scoring stage of a run."
+    ),
     "monitor": SubCommand("umbra.services.monitor.command:monitor", "Watch a run live."),
     "status": SubCommand("umbra.services.monitor.command:status", "Print the state of a run once."),
     "ping": SubCommand("umbra.services.monitor.command:ping", "Check that a service answers."),
     "env": SubCommand(
         "umbra.deploy.env_command:command", "Show versions, devices and what is available."
+    ),
+    "interrupt": SubCommand(
+        "umbra.services.monitor.command:interrupt", "Have unfinished samples handed back."
     ),
     "config": SubCommand("umbra.deploy.command:config", "Check and show a run file."),
     "make-model": SubCommand(
@@ -75,6 +84,7 @@ EXTRAS: dict[str, str] = {
     "reasoning_gym": "tasks",
     "math_verify": "tasks",
     "datasets": "tasks",
+    "pyarrow": "tasks",
 }
 
 

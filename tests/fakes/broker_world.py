@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Sequence
 from itertools import count
 from typing import Any, TypeVar
+
+import msgspec
 
 from umbra.proto.messages import (
     BatchLease,
@@ -31,15 +33,39 @@ from umbra.services.buffer.broker import Broker, Endpoints
 from umbra.services.buffer.effects import Effect, Measure, Push, Reply
 from umbra.services.buffer.prompts import Prompt
 from umbra.services.buffer.store import MemoryStore
-from umbra.services.runtime.config import Buffer, Run, RunConfig
+from umbra.services.runtime.config import Buffer, Eval, Run, RunConfig
 from umbra.services.runtime.server import Request
 
 M = TypeVar("M", bound=Message)
 
 
-def endless_prompts() -> Iterator[Prompt]:
+class EndlessPrompts:
     """Rows 1, 2, 3, ..."""
-    return (Prompt(str(number), {"prompt": f"row {number}"}) for number in count(1))
+
+    def __init__(self) -> None:
+        self.drawn = 0
+        self.bad: list[str] = []
+
+    def __next__(self) -> Prompt:
+        self.drawn += 1
+        return Prompt(str(self.drawn), {"prompt": f"row {self.drawn}"})
+
+    def ended_badly(self, prompt_id: str) -> None:
+        """Take note."""
+        self.bad.append(prompt_id)
+
+    def position(self) -> dict[str, Any]:
+        """How many were drawn."""
+        return {"drawn": self.drawn}
+
+    def seek(self, position: dict[str, Any]) -> None:
+        """Go on there."""
+        self.drawn = position["drawn"]
+
+
+def as_sent(body: Message) -> Message:
+    """`body` as it arrives: what the broker holds packed can be read again."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(body), type=type(body))
 
 
 def trajectory(task: SampleTask, *versions: int, **changes: Any) -> Trajectory:
@@ -67,24 +93,43 @@ def trajectory(task: SampleTask, *versions: int, **changes: Any) -> Trajectory:
 class World:
     """A broker and whoever talks to it."""
 
-    def __init__(self, *, steps: int = 100, **buffer: Any) -> None:
+    def __init__(
+        self,
+        *,
+        steps: int = 100,
+        durable: bool = False,
+        eval_config: Eval | None = None,
+        eval_prompts: Sequence[Prompt] = (),
+        **buffer: Any,
+    ) -> None:
         sizes = {"group_size": 2, "batch_groups": 2, **buffer}
-        self.config = RunConfig(run=Run(steps=steps), buffer=Buffer(**sizes))
-        self.now = 0.0
-        self.store = MemoryStore()
-        self.broker = Broker(
-            self.config,
-            run_id="run-1",
-            prompts=endless_prompts(),
-            store=self.store,
-            endpoints=Endpoints("tcp://h:1", "tcp://h:2", "tcp://h:3"),
-            now=self.now,
+        self.config = RunConfig(
+            run=Run(steps=steps), buffer=Buffer(**sizes), eval=eval_config or Eval()
         )
+        self.eval_prompts = eval_prompts
+        self.now = 0.0
+        self.store = MemoryStore(durable=durable)
+        self.broker = self._make_broker()
         self.late: defaultdict[str, list[Message]] = defaultdict(list)  # replies to parked requests
         self.pushes: list[tuple[str, Message]] = []
         self.rows: list[Measure] = []
         self.incarnations: dict[str, str] = {}
         self._ids = count(1)
+
+    def restart_broker(self) -> None:
+        """The buffer is killed and starts again; parked requests are forgotten."""
+        self.broker = self._make_broker()
+
+    def _make_broker(self) -> Broker:
+        return Broker(
+            self.config,
+            run_id="run-1",
+            prompts=EndlessPrompts(),
+            eval_prompts=self.eval_prompts,
+            store=self.store,
+            endpoints=Endpoints("tcp://h:1", "tcp://h:2", "tcp://h:3"),
+            now=self.now,
+        )
 
     @property
     def pool(self):  # noqa: ANN201 - a shortcut
@@ -106,9 +151,10 @@ class World:
         for effect in self.broker.handle(request, self.now):
             if isinstance(effect, Reply) and effect.request is request:
                 assert own is None, "answered twice"
-                own = effect.body
+                own = as_sent(effect.body)
             else:
                 self._take(effect)
+        self.broker.save()
         return own
 
     def get(self, name: str, body: Message, kind: type[M]) -> M:
@@ -121,6 +167,7 @@ class World:
         """Turn the clock and tick."""
         self.now += seconds
         self.take(self.broker.tick(self.now))
+        self.broker.save()
 
     def take(self, effects: list[Effect]) -> None:
         """Keep effects that are nobody's direct answer."""
@@ -166,8 +213,8 @@ class World:
     def _take(self, effect: Effect) -> None:
         match effect:
             case Reply(request, body):
-                self.late[request.header.sender].append(body)
-            case Push(identity, body):
+                self.late[request.header.sender].append(as_sent(body))
+            case Push(identity, body, _channel):
                 self.pushes.append((identity.decode(), body))
             case Measure():
                 self.rows.append(effect)

@@ -67,6 +67,9 @@ class ScriptedEngine:
         gone = [(n, self._live.pop(n)) for n in names if n in self._live]
         return [output(n, tokens, versions, "abort") for n, (_, tokens, versions) in gone]
 
+    def peek(self) -> list[EngineOutput]:
+        return [output(n, t, versions, "abort") for n, (_, t, versions) in self._live.items()]
+
     def close(self) -> None:
         self._live.clear()
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from integration.conftest import project, tiny_model  # noqa: F401 - fixtures
 from integration.test_up import DEADLINE_S, UpProcess, up  # noqa: F401 - a fixture, and its type
 
 from umbra.services.monitor.client import StatusClient

@@ -10,14 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from fakes.hub_bench import WAIT_S, Bench, take
 from integration.test_tcp_plane import LAYOUT, Weights
-from integration.test_weight_hub_service import (
-    WAIT_S,
-    Bench,
-    bench,  # noqa: F401 - a fixture
-    run_id,  # noqa: F401 - a fixture
-    take,
-)
 
 from umbra.proto.messages import Prepare, Subscribed
 from umbra.services.runtime.arena import SHM
@@ -54,7 +48,7 @@ class Halting:
 
 
 @pytest.fixture
-def halting(bench: Bench) -> Iterator[Callable[[str, str], Halting]]:  # noqa: F811
+def halting(bench: Bench) -> Iterator[Callable[[str, str], Halting]]:
     made: list[Halting] = []
 
     def start(plane: str, phase: str) -> Halting:
@@ -66,7 +60,7 @@ def halting(bench: Bench) -> Iterator[Callable[[str, str], Halting]]:  # noqa: F
         one.kill()
 
 
-def receiver_of(bench: Bench, name: str, plane: str) -> Receiver:  # noqa: F811
+def receiver_of(bench: Bench, name: str, plane: str) -> Receiver:
     receiver = Receiver(bench.channel(name), planes=[plane], check_s=0.05, retry_s=0.02)
     bench.closers.append(receiver.close)
     receiver.subscribe(WAIT_S)
@@ -76,7 +70,7 @@ def receiver_of(bench: Bench, name: str, plane: str) -> Receiver:  # noqa: F811
 @pytest.mark.parametrize("plane", ["shm", "tcp"])
 @pytest.mark.parametrize("phase", ["idle", "prepared", "staging", "staged"])
 def test_a_receiver_that_is_killed_costs_the_others_nothing(
-    bench: Bench,  # noqa: F811
+    bench: Bench,
     halting: Callable[[str, str], Halting],
     plane: str,
     phase: str,
@@ -105,11 +99,11 @@ def test_a_receiver_that_is_killed_costs_the_others_nothing(
 
 @pytest.mark.parametrize("plane", ["shm", "tcp"])
 def test_a_receiver_slower_than_its_deadline_holds_up_nobody(
-    bench: Bench,  # noqa: F811
+    bench: Bench,
     halting: Callable[[str, str], Halting],
     plane: str,
 ) -> None:
-    """It hangs while it loads: it is dropped, the trainer gets its slots, the other its versions."""
+    """It hangs while it loads: it is dropped; the trainer gets its slots, others their versions."""
     bench.start(plane=plane, deadline_s=DEADLINE_S)
     publisher = bench.publisher(LAYOUT)
     weights = Weights(LAYOUT)
@@ -127,7 +121,7 @@ def test_a_receiver_slower_than_its_deadline_holds_up_nobody(
 
 @pytest.mark.parametrize("plane", ["shm", "tcp"])
 def test_one_that_joins_during_a_push_disturbs_nobody(
-    bench: Bench,  # noqa: F811
+    bench: Bench,
     halting: Callable[[str, str], Halting],
     plane: str,
 ) -> None:
@@ -177,7 +171,7 @@ class HubProcess:
 
 
 @pytest.mark.parametrize("phase", ["written", "staging", "committing", "idle"])
-def test_a_hub_that_is_killed_is_taken_over_from(run_id: str, phase: str) -> None:  # noqa: F811
+def test_a_hub_that_is_killed_is_taken_over_from(run_id: str, phase: str) -> None:
     """1. The hub is killed in a phase of version 1. 2. A new one starts at its address.
 
     Result: version 1 is served, whole, and so is what follows; meanwhile version 0 stayed whole.

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from umbra.proto.errors import RejectedError, UsageError
-from umbra.services.generator.weights import tensors_in
+from umbra.services.modeling.weights import tensors_in
 from umbra.services.runtime.arena import SHM, remove_leftovers
 from umbra.services.runtime.config import WeightHub as WeightHubConfig
 from umbra.services.runtime.link import Link

@@ -17,7 +17,7 @@ import zmq
 from safetensors.torch import load_file
 
 from umbra.proto.errors import DeadlineError
-from umbra.services.generator.weights import tensors_in
+from umbra.services.modeling.weights import tensors_in
 from umbra.services.runtime.arena import remove_leftovers
 from umbra.services.runtime.config import WeightHub as WeightHubConfig
 from umbra.services.runtime.link import Link

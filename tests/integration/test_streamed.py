@@ -14,7 +14,7 @@ import zmq
 from torch import nn
 
 from umbra.proto.errors import PeerLostError, UsageError
-from umbra.services.generator.weights import WeightTable
+from umbra.services.modeling.weights import WeightTable
 from umbra.services.runtime.arena import Arena, remove_leftovers
 from umbra.services.runtime.config import WeightHub as WeightHubConfig
 from umbra.services.runtime.link import Link

@@ -37,7 +37,7 @@ def test_a_run_from_the_first_sample_to_the_final_ledger() -> None:
     reply = run.get("trainer", FinishRun(reason="done"), RunFinished)
     assert (reply.ledger.issued, reply.ledger.trained) == (12, 12)
     assert reply.ledger.balance == 0 and not any(reply.ledger.in_flight.values())
-    assert len(run.store) == 0
+    assert not run.store.keys("t/")
 
 
 def test_no_more_samples_are_issued_than_the_run_trains() -> None:

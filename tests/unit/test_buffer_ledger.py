@@ -22,12 +22,18 @@ def test_every_move_keeps_the_balance() -> None:
     ledger.check()
     snapshot = ledger.snapshot()
     assert (snapshot.issued, snapshot.trained, snapshot.ended) == (3, 1, {"stale": 1})
-    assert snapshot.in_flight == {"queued": 1, "generating": 0, "ready": 0, "training": 0}
+    assert snapshot.in_flight == {
+        "queued": 1,
+        "generating": 0,
+        "scoring": 0,
+        "ready": 0,
+        "training": 0,
+    }
     assert ledger.live == 2 and snapshot.balance == 0
 
 
 @pytest.mark.parametrize(
-    ("source", "target"), [("training", "queued"), ("ready", "queued"), ("queued", "training")]
+    ("source", "target"), [("training", "queued"), ("ready", "generating"), ("queued", "training")]
 )
 def test_a_move_that_there_is_not_is_refused(source: str, target: str) -> None:
     with pytest.raises(LedgerError, match=f"from {source} to {target}"):

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from itertools import islice
 from pathlib import Path
 
 import pytest
 
 from umbra.proto.errors import UsageError
-from umbra.services.buffer.prompts import PromptSource, read_prompts
+from umbra.services.buffer.prompts import read_prompts
+from umbra.services.buffer.sources import open_prompts
+from umbra.services.runtime.config import Data
 
 TEN = "".join(f'{{"prompt": "p{number}", "answer": {number}}}\n' for number in range(1, 11))
 
 
 def take(path: Path, count: int, *, shuffle: bool = True, seed: int = 0) -> list[str]:
-    source = PromptSource(path, shuffle=shuffle, seed=seed)
-    return [prompt.prompt_id for prompt in islice(source, count)]
+    feed = open_prompts(Data(prompts=str(path), shuffle=shuffle), seed=seed)
+    return [next(feed).prompt_id for _ in range(count)]
 
 
 @pytest.fixture

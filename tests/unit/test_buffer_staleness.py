@@ -8,29 +8,32 @@ from umbra.services.buffer.staleness import StalenessPolicy, split
 
 
 def policy(run_ahead: int, max_staleness: int, steps: int = 100) -> StalenessPolicy:
-    return StalenessPolicy(batch=4, run_ahead=run_ahead, max_staleness=max_staleness, steps=steps)
+    return StalenessPolicy(
+        batch_groups=4, run_ahead=run_ahead, max_staleness=max_staleness, steps=steps
+    )
 
 
 def test_the_example_of_the_docstring() -> None:
-    rules = policy(run_ahead=1, max_staleness=2)
-    assert rules.room(live=12, version=3) == 8  # 12 are trained, open until n = 20
-    b = rules.batch_index(live=16)  # the 17th
-    assert b == 4
-    assert rules.required_version(b, version=3) == 2
+    rules = StalenessPolicy(batch_groups=2, run_ahead=1, max_staleness=2, steps=100)
+    assert rules.room(untrained=0, version=3) == 4
+    due = rules.due_version(untrained=2, version=3)  # the third
+    assert due == 4
+    assert rules.required_version(due, version=3) == 2
 
 
 @pytest.mark.parametrize(
-    ("run_ahead", "version", "room"), [(0, 0, 4), (0, 3, 16), (1, 0, 8), (1, 3, 20), (3, 0, 16)]
+    ("run_ahead", "version", "room"), [(0, 0, 4), (0, 3, 4), (1, 0, 8), (1, 3, 8), (3, 0, 16)]
 )
 def test_admission(run_ahead: int, version: int, room: int) -> None:
-    assert policy(run_ahead, 2).room(live=0, version=version) == room
-    assert policy(run_ahead, 2).room(live=room, version=version) == 0
+    assert policy(run_ahead, 2).room(untrained=0, version=version) == room
+    assert policy(run_ahead, 2).room(untrained=room, version=version) == 0
 
 
 def test_admission_ends_with_the_run() -> None:
     rules = policy(run_ahead=3, max_staleness=3, steps=5)
-    assert rules.room(live=0, version=0) == 16
-    assert rules.room(live=0, version=3) == rules.room(live=0, version=5) == 20
+    assert rules.room(untrained=0, version=0) == 16
+    assert rules.room(untrained=0, version=3) == 8
+    assert rules.room(untrained=0, version=5) == 0
 
 
 @pytest.mark.parametrize(
@@ -46,8 +49,8 @@ def test_what_two_knobs_imply(run_ahead: int, max_staleness: int, bound: int, ty
 
 def test_a_sample_that_is_late_needs_weights_for_the_version_it_will_be_trained_at() -> None:
     rules = policy(run_ahead=1, max_staleness=1)
-    assert rules.required_version(batch_index=2, version=2) == 1
-    assert rules.required_version(batch_index=2, version=4) == 3
+    assert rules.required_version(due=2, version=2) == 1
+    assert rules.required_version(due=2, version=4) == 3
 
 
 def test_the_implications_are_told_in_words() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from umbra.proto.errors import UsageError
-from umbra.services.generator.environment_pool import EnvironmentPool, Outcome
-from umbra.services.generator.environments import (
+from umbra.services.modeling.environment_pool import EnvironmentPool, Outcome
+from umbra.services.modeling.environments import (
     ExactMatch,
     Guess,
     SampleError,

@@ -7,11 +7,12 @@ import pytest
 
 from umbra.deploy.demo import DEMOS, RECIPES
 from umbra.deploy.environment_check import check_environment
-from umbra.deploy.preflight import resolve_paths, worst_staleness
+from umbra.deploy.preflight import resolve_paths
 from umbra.proto.errors import UsageError
 from umbra.services.buffer.prompts import read_prompts
 from umbra.services.runtime.config import Environment, RunConfig
 from umbra.services.runtime.config_loader import load_config
+from umbra.services.runtime.feasibility import implied_staleness
 
 ROOT = Path(__file__).parents[2]
 RUN_FILES = sorted((ROOT / "examples").rglob("*.toml"))
@@ -22,7 +23,7 @@ def test_a_run_file_is_valid_and_says_how_to_run_it(path: Path) -> None:
     config = load_config(path, environ={})
     assert config.model.path
     assert config.data.prompts
-    assert worst_staleness(config) == config.buffer.max_staleness
+    assert implied_staleness(config).bound == config.buffer.max_staleness
     assert f"umbra up {path.relative_to(ROOT)}" in path.read_text(encoding="utf-8")
 
 

@@ -1,6 +1,7 @@
 """The generator's loop with a fake buffer, receiver and engine: leases, weights, drain."""
 
 import logging
+import queue
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -14,6 +15,8 @@ from fakes.engine import ScriptedEngine
 
 from umbra.proto.errors import DeadlineError, RejectedError, UmbraError, UsageError
 from umbra.proto.messages import (
+    FlushPartials,
+    Interrupt,
     LeaseSamples,
     Message,
     Ok,
@@ -26,13 +29,13 @@ from umbra.proto.messages import (
 )
 from umbra.proto.records import Manifest, SampleTask, Sampling, TensorEntry
 from umbra.services.generator.buffer_client import BufferClient
-from umbra.services.generator.chat import Chat
-from umbra.services.generator.environment_pool import EnvironmentPool
-from umbra.services.generator.environments import ExactMatch
 from umbra.services.generator.loop import GeneratorLoop
-from umbra.services.generator.models import load_tokenizer
 from umbra.services.generator.rollout import RolloutSettings
 from umbra.services.generator.runner import RolloutRunner
+from umbra.services.modeling.chat import Chat
+from umbra.services.modeling.environment_pool import EnvironmentPool
+from umbra.services.modeling.environments import ExactMatch
+from umbra.services.modeling.models import load_tokenizer
 from umbra.services.runtime.metrics import MetricsFile
 
 STOP = 3
@@ -44,6 +47,7 @@ class FakeChannel:
 
     def __init__(self) -> None:
         self.open: list[tuple[Message, Future[Message]]] = []
+        self.pushes: queue.SimpleQueue[Message] = queue.SimpleQueue()
 
     def request(
         self,
@@ -137,11 +141,17 @@ class Bench:
             self.now[0] += 0.01
             self.loop.turn()
 
-    def lease(self, *names: str, attempt: int = 1) -> LeaseSamples:
+    def lease(self, *names: str, attempt: int = 1, pinned: int = -1) -> LeaseSamples:
         row = {"prompt": "1", "answer": "1"}
         tasks = [
             SampleTask(
-                sample_id=n, group_id=n, prompt_id=n, attempt=attempt, row=row, lease_s=LEASE_S
+                sample_id=n,
+                group_id=n,
+                prompt_id=n,
+                attempt=attempt,
+                row=row,
+                lease_s=LEASE_S,
+                pinned_version=pinned,
             )
             for n in names
         ]
@@ -175,6 +185,7 @@ def bench(tmp_path: Path, tiny_model_dir: Path) -> Iterator[Bench]:
         metrics=metrics,
         kv_policy="keep",
         prefetch=2,
+        flush_tokens=4,
         wake=wake,
         clock=lambda: now[0],
     )
@@ -379,3 +390,58 @@ def test_spans_and_figures_show_what_the_loop_does(bench: Bench) -> None:
     assert decode["start"] < decode["end"]
     assert bench.session.figures["finished"] == 1
     assert bench.session.figures["version"] == 0
+
+
+# -- partials --------------------------------------------------------------------------------------
+
+
+def test_what_there_is_of_a_sample_is_flushed_while_it_goes_on(bench: Bench) -> None:
+    serve(bench)
+    bench.lease("a")
+    bench.turns(12)
+    first, second = bench.channel.asked(FlushPartials)
+    assert [t.response_tokens for t in (*first.partials, *second.partials)] == [4, 8]
+    assert first.partials[0].finish_reason == "partial"
+    assert [(s.version, s.start, s.end) for s in first.partials[0].spans] == [(0, 0, 4)]
+    bench.turns(3)
+    (submitted,) = bench.channel.asked(SubmitTrajectories)
+    assert submitted.trajectories[0].response_tokens == 11  # flushing took nothing away
+
+
+def test_a_lease_that_is_lost_when_it_is_flushed_is_given_up(bench: Bench) -> None:
+    serve(bench)
+    bench.lease("a")
+    bench.turns(6)
+    bench.channel.answer(FlushPartials, RenewAck(lost=["a"]))
+    bench.turns(15)
+    assert not bench.channel.asked(SubmitTrajectories)
+
+
+def test_interrupted_samples_come_back_as_partials(bench: Bench) -> None:
+    serve(bench)
+    bench.lease("a", "b")
+    bench.turns(4)
+    bench.channel.pushes.put(Interrupt(leases=[("a", 1), ("b", 9), ("x", 1)], reason="why"))
+    bench.turns(2)
+    (returned,) = bench.channel.asked(ReturnSamples)
+    (sample,) = returned.samples
+    assert (sample.sample_id, sample.reason, sample.failed) == ("a", "why", False)
+    assert sample.partial.response_tokens == 4
+    bench.turns(12)
+    (submitted,) = bench.channel.asked(SubmitTrajectories)
+    assert [t.sample_id for t in submitted.trajectories] == ["b"]
+
+
+def test_a_pinned_sample_is_made_by_one_version_or_handed_back(bench: Bench) -> None:
+    serve(bench)
+    bench.lease("a", "b", pinned=0)
+    bench.turns(4)
+    bench.lease("c", pinned=7)
+    bench.turns(1)
+    (returned,) = bench.channel.asked(ReturnSamples)
+    assert [s.sample_id for s in returned.samples] == ["c"]
+    bench.receiver.staged = version(1)
+    bench.turns(2)
+    returned = bench.channel.asked(ReturnSamples)[-1]
+    assert [(s.sample_id, s.partial) for s in returned.samples] == [("a", None), ("b", None)]
+    assert not bench.channel.asked(FlushPartials)

@@ -18,13 +18,13 @@ from umbra.proto.records import (
     unpack_float32,
     unpack_int32,
 )
-from umbra.services.generator.chat import Chat
-from umbra.services.generator.environment_pool import EnvironmentPool
-from umbra.services.generator.environments import Environment, ExactMatch, Guess, StepResult
-from umbra.services.generator.models import load_model, load_tokenizer
 from umbra.services.generator.rollout import Phase, Rollout, RolloutSettings
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.torch_engine import TorchEngine
+from umbra.services.modeling.chat import Chat
+from umbra.services.modeling.environment_pool import EnvironmentPool
+from umbra.services.modeling.environments import Environment, ExactMatch, Guess, StepResult
+from umbra.services.modeling.models import load_model, load_tokenizer
 
 STOP = 3
 

@@ -9,7 +9,7 @@ from umbra.deploy.supervisor import Program, Supervisor
 
 PROGRAMS = (
     Program("buffer", ("buffer",), wave=2),
-    Program("weight-hub", ("hub",), wave=1, restart=True),
+    Program("weight-hub", ("hub",), wave=1, recovers=True),
     Program("trainer", ("trainer",), wave=0),
     Program("generator-0", ("generator",), wave=0, elastic=True),
     Program("generator-1", ("generator",), wave=0, elastic=True),

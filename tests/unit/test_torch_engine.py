@@ -11,8 +11,8 @@ import torch
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Sampling, VersionSpan
 from umbra.services.generator.engine import EngineOutput, EngineRequest
-from umbra.services.generator.models import load_model
 from umbra.services.generator.torch_engine import TorchEngine
+from umbra.services.modeling.models import load_model
 
 STOP = 3
 CPU = torch.device("cpu")

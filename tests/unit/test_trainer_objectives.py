@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from umbra.services.modeling.packing import Tokens
 from umbra.services.runtime.config import Trainer
 from umbra.services.trainer.advantages import dr_grpo, grpo
 from umbra.services.trainer.learner import learning_rate
 from umbra.services.trainer.objectives import make_objective, token_weights
-from umbra.services.trainer.packing import Tokens
 
 
 def test_dr_grpo_is_reward_minus_group_mean() -> None:

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from umbra.services.modeling.packing import Tokens, first_fit_decreasing, pack
+from umbra.services.modeling.scorer import Scorer
 from umbra.services.trainer.make_model import make_model
-from umbra.services.trainer.packing import Tokens, first_fit_decreasing, pack
 from umbra.services.trainer.policy import load_policy
-from umbra.services.trainer.scorer import Scorer
 
 LENGTHS = [9, 2, 30, 5, 5, 17, 3, 12]
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from umbra.proto.errors import UmbraError, UsageError
-from umbra.services.generator.chat import Message
+from umbra.services.modeling.chat import Message
 from umbra.services.runtime.config import Environment as EnvironmentConfig
 
 
@@ -65,6 +65,16 @@ class _SingleTurn:
     def reset(self, row: dict[str, Any]) -> list[Message]:
         self._row = row
         return prompt_messages(row)
+
+
+class Unrewarded(_SingleTurn):
+    """Ends with the model's answer, without a reward: a scoring stage gives it later."""
+
+    instant = True
+
+    def step(self, response: str) -> StepResult:
+        del response
+        return StepResult()
 
 
 class ExactMatch(_SingleTurn):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from umbra.services.trainer.packing import MicroBatch
+from umbra.services.modeling.packing import MicroBatch
 
 
 class Scorer(nn.Module):

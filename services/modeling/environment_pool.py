@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from umbra.services.generator.environments import SampleError
+from umbra.services.modeling.environments import SampleError
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,306 @@
+"""Trajectories through the real buffer process, acknowledged and durable, beside other transports.
+
+    python benchmarks/buffer_throughput.py [--json FILE] [--ray] [--seconds 8]
+
+Producers and consumer are processes of their own, over tcp loopback. Every transport carries the
+same 9 KB records: 200 prompt tokens, 1,000 response tokens with logprobs and version spans. The
+rows take turns on one machine; CPU seconds are those of all its processes together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import peers
+from report import Report
+from traffic import Consumer, Producer
+
+PRODUCERS = 2
+RUN = """
+[run]
+steps = 1000000
+broker = "tcp://127.0.0.1:*"
+[data]
+prompts = "prompts.jsonl"
+[buffer]
+group_size = {group_size}
+batch_groups = {batch_groups}
+run_ahead = {run_ahead}
+max_staleness = 1000000
+lease_s = 120.0
+dead_after_s = 120.0
+store_max_bytes = {store_max_bytes}
+"""
+STORE_MAX_BYTES = 512 << 20
+CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class BufferProcess:
+    """A real `umbra buffer` in a folder of its own."""
+
+    def __init__(self, folder: Path, **sizes: int) -> None:
+        folder.mkdir(parents=True)
+        rows = "".join(json.dumps({"prompt": f"say {n}"}) + "\n" for n in range(1000))
+        (folder / "prompts.jsonl").write_text(rows)
+        (folder / "run.toml").write_text(RUN.format(store_max_bytes=STORE_MAX_BYTES, **sizes))
+        self.folder = folder
+        read, write = os.pipe()
+        argv = ["-m", "umbra", "buffer", "--config", "run.toml", "--run-dir", "run"]
+        with (folder / "buffer.log").open("w") as log:
+            self.popen = subprocess.Popen(
+                [sys.executable, *argv],
+                cwd=folder,
+                env={**os.environ, "UMBRA_READY_FD": str(write)},
+                pass_fds=(write,),
+                stdout=log,
+                stderr=log,
+            )
+        os.close(write)
+        with os.fdopen(read) as ready:
+            line = ready.readline()
+        if not line:
+            raise RuntimeError((folder / "buffer.log").read_text())
+        self.broker = str(json.loads(line)["broker"])
+
+    def cpu_s(self) -> float:
+        """CPU seconds used so far."""
+        fields = Path(f"/proc/{self.popen.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS
+
+    def rss_mb(self) -> float:
+        """Resident memory now, MB."""
+        pages = int(Path(f"/proc/{self.popen.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+    def disk_mb(self) -> float:
+        """Size of the store now, MB."""
+        files = (self.folder / "run" / "store").glob("*.seg")
+        return sum(path.stat().st_size for path in files) / 1e6
+
+    def kill(self) -> None:
+        """End it."""
+        self.popen.kill()
+        self.popen.wait()
+
+
+def produce(pipe: Connection, broker: str, names: list[str], seconds: float, rate: float) -> None:
+    """Body of a producer process."""
+    producer = Producer(broker, names, rate=rate)
+    pipe.send("ready")
+    pipe.recv()
+    producer.run(seconds)
+    pipe.send((producer.acked, producer.latencies, own_cpu_s()))
+
+
+def consume(pipe: Connection, broker: str, seconds: float) -> None:
+    """Body of the consumer process."""
+    consumer = Consumer(broker)
+    pipe.send("ready")
+    pipe.recv()
+    consumer.run(seconds=seconds)
+    pipe.send((consumer.trajectories, consumer.latencies, own_cpu_s()))
+
+
+def own_cpu_s() -> float:
+    """CPU seconds of this process."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def run_workers(workers: list[tuple[Callable[..., None], tuple[Any, ...]]]) -> list[Any]:
+    """Start all processes, let them go together, collect what they found."""
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    for body, arguments in workers:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=body, args=(theirs, *arguments), daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    for pipe in pipes:
+        pipe.recv()
+    for pipe in pipes:
+        pipe.send("go")
+    found = [pipe.recv() for pipe in pipes]
+    for process in processes:
+        process.join()
+    return found
+
+
+def measure_buffer(
+    folder: Path,
+    *,
+    generators: int,
+    seconds: float,
+    rate: float = 0.0,
+    group_size: int = 8,
+    batch_groups: int = 32,
+    run_ahead: int = 140,
+    processes: int = PRODUCERS,
+) -> dict[str, Any]:
+    """One run of the buffer; everything that is to be known about it."""
+    buffer = BufferProcess(
+        folder, group_size=group_size, batch_groups=batch_groups, run_ahead=run_ahead
+    )
+    try:
+        names = [f"generator-{index}" for index in range(generators)]
+        per_process = rate / processes
+        workers: list[Any] = [
+            (produce, (buffer.broker, names[i::processes], seconds, per_process))
+            for i in range(processes)
+        ]
+        began = buffer.cpu_s()
+        *produced, consumed = run_workers([*workers, (consume, (buffer.broker, seconds))])
+        acked = sum(one[0] for one in produced)
+        buffer_cpu = buffer.cpu_s() - began
+        clients = sum(one[2] for one in produced) + consumed[2]
+        return {
+            "acked": acked,
+            "per_s": consumed[0] / seconds,  # of those, `acked` may be ahead by what is in flight
+            "buffer_us": 1e6 * buffer_cpu / acked,
+            "cpu_s_per_1k": 1e3 * (buffer_cpu + clients) / acked,
+            "ack": [latency for one in produced for latency in one[1]],
+            "end": consumed[1],
+            "rss_mb": buffer.rss_mb(),
+            "disk_mb": buffer.disk_mb(),
+        }
+    finally:
+        buffer.kill()
+
+
+def measure_memory(folder: Path, trajectories: int) -> tuple[float, float, float]:
+    """Resident MB after a tenth and after all of `trajectories`, and the most MB on the disk."""
+    buffer = BufferProcess(folder, group_size=8, batch_groups=32, run_ahead=4)
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    arguments = (theirs, buffer.broker, ["generator-0", "generator-1"], 600.0, 0.0)
+    process = context.Process(target=produce, args=arguments, daemon=True)
+    try:
+        process.start()
+        ours.recv()
+        ours.send("go")
+        consumer = Consumer(buffer.broker)
+        disk = 0.0
+        early = 0.0
+        for tenth in range(1, 11):
+            consumer.run(trajectories=trajectories * tenth // 10)
+            early = early or buffer.rss_mb()
+            disk = max(disk, buffer.disk_mb())
+        consumer.close()
+        return early, buffer.rss_mb(), disk
+    finally:
+        process.kill()
+        buffer.kill()
+
+
+def percentile(values: list[float], share: float) -> float:
+    """In milliseconds; NaN without values."""
+    if not values:
+        return float("nan")
+    return 1e3 * sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def show_transports(report: Report, args: argparse.Namespace, folder: Path) -> None:
+    """Flat-out rates of all transports, in turns, `args.rounds` times; medians."""
+    found: dict[str, list[dict[str, float]]] = {}
+    for round_number in range(args.rounds):
+        ours = measure_buffer(
+            folder / f"flat-{round_number}", generators=4, seconds=args.seconds,
+            batch_groups=128, run_ahead=3,
+        )  # fmt: skip
+        found.setdefault("umbra buffer, durable", []).append(ours)
+        for name, measured in peers.measure_all(args.seconds, with_ray=args.ray):
+            found.setdefault(name, []).append(measured)
+    rates: dict[str, float] = {}
+    for name, rounds in found.items():
+        rates[name] = statistics.median(one["per_s"] for one in rounds)
+        report.add(
+            what=name,
+            per_s=round(rates[name]),
+            cpu_s_per_1k=round(statistics.median(one["cpu_s_per_1k"] for one in rounds), 3),
+            p50_ms="",
+            p99_ms="",
+        )
+    ours = rates["umbra buffer, durable"]
+    if peers.REDIS in rates:
+        report.goal("times the Redis stream", round(ours / rates[peers.REDIS], 2), ">=", 5)
+    if peers.RAY in rates:
+        report.goal("times the Ray queue", round(ours / rates[peers.RAY], 2), ">=", 20)
+
+
+def main() -> int:
+    """All parts; 0 if every goal is met."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--ray", action="store_true", help="also an actor queue (needs ray)")
+    parser.add_argument("--seconds", type=float, default=8.0, help="per measurement")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--trajectories", type=int, default=100_000, help="of the memory test")
+    parser.add_argument("--dir", type=Path, help="where the stores go  [default: a new folder]")
+    args = parser.parse_args()
+    report = Report("buffer_throughput")
+    with tempfile.TemporaryDirectory(dir=args.dir) as folder_name:
+        folder = Path(folder_name)
+        show_transports(report, args, folder)
+
+        paced = measure_buffer(
+            folder / "paced", generators=4, seconds=args.seconds, rate=1000.0,
+            group_size=1, batch_groups=8, run_ahead=64,
+        )  # fmt: skip
+        for name, values in (("submit to ack", paced["ack"]), ("submit to trainer", paced["end"])):
+            report.add(
+                what=f"at {paced['per_s']:.0f}/s: {name}",
+                per_s=round(paced["per_s"]),
+                cpu_s_per_1k=round(paced["cpu_s_per_1k"], 3),
+                p50_ms=round(percentile(values, 0.5), 2),
+                p99_ms=round(percentile(values, 0.99), 2),
+            )
+            report.goal(f"p99 ms, {name}", round(percentile(values, 0.99), 2), "<", 50)
+
+        costs: dict[int, list[float]] = {4: [], 512: []}
+        for round_number in range(args.rounds):
+            for generators, values in costs.items():
+                where = folder / f"scale-{generators}-{round_number}"
+                measured = measure_buffer(where, generators=generators, seconds=args.seconds)
+                values.append(measured["buffer_us"])
+        for generators, values in costs.items():
+            report.add(
+                what=f"{generators} generators: {statistics.median(values):.1f} us of the buffer",
+                per_s="", cpu_s_per_1k=round(statistics.median(values) / 1e3, 4), p50_ms="",
+                p99_ms="",
+            )  # fmt: skip
+        ratio = statistics.median(costs[512]) / statistics.median(costs[4])
+        report.goal("cost at 512 / cost at 4 generators", round(ratio, 3), "<=", 1.2)
+
+        early, late, disk = measure_memory(folder / "memory", args.trajectories)
+        report.add(
+            what=f"{args.trajectories} trajectories: {late:.0f} MB memory, {disk:.0f} MB disk",
+            per_s="", cpu_s_per_1k="", p50_ms="", p99_ms="",
+        )  # fmt: skip
+        report.goal("memory growth after the first tenth, MB", round(late - early, 1), "<", 20)
+        report.goal("MB on the disk", round(disk, 1), "<=", STORE_MAX_BYTES / 1e6)
+    return 0 if report.show(args.json) else 1
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    began = time.monotonic()
+    code = main()
+    print(f"{time.monotonic() - began:.0f} s")
+    sys.exit(code)

@@ -1,0 +1,290 @@
+"""Generators and a trainer without models, for benchmarks and soaks of the buffer.
+
+They speak the protocol over plain sockets, many generators in one process, so that the client's own
+cost is small and the same for any number of them.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+import msgspec
+import zmq
+
+from umbra.proto import sockets
+from umbra.proto.codec import Encoder, decode
+from umbra.proto.messages import (
+    BatchLease,
+    CheckpointSaved,
+    CommitAck,
+    CommitBatch,
+    Heartbeat,
+    Join,
+    LeaseBatch,
+    LeaseSamples,
+    Message,
+    Nack,
+    SampleLeases,
+    SubmitAck,
+    SubmitTrajectories,
+    Welcome,
+)
+from umbra.proto.records import SampleTask, Trajectory, VersionSpan, pack_float32, pack_int32
+
+PROMPT_TOKENS = 200
+RESPONSE_TOKENS = 1000
+RESEND_S = 1.0
+BEAT_S = 2.0
+
+
+def template() -> Trajectory:
+    """9 KB: 200 prompt tokens, 1,000 response tokens with logprobs and version spans."""
+    return Trajectory(
+        sample_id="",
+        group_id="",
+        prompt_id="",
+        attempt=0,
+        prompt_ids=pack_int32(range(PROMPT_TOKENS)),
+        response_ids=pack_int32(range(RESPONSE_TOKENS)),
+        loss_mask=b"\1" * RESPONSE_TOKENS,
+        logprobs=pack_float32([-0.25] * RESPONSE_TOKENS),
+        spans=[VersionSpan(version=0, start=0, end=RESPONSE_TOKENS)],
+        finish_reason="stop",
+        reward=0.5,
+        generator="generator",
+    )
+
+
+_TEMPLATE = template()
+
+
+def answer(task: SampleTask) -> Trajectory:
+    """A 9 KB answer to `task`; `started_at` is now."""
+    return msgspec.structs.replace(
+        _TEMPLATE,
+        sample_id=task.sample_id,
+        group_id=task.group_id,
+        prompt_id=task.prompt_id,
+        attempt=task.attempt,
+        started_at=time.time(),
+    )
+
+
+@dataclass(slots=True)
+class Wire:
+    """One process of the run, as the buffer sees it: a control and a data socket."""
+
+    name: str
+    encoder: Encoder
+    control: zmq.Socket[bytes]
+    data: zmq.Socket[bytes]
+    beat_at: float = 0.0
+    open: dict[int, tuple[list[bytes], float]] = field(default_factory=dict)  # frames, sent at
+
+    def ask(self, body: Message) -> int:
+        """Send a request; its number."""
+        number, frames = self.encoder.encode(body)
+        self.open[number] = (frames, time.monotonic())
+        self.data.send_multipart(frames)
+        return number
+
+    def receive(self) -> tuple[int, Message] | None:
+        """A reply to an open request, if there is one."""
+        try:
+            frames = self.data.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        envelope = decode(frames)
+        number = envelope.header.reply_to or 0
+        if self.open.pop(number, None) is None:
+            return self.receive()
+        return number, envelope.body
+
+    def upkeep(self, now: float) -> None:
+        """Heartbeats, and what was not answered once more."""
+        if now >= self.beat_at:
+            self.beat_at = now + BEAT_S
+            beat = Heartbeat(state="ready", activity="bench", progress=0, idle_s=0.0)
+            self.control.send_multipart(self.encoder.encode(beat)[1])
+            while self.control.poll(0):
+                self.control.recv_multipart()
+        for number, (frames, sent_at) in self.open.items():
+            if now - sent_at > RESEND_S:
+                self.open[number] = (frames, now)
+                self.data.send_multipart(frames)
+
+    def close(self) -> None:
+        """Close both sockets at once."""
+        self.control.close(linger=0)
+        self.data.close(linger=0)
+
+
+def join(context: zmq.Context[zmq.Socket[bytes]], broker: str, role: str, name: str) -> Wire:
+    """Take part in the run at `broker`."""
+    encoder = Encoder(name, uuid.uuid4().hex[:12])
+    control = sockets.dealer(context, broker, name.encode())
+    hello = Join(role=role, name=name, pid=1, host="bench", package_version="0")  # type: ignore[arg-type]
+    control.send_multipart(encoder.encode(hello)[1])
+    if not control.poll(60_000):
+        raise TimeoutError(f"no answer from {broker}")
+    welcome = decode(control.recv_multipart()).body
+    if not isinstance(welcome, Welcome):
+        raise TypeError(f"{name} was refused: {welcome}")
+    return Wire(name, encoder, control, sockets.dealer(context, welcome.data, name.encode()))
+
+
+@dataclass(slots=True)
+class _Generator:
+    wire: Wire
+    tasks: deque[SampleTask] = field(default_factory=deque)
+    submits: dict[int, float] = field(default_factory=dict)
+    leases: int = 0
+
+
+class Producer:
+    """Many generators in one process: they lease, answer at once, and submit.
+
+    Args:
+        capacity: samples per lease.
+        per_submit: trajectories per message.
+        window: messages of one generator that wait for their ack.
+        rate: trajectories per second of all of them together; 0 = as fast as it goes.
+    """
+
+    def __init__(
+        self,
+        broker: str,
+        names: list[str],
+        *,
+        capacity: int = 64,
+        per_submit: int = 16,
+        window: int = 4,
+        rate: float = 0.0,
+    ) -> None:
+        self.acked = 0
+        self.latencies: list[float] = []  # seconds from the submit to its ack
+        self.counts: Counter[str] = Counter()
+        self._capacity = capacity
+        self._per_submit = per_submit
+        self._window = window
+        self._rate = rate
+        self._sent = 0
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, 4096)
+        self._poller = zmq.Poller()
+        self._generators: dict[zmq.Socket[bytes], _Generator] = {}
+        for name in names:
+            wire = join(self._context, broker, "generator", name)
+            self._generators[wire.data] = _Generator(wire)
+            self._poller.register(wire.data, zmq.POLLIN)
+
+    def run(self, seconds: float) -> None:
+        """Produce for so long."""
+        began = time.monotonic()
+        upkeep_at = began
+        for generator in self._generators.values():
+            self._lease(generator)
+        while (now := time.monotonic()) - began < seconds:
+            allowed = self._rate * (now - began) - self._sent if self._rate else 1 << 30
+            for generator in self._generators.values() if self._rate else ():
+                allowed -= self._submit(generator, allowed)
+            for socket, _ in self._poller.poll(1 if self._rate else 50):
+                generator = self._generators[socket]
+                self._take(generator)
+                if not self._rate:
+                    self._submit(generator, allowed)
+            if now >= upkeep_at:
+                upkeep_at = now + 0.5
+                for generator in self._generators.values():
+                    generator.wire.upkeep(now)
+
+    def close(self) -> None:
+        """Close all sockets."""
+        for generator in self._generators.values():
+            generator.wire.close()
+        self._context.term()
+
+    def _take(self, generator: _Generator) -> None:
+        while (reply := generator.wire.receive()) is not None:
+            number, body = reply
+            match body:
+                case SampleLeases(tasks=tasks):
+                    generator.leases -= 1
+                    generator.tasks.extend(tasks)
+                case SubmitAck():
+                    self.latencies.append(time.monotonic() - generator.submits.pop(number))
+                    self.acked += body.accepted
+                    self.counts["refused"] += len(body.refused)
+                case Nack():
+                    raise RuntimeError(f"{generator.wire.name}: {body.reason}")
+                case _:
+                    pass
+        self._lease(generator)
+
+    def _lease(self, generator: _Generator) -> None:
+        if not generator.leases and len(generator.tasks) < self._capacity:
+            generator.leases += 1
+            generator.wire.ask(LeaseSamples(capacity=self._capacity, version=0, wait_s=2.0))
+
+    def _submit(self, generator: _Generator, allowed: float) -> int:
+        sent = 0
+        while generator.tasks and len(generator.submits) < self._window:
+            count = min(self._per_submit, len(generator.tasks), int(allowed) - sent)
+            if count <= 0:
+                break
+            made = [answer(generator.tasks.popleft()) for _ in range(count)]
+            number = generator.wire.ask(SubmitTrajectories(trajectories=made))
+            generator.submits[number] = time.monotonic()
+            sent += count
+        self._sent += sent
+        if sent:
+            self._lease(generator)
+        return sent
+
+
+class Consumer:
+    """The trainer: leases batch after batch, commits at once, saves a checkpoint now and then."""
+
+    def __init__(self, broker: str, *, checkpoint_every: int = 4) -> None:
+        self.steps = 0
+        self.trajectories = 0
+        self.latencies: list[float] = []  # seconds from the submit until it is here, decoded
+        self._checkpoint_every = checkpoint_every
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._wire = join(self._context, broker, "trainer", "trainer")
+
+    def run(self, *, seconds: float = 1e9, trajectories: int = 1 << 60) -> None:
+        """Consume for so long, or so many."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and self.trajectories < trajectories:
+            lease = self._call(LeaseBatch(step=self.steps + 1, wait_s=0.5))
+            if not isinstance(lease, BatchLease):
+                raise TypeError(f"no batch: {lease}")
+            if not lease.trajectories:
+                continue
+            now = time.time()
+            self.latencies += [now - one.started_at for one in lease.trajectories]
+            ack = self._call(CommitBatch(step=self.steps + 1))
+            if not isinstance(ack, CommitAck):
+                raise TypeError(f"not committed: {ack}")
+            self.steps += 1
+            self.trajectories += len(lease.trajectories)
+            if self.steps % self._checkpoint_every == 0:
+                self._call(CheckpointSaved(step=self.steps))
+
+    def close(self) -> None:
+        """Close all sockets."""
+        self._wire.close()
+        self._context.term()
+
+    def _call(self, body: Message) -> Message:
+        number = self._wire.ask(body)
+        while True:
+            if self._wire.data.poll(200):
+                reply = self._wire.receive()
+                if reply is not None and reply[0] == number:
+                    return reply[1]
+            self._wire.upkeep(time.monotonic())

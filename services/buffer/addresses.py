@@ -1,0 +1,45 @@
+"""Where the sockets of a run are bound: the same places again when the buffer starts again."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from umbra.services.buffer.store import Store
+
+KEY = "addresses"
+
+
+class Bound(NamedTuple):
+    """What to bind; the port may be `*`, which picks a free one."""
+
+    control: str
+    data: str
+    events_in: str
+    events_out: str
+
+
+class Addresses:
+    """The addresses in `store`."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def before(self, host: str, port: str) -> Bound:
+        """Where the buffer was on `host`, if it was there and `port` asks for nothing else."""
+        anywhere = f"tcp://{host}:*"
+        fresh = Bound(f"tcp://{host}:{port}", anywhere, anywhere, anywhere)
+        try:
+            record = msgspec.msgpack.decode(self._store.get(KEY))
+        except KeyError:
+            return fresh
+        bound = Bound(*record["endpoints"])
+        if record["host"] != host or (port not in ("*", "0") and not bound.control.endswith(port)):
+            return fresh
+        return bound
+
+    def keep(self, host: str, endpoints: list[str]) -> None:
+        """Remember them for the next start."""
+        record = {"host": host, "endpoints": endpoints}
+        self._store.put(KEY, msgspec.msgpack.encode(record))

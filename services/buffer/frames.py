@@ -1,0 +1,132 @@
+"""How records lie in a segment file of the durable store, and what is wrong with a broken one.
+
+A segment begins with its header, then come records, each of them
+
+    magic 4s | checksum u64 | commit u64 | value bytes u32 | key bytes u16 | kind u8 | key | value
+
+little-endian; `checksum` (xxh3-64) covers everything behind it. `commit` numbers the group commits
+of a store; the last record of a group has the flag `END` in its kind. A group counts as a whole or
+not at all, and an answer goes out only after its group is on disk. So a group without its end at
+the very end of the newest segment was never acknowledged: it is a torn tail, which a crash leaves
+and which is cut off. A broken record that a later group follows is damage to what was promised.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from xxhash import xxh3_64_intdigest
+
+SCHEMA = 1  # of the records and of what the broker puts into them
+SEGMENT_MAGIC = b"UMBRASTO"
+RECORD_MAGIC = b"\xf5uR\xfa"
+DELETE, END = 1, 2
+
+_SEGMENT = struct.Struct("<8sIQ")  # magic, schema, number of the segment
+_PREFIX = struct.Struct("<4sQ")
+_REST = struct.Struct("<QIHB")
+PREFIX_BYTES = _PREFIX.size
+HEAD_BYTES = _PREFIX.size + _REST.size
+SEGMENT_HEADER_BYTES = _SEGMENT.size
+MAX_VALUE_BYTES = (1 << 32) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A sound record: where it begins, what it says. `value` is None for a deletion."""
+
+    offset: int
+    end: int
+    commit: int
+    key: str
+    value: memoryview | None
+    is_last: bool  # of its group
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Bytes `[offset, end)` of a segment that are no sound record."""
+
+    offset: int
+    end: int
+    reason: str
+
+
+def segment_header(number: int) -> bytes:
+    """The first bytes of segment `number`."""
+    return _SEGMENT.pack(SEGMENT_MAGIC, SCHEMA, number)
+
+
+def header_fault(data: memoryview, number: int) -> str:
+    """What is wrong with the first bytes of segment `number`; empty when they are sound."""
+    if len(data) < SEGMENT_HEADER_BYTES:
+        return f"its header has {len(data)} of {SEGMENT_HEADER_BYTES} bytes"
+    magic, schema, found = _SEGMENT.unpack_from(data)
+    if magic != SEGMENT_MAGIC:
+        return "it is not a segment of an Umbra store"
+    if schema != SCHEMA:
+        return f"it has schema {schema}, this umbra-rl knows schema {SCHEMA} only"
+    return "" if found == number else f"it says that it is segment {found}"
+
+
+def pack_record(commit: int, key: str, value: bytes | None, *, is_last: bool) -> bytes:
+    """One record; `value` None deletes the key."""
+    name = key.encode()
+    end = END if is_last else 0
+    if value is None:
+        body = _REST.pack(commit, 0, len(name), DELETE | end) + name
+    else:
+        body = b"".join((_REST.pack(commit, len(value), len(name), end), name, value))
+    return _PREFIX.pack(RECORD_MAGIC, xxh3_64_intdigest(body)) + body
+
+
+def parse(data: memoryview, offset: int) -> Entry | str:
+    """The record at `offset`, or why there is none."""
+    left = len(data) - offset
+    if left < HEAD_BYTES:
+        return "cut off in the head of a record"
+    magic, checksum = _PREFIX.unpack_from(data, offset)
+    if magic != RECORD_MAGIC:
+        return "no record begins here"
+    commit, value_bytes, key_bytes, kind = _REST.unpack_from(data, offset + PREFIX_BYTES)
+    end = offset + HEAD_BYTES + key_bytes + value_bytes
+    if end > len(data):
+        return "cut off in a record"
+    if xxh3_64_intdigest(data[offset + PREFIX_BYTES : end]) != checksum:
+        return "wrong checksum"
+    begin = offset + HEAD_BYTES
+    try:
+        key = str(data[begin : begin + key_bytes], "utf-8")
+    except UnicodeDecodeError:
+        return "the key is not text"
+    value = None if kind & DELETE else data[begin + key_bytes : end]
+    return Entry(offset, end, commit, key, value, bool(kind & END))
+
+
+def scan(data: memoryview) -> Iterator[Entry | Fault]:
+    """All records of a segment in order, and the stretches between them that are none."""
+    whole: bytes | None = None
+    offset = SEGMENT_HEADER_BYTES
+    while offset < len(data):
+        found = parse(data, offset)
+        if isinstance(found, Entry):
+            yield found
+            offset = found.end
+            continue
+        whole = bytes(data) if whole is None else whole
+        begin = offset
+        while isinstance(found, str):  # on to the next sound record, if there is one
+            offset = whole.find(RECORD_MAGIC, offset + 1)
+            if offset < 0:
+                yield Fault(begin, len(data), parse_reason(data, begin))
+                return
+            found = parse(data, offset)
+        yield Fault(begin, offset, parse_reason(data, begin))
+
+
+def parse_reason(data: memoryview, offset: int) -> str:
+    """Why there is no record at `offset`."""
+    found = parse(data, offset)
+    return found if isinstance(found, str) else ""

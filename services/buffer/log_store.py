@@ -1,0 +1,314 @@
+"""The durable store: an append-only log in segment files, with an index in memory.
+
+A commit appends one group of records and calls `fdatasync` once, however many requests it stands
+for. A value is read back from its place in the file. The oldest segment is cleaned when much of the
+log is outdated: what still counts in it is appended anew, then the file goes. As it is always the
+oldest, no deletion in it has anything left to delete.
+
+Why a log: benchmarks/store.py (the CPU time of LMDB, a fifth of SQLite's, and bytes are written
+once), and damage can be told from a torn tail.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from umbra.services.buffer.frames import (
+    HEAD_BYTES,
+    MAX_VALUE_BYTES,
+    SEGMENT_HEADER_BYTES,
+    Entry,
+    pack_record,
+    parse,
+    scan,
+    segment_header,
+)
+from umbra.services.buffer.segments import (
+    Place,
+    Replay,
+    refuse_damage,
+    segment_bytes,
+    segment_path,
+)
+from umbra.services.buffer.store import StoreError, StoreFullError
+
+SEGMENT_BYTES = 16 << 20
+SLACK_SEGMENTS = 3
+GARBAGE = 1.5  # bytes on disk for each byte that counts, beyond the slack
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+log = logging.getLogger(__name__)
+
+
+class LogStore:
+    """Keys and values in the files of `directory`, which is made if need be.
+
+    Args:
+        segment_bytes: size from which a new segment is begun.
+        write: appends bytes to a file descriptor, like `os.write`.
+        sync: puts a file descriptor's data on the disk, like `os.fdatasync`.
+
+    Raises:
+        StoreError: the store is damaged, of another schema, or in use.
+    """
+
+    durable = True
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        segment_bytes: int = SEGMENT_BYTES,
+        write: Callable[[int, bytes], int] = os.write,
+        sync: Callable[[int], None] = os.fdatasync,
+    ) -> None:
+        self.directory = directory
+        self.commits = 0  # since it was opened
+        self._segment_bytes = segment_bytes
+        self._write = write
+        self._sync = sync
+        directory.mkdir(parents=True, exist_ok=True)
+        self._lock = lock(directory)
+        self._fds: dict[int, int] = {}
+        self._pending: dict[str, bytes | None] = {}
+        try:
+            image = Replay(directory).run()
+            refuse_damage(directory, image)
+            self._sizes = image.sizes
+            self._places = image.places
+            self._commit = image.commit
+            self._live: dict[int, int] = dict.fromkeys(self._sizes, 0)
+            for place in self._places.values():
+                self._live[place.segment] += place.end - place.offset
+            if image.torn is not None:
+                log.warning("cut off what a crash left unfinished: %s", image.torn)
+            self._open_segments()
+        except BaseException:
+            self.close()
+            raise
+
+    def put(self, key: str, value: bytes) -> None:
+        """Set `key` to `value`."""
+        if len(value) > MAX_VALUE_BYTES:
+            raise ValueError(f"{key} has {len(value)} bytes")
+        self._pending[key] = value
+
+    def get(self, key: str) -> bytes:
+        """The value of `key`.
+
+        Raises:
+            KeyError: there is none.
+            StoreError: its bytes have changed on the disk.
+        """
+        if key in self._pending:
+            value = self._pending[key]
+            if value is None:
+                raise KeyError(key)
+            return value
+        place = self._places[key]
+        record = os.pread(self._fds[place.segment], place.end - place.offset, place.offset)
+        begin = HEAD_BYTES + len(key.encode())
+        entry = parse(memoryview(record), 0)
+        if not isinstance(entry, Entry) or entry.key != key:
+            where = f"{segment_path(self.directory, place.segment)}, byte {place.offset}"
+            raise StoreError(f"{where}: {entry if isinstance(entry, str) else 'another key'}")
+        return record[begin:]
+
+    def delete(self, key: str) -> None:
+        """Forget `key`."""
+        if key in self._places:
+            self._pending[key] = None
+        else:
+            self._pending.pop(key, None)
+
+    def keys(self, prefix: str) -> list[str]:
+        """All keys that begin with `prefix`."""
+        found = {key for key in self._places if key.startswith(prefix)}
+        for key, value in self._pending.items():
+            if key.startswith(prefix):
+                (found.discard if value is None else found.add)(key)
+        return list(found)
+
+    @property
+    def size_bytes(self) -> int:
+        """The most that the files take, given what they have to keep."""
+        live = sum(self._live.values())
+        return round(GARBAGE * live) + SLACK_SEGMENTS * self._segment_bytes
+
+    @property
+    def disk_bytes(self) -> int:
+        """What the files take now."""
+        return sum(self._sizes.values())
+
+    def commit(self) -> None:
+        """Append what has changed and wait until it is on the disk.
+
+        Raises:
+            StoreFullError: the disk is full; nothing was appended, all of it is kept for next time.
+            StoreError: the disk failed.
+        """
+        if not self._pending:
+            return
+        try:
+            if self._sizes[self._newest] >= self._segment_bytes:
+                self._add_segment(self._newest + 1)
+            moved = self._still_needed(self._pending)
+            self._append(self._pending | moved if moved else self._pending)
+        except OSError as error:
+            if error.errno in NO_ROOM:
+                raise StoreFullError(
+                    f"no room for the store in {self.directory}: {error.strerror}"
+                ) from error
+            raise StoreError(f"the store in {self.directory} failed: {error}") from error
+        self._pending.clear()
+        self.commits += 1
+        self._drop_dead()
+
+    def close(self) -> None:
+        """Close the files; what was not committed is gone."""
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds.clear()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    # -- files ------------------------------------------------------------------------------------
+
+    @property
+    def _newest(self) -> int:
+        return next(reversed(self._sizes))
+
+    @property
+    def _oldest(self) -> int:
+        return next(iter(self._sizes))
+
+    def _open_segments(self) -> None:
+        for number, size in self._sizes.items():
+            flags = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC
+            self._fds[number] = os.open(segment_path(self.directory, number), flags)
+            if not size:
+                self._begin(number)
+        if not self._sizes:
+            self._add_segment(0)
+        os.ftruncate(self._fds[self._newest], self._sizes[self._newest])
+
+    def _add_segment(self, number: int) -> None:
+        path = segment_path(self.directory, number)
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        self._fds[number] = os.open(path, flags, 0o644)
+        try:
+            self._begin(number)
+        except OSError:
+            os.close(self._fds.pop(number))
+            self._sizes.pop(number, None)
+            path.unlink(missing_ok=True)
+            raise
+        self._live[number] = 0
+
+    def _begin(self, number: int) -> None:
+        fd = self._fds[number]
+        os.ftruncate(fd, 0)
+        self._sizes[number] = SEGMENT_HEADER_BYTES
+        self._write_all(fd, segment_header(number))
+        self._sync(fd)
+        sync_directory(self.directory)
+
+    def _append(self, group: dict[str, bytes | None]) -> None:
+        number = self._newest
+        fd, begin = self._fds[number], self._sizes[number]
+        commit, last = self._commit + 1, len(group) - 1
+        parts = [
+            pack_record(commit, key, value, is_last=index == last)
+            for index, (key, value) in enumerate(group.items())
+        ]
+        try:
+            self._write_all(fd, b"".join(parts))
+            self._sync(fd)
+        except OSError:
+            os.ftruncate(fd, begin)
+            raise
+        self._commit = commit
+        self._sizes[number] = self._index(group, parts, number, begin)
+
+    def _index(
+        self, group: dict[str, bytes | None], parts: list[bytes], number: int, offset: int
+    ) -> int:
+        """Point the keys of `group` to their records, which begin at `offset`; where they end."""
+        places, live = self._places, self._live
+        for (key, value), record in zip(group.items(), parts, strict=True):
+            before = places.pop(key, None)
+            if before is not None:
+                live[before[0]] -= before[2] - before[1]
+            end = offset + len(record)
+            if value is not None:
+                places[key] = Place(number, offset, end)
+                live[number] += end - offset
+            offset = end
+        return offset
+
+    def _write_all(self, fd: int, data: bytes) -> None:
+        written = self._write(fd, data)
+        while written < len(data):
+            written += self._write(fd, data[written:])
+
+    # -- cleaning ---------------------------------------------------------------------------------
+
+    def _still_needed(self, group: dict[str, bytes | None]) -> dict[str, bytes | None]:
+        """What is to be moved out of the oldest segment now, because much of the log is outdated.
+
+        At most one segment per commit, so that no commit takes long.
+        """
+        oldest = self._oldest
+        bound = GARBAGE * sum(self._live.values()) + (SLACK_SEGMENTS - 1) * self._segment_bytes
+        if oldest == self._newest or self.disk_bytes <= bound or not self._live[oldest]:
+            return {}
+        moved: dict[str, bytes | None] = {}
+        data = segment_bytes(self.directory, oldest)
+        for entry in scan(data[: self._sizes[oldest]]):
+            if not isinstance(entry, Entry) or entry.key in group:
+                continue
+            if self._places.get(entry.key) == Place(oldest, entry.offset, entry.end):
+                assert entry.value is not None
+                moved[entry.key] = bytes(entry.value)
+        return moved
+
+    def _drop_dead(self) -> None:
+        """Remove the oldest segments of which nothing counts any more."""
+        dropped = False
+        while (oldest := self._oldest) != self._newest and not self._live[oldest]:
+            os.close(self._fds.pop(oldest))
+            segment_path(self.directory, oldest).unlink()
+            del self._sizes[oldest], self._live[oldest]
+            dropped = True
+        if dropped:
+            sync_directory(self.directory)
+
+
+def lock(directory: Path) -> int:
+    """Keep other processes out of the store; the lock goes with its file descriptor.
+
+    Raises:
+        StoreError: another process has it.
+    """
+    fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(fd)
+        raise StoreError(f"the store in {directory} is in use by another process") from error
+    return fd
+
+
+def sync_directory(directory: Path) -> None:
+    """Make new and removed names durable."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,160 @@
+"""The broker as a whole in the store: written after every poll, read at the start."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+from umbra.proto.errors import UsageError
+from umbra.services.buffer.batches import Batches
+from umbra.services.buffer.evals import Evals
+from umbra.services.buffer.journal import Journal
+from umbra.services.buffer.membership import Membership
+from umbra.services.buffer.prompts import PromptStream
+from umbra.services.buffer.samples import Pool
+from umbra.services.buffer.staleness import StalenessStats
+from umbra.services.buffer.store import StoreError
+from umbra.services.buffer.training import Training
+
+REPAIRED = "repaired"  # key that tells that the store was mended: see `umbra store repair`
+
+log = logging.getLogger(__name__)
+
+
+class Recovery:
+    """Saves and restores the parts of one broker.
+
+    Args:
+        run: what must be the same when the run goes on, `run_id` and sizes.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        *,
+        run: dict[str, Any],
+        pool: Pool,
+        batches: Batches,
+        members: Membership,
+        training: Training,
+        evals: Evals,
+        prompts: PromptStream,
+        counters: Counter[str],
+    ) -> None:
+        self.finished = ""  # why the run is over, once it is
+        self._journal = journal
+        self._run = run
+        self._pool = pool
+        self._batches = batches
+        self._members = members
+        self._training = training
+        self._evals = evals
+        self._prompts = prompts
+        self._counters = counters
+        self._last: dict[str, Any] = {}
+
+    def save(self) -> None:
+        """Write what has changed since the last time; the caller commits."""
+        if self._members.changed:
+            self._members.changed = False
+            self._journal.write("members", self._members.records())
+        changed = self._journal.save()
+        now = self._now()
+        if changed or now != self._last:
+            self._last = now
+            self._journal.write("now", now)
+
+    def restore(self, now: float) -> bool:
+        """Take over the state in the store; whether there was any.
+
+        Raises:
+            UsageError: the store is of another run, or of one with other sizes.
+            StoreError: the store does not fit together.
+        """
+        run = self._journal.read("run")
+        if run is None:
+            self._journal.write("run", self._run)
+            return False
+        _check_same(run, self._run)
+        record = self._journal.read("now")
+        if record is None:
+            return False
+        repaired = self._journal.read(REPAIRED) is not None
+        groups, mended = self._journal.load(mend=repaired)
+        for line in mended:
+            log.warning("%s", line)
+        self._restore_counts(record)
+        self._pool.restore(groups, now)
+        self._members.restore(self._journal.read("members") or [], now)
+        self._prompts.seek(record["prompts"])
+        live = {group.group_id: group for group in groups}
+        for batch in self._batches.archive.load(live, now):
+            self._batches.formed[batch.step] = batch
+        self._settle(repaired=repaired)
+        if repaired:
+            self._journal.store.delete(REPAIRED)
+        return True
+
+    def _now(self) -> dict[str, Any]:
+        pool, batches = self._pool, self._batches
+        return {
+            "issued": pool.ledger.issued,
+            "trained": pool.ledger.trained,
+            "ended": dict(pool.ledger.ended),
+            "next_group": pool.next_group,
+            "next_sample": pool.next_sample,
+            "completions": pool.completions,
+            "filtered_in_a_row": pool.filtered_in_a_row,
+            "evals": self._evals.record(),
+            "version": batches.version,
+            "newest": batches.newest,
+            "checkpoint": batches.checkpoint,
+            "staleness": asdict(batches.trained),
+            "last_staleness": asdict(batches.last),
+            "committer": self._training.committer,
+            "prompts": self._prompts.position(),
+            "finished": self.finished,
+            "counters": dict(self._counters),
+        }
+
+    def _restore_counts(self, record: dict[str, Any]) -> None:
+        pool, batches = self._pool, self._batches
+        pool.ledger.issued = record["issued"]
+        pool.ledger.trained = record["trained"]
+        pool.ledger.ended.update(record["ended"])
+        pool.next_group = record["next_group"]
+        pool.next_sample = record["next_sample"]
+        pool.completions = record["completions"]
+        pool.filtered_in_a_row = record["filtered_in_a_row"]
+        self._evals.restore(record["evals"])
+        batches.version = record["version"]
+        batches.newest = record["newest"]
+        batches.checkpoint = record["checkpoint"]
+        batches.trained = StalenessStats(**record["staleness"])
+        batches.last = StalenessStats(**record["last_staleness"])
+        self._training.committer = record["committer"]
+        self.finished = record["finished"]
+        self._counters.update(record["counters"])
+
+    def _settle(self, *, repaired: bool) -> None:
+        """Balance the ledger: what a repair has lost ends as `lost`, anything else is a fault."""
+        ledger = self._pool.ledger
+        missing = ledger.snapshot().balance
+        if missing > 0 and repaired:
+            ledger.ended["lost"] += missing
+            log.warning("%d samples were lost with the damaged part of the store", missing)
+        elif missing:
+            raise StoreError(
+                f"the store does not fit together: {missing} samples are unaccounted for"
+            )
+
+
+def _check_same(before: dict[str, Any], now: dict[str, Any]) -> None:
+    for key, value in now.items():
+        if before.get(key) != value:
+            raise UsageError(
+                f"the store is of a run with {key} = {before.get(key)}, this one has {value}: "
+                "choose another --run-dir, or go on with the settings of before"
+            )

@@ -1,0 +1,64 @@
+"""Which complete groups make a batch, and whether one can be made yet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from umbra.services.buffer.groups import Group
+from umbra.services.buffer.samples import Pool
+from umbra.services.buffer.staleness import StalenessPolicy
+from umbra.services.runtime.config import Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRules:
+    """How a batch is put together. See the keys of `[buffer]` of the same names."""
+
+    groups: int
+    tokens: int = 0
+    freshest: bool = False
+    wait: bool = False  # stale_policy = wait
+
+    @classmethod
+    def of(cls, config: Buffer) -> BatchRules:
+        """The rules that a configuration asks for."""
+        return cls(
+            groups=config.batch_groups,
+            tokens=config.batch_tokens,
+            freshest=config.sampling == "freshest",
+            wait=config.stale_policy == "wait",
+        )
+
+    def choose(self, pool: Pool, policy: StalenessPolicy, version: int) -> list[Group] | None:
+        """The groups of the batch that is trained at `version`; None while it is not full."""
+        complete = list(pool.complete.values())
+        if not self._fill(complete):
+            return None
+        if self.freshest:
+            complete.sort(key=lambda group: -(group.oldest or 0))  # stable: else by completion
+        if self.wait:
+            last_chance = self.last_chance(pool, policy, version)
+            names = {group.group_id for group in last_chance}
+            if any(not group.completed for group in last_chance):
+                return None
+            complete.sort(key=lambda group: group.group_id not in names)
+        return self._fill(complete)
+
+    def last_chance(self, pool: Pool, policy: StalenessPolicy, version: int) -> list[Group]:
+        """Groups that would be stale after this batch, as many as one batch can take."""
+        late = [
+            group
+            for group in pool.groups.values()
+            if group.oldest is not None and policy.is_stale(group.oldest, version + 1)
+        ]
+        return late[: self.groups]
+
+    def _fill(self, groups: Sequence[Group]) -> list[Group] | None:
+        """The first of `groups` that fill a batch; None if all of them don't."""
+        tokens = 0
+        for count, group in enumerate(groups, start=1):
+            tokens += sum(sample.tokens for sample in group.samples)
+            if count == self.groups or 0 < self.tokens <= tokens:
+                return list(groups[:count])
+        return None

@@ -1,0 +1,46 @@
+"""Trajectories in the store, in the very bytes in which they travel."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import msgspec
+
+from umbra.proto.records import Trajectory
+from umbra.services.buffer.store import Store
+
+PREFIX = "t/"
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Trajectory).decode
+
+
+class Shelf:
+    """The newest trajectory of each sample: complete, or a partial to continue from."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def put(self, trajectory: Trajectory) -> None:
+        """Keep `trajectory` instead of an earlier one of its sample."""
+        self._store.put(PREFIX + trajectory.sample_id, _encode(trajectory))
+
+    def get(self, sample_id: str) -> Trajectory:
+        """The newest trajectory of the sample.
+
+        Raises:
+            KeyError: there is none.
+        """
+        return _decode(self._store.get(PREFIX + sample_id))
+
+    def packed(self, sample_id: str) -> Trajectory:
+        """The same, ready to be sent: a message may hold it, nothing else can be done with it.
+
+        Raises:
+            KeyError: there is none.
+        """
+        return cast(Trajectory, msgspec.Raw(self._store.get(PREFIX + sample_id)))
+
+    def drop(self, sample_id: str) -> None:
+        """Forget it; there need not be one."""
+        self._store.delete(PREFIX + sample_id)

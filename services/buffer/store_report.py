@@ -1,0 +1,183 @@
+"""What a store holds, for people: counts, the oldest items, one trajectory; and its repair."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from umbra.proto.errors import UsageError
+from umbra.proto.records import Trajectory, unpack_float32, unpack_int32
+from umbra.services.buffer.frames import HEAD_BYTES
+from umbra.services.buffer.log_store import LogStore, lock
+from umbra.services.buffer.recovery import REPAIRED
+from umbra.services.buffer.segments import (
+    Image,
+    Replay,
+    refuse_damage,
+    segment_bytes,
+    segment_numbers,
+)
+from umbra.services.buffer.shelf import PREFIX as TRAJECTORY
+
+OLDEST = 10  # items shown
+TOKENS = 24  # of a trajectory shown
+KINDS = {
+    "g/": "groups",
+    "s/": "samples",
+    "t/": "trajectories",
+    "b/": "batches",
+    "r/": "prompt rows",
+}
+
+
+class StoreReader:
+    """Reads a store without changing it, also while the buffer has it open.
+
+    Raises:
+        UsageError: there is no store.
+        StoreError: it is damaged or foreign.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        if not directory.is_dir() or not segment_numbers(directory):
+            raise UsageError(f"{directory} holds no store: name the folder with the .seg files")
+        self.directory = directory
+        self.image: Image = Replay(directory).run()
+        refuse_damage(directory, self.image)
+
+    def get(self, key: str) -> bytes | None:
+        """The value of `key`; None if there is none."""
+        place = self.image.places.get(key)
+        if place is None:
+            return None
+        data = segment_bytes(self.directory, place.segment)[place.offset : place.end]
+        name = len(key.encode())
+        return bytes(data[len(data) - _value_bytes(data, name) :])
+
+    def read(self, key: str) -> Any:
+        """The plain value of `key`."""
+        value = self.get(key)
+        return None if value is None else msgspec.msgpack.decode(value)
+
+    def summary(self) -> dict[str, Any]:
+        """Counts by state and the oldest samples in flight."""
+        samples = [self.read(key) for key in self.image.places if key.startswith("s/")]
+        samples.sort(key=lambda sample: sample.get("serial", 0))
+        now: dict[str, Any] = self.read("now") or {}
+        kinds = Counter(KINDS.get(str(key[:2]), "") for key in self.image.places)
+        return {
+            "run": (self.read("run") or {}).get("run_id", ""),
+            "bytes": sum(self.image.sizes.values()),
+            "files": len(self.image.sizes),
+            "commits": self.image.commit,
+            "torn": "" if self.image.torn is None else str(self.image.torn),
+            "finished": now.get("finished", ""),
+            "version": now.get("version", 0),
+            "checkpoint": now.get("checkpoint"),
+            "issued": now.get("issued", 0),
+            "trained": now.get("trained", 0),
+            "ended": now.get("ended", {}),
+            "in_flight": dict(Counter(s.get("state", "queued") for s in samples)),
+            "kept": {name: kinds[name] for name in KINDS.values()},
+            "oldest": [
+                {
+                    "sample": sample["sample_id"],
+                    "group": sample["group"],
+                    "state": sample.get("state", "queued"),
+                    "attempt": sample.get("attempt", 0),
+                    "holder": sample.get("holder", ""),
+                }
+                for sample in samples[:OLDEST]
+            ],
+        }
+
+    def trajectory(self, sample_id: str) -> dict[str, Any]:
+        """One trajectory in readable form.
+
+        Raises:
+            UsageError: the store has none of that sample.
+        """
+        value = self.get(TRAJECTORY + sample_id)
+        if value is None:
+            raise UsageError(f"the store holds no trajectory of sample {sample_id!r}")
+        found = msgspec.msgpack.decode(value, type=Trajectory)
+        plain: dict[str, Any] = msgspec.to_builtins(found, builtin_types=(bytes,))
+        plain["prompt_ids"] = _short(unpack_int32(found.prompt_ids))
+        plain["response_ids"] = _short(unpack_int32(found.response_ids))
+        plain["loss_mask"] = _short(list(found.loss_mask))
+        for name in ("logprobs", "ref_logprobs", "proximal_logprobs"):
+            data: bytes | None = plain[name]
+            values = None if data is None else [round(v, 4) for v in unpack_float32(data)]
+            plain[name] = None if values is None else _short(values)
+        return plain
+
+
+def _value_bytes(record: memoryview, key_bytes: int) -> int:
+    return len(record) - HEAD_BYTES - key_bytes
+
+
+def _short(values: list[Any]) -> list[Any]:
+    if len(values) <= TOKENS:
+        return values
+    return [*values[: TOKENS - 4], f"... {len(values)} in all ...", *values[-4:]]
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """What a repair has done."""
+
+    kept: int  # keys
+    dropped: list[str]  # what is gone, in words
+    backup: Path | None
+
+
+def repair(directory: Path) -> Repair:
+    """Write all that is sound into new files; the old ones are moved aside, not removed.
+
+    Raises:
+        UsageError: there is no store.
+        StoreError: it is in use, or of another schema.
+    """
+    if not directory.is_dir() or not segment_numbers(directory):
+        raise UsageError(f"{directory} holds no store: name the folder with the .seg files")
+    held = lock(directory)
+    try:
+        image = Replay(directory, salvage=True).run()
+        dropped = [str(damage) for damage in image.damages]
+        if image.torn is not None:
+            dropped.append(f"{image.torn} (a crash left it; it was never acknowledged)")
+        if not dropped:
+            return Repair(len(image.places), [], None)
+        fresh = directory.with_name(directory.name + ".repaired")
+        backup = _unused(directory.with_name(directory.name + ".damaged"))
+        store = LogStore(fresh)
+        for number in segment_numbers(directory):
+            data = segment_bytes(directory, number)
+            for key, place in image.places.items():
+                if place.segment == number:
+                    record = data[place.offset : place.end]
+                    size = _value_bytes(record, len(key.encode()))
+                    store.put(key, bytes(record[len(record) - size :]))
+            store.commit()
+        if image.damages:
+            store.put(REPAIRED, b"\xc3")
+            store.commit()
+        store.close()
+        directory.rename(backup)
+        fresh.rename(directory)
+    finally:
+        os.close(held)
+    return Repair(len(image.places), dropped, backup)
+
+
+def _unused(path: Path) -> Path:
+    number = 1
+    while path.exists():
+        number += 1
+        path = path.with_name(f"{path.name.partition('-')[0]}-{number}")
+    return path

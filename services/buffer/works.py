@@ -1,0 +1,180 @@
+"""The parts of the broker that move samples, put together as the configuration says."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from umbra.services.buffer.answers import Answers
+from umbra.services.buffer.archive import Archive
+from umbra.services.buffer.batches import Batches
+from umbra.services.buffer.effects import Outbox
+from umbra.services.buffer.evals import EvalAnswers, Evals
+from umbra.services.buffer.groups import GroupRules
+from umbra.services.buffer.interrupts import Interrupts
+from umbra.services.buffer.journal import Journal
+from umbra.services.buffer.leases import Leases
+from umbra.services.buffer.membership import Membership, Peer
+from umbra.services.buffer.prompts import Prompt, PromptStream
+from umbra.services.buffer.rollouts import EVAL_PREFIX, Rollouts
+from umbra.services.buffer.samples import Pool
+from umbra.services.buffer.sampling import BatchRules
+from umbra.services.buffer.scorers import Scorers
+from umbra.services.buffer.scoring import Scoring
+from umbra.services.buffer.shelf import Shelf
+from umbra.services.buffer.staleness import StalenessPolicy
+from umbra.services.buffer.store import MemoryStore, Store
+from umbra.services.buffer.training import Training
+from umbra.services.runtime.config import RunConfig
+
+log = logging.getLogger(__name__)
+
+
+class Prompts(PromptStream, Protocol):
+    """Prompts without end, which can be told which of them are no good."""
+
+    def ended_badly(self, prompt_id: str) -> None:
+        """A group of this prompt failed, or was filtered."""
+        ...
+
+
+class Works:
+    """Pools, leases, answers, scoring, evaluations and training of one run.
+
+    Args:
+        config: of the run.
+        store: keeps training samples; eval samples do not survive the process.
+        prompts: to train on.
+        eval_prompts: to evaluate on; may be empty if `eval.every` is 0.
+        members: of the run.
+        missing: tells in words what the next batch waits for, at a time.
+        counters: of the broker.
+        outbox: of the broker.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        store: Store,
+        prompts: Prompts,
+        eval_prompts: Sequence[Prompt],
+        members: Membership,
+        *,
+        missing: Callable[[float], str],
+        counters: Counter[str],
+        outbox: Outbox,
+    ) -> None:
+        buffer = config.buffer
+        self.counters = counters
+        self.policy = StalenessPolicy.of(config)
+        self.pool = Pool(
+            rules=GroupRules.of(buffer),
+            lease_s=buffer.lease_s,
+            max_attempts=buffer.max_attempts,
+            shelf=Shelf(store),
+            counters=counters,
+            stages=buffer.stages,
+        )
+        eval_pool = Pool(
+            rules=GroupRules(size=1),
+            lease_s=buffer.lease_s,
+            max_attempts=buffer.max_attempts,
+            shelf=Shelf(MemoryStore()),
+            counters=counters,
+            stages=[stage for stage in buffer.stages if stage == "reward"],
+            prefix=EVAL_PREFIX,
+        )
+        self.journal = Journal(store, self.pool)
+        self.batches = Batches(
+            self.pool,
+            self.policy,
+            BatchRules.of(buffer),
+            Archive(self.journal),
+            restart_stale=buffer.stale_policy == "restart",
+        )
+        self.leases = Leases(self.pool, self.batches, self.policy, prompts, buffer, counters)
+        self.evals = Evals(eval_pool, config.eval, eval_prompts, self.batches, members, outbox)
+        self.rollouts = Rollouts(
+            self.pool,
+            self.batches,
+            self.leases,
+            Answers(self.pool, self.batches, self.policy, counters),
+            self.evals,
+            EvalAnswers(eval_pool, self.batches, self.policy, counters),
+            counters,
+            outbox,
+        )
+        self.scoring = Scoring(
+            [eval_pool, self.pool],
+            lease_s=buffer.score_lease_s,
+            max_attempts=buffer.score_attempts,
+            counters=counters,
+        )
+        self.scorers = Scorers(self.scoring, list(buffer.stages), counters, outbox)
+        self.interrupts = Interrupts(
+            self.pool,
+            self.batches,
+            self.policy,
+            on_batch=buffer.on_batch,
+            counters=counters,
+            outbox=outbox,
+        )
+        self.training = Training(
+            self.pool,
+            self.batches,
+            steps=config.run.steps,
+            missing=missing,
+            paused=lambda: self.evals.pausing,
+            formed=self.interrupts.batch_formed,
+            counters=counters,
+            outbox=outbox,
+        )
+        self._prompts = prompts
+
+    def tick(self, now: float) -> None:
+        """Leases that expire, waits that are over."""
+        self.pool.expire(now)
+        self.evals.pool.expire(now)
+        self.scorers.expire(now)
+        self.rollouts.expire(now)
+        self.training.expire(now)
+
+    def settle(self, now: float) -> None:
+        """Serve what is parked with whatever an event has opened up; check the balances."""
+        if not self.training.closed:
+            self.evals.advance(now)
+        bad, self.pool.bad_prompts = self.pool.bad_prompts, []
+        for prompt_id in bad:
+            self._prompts.ended_badly(prompt_id)
+        self.training.serve(now)
+        self.scorers.serve(now)
+        self.rollouts.serve(now)
+        self.pool.ledger.check()
+        self.evals.pool.ledger.check()
+
+    def take_back(self, peer: Peer, *, lost: bool) -> None:
+        """What `peer` holds goes to others; a batch stays leased for the next trainer."""
+        count = self.pool.take_all_back(peer.name, lost=lost)
+        count += self.evals.pool.take_all_back(peer.name, lost=lost)
+        count += self.scorers.take_back(peer.name, lost=lost)
+        if count:
+            log.info("took %d samples back from %s", count, peer.name)
+            self.counters["taken_back"] += count
+        self.rollouts.forget(peer.name)
+        if peer.role == "trainer":
+            self.training.forget()
+
+    def close(self, now: float) -> None:
+        """No more work for anyone."""
+        self.rollouts.close()
+        self.scorers.close(now)
+        self.training.close()
+
+    def cancel(self) -> None:
+        """End all that is in flight."""
+        self.evals.cancel()
+        self.batches.cancel()
+        for group in list(self.pool.groups.values()):
+            self.pool.end(group, "cancelled")

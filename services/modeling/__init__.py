@@ -1,0 +1,1 @@
+"""What trainer, scorers and generators share: models, logprobs, chat templates, environments."""

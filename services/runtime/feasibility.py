@@ -1,0 +1,136 @@
+"""Can a run with these numbers ever fill its batches? And how stale may what it trains on get?
+
+It is asked before a run starts (`umbra config check`, `umbra up`, the buffer itself), because
+the answer of a run is an hour of silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from umbra.proto.errors import UsageError
+from umbra.services.runtime.config import RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Staleness:
+    """What a configuration implies for a trained token.
+
+    Versions count committed batches. With m minibatches each batch is m optimizer updates, the last
+    of which sees weights that m - 1 updates of the same batch have changed already.
+    """
+
+    bound: int  # versions, at most
+    typical: int  # versions, of a sample that nothing overtakes
+    updates: int  # optimizer updates between the weights of a token and those it trains, at most
+
+    def describe(self) -> str:
+        """One line for people."""
+        text = f"at most {self.bound} versions, typically up to {self.typical}"
+        if self.updates != self.bound:
+            text += f"; at most {self.updates} optimizer updates, as each batch is several"
+        return text
+
+
+def implied_staleness(config: RunConfig) -> Staleness:
+    """The worst and the typical staleness of `config`: K, min(A, K) and K * m + m - 1."""
+    buffer, updates = config.buffer, config.trainer.minibatches
+    bound = buffer.max_staleness if buffer.run_ahead else 0
+    typical = min(buffer.run_ahead, bound)
+    return Staleness(bound, typical, bound * updates + updates - 1)
+
+
+def check_feasible(config: RunConfig) -> None:
+    """Refuse what can never fill a batch, must deadlock, or contradicts itself.
+
+    Raises:
+        UsageError: all that is wrong, each with the numbers to change.
+    """
+    faults = [*_groups(config), *_staleness(config), *_stages(config), *_deadlines(config)]
+    if config.eval.every and not config.eval.prompts:
+        faults.append("eval.every needs eval.prompts: name a file of held-out prompts")
+    if faults:
+        raise UsageError("; ".join(faults))
+
+
+def _groups(config: RunConfig) -> Iterator[str]:
+    buffer = config.buffer
+    size = buffer.group_size
+    if buffer.dynamic_sampling and size == 1:
+        yield (
+            "buffer.dynamic_sampling replaces every group of one sample, so no batch is ever full: "
+            "set buffer.group_size to 2 or more"
+        )
+    if buffer.straggler == "survivors" and buffer.min_survivors > size:
+        yield (
+            f"buffer.min_survivors = {buffer.min_survivors} is more than buffer.group_size = {size}"
+        )
+    if buffer.straggler == "survivors" and buffer.dynamic_sampling and buffer.min_survivors == 1:
+        yield (
+            "a group that survives with one sample is always replaced by buffer.dynamic_sampling: "
+            "set buffer.min_survivors to 2 or more"
+        )
+
+
+def _staleness(config: RunConfig) -> Iterator[str]:
+    buffer = config.buffer
+    bound = implied_staleness(config).bound
+    if buffer.on_batch == "interrupt" and bound == 0:
+        yield (
+            "buffer.on_batch = interrupt cannot continue a partial that is strictly on-policy: set "
+            "buffer.run_ahead and buffer.max_staleness to 1 or more, or buffer.on_batch to cut"
+        )
+    if buffer.on_batch == "interrupt" and buffer.partial_max_segments == 1:
+        yield (
+            "buffer.partial_max_segments = 1 throws away what buffer.on_batch = interrupt brings "
+            "back, so that a sample longer than a step never ends: allow 2 or more, or 0"
+        )
+    if buffer.on_batch == "cut" and not buffer.oversample:
+        yield "buffer.on_batch = cut needs groups to spare: set buffer.oversample to 1 or more"
+    if buffer.stale_policy == "wait" and buffer.oversample and buffer.on_batch != "cut":
+        yield (
+            "buffer.stale_policy = wait waits for the spare groups of buffer.oversample as well: "
+            "set buffer.on_batch to cut, or buffer.oversample to 0"
+        )
+
+
+def _stages(config: RunConfig) -> Iterator[str]:
+    stages, kind = config.buffer.stages, config.environment.kind
+    for stage in sorted(set(stages)):
+        if stages.count(stage) > 1:
+            yield f"buffer.stages has {stage} twice"
+        if not getattr(config.scorer, stage):
+            yield (
+                f"buffer.stages has {stage}, but scorer.{stage} = 0: nothing would ever leave "
+                "that stage"
+            )
+    if "reward" in stages and kind not in ("exact", "reward"):
+        yield (
+            f"buffer.stages has reward, but environment.kind = {kind} rewards its turns itself: "
+            "remove the stage"
+        )
+
+
+def _deadlines(config: RunConfig) -> Iterator[str]:
+    buffer, wait_s = config.buffer, config.trainer.batch_wait_s
+    if buffer.dead_after_s <= buffer.heartbeat_s:
+        yield (
+            f"buffer.dead_after_s = {buffer.dead_after_s:g} must be more than buffer.heartbeat_s = "
+            f"{buffer.heartbeat_s:g}, or every member counts as dead between two heartbeats"
+        )
+    if buffer.straggler == "survivors" and buffer.straggler_s >= wait_s:
+        yield (
+            f"trainer.batch_wait_s = {wait_s:g} ends the run before buffer.straggler_s = "
+            f"{buffer.straggler_s:g} lets a group go on"
+        )
+    if config.eval.every and config.eval.mode == "pause" and config.eval.timeout_s >= wait_s:
+        yield (
+            f"trainer.batch_wait_s = {wait_s:g} ends the run before eval.timeout_s = "
+            f"{config.eval.timeout_s:g} ends an evaluation that training waits for"
+        )
+    if config.environment.timeout_s >= wait_s:
+        yield (
+            f"trainer.batch_wait_s = {wait_s:g} ends the run before a reward that takes "
+            f"environment.timeout_s = {config.environment.timeout_s:g} is given up"
+        )

@@ -1,0 +1,1 @@
+"""A worker of one scoring stage: rewards, reference logprobs or proximal logprobs."""

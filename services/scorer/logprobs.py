@@ -1,0 +1,92 @@
+"""Stages "ref_logp" and "logp": logprobs of the response tokens under a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from umbra.proto.records import Score, ScoringTask, Trajectory
+from umbra.services.modeling.packing import Tokens, pack
+from umbra.services.modeling.scorer import Scorer
+from umbra.services.runtime.config import Scorer as ScorerConfig
+
+
+class LogprobWorker:
+    """Scores with one model.
+
+    Args:
+        model: a causal language model on its device.
+        config: packing is read.
+        refresh: brings the newest weights into the model and returns their version; -1 for a model
+            that stays as it is.
+    """
+
+    def __init__(
+        self, model: Any, config: ScorerConfig, refresh: Callable[[], int] = lambda: -1
+    ) -> None:
+        self._scorer = Scorer(model).eval()
+        self._device: torch.device = model.device
+        self._config = config
+        self._refresh = refresh
+
+    @torch.inference_mode()
+    def score(self, tasks: Sequence[ScoringTask], alive: Callable[[], None]) -> Iterator[Score]:
+        """Logprobs for each of `tasks`, all by the same weights."""
+        version = self._refresh()
+        trajectories = [task.trajectory for task in tasks]
+        tokens = lay_out(trajectories)
+        temperatures = torch.tensor([t.sampling.temperature for t in trajectories])
+        logprobs = torch.zeros(len(tokens.learned))
+        for micro in pack(
+            tokens,
+            pack_tokens=self._config.pack_tokens,
+            micro_tokens=self._config.micro_tokens,
+        ):
+            alive()
+            temperature = temperatures[tokens.owner[micro.source]].to(self._device)
+            found, _ = self._scorer(micro.to(self._device), temperature, with_entropy=False)
+            logprobs[micro.source] = found.cpu()
+        for index, task in enumerate(tasks):
+            yield Score(
+                sample_id=task.sample_id,
+                attempt=task.attempt,
+                logprobs=_spread(task.trajectory, logprobs[tokens.owner == index]),
+                version=version,
+            )
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+def lay_out(trajectories: Sequence[Trajectory]) -> Tokens:
+    """The sequences of `trajectories`; what the policy sampled is what is "learned"."""
+    ids: list[Any] = []
+    learned: list[Any] = []
+    start = 0
+    for trajectory in trajectories:
+        prompt = np.frombuffer(trajectory.prompt_ids, "<i4")
+        response = np.frombuffer(trajectory.response_ids, "<i4")
+        mask = np.frombuffer(trajectory.loss_mask, "u1")
+        ids += [prompt, response]
+        learned.append(np.flatnonzero(mask) + (start + len(prompt)))
+        start += len(prompt) + len(response)
+    counts = torch.tensor([len(positions) for positions in learned])
+    lengths = [(len(t.prompt_ids) + len(t.response_ids)) // 4 for t in trajectories]
+    return Tokens(
+        ids=torch.from_numpy(np.concatenate(ids).astype(np.int64)),
+        lengths=torch.tensor(lengths),
+        learned=torch.from_numpy(np.concatenate(learned)),
+        owner=torch.arange(len(trajectories)).repeat_interleave(counts),
+    )
+
+
+def _spread(trajectory: Trajectory, logprobs: Tensor) -> bytes:
+    """`logprobs` of the sampled tokens as float32 [T], 0 for those of the environment."""
+    mask = np.frombuffer(trajectory.loss_mask, "u1").astype(bool)
+    spread = np.zeros(len(mask), "<f4")
+    spread[mask] = logprobs.numpy()
+    return spread.tobytes()

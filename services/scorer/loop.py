@@ -1,0 +1,94 @@
+"""The scorer's loop: lease trajectories, score them, send the scores; renew what takes long."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from umbra.proto.messages import (
+    LeaseScoring,
+    RenewAck,
+    RenewLeases,
+    ScoringLeases,
+    SubmitAck,
+    SubmitScores,
+)
+from umbra.proto.records import Score
+from umbra.services.runtime.session import Session
+from umbra.services.scorer.worker import Worker
+
+WAIT_S = 1.0  # how long the buffer may keep a question open, so that a stop is noticed
+ANSWER_S = 60.0
+BATCH_S = 0.2  # scores that get ready within this time travel together
+
+
+class ScorerLoop:
+    """Serves one stage until the session stops.
+
+    Args:
+        session: membership in the run.
+        stage: name of the stage.
+        worker: does the work.
+        capacity: trajectories leased at once.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        stage: str,
+        worker: Worker,
+        capacity: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._session = session
+        self._stage = stage
+        self._worker = worker
+        self._capacity = capacity
+        self._clock = clock
+        self._scored = 0
+
+    def run(self) -> None:
+        """Turn until asked to stop. What is unfinished goes to others when this process leaves."""
+        while not self._session.stopping.is_set():
+            self.turn()
+
+    def turn(self) -> None:
+        """One question for work, and what comes of it."""
+        self._session.progress(f"waiting for {self._stage}", 0)
+        ask = LeaseScoring(stage=self._stage, capacity=self._capacity, wait_s=WAIT_S)
+        lease = self._session.data.call(ask, ScoringLeases, timeout_s=WAIT_S + ANSWER_S)
+        if not lease.tasks:
+            return
+        left = {task.sample_id: task.attempt for task in lease.tasks}
+        renew_every = min(task.lease_s for task in lease.tasks) / 3
+        renew_at = self._clock() + renew_every
+
+        def alive() -> None:
+            nonlocal renew_at
+            self._session.progress(f"scoring {self._stage}", 0)
+            if left and self._clock() >= renew_at:
+                renew_at = self._clock() + renew_every
+                renew = RenewLeases(leases=list(left.items()))
+                self._session.data.call(renew, RenewAck, timeout_s=ANSWER_S)
+
+        scores: list[Score] = []
+        send_at = self._clock() + BATCH_S
+        for score in self._worker.score(lease.tasks, alive):
+            if self._session.stopping.is_set():
+                break
+            del left[score.sample_id]
+            scores.append(score)
+            if self._clock() >= send_at:
+                self._send(scores)
+                scores, send_at = [], self._clock() + BATCH_S
+        self._send(scores)
+
+    def _send(self, scores: list[Score]) -> None:
+        if not scores:
+            return
+        body = SubmitScores(stage=self._stage, scores=scores)
+        answer = self._session.data.call(body, SubmitAck, timeout_s=ANSWER_S)
+        self._scored += answer.accepted
+        self._session.progress(f"scoring {self._stage}", len(scores))
+        self._session.stats(scored=float(self._scored))

@@ -1,0 +1,102 @@
+"""Puts a scorer together from its configuration and runs it."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import closing
+
+from umbra.services.runtime.command import ServiceContext
+from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.receiver import Receiver
+from umbra.services.runtime.session import Session
+from umbra.services.scorer.loop import ScorerLoop
+from umbra.services.scorer.worker import Worker
+
+HUB_DEADLINE_S = 600.0  # for a hub to join, and for the trainer to publish its first version
+
+
+def run(context: ServiceContext) -> int:
+    """Score until the run ends or this process is told to stop.
+
+    Raises:
+        UsageError: no model or reward where the configuration says.
+        UmbraError: a peer was lost.
+    """
+    config = context.config
+    stage = config.scorer.stage
+    reward = reward_worker(config) if stage == "reward" else None
+    with context.join("scorer") as session:
+        if reward is not None:
+            context.ready({"stage": stage})
+            with closing(reward):
+                ScorerLoop(session, stage, reward, config.scorer.capacity).run()
+        else:
+            _score_logprobs(context, session)
+        if session.failure is not None:
+            raise session.failure
+        return 0
+
+
+def reward_worker(config: RunConfig) -> Worker:
+    """The worker of stage "reward". Needs a tokenizer, but no model."""
+    from umbra.services.modeling.chat import Chat
+    from umbra.services.modeling.environment_pool import EnvironmentPool
+    from umbra.services.modeling.environments import load_environment
+    from umbra.services.modeling.models import load_tokenizer
+    from umbra.services.scorer.reward import RewardWorker
+
+    tokenizer = load_tokenizer(config.model.path)
+    stops = {tokenizer.eos_token_id} - {None}
+    wake = threading.Event()
+
+    def wait(seconds: float) -> None:
+        wake.wait(seconds)
+        wake.clear()
+
+    pool = EnvironmentPool(timeout_s=config.environment.timeout_s, wake=wake.set)
+    make_environment = load_environment(config.environment)
+    return RewardWorker(Chat(tokenizer, stops), make_environment, pool, wait)
+
+
+def _score_logprobs(context: ServiceContext, session: Session) -> None:
+    import torch
+
+    from umbra.services.modeling.models import load_model, pick_device
+    from umbra.services.modeling.weights import WeightTable, tensors_in
+    from umbra.services.scorer.logprobs import LogprobWorker
+
+    config, scorer = context.config, context.config.scorer
+    if scorer.threads:
+        torch.set_num_threads(scorer.threads)
+    own = scorer.stage == "ref_logp" and bool(scorer.model)
+    path, source = (scorer.model, "scorer.model") if own else (config.model.path, "model.path")
+    dtype = getattr(torch, config.weight_hub.dtype)
+    model = load_model(path, pick_device(scorer.device), dtype, source)
+    if scorer.stage == "ref_logp":
+        context.ready({"stage": scorer.stage, "model": path})
+        ScorerLoop(session, scorer.stage, LogprobWorker(model, scorer), scorer.capacity).run()
+        return
+    channel = session.weights(deadline_s=HUB_DEADLINE_S)
+    table = WeightTable(model)
+    version = -1
+    plane = config.weight_hub.plane
+    with closing(Receiver(channel, planes=[plane] if plane != "auto" else ["shm"])) as receiver:
+        receiver.subscribe(HUB_DEADLINE_S)
+        staged = receiver.wait_first(HUB_DEADLINE_S, session.stopping)
+
+        def refresh() -> int:
+            nonlocal staged, version
+            staged = staged or receiver.poll()
+            if staged is not None:
+                table.load(tensors_in(staged.manifest, staged.data))
+                receiver.committed(staged, 0.0)
+                version, staged = staged.version, None
+            return version
+
+        refresh()
+        context.ready({"stage": scorer.stage, "version": version})
+        worker = LogprobWorker(model, scorer, refresh)
+        loop = ScorerLoop(session, scorer.stage, worker, scorer.capacity)
+        while not session.stopping.is_set():
+            refresh()  # also while there is nothing to score, so that the hub need not wait
+            loop.turn()

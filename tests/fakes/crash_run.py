@@ -1,0 +1,314 @@
+"""A real buffer process that is killed again and again, with peers that remember every ack."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq
+from fakes.broker_world import trajectory
+
+from umbra.proto import sockets
+from umbra.proto.codec import Encoder, decode
+from umbra.proto.messages import (
+    BatchLease,
+    CheckpointSaved,
+    CommitAck,
+    CommitBatch,
+    FinishRun,
+    Join,
+    LeaseBatch,
+    LeaseSamples,
+    Message,
+    Role,
+    RunFinished,
+    SampleLeases,
+    Status,
+    StatusRequest,
+    SubmitAck,
+    SubmitTrajectories,
+    Welcome,
+)
+from umbra.proto.records import Trajectory
+
+ANSWER_S = 20.0
+RESEND_S = 0.25
+CONFIG = """
+[run]
+steps = 100000
+[data]
+prompts = "prompts.jsonl"
+[buffer]
+group_size = 2
+batch_groups = 4
+run_ahead = 2
+max_staleness = 100000
+dead_after_s = 60.0
+"""
+
+
+class BufferProcess:
+    """`umbra buffer`, started again at the same place after each kill."""
+
+    def __init__(self, folder: Path, config: str = CONFIG) -> None:
+        self.folder = folder
+        self.kills = 0
+        (folder / "prompts.jsonl").write_text(
+            "".join(json.dumps({"prompt": f"row {n}"}) + "\n" for n in range(1, 51))
+        )
+        (folder / "run.toml").write_text(config)
+        self.broker = ""
+        self.start()
+
+    def start(self) -> None:
+        """Start it, and wait until it says where it is."""
+        read, write = os.pipe()
+        argv = [sys.executable, "-m", "umbra", "buffer", "--config", "run.toml", "--run-dir", "run"]
+        with (self.folder / "buffer.log").open("ab") as log:
+            self.popen = subprocess.Popen(
+                argv,
+                cwd=self.folder,
+                env={**os.environ, "UMBRA_READY_FD": str(write)},
+                pass_fds=(write,),
+                stdout=log,
+                stderr=log,
+            )
+        os.close(write)
+        with os.fdopen(read) as ready:
+            line = ready.readline()
+        assert line, (self.folder / "buffer.log").read_text()[-2000:]
+        broker = json.loads(line)["broker"]
+        assert self.broker in ("", broker), "it is not where it was"
+        self.broker = broker
+
+    def kill(self) -> None:
+        """`kill -9`, in the middle of whatever it does."""
+        self.kills += 1
+        self.popen.send_signal(signal.SIGKILL)
+        self.popen.wait()
+
+    def close(self) -> None:
+        """End it for good."""
+        self.popen.kill()
+        self.popen.wait()
+
+
+class Peer:
+    """A member with one request at a time, resent until it is answered."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], broker: str, role: Role, name: str
+    ) -> None:
+        self.encoder = Encoder(name, uuid.uuid4().hex[:12])
+        self.control = sockets.dealer(context, broker, name.encode())
+        hello = Join(role=role, name=name, pid=1, host="h", package_version="0")
+        welcome = self._exchange(self.control, hello)
+        assert isinstance(welcome, Welcome), welcome
+        self.data_endpoint = welcome.data
+        self.data = sockets.dealer(context, welcome.data, name.encode())
+        self._open: dict[int, tuple[list[bytes], float]] = {}
+
+    def ask(self, body: Message) -> None:
+        """Send a request; `take` brings its answer."""
+        number, frames = self.encoder.encode(body)
+        self._open[number] = (frames, time.monotonic())
+        self.data.send_multipart(frames)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a request is open."""
+        return bool(self._open)
+
+    def take(self) -> Message | None:
+        """The answer, if it is there; what has none for long is sent again."""
+        while self.data.poll(0):
+            envelope = decode(self.data.recv_multipart())
+            if self._open.pop(envelope.header.reply_to or 0, None) is not None:
+                return envelope.body
+        now = time.monotonic()
+        for number, (frames, sent_at) in self._open.items():
+            if now - sent_at > RESEND_S:
+                self._open[number] = (frames, now)
+                self.data.send_multipart(frames)
+        return None
+
+    def call(self, body: Message) -> Message:
+        """Send a request and wait for its answer."""
+        self.ask(body)
+        deadline = time.monotonic() + ANSWER_S
+        while (answer := self.take()) is None:
+            assert time.monotonic() < deadline, f"no answer to {body}"
+            self.data.poll(20)
+        return answer
+
+    def status(self) -> Message:
+        """The buffer's status."""
+        return self._exchange(self.control, StatusRequest())
+
+    def close(self) -> None:
+        """Close the sockets."""
+        self.control.close(linger=0)
+        self.data.close(linger=0)
+
+    def _exchange(self, socket: zmq.Socket[bytes], body: Message) -> Message:
+        number, frames = self.encoder.encode(body)
+        deadline = time.monotonic() + ANSWER_S
+        while time.monotonic() < deadline:
+            socket.send_multipart(frames)
+            if socket.poll(int(1000 * RESEND_S)):
+                envelope = decode(socket.recv_multipart())
+                if envelope.header.reply_to == number:
+                    return envelope.body
+        raise AssertionError(f"no answer to {body}")
+
+
+@dataclass
+class CrashRun:
+    """Generators and a trainer at work while the buffer dies at random moments.
+
+    What was acknowledged is remembered; `finish` compares it with what was trained.
+    """
+
+    buffer: BufferProcess
+    seed: int
+    acked: dict[str, int] = field(default_factory=dict[str, int])  # sample: attempt
+    trained: dict[str, int] = field(default_factory=dict[str, int])  # sample: step
+    prompts: dict[str, str] = field(default_factory=dict[str, str])  # group: prompt
+    batches: dict[int, list[str]] = field(default_factory=dict[int, list[str]])
+    version: int = 0
+    restarts: int = 0  # of the trainer
+
+    def __post_init__(self) -> None:
+        self._chance = random.Random(self.seed)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._generators = [
+            Peer(self._context, self.buffer.broker, "generator", f"g{n}") for n in range(3)
+        ]
+        self._sent: dict[int, list[Trajectory]] = {}
+        self._trainer = Peer(self._context, self.buffer.broker, "trainer", "trainer")
+        self._want: Message | None = None
+
+    def work(self, seconds: float) -> None:
+        """Turn for so long; every peer acts when its last request was answered."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            self.turn()
+
+    def turn(self) -> None:
+        """One look at every peer."""
+        for index, peer in enumerate(self._generators):
+            self._generate(index, peer)
+        self._train()
+
+    @property
+    def data_endpoint(self) -> str:
+        """Where the buffer's data socket is."""
+        return self._trainer.data_endpoint
+
+    def status(self) -> Status:
+        """What the buffer says."""
+        status = self._trainer.status()
+        assert isinstance(status, Status), status
+        return status
+
+    def start_trainer_again(self, checkpoint: int) -> None:
+        """The trainer dies and goes on after `checkpoint`: the steps since then are not trained."""
+        self._trainer.close()
+        self._trainer = Peer(self._context, self.buffer.broker, "trainer", "trainer")
+        self._want = None
+        self.version = checkpoint
+        self.restarts += 1
+
+    def finish(self) -> RunFinished:
+        """Train on whatever was acknowledged, then end the run; the last word of the ledger."""
+        self._await(lambda: not any(peer.is_waiting for peer in self._generators))
+        self._await(lambda: not self._trainer.is_waiting)
+        answer = self._trainer.call(FinishRun(reason="done"))
+        assert isinstance(answer, RunFinished), answer
+        return answer
+
+    def close(self) -> None:
+        """Close all sockets."""
+        for peer in (*self._generators, self._trainer):
+            peer.close()
+        self._context.term()
+
+    def _await(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + ANSWER_S
+        while not condition():
+            assert time.monotonic() < deadline, "a request stays unanswered"
+            for index, peer in enumerate(self._generators):
+                self._generate(index, peer, more=False)
+            self._train(more=False)
+
+    def _generate(self, index: int, peer: Peer, *, more: bool = True) -> None:
+        if peer.is_waiting:
+            answer = peer.take()
+            if isinstance(answer, SampleLeases) and answer.tasks:
+                for task in answer.tasks:
+                    self.prompts.setdefault(task.group_id, task.prompt_id)
+                made = [trajectory(task, self._serving()) for task in answer.tasks]
+                self._sent[index] = made
+                peer.ask(SubmitTrajectories(trajectories=made))
+            elif isinstance(answer, SubmitAck):
+                for one in self._sent.pop(index):
+                    if one.sample_id not in answer.refused:
+                        self.acked[one.sample_id] = one.attempt
+            else:
+                assert answer is None or isinstance(answer, SampleLeases), answer
+        elif more:
+            capacity = self._chance.randrange(1, 6)
+            peer.ask(LeaseSamples(capacity=capacity, version=self._serving(), wait_s=0.05))
+
+    def _serving(self) -> int:
+        return self.version
+
+    def _train(self, *, more: bool = True) -> None:
+        peer = self._trainer
+        if peer.is_waiting:
+            answer = peer.take()
+            match answer:
+                case BatchLease(step=step, trajectories=[_, *_] as batch):
+                    names = [one.sample_id for one in batch]
+                    assert self.batches.setdefault(step, names) == names, "another batch"
+                    self._want = CommitBatch(step=step)
+                case CommitAck(version=version, ledger=ledger):
+                    assert ledger.balance == 0, ledger
+                    for name in self.batches[version]:
+                        assert self.trained.setdefault(name, version) == version, "trained twice"
+                    self.version = version
+                    if self._chance.random() < 0.2:
+                        self._want = CheckpointSaved(step=version - 1)
+                case _:
+                    pass
+        elif self._want is not None:
+            peer.ask(self._want)
+            self._want = None
+        elif more:
+            peer.ask(LeaseBatch(step=self.version + 1, wait_s=0.05))
+
+
+def check(run: CrashRun, final: RunFinished) -> None:
+    """Nothing acknowledged is lost, nothing trained twice, and the ledger is whole."""
+    ledger = final.ledger
+    assert ledger.balance == 0
+    assert not any(ledger.in_flight.values())
+    assert ledger.trained == len(run.trained)
+    assert set(ledger.ended) <= {"cancelled"}, ledger
+    # In order of completion: what was acknowledged and not trained is the newest, not a gap.
+    assert ledger.issued == ledger.trained + ledger.ended.get("cancelled", 0)
+    order = sorted(run.prompts, key=lambda group: int(group.removeprefix("g-")))
+    numbers = [int(run.prompts[group]) for group in order]
+    serials = [int(group.removeprefix("g-")) for group in order]
+    epochs = [sorted(numbers[i : i + 50]) for i in range(0, len(numbers) - 49, 50)]
+    assert serials == list(range(len(serials))), "a group was never handed out"
+    assert all(epoch == list(range(1, 51)) for epoch in epochs), "a prompt was skipped or repeated"

@@ -1,0 +1,156 @@
+"""Bad input on the real socket: counted, named, answered, and nothing else happens."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import msgpack
+import pytest
+import zmq
+from fakes.broker_world import trajectory
+from fakes.crash_run import BufferProcess, CrashRun, check
+
+from umbra.proto import sockets
+from umbra.proto.codec import Encoder
+from umbra.proto.messages import (
+    CommitBatch,
+    Heartbeat,
+    Join,
+    LeaseBatch,
+    LeaseSamples,
+    RenewLeases,
+    ReturnedSample,
+    ReturnSamples,
+    SubmitTrajectories,
+)
+from umbra.proto.records import SampleTask
+
+FRAMES = 200_000
+GROWTH_MB = 40  # allocators need some; 200,000 leaked messages would take far more
+
+
+def seeds() -> list[list[bytes]]:
+    """Sound messages to start from."""
+    encoder = Encoder("stranger", "stranger-1")
+    task = SampleTask(
+        sample_id="s-1", group_id="g-0", prompt_id="1", attempt=1, row={}, lease_s=1.0
+    )
+    made = trajectory(task, 0, 1)
+    bodies = [
+        Join(role="generator", name="stranger", pid=1, host="h", package_version="0"),
+        Heartbeat(state="ready", activity="x", progress=1, idle_s=0.0),
+        LeaseSamples(capacity=4, version=0, wait_s=0.0),
+        SubmitTrajectories(trajectories=[made, made]),
+        ReturnSamples(
+            samples=[ReturnedSample(sample_id="s-1", attempt=1, reason="x", partial=made)]
+        ),
+        RenewLeases(leases=[("s-1", 1)]),
+        LeaseBatch(step=1, wait_s=0.0),
+        CommitBatch(step=1),
+    ]
+    return [encoder.encode(body)[1] for body in bodies]
+
+
+def mutate(frames: list[bytes], chance: random.Random) -> list[bytes]:
+    """One of the ways in which a message can be wrong."""
+    frames = list(frames)
+    which = chance.randrange(len(frames))
+    frame = bytearray(frames[which])
+    match chance.randrange(9):
+        case 0:  # flipped bits
+            for _ in range(chance.randrange(1, 5)):
+                frame[chance.randrange(len(frame))] ^= 1 << chance.randrange(8)
+        case 1:  # cut off
+            del frame[chance.randrange(len(frame)) :]
+        case 2:  # something inserted
+            at = chance.randrange(len(frame))
+            frame[at:at] = chance.randbytes(chance.randrange(1, 9))
+        case 3:  # a length that promises gigabytes
+            at = chance.randrange(len(frame))
+            frame[at : at + 1] = chance.choice([b"\xdd", b"\xdf", b"\xc6", b"\xdb"]) + b"\x7f" * 4
+        case 4:  # too few or too many frames
+            frames = frames[:1] if chance.random() < 0.5 else [*frames, b"more"]
+            which = 0
+            frame = bytearray(frames[0])
+        case 5:  # not MessagePack at all
+            frame = bytearray(chance.randbytes(chance.randrange(64)))
+        case 6:  # another version, sender, incarnation or id, far away or out of order
+            header = msgpack.unpackb(frames[0])
+            key, value = chance.choice(
+                [
+                    ("major", 2),
+                    ("minor", 99),
+                    ("sender", "x" * 300),
+                    ("incarnation", ""),
+                    ("id", -1),
+                    ("id", chance.randrange(1 << 40)),
+                    ("type", "Nothing"),
+                    ("reply_to", 7),
+                ]
+            )
+            header[key] = value
+            which, frame = 0, bytearray(msgpack.packb(header))
+        case 7:  # a wrong type, or a field left out
+            body = msgpack.unpackb(frames[1])
+            if body:
+                key = chance.choice(list(body))
+                if chance.random() < 0.5:
+                    body[key] = chance.choice([None, -1, "text", [], {}, 2**63, float("nan")])
+                else:
+                    del body[key]
+            which, frame = 1, bytearray(msgpack.packb(body))
+        case _:  # as it was: replayed
+            pass
+    frames[which] = bytes(frame)
+    return frames
+
+
+def rss_mb(pid: int) -> float:
+    """Resident memory."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * 4096 / 1e6
+
+
+@pytest.mark.fault
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_no_message_hurts(tmp_path: Path) -> None:
+    """While honest peers work, a stranger sends mutated frames to both sockets."""
+    chance = random.Random(11)
+    buffer = BufferProcess(tmp_path)
+    run = CrashRun(buffer, seed=11)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        data = run.data_endpoint
+        strangers = [
+            sockets.dealer(context, endpoint, b"stranger") for endpoint in (buffer.broker, data)
+        ]
+        base = seeds()
+        answers: Counter[str] = Counter()
+        early = 0.0
+        for number in range(FRAMES):
+            stranger = strangers[number % 2]
+            stranger.send_multipart(mutate(chance.choice(base), chance))
+            while stranger.poll(0):
+                answers["some"] += 1
+                stranger.recv_multipart()
+            if number % 100 == 0:
+                run.turn()
+            if number == FRAMES // 5:
+                early = rss_mb(buffer.popen.pid)
+        status = run.status()
+        assert rss_mb(buffer.popen.pid) - early < GROWTH_MB
+        counted = sum(status.counters.get(code, 0) for code in ("malformed", "frames", "protocol"))
+        assert counted > FRAMES // 10
+        assert answers["some"] > FRAMES // 10
+        run.work(0.5)
+        before = run.version
+        run.work(1.0)
+        assert run.version > before, "honest peers are served no more"
+        check(run, run.finish())
+    finally:
+        context.destroy(linger=0)
+        run.close()
+        buffer.close()

@@ -1,0 +1,59 @@
+"""`kill -9` of the real buffer, at random moments, with peers over real sockets."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from fakes.crash_run import BufferProcess, CrashRun, check
+
+KILLS = 30
+
+
+@pytest.mark.fault
+@pytest.mark.timeout(240)
+def test_nothing_acknowledged_is_lost_when_the_buffer_is_killed(tmp_path: Path) -> None:
+    chance = random.Random(7)
+    buffer = BufferProcess(tmp_path)
+    run = CrashRun(buffer, seed=7)
+    try:
+        for _ in range(KILLS):
+            run.work(chance.uniform(0.01, 0.25))
+            buffer.kill()
+            acked = dict(run.acked)
+            buffer.start()
+            ledger = run.status().ledger
+            assert ledger.balance == 0
+            # Whatever was acknowledged is ready, in training or trained: none is generated again.
+            there = ledger.trained + ledger.in_flight["ready"] + ledger.in_flight["training"]
+            assert there >= len(acked)
+        run.work(0.5)
+        check(run, run.finish())
+        assert len(run.trained) > KILLS
+    finally:
+        run.close()
+        buffer.close()
+
+
+@pytest.mark.fault
+@pytest.mark.timeout(120)
+def test_a_trainer_that_is_killed_gets_the_same_batches(tmp_path: Path) -> None:
+    """Its buffer is killed too; `CrashRun` compares every batch with the one before."""
+    buffer = BufferProcess(tmp_path)
+    run = CrashRun(buffer, seed=3)
+    try:
+        for kill_buffer in (False, True, False):
+            target = run.version + 10
+            while run.version < target:
+                run.turn()
+            if kill_buffer:
+                buffer.kill()
+                buffer.start()
+            run.start_trainer_again(max(0, run.version - 1))
+            while run.version < target + 2:
+                run.turn()
+        check(run, run.finish())
+    finally:
+        run.close()
+        buffer.close()

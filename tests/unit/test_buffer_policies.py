@@ -1,0 +1,397 @@
+"""The broker's policies beyond the plain life of a sample; B = 2 groups of 2 if nothing is said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fakes.broker_world import World, trajectory
+
+from umbra.proto.messages import (
+    FinishRun,
+    FlushPartials,
+    Interrupt,
+    Interrupted,
+    InterruptRequest,
+    LeaseBatch,
+    LeaseScoring,
+    Nack,
+    RenewAck,
+    RenewLeases,
+    ReturnedSample,
+    ReturnSamples,
+    RunFinished,
+    ScoringLeases,
+    SubmitAck,
+    SubmitScores,
+)
+from umbra.proto.records import SampleTask, Score, ScoringTask, pack_float32
+from umbra.services.buffer.prompts import Prompt
+from umbra.services.runtime.config import Eval
+
+
+def world(**options: Any) -> World:
+    made = World(**options)
+    for name in "ab":
+        made.join("generator", name)
+    made.join("trainer", "trainer")
+    return made
+
+
+def answer(run: World, name: str, tasks: list[SampleTask], version: int, *rewards: float) -> None:
+    """Complete `tasks` with `rewards` in turn (1.0, 0.0 if none are given)."""
+    given = rewards or (1.0, 0.0)
+    made = [
+        trajectory(task, version, reward=given[index % len(given)])
+        for index, task in enumerate(tasks)
+    ]
+    assert not run.submit(name, *made).refused
+
+
+def step(run: World, number: int) -> None:
+    assert run.batch(number).trajectories
+    run.commit(number)
+
+
+# -- partials --------------------------------------------------------------------------------------
+
+
+def test_a_flushed_partial_is_kept_and_its_lease_goes_on() -> None:
+    run = world(lease_s=10, dead_after_s=1000)
+    (task,) = run.lease("a", 1, 0)
+    partial = trajectory(task, 0, finish_reason="partial")
+    run.pass_time(8)
+    flushed = FlushPartials(partials=[partial, trajectory(task, 0, sample_id="s-99")])
+    assert run.ask("a", flushed) == RenewAck(lost=["s-99"])
+    run.pass_time(8)
+    assert run.pool.samples[task.sample_id].holder == "a"  # the flush counts as a renewal
+    run.pass_time(10)
+    assert run.lease("b", 1, 0)[0].partial == partial  # lost with "a", but for what was flushed
+
+
+def test_samples_are_interrupted_on_request() -> None:
+    run = world()
+    one, two = run.lease("a", 2, 0)
+    assert run.ask("cli", InterruptRequest(samples=[two.sample_id])) == Interrupted(samples=1)
+    assert run.pushes == [("a", Interrupt(leases=[(two.sample_id, 1)], reason="on request"))]
+    assert run.ask("cli", InterruptRequest()) == Interrupted(samples=2)
+    assert run.pool.samples[one.sample_id].holder == "a"  # until it comes back
+
+
+def test_a_full_batch_interrupts_the_rest() -> None:
+    run = world(on_batch="interrupt")
+    tasks = run.lease("a", 1000, 0)
+    answer(run, "a", tasks[:4], 0)
+    run.batch(1)
+    ((_, interrupt),) = run.pushes
+    assert isinstance(interrupt, Interrupt)
+    assert interrupt.leases == [(task.sample_id, 1) for task in tasks[4:]]
+
+
+@pytest.mark.parametrize("policy", ["restart", "drop"])
+@pytest.mark.parametrize("limit", ["partial_max_segments", "partial_max_age_s"])
+def test_a_partial_past_a_limit(policy: str, limit: str) -> None:
+    run = world(partial_policy=policy, lease_s=100, dead_after_s=1000, **{limit: 2})
+    (task,) = run.lease("a", 1, 0)
+    for _ in range(2):
+        run.pass_time(1.5)
+        partial = trajectory(task, 0, finish_reason="partial")
+        back = ReturnedSample(
+            sample_id=task.sample_id, attempt=task.attempt, reason="x", partial=partial
+        )
+        run.ask("a", ReturnSamples(samples=[back]))
+        (task,) = run.lease("a", 1, 0)
+    if policy == "restart":
+        assert (task.sample_id, task.partial) == ("s-0", None)
+    else:
+        assert run.pool.ledger.ended == {"stale": 2}
+    assert sum(
+        n for name, n in run.broker.counters.items() if name.startswith("partials_of")
+    ) + sum(n for name, n in run.broker.counters.items() if name.startswith("partials_too_long"))
+
+
+# -- staleness -------------------------------------------------------------------------------------
+
+
+def overtaken(policy: str) -> tuple[World, list[SampleTask]]:
+    """Version 1 with K = 1; one group has a ready sample of version 0, and one under way."""
+    run = world(run_ahead=1, max_staleness=1, stale_policy=policy)
+    tasks = run.lease("a", 1000, 0)
+    answer(run, "a", tasks[1:5], 0)  # groups 1 and half of 0 and 2
+    answer(run, "a", tasks[5:8], 0)
+    step(run, 1)  # groups 1 and 2 or 3; group 0 lacks its first sample
+    return run, tasks
+
+
+def test_what_is_stale_is_generated_anew() -> None:
+    run, tasks = overtaken("restart")
+    run.produce("b", 1)
+    step(run, 2)
+    assert run.broker.counters["stale_restarts"]
+    assert run.pool.samples[tasks[1].sample_id].state == "queued"  # the group lives on
+    assert not run.pool.ledger.ended
+
+
+def test_training_waits_for_what_would_be_stale() -> None:
+    run, tasks = overtaken("wait")
+    run.produce("b", 1)
+    reply = run.batch(2)
+    assert not reply.trajectories and "stale_policy = wait" in reply.waiting_for
+    answer(run, "a", tasks[:1], 0)
+    assert tasks[0].sample_id in {t.sample_id for t in run.batch(2).trajectories}
+    run.commit(2)
+    assert not run.pool.ledger.ended
+
+
+def test_spare_groups_that_lag_behind_are_cut() -> None:
+    run = world(run_ahead=0, oversample=1, on_batch="cut")
+    tasks = run.lease("a", 1000, 0)
+    assert len(tasks) == 6
+    answer(run, "a", tasks[2:], 0)
+    assert {t.group_id for t in run.batch(1).trajectories} == {"g-1", "g-2"}
+    assert run.pool.ledger.ended == {"cancelled": 2}
+    interrupt = run.pushes[-1][1]
+    assert isinstance(interrupt, Interrupt) and interrupt.leases == [("s-0", 1), ("s-1", 1)]
+
+
+# -- groups ----------------------------------------------------------------------------------------
+
+
+def test_survivors_are_trained_without_their_stragglers() -> None:
+    run = world(group_size=3, batch_groups=1, straggler="survivors", straggler_s=20,
+                lease_s=500, dead_after_s=1000)  # fmt: skip
+    tasks = run.lease("a", 3, 0)
+    answer(run, "a", tasks[:1], 0)
+    run.pass_time(30)
+    assert not run.batch(1).trajectories  # min_survivors = 2
+    answer(run, "a", tasks[1:2], 0)
+    run.pass_time(0.1)
+    assert [t.sample_id for t in run.batch(1).trajectories] == ["s-0", "s-1"]
+    assert run.commit(1).ledger.ended == {"cancelled": 1}
+    assert "over: cancelled" in run.submit("a", trajectory(tasks[2], 0)).refused["s-2"]
+
+
+def test_a_failed_sample_does_not_end_a_group_that_may_survive() -> None:
+    run = world(group_size=3, batch_groups=1, straggler="survivors")
+    tasks = run.lease("a", 3, 0)
+    answer(run, "a", tasks[:2], 0)
+    back = ReturnedSample(sample_id="s-2", attempt=1, reason="x", failed=True)
+    run.ask("a", ReturnSamples(samples=[back]))
+    assert len(run.batch(1).trajectories) == 2
+    assert run.pool.ledger.ended == {"failed": 1}
+
+
+def test_level_groups_are_filtered_and_replaced_but_not_for_ever() -> None:
+    run = world(run_ahead=0, batch_groups=1, dynamic_sampling=True, max_filtered=2)
+    for _ in range(2):
+        answer(run, "a", run.lease("a", 2, 0), 0, 1.0, 1.0)
+        assert not run.batch(1).trajectories
+    assert run.pool.ledger.ended == {"filtered": 4}
+    assert run.broker.counters["filtered_groups"] == 2
+    assert "filtered" in run.batch(1).waiting_for
+    answer(run, "a", run.lease("a", 2, 0), 0, 1.0, 1.0)
+    assert run.batch(1).trajectories
+    assert run.broker.counters["level_groups_kept"] == 1
+
+
+# -- batches ---------------------------------------------------------------------------------------
+
+
+def test_the_freshest_groups_go_first() -> None:
+    run = world(batch_groups=1, run_ahead=3, max_staleness=3, sampling="freshest")
+    old = run.lease("a", 4, 0)
+    answer(run, "a", old[:2], 0)
+    step(run, 1)
+    new = run.lease("b", 2, 1)
+    answer(run, "a", old[2:], 0)
+    answer(run, "b", new, 1)
+    assert {t.group_id for t in run.batch(2).trajectories} == {new[0].group_id}
+
+
+def test_a_batch_is_full_by_tokens_or_by_groups() -> None:
+    run = world(batch_groups=3, batch_tokens=8)
+    answer(run, "a", run.lease("a", 1000, 0), 0)  # two tokens each
+    assert len(run.batch(1).trajectories) == 4
+    run.commit(1)
+    run = world(batch_groups=1, batch_tokens=1000)
+    answer(run, "a", run.lease("a", 1000, 0), 0)
+    assert len(run.batch(1).trajectories) == 2
+
+
+# -- scoring ---------------------------------------------------------------------------------------
+
+
+def scored(**options: Any) -> World:
+    run = world(
+        stages=["reward", "ref_logp", "logp"], score_lease_s=10, dead_after_s=1000, **options
+    )
+    for name in ("r", "q"):
+        run.join("scorer", name)
+    return run
+
+
+def take(run: World, name: str, stage: str, capacity: int = 100) -> list[ScoringTask]:
+    body = LeaseScoring(stage=stage, capacity=capacity, wait_s=0)
+    return run.get(name, body, ScoringLeases).tasks
+
+
+def give(run: World, name: str, stage: str, tasks: list[ScoringTask], **values: Any) -> SubmitAck:
+    scores = [Score(sample_id=t.sample_id, attempt=t.attempt, **values) for t in tasks]
+    return run.get(name, SubmitScores(stage=stage, scores=scores), SubmitAck)
+
+
+def test_trajectories_go_through_their_stages_in_order() -> None:
+    run = scored(batch_groups=1)
+    answer(run, "a", run.lease("a", 2, 0), 0, 0.0)
+    assert run.broker.status(run.now).ledger.in_flight["scoring"] == 2
+    assert not take(run, "r", "logp")
+    rewards = take(run, "r", "reward")
+    assert rewards[0].row == {"prompt": "row 1"}
+    give(run, "r", "reward", rewards[:1], reward=0.5, reward_parts={"p": 0.5})
+    give(run, "r", "reward", rewards[1:], reward=0.25)
+    logprobs = pack_float32([-1.0, -2.0])
+    give(run, "r", "ref_logp", take(run, "r", "ref_logp"), logprobs=logprobs)
+    assert not run.batch(1).trajectories
+    give(run, "r", "logp", take(run, "r", "logp"), logprobs=logprobs, version=0)
+    made = run.batch(1).trajectories[0]
+    assert (made.reward, made.reward_parts) == (0.5, {"p": 0.5})
+    assert made.ref_logprobs == made.proximal_logprobs == logprobs
+    assert (made.scored, made.proximal_version) == (["reward", "ref_logp", "logp"], 0)
+
+
+@pytest.mark.parametrize("how", ["error", "silence", "malformed", "death"])
+def test_a_scorer_that_fails_costs_attempts_and_then_the_group(how: str) -> None:
+    run = scored(batch_groups=1, score_attempts=2)
+    answer(run, "a", run.lease("a", 2, 0), 0)
+    for attempt in (1, 2):
+        tasks = take(run, "r", "reward", 1)
+        assert [(t.sample_id, t.attempt) for t in tasks] == [("s-0", attempt)]
+        match how:
+            case "error":
+                give(run, "r", "reward", tasks, error="no such thing")
+            case "malformed":
+                assert give(run, "r", "reward", tasks, reward=float("nan")).refused
+            case "silence":
+                run.pass_time(11)
+                assert give(run, "r", "reward", tasks, reward=1.0).refused
+            case _:
+                run.join("scorer", "r", f"r-{attempt + 1}")
+    assert run.pool.ledger.ended == {"failed": 2}
+    assert run.broker.counters["scoring_retries"] == 2
+
+
+def test_scoring_leases_are_renewed_and_belong_to_one() -> None:
+    run = scored(batch_groups=1)
+    answer(run, "a", run.lease("a", 2, 0), 0)
+    (task,) = take(run, "r", "reward", 1)
+    run.pass_time(8)
+    renewal = RenewLeases(leases=[(task.sample_id, 1), ("s-99", 1)])
+    assert run.ask("r", renewal) == RenewAck(lost=["s-99"])
+    run.pass_time(8)
+    assert give(run, "q", "reward", [task], reward=1.0).refused
+    assert not give(run, "r", "reward", [task], reward=1.0).refused
+
+
+def test_scoring_is_served_as_it_comes_and_unknown_stages_are_refused() -> None:
+    run = scored()
+    assert run.ask("r", LeaseScoring(stage="reward", capacity=9, wait_s=9)) is None
+    answer(run, "a", run.lease("a", 1, 0), 0)
+    (lease,) = run.late["r"]
+    assert isinstance(lease, ScoringLeases) and len(lease.tasks) == 1
+    reply = world().ask("a", LeaseScoring(stage="reward", capacity=1, wait_s=0))
+    assert isinstance(reply, Nack) and reply.code == "wrong_role"
+    run = world()
+    run.join("scorer", "r")
+    reply = run.ask("r", LeaseScoring(stage="reward", capacity=1, wait_s=0))
+    assert isinstance(reply, Nack) and reply.code == "unknown_stage"
+
+
+# -- evaluation ------------------------------------------------------------------------------------
+
+
+def evaluated(mode: Any, **options: Any) -> World:
+    prompts = [Prompt(str(n), {"prompt": f"held out {n}"}) for n in range(2)]
+    config = Eval(every=2, mode=mode, run_samples=3, timeout_s=50, prompts="x")
+    run = World(
+        eval_config=config, eval_prompts=prompts, dead_after_s=1000, lease_s=1000, **options
+    )
+    for name in "ab":
+        run.join("generator", name)
+    run.join("trainer", "trainer")
+    for number in (1, 2):
+        run.produce("a", number - 1)
+        step(run, number)
+    return run
+
+
+def test_training_pauses_for_an_evaluation() -> None:
+    run = evaluated("pause")
+    assert run.lease("a", 9, 1) == []  # serves another version
+    tasks = run.lease("a", 9, 2)
+    assert [(t.pinned_version, t.row["prompt"]) for t in tasks] == [
+        (2, "held out 0"), (2, "held out 1"), (2, "held out 0"),
+    ]  # fmt: skip
+    reply = run.batch(3)
+    assert not reply.trajectories and "evaluation" in reply.waiting_for
+    before = run.pool.ledger.issued
+    answer(run, "a", tasks, 2, 1.0, 0.0)
+    (report,) = run.broker.status(run.now).evals
+    assert (report.version, report.done, report.answered) == (2, True, 3)
+    assert report.accuracy == pytest.approx(2 / 3)
+    assert run.pool.ledger.issued == before  # a ledger of their own
+    assert run.broker.status(run.now).eval_ledger.ended == {"evaluated": 3}
+    assert run.lease("a", 9, 2)
+    assert [row.fields["version"] for row in run.rows if row.kind == "eval"] == [2]
+
+
+def test_training_goes_on_beside_an_evaluation_until_nobody_can_serve_it() -> None:
+    run = evaluated("concurrent")
+    tasks = run.lease("a", 1, 2)
+    assert tasks[0].pinned_version == 2
+    mixed = run.submit("a", trajectory(tasks[0], 2, 3))
+    assert "3" in str(mixed.refused) or mixed.refused
+    run.produce("b", 1)
+    step(run, 3)
+    run.lease("a", 1, 3)
+    run.lease("b", 1, 3)
+    run.pass_time(0.1)
+    (report,) = run.broker.status(run.now).evals
+    assert (report.done, report.answered, report.ended) == (True, 0, {"superseded": 3})
+
+
+def test_an_evaluation_that_hangs_ends_as_overdue() -> None:
+    run = evaluated("pause")
+    run.lease("a", 2, 2)
+    run.pass_time(51)
+    (report,) = run.broker.status(run.now).evals
+    assert report.ended == {"overdue": 3}
+
+
+def test_a_run_ends_after_its_evaluation() -> None:
+    run = evaluated("concurrent", steps=2)
+    assert run.ask("trainer", FinishRun(reason="x")) is None
+    answer(run, "a", run.lease("a", 9, 2), 2)
+    (reply,) = [m for m in run.late["trainer"] if isinstance(m, RunFinished)]
+    assert reply.ledger.balance == 0
+    assert run.broker.status(run.now).evals[0].done
+
+
+# -- what is stuck ---------------------------------------------------------------------------------
+
+
+def test_stuck_names_groups_stages_and_evaluations() -> None:
+    run = world(stages=["reward"], stall_s=5, lease_s=1000, dead_after_s=1000)
+    answer(run, "a", run.lease("a", 1, 0), 0)
+    stuck = run.broker.status(run.now).stuck
+    assert any("no scorer has joined" in s.what for s in stuck)
+    run.ask("trainer", LeaseBatch(step=1, wait_s=0))
+    run = world(stall_s=5, lease_s=1000, dead_after_s=1000)
+    answer(run, "a", run.lease("a", 2, 0)[:1], 0)
+    run.pass_time(6)
+    stuck = run.broker.status(run.now).stuck
+    assert any("1 of 2 samples ready" in s.what and s.holder == "a" for s in stuck)
+    run = evaluated("pause", stall_s=5)
+    run.lease("a", 2, 2)
+    run.pass_time(6)
+    stuck = run.broker.status(run.now).stuck
+    assert any("evaluation of version 2" in s.what and s.holder == "a" for s in stuck)

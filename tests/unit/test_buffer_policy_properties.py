@@ -1,0 +1,255 @@
+"""The same peers as in `test_buffer_properties`, under every combination of policies, with scorers,
+flushed partials and evaluations: the ledger balances, and honest peers can always end the run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+from fakes.broker_world import World, trajectory
+from hypothesis import settings
+from hypothesis.stateful import initialize, invariant, precondition, rule
+from test_buffer_properties import LEASE_S, STEPS, BrokerMachine
+
+from umbra.proto.messages import (
+    BatchLease,
+    FlushPartials,
+    InterruptRequest,
+    LeaseScoring,
+    RunFinished,
+    ScoringLeases,
+    SubmitScores,
+    SubmitTrajectories,
+)
+from umbra.proto.records import Score, ScoringTask, pack_float32
+from umbra.services.buffer.groups import State
+from umbra.services.buffer.prompts import Prompt
+from umbra.services.runtime.config import Eval
+
+STAGES = st.lists(st.sampled_from(["reward", "ref_logp", "logp"]), unique=True, max_size=3)
+SCORERS = ("x", "y")
+picks = st.integers(0, 1 << 16)
+
+
+class PolicyMachine(BrokerMachine):
+    """Adds the policies, and peers that make use of them."""
+
+    @initialize(
+        group_size=st.integers(1, 3),
+        batch_groups=st.integers(1, 2),
+        run_ahead=st.integers(0, 3),
+        max_staleness=st.integers(0, 2),
+        policies=st.fixed_dictionaries(
+            {
+                "max_attempts": st.integers(1, 4),
+                "stages": STAGES,
+                "score_attempts": st.integers(1, 3),
+                "stale_policy": st.sampled_from(["drop", "restart", "wait"]),
+                "partial_policy": st.sampled_from(["drop", "restart"]),
+                "partial_max_segments": st.integers(0, 2),
+                "partial_max_age_s": st.sampled_from([0.0, 20.0]),
+                "oversample": st.integers(0, 1),
+                "on_batch": st.sampled_from(["continue", "interrupt", "cut"]),
+                "straggler": st.sampled_from(["wait", "survivors"]),
+                "straggler_s": st.sampled_from([5.0, 40.0]),
+                "min_survivors": st.integers(1, 2),
+                "dynamic_sampling": st.booleans(),
+                "max_filtered": st.integers(1, 3),
+                "sampling": st.sampled_from(["fifo", "freshest"]),
+                "batch_tokens": st.sampled_from([0, 0, 4]),
+            }
+        ),
+        every=st.integers(0, 3),
+        mode=st.sampled_from(["pause", "concurrent"]),
+    )
+    def start(self, policies: dict[str, Any], every: int, mode: Any, **sizes: int) -> None:
+        self.policies = policies
+        self.groups = sizes["batch_groups"]
+        self.eval = Eval(every=every, mode=mode, run_samples=2, timeout_s=60, prompts="x")
+        self.scoring: list[tuple[str, str, ScoringTask]] = []  # all that was ever handed out
+        super().start(**sizes)
+        for name in SCORERS:
+            self.come(name)
+
+    def make_world(self, **buffer: Any) -> World:
+        fixed = {"lease_s": LEASE_S, "score_lease_s": LEASE_S, "dead_after_s": 25}
+        return World(
+            steps=STEPS,
+            eval_config=self.eval,
+            eval_prompts=[Prompt("h", {"prompt": "held out"})],
+            **fixed,
+            **buffer,
+            **self.policies,
+        )
+
+    def come(self, name: str) -> None:
+        if name not in SCORERS:
+            super().come(name)
+            return
+        self.lives += 1
+        self.world.join("scorer", name, f"{name}-{self.lives}")
+        self.collect()
+
+    def collect(self) -> None:
+        for messages in self.world.late.values():
+            self.finished |= any(isinstance(message, RunFinished) for message in messages)
+        super().collect()
+
+    def got(self, batch: BatchLease) -> None:
+        self.batch = batch
+        assert batch.step == self.version + 1
+        assert 0 < len(batch.trajectories) <= self.batch_size
+        for made in batch.trajectories:
+            assert 0 <= self.version - made.oldest_version <= self.bound
+            assert made.sample_id not in self.trained
+            assert made.scored == self.policies["stages"]
+            assert ("ref_logp" in made.scored) == (made.ref_logprobs is not None)
+
+    # -- scorers, partials, interruptions ----------------------------------------------------------
+
+    @rule(name=st.sampled_from(SCORERS), stage=st.integers(0, 2), capacity=st.integers(1, 4))
+    def lease_scoring(self, name: str, stage: int, capacity: int) -> None:
+        stages = self.policies["stages"]
+        if stages:
+            stage_name = stages[stage % len(stages)]
+            body = LeaseScoring(stage=stage_name, capacity=capacity, wait_s=0)
+            reply = self.world.ask(name, body)
+            if isinstance(reply, ScoringLeases):
+                self.scoring += [(name, stage_name, task) for task in reply.tasks]
+        self.collect()
+
+    @precondition(lambda self: self.scoring)
+    @rule(pick=picks, good=st.integers(0, 3))
+    def submit_score(self, pick: int, good: int) -> None:
+        """Answer anything that was ever handed out, in time or not, with a score or an error."""
+        name, stage, task = self.scoring[pick % len(self.scoring)]
+        self.world.ask(name, SubmitScores(stage=stage, scores=[score(task, pick % 2, bool(good))]))
+        self.collect()
+
+    @rule(name=st.sampled_from(SCORERS))
+    def restart_scorer(self, name: str) -> None:
+        self.come(name)
+
+    @precondition(lambda self: self.tasks)
+    @rule(pick=picks)
+    def flush(self, pick: int) -> None:
+        name, task = self.pick(pick)
+        partial = trajectory(task, self.serving[name], finish_reason="partial")
+        self.world.ask(name, FlushPartials(partials=[partial]))
+        self.collect()
+
+    @rule()
+    def interrupt(self) -> None:
+        self.world.ask("cli", InterruptRequest())
+        self.collect()
+
+    # -- what always holds ------------------------------------------------------------
+
+    @invariant()
+    def scoring_samples_are_scored_by_members_or_wait(self) -> None:
+        pool, scoring = self.broker.pool, self.broker.works.scoring
+        for sample in pool.samples.values():
+            if sample.state is State.SCORING:
+                queue = pool.unscored[pool.stage_of(sample)]
+                assert sample in queue or sample.sample_id in scoring.leases
+        holders = {lease.holder for lease in scoring.leases.values()}
+        assert holders <= set(self.broker.members.peers)
+
+    @invariant()
+    def evaluations_have_a_ledger_of_their_own(self) -> None:
+        evals = self.broker.works.evals
+        assert evals.pool.ledger.snapshot().balance == 0
+        for report in evals.reports:
+            assert report.answered + sum(report.ended.values()) == report.samples
+
+    @invariant()
+    def generation_is_not_too_far_ahead(self) -> None:
+        if self.policies["batch_tokens"]:
+            return  # batches may be smaller, so the last ones need fewer groups than there are
+        gate = min(self.run_ahead + 1, STEPS - self.version) * self.groups
+        assert self.broker.batches.untrained <= gate + self.policies["oversample"]
+
+    def work_honestly(self) -> None:
+        self.world.pass_time(0.5)
+        for name in (*self.serving, "trainer", *SCORERS):
+            self.world.beat(name)
+        for name in self.serving:
+            self.load_weights(name)
+            self.tasks.clear()
+            self.lease(name, 100, 0.0)
+            for holder, task in self.tasks:
+                oldest = [task.partial.oldest_version] if task.partial else []
+                made = trajectory(task, *oldest, self.serving[holder], reward=len(self.tasks) % 2)
+                self.world.ask(holder, SubmitTrajectories(trajectories=[made]))
+        for stage in self.policies["stages"]:
+            ask = LeaseScoring(stage=stage, capacity=100, wait_s=0)
+            reply = self.world.ask("x", ask)
+            assert isinstance(reply, ScoringLeases), reply
+            scores = [score(task, number % 2, True) for number, task in enumerate(reply.tasks)]
+            self.world.ask("x", SubmitScores(stage=stage, scores=scores))
+        self.collect()
+        if self.version < STEPS:
+            self.lease_batch(0.0)
+            if self.batch is not None and self.batch.step == self.version + 1:
+                self.commit()
+
+    def teardown(self) -> None:
+        if hasattr(self, "world") and not self.finished:
+            for name in SCORERS:
+                self.come(name)
+        super().teardown()
+
+
+class RestartedPolicyMachine(PolicyMachine):
+    """The same, and a buffer that is killed now and then. Scoring leases do not outlive it."""
+
+    def make_world(self, **buffer: Any) -> World:
+        self.forgotten: set[str] = set()
+        return super().make_world(**buffer, durable=True)
+
+    @rule()
+    def kill_the_buffer(self) -> None:
+        before = self.broker.pool
+        ledger = before.ledger.snapshot()
+        self.forgotten |= set(before.over)
+        self.world.restart_broker()
+        self.broker = self.world.broker
+        assert self.broker.pool.ledger.snapshot() == ledger
+
+    @invariant()
+    def every_sample_is_in_exactly_one_place(self) -> None:
+        pool, ledger = self.broker.pool, self.broker.pool.ledger
+        assert ledger.snapshot().balance == 0
+        issued = {f"s-{number}" for number in range(ledger.issued)}
+        assert set(pool.samples) | set(pool.over) | self.forgotten == issued
+        for state in ("queued", "generating", "scoring", "ready", "training"):
+            assert ledger.count(state) == sum(s.state == state for s in pool.samples.values())
+
+    @invariant()
+    def the_ledger_is_what_the_trainer_knows(self) -> None:
+        assert self.broker.pool.ledger.trained == len(self.trained)
+        assert self.broker.batches.version == self.version
+
+    @invariant()
+    def only_live_samples_take_memory(self) -> None:
+        kept = len(self.broker.batches.archive.steps) * self.batch_size
+        assert len(self.world.store.keys("t/")) <= len(self.broker.pool.samples) + kept
+
+
+def score(task: ScoringTask, reward: float, good: bool) -> Score:
+    """A score that fits any stage, or an error."""
+    logprobs = pack_float32([-1.0] * task.trajectory.response_tokens)
+    return Score(
+        sample_id=task.sample_id,
+        attempt=task.attempt,
+        reward=float(reward),
+        logprobs=logprobs,
+        error="" if good else "did not work",
+    )
+
+
+TestPolicies = PolicyMachine.TestCase
+TestPolicies.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+TestRestartedPolicies = RestartedPolicyMachine.TestCase
+TestRestartedPolicies.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)

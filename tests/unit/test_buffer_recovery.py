@@ -1,0 +1,209 @@
+"""The buffer is killed and starts again, at any moment: nothing is lost, nothing is repeated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+from fakes.broker_world import World, trajectory
+from hypothesis import settings
+from hypothesis.stateful import initialize, invariant, rule
+from test_buffer_properties import LEASE_S, STEPS, BrokerMachine
+
+from umbra.proto.messages import (
+    BatchLease,
+    CheckpointSaved,
+    FinishRun,
+    LeaseBatch,
+    Nack,
+    Ok,
+    RenewAck,
+    RenewLeases,
+    ReturnedSample,
+    ReturnSamples,
+    RunFinished,
+)
+from umbra.services.buffer.samples import State
+
+
+class RestartMachine(BrokerMachine):
+    """The same peers, and a buffer that is killed now and then."""
+
+    @initialize(
+        group_size=st.integers(1, 3),
+        batch_groups=st.integers(1, 2),
+        run_ahead=st.integers(0, 3),
+        max_staleness=st.integers(0, 2),
+        max_attempts=st.integers(1, 4),
+    )
+    def start(self, **buffer: Any) -> None:
+        self.forgotten: set[str] = set()
+        super().start(**buffer)
+
+    def make_world(self, **buffer: Any) -> World:
+        return World(steps=STEPS, durable=True, lease_s=LEASE_S, dead_after_s=25, **buffer)
+
+    @rule()
+    def kill_the_buffer(self) -> None:
+        before = self.broker.pool
+        ledger, held = before.ledger.snapshot(), holders(self.world)
+        self.forgotten |= set(before.over)
+        self.world.restart_broker()
+        self.broker = self.world.broker
+        assert self.broker.pool.ledger.snapshot() == ledger
+        assert holders(self.world) == held
+
+    @rule()
+    def save_a_checkpoint(self) -> None:
+        self.world.ask("trainer", CheckpointSaved(step=self.version))
+
+    @invariant()
+    def every_sample_is_in_exactly_one_place(self) -> None:
+        pool, ledger = self.broker.pool, self.broker.pool.ledger
+        assert ledger.snapshot().balance == 0
+        issued = {f"s-{number}" for number in range(ledger.issued)}
+        assert set(pool.samples) | set(pool.over) | self.forgotten == issued
+        for state in ("queued", "generating", "ready", "training"):
+            assert ledger.count(state) == sum(s.state == state for s in pool.samples.values())
+
+    @invariant()
+    def the_ledger_is_what_the_trainer_knows(self) -> None:
+        assert self.broker.pool.ledger.trained == len(self.trained)
+        assert self.broker.batches.version == self.version
+
+    @invariant()
+    def only_live_samples_take_memory(self) -> None:
+        kept = len(self.broker.batches.archive.steps) * self.batch_size
+        assert len(self.world.store.keys("t/")) <= len(self.broker.pool.samples) + kept
+
+
+def holders(world: World) -> dict[str, str]:
+    """Who holds what."""
+    return {
+        s.sample_id: s.holder for s in world.pool.samples.values() if s.state is State.GENERATING
+    }
+
+
+TestRestarts = RestartMachine.TestCase
+TestRestarts.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
+
+
+def started(**buffer: Any) -> World:
+    world = World(durable=True, **buffer)
+    world.join("generator", "a")
+    world.join("trainer", "trainer")
+    return world
+
+
+def test_members_and_leases_outlive_the_buffer() -> None:
+    world = started()
+    tasks = world.lease("a", 3, 0)
+    world.restart_broker()
+    held = [(task.sample_id, task.attempt) for task in tasks]
+    renewed = world.get("a", RenewLeases(leases=held), RenewAck)
+    assert renewed.lost == []
+    assert world.submit("a", *(trajectory(task, 0) for task in tasks)).accepted == 3
+    assert world.submit("a", trajectory(tasks[0], 0)).accepted == 1  # its ack was lost
+    assert world.pool.ledger.count("ready") == 3
+
+
+def test_a_holder_that_did_not_outlive_it_loses_its_leases() -> None:
+    world = started()
+    world.join("generator", "b")
+    tasks = world.lease("a", 8, 0)
+    world.restart_broker()
+    world.pass_time(10)
+    world.beat("b")
+    world.pass_time(10)
+    again = world.lease("b", 8, 0)
+    assert {t.sample_id for t in again} == {t.sample_id for t in tasks}
+    assert all(t.attempt == 2 for t in again)
+
+
+def test_no_prompt_is_skipped_or_repeated() -> None:
+    world = started(run_ahead=3)
+    seen = [task.prompt_id for task in world.lease("a", 4, 0)]
+    world.restart_broker()
+    seen += [task.prompt_id for task in world.lease("a", 100, 0)]
+    assert list(dict.fromkeys(seen)) == [str(n) for n in range(1, len(seen) // 2 + 1)]
+
+
+def test_a_partial_outlives_the_buffer() -> None:
+    world = started()
+    (task,) = world.lease("a", 1, 0)
+    partial = trajectory(task, 0, finish_reason="partial")
+    given = ReturnedSample(
+        sample_id=task.sample_id, attempt=task.attempt, reason="x", partial=partial
+    )
+    world.get("a", ReturnSamples(samples=[given]), Ok)
+    world.restart_broker()
+    (again,) = world.lease("a", 1, 0)
+    assert (again.sample_id, again.partial) == (task.sample_id, partial)
+
+
+def trained(world: World, steps: int) -> list[BatchLease]:
+    """`steps` steps; their batches."""
+    batches: list[BatchLease] = []
+    for step in range(1, steps + 1):
+        world.produce("a", step - 1)
+        batches.append(world.batch(step))
+        world.commit(step)
+    return batches
+
+
+def test_a_trainer_that_starts_again_gets_the_same_batches_in_order() -> None:
+    world = started()
+    batches = trained(world, 5)
+    world.get("trainer", CheckpointSaved(step=2), Ok)
+    world.produce("a", 5)
+    batches.append(world.batch(6))  # formed, but never committed
+    for kill in (False, True):
+        if kill:
+            world.restart_broker()
+        world.join("trainer", "trainer", f"trainer-{2 + kill}")
+        assert world.batch(3) == batches[2]
+        assert world.broker.batches.version == 2
+        ledger = world.pool.ledger.snapshot()
+        assert (ledger.trained, ledger.in_flight["training"], ledger.balance) == (8, 16, 0)
+        for step in (3, 4, 5, 6):
+            assert world.batch(step) == batches[step - 1]
+            if step < 6:
+                world.commit(step)
+    world.commit(6)
+    assert world.pool.ledger.snapshot().trained == 24
+
+
+def test_the_same_trainer_cannot_go_back() -> None:
+    world = started()
+    trained(world, 2)
+    assert isinstance(world.ask("trainer", LeaseBatch(step=1, wait_s=0)), Nack)
+
+
+def test_what_a_checkpoint_covers_cannot_be_repeated_and_takes_no_room() -> None:
+    world = started(run_ahead=0)
+    trained(world, 3)
+    assert len(world.store.keys("t/")) == 12
+    world.get("trainer", CheckpointSaved(step=2), Ok)
+    assert len(world.store.keys("t/")) == 4
+    world.join("trainer", "trainer", "trainer-2")
+    assert isinstance(world.ask("trainer", LeaseBatch(step=2, wait_s=0)), Nack)
+    assert len(world.batch(3).trajectories) == 4
+
+
+def test_generators_may_be_newer_than_a_trainer_that_started_again() -> None:
+    world = started()
+    trained(world, 3)
+    world.join("trainer", "trainer", "trainer-2")
+    world.batch(1)
+    assert world.broker.batches.version == 0
+    tasks = world.lease("a", 8, 3)
+    assert not world.submit("a", *(trajectory(task, 3) for task in tasks)).refused
+
+
+def test_a_finished_run_stays_finished() -> None:
+    world = started()
+    world.lease("a", 2, 0)
+    world.get("trainer", FinishRun(reason="done"), RunFinished)
+    world.restart_broker()
+    assert world.broker.state == "draining"
+    assert not any(world.pool.ledger.snapshot().in_flight.values())

@@ -1,0 +1,144 @@
+"""What a configuration implies, and what it must not ask for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from umbra.proto.errors import UsageError
+from umbra.services.runtime.config import (
+    Buffer,
+    Environment,
+    Eval,
+    RunConfig,
+    Scorer,
+    Trainer,
+)
+from umbra.services.runtime.config_loader import load_config
+from umbra.services.runtime.feasibility import check_feasible, implied_staleness
+
+
+def buffer(**values: Any) -> RunConfig:
+    return RunConfig(buffer=Buffer(**values))
+
+
+def test_the_defaults_are_feasible() -> None:
+    check_feasible(RunConfig())
+
+
+@pytest.mark.parametrize(
+    ("run_ahead", "max_staleness", "minibatches", "expected"),
+    [
+        (0, 5, 1, (0, 0, 0)),
+        (1, 2, 1, (2, 1, 2)),
+        (3, 1, 1, (1, 1, 1)),
+        (0, 0, 4, (0, 0, 3)),  # strictly on-policy, and yet 3 updates behind at the last one
+        (1, 2, 4, (2, 1, 11)),
+    ],
+)
+def test_implied_staleness(
+    run_ahead: int, max_staleness: int, minibatches: int, expected: tuple[int, int, int]
+) -> None:
+    config = RunConfig(
+        buffer=Buffer(run_ahead=run_ahead, max_staleness=max_staleness),
+        trainer=Trainer(minibatches=minibatches),
+    )
+    implied = implied_staleness(config)
+    assert (implied.bound, implied.typical, implied.updates) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "to_change"),
+    [
+        (buffer(group_size=1, dynamic_sampling=True), "buffer.group_size to 2"),
+        (buffer(group_size=2, straggler="survivors", min_survivors=3), "buffer.min_survivors = 3"),
+        (
+            buffer(straggler="survivors", min_survivors=1, dynamic_sampling=True),
+            "buffer.min_survivors to 2",
+        ),
+        (buffer(on_batch="interrupt", max_staleness=0), "buffer.on_batch to cut"),
+        (buffer(on_batch="interrupt", partial_max_segments=1), "allow 2 or more"),
+        (buffer(on_batch="cut"), "buffer.oversample to 1"),
+        (buffer(stale_policy="wait", oversample=2), "buffer.oversample to 0"),
+        (buffer(stages=["reward", "reward"]), "reward twice"),
+        (
+            RunConfig(buffer=Buffer(stages=["logp"]), scorer=Scorer(logp=0)),
+            "scorer.logp = 0",
+        ),
+        (
+            RunConfig(buffer=Buffer(stages=["reward"]), environment=Environment(kind="guess")),
+            "remove the stage",
+        ),
+        (buffer(dead_after_s=1.0, heartbeat_s=2.0), "buffer.heartbeat_s = 2"),
+        (buffer(straggler="survivors", straggler_s=700.0), "trainer.batch_wait_s = 600"),
+        (
+            RunConfig(trainer=Trainer(batch_wait_s=20.0)),
+            "environment.timeout_s = 30",
+        ),
+        (RunConfig(eval=Eval(every=5)), "eval.prompts"),
+    ],
+)
+def test_what_can_never_work_is_refused(config: RunConfig, to_change: str) -> None:
+    with pytest.raises(UsageError, match=to_change):
+        check_feasible(config)
+
+
+def test_all_faults_are_told_at_once() -> None:
+    with pytest.raises(UsageError, match=r"buffer\.oversample to 1.*eval\.prompts"):
+        check_feasible(RunConfig(buffer=Buffer(on_batch="cut"), eval=Eval(every=5)))
+
+
+# -- names of other systems ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "run_ahead", "max_staleness"),
+    [
+        ("async_generation_ratio", 2, 2, 2),
+        ("generate_ahead_steps", 2, 1, 1),
+        ("max_head_offpolicyness", 4, 4, 4),
+        ("max_staleness_steps", 3, 3, 3),
+        ("max_off_policy_steps", 8, 1, 8),
+        ("max_trajectory_age_steps", 2, 2, 2),
+        ("max_policy_age", 5, 1, 5),
+        ("off_by_n", 5, 1, 5),
+        ("async_queue_size", 3, 3, 2),
+    ],
+)
+def test_other_systems_names_are_understood(
+    name: str,
+    value: int,
+    run_ahead: int,
+    max_staleness: int,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(f"[buffer]\n{name} = {value}\n")
+    for config in (
+        load_config(file, environ={}),
+        load_config(overrides=[f"buffer.{name}={value}"], environ={}),
+    ):
+        assert (config.buffer.run_ahead, config.buffer.max_staleness) == (run_ahead, max_staleness)
+    assert f"{name} = {value} is read as buffer." in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[buffer]\nstaleness_threshold = 0.5", "run_ahead = 1 and max_staleness = 1"),
+        ("[buffer]\nmax_lag = 100", "run_ahead = max_lag / batch"),
+        ("[trainer]\nasync_generation_ratio = 1", r"in \[buffer\] it means run_ahead"),
+        ("async_generation_ratio = 1", r"in \[buffer\] it means run_ahead"),
+        ("[buffer]\nasync_generation_ratios = 1", r"in \[buffer\] it means run_ahead"),
+        ("[buffer]\ngenerate_ahead_steps = 0", "an integer >= 1"),
+        ("[buffer]\nasync_generation_ratio = 2\nrun_ahead = 1", "remove one of them"),
+    ],
+)
+def test_what_has_no_one_translation_is_explained(text: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=said):
+        load_config(file, environ={})

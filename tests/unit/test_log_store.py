@@ -1,0 +1,247 @@
+"""The durable store: what was committed is there again, and damage is told from a torn tail."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from umbra.services.buffer import frames
+from umbra.services.buffer.frames import HEAD_BYTES, SEGMENT_HEADER_BYTES
+from umbra.services.buffer.log_store import LogStore
+from umbra.services.buffer.segments import segment_numbers, segment_path
+from umbra.services.buffer.store import StoreError, StoreFullError
+
+SMALL = 4096  # bytes of a segment here
+
+
+def contents(store: LogStore) -> dict[str, bytes]:
+    """Everything in the store."""
+    return {key: store.get(key) for key in store.keys("")}
+
+
+def reopen(store: LogStore) -> LogStore:
+    """The same folder, as after the end of the process."""
+    store.close()
+    return LogStore(store.directory, segment_bytes=SMALL)
+
+
+def filled(folder: Path, groups: int = 3) -> LogStore:
+    """A store with some commits of two keys each."""
+    store = LogStore(folder, segment_bytes=SMALL)
+    for number in range(groups):
+        store.put(f"a{number}", b"x" * 100)
+        store.put(f"b{number}", b"y" * 50)
+        store.commit()
+    return store
+
+
+def test_a_new_store_is_empty_and_stays_where_it_is(tmp_path: Path) -> None:
+    store = reopen(LogStore(tmp_path / "new" / "store"))
+    assert contents(store) == {}
+    store.close()
+
+
+def test_reads_see_what_is_not_committed_yet(tmp_path: Path) -> None:
+    store = LogStore(tmp_path)
+    store.put("k", b"1")
+    assert (store.get("k"), store.keys("k")) == (b"1", ["k"])
+    store.commit()
+    store.delete("k")
+    assert store.keys("") == []
+    with pytest.raises(KeyError):
+        store.get("k")
+    store.close()
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 1 << 30))
+def test_it_is_a_dictionary_that_survives_and_stays_small(
+    tmp_path_factory: pytest.TempPathFactory, seed: int
+) -> None:
+    """Random writes, commits, restarts and losses of what was not committed; cleaning goes on."""
+    chance = random.Random(seed)
+    store = LogStore(tmp_path_factory.mktemp("store"), segment_bytes=SMALL)
+    model: dict[str, bytes] = {}
+    committed: dict[str, bytes] = {}
+    for _ in range(150):
+        key = f"key-{chance.randrange(30)}"
+        match chance.randrange(8):
+            case 0:
+                store.delete(key)
+                model.pop(key, None)
+            case 1 | 2 | 3:
+                store.commit()
+                committed = dict(model)
+            case 4 if chance.random() < 0.3:
+                store = reopen(store)
+                model = dict(committed)
+            case _:
+                value = chance.randbytes(chance.randrange(600))
+                store.put(key, value)
+                model[key] = value
+        assert contents(store) == model
+    store.commit()
+    assert store.disk_bytes <= store.size_bytes + 2 * SMALL
+    files = sum(path.stat().st_size for path in store.directory.glob("*.seg"))
+    assert files == store.disk_bytes
+    store.close()
+
+
+def test_what_is_outdated_goes_from_the_disk(tmp_path: Path) -> None:
+    store = LogStore(tmp_path, segment_bytes=SMALL)
+    store.put("old", b"stays")
+    for number in range(500):
+        store.put(f"k{number}", b"v" * 400)
+        store.delete(f"k{number - 3}")
+        store.commit()
+    assert len(segment_numbers(tmp_path)) < 12
+    store = reopen(store)
+    assert contents(store) == {"old": b"stays", **{f"k{n}": b"v" * 400 for n in (497, 498, 499)}}
+    store.close()
+
+
+def test_any_torn_tail_is_cut_off(tmp_path: Path) -> None:
+    store = filled(tmp_path / "s", groups=2)
+    before = store.disk_bytes
+    store.put("a", b"p" * 30)
+    store.put("c", b"q" * 30)
+    store.commit()
+    after = store.disk_bytes
+    store.close()
+    whole = segment_path(store.directory, 0).read_bytes()
+    for size in range(before, after):
+        segment_path(store.directory, 0).write_bytes(whole[:size])
+        store = LogStore(store.directory)
+        assert sorted(store.keys("")) == ["a0", "a1", "b0", "b1"]
+        store.put("after", b"")
+        store.commit()
+        store.close()
+    segment_path(store.directory, 0).write_bytes(whole)
+    store = LogStore(store.directory)
+    assert store.get("c") == b"q" * 30
+    store.close()
+
+
+def test_a_flipped_bit_anywhere_before_the_last_group_is_refused(tmp_path: Path) -> None:
+    store = filled(tmp_path)
+    store.put("last", b"z")
+    end = store.disk_bytes
+    store.commit()
+    store.close()
+    path = segment_path(tmp_path, 0)
+    whole = path.read_bytes()
+    for offset in range(0, end, 11):
+        path.write_bytes(whole[:offset] + bytes([whole[offset] ^ 16]) + whole[offset + 1 :])
+        with pytest.raises(StoreError, match=r"damaged: 0.*umbra store repair|schema"):
+            LogStore(tmp_path)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    store = filled(tmp_path, groups=60)
+    numbers = segment_numbers(tmp_path)
+    assert len(numbers) > 2
+    store.close()
+    segment_path(tmp_path, numbers[1]).unlink()
+    with pytest.raises(StoreError, match="missing"):
+        LogStore(tmp_path)
+
+
+def test_another_schema_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "SCHEMA", 99)
+    filled(tmp_path).close()
+    monkeypatch.undo()
+    with pytest.raises(StoreError, match="schema 99"):
+        LogStore(tmp_path)
+
+
+def test_a_foreign_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "00000000.seg").write_bytes(b"something else entirely, and long enough")
+    with pytest.raises(StoreError, match="not a segment"):
+        LogStore(tmp_path)
+
+
+def test_a_store_has_one_owner(tmp_path: Path) -> None:
+    store = LogStore(tmp_path)
+    with pytest.raises(StoreError, match="in use"):
+        LogStore(tmp_path)
+    store.close()
+
+
+def test_a_file_that_was_just_begun_is_begun_again(tmp_path: Path) -> None:
+    store = filled(tmp_path)
+    store.close()
+    segment_path(tmp_path, 1).touch()
+    store = LogStore(tmp_path)
+    assert len(store.keys("")) == 6
+    store.put("k", b"v")
+    store.commit()
+    store = reopen(store)
+    assert store.get("k") == b"v"
+    store.close()
+
+
+class Disk:
+    """A disk with a limited number of bytes."""
+
+    def __init__(self, free: int) -> None:
+        self.free = free
+
+    def write(self, fd: int, data: bytes) -> int:
+        """Write what fits; nothing more fits is an error, as with the real one."""
+        if data and not self.free:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        count = os.write(fd, data[: self.free])
+        self.free -= count
+        return count
+
+
+@pytest.mark.parametrize("free", [SEGMENT_HEADER_BYTES, SEGMENT_HEADER_BYTES + HEAD_BYTES + 40])
+def test_a_full_disk_loses_nothing_and_recovers(tmp_path: Path, free: int) -> None:
+    disk = Disk(free)
+    store = LogStore(tmp_path, segment_bytes=SMALL, write=disk.write)
+    store.put("k", b"v" * 200)
+    for _ in range(3):
+        with pytest.raises(StoreFullError, match="No space left"):
+            store.commit()
+        disk.free = free - SEGMENT_HEADER_BYTES
+        assert store.get("k") == b"v" * 200
+    store.put("m", b"w")
+    disk.free = 1 << 20
+    store.commit()
+    store = reopen(store)
+    assert contents(store) == {"k": b"v" * 200, "m": b"w"}
+    store.close()
+
+
+def test_a_full_disk_at_a_new_segment(tmp_path: Path) -> None:
+    disk = Disk(1 << 20)
+    store = LogStore(tmp_path, segment_bytes=SMALL, write=disk.write)
+    store.put("big", b"v" * SMALL)
+    store.commit()
+    disk.free = 3
+    store.put("k", b"v")
+    with pytest.raises(StoreFullError):
+        store.commit()
+    disk.free = 1 << 20
+    store.commit()
+    store = reopen(store)
+    assert store.get("k") == b"v"
+    store.close()
+
+
+def test_a_value_that_changed_on_the_disk_is_not_handed_out(tmp_path: Path) -> None:
+    store = filled(tmp_path)
+    path = segment_path(tmp_path, 0)
+    data = bytearray(path.read_bytes())
+    data[data.index(b"x" * 100) + 5] ^= 1
+    with path.open("r+b") as file:
+        file.write(data)
+    with pytest.raises(StoreError, match="wrong checksum"):
+        store.get("a0")
+    store.close()

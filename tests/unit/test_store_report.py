@@ -1,0 +1,137 @@
+"""`umbra store`: what is in a store, and what a repair drops."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from fakes.broker_world import World, trajectory
+
+from umbra.proto.errors import UsageError
+from umbra.services.buffer.log_store import LogStore
+from umbra.services.buffer.segments import segment_path
+from umbra.services.buffer.store import StoreError
+from umbra.services.buffer.store_command import command
+
+
+class StoredWorld(World):
+    """A world whose store is on the disk."""
+
+    folder: Path
+
+    def __init__(self, folder: Path, **buffer: Any) -> None:
+        super().__init__(durable=True, **buffer)
+        self.folder = folder
+        self.open()
+
+    def open(self) -> None:
+        """The buffer starts on what is on the disk."""
+        self.log = LogStore(self.folder)
+        self.store = self.log  # type: ignore[assignment]
+        self.broker = self._make_broker()
+
+    def stop(self) -> None:
+        """The buffer ends."""
+        self.broker.save()
+        self.log.commit()
+        self.log.close()
+
+
+def worked(folder: Path) -> StoredWorld:
+    world = StoredWorld(folder)
+    world.join("generator", "a")
+    world.join("trainer", "trainer")
+    world.produce("a", 0)
+    world.log.commit()
+    world.batch(1)
+    world.log.commit()
+    world.commit(1)
+    world.log.commit()
+    world.lease("a", 3, 1)
+    return world
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(command, arguments, catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.output
+
+
+def test_inspect_counts_and_names_the_oldest(tmp_path: Path) -> None:
+    world = worked(tmp_path / "store")
+    world.stop()
+    found = json.loads(run("inspect", str(world.folder), "--json"))
+    ledger = world.pool.ledger.snapshot()
+    assert (found["issued"], found["trained"]) == (ledger.issued, 4)
+    assert found["in_flight"] == {k: n for k, n in ledger.in_flight.items() if n}
+    assert found["oldest"][0]["state"] == "ready"
+    text = run("inspect", str(world.folder))
+    assert "held by a, attempt 1" in text
+
+
+def test_inspect_shows_a_trajectory(tmp_path: Path) -> None:
+    world = worked(tmp_path / "store")
+    world.stop()
+    shown = json.loads(run("inspect", str(world.folder), "--json", "--sample", "s-4"))
+    assert (shown["sample_id"], shown["response_ids"], shown["logprobs"]) == (
+        "s-4", [7, 7], [-0.5, -0.5],
+    )  # fmt: skip
+    assert "finish_reason:   stop" in run("inspect", str(world.folder), "--sample", "s-4")
+    with pytest.raises(UsageError, match="no trajectory of sample 'x'"):
+        run("inspect", str(world.folder), "--sample", "x")
+
+
+def test_no_store_is_a_mistake_of_the_user(tmp_path: Path) -> None:
+    for name in ("inspect", "repair"):
+        with pytest.raises(UsageError, match="holds no store"):
+            run(name, str(tmp_path / "none"))
+
+
+def test_a_sound_store_needs_no_repair(tmp_path: Path) -> None:
+    world = worked(tmp_path / "store")
+    world.stop()
+    assert "nothing to repair" in run("repair", str(world.folder))
+
+
+def test_a_repair_says_what_it_drops_and_the_run_goes_on(tmp_path: Path) -> None:
+    """One trajectory that was ready is destroyed: its sample is generated again."""
+    world = worked(tmp_path / "store")
+    world.stop()
+    path = segment_path(world.folder, 0)
+    data = bytearray(path.read_bytes())
+    at = data.index(b"t/s-5")
+    data[at + 40] ^= 255
+    path.write_bytes(data)
+    with pytest.raises(StoreError, match="umbra store repair"):
+        LogStore(world.folder)
+    text = run("repair", str(world.folder))
+    assert text.count("dropped") == 1 and "wrong checksum" in text
+    assert (tmp_path / "store.damaged").is_dir()
+    world.open()
+    ledger = world.pool.ledger.snapshot()
+    assert ledger.balance == 0 and not ledger.ended
+    assert world.pool.samples["s-5"].state == "queued"
+    (task,) = world.lease("a", 1, 1)
+    assert task.sample_id == "s-5"
+    assert world.submit("a", trajectory(task, 1)).accepted == 1
+    world.stop()
+    world.open()  # the mark of the repair is gone, and all fits together
+    world.stop()
+
+
+def test_what_a_repair_cannot_save_ends_as_lost(tmp_path: Path) -> None:
+    world = worked(tmp_path / "store")
+    world.stop()
+    path = segment_path(world.folder, 0)
+    data = bytearray(path.read_bytes())
+    at = data.rindex(b"g/g-3")
+    data[at + 1] ^= 255
+    path.write_bytes(data)
+    run("repair", str(world.folder))
+    world.open()
+    ledger = world.pool.ledger.snapshot()
+    assert ledger.balance == 0 and ledger.ended == {"lost": 2}
+    world.stop()
