@@ -109,7 +109,7 @@ def test_a_receiver_slower_than_its_deadline_holds_up_nobody(
     halting: Callable[[str, str], Halting],
     plane: str,
 ) -> None:
-    """It hangs while it loads: it is dropped, the trainer gets its slots, the other its versions."""
+    """It hangs while it loads: it is dropped, trainer and other receivers go on."""
     bench.start(plane=plane, delta="always", deadline_s=DEADLINE_S)
     publisher = bench.publisher(LAYOUT)
     weights = Weights(LAYOUT)
