@@ -66,8 +66,8 @@ def on_one_host(report: Report, model: Model, options: argparse.Namespace) -> No
         for name, plane, delta, lr in (
             ("shm", "shm", "off", 1e-6),
             ("tcp dense", "tcp", "off", 1e-6),
-            ("tcp delta lr 1e-6", "tcp", "auto", 1e-6),
-            ("tcp delta lr 1e-5", "tcp", "auto", 1e-5),
+            ("tcp delta lr 1e-6", "tcp", "always", 1e-6),
+            ("tcp delta lr 1e-5", "tcp", "always", 1e-5),
         ):
             if wanted(options, name):
                 runs = push_umbra(model, plane, delta, lr, count, options.passes)

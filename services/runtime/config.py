@@ -293,8 +293,8 @@ class WeightHub(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Meta(description="address for plane tcp; empty = any port of the listen address's host"),
     ] = ""
     delta: Annotated[
-        Literal["auto", "off"],
-        Meta(description="plane tcp sends lossless differences where they are smaller, or never"),
+        Literal["auto", "always", "off"],
+        Meta(description="plane tcp sends lossless differences: over slow links, over all, never"),
     ] = "auto"
     anchor_every: Annotated[
         int, Meta(description="every so many versions all bytes are sent; 0 = only if needed", ge=0)

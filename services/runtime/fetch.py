@@ -17,6 +17,7 @@ from umbra.proto.messages import Buckets, Credit, Message, Nack, Prepare
 from umbra.proto.records import Manifest, Piece
 from umbra.services.runtime import delta
 from umbra.services.runtime.assembly import Assembly, Holdings
+from umbra.services.runtime.heap import keep_freed_memory
 from umbra.services.runtime.intake import Intaken
 
 LOOK_S = 0.05  # how soon an interruption is seen
@@ -53,6 +54,7 @@ class BucketIntake:
         arrived: Arrived | None = None,
         delta_came: DeltaCame | None = None,
     ) -> None:
+        keep_freed_memory()
         self._name = name
         self._holdings = Holdings(manifest, buffers)
         self._frame_bytes = frame_bytes

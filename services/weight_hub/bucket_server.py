@@ -11,6 +11,7 @@ import zmq
 from umbra.proto.errors import WireError
 from umbra.proto.messages import Credit, FetchBuckets, Nack
 from umbra.proto.records import Manifest
+from umbra.services.runtime.heap import keep_freed_memory
 from umbra.services.runtime.server import Request, Server
 from umbra.services.weight_hub.outbox import Outbox
 from umbra.services.weight_hub.store import BucketStore, Part
@@ -35,6 +36,7 @@ class BucketServer:
     """
 
     def __init__(self, name: str, incarnation: str, endpoint: str) -> None:
+        keep_freed_memory()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._server = Server(self._context, name, incarnation)
         try:

@@ -153,8 +153,10 @@ class WeightHub:
             case Subscribe() as message:
                 return self._subscribe(request, peer, message, now)
             case Ready() as message:
-                if message.source_lost and self._tcp is not None:
-                    self._tcp.source_lost(peer.name)
+                if self._tcp is not None and self._manifest is not None:
+                    if message.source_lost:
+                        self._tcp.source_lost(peer.name)
+                    self._tcp.staged(peer.name, message, self._manifest.total_bytes)
                 return self.protocol.ready(peer, message, now)
             case Committed() as message:
                 return self.protocol.committed(peer, message, now)

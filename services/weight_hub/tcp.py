@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from umbra.proto.messages import Prepare, Subscribe
+from umbra.proto.messages import Prepare, Ready, Subscribe
 from umbra.proto.records import Manifest
 from umbra.services.runtime import delta
 from umbra.services.runtime.config import WeightHub as WeightHubConfig
@@ -16,6 +16,8 @@ from umbra.services.weight_hub.bucket_server import BucketServer
 from umbra.services.weight_hub.chain import Chain
 from umbra.services.weight_hub.encoder import DeltaEncoder
 from umbra.services.weight_hub.store import BucketStore
+
+FAST_LINK = 1e9  # bytes per second; encoding on two cores is hardly faster
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +45,9 @@ class TcpPlane:
         self._store: BucketStore | None = None
         self._encoder: DeltaEncoder | None = None
         self._encoded: tuple[int, Sequence[int]] | None = None  # slot and contents
-        self._deltas = config.delta == "auto" and delta.available()
-        if config.delta == "auto" and not self._deltas:
+        self._rates: dict[str, float] = {}  # of each receiver's link, bytes per second
+        self._deltas = config.delta != "off" and delta.available()
+        if config.delta != "off" and not self._deltas:
             log.info("no deltas: they need numpy and zstandard (pip install 'umbra-rl[delta]')")
 
     def layout(self, manifest: Manifest) -> BucketStore:
@@ -78,7 +81,7 @@ class TcpPlane:
         if not self._store.holds(message.slot, message.checksums):
             self._store.offer(message.slot, data, message.checksums)
         version = (message.slot, message.checksums)
-        if self._deltas and self._encoded != version:
+        if self._deltas and self._encoded != version and self._links_are_slow():
             assert self._manifest is not None
             if self._encoder is None:
                 anchors = self._config.anchor_every
@@ -87,10 +90,20 @@ class TcpPlane:
             self._encoder.start(data, message.checksums)
         return msgspec.structs.replace(message, source=self.chain.source(name))
 
+    def staged(self, name: str, message: Ready, nbytes: int) -> None:
+        """A receiver has a version of `nbytes` bytes: if all of them travelled, its link shows."""
+        if message.wire_s > 0 and message.wire_bytes >= nbytes:
+            self._rates[name] = message.wire_bytes / message.wire_s
+
+    def _links_are_slow(self) -> bool:
+        slow = any(rate < FAST_LINK for rate in self._rates.values())
+        return slow or self._config.delta == "always"
+
     def left(self, name: str) -> None:
         """A receiver is not subscribed any longer."""
         self.chain.leave(name)
         self._relays.pop(name, None)
+        self._rates.pop(name, None)
 
     def source_lost(self, name: str) -> None:
         """`name` could not fetch, because its source is gone."""

@@ -80,7 +80,7 @@ def test_a_receiver_that_is_killed_costs_the_others_nothing(
 
     Result: the other has every version, the newcomer the newest; nobody waited for the dead.
     """
-    bench.start(plane=plane, deadline_s=DEADLINE_S)
+    bench.start(plane=plane, delta="always", deadline_s=DEADLINE_S)
     publisher = bench.publisher(LAYOUT)
     weights = Weights(LAYOUT)
     receiver = receiver_of(bench, "gen-0", plane)
@@ -103,8 +103,8 @@ def test_a_receiver_slower_than_its_deadline_holds_up_nobody(
     halting: Callable[[str, str], Halting],
     plane: str,
 ) -> None:
-    """It hangs while it loads: it is dropped; the trainer gets its slots, others their versions."""
-    bench.start(plane=plane, deadline_s=DEADLINE_S)
+    """It hangs while it loads: it is dropped, trainer and other receivers go on."""
+    bench.start(plane=plane, delta="always", deadline_s=DEADLINE_S)
     publisher = bench.publisher(LAYOUT)
     weights = Weights(LAYOUT)
     receiver = receiver_of(bench, "gen-0", plane)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from fakes.hub_bench import OTHER_LAYOUT, WAIT_S, Bench, content, load, publish, take
 
-from umbra.proto.messages import Prepare, Subscribed
+from umbra.proto.messages import Prepare, Ready, Subscribed
 from umbra.proto.records import Manifest
 from umbra.services.runtime.arena import private_memory
 from umbra.services.runtime.fetch import BucketIntake
@@ -91,7 +91,7 @@ def test_every_receiver_gets_every_byte(bench: Bench) -> None:
 
 
 def test_small_changes_travel_as_deltas_and_large_ones_whole(bench: Bench) -> None:
-    bench.start(plane="tcp")
+    bench.start(plane="tcp", delta="always")
     publisher = bench.publisher(LAYOUT)
     receiver = tcp_receiver(bench, "gen-0")
     weights = Weights(LAYOUT)
@@ -107,7 +107,7 @@ def test_small_changes_travel_as_deltas_and_large_ones_whole(bench: Bench) -> No
 
 def test_versions_that_were_skipped_and_a_late_joiner(bench: Bench) -> None:
     """gen-0 goes from version 0 to 3 by three deltas in a chain; gen-1 gets all bytes of 3."""
-    bench.start(plane="tcp", slots=3)
+    bench.start(plane="tcp", delta="always", slots=3)
     publisher = bench.publisher(LAYOUT)
     receiver = tcp_receiver(bench, "gen-0")
     watcher = tcp_receiver(bench, "gen-2")
@@ -125,7 +125,7 @@ def test_versions_that_were_skipped_and_a_late_joiner(bench: Bench) -> None:
 
 
 def test_anchors_are_whole(bench: Bench) -> None:
-    bench.start(plane="tcp", anchor_every=3)
+    bench.start(plane="tcp", delta="always", anchor_every=3)
     publisher = bench.publisher(LAYOUT)
     receiver = tcp_receiver(bench, "gen-0")
     weights = Weights(LAYOUT)
@@ -137,8 +137,26 @@ def test_anchors_are_whole(bench: Bench) -> None:
     assert whole[2:] == [True, False, False, True]
 
 
-def test_another_layout_reaches_those_who_had_the_old(bench: Bench) -> None:
+def test_over_a_fast_link_everything_is_sent(bench: Bench) -> None:
+    """The first version shows what the link can do."""
     bench.start(plane="tcp")
+    publisher = bench.publisher(LAYOUT)
+    receiver = tcp_receiver(bench, "gen-0")
+    weights = Weights(LAYOUT)
+    for rate in (2e9, 2e9, 1e7, 1e7, 1e7):
+        weights.load(receiver, weights.publish(publisher, 0.01))
+        ready = Ready(
+            epoch=0, version=0, wire_s=LAYOUT.total_bytes / rate, stage_s=0.0,
+            wire_bytes=LAYOUT.total_bytes,
+        )  # fmt: skip
+        bench.hub.open_tcp().staged("gen-0", ready, LAYOUT.total_bytes)
+    bench.stop()
+    whole = [size == LAYOUT.total_bytes for size in wire_bytes(bench, "gen-0")]
+    assert whole == [True, True, True, True, False]
+
+
+def test_another_layout_reaches_those_who_had_the_old(bench: Bench) -> None:
+    bench.start(plane="tcp", delta="always")
     publisher = bench.publisher(LAYOUT)
     receiver = tcp_receiver(bench, "gen-0")
     weights = Weights(LAYOUT)
@@ -188,7 +206,7 @@ class Detour:
 @pytest.mark.fault
 @pytest.mark.parametrize("mode", ["flip", "cut"])
 def test_what_is_spoiled_on_the_wire_is_fetched_again(bench: Bench, mode: str) -> None:
-    bench.start(plane="tcp")
+    bench.start(plane="tcp", delta="always")
     publisher = bench.publisher(LAYOUT)
     detour = Detour("gen-0", mode, 200_000)
     receiver = tcp_receiver(bench, "gen-0", open_intake=detour.open)
@@ -220,7 +238,7 @@ class Node:
 
 @pytest.fixture
 def nodes(bench: Bench) -> Iterator[list[Node]]:
-    bench.start(plane="tcp", deadline_s=5.0)
+    bench.start(plane="tcp", delta="always", deadline_s=5.0)
     made: list[Node] = []
     yield made
     for node in made:
