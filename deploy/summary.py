@@ -85,6 +85,8 @@ def measure(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
                 pass
     together = overlap(trains, decodes)
     window_s = together.window_s if together else 0.0
+    # A trainer that started again has repeated some: only the last of each counts.
+    steps = list({row["step"]: row for row in steps}.values())
     k3 = [row.get("mismatch/k3_on_policy") for row in steps]
     return {
         "steps": len(steps),

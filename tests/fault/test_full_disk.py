@@ -1,0 +1,54 @@
+"""A full disk under the real buffer: back-pressure and a clear word, and no loss."""
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from fakes.crash_run import CONFIG, BufferProcess, CrashRun, check
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 MB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(place)]
+    done = subprocess.run(mount, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"a small file system cannot be mounted here: {done.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+@pytest.mark.fault
+@pytest.mark.timeout(120)
+def test_a_full_disk_is_waited_for(tmp_path: Path, small_disk: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    buffer = BufferProcess(folder, f'{CONFIG}store = "{small_disk}/store"\n')
+    run = CrashRun(buffer, seed=5)
+    ballast = small_disk / "ballast"
+    try:
+        while run.version < 5:
+            run.turn()
+        with ballast.open("wb", buffering=0) as file, suppress(OSError):
+            while True:  # all that is left
+                file.write(b"x" * 4096)
+        while not any("No space left" in item.what for item in run.status().stuck):
+            run.turn()
+        acked, version = len(run.acked), run.version
+        run.work(1.0)
+        assert (len(run.acked), run.version) == (acked, version), "acknowledged without a store"
+        ballast.unlink()
+        while run.version < version + 5:
+            run.turn()
+        buffer.kill()
+        buffer.start()
+        assert not run.status().stuck
+        run.work(0.3)
+        check(run, run.finish())
+    finally:
+        run.close()
+        buffer.close()

@@ -1,0 +1,67 @@
+"""Whole runs by `umbra up`, in which the buffer or the trainer is killed on the way."""
+
+import os
+import signal
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from integration.conftest import project, tiny_model
+from integration.test_up import DEADLINE_S, UpProcess, up
+
+__all__ = ["project", "tiny_model", "up"]  # fixtures
+
+STEPS = 40
+
+
+def kill(process: UpProcess, service: str) -> None:
+    """`kill -9` one of the run's processes."""
+    config = bytes(process.run_dir / "config.json")
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        words = path.read_bytes().split(b"\0") if path.exists() else []
+        if config in words and service.encode() in words:
+            os.kill(int(path.parent.name), signal.SIGKILL)
+            return
+    raise AssertionError(f"no {service} is running")
+
+
+@pytest.mark.e2e
+@pytest.mark.fault
+@pytest.mark.timeout(DEADLINE_S + 30)
+def test_a_run_outlives_its_buffer(up: Callable[..., UpProcess]) -> None:
+    process = up(f"run.steps={STEPS}")
+    process.broker()
+    for killed_at in (5, 15):
+        process.until(lambda at=killed_at: len(process.steps()) >= at, f"step {killed_at}")
+        kill(process, "buffer")
+    summary = process.finish()
+    assert process.popen.returncode == 0, process.lines
+    assert summary["restarts"] == {"buffer": 2}
+    assert [row["step"] for row in process.steps()] == list(range(1, STEPS + 1))
+    ledger = summary["ledger"]
+    assert (ledger["trained"], ledger["balance"]) == (STEPS * 16, 0)
+
+
+@pytest.mark.e2e
+@pytest.mark.fault
+@pytest.mark.timeout(DEADLINE_S + 30)
+def test_a_trainer_that_starts_again_gets_the_same_batches(up: Callable[..., UpProcess]) -> None:
+    """It has no checkpoint, so it begins at step 1 again; what it learns from is the same."""
+    process = up(f"run.steps={STEPS}")
+    process.broker()
+    process.until(lambda: len(process.steps()) >= 10, "step 10")
+    kill(process, "trainer")
+    summary = process.finish()
+    assert process.popen.returncode == 0, process.lines
+    assert summary["restarts"] == {"trainer": 1}
+    seen: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
+    for row in process.steps():
+        seen[row["step"]].append((row["reward/mean"], row["tokens"]))
+    assert list(seen) == list(range(1, STEPS + 1))
+    repeated = [values for values in seen.values() if len(values) == 2]
+    assert len(repeated) >= 10
+    assert all(first == second for first, second in repeated)
+    ledger = summary["ledger"]
+    assert (ledger["trained"], ledger["balance"]) == (STEPS * 16, 0)
+    assert summary["steps"] == STEPS
