@@ -28,14 +28,12 @@ from umbra.proto.messages import (
     LeaseSamples,
     LeaseScoring,
     Leave,
-    Message,
     Nack,
     Ok,
     Ping,
     Pong,
     RenewLeases,
     ReturnSamples,
-    Role,
     RunFinished,
     State,
     Status,
@@ -49,6 +47,7 @@ from umbra.services.buffer.membership import Membership, Peer
 from umbra.services.buffer.prompts import Prompt
 from umbra.services.buffer.recovery import Recovery
 from umbra.services.buffer.report import Report
+from umbra.services.buffer.roles import ROLES
 from umbra.services.buffer.room import Room
 from umbra.services.buffer.store import Store
 from umbra.services.buffer.works import Prompts, Works
@@ -57,20 +56,6 @@ from umbra.services.runtime.server import Request
 
 FINISH_S = 10.0  # what members get to leave after FinishRun
 STOP_S = 8.0  # the same after a signal: supervisors kill after 10 s
-
-ROLES: dict[type[Message], tuple[Role, ...]] = {
-    LeaseSamples: ("generator",),
-    SubmitTrajectories: ("generator",),
-    ReturnSamples: ("generator",),
-    FlushPartials: ("generator",),
-    RenewLeases: ("generator", "scorer"),
-    LeaseScoring: ("scorer",),
-    SubmitScores: ("scorer",),
-    LeaseBatch: ("trainer",),
-    CommitBatch: ("trainer",),
-    CheckpointSaved: ("trainer",),
-    FinishRun: ("trainer",),
-}
 
 log = logging.getLogger(__name__)
 

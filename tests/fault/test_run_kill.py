@@ -7,10 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from integration.conftest import project, tiny_model
 from integration.test_up import DEADLINE_S, UpProcess, up
 
-__all__ = ["project", "tiny_model", "up"]  # fixtures
+__all__ = ["up"]  # a fixture
 
 STEPS = 40
 

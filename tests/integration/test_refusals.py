@@ -130,7 +130,7 @@ def test_config_check_tells_the_worst_staleness(project: Path) -> None:
         timeout=50,
         check=True,
     )
-    assert "at most 4, typically up to 1" in done.stdout
+    assert "at most 4 versions, typically up to 1" in done.stdout
 
 
 def test_config_show_is_a_run_file(project: Path) -> None:

@@ -1,0 +1,145 @@
+"""A generator's loop with a channel, a session and a receiver that tests play."""
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from fakes.engine import ScriptedEngine
+
+from umbra.proto.errors import UmbraError
+from umbra.proto.messages import (
+    LeaseSamples,
+    Message,
+    SampleLeases,
+)
+from umbra.proto.records import Manifest, SampleTask, TensorEntry
+from umbra.services.generator.loop import GeneratorLoop
+
+STOP = 3
+LEASE_S = 30.0
+
+
+class FakeChannel:
+    """Keeps requests; the test answers them."""
+
+    def __init__(self) -> None:
+        self.open: list[tuple[Message, Future[Message]]] = []
+        self.pushes: queue.SimpleQueue[Message] = queue.SimpleQueue()
+
+    def request(
+        self,
+        body: Message,
+        *,
+        timeout_s: float,
+        on_done: Callable[[Future[Message]], None] | None = None,
+    ) -> Future[Message]:
+        assert timeout_s > 0
+        future: Future[Message] = Future()
+        if on_done is not None:
+            future.add_done_callback(on_done)
+        self.open.append((body, future))
+        return future
+
+    def answer(self, kind: type[Message], reply: Message | Exception) -> Any:
+        """Answer the oldest open request of this kind, and return it."""
+        index = next(i for i, (body, _) in enumerate(self.open) if isinstance(body, kind))
+        body, future = self.open.pop(index)
+        if isinstance(reply, Exception):
+            future.set_exception(reply)
+        else:
+            future.set_result(reply)
+        return body
+
+    def asked(self, kind: type[Message]) -> list[Any]:
+        return [body for body, _ in self.open if isinstance(body, kind)]
+
+
+@dataclass
+class FakeSession:
+    stopping: threading.Event = field(default_factory=threading.Event)
+    stop_reason: str = "asked to"
+    failure: UmbraError | None = None
+    activities: list[str] = field(default_factory=list)
+    figures: dict[str, float] = field(default_factory=dict)
+    events: list[str] = field(default_factory=list)
+
+    def progress(self, activity: str, count: int = 1) -> None:
+        del count
+        self.activities.append(activity)
+
+    def stats(self, **values: float) -> None:
+        self.figures |= values
+
+    def emit(self, kind: str, **_fields: Any) -> None:
+        self.events.append(kind)
+
+
+@dataclass
+class FakeStaged:
+    version: int
+    manifest: Manifest
+    data: memoryview
+
+
+@dataclass
+class FakeReceiver:
+    staged: FakeStaged | None = None
+    answers: list[tuple[int, str]] = field(default_factory=list)
+
+    def poll(self) -> FakeStaged | None:
+        staged, self.staged = self.staged, None
+        return staged
+
+    def committed(self, staged: FakeStaged, commit_s: float, error: str = "") -> None:
+        assert commit_s >= 0
+        self.answers.append((staged.version, error))
+
+
+def version(number: int) -> FakeStaged:
+    entry = TensorEntry(name="w", dtype="F32", shape=[2], offset=0, nbytes=8)
+    manifest = Manifest(tensors=[entry], buckets=[(0, 8)], total_bytes=8, digest="d")
+    return FakeStaged(number, manifest, memoryview(bytearray(8)))
+
+
+@dataclass
+class Bench:
+    """A loop with everything around it."""
+
+    channel: FakeChannel
+    session: FakeSession
+    receiver: FakeReceiver
+    engine: ScriptedEngine
+    loop: GeneratorLoop
+    metrics: Path
+    now: list[float]
+
+    def turns(self, count: int) -> None:
+        for _ in range(count):
+            self.now[0] += 0.01
+            self.loop.turn()
+
+    def lease(self, *names: str, attempt: int = 1, pinned: int = -1) -> LeaseSamples:
+        row = {"prompt": "1", "answer": "1"}
+        tasks = [
+            SampleTask(
+                sample_id=n,
+                group_id=n,
+                prompt_id=n,
+                attempt=attempt,
+                row=row,
+                lease_s=LEASE_S,
+                pinned_version=pinned,
+            )
+            for n in names
+        ]
+        return self.channel.answer(LeaseSamples, SampleLeases(tasks=tasks))
+
+    def spans(self, name: str) -> list[dict[str, Any]]:
+        lines = self.metrics.read_bytes().splitlines()
+        rows = [msgspec.json.decode(line) for line in lines]
+        return [row for row in rows if row["kind"] == "span" and row["name"] == name]
