@@ -2,8 +2,8 @@
 
     python benchmarks/store.py [--json FILE] [--records 20000] [--group 64] [--dir FOLDER]
 
-Every record is 9 KB of trajectory and a small state, committed with `fdatasync` in groups, read once
-when its batch is formed and deleted when it was trained. LMDB needs `pip install lmdb`.
+Every record is 9 KB of trajectory and a small state, committed with `fdatasync` in groups, read
+once when its batch is formed and deleted when it was trained. LMDB needs `pip install lmdb`.
 """
 
 from __future__ import annotations
