@@ -68,10 +68,11 @@ class StoreReader:
         """Counts by state and the oldest samples in flight."""
         samples = [self.read(key) for key in self.image.places if key.startswith("s/")]
         samples.sort(key=lambda sample: sample.get("serial", 0))
+        run: dict[str, Any] = self.read("run") or {}
         now: dict[str, Any] = self.read("now") or {}
         kinds = Counter(KINDS.get(key[:2], "") for key in self.image.places)
         return {
-            "run": (self.read("run") or {}).get("run_id", ""),
+            "run": run.get("run_id", ""),
             "bytes": sum(self.image.sizes.values()),
             "files": len(self.image.sizes),
             "commits": self.image.commit,

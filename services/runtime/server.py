@@ -21,6 +21,7 @@ from umbra.proto.messages import ANY, Header, Message
 
 REPLIES_KEPT = 16  # per peer; a peer has at most a few requests under way
 RECEIVE_BURST = 256  # messages taken from one socket before the others get their turn
+RECEIVE_BYTES = 2 << 20  # the same in bytes: what is worked on together should fit into the cache
 
 log = logging.getLogger(__name__)
 
@@ -128,11 +129,15 @@ class Server:
 
     def _receive(self, channel: _Channel) -> list[Request]:
         requests: list[Request] = []
+        left = RECEIVE_BYTES
         for _ in range(RECEIVE_BURST):
+            if left <= 0:
+                break
             try:
                 identity, *frames = channel.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
+            left -= sum(map(len, frames))
             request = self._decode(channel, identity, frames)
             if request is not None:
                 requests.append(request)

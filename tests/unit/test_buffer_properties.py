@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import hypothesis.strategies as st
 from fakes.broker_world import World, trajectory
 from hypothesis import settings
@@ -62,7 +64,7 @@ class BrokerMachine(RuleBasedStateMachine):
         for name in (*GENERATORS, "trainer"):
             self.come(name)
 
-    def make_world(self, **buffer: int) -> World:
+    def make_world(self, **buffer: Any) -> World:
         return World(steps=STEPS, lease_s=LEASE_S, dead_after_s=25, **buffer)
 
     def come(self, name: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import hypothesis.strategies as st
 from fakes.broker_world import World, trajectory
 from hypothesis import settings
@@ -38,7 +40,7 @@ class RestartMachine(BrokerMachine):
         self.forgotten: set[str] = set()
         super().start(**buffer)
 
-    def make_world(self, **buffer: int) -> World:
+    def make_world(self, **buffer: Any) -> World:
         return World(steps=STEPS, durable=True, lease_s=LEASE_S, dead_after_s=25, **buffer)
 
     @rule()
@@ -86,7 +88,7 @@ TestRestarts = RestartMachine.TestCase
 TestRestarts.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
 
 
-def started(**buffer: int) -> World:
+def started(**buffer: Any) -> World:
     world = World(durable=True, **buffer)
     world.join("generator", "a")
     world.join("trainer", "trainer")
