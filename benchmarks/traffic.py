@@ -180,6 +180,7 @@ class Producer:
             wire = join(self._context, broker, "generator", name)
             self._generators[wire.data] = _Generator(wire)
             self._poller.register(wire.data, zmq.POLLIN)
+        self._turns = deque(self._generators.values() if rate else ())
 
     def run(self, seconds: float) -> None:
         """Produce for so long."""
@@ -188,14 +189,12 @@ class Producer:
         for generator in self._generators.values():
             self._lease(generator)
         while (now := time.monotonic()) - began < seconds:
-            allowed = self._rate * (now - began) - self._sent if self._rate else 1 << 30
-            for generator in self._generators.values() if self._rate else ():
-                allowed -= self._submit(generator, allowed)
+            self._keep_pace(now - began)
             for socket, _ in self._poller.poll(1 if self._rate else 50):
                 generator = self._generators[socket]
                 self._take(generator)
                 if not self._rate:
-                    self._submit(generator, allowed)
+                    self._submit(generator)
             if now >= upkeep_at:
                 upkeep_at = now + 0.5
                 for generator in self._generators.values():
@@ -229,12 +228,20 @@ class Producer:
             generator.leases += 1
             generator.wire.ask(LeaseSamples(capacity=self._capacity, version=0, wait_s=2.0))
 
-    def _submit(self, generator: _Generator, allowed: float) -> int:
+    def _keep_pace(self, elapsed_s: float) -> None:
+        """Let one generator after the other submit one message, as often as the rate allows."""
+        for _ in range(len(self._turns)):
+            if self._rate * elapsed_s - self._sent < self._per_submit:
+                return
+            generator = self._turns[0]
+            self._turns.rotate(-1)
+            self._submit(generator, messages=1)
+
+    def _submit(self, generator: _Generator, messages: int = 1 << 30) -> None:
         sent = 0
-        while generator.tasks and len(generator.submits) < self._window:
-            count = min(self._per_submit, len(generator.tasks), int(allowed) - sent)
-            if count <= 0:
-                break
+        while generator.tasks and len(generator.submits) < self._window and messages:
+            messages -= 1
+            count = min(self._per_submit, len(generator.tasks))
             made = [answer(generator.tasks.popleft()) for _ in range(count)]
             number = generator.wire.ask(SubmitTrajectories(trajectories=made))
             generator.submits[number] = time.monotonic()
@@ -242,7 +249,6 @@ class Producer:
         self._sent += sent
         if sent:
             self._lease(generator)
-        return sent
 
 
 class Consumer:

@@ -122,7 +122,7 @@ class Broker:
         self._run_id = run_id
         self._endpoints = endpoints
         self._started_at = now
-        self._wire_counters = {} if wire_counters is None else wire_counters  # may be empty yet
+        self._wire_counters: Mapping[str, int] = {} if wire_counters is None else wire_counters
         self._deadline = 0.0  # for the others to leave, once the run is ending
         self._finish_request: Request | None = None  # waits for an evaluation
         self._recovery = Recovery(

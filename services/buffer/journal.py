@@ -5,7 +5,7 @@ fields as they are now. So nothing that a rule of the state machine does can be 
 
     run             what must not change: run id, sizes; where the sockets were bound
     now             counts, versions, the ledger, the position in the prompts
-    members         who has joined
+    m/<member>      who has joined
     g/<group>       fields of a live group          r/<group>  its prompt row
     s/<sample>      fields of a live sample         t/<sample> its trajectory (see `shelf`)
     b/<step>        a batch: formed, or committed and kept for a trainer that starts again

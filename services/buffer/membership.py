@@ -63,7 +63,7 @@ class Membership:
     def __init__(self, *, heartbeat_s: float, dead_after_s: float, stall_s: float) -> None:
         self.peers: dict[str, Peer] = {}
         self.departed: dict[str, str] = {}  # name -> why
-        self.changed = False  # whether someone came or went since the journal last took note
+        self.changed: set[str] = set()  # who came or went since the journal last took note
         self._heartbeat_s = heartbeat_s
         self._dead_after_s = dead_after_s
         self._stall_s = stall_s
@@ -100,7 +100,7 @@ class Membership:
         )
         self.peers[body.name] = peer
         self.departed.pop(body.name, None)
-        self.changed = True
+        self.changed.add(body.name)
         return peer
 
     def hear(self, header: Header, now: float) -> Peer | Nack:
@@ -130,12 +130,13 @@ class Membership:
         """`peer` is gone."""
         del self.peers[peer.name]
         self.departed[peer.name] = why
-        self.changed = True
+        self.changed.add(peer.name)
 
-    def records(self) -> list[dict[str, Any]]:
-        """The members in plain values, for the journal."""
+    def record(self, name: str) -> dict[str, Any] | None:
+        """The member `name` in plain values, for the journal; None if it is gone."""
+        peer = self.peers.get(name)
         names = ("name", "role", "incarnation", "identity", "pid", "host", "endpoints")
-        return [{name: getattr(peer, name) for name in names} for peer in self.peers.values()]
+        return None if peer is None else {name: getattr(peer, name) for name in names}
 
     def restore(self, records: list[dict[str, Any]], now: float) -> None:
         """Take over the members of before a restart of the buffer; most have outlived it."""

@@ -19,6 +19,7 @@ from umbra.services.buffer.store import StoreError
 from umbra.services.buffer.training import Training
 
 REPAIRED = "repaired"  # key that tells that the store was mended: see `umbra store repair`
+MEMBER = "m/"  # prefix of the keys of members
 
 log = logging.getLogger(__name__)
 
@@ -57,9 +58,13 @@ class Recovery:
 
     def save(self) -> None:
         """Write what has changed since the last time; the caller commits."""
-        if self._members.changed:
-            self._members.changed = False
-            self._journal.write("members", self._members.records())
+        for name in self._members.changed:
+            record = self._members.record(name)
+            if record is None:
+                self._journal.store.delete(MEMBER + name)
+            else:
+                self._journal.write(MEMBER + name, record)
+        self._members.changed.clear()
         changed = self._journal.save()
         now = self._now()
         if changed or now != self._last:
@@ -87,7 +92,8 @@ class Recovery:
             log.warning("%s", line)
         self._restore_counts(record)
         self._pool.restore(groups, now)
-        self._members.restore(self._journal.read("members") or [], now)
+        members = self._journal.store.keys(MEMBER)
+        self._members.restore([self._journal.read(key) for key in sorted(members)], now)
         self._prompts.seek(record["prompts"])
         live = {group.group_id: group for group in groups}
         for batch in self._batches.archive.load(live, now):

@@ -24,6 +24,7 @@ from umbra.services.runtime.feasibility import check_feasible
 from umbra.services.runtime.server import Server
 
 POLL_S = 0.1  # how late a deadline may be noticed
+TICK_S = 0.05
 WILDCARDS = ("*", "0.0.0.0", "[::]")
 
 
@@ -131,14 +132,16 @@ class Service:
 
     def run(self) -> None:
         """Serve until the run is over."""
-        drained = False
+        drained, ticked_at = False, 0.0
         while True:
             requests = self._server.poll(POLL_S)
             now = time.monotonic()
             effects: list[Effect] = []
             for request in requests:
                 effects += self._broker.handle(request, now)
-            effects += self._broker.tick(now)
+            if now - ticked_at >= TICK_S:  # it looks at every member, so not after every message
+                ticked_at = now
+                effects += self._broker.tick(now)
             if self._context.stopping.is_set() and not drained:
                 drained = True
                 effects += self._broker.drain("the buffer was asked to stop", now)

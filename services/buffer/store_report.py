@@ -68,6 +68,7 @@ class StoreReader:
         """Counts by state and the oldest samples in flight."""
         samples = [self.read(key) for key in self.image.places if key.startswith("s/")]
         samples.sort(key=lambda sample: sample.get("serial", 0))
+        run: dict[str, Any] = self.read("run") or {}
         now: dict[str, Any] = self.read("now") or {}
         run: dict[str, Any] = self.read("run") or {}
         kinds = Counter(KINDS.get(key[:2], "") for key in self.image.places)

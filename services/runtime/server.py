@@ -26,6 +26,7 @@ REPLIES_KEPT = 16  # per peer, to answer resends from
 REPLY_BYTES_KEPT = 64 << 20  # per peer; batches are large, and only the last one is asked for again
 PENDING_KEPT = 256  # per peer; one-way messages stay here too, as nobody answers them
 RECEIVE_BURST = 256  # messages taken from one socket before the others get their turn
+RECEIVE_BYTES = 2 << 20  # the same in bytes: what is worked on together should fit into the cache
 
 log = logging.getLogger(__name__)
 
@@ -187,11 +188,15 @@ class Server:
 
     def _receive(self, channel: _Channel) -> list[Request]:
         requests: list[Request] = []
+        left = RECEIVE_BYTES
         for _ in range(RECEIVE_BURST):
+            if left <= 0:
+                break
             try:
                 identity, *frames = channel.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
+            left -= sum(map(len, frames))
             request = self._decode(channel, identity, frames)
             if request is not None:
                 requests.append(request)
