@@ -6,8 +6,8 @@ log is outdated: what still counts in it is appended anew, then the file goes. A
 oldest, no deletion in it has anything left to delete.
 
 Why a log (benchmarks/store.py): bytes are written once, a third to a quarter of what SQLite and
-LMDB write, commits are shorter, damage is told from a torn tail, and no package is needed. LMDB
-takes half the CPU time, 13 us less per trajectory.
+LMDB write, the median commit is shorter, damage is told from a torn tail, and no package is
+needed. LMDB takes half the CPU time, 13 us less per trajectory.
 """
 
 from __future__ import annotations
