@@ -1,0 +1,49 @@
+"""The run's configuration: one typed tree, filled from defaults < TOML file < environment < flags.
+
+Each section belongs to one service, and that service's flags are generated from it (`command.py`),
+so that file, environment and command line can't drift apart. Field descriptions are the
+documentation.
+"""
+
+from __future__ import annotations
+
+from umbra.services.runtime.config.base import Section
+from umbra.services.runtime.config.buffer import Buffer
+from umbra.services.runtime.config.generation import Environment, Generator, SamplingConfig, Scorer
+from umbra.services.runtime.config.run import Data, Log, Model, Run
+from umbra.services.runtime.config.training import Eval, Trainer
+from umbra.services.runtime.config.weights import WeightHub
+
+__all__ = [
+    "Buffer",
+    "Data",
+    "Environment",
+    "Eval",
+    "Generator",
+    "Log",
+    "Model",
+    "Run",
+    "RunConfig",
+    "SamplingConfig",
+    "Scorer",
+    "Section",
+    "Trainer",
+    "WeightHub",
+]
+
+
+class RunConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The whole tree: what a run file holds."""
+
+    run: Run = Run()
+    model: Model = Model()
+    data: Data = Data()
+    environment: Environment = Environment()
+    sampling: SamplingConfig = SamplingConfig()
+    buffer: Buffer = Buffer()
+    generator: Generator = Generator()
+    trainer: Trainer = Trainer()
+    weight_hub: WeightHub = WeightHub()
+    scorer: Scorer = Scorer()
+    eval: Eval = Eval()
+    log: Log = Log()

@@ -1,0 +1,85 @@
+"""Sections of rollouts: environment, sampling, generators and scorers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from umbra.services.runtime.config.base import Section
+
+
+class Environment(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a rollout interacts with, and what rewards it."""
+
+    kind: Annotated[
+        str, Meta(description='"exact", "guess", "reward" or a class as "module:Class"')
+    ] = "exact"
+    reward: Annotated[
+        str, Meta(description='reward function as "module:function", for kind "reward"')
+    ] = ""
+    timeout_s: Annotated[float, Meta(description="seconds a reward may take", gt=0)] = 30.0
+    options: Annotated[
+        dict[str, Any], Meta(description="passed to the environment's constructor")
+    ] = {}
+
+
+class SamplingConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the generators draw tokens."""
+
+    temperature: Annotated[float, Meta(description="softmax temperature", gt=0)] = 1.0
+    top_p: Annotated[float, Meta(description="nucleus mass; 1 = off", gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(description="most likely tokens kept; 0 = all", ge=0)] = 0
+    min_p: Annotated[float, Meta(description="floor relative to the top token", ge=0, le=1)] = 0.0
+    max_tokens: Annotated[int, Meta(description="tokens generated per turn at most", ge=1)] = 256
+
+
+class Generator(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The inference side."""
+
+    count: Annotated[int, Meta(description="generator processes that `umbra up` starts", ge=1)] = 1
+    engine: Annotated[Literal["torch"], Meta(description="inference engine")] = "torch"
+    device: Annotated[str, Meta(description="cpu, cuda, cuda:1, ... or auto")] = "auto"
+    slots: Annotated[int, Meta(description="sequences decoded at once", ge=1)] = 128
+    max_context: Annotated[int, Meta(description="prompt + response tokens per slot", ge=8)] = 1024
+    prefetch: Annotated[
+        int, Meta(description="samples leased ahead of free slots, so that none stays empty", ge=0)
+    ] = 32
+    partial_flush_tokens: Annotated[
+        int,
+        Meta(
+            description="tokens after which what there is of a sample is sent to the buffer, which "
+            "so much is lost of at most; 0 = never",
+            ge=0,
+        ),
+    ] = 512
+    threads: Annotated[
+        int, Meta(description="CPU threads of the engine; 0 = torch's choice", ge=0)
+    ] = 0
+    kv_policy: Annotated[
+        Literal["keep", "recompute", "abort"],
+        Meta(description="what new weights do to sequences under way"),
+    ] = "keep"
+    receive: Annotated[
+        Literal["staged", "streamed"],
+        Meta(description="hold new weights beside the old ones, or load them from the hub's host"),
+    ] = "staged"
+
+
+class Scorer(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A stage worker: rewards, reference or proximal logprobs."""
+
+    stage: Annotated[
+        Literal["reward", "ref_logp", "logp"], Meta(description="what this process computes")
+    ] = "reward"
+    reward: Annotated[int, Meta(description="reward scorers that `umbra up` starts", ge=0)] = 1
+    ref_logp: Annotated[int, Meta(description="the same for ref_logp", ge=0)] = 1
+    logp: Annotated[int, Meta(description="the same for logp", ge=0)] = 1
+    model: Annotated[
+        str, Meta(description="directory of the reference model; empty = model.path")
+    ] = ""
+    capacity: Annotated[int, Meta(description="trajectories leased at once", ge=1)] = 32
+    pack_tokens: Annotated[int, Meta(description="tokens per packed row", ge=8)] = 256
+    micro_tokens: Annotated[int, Meta(description="tokens per forward pass", ge=8)] = 4096
+    device: Annotated[str, Meta(description="cpu, cuda, cuda:1, ... or auto")] = "auto"
+    threads: Annotated[int, Meta(description="CPU threads; 0 = torch's choice", ge=0)] = 0

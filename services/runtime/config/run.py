@@ -1,0 +1,65 @@
+"""What is run, on which model and data, and what it logs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from umbra.services.runtime.config.base import Section
+
+
+class Run(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is run, and where its results go."""
+
+    name: Annotated[str, Meta(description="name of the run; part of its id", min_length=1)] = "run"
+    dir: Annotated[str, Meta(description="folder that receives <id>/ with all results")] = "runs"
+    steps: Annotated[int, Meta(description="optimizer steps to train", ge=1)] = 100
+    seed: Annotated[int, Meta(description="seed of sampling, shuffling and initialisation")] = 0
+    broker: Annotated[
+        str, Meta(description="address the buffer binds; port * picks a free one")
+    ] = "tcp://127.0.0.1:*"
+    broker_grace_s: Annotated[
+        float, Meta(description="seconds without the buffer until a process gives up", gt=0)
+    ] = 60.0
+
+
+class Model(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The policy."""
+
+    path: Annotated[str, Meta(description="Hugging Face model directory, tokenizer included")] = ""
+
+
+class Data(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Prompts."""
+
+    prompts: Annotated[
+        str,
+        Meta(
+            description='JSONL or Parquet file, or "datasets:NAME:SPLIT" (Hugging Face); every row '
+            'has a "prompt"'
+        ),
+    ] = ""
+    sources: Annotated[
+        dict[str, float],
+        Meta(description="several sources instead of data.prompts, each with its weight"),
+    ] = {}
+    shuffle: Annotated[bool, Meta(description="shuffle anew in every epoch")] = True
+    curriculum: Annotated[
+        str,
+        Meta(
+            description='"module:function" that is called with (rows, epoch) and returns the '
+            "indices of the rows to draw in that epoch, in order; instead of data.shuffle"
+        ),
+    ] = ""
+
+
+class Log(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Logging of every service."""
+
+    level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="least level")
+    ] = "info"
+    format: Annotated[Literal["console", "json"], Meta(description="one line or one object")] = (
+        "console"
+    )

@@ -1,0 +1,73 @@
+"""Sections of the trainer and of evaluations."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from umbra.services.runtime.config.base import Section
+
+
+class Trainer(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The optimizer and its objective."""
+
+    learning_rate: Annotated[float, Meta(description="peak learning rate", gt=0)] = 1e-5
+    schedule: Annotated[
+        Literal["constant", "linear", "cosine"], Meta(description="decay after the warm-up")
+    ] = "constant"
+    final_lr_ratio: Annotated[
+        float, Meta(description="learning rate at the last step over the peak", ge=0, le=1)
+    ] = 0.05
+    warmup_steps: Annotated[int, Meta(description="steps of linear warm-up", ge=0)] = 5
+    betas: Annotated[tuple[float, float], Meta(description="AdamW betas")] = (0.9, 0.95)
+    weight_decay: Annotated[float, Meta(description="AdamW weight decay", ge=0)] = 0.0
+    max_grad_norm: Annotated[float, Meta(description="gradient clipping", gt=0)] = 1.0
+    objective: Annotated[
+        Literal["ppo", "tis", "decoupled", "naive"],
+        Meta(description="policy loss: clip against behaviour logprobs, TIS, decoupled PPO, naive"),
+    ] = "ppo"
+    advantage: Annotated[
+        Literal["dr_grpo", "grpo"], Meta(description="reward - group mean, or that over the std")
+    ] = "dr_grpo"
+    aggregation: Annotated[
+        Literal["token_mean", "sequence_mean", "constant"],
+        Meta(description="mean over tokens, over sequences, or sum over a constant length"),
+    ] = "token_mean"
+    clip_low: Annotated[float, Meta(description="ratio clip below: 1 - clip_low", gt=0)] = 0.2
+    clip_high: Annotated[float, Meta(description="ratio clip above: 1 + clip_high", gt=0)] = 0.2
+    is_cap: Annotated[
+        float, Meta(description="cap of importance weights (tis, decoupled)", gt=0)
+    ] = 2.0
+    minibatches: Annotated[int, Meta(description="optimizer updates per batch", ge=1)] = 1
+    pack_tokens: Annotated[int, Meta(description="tokens per packed row", ge=8)] = 256
+    micro_tokens: Annotated[int, Meta(description="tokens per forward pass", ge=8)] = 4096
+    device: Annotated[str, Meta(description="cpu, cuda or auto")] = "auto"
+    precision: Annotated[
+        Literal["no", "bf16", "fp16"], Meta(description="Accelerate mixed precision")
+    ] = "no"
+    threads: Annotated[int, Meta(description="CPU threads; 0 = torch's choice", ge=0)] = 0
+    batch_wait_s: Annotated[
+        float, Meta(description="seconds to wait for a batch until the run fails", gt=0)
+    ] = 600.0
+
+
+class Eval(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Accuracy on held-out prompts: before and after the run (`umbra up`), and within it."""
+
+    prompts: Annotated[str, Meta(description="JSONL file of held-out prompts; empty = no eval")] = (
+        ""
+    )
+    samples: Annotated[int, Meta(description="samples drawn", ge=1)] = 1024
+    greedy: Annotated[bool, Meta(description="also evaluate greedy decoding")] = False
+    every: Annotated[
+        int, Meta(description="steps between evaluations within the run; 0 = none", ge=0)
+    ] = 0
+    mode: Annotated[
+        Literal["pause", "concurrent"],
+        Meta(description="training waits for such an evaluation, or goes on beside it"),
+    ] = "pause"
+    run_samples: Annotated[int, Meta(description="samples of such an evaluation", ge=1)] = 128
+    timeout_s: Annotated[
+        float, Meta(description="seconds until such an evaluation ends unfinished", gt=0)
+    ] = 300.0

@@ -1,0 +1,45 @@
+"""The weight hub's section."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from umbra.services.runtime.config.base import Section
+
+
+class WeightHub(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Versions, arena and pushes."""
+
+    listen: Annotated[str, Meta(description="address the hub binds; port * picks a free one")] = (
+        "tcp://127.0.0.1:*"
+    )
+    plane: Annotated[
+        Literal["auto", "shm", "tcp", "nccl", "cuda_ipc"],
+        Meta(description="how weights travel; auto = best that both sides have"),
+    ] = "auto"
+    bucket_bytes: Annotated[
+        int, Meta(description="bytes per bucket (one checksum each)", ge=1024)
+    ] = 4 << 20
+    receive_bucket_bytes: Annotated[
+        int, Meta(description="bytes per message over plane tcp, chosen by the receiver", ge=1024)
+    ] = 4 << 20
+    buckets_listen: Annotated[
+        str,
+        Meta(description="address for plane tcp; empty = any port of the listen address's host"),
+    ] = ""
+    delta: Annotated[
+        Literal["auto", "always", "off"],
+        Meta(description="plane tcp sends lossless differences: over slow links, over all, never"),
+    ] = "auto"
+    anchor_every: Annotated[
+        int, Meta(description="every so many versions all bytes are sent; 0 = only if needed", ge=0)
+    ] = 50
+    slots: Annotated[int, Meta(description="versions held in the arena", ge=2)] = 2
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"], Meta(description="what is served")
+    ] = "float32"
+    deadline_s: Annotated[
+        float, Meta(description="seconds a receiver may take per phase until it is dropped", gt=0)
+    ] = 30.0
