@@ -9,16 +9,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
+import msgspec
 import torch
 
+from umbra.services.environments.loading import UNREWARDED
+from umbra.services.environments.pool import open_pool
 from umbra.services.generator.buffer_client import BufferClient
 from umbra.services.generator.loop import GeneratorLoop, Streaming
-from umbra.services.generator.rollout import RolloutSettings, sampling_of
+from umbra.services.generator.rollout import RolloutSettings, limits_of, sampling_of
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.torch_engine import TorchEngine
 from umbra.services.modeling.chat import Chat
-from umbra.services.modeling.environment_pool import EnvironmentPool
-from umbra.services.modeling.environments import Unrewarded, load_environment
 from umbra.services.modeling.models import load_model, load_tokenizer, pick_device, stop_ids
 from umbra.services.runtime.command import ServiceContext
 from umbra.services.runtime.config import RunConfig, WeightHub
@@ -37,9 +38,9 @@ def run(ctx: ServiceContext) -> int:
     config = ctx.config
     if config.generator.threads:
         torch.set_num_threads(config.generator.threads)
-    make_environment = (
-        Unrewarded if "reward" in config.buffer.stages else load_environment(config.environment)
-    )
+    environment = config.environment
+    if "reward" in config.buffer.stages:
+        environment = msgspec.structs.replace(environment, kind=UNREWARDED, options={})
     model, tokenizer = _load(config)
     stops = stop_ids(model, tokenizer)
     engine = TorchEngine(
@@ -51,11 +52,12 @@ def run(ctx: ServiceContext) -> int:
         seed=zlib.crc32(f"{config.run.seed}/{ctx.name}".encode()),
     )
     wake = threading.Event()
-    pool = EnvironmentPool(timeout_s=config.environment.timeout_s, wake=wake.set)
+    pool = open_pool(environment, wake=wake.set)
     settings = RolloutSettings(
         chat=Chat(tokenizer, stops),
         sampling=sampling_of(config.sampling),
         max_context=config.generator.max_context,
+        limits=limits_of(environment),
         generator=ctx.name,
     )
     with ctx.join("generator") as session:
@@ -70,7 +72,7 @@ def run(ctx: ServiceContext) -> int:
                 receiver=receiver,
                 buffer=BufferClient(session.data, wake, grace_s=config.run.broker_grace_s),
                 engine=engine,
-                runner=RolloutRunner(engine, pool, make_environment, settings),
+                runner=RolloutRunner(engine, pool, settings),
                 metrics=ctx.metrics,
                 kv_policy=config.generator.kv_policy,
                 prefetch=config.generator.prefetch,

@@ -39,9 +39,8 @@ def run(context: ServiceContext) -> int:
 
 def reward_worker(config: RunConfig) -> Worker:
     """The worker of stage "reward". Needs a tokenizer, but no model."""
+    from umbra.services.environments.pool import open_pool
     from umbra.services.modeling.chat import Chat
-    from umbra.services.modeling.environment_pool import EnvironmentPool
-    from umbra.services.modeling.environments import load_environment
     from umbra.services.modeling.models import load_tokenizer
     from umbra.services.scorer.reward import RewardWorker
 
@@ -53,9 +52,8 @@ def reward_worker(config: RunConfig) -> Worker:
         wake.wait(seconds)
         wake.clear()
 
-    pool = EnvironmentPool(timeout_s=config.environment.timeout_s, wake=wake.set)
-    make_environment = load_environment(config.environment)
-    return RewardWorker(Chat(tokenizer, stops), make_environment, pool, wait)
+    pool = open_pool(config.environment, wake=wake.set)
+    return RewardWorker(Chat(tokenizer, stops), pool, wait)
 
 
 def _score_logprobs(context: ServiceContext, session: Session) -> None:

@@ -8,9 +8,10 @@ import pytest
 from click.testing import CliRunner
 
 from umbra.proto.errors import UsageError
+from umbra.services.environments.guess import Guess
+from umbra.services.environments.single_turn import ExactMatch
 from umbra.services.generator.command import evaluate, make_task
 from umbra.services.generator.tasks import write_task
-from umbra.services.modeling.environments import ExactMatch, Guess
 from umbra.services.runtime.jsonl import read_jsonl
 
 COUNTS = {"prompts": 300, "heldout": 100, "demos": 300}
