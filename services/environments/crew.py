@@ -94,6 +94,7 @@ class Crew:
         self._workers: list[_Worker] = []
         self._starting = 0
         self._number = 0
+        self._closed = False
         self._sessions: dict[str, _Session] = {}
         self._queue: deque[_Call] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -126,7 +127,7 @@ class Crew:
 
     async def close(self) -> None:
         """End all processes."""
-        self._queue.clear()
+        self._closed = True
         for worker in self._workers:
             self._end(worker, "closed")
         while self._tasks:
@@ -135,6 +136,8 @@ class Crew:
     # -- dispatch ---------------------------------------------------------------------------------
 
     def _pump(self) -> None:
+        if self._closed:
+            return
         for worker in self._workers:
             while worker.waiting and worker.free():
                 self._send(worker, worker.waiting.popleft())
@@ -243,7 +246,10 @@ class Crew:
 
     async def _grow(self) -> None:
         try:
-            self._workers.append(await self._hire())
+            worker = await self._hire()
+            self._workers.append(worker)
+            if self._closed:
+                worker.kill()
         except (UsageError, DeadlineError, OSError) as error:
             if not self._workers:
                 waiting, self._queue = self._queue, deque()
