@@ -66,7 +66,7 @@ class Chat:
                 )
             return self._encode(messages[0]["content"])
         if tools and "tools" not in self._tokenizer.chat_template:
-            messages = _with_tools(messages, tools)
+            messages = with_tools(messages, tools)
             tools = []
         return self._encode(self._render(messages, tools))
 
@@ -91,7 +91,7 @@ class Chat:
 
     def _render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> str:
         if "tool" not in self._tokenizer.chat_template:
-            messages = [_as_user(message) for message in messages]
+            messages = [as_user(message) for message in messages]
         return self._tokenizer.apply_chat_template(
             list(messages),
             tools=list(tools) or None,
@@ -103,7 +103,7 @@ class Chat:
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _with_tools(messages: list[Message], tools: list[dict[str, Any]]) -> list[Message]:
+def with_tools(messages: list[Message], tools: list[dict[str, Any]]) -> list[Message]:
     """`messages` after a system message that says what may be called, and how."""
     described = "\n".join(json.dumps(tool) for tool in tools)
     system: Message = {
@@ -119,7 +119,7 @@ def _with_tools(messages: list[Message], tools: list[dict[str, Any]]) -> list[Me
     return [system, *messages]
 
 
-def _as_user(message: Message) -> Message:
+def as_user(message: Message) -> Message:
     """What a tool said, as templates write it that know no such role."""
     if message.get("role") != "tool":
         return message

@@ -1,7 +1,6 @@
 """Rollouts through a scripted engine and through the real one: tokens, masks, spans, partials."""
 
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import msgspec
 import pytest
 import torch
 from fakes.engine import ScriptedEngine, output
+from fakes.rollouts import STOP, finish, sample, says, settings
 
 from umbra.proto.records import (
     SampleTask,
@@ -22,13 +22,11 @@ from umbra.services.environments.guess import Guess
 from umbra.services.environments.pool import InlinePool
 from umbra.services.environments.protocol import Opening, StepResult
 from umbra.services.environments.single_turn import ExactMatch
-from umbra.services.generator.rollout import Phase, Rollout, RolloutSettings
+from umbra.services.generator.rollout import Phase, Rollout
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.torch_engine import TorchEngine
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_model, load_tokenizer
-
-STOP = 3
 
 
 @pytest.fixture(scope="module")
@@ -39,48 +37,6 @@ def tokenizer(tiny_model_dir: Path) -> Any:
 @pytest.fixture
 def chat(tokenizer: Any) -> Chat:
     return Chat(tokenizer, {STOP})
-
-
-def sample(row: dict[str, Any], *, attempt: int = 1, partial: Any = None) -> SampleTask:
-    return SampleTask(
-        sample_id="s",
-        group_id="g",
-        prompt_id="p",
-        attempt=attempt,
-        row=row,
-        lease_s=30.0,
-        partial=partial,
-    )
-
-
-def settings(chat: Chat, **changes: Any) -> RolloutSettings:
-    values = {"sampling": Sampling(max_tokens=8), "max_context": 64, "clock": lambda: 5.0}
-    return RolloutSettings(chat=chat, **{**values, **changes})
-
-
-def says(tokenizer: Any, *turns: str) -> Callable[[Sequence[int]], list[int]]:
-    """A script: after n end tokens, say turn n."""
-    prefix = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in turns]
-    assistant = tokenizer.convert_tokens_to_ids("<|assistant|>")
-
-    def script(ids: Sequence[int]) -> list[int]:
-        turn = prefix[list(ids).count(STOP)]
-        said = len(ids) - 1 - max(i for i, token in enumerate(ids) if token == assistant)
-        return [*turn, STOP][said:]
-
-    return script
-
-
-def finish(runner: RolloutRunner, turns: int = 1000) -> list[Trajectory]:
-    done: list[Trajectory] = []
-    for _ in range(turns):
-        runner.poll(0.0)
-        finished, failed = runner.results()
-        assert not failed, failed[0].reason
-        done += finished
-        if not runner.active:
-            return done
-    raise AssertionError("rollouts do not end")
 
 
 def test_one_turn(chat: Chat, tokenizer: Any) -> None:
