@@ -26,14 +26,12 @@ from umbra.services.buffer.frames import (
     Entry,
     pack_record,
     parse,
-    scan,
     segment_header,
 )
 from umbra.services.buffer.segments import (
     Place,
     Replay,
     refuse_damage,
-    segment_bytes,
     segment_path,
 )
 from umbra.services.buffer.store import StoreError, StoreFullError
@@ -111,7 +109,9 @@ class LogStore:
             if value is None:
                 raise KeyError(key)
             return value
-        place = self._places[key]
+        return self._value_at(key, self._places[key])
+
+    def _value_at(self, key: str, place: Place) -> bytes:
         record = os.pread(self._fds[place.segment], place.end - place.offset, place.offset)
         begin = HEAD_BYTES + len(key.encode())
         entry = parse(memoryview(record), 0)
@@ -263,20 +263,19 @@ class LogStore:
     def _still_needed(self, group: dict[str, bytes | None]) -> dict[str, bytes | None]:
         """What is to be moved out of the oldest segment now, because much of the log is outdated.
 
-        At most one segment per commit, so that no commit takes long.
+        At most one segment per commit, so that no commit takes long. Its keys are the first ones,
+        as a key that is written again goes to the end.
         """
         oldest = self._oldest
         bound = GARBAGE * sum(self._live.values()) + (SLACK_SEGMENTS - 1) * self._segment_bytes
         if oldest == self._newest or self.disk_bytes <= bound or not self._live[oldest]:
             return {}
         moved: dict[str, bytes | None] = {}
-        data = segment_bytes(self.directory, oldest)
-        for entry in scan(data[: self._sizes[oldest]]):
-            if not isinstance(entry, Entry) or entry.key in group:
-                continue
-            if self._places.get(entry.key) == Place(oldest, entry.offset, entry.end):
-                assert entry.value is not None
-                moved[entry.key] = bytes(entry.value)
+        for key, place in self._places.items():
+            if place.segment != oldest:
+                break
+            if key not in group:
+                moved[key] = self._value_at(key, place)
         return moved
 
     def _drop_dead(self) -> None:

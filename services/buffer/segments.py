@@ -59,7 +59,7 @@ class Place(NamedTuple):
 class Image:
     """What the segments hold together. Entries of whole groups only, unless it is of a repair."""
 
-    places: dict[str, Place] = field(default_factory=dict[str, Place])
+    places: dict[str, Place] = field(default_factory=dict[str, Place])  # in the order of the log
     sizes: dict[int, int] = field(default_factory=dict[int, int])  # sound bytes, by segment
     commit: int = 0  # of the newest group
     torn: Damage | None = None  # what a crash left of a group that was never acknowledged
@@ -165,9 +165,8 @@ class Replay:
 
     def _apply(self) -> None:
         for number, offset, end, key, is_deletion in self._group:
-            if is_deletion:
-                self.image.places.pop(key, None)
-            else:
+            self.image.places.pop(key, None)
+            if not is_deletion:
                 self.image.places[key] = Place(number, offset, end)
         self._group.clear()
 

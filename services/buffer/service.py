@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import time
 import uuid
@@ -25,6 +26,7 @@ from umbra.services.runtime.server import Server
 
 POLL_S = 0.1  # how late a deadline may be noticed
 TICK_S = 0.05
+GC_THRESHOLD = 50_000  # new objects between collections: thousands are made per poll, and live on
 WILDCARDS = ("*", "0.0.0.0", "[::]")
 
 
@@ -64,6 +66,8 @@ def serve(context: ServiceContext) -> int:
         broker.save()
         store.commit()
         context.ready({"broker": control, "data": endpoints.data})
+        gc.freeze()
+        gc.set_threshold(GC_THRESHOLD)
         try:
             Service(context, server, broker, store).run()
         finally:

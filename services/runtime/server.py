@@ -56,6 +56,7 @@ class _Peer:
     incarnation: str
     pending: OrderedDict[int, None] = field(default_factory=OrderedDict[int, None])
     replies: OrderedDict[int, list[bytes]] = field(default_factory=OrderedDict[int, list[bytes]])
+    reply_bytes: int = 0
 
     def asked(self, number: int) -> None:
         """A request came in that has no answer yet; it must outlive later ones that have."""
@@ -67,13 +68,11 @@ class _Peer:
         """A request was answered with `frames`."""
         self.pending.pop(number, None)
         self.replies[number] = frames
+        self.reply_bytes += _size(frames)
         while len(self.replies) > 1 and (
-            len(self.replies) > REPLIES_KEPT or self._reply_bytes() > REPLY_BYTES_KEPT
+            len(self.replies) > REPLIES_KEPT or self.reply_bytes > REPLY_BYTES_KEPT
         ):
-            self.replies.popitem(last=False)
-
-    def _reply_bytes(self) -> int:
-        return sum(len(frame) for frames in self.replies.values() for frame in frames)
+            self.reply_bytes -= _size(self.replies.popitem(last=False)[1])
 
 
 class Server:
@@ -196,7 +195,7 @@ class Server:
                 identity, *frames = channel.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            left -= sum(map(len, frames))
+            left -= _size(frames)
             request = self._decode(channel, identity, frames)
             if request is not None:
                 requests.append(request)
@@ -277,6 +276,10 @@ class Server:
                 target.send_multipart(socket.recv_multipart(zmq.NOBLOCK), zmq.NOBLOCK)
             except zmq.Again:
                 return
+
+
+def _size(frames: Sequence[bytes]) -> int:
+    return sum(map(len, frames))
 
 
 def _drain(socket: zmq.Socket[bytes]) -> None:
