@@ -24,6 +24,7 @@ from umbra.services.buffer.frames import (
     MAX_VALUE_BYTES,
     SEGMENT_HEADER_BYTES,
     Entry,
+    pack_deletion,
     pack_record,
     parse,
     segment_header,
@@ -223,11 +224,14 @@ class LogStore:
     def _append(self, group: dict[str, bytes | None]) -> None:
         number = self._newest
         fd, begin = self._fds[number], self._sizes[number]
-        commit, last = self._commit + 1, len(group) - 1
-        parts = [
-            pack_record(commit, key, value, is_last=index == last)
-            for index, (key, value) in enumerate(group.items())
-        ]
+        commit = self._commit + 1
+        kept = [(key, value) for key, value in group.items() if value is not None]
+        gone = [key for key, value in group.items() if value is None]
+        parts = [pack_record(commit, key, value) for key, value in kept]
+        if gone:
+            parts.append(pack_deletion(commit, gone, is_last=True))
+        else:
+            parts[-1] = pack_record(commit, *kept[-1], is_last=True)
         try:
             self._write_all(fd, b"".join(parts))
             self._sync(fd)
@@ -235,23 +239,17 @@ class LogStore:
             os.ftruncate(fd, begin)
             raise
         self._commit = commit
-        self._sizes[number] = self._index(group, parts, number, begin)
-
-    def _index(
-        self, group: dict[str, bytes | None], parts: list[bytes], number: int, offset: int
-    ) -> int:
-        """Point the keys of `group` to their records, which begin at `offset`; where they end."""
         places, live = self._places, self._live
-        for (key, value), record in zip(group.items(), parts, strict=True):
+        for key in group:
             before = places.pop(key, None)
             if before is not None:
                 live[before[0]] -= before[2] - before[1]
-            end = offset + len(record)
-            if value is not None:
-                places[key] = Place(number, offset, end)
-                live[number] += end - offset
-            offset = end
-        return offset
+        end = begin
+        for (key, _), record in zip(kept, parts, strict=False):  # the deletion has no place
+            offset, end = end, end + len(record)
+            places[key] = Place(number, offset, end)
+        live[number] += end - begin
+        self._sizes[number] = begin + sum(map(len, parts))
 
     def _write_all(self, fd: int, data: bytes) -> None:
         written = self._write(fd, data)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import zmq
 
 from umbra.proto import sockets
-from umbra.proto.codec import Encoder, decode, decode_header, nack
+from umbra.proto.codec import Encoder, decode_body, decode_header, nack
 from umbra.proto.errors import WireError
 from umbra.proto.messages import ANY, Header, Message
 
@@ -203,7 +203,10 @@ class Server:
 
     def _decode(self, channel: _Channel, identity: bytes, frames: list[bytes]) -> Request | None:
         try:
-            envelope = decode(frames)
+            header = decode_header(frames)
+            if header.reply_to is None and self._is_resend(channel, identity, header):
+                return None  # before its body costs anything: resends come when there is much to do
+            envelope = decode_body(header, frames)
             if not isinstance(envelope.body, (*channel.accepts, *ANY)):
                 raise WireError(
                     f"{envelope.header.type} does not belong on the {channel.name} socket",
@@ -213,9 +216,8 @@ class Server:
         except WireError as error:
             self._refuse(channel, identity, frames, error)
             return None
-        header = envelope.header
-        if header.reply_to is None and self._is_resend(channel, identity, header):
-            return None
+        if header.reply_to is None:
+            self._peers[channel.name, identity].asked(header.id)
         return Request(channel.name, identity, header, envelope.body)
 
     def _refuse(
@@ -242,7 +244,6 @@ class Server:
             peer = self._peers[key] = _Peer(header.incarnation)
         frames = peer.replies.get(header.id)
         if frames is None and header.id not in peer.pending:
-            peer.asked(header.id)
             return False
         self.counters["resent"] += 1
         if frames is not None:
