@@ -16,7 +16,7 @@ from umbra.services.buffer.journal import (
     make_group,
     sample_record,
 )
-from umbra.services.buffer.samples import Group
+from umbra.services.buffer.samples import Group, State
 from umbra.services.buffer.shelf import PREFIX as TRAJECTORY
 from umbra.services.buffer.staleness import StalenessStats
 
@@ -80,7 +80,10 @@ class Archive:
         return batch
 
     def load(self, live: dict[str, Group], now: float) -> list[Batch]:
-        """The formed batches, and in `steps` the committed ones; groups are looked up in `live`."""
+        """The formed batches, and in `steps` the committed ones.
+
+        Groups are looked up in `live`; the samples of formed batches are in training from here on.
+        """
         batches: list[Batch] = []
         for key in sorted(self._journal.store.keys("b/"), key=lambda key: int(key[2:])):
             record = self._journal.read(key)
@@ -88,6 +91,9 @@ class Archive:
                 self.steps.append(int(key[2:]))
                 continue
             groups = [live[one["group_id"]] for one in record["groups"]]
+            for sample in (sample for group in groups for sample in group.samples):
+                if sample.state is State.READY:
+                    sample.state = State.TRAINING
             stats = StalenessStats(**record["staleness"])
             batches.append(Batch(int(key[2:]), groups, stats, now))
         return batches

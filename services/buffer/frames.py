@@ -75,7 +75,7 @@ def header_fault(data: memoryview, number: int) -> str:
     return "" if found == number else f"it says that it is segment {found}"
 
 
-def pack_record(commit: int, key: str, value: bytes, *, is_last: bool = False) -> bytes:
+def pack_record(commit: int, key: str, value: bytes | memoryview, *, is_last: bool = False) -> bytes:
     """The record of one key and its value."""
     return _pack(commit, key.encode(), value, END if is_last else 0)
 
@@ -85,7 +85,7 @@ def pack_deletion(commit: int, keys: Sequence[str], *, is_last: bool = False) ->
     return _pack(commit, b"", _encode_keys(keys), DELETE | (END if is_last else 0))
 
 
-def _pack(commit: int, name: bytes, value: bytes, kind: int) -> bytes:
+def _pack(commit: int, name: bytes, value: bytes | memoryview, kind: int) -> bytes:
     body = b"".join((_REST.pack(commit, len(value), len(name), kind), name, value))
     return _PREFIX.pack(RECORD_MAGIC, xxh3_64_intdigest(body)) + body
 

@@ -18,6 +18,7 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
 from umbra.services.buffer.frames import (
     HEAD_BYTES,
@@ -41,6 +42,8 @@ SEGMENT_BYTES = 16 << 20
 SLACK_SEGMENTS = 3
 GARBAGE = 1.5  # bytes on disk for each byte that counts, beyond the slack
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+Group: TypeAlias = dict[str, bytes | memoryview | None]  # None deletes the key
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +78,7 @@ class LogStore:
         directory.mkdir(parents=True, exist_ok=True)
         self._lock = lock(directory)
         self._fds: dict[int, int] = {}
-        self._pending: dict[str, bytes | None] = {}
+        self._pending: Group = {}
         try:
             image = Replay(directory).run()
             refuse_damage(directory, image)
@@ -98,7 +101,7 @@ class LogStore:
             raise ValueError(f"{key} has {len(value)} bytes")
         self._pending[key] = value
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str) -> bytes | memoryview:
         """The value of `key`.
 
         Raises:
@@ -112,10 +115,11 @@ class LogStore:
             return value
         return self._value_at(key, self._places[key])
 
-    def _value_at(self, key: str, place: Place) -> bytes:
-        record = os.pread(self._fds[place.segment], place.end - place.offset, place.offset)
+    def _value_at(self, key: str, place: Place) -> memoryview:
+        fd = self._fds[place.segment]
+        record = memoryview(os.pread(fd, place.end - place.offset, place.offset))
         begin = HEAD_BYTES + len(key.encode())
-        entry = parse(memoryview(record), 0)
+        entry = parse(record, 0)
         if not isinstance(entry, Entry) or entry.key != key:
             where = f"{segment_path(self.directory, place.segment)}, byte {place.offset}"
             raise StoreError(f"{where}: {entry if isinstance(entry, str) else 'another key'}")
@@ -221,7 +225,7 @@ class LogStore:
         self._sync(fd)
         sync_directory(self.directory)
 
-    def _append(self, group: dict[str, bytes | None]) -> None:
+    def _append(self, group: Group) -> None:
         number = self._newest
         fd, begin = self._fds[number], self._sizes[number]
         commit = self._commit + 1
@@ -258,7 +262,7 @@ class LogStore:
 
     # -- cleaning ---------------------------------------------------------------------------------
 
-    def _still_needed(self, group: dict[str, bytes | None]) -> dict[str, bytes | None]:
+    def _still_needed(self, group: Group) -> Group:
         """What is to be moved out of the oldest segment now, because much of the log is outdated.
 
         At most one segment per commit, so that no commit takes long. Its keys are the first ones,
@@ -268,7 +272,7 @@ class LogStore:
         bound = GARBAGE * sum(self._live.values()) + (SLACK_SEGMENTS - 1) * self._segment_bytes
         if oldest == self._newest or self.disk_bytes <= bound or not self._live[oldest]:
             return {}
-        moved: dict[str, bytes | None] = {}
+        moved: Group = {}
         for key, place in self._places.items():
             if place.segment != oldest:
                 break

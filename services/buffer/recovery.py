@@ -91,13 +91,13 @@ class Recovery:
         for line in mended:
             log.warning("%s", line)
         self._restore_counts(record)
+        live = {group.group_id: group for group in groups}
+        for batch in self._batches.archive.load(live, now):
+            self._batches.formed[batch.step] = batch
         self._pool.restore(groups, now)
         members = self._journal.store.keys(MEMBER)
         self._members.restore([self._journal.read(key) for key in sorted(members)], now)
         self._prompts.seek(record["prompts"])
-        live = {group.group_id: group for group in groups}
-        for batch in self._batches.archive.load(live, now):
-            self._batches.formed[batch.step] = batch
         self._settle(repaired=repaired)
         if repaired:
             self._journal.store.delete(REPAIRED)

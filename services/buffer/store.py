@@ -31,7 +31,7 @@ class Store(Protocol):
         """Set `key` to `value`."""
         ...
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str) -> bytes | memoryview:
         """The value of `key`.
 
         Raises:

@@ -25,6 +25,7 @@ from umbra.proto.messages import ANY, Header, Message
 REPLIES_KEPT = 16  # per peer, to answer resends from
 REPLY_BYTES_KEPT = 64 << 20  # per peer; batches are large, and only the last one is asked for again
 PENDING_KEPT = 256  # per peer; one-way messages stay here too, as nobody answers them
+ZERO_COPY_BYTES = 1 << 20  # replies from this size are sent without a copy
 RECEIVE_BURST = 256  # messages taken from one socket before the others get their turn
 RECEIVE_BYTES = 2 << 20  # the same in bytes: what is worked on together should fit into the cache
 
@@ -259,7 +260,8 @@ class Server:
     ) -> bool:
         try:
             # Only frames of 64 KiB and more are sent without a copy (zmq.COPY_THRESHOLD).
-            channel.socket.send_multipart([identity, *frames, *raw], zmq.NOBLOCK, copy=not raw)
+            copy = not raw and _size(frames) < ZERO_COPY_BYTES
+            channel.socket.send_multipart([identity, *frames, *raw], zmq.NOBLOCK, copy=copy)
         except zmq.ZMQError as error:
             # A peer that is gone, or that does not read: never a reason to wait or to die. It will
             # ask again (resend) if it is still there.
