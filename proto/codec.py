@@ -174,9 +174,9 @@ def _decode_frame(frame: bytes, cls: type[S], limits: Limits) -> S:
 
 
 def _decode_plain(frame: bytes, cls: type[S], limits: Limits) -> S | None:
-    """A `cls` straight from its bytes, several times faster; None if the longer way has to be gone.
+    """A `cls` straight from its bytes, several times faster; None if only the longer way will do.
 
-    In a short frame no length can be above its limit. What is wrong with a bad one is not told here.
+    In a short frame no length can be above its limit. What is wrong with a bad one is not told.
     """
     decoder = _plain_decoder(cls)
     if decoder is None or len(frame) > limits.safe_bytes:

@@ -4,12 +4,13 @@ A segment begins with its header, then come records, each of them
 
     magic 4s | checksum u64 | commit u64 | value bytes u32 | key bytes u16 | kind u8 | key | value
 
-little-endian; `checksum` (xxh3-64) covers everything behind it. A deletion has no key of its own: its
-value is the MessagePack array of the deleted keys, as thousands go together. `commit` numbers the group commits
-of a store; the last record of a group has the flag `END` in its kind. A group counts as a whole or
-not at all, and an answer goes out only after its group is on disk. So a group without its end at
-the very end of the newest segment was never acknowledged: it is a torn tail, which a crash leaves
-and which is cut off. A broken record that a later group follows is damage to what was promised.
+little-endian; `checksum` (xxh3-64) covers everything behind it. A deletion has no key of its own:
+its value is the MessagePack array of the deleted keys, as thousands go together. `commit` numbers
+the group commits of a store; the last record of a group has the flag `END` in its kind. A group
+counts as a whole or not at all, and an answer goes out only after its group is on disk. So a group
+without its end at the very end of the newest segment was never acknowledged: it is a torn tail,
+which a crash leaves and which is cut off. A broken record that a later group follows is damage to
+what was promised.
 """
 
 from __future__ import annotations
@@ -75,7 +76,9 @@ def header_fault(data: memoryview, number: int) -> str:
     return "" if found == number else f"it says that it is segment {found}"
 
 
-def pack_record(commit: int, key: str, value: bytes | memoryview, *, is_last: bool = False) -> bytes:
+def pack_record(
+    commit: int, key: str, value: bytes | memoryview, *, is_last: bool = False
+) -> bytes:
     """The record of one key and its value."""
     return _pack(commit, key.encode(), value, END if is_last else 0)
 

@@ -43,10 +43,7 @@ _SAMPLE = _kept(Sample, "group", "leased_at", "deadline", "begun_at")
 _sample_values = attrgetter(*(name for name, _ in _SAMPLE), "group.group_id")
 _SampleRecord = msgspec.defstruct(
     "_SampleRecord",
-    [
-        (name, Any) if default is _REQUIRED else (name, Any, default)
-        for name, default in _SAMPLE
-    ]
+    [(name, Any) if default is _REQUIRED else (name, Any, default) for name, default in _SAMPLE]
     + [("group", Any, "")],
     omit_defaults=True,
 )

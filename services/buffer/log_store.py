@@ -17,6 +17,7 @@ import fcntl
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -79,6 +80,8 @@ class LogStore:
         self._lock = lock(directory)
         self._fds: dict[int, int] = {}
         self._pending: Group = {}
+        self._frozen: Group = {}  # being written
+        self._append: _Append | None = None
         try:
             image = Replay(directory).run()
             refuse_damage(directory, image)
@@ -108,11 +111,12 @@ class LogStore:
             KeyError: there is none.
             StoreError: its bytes have changed on the disk.
         """
-        if key in self._pending:
-            value = self._pending[key]
-            if value is None:
-                raise KeyError(key)
-            return value
+        for group in (self._pending, self._frozen):
+            if key in group:
+                value = group[key]
+                if value is None:
+                    raise KeyError(key)
+                return value
         return self._value_at(key, self._places[key])
 
     def _value_at(self, key: str, place: Place) -> memoryview:
@@ -127,7 +131,7 @@ class LogStore:
 
     def delete(self, key: str) -> None:
         """Forget `key`."""
-        if key in self._places:
+        if key in self._places or key in self._frozen:
             self._pending[key] = None
         else:
             self._pending.pop(key, None)
@@ -135,7 +139,7 @@ class LogStore:
     def keys(self, prefix: str) -> list[str]:
         """All keys that begin with `prefix`."""
         found = {key for key in self._places if key.startswith(prefix)}
-        for key, value in self._pending.items():
+        for key, value in (*self._frozen.items(), *self._pending.items()):
             if key.startswith(prefix):
                 (found.discard if value is None else found.add)(key)
         return list(found)
@@ -158,20 +162,56 @@ class LogStore:
             StoreFullError: the disk is full; nothing was appended, all of it is kept for next time.
             StoreError: the disk failed.
         """
+        write = self.freeze()
+        if write is not None:
+            try:
+                write()
+            except OSError as error:
+                self.settle(error)
+            else:
+                self.settle()
+
+    def freeze(self) -> Callable[[], None] | None:
+        """Begin a commit: what has changed is written by the returned function, on any thread.
+
+        Nothing but that function may take long. After it comes `settle`, before the next commit.
+
+        Raises:
+            StoreFullError: as `commit`.
+            StoreError: as `commit`.
+        """
+        assert not self._frozen
         if not self._pending:
-            return
+            return None
+        self._frozen, self._pending = self._pending, {}
         try:
             if self._sizes[self._newest] >= self._segment_bytes:
                 self._add_segment(self._newest + 1)
-            moved = self._still_needed(self._pending)
-            self._append(self._pending | moved if moved else self._pending)
+            self._frozen |= self._still_needed(self._frozen)
         except OSError as error:
+            self.settle(error)
+        number = self._newest
+        fd, size = self._fds[number], self._sizes[number]
+        self._append = _Append(self._frozen, self._commit + 1, number, size)
+        return partial(self._append.write, fd, self._write, self._sync)
+
+    def settle(self, error: OSError | None = None) -> None:
+        """End a commit, whose function has returned or has raised `error`.
+
+        Raises:
+            StoreFullError: as `commit`.
+            StoreError: as `commit`.
+        """
+        frozen, self._frozen = self._frozen, {}
+        if error is not None:
+            self._pending = frozen | self._pending
             if error.errno in NO_ROOM:
                 raise StoreFullError(
                     f"no room for the store in {self.directory}: {error.strerror}"
                 ) from error
             raise StoreError(f"the store in {self.directory} failed: {error}") from error
-        self._pending.clear()
+        assert self._append is not None
+        self._index(frozen, self._append)
         self.commits += 1
         self._drop_dead()
 
@@ -221,44 +261,24 @@ class LogStore:
         fd = self._fds[number]
         os.ftruncate(fd, 0)
         self._sizes[number] = SEGMENT_HEADER_BYTES
-        self._write_all(fd, segment_header(number))
+        _write_all(fd, segment_header(number), self._write)
         self._sync(fd)
         sync_directory(self.directory)
 
-    def _append(self, group: Group) -> None:
-        number = self._newest
-        fd, begin = self._fds[number], self._sizes[number]
-        commit = self._commit + 1
-        kept = [(key, value) for key, value in group.items() if value is not None]
-        gone = [key for key, value in group.items() if value is None]
-        parts = [pack_record(commit, key, value) for key, value in kept]
-        if gone:
-            parts.append(pack_deletion(commit, gone, is_last=True))
-        else:
-            parts[-1] = pack_record(commit, *kept[-1], is_last=True)
-        try:
-            self._write_all(fd, b"".join(parts))
-            self._sync(fd)
-        except OSError:
-            os.ftruncate(fd, begin)
-            raise
-        self._commit = commit
-        places, live = self._places, self._live
+    def _index(self, group: Group, append: _Append) -> None:
+        """Point the keys of `group` to where `append` has put them."""
+        places, live, number = self._places, self._live, append.segment
         for key in group:
             before = places.pop(key, None)
             if before is not None:
                 live[before[0]] -= before[2] - before[1]
-        end = begin
-        for (key, _), record in zip(kept, parts, strict=False):  # the deletion has no place
+        end = append.offset
+        for key, record in zip(append.keys, append.records, strict=False):
             offset, end = end, end + len(record)
             places[key] = Place(number, offset, end)
-        live[number] += end - begin
-        self._sizes[number] = begin + sum(map(len, parts))
-
-    def _write_all(self, fd: int, data: bytes) -> None:
-        written = self._write(fd, data)
-        while written < len(data):
-            written += self._write(fd, data[written:])
+        live[number] += end - append.offset
+        self._commit = append.commit
+        self._sizes[number] = append.offset + sum(map(len, append.records))
 
     # -- cleaning ---------------------------------------------------------------------------------
 
@@ -290,6 +310,44 @@ class LogStore:
             dropped = True
         if dropped:
             sync_directory(self.directory)
+
+
+class _Append:
+    """The records of one group, and where they go. Made and read by the store's own thread."""
+
+    def __init__(self, group: Group, commit: int, segment: int, offset: int) -> None:
+        self.commit = commit
+        self.segment = segment
+        self.offset = offset
+        kept = [(key, value) for key, value in group.items() if value is not None]
+        gone = [key for key, value in group.items() if value is None]
+        self.keys = [key for key, _ in kept]
+        self.records = [pack_record(commit, key, value) for key, value in kept]
+        if gone:  # one record without a key, so behind all others
+            self.records.append(pack_deletion(commit, gone, is_last=True))
+        else:
+            self.records[-1] = pack_record(commit, *kept[-1], is_last=True)
+
+    def write(
+        self, fd: int, write: Callable[[int, bytes], int], sync: Callable[[int], None]
+    ) -> None:
+        """Put the records on the disk, all or none.
+
+        Raises:
+            OSError: what the disk says.
+        """
+        try:
+            _write_all(fd, b"".join(self.records), write)
+            sync(fd)
+        except OSError:
+            os.ftruncate(fd, self.offset)
+            raise
+
+
+def _write_all(fd: int, data: bytes, write: Callable[[int, bytes], int]) -> None:
+    written = write(fd, data)
+    while written < len(data):
+        written += write(fd, data[written:])
 
 
 def lock(directory: Path) -> int:
