@@ -6,7 +6,7 @@ identical and in order; so they, and their trajectories, are kept until then.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from umbra.services.buffer.journal import (
@@ -113,5 +113,5 @@ class Archive:
         self._journal.store.delete(f"b/{step}")
 
     def _write(self, batch: Batch, groups: list[dict[str, Any]], *, is_open: bool) -> None:
-        record = {"groups": groups, "staleness": asdict(batch.staleness), "is_open": is_open}
+        record = {"groups": groups, "staleness": batch.staleness.sums(), "is_open": is_open}
         self._journal.write(f"b/{batch.step}", record)

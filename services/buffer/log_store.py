@@ -1,9 +1,9 @@
 """The durable store: an append-only log in segment files, with an index in memory.
 
 A commit appends one group of records and calls `fdatasync` once, however many requests it stands
-for. A value is read back from its place in the file. The oldest segment is cleaned when much of the
-log is outdated: what still counts in it is appended anew, then the file goes. As it is always the
-oldest, no deletion in it has anything left to delete.
+for. A value is read back from its place in the file, unless it is small. The oldest segment is
+cleaned when much of the log is outdated: what still counts in it is appended anew, then the file
+goes. As it is always the oldest, no deletion in it has anything left to delete.
 
 Why a log (benchmarks/store.py): bytes are written once, a third to a quarter of what SQLite and
 LMDB write, the median commit is shorter, damage is told from a torn tail, and no package is
@@ -41,6 +41,7 @@ from umbra.services.buffer.store import StoreError, StoreFullError
 
 SEGMENT_BYTES = 16 << 20
 SLACK_SEGMENTS = 3
+SMALL_BYTES = 1024  # records up to this size stay in memory too, so that moving them is cheap
 GARBAGE = 1.5  # bytes on disk for each byte that counts, beyond the slack
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
@@ -119,7 +120,9 @@ class LogStore:
                 return value
         return self._value_at(key, self._places[key])
 
-    def _value_at(self, key: str, place: Place) -> memoryview:
+    def _value_at(self, key: str, place: Place) -> bytes | memoryview:
+        if place.value is not None:
+            return place.value
         fd = self._fds[place.segment]
         record = memoryview(os.pread(fd, place.end - place.offset, place.offset))
         begin = HEAD_BYTES + len(key.encode())
@@ -275,7 +278,8 @@ class LogStore:
         end = append.offset
         for key, record in zip(append.keys, append.records, strict=False):
             offset, end = end, end + len(record)
-            places[key] = Place(number, offset, end)
+            small = group[key] if end - offset <= SMALL_BYTES else None
+            places[key] = Place(number, offset, end, small)
         live[number] += end - append.offset
         self._commit = append.commit
         self._sizes[number] = append.offset + sum(map(len, append.records))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from dataclasses import asdict
 from typing import Any
 
 from umbra.proto.errors import UsageError
@@ -117,8 +116,8 @@ class Recovery:
             "version": batches.version,
             "newest": batches.newest,
             "checkpoint": batches.checkpoint,
-            "staleness": asdict(batches.trained),
-            "last_staleness": asdict(batches.last),
+            "staleness": batches.trained.sums(),
+            "last_staleness": batches.last.sums(),
             "committer": self._training.committer,
             "prompts": self._prompts.position(),
             "finished": self.finished,

@@ -48,11 +48,12 @@ class Damage:
 
 
 class Place(NamedTuple):
-    """Where the newest value of a key lies."""
+    """Where the newest value of a key lies, and the value itself if it is a small one."""
 
     segment: int
     offset: int  # of the record
     end: int
+    value: bytes | memoryview | None = None
 
 
 @dataclass(slots=True)
