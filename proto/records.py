@@ -74,12 +74,12 @@ class Trajectory(Record, frozen=True, kw_only=True):
     @property
     def oldest_version(self) -> int:
         """Policy version of the oldest token; staleness is measured from it."""
-        return min(span.version for span in self.spans)
+        return min([span.version for span in self.spans])
 
     @property
     def newest_version(self) -> int:
         """Policy version of the newest token."""
-        return max(span.version for span in self.spans)
+        return max([span.version for span in self.spans])
 
 
 class SampleTask(Record, frozen=True, kw_only=True):
