@@ -23,6 +23,7 @@ from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_model, load_tokenizer, pick_device, stop_ids
 from umbra.services.runtime.command import ServiceContext
 from umbra.services.runtime.config import RunConfig, WeightHub
+from umbra.services.runtime.gpu.receiving import GpuReceiving, gpu_for, host_planes
 from umbra.services.runtime.receiver import Receiver
 from umbra.services.runtime.session import Session
 from umbra.services.runtime.stream import WeightStream
@@ -63,7 +64,8 @@ def run(ctx: ServiceContext) -> int:
     with ctx.join("generator") as session:
         ctx.ready({"role": "generator", "name": ctx.name})
         stream = WeightStream() if config.generator.receive == "streamed" else None
-        receiver = _subscribe(session, config.weight_hub, stream)
+        gpu = gpu_for(config.weight_hub, str(model.device)) if stream is None else None
+        receiver = _subscribe(session, config.weight_hub, stream, gpu)
         if receiver is None:
             return _end(session)
         with closing(receiver), closing(pool), closing(engine):
@@ -101,7 +103,9 @@ def _load(config: RunConfig) -> tuple[Any, Any]:
     return load_model(config.model.path, device, dtype), tokenizer
 
 
-def _subscribe(session: Session, config: WeightHub, stream: WeightStream | None) -> Receiver | None:
+def _subscribe(
+    session: Session, config: WeightHub, stream: WeightStream | None, gpu: GpuReceiving | None
+) -> Receiver | None:
     """A receiver of weights; None if we are stopped before there is a hub with a model.
 
     Raises:
@@ -109,10 +113,11 @@ def _subscribe(session: Session, config: WeightHub, stream: WeightStream | None)
     """
     session.progress("waiting for the weight hub", 0)
     channel = session.weights(deadline_s=_HUB_DEADLINE_S)
-    offered = ["shm", "tcp"] if config.plane == "auto" else [config.plane]
     receiver = Receiver(
         channel,
-        planes=offered if stream is None else ["shm"],  # what is streamed is read where it lies
+        # What is streamed is read where it lies.
+        planes=host_planes(config.plane) if stream is None else ["shm"],
+        gpu=gpu,
         frame_bytes=config.receive_bucket_bytes,
         open_intake=stream.open if stream is not None else None,
         streamed=stream is not None,

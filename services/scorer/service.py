@@ -7,6 +7,7 @@ from contextlib import closing
 
 from umbra.services.runtime.command import ServiceContext
 from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.gpu.receiving import gpu_for, host_planes
 from umbra.services.runtime.receiver import Receiver
 from umbra.services.runtime.session import Session
 from umbra.services.scorer.loop import ScorerLoop
@@ -69,7 +70,8 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
     own = scorer.stage == "ref_logp" and bool(scorer.model)
     path, source = (scorer.model, "scorer.model") if own else (config.model.path, "model.path")
     dtype = getattr(torch, config.weight_hub.dtype)
-    model = load_model(path, pick_device(scorer.device), dtype, source)
+    device = pick_device(scorer.device)
+    model = load_model(path, device, dtype, source)
     if scorer.stage == "ref_logp":
         context.ready({"stage": scorer.stage, "model": path})
         ScorerLoop(session, scorer.stage, LogprobWorker(model, scorer), scorer.capacity).run()
@@ -77,8 +79,8 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
     channel = session.weights(deadline_s=HUB_DEADLINE_S)
     table = WeightTable(model)
     version = -1
-    plane = config.weight_hub.plane
-    with closing(Receiver(channel, planes=[plane] if plane != "auto" else ["shm"])) as receiver:
+    planes, gpu = host_planes(config.weight_hub.plane), gpu_for(config.weight_hub, str(device))
+    with closing(Receiver(channel, planes=planes, gpu=gpu)) as receiver:
         receiver.subscribe(HUB_DEADLINE_S)
         staged = receiver.wait_first(HUB_DEADLINE_S, session.stopping)
 
