@@ -98,7 +98,7 @@ def is_adapter(name: str) -> bool:
 
 
 def low_rank(model: nn.Module) -> dict[str, LowRank]:
-    """What every layer with an adapter stands for, by the name of its weight without the adapter."""
+    """What every layer with an adapter stands for, by its weight's name without the adapter."""
     found: dict[str, LowRank] = {}
     for name, module in model.named_modules():
         layer: Any = module

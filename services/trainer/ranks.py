@@ -90,8 +90,8 @@ def join_ranks(config: Trainer, listener: socket.socket | None = None) -> Iterat
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if config.ranks not in (1, world):
         raise UsageError(
-            f"trainer.ranks = {config.ranks}, but WORLD_SIZE is {world}: give torchrun or accelerate "
-            "launch as many processes, or leave trainer.ranks at 1 there"
+            f"trainer.ranks = {config.ranks}, but WORLD_SIZE is {world}: give torchrun or "
+            "accelerate launch as many processes, or leave trainer.ranks at 1 there"
         )
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
         raise UsageError(

@@ -377,11 +377,11 @@ def test_a_receiver_on_another_gpu_is_told_so(gpu_world: GpuWorld) -> None:
     gpu_world.start("cuda_ipc")
     gpu_world.bench.publisher()
     with pytest.raises(
-        RejectedError, match="the receiver is on another GPU than weight_hub.device"
+        RejectedError, match=r"the receiver is on another GPU than weight_hub\.device"
     ):
         gpu_world.receiver("gen-0", "cuda_ipc", device=1)
 
 
 def test_a_gpu_that_is_not_there_is_the_users_mistake(gpu_world: GpuWorld) -> None:
-    with pytest.raises(UsageError, match='"nccl" cannot be used here: .*there is no GPU 7: 2 can'):
+    with pytest.raises(UsageError, match=r'"nccl" cannot be used here: .*there is no GPU 7: 2 can'):
         gpu_world.gpu("gen-0", "nccl", device=7)

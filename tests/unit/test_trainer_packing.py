@@ -141,7 +141,7 @@ def test_first_fit_decreasing_places_each_once_within_capacity(
         assert len(row) == 1 or sum(lengths[item] for item in row) <= capacity
 
 
-# -- several responses to one prompt -----------------------------------------------------------------
+# -- several responses to one prompt ---------------------------------------------------------------
 
 
 def family_tokens(seed: int = 2) -> Tokens:
@@ -235,7 +235,7 @@ def test_other_responses_to_the_same_prompt_cannot_be_seen(model: PreTrainedMode
     assert not torch.allclose(old[neighbours], new[neighbours], atol=1e-2)
 
 
-# -- several ranks -----------------------------------------------------------------------------------
+# -- several ranks ---------------------------------------------------------------------------------
 
 
 @given(
