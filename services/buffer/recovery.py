@@ -65,6 +65,7 @@ class Recovery:
                 self._journal.write(MEMBER + name, record)
         self._members.changed.clear()
         changed = self._journal.save()
+        changed |= self._evals.journal.save()
         now = self._now()
         if changed or now != self._last:
             self._last = now
@@ -86,17 +87,18 @@ class Recovery:
         if record is None:
             return False
         repaired = self._journal.read(REPAIRED) is not None
-        groups, mended = self._journal.load(mend=repaired)
-        for line in mended:
-            log.warning("%s", line)
         self._restore_counts(record)
-        live = {group.group_id: group for group in groups}
-        for batch in self._batches.archive.load(live, now):
-            self._batches.formed[batch.step] = batch
+        groups, mended = self._journal.load(mend=repaired)
+        mended += self._batches.restore(groups, self._journal.trajectories(), now)
         self._pool.restore(groups, now)
+        mended += self._evals.restore(record["evals"], mend=repaired, now=now)
         members = self._journal.store.keys(MEMBER)
         self._members.restore([self._journal.read(key) for key in sorted(members)], now)
         self._prompts.seek(record["prompts"])
+        if mended and not repaired:
+            raise StoreError(f"the store does not fit together: {mended[0]}")
+        for line in mended:
+            log.warning("%s", line)
         self._settle(repaired=repaired)
         if repaired:
             self._journal.store.delete(REPAIRED)
@@ -107,6 +109,7 @@ class Recovery:
         return {
             "issued": pool.ledger.issued,
             "trained": pool.ledger.trained,
+            "replayed": pool.ledger.replayed,
             "ended": dict(pool.ledger.ended),
             "next_group": pool.next_group,
             "next_sample": pool.next_sample,
@@ -128,12 +131,12 @@ class Recovery:
         pool, batches = self._pool, self._batches
         pool.ledger.issued = record["issued"]
         pool.ledger.trained = record["trained"]
+        pool.ledger.replayed = record["replayed"]
         pool.ledger.ended.update(record["ended"])
         pool.next_group = record["next_group"]
         pool.next_sample = record["next_sample"]
         pool.completions = record["completions"]
         pool.filtered_in_a_row = record["filtered_in_a_row"]
-        self._evals.restore(record["evals"])
         batches.version = record["version"]
         batches.newest = record["newest"]
         batches.checkpoint = record["checkpoint"]

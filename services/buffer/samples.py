@@ -68,7 +68,7 @@ class Pool:
         self.openings = 0  # counts whatever may let a waiting generator have work
         self._rules = rules
         self._stages = tuple(stages)
-        self._prefix = prefix
+        self.prefix = prefix
         self._lease_s = lease_s
         self._max_attempts = max_attempts
         self._queue: list[tuple[int, Sample]] = []  # heap by serial: oldest first
@@ -81,10 +81,10 @@ class Pool:
 
     def issue(self, prompt: Prompt, due: int) -> Group:
         """A new group for `prompt`, all of its samples queued."""
-        group = Group(f"{self._prefix}g-{self.next_group}", prompt, due)
+        group = Group(f"{self.prefix}g-{self.next_group}", prompt, due)
         self.next_group += 1
         for _ in range(self._rules.size):
-            sample = Sample(self.next_sample, f"{self._prefix}s-{self.next_sample}", group)
+            sample = Sample(self.next_sample, f"{self.prefix}s-{self.next_sample}", group)
             self.next_sample += 1
             self._touch(sample)
             group.samples.append(sample)

@@ -147,9 +147,10 @@ class Training:
             self._outbox.measure(
                 "batch",
                 step=batch.step,
-                groups=len(batch.groups),
+                groups=len(batch.all_groups),
+                replayed_groups=len(batch.replays),
                 samples=batch.staleness.samples,
-                tokens=sum(sample.tokens for group in batch.groups for sample in group.samples),
+                tokens=sum(sample.tokens for group in batch.all_groups for sample in group.samples),
                 wait_s=0.0 if self.wanted_since is None else now - self.wanted_since,
                 in_flight=self._pool.ledger.snapshot().in_flight,
                 **{f"staleness_{name}": value for name, value in batch.staleness.figures().items()},

@@ -18,6 +18,7 @@ from umbra.services.buffer.journal import Journal
 from umbra.services.buffer.leases import Leases
 from umbra.services.buffer.membership import Membership, Peer
 from umbra.services.buffer.prompts import Prompt, PromptStream
+from umbra.services.buffer.replays import Replays
 from umbra.services.buffer.rollouts import EVAL_PREFIX, Rollouts
 from umbra.services.buffer.samples import Pool
 from umbra.services.buffer.sampling import BatchRules
@@ -25,7 +26,7 @@ from umbra.services.buffer.scorers import Scorers
 from umbra.services.buffer.scoring import Scoring
 from umbra.services.buffer.shelf import Shelf
 from umbra.services.buffer.staleness import StalenessPolicy
-from umbra.services.buffer.store import MemoryStore, Store
+from umbra.services.buffer.store import Store
 from umbra.services.buffer.training import Training
 from umbra.services.runtime.config import RunConfig
 
@@ -45,7 +46,7 @@ class Works:
 
     Args:
         config: of the run.
-        store: keeps training samples; eval samples do not survive the process.
+        store: keeps all samples.
         prompts: to train on.
         eval_prompts: to evaluate on; may be empty if `eval.every` is 0.
         members: of the run.
@@ -81,21 +82,32 @@ class Works:
             rules=GroupRules(size=1),
             lease_s=buffer.lease_s,
             max_attempts=buffer.max_attempts,
-            shelf=Shelf(MemoryStore()),
+            shelf=Shelf(store),
             counters=counters,
             stages=[stage for stage in buffer.stages if stage == "reward"],
             prefix=EVAL_PREFIX,
         )
         self.journal = Journal(store, self.pool)
+        rules = BatchRules.of(buffer)
+        replays = Replays(self.journal, self.policy, rules.times)
         self.batches = Batches(
             self.pool,
             self.policy,
-            BatchRules.of(buffer),
-            Archive(self.journal),
+            rules,
+            Archive(self.journal, replays),
+            replays,
             restart_stale=buffer.stale_policy == "restart",
         )
         self.leases = Leases(self.pool, self.batches, self.policy, prompts, buffer, counters)
-        self.evals = Evals(eval_pool, config.eval, eval_prompts, self.batches, members, outbox)
+        self.evals = Evals(
+            eval_pool,
+            Journal(store, eval_pool),
+            config.eval,
+            eval_prompts,
+            self.batches,
+            members,
+            outbox,
+        )
         self.rollouts = Rollouts(
             self.pool,
             self.batches,

@@ -136,13 +136,15 @@ class World:
         """The broker's samples."""
         return self.broker.pool
 
-    def ask(self, name: str, body: Message, incarnation: str | None = None) -> Message | None:
-        """The reply to `body` from `name`; None while it is parked."""
+    def ask(
+        self, name: str, body: Message, incarnation: str | None = None, number: int | None = None
+    ) -> Message | None:
+        """The reply to `body` from `name`; None while it is parked. `number` repeats a request."""
         header = Header(
             major=1,
             minor=0,
             type=type(body).__name__,
-            id=next(self._ids),
+            id=next(self._ids) if number is None else number,
             sender=name,
             incarnation=incarnation or self.incarnations.get(name, f"{name}-1"),
         )

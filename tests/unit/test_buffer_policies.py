@@ -8,7 +8,6 @@ import pytest
 from fakes.broker_world import World, trajectory
 
 from umbra.proto.messages import (
-    FinishRun,
     FlushPartials,
     Interrupt,
     Interrupted,
@@ -20,14 +19,11 @@ from umbra.proto.messages import (
     RenewLeases,
     ReturnedSample,
     ReturnSamples,
-    RunFinished,
     ScoringLeases,
     SubmitAck,
     SubmitScores,
 )
 from umbra.proto.records import SampleTask, Score, ScoringTask, pack_float32
-from umbra.services.buffer.prompts import Prompt
-from umbra.services.runtime.config import Eval
 
 
 def world(**options: Any) -> World:
@@ -306,80 +302,10 @@ def test_scoring_is_served_as_it_comes_and_unknown_stages_are_refused() -> None:
     assert isinstance(reply, Nack) and reply.code == "unknown_stage"
 
 
-# -- evaluation ------------------------------------------------------------------------------------
-
-
-def evaluated(mode: Any, **options: Any) -> World:
-    prompts = [Prompt(str(n), {"prompt": f"held out {n}"}) for n in range(2)]
-    config = Eval(every=2, mode=mode, run_samples=3, timeout_s=50, prompts="x")
-    run = World(
-        eval_config=config, eval_prompts=prompts, dead_after_s=1000, lease_s=1000, **options
-    )
-    for name in "ab":
-        run.join("generator", name)
-    run.join("trainer", "trainer")
-    for number in (1, 2):
-        run.produce("a", number - 1)
-        step(run, number)
-    return run
-
-
-def test_training_pauses_for_an_evaluation() -> None:
-    run = evaluated("pause")
-    assert run.lease("a", 9, 1) == []  # serves another version
-    tasks = run.lease("a", 9, 2)
-    assert [(t.pinned_version, t.row["prompt"]) for t in tasks] == [
-        (2, "held out 0"), (2, "held out 1"), (2, "held out 0"),
-    ]  # fmt: skip
-    reply = run.batch(3)
-    assert not reply.trajectories and "evaluation" in reply.waiting_for
-    before = run.pool.ledger.issued
-    answer(run, "a", tasks, 2, 1.0, 0.0)
-    (report,) = run.broker.status(run.now).evals
-    assert (report.version, report.done, report.answered) == (2, True, 3)
-    assert report.accuracy == pytest.approx(2 / 3)
-    assert run.pool.ledger.issued == before  # a ledger of their own
-    assert run.broker.status(run.now).eval_ledger.ended == {"evaluated": 3}
-    assert run.lease("a", 9, 2)
-    assert [row.fields["version"] for row in run.rows if row.kind == "eval"] == [2]
-
-
-def test_training_goes_on_beside_an_evaluation_until_nobody_can_serve_it() -> None:
-    run = evaluated("concurrent")
-    tasks = run.lease("a", 1, 2)
-    assert tasks[0].pinned_version == 2
-    mixed = run.submit("a", trajectory(tasks[0], 2, 3))
-    assert "3" in str(mixed.refused) or mixed.refused
-    run.produce("b", 1)
-    step(run, 3)
-    run.lease("a", 1, 3)
-    run.lease("b", 1, 3)
-    run.pass_time(0.1)
-    (report,) = run.broker.status(run.now).evals
-    assert (report.done, report.answered, report.ended) == (True, 0, {"superseded": 3})
-
-
-def test_an_evaluation_that_hangs_ends_as_overdue() -> None:
-    run = evaluated("pause")
-    run.lease("a", 2, 2)
-    run.pass_time(51)
-    (report,) = run.broker.status(run.now).evals
-    assert report.ended == {"overdue": 3}
-
-
-def test_a_run_ends_after_its_evaluation() -> None:
-    run = evaluated("concurrent", steps=2)
-    assert run.ask("trainer", FinishRun(reason="x")) is None
-    answer(run, "a", run.lease("a", 9, 2), 2)
-    (reply,) = [m for m in run.late["trainer"] if isinstance(m, RunFinished)]
-    assert reply.ledger.balance == 0
-    assert run.broker.status(run.now).evals[0].done
-
-
 # -- what is stuck ---------------------------------------------------------------------------------
 
 
-def test_stuck_names_groups_stages_and_evaluations() -> None:
+def test_stuck_names_groups_and_stages() -> None:
     run = world(stages=["reward"], stall_s=5, lease_s=1000, dead_after_s=1000)
     answer(run, "a", run.lease("a", 1, 0), 0)
     stuck = run.broker.status(run.now).stuck
@@ -390,8 +316,3 @@ def test_stuck_names_groups_stages_and_evaluations() -> None:
     run.pass_time(6)
     stuck = run.broker.status(run.now).stuck
     assert any("1 of 2 samples ready" in s.what and s.holder == "a" for s in stuck)
-    run = evaluated("pause", stall_s=5)
-    run.lease("a", 2, 2)
-    run.pass_time(6)
-    stuck = run.broker.status(run.now).stuck
-    assert any("evaluation of version 2" in s.what and s.holder == "a" for s in stuck)

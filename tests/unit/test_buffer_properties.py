@@ -270,7 +270,7 @@ class BrokerMachine(RuleBasedStateMachine):
 
     @invariant()
     def only_live_samples_take_memory(self) -> None:
-        assert len(self.world.store.keys("t/")) <= len(self.broker.pool.samples)
+        assert len(self.world.store.keys("t/s-")) <= len(self.broker.pool.samples)
 
     def teardown(self) -> None:
         """From any state, honest peers bring the run to its end: nothing can deadlock."""

@@ -114,7 +114,7 @@ def test_a_prompt_without_room_for_an_answer_fails(chat: Chat) -> None:
     finished, (failed,) = runner.results()
     assert not finished
     assert failed.failed
-    assert "sample s: prompt p has 12 tokens" in failed.reason
+    assert "prompt p has 12 tokens" in failed.reason
     assert "generator.max_context = 10" in failed.reason
     assert not runner.active
 
