@@ -10,6 +10,7 @@ fields as they are now. So nothing that a rule of the state machine does can be 
     s/<sample>      fields of a live sample         t/<sample> its trajectory (see `shelf`)
     b/<step>        a batch: formed, or committed and kept for a trainer that starts again
     p/<group>       a group that was trained on and may be again
+    c/<name>        what came of a prompt; the order of an epoch that a curriculum made
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def _kept(cls: type[Any], *left_out: str) -> list[tuple[str, Any]]:
     return [(f.name, default(f)) for f in fields(cls) if f.name not in left_out]
 
 
-_SAMPLE = _kept(Sample, "group", "leased_at", "deadline", "begun_at")
+_SAMPLE = _kept(Sample, "group", "leased_at", "deadline", "begun_at", "unscored_since")
 _sample_values = attrgetter(*(name for name, _ in _SAMPLE), "group.group_id")
 _SampleRecord = msgspec.defstruct(
     "_SampleRecord",

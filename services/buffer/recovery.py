@@ -11,13 +11,14 @@ from umbra.services.buffer.batches import Batches
 from umbra.services.buffer.evals import Evals
 from umbra.services.buffer.journal import Journal
 from umbra.services.buffer.membership import Membership
-from umbra.services.buffer.prompts import PromptStream
+from umbra.services.buffer.prompts import Prompts
 from umbra.services.buffer.samples import Pool
 from umbra.services.buffer.staleness import StalenessStats
 from umbra.services.buffer.store import StoreError
 from umbra.services.buffer.training import Training
 
 REPAIRED = "repaired"  # key that tells that the store was mended: see `umbra store repair`
+PROMPTS = "c/"  # prefix of the keys of what is known about prompts
 MEMBER = "m/"  # prefix of the keys of members
 
 log = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ class Recovery:
         members: Membership,
         training: Training,
         evals: Evals,
-        prompts: PromptStream,
+        prompts: Prompts,
         counters: Counter[str],
     ) -> None:
         self.finished = ""  # why the run is over, once it is
@@ -66,6 +67,8 @@ class Recovery:
         self._members.changed.clear()
         changed = self._journal.save()
         changed |= self._evals.journal.save()
+        for name, value in self._prompts.changes().items():
+            self._journal.write(PROMPTS + name, value)
         now = self._now()
         if changed or now != self._last:
             self._last = now
@@ -94,7 +97,10 @@ class Recovery:
         mended += self._evals.restore(record["evals"], mend=repaired, now=now)
         members = self._journal.store.keys(MEMBER)
         self._members.restore([self._journal.read(key) for key in sorted(members)], now)
-        self._prompts.seek(record["prompts"])
+        kept = self._journal.store.keys(PROMPTS)
+        self._prompts.seek(
+            record["prompts"], {key.removeprefix(PROMPTS): self._journal.read(key) for key in kept}
+        )
         if mended and not repaired:
             raise StoreError(f"the store does not fit together: {mended[0]}")
         for line in mended:

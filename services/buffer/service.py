@@ -19,7 +19,8 @@ from umbra.services.buffer.addresses import Addresses
 from umbra.services.buffer.broker import Broker, Endpoints
 from umbra.services.buffer.effects import Effect, Measure, Push, Reply
 from umbra.services.buffer.log_store import LogStore
-from umbra.services.buffer.sources import open_prompts, read_source
+from umbra.services.buffer.readers import read_source
+from umbra.services.buffer.sources import open_prompts
 from umbra.services.buffer.store import MemoryStore, Store, StoreFullError
 from umbra.services.runtime.command import ServiceContext
 from umbra.services.runtime.feasibility import check_feasible

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from umbra.services.buffer.answers import Answers
 from umbra.services.buffer.archive import Archive
@@ -17,7 +16,7 @@ from umbra.services.buffer.interrupts import Interrupts
 from umbra.services.buffer.journal import Journal
 from umbra.services.buffer.leases import Leases
 from umbra.services.buffer.membership import Membership, Peer
-from umbra.services.buffer.prompts import Prompt, PromptStream
+from umbra.services.buffer.prompts import Prompt, Prompts
 from umbra.services.buffer.replays import Replays
 from umbra.services.buffer.rollouts import EVAL_PREFIX, Rollouts
 from umbra.services.buffer.samples import Pool
@@ -31,14 +30,6 @@ from umbra.services.buffer.training import Training
 from umbra.services.runtime.config import RunConfig
 
 log = logging.getLogger(__name__)
-
-
-class Prompts(PromptStream, Protocol):
-    """Prompts without end, which can be told which of them are no good."""
-
-    def ended_badly(self, prompt_id: str) -> None:
-        """A group of this prompt failed, or was filtered."""
-        ...
 
 
 class Works:
@@ -157,9 +148,10 @@ class Works:
         """Serve what is parked with whatever an event has opened up; check the balances."""
         if not self.training.closed:
             self.evals.advance(now)
-        bad, self.pool.bad_prompts = self.pool.bad_prompts, []
-        for prompt_id in bad:
-            self._prompts.ended_badly(prompt_id)
+        for end in self.pool.group_ends:
+            self._prompts.ended(end)
+        self.pool.group_ends.clear()
+        self.evals.pool.group_ends.clear()
         self.training.serve(now)
         self.scorers.serve(now)
         self.rollouts.serve(now)

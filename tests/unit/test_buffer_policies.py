@@ -24,6 +24,7 @@ from umbra.proto.messages import (
     SubmitScores,
 )
 from umbra.proto.records import SampleTask, Score, ScoringTask, pack_float32
+from umbra.services.buffer.reasons import REASONS_KEPT
 
 
 def world(**options: Any) -> World:
@@ -288,6 +289,44 @@ def test_scoring_leases_are_renewed_and_belong_to_one() -> None:
     assert not give(run, "r", "reward", [task], reward=1.0).refused
 
 
+def test_stages_without_a_scorer_of_their_own_and_busy_ones_are_named() -> None:
+    run = scored(batch_groups=1, stall_s=5)
+    assert not take(run, "r", "ref_logp") and not take(run, "q", "logp")
+    answer(run, "a", run.lease("a", 2, 0), 0)
+    run.pass_time(1)
+    (found,) = run.broker.status(run.now).stuck
+    assert "stage reward" in found.what and "no scorer of it" in found.what
+    assert len(take(run, "q", "reward", 1)) == 1
+    assert not run.broker.status(run.now).stuck
+    run.pass_time(5)
+    (found,) = [s for s in run.broker.status(run.now).stuck if "samples wait" in s.what]
+    assert (found.holder, found.age_s) == ("q", 6.0)
+    assert found.action == "none: start more of `umbra scorer --stage reward`"
+    run.join("scorer", "q", "q-2")  # has not asked for anything yet
+    assert any("no scorer of it" in s.what for s in run.broker.status(run.now).stuck)
+
+
+def test_reasons_of_failure_are_counted_by_name_as_far_as_that_is_bounded() -> None:
+    """User code gives every sample a reason of its own, also across restarts of the buffer."""
+    run = scored(batch_groups=1, run_ahead=1000, score_attempts=1, steps=2000, durable=True)
+    for number in range(120):
+        (task,) = run.lease("a", 1, 0)
+        if number % 2:
+            back = ReturnedSample(
+                sample_id=task.sample_id, attempt=task.attempt, reason=f"a {number}", failed=True
+            )
+            run.ask("a", ReturnSamples(samples=[back]))
+        else:
+            answer(run, "a", [task], 0)
+            give(run, "r", "reward", take(run, "r", "reward"), error=f"b {number}")
+        if number == 70:
+            run.restart_broker()
+    counts = {k: n for k, n in run.broker.counters.items() if k.startswith("failed: ")}
+    assert len(counts) == REASONS_KEPT + 1 and sum(counts.values()) == 120
+    assert counts["failed: other"] == 120 - REASONS_KEPT
+    assert counts["failed: a 1"] == counts["failed: reward: b 0"] == 1
+
+
 def test_scoring_is_served_as_it_comes_and_unknown_stages_are_refused() -> None:
     run = scored()
     assert run.ask("r", LeaseScoring(stage="reward", capacity=9, wait_s=9)) is None
@@ -308,8 +347,12 @@ def test_scoring_is_served_as_it_comes_and_unknown_stages_are_refused() -> None:
 def test_stuck_names_groups_and_stages() -> None:
     run = world(stages=["reward"], stall_s=5, lease_s=1000, dead_after_s=1000)
     answer(run, "a", run.lease("a", 1, 0), 0)
-    stuck = run.broker.status(run.now).stuck
-    assert any("no scorer has joined" in s.what for s in stuck)
+    run.pass_time(2)
+    answer(run, "a", run.lease("a", 1, 0), 0)
+    run.pass_time(1)
+    (found,) = run.broker.status(run.now).stuck
+    assert "stage reward: 2 samples wait, but no scorer of it has joined" in found.what
+    assert (found.holder, found.age_s) == ("nobody", 3.0)
     run.ask("trainer", LeaseBatch(step=1, wait_s=0))
     run = world(stall_s=5, lease_s=1000, dead_after_s=1000)
     answer(run, "a", run.lease("a", 2, 0)[:1], 0)
