@@ -97,7 +97,7 @@ class Archive:
     ) -> tuple[list[Batch], list[str]]:
         """The formed batches, and what a repair has taken from them; `steps` is the committed ones.
 
-        Groups are looked up in `live` and among those that are held for replay; the samples of
+        Groups are looked up in `live`, which those lose that were trained already, and among those that are held for replay; the samples of
         formed batches are in training from here on.
         """
         known = {**self._replays.groups, **live}
@@ -108,6 +108,9 @@ class Archive:
             record = self._journal.read(f"b/{step}")
             named = (*record["groups"], *record["replays"])
             if not record["is_open"]:
+                for name in [g["group_id"] for g in record["groups"] if g["group_id"] in live]:
+                    mended.append(f"group {name} was trained in step {step}: it is not live")
+                    self._journal.forget(live.pop(name))
                 if self.steps and step != self.steps[-1] + 1:
                     broken = step - 1
                 samples = [sample["sample_id"] for group in named for sample in group["samples"]]
@@ -134,6 +137,13 @@ class Archive:
             mended.append(f"the batches up to step {broken} cannot be handed out again")
             self.drop_through(broken)
         return batches, mended
+
+    def count_new(self, step: int) -> int:
+        """Samples that were trained on for the first time in the committed batch of `step`."""
+        if step not in self.steps:
+            return 0
+        record = self._journal.read(f"b/{step}")
+        return sum(len(group["samples"]) for group in record["groups"])
 
     def needs(self, group: Group) -> bool:
         """Whether a kept batch has `group`."""

@@ -121,16 +121,21 @@ class Batches:
             self.replays.take_up(group, step)
         self.version = step - 1
 
-    def restore(self, live: list[Group], trajectories: set[str], now: float) -> list[str]:
+    def restore(self, live: dict[str, Group], trajectories: set[str], now: float) -> list[str]:
         """Read back the batches, those to come of `live` groups; what a repair has taken of them.
 
         Args:
+            live: by id; those that turn out to be trained already are taken out.
             trajectories: samples that there is one of.
         """
         mended = self.replays.load(trajectories)
-        groups = {group.group_id: group for group in live}
-        batches, more = self.archive.load(groups, trajectories, now)
+        batches, more = self.archive.load(live, trajectories, now)
         self.formed = {batch.step: batch for batch in batches}
+        while self.archive.steps and self.version < self.archive.steps[-1]:
+            self.version += 1  # the newest counts were lost with a damaged part of the store
+            self.newest = max(self.newest, self.version)
+            self._pool.ledger.trained += self.archive.count_new(self.version)
+            more.append(f"step {self.version} is committed, though the counts of it are gone")
         return mended + more
 
     def cover(self, step: int) -> None:

@@ -179,6 +179,13 @@ class Journal:
         groups.sort(key=lambda group: group.samples[0].serial)
         return groups, mended
 
+    def forget(self, group: Group) -> None:
+        """`group` is not live; its trajectories are left."""
+        for sample in group.samples:
+            self.store.delete(f"s/{sample.sample_id}")
+        self.store.delete(f"g/{group.group_id}")
+        self.store.delete(f"r/{group.group_id}")
+
     def _forget(self, sample_id: str) -> None:
         self.store.delete(f"s/{sample_id}")
         self.store.delete(TRAJECTORY + sample_id)

@@ -17,7 +17,7 @@ from umbra.services.buffer.staleness import StalenessStats
 from umbra.services.buffer.store import StoreError
 from umbra.services.buffer.training import Training
 
-REPAIRED = "repaired"  # key that tells that the store was mended: see `umbra store repair`
+REPAIRED = "repaired"  # key that tells that the store was mended: see `repair`
 PROMPTS = "c/"  # prefix of the keys of what is known about prompts
 MEMBER = "m/"  # prefix of the keys of members
 
@@ -92,7 +92,9 @@ class Recovery:
         repaired = self._journal.read(REPAIRED) is not None
         self._restore_counts(record)
         groups, mended = self._journal.load(mend=repaired)
-        mended += self._batches.restore(groups, self._journal.trajectories(), now)
+        live = {group.group_id: group for group in groups}
+        mended += self._batches.restore(live, self._journal.trajectories(), now)
+        groups = list(live.values())
         self._pool.restore(groups, now)
         mended += self._evals.restore(record["evals"], mend=repaired, now=now)
         members = self._journal.store.keys(MEMBER)
@@ -156,7 +158,10 @@ class Recovery:
         """Balance the ledger: what a repair has lost ends as `lost`, anything else is a fault."""
         ledger = self._pool.ledger
         missing = ledger.snapshot().balance
-        if missing > 0 and repaired:
+        if missing < 0 and repaired:  # the newest counts were lost, what they counted was not
+            log.warning("%d samples are taken up that the ledger had not counted yet", -missing)
+            ledger.issued -= missing
+        elif missing > 0 and repaired:
             ledger.ended["lost"] += missing
             log.warning("%d samples were lost with the damaged part of the store", missing)
         elif missing:

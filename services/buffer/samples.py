@@ -292,14 +292,13 @@ class Pool:
         for group in groups:
             for sample in group.samples:
                 self.samples[sample.sample_id] = sample
+                sample.leased_at = sample.begun_at = sample.unscored_since = now
                 self.ledger.restore(sample.state)
                 if sample.state is State.QUEUED:
                     heapq.heappush(self._queue, (sample.serial, sample))
                 elif sample.state is State.SCORING:
-                    sample.unscored_since = now
                     self.unscored[self._stages[sample.stage]].append(sample)
                 elif sample.state is State.GENERATING:
-                    sample.leased_at = sample.begun_at = now
                     sample.deadline = now + self._lease_s
                     self.held[sample.holder][sample.sample_id] = sample
                     entry = (sample.deadline, sample.serial, sample.attempt, sample)

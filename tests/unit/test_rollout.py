@@ -134,9 +134,9 @@ class Faulty(ExactMatch):
 @pytest.mark.parametrize(
     ("what", "reason"),
     [
-        ("raise", "sample s: environment raised KeyError: 'gold'"),
-        ("silent", "sample s: the environment is not done, but has no messages to go on from"),
-        ("text", "sample s: environment: step returned str instead of a StepResult"),
+        ("raise", "environment raised KeyError: 'gold'"),
+        ("silent", "the environment is not done, but has no messages to go on from"),
+        ("text", "environment: step returned str instead of a StepResult"),
     ],
 )
 def test_a_faulty_environment_fails_its_sample(chat: Chat, what: str, reason: str) -> None:
