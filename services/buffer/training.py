@@ -19,6 +19,7 @@ from umbra.proto.messages import (
 from umbra.services.buffer.batches import Batches
 from umbra.services.buffer.effects import Outbox
 from umbra.services.buffer.samples import Pool
+from umbra.services.buffer.shelf import digest
 from umbra.services.runtime.server import Request
 
 log = logging.getLogger(__name__)
@@ -157,6 +158,8 @@ class Training:
             )
         self._question = self.wanted_since = None
         trajectories = [self._pool.shelf.packed(name) for name in batch.sample_ids]
+        # Shows, also when it is handed out again, that step and bytes belong together.
+        self._outbox.measure("handed_out", step=batch.step, digest=digest(trajectories))
         self._outbox.reply(question.request, BatchLease(step=batch.step, trajectories=trajectories))
 
     def expire(self, now: float) -> None:
