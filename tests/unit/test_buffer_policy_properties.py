@@ -191,7 +191,9 @@ class PolicyMachine(BrokerMachine):
         kept = {name for step in batches.archive.steps for name in self.uses[step]}
         groups = batches.replays.groups.values()
         again = {sample.sample_id for group in groups for sample in group.samples}
-        assert {key[2:] for key in store.keys("t/s-")} <= set(self.broker.pool.samples) | kept | again
+        assert {key[2:] for key in store.keys("t/s-")} <= set(
+            self.broker.pool.samples
+        ) | kept | again
         assert len(store.keys("p/")) == len(groups)
 
     @invariant()
@@ -296,7 +298,6 @@ class RestartedPolicyMachine(PolicyMachine):
     def the_ledger_is_what_the_trainer_knows(self) -> None:
         assert self.broker.pool.ledger.trained == len(self.trained)
         assert self.broker.batches.version == self.version
-
 
 
 def score(task: ScoringTask, reward: float, good: bool) -> Score:

@@ -96,7 +96,10 @@ def mistakes(folder: Path) -> dict[str, tuple[str, str]]:
         "no rows": (write_parquet(folder / "empty.parquet", ROWS[:1] * 0 or []), "has no rows"),
         "missing column": (write_parquet(folder / "a.parquet", other), "only question, answer"),
         "bad row": (write_parquet(folder / "b.parquet", [ROWS[0], {"prompt": None}]), "row 2"),
-        "bad type": (write_parquet(folder / "c.parquet", [{"prompt": "x", "at": when}]), "datetime"),
+        "bad type": (
+            write_parquet(folder / "c.parquet", [{"prompt": "x", "at": when}]),
+            "datetime",
+        ),
         "missing set": (f"datasets:{folder}/nothing", "cannot be loaded"),
         "unknown split": (write_folder(folder / "d", train=ROWS) + ":dev", "dev"),
         "unknown saved split": (f"datasets:{saved}", "no split train, only test"),
