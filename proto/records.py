@@ -207,6 +207,7 @@ class Ledger(Record, frozen=True, kw_only=True):
     trained: int = 0
     ended: dict[str, int] = {}  # by reason: stale, filtered, failed, cancelled
     in_flight: dict[str, int] = {}  # by state: queued, generating, scoring, ready, training
+    replayed: int = 0  # times that trained samples were trained on once more
 
     @property
     def balance(self) -> int:

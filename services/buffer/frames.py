@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-SCHEMA = 2  # of the records and of what the broker puts into them
+SCHEMA = 3  # of the records and of what the broker puts into them
 SEGMENT_MAGIC = b"UMBRASTO"
 RECORD_MAGIC = b"\xf5uR\xfa"
 DELETE, END = 1, 2

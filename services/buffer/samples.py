@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from umbra.proto.records import SampleTask, Trajectory
 from umbra.services.buffer.groups import Group, GroupRules, Outcome, Sample, State
 from umbra.services.buffer.ledger import RunningLedger
-from umbra.services.buffer.prompts import Prompt
+from umbra.services.buffer.prompts import GroupEnd, Prompt
 from umbra.services.buffer.shelf import Shelf
 
 REMEMBERED = 65_536  # finished samples whose late answers are still told apart
@@ -64,11 +64,11 @@ class Pool:
         self.unscored: dict[str, deque[Sample]] = {stage: deque() for stage in stages}
         self.held: defaultdict[str, dict[str, Sample]] = defaultdict(dict)  # by holder
         self.over: OrderedDict[str, Outcome] = OrderedDict()
-        self.bad_prompts: list[str] = []  # of groups that failed or were filtered, to be taken
+        self.group_ends: list[GroupEnd] = []  # since they were taken
         self.openings = 0  # counts whatever may let a waiting generator have work
         self._rules = rules
         self._stages = tuple(stages)
-        self._prefix = prefix
+        self.prefix = prefix
         self._lease_s = lease_s
         self._max_attempts = max_attempts
         self._queue: list[tuple[int, Sample]] = []  # heap by serial: oldest first
@@ -81,10 +81,10 @@ class Pool:
 
     def issue(self, prompt: Prompt, due: int) -> Group:
         """A new group for `prompt`, all of its samples queued."""
-        group = Group(f"{self._prefix}g-{self.next_group}", prompt, due)
+        group = Group(f"{self.prefix}g-{self.next_group}", prompt, due)
         self.next_group += 1
         for _ in range(self._rules.size):
-            sample = Sample(self.next_sample, f"{self._prefix}s-{self.next_sample}", group)
+            sample = Sample(self.next_sample, f"{self.prefix}s-{self.next_sample}", group)
             self.next_sample += 1
             self._touch(sample)
             group.samples.append(sample)
@@ -245,12 +245,12 @@ class Pool:
 
     def end(self, group: Group, reason: str) -> None:
         """End all samples of `group`, wherever they are."""
+        if reason == "failed" or reason == "filtered":
+            self.group_ends.append(group.end(reason))
         for sample in group.samples:
             self._end(sample, reason)
         for where in (self.groups, self.complete, self._waiting):
             where.pop(group.group_id, None)
-        if reason in ("failed", "filtered"):
-            self.bad_prompts.append(group.prompt.prompt_id)
         self._touch_group(group)
         self.openings += 1
 
@@ -292,13 +292,13 @@ class Pool:
         for group in groups:
             for sample in group.samples:
                 self.samples[sample.sample_id] = sample
+                sample.leased_at = sample.begun_at = sample.unscored_since = now
                 self.ledger.restore(sample.state)
                 if sample.state is State.QUEUED:
                     heapq.heappush(self._queue, (sample.serial, sample))
                 elif sample.state is State.SCORING:
                     self.unscored[self._stages[sample.stage]].append(sample)
                 elif sample.state is State.GENERATING:
-                    sample.leased_at = sample.begun_at = now
                     sample.deadline = now + self._lease_s
                     self.held[sample.holder][sample.sample_id] = sample
                     entry = (sample.deadline, sample.serial, sample.attempt, sample)
@@ -322,6 +322,7 @@ class Pool:
         if sample.stage < len(self._stages):
             if sample.state is not State.SCORING:
                 self._move(sample, State.SCORING)
+            sample.unscored_since = now
             self.unscored[self._stages[sample.stage]].append(sample)
             return
         self._move(sample, State.READY)
@@ -346,9 +347,9 @@ class Pool:
                 return
             self.counters["level_groups_kept"] += 1
         self.filtered_in_a_row = 0
-        self.completions += 1
-        group.completed = self.completions
+        self.completions = group.completed = self.completions + 1
         self.complete[group.group_id] = group
+        self.group_ends.append(group.end("complete"))
         self._touch_group(group)
 
     def _requeue(self, sample: Sample) -> None:

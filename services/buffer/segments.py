@@ -184,5 +184,5 @@ def refuse_damage(directory: Path, image: Image) -> None:
         more = f" (and {len(image.damages) - 1} more)" if len(image.damages) > 1 else ""
         raise StoreError(
             f"the store in {directory} is damaged: {image.damages[0]}{more}; "
-            f"`umbra store repair {directory}` drops what is lost and says what that is"
+            f"`umbra buffer --repair --store {directory}` drops what is lost and says what that is"
         )

@@ -19,7 +19,8 @@ from umbra.services.buffer.addresses import Addresses
 from umbra.services.buffer.broker import Broker, Endpoints
 from umbra.services.buffer.effects import Effect, Measure, Push, Reply
 from umbra.services.buffer.log_store import LogStore
-from umbra.services.buffer.sources import open_prompts, read_source
+from umbra.services.buffer.readers import read_source
+from umbra.services.buffer.sources import open_prompts
 from umbra.services.buffer.store import MemoryStore, Store, StoreFullError
 from umbra.services.runtime.command import ServiceContext
 from umbra.services.runtime.feasibility import check_feasible
@@ -83,9 +84,7 @@ def open_store(context: ServiceContext) -> Store:
         StoreError: it is damaged, foreign, or in use.
         UsageError: it cannot be written to.
     """
-    where = context.config.buffer.store
-    if not where and context.run_dir is not None:
-        where = str(context.run_dir / "store")
+    where = _where(context)
     if where in ("", "memory"):
         context.log.warning("the store is in memory: nothing survives the end of this process")
         return MemoryStore()
@@ -93,6 +92,23 @@ def open_store(context: ServiceContext) -> Store:
         return LogStore(Path(where))
     except OSError as error:
         raise UsageError(f"buffer.store = {where} cannot be opened: {error.strerror}") from error
+
+
+def store_directory(context: ServiceContext) -> Path:
+    """The folder of the durable store.
+
+    Raises:
+        UsageError: none is named.
+    """
+    where = _where(context)
+    if where in ("", "memory"):
+        raise UsageError("--repair needs a store: name its folder by --store, or --run-dir")
+    return Path(where)
+
+
+def _where(context: ServiceContext) -> str:
+    where = context.config.buffer.store
+    return str(context.run_dir / "store") if not where and context.run_dir else where
 
 
 def bind(server: Server, address: str, addresses: Addresses) -> tuple[str, Endpoints]:

@@ -1,7 +1,8 @@
 """The generator's main loop: keeps the engine full, and changes its weights between two tokens.
 
-One turn: new weights, answers of the buffer, one step of the engine, results out, a question for
-more work. Nothing in a turn waits, unless there is nothing to do at all.
+One turn: answers of the buffer, new weights, a question for more work, one step of the engine,
+results out. Nothing in a turn waits, unless there is nothing to do at all. New weights wait for an
+evaluation of the version that is served: its samples must be of that version alone.
 """
 
 from __future__ import annotations
@@ -111,10 +112,10 @@ class GeneratorLoop:
     def turn(self) -> None:
         """Do what there is to do; if that is nothing, wait for a few milliseconds."""
         started = self._clock()
-        self._load_weights()
         tasks, lost = self._buffer.poll()
         self._runner.drop(lost)
         self._take(tasks)
+        self._load_weights()
         for interrupt in self._buffer.interrupts():
             self._buffer.give_back(self._runner.interrupt(interrupt.leases, interrupt.reason))
         if self._engine.version >= 0:
@@ -153,7 +154,7 @@ class GeneratorLoop:
         self._buffer.flush(DRAIN_S)
 
     def _load_weights(self) -> None:
-        staged = self._receiver.poll()
+        staged = None if self._keeps_version() else self._receiver.poll()
         if staged is None:
             return
         start = self._clock()
@@ -169,9 +170,17 @@ class GeneratorLoop:
         )
         self._session.emit("weights", version=staged.version, commit_s=end - start)
         log.debug("serving version %d after %.1f ms", staged.version, 1e3 * (end - start))
-        self._buffer.give_back(self._runner.release_pinned(staged.version))
         # Under policy "abort" they go on at once, as new requests that begin with their own tokens.
         self._runner.take(aborted)
+
+    def _keeps_version(self) -> bool:
+        """Whether an evaluation of the version that we serve needs us: new weights wait so long.
+
+        The buffer ends it in time: then its leases are lost, and with them the reason to wait.
+        """
+        if self._runner.pinned:
+            return True
+        return self._buffer.more_pinned(self._engine.version) and self._capacity() > 0
 
     def _load(self, staged: StagedVersion) -> list[EngineOutput]:
         if self._streaming is None:
@@ -216,7 +225,7 @@ class GeneratorLoop:
         for sample in failed:
             self._failed += 1
             if self._failed <= _FAILURES_LOGGED:
-                log.warning("%s", sample.reason)
+                log.warning("sample %s: %s", sample.sample_id, sample.reason)
             self._session.emit("sample_failed", sample=sample.sample_id, reason=sample.reason)
 
     def _idle(self, started: float) -> None:

@@ -56,6 +56,11 @@ class RolloutRunner:
         return sum(r.phase in (Phase.RESET, Phase.GENERATE) for r in self._rollouts.values())
 
     @property
+    def pinned(self) -> bool:
+        """Whether samples are under way that only the weights of now may generate."""
+        return any(rollout.task.pinned_version >= 0 for rollout in self._rollouts.values())
+
+    @property
     def leases(self) -> list[tuple[str, int]]:
         """`(sample_id, attempt)` of the samples under way."""
         return [_lease(rollout) for rollout in self._rollouts.values()]
@@ -128,11 +133,6 @@ class RolloutRunner:
         """Stop these `(sample_id, attempt)` and hand them back, with the tokens there are."""
         wanted = set(leases)
         return self._hand_back([r for r in self._rollouts.values() if _lease(r) in wanted], reason)
-
-    def release_pinned(self, version: int) -> list[ReturnedSample]:
-        """Hand back the samples that only another version than `version` may generate."""
-        pinned = [r for r in self._rollouts.values() if r.task.pinned_version not in (-1, version)]
-        return self._hand_back(pinned, f"the generator serves version {version} now")
 
     def drain(self, reason: str) -> list[ReturnedSample]:
         """Stop everything and hand back what is unfinished, with the tokens there are."""
@@ -214,7 +214,7 @@ class RolloutRunner:
             ReturnedSample(
                 sample_id=task.sample_id,
                 attempt=task.attempt,
-                reason=f"sample {task.sample_id}: {reason}",
+                reason=reason,
                 failed=True,
             )
         )

@@ -62,8 +62,21 @@ def tell_ready(facts: dict[str, Any]) -> None:
         os.close(int(fd))
 
 
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """A flag with which a service's command does something else than to serve."""
+
+    flag: str
+    help: str
+    run: Callable[[ServiceContext], int]
+
+
 def service_command(
-    section: str, run: Callable[[ServiceContext], int], *, name: str | None = None
+    section: str,
+    run: Callable[[ServiceContext], int],
+    *,
+    name: str | None = None,
+    alternative: Alternative | None = None,
 ) -> click.Command:
     """The command of a service: common flags plus one per field of its configuration section."""
     service = name or section.replace("_", "-")
@@ -80,7 +93,10 @@ def service_command(
         if values["broker"] is not None:
             overrides.append(f"run.broker={values['broker']}")
         config = load_config(values["config"], overrides=overrides)
-        code = _run_service(run, config, values["name"] or service, values["run_dir"])
+        chosen_run = run
+        if alternative is not None and values[alternative.flag]:
+            chosen_run = alternative.run
+        code = _run_service(chosen_run, config, values["name"] or service, values["run_dir"])
         raise SystemExit(code)
 
     params: list[click.Parameter] = [
@@ -93,6 +109,8 @@ def service_command(
         click.Option(["--log-format"], help="console or json."),
         *(_flag(field, cls) for field in fields),
     ]
+    if alternative is not None:
+        params.append(click.Option([f"--{alternative.flag}"], is_flag=True, help=alternative.help))
     return click.Command(service, params=params, callback=invoke, help=_first_line(cls))
 
 

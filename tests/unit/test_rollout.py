@@ -114,7 +114,7 @@ def test_a_prompt_without_room_for_an_answer_fails(chat: Chat) -> None:
     finished, (failed,) = runner.results()
     assert not finished
     assert failed.failed
-    assert "sample s: prompt p has 12 tokens" in failed.reason
+    assert "prompt p has 12 tokens" in failed.reason
     assert "generator.max_context = 10" in failed.reason
     assert not runner.active
 
@@ -134,9 +134,9 @@ class Faulty(ExactMatch):
 @pytest.mark.parametrize(
     ("what", "reason"),
     [
-        ("raise", "sample s: environment raised KeyError: 'gold'"),
-        ("silent", "sample s: the environment is not done, but has no messages to go on from"),
-        ("text", "sample s: environment: step returned str instead of a StepResult"),
+        ("raise", "environment raised KeyError: 'gold'"),
+        ("silent", "the environment is not done, but has no messages to go on from"),
+        ("text", "environment: step returned str instead of a StepResult"),
     ],
 )
 def test_a_faulty_environment_fails_its_sample(chat: Chat, what: str, reason: str) -> None:
