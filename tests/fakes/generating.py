@@ -25,7 +25,7 @@ from umbra.services.trainer.snapshot import tensor_layout, write_shards
 
 CPU = torch.device("cpu")
 DTYPE = torch.bfloat16
-BUCKET_BYTES = 8 << 10
+BUCKET_BYTES = 1 << 10
 TOKENS = 8
 Data = Callable[[StagedVersion], memoryview]
 
