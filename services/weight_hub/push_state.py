@@ -70,6 +70,11 @@ class Slots:
         """`slot` need not be kept any longer."""
         self._kept[slot] = max(0, self._kept[slot] - 1)
 
+    def recall(self, publication: Publication) -> None:
+        """A slot holds what it held when another hub had the arena: keep it."""
+        self.held.setdefault(publication.slot, publication)
+        self.keep(publication.slot)
+
     def free(self, taken: Collection[int]) -> int | None:
         """A slot neither kept nor in `taken`: an empty one, or the one with the oldest content."""
         ages = {slot: publication.number for slot, publication in self.held.items()}
