@@ -1,4 +1,4 @@
-"""A trainer of a tiny model, and generators that decode with it while versions are pushed to them."""
+"""A trainer of a tiny model, and generators that decode while its versions are pushed to them."""
 
 from __future__ import annotations
 
@@ -99,24 +99,21 @@ class Generating:
 
     def until(self, version: int) -> None:
         """Wait until it serves `version`, and decodes with it."""
-        self._wait(lambda: self.engine.version >= version, f"version {version}")
+        self.wait(lambda: self.engine.version >= version, f"version {version}")
         self.goes_on()
 
     def goes_on(self) -> None:
         """Wait until it has decoded some more."""
         goal = self.engine.decoded_tokens + 3 * TOKENS
-        self._wait(lambda: self.engine.decoded_tokens >= goal, "tokens")
-
-    def wait(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait until `condition` holds."""
-        self._wait(condition, what)
+        self.wait(lambda: self.engine.decoded_tokens >= goal, "tokens")
 
     def close(self) -> None:
         self._stop.set()
         self._thread.join(WAIT_S)
         assert not self._thread.is_alive(), "the generator hangs"
 
-    def _wait(self, condition: Callable[[], bool], what: str) -> None:
+    def wait(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait until `condition` holds."""
         with self._changed:
             met = self._changed.wait_for(lambda: condition() or self.failure is not None, WAIT_S)
         if self.failure is not None:
@@ -129,7 +126,7 @@ class Generating:
                 self._turn()
                 with self._changed:
                     self._changed.notify_all()
-        except Exception as error:  # for the test's own thread
+        except Exception as error:  # noqa: BLE001 - raised in the test's own thread
             self.failure = error
             with self._changed:
                 self._changed.notify_all()

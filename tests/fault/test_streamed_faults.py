@@ -123,13 +123,15 @@ def world(bench: Bench, tiny_model: Path) -> Iterator[Callable[[str], World]]:
 def test_the_old_version_is_served_again(
     bench: Bench, world: Callable[[str], World], plane: str
 ) -> None:
-    """The last bucket of version 1 spoils while the first ones are loaded."""
+    """The last bucket of version 1 spoils while the first ones are loaded, and is mended later."""
     one = world(plane)
     one.happens = lambda: one.spoil(one.place)
-    one.publish()
+    version = one.publish()
     one.generator.wait(lambda: one.generator.restored > 0, "break")
     one.generator.goes_on()
     assert one.generator.engine.version == 0
+    one.spoil(one.place)
+    one.generator.until(version)
     one.generator.until(one.publish())
     assert bench.hub.protocol.counters["failed"] >= 1
 
@@ -147,7 +149,9 @@ def test_it_leaves_where_the_old_version_is_gone_too(
 
     one.happens = both
     one.publish()
-    with pytest.raises(PeerLostError, match=r"version 1 broke off .*checksum.* version 0 is not there"):
+    with pytest.raises(
+        PeerLostError, match=r"version 1 broke off .*checksum.* version 0 is not there"
+    ):
         one.generator.until(1)
     look = threading.Event()
     while bench.hub.protocol.counters["failed"] == 0:  # it has said so

@@ -345,9 +345,7 @@ def test_a_hub_that_is_killed_is_taken_over_from(
         assert load.wait(WAIT_S)
         return watched.buffers[staged.candidate.buffer]
 
-    receiver = Receiver(
-        down, planes=[plane], check_s=0.05, retry_s=0.02, open_intake=watched.open
-    )
+    receiver = Receiver(down, planes=[plane], check_s=0.05, retry_s=0.02, open_intake=watched.open)
     generator: Generating | None = None
     try:
         publisher.register(WAIT_S)

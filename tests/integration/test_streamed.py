@@ -157,9 +157,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_changed(world: World) -
     other = make_model(rows=64)
     before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
     with pytest.raises(UsageError, match=r"shape: 0.weight \[65, 33\] instead of \[64, 33\]"):
-        WeightTable(other).load_buckets(
-            staged.manifest, world.stream.version(staged).buckets()
-        )
+        WeightTable(other).load_buckets(staged.manifest, world.stream.version(staged).buckets())
     assert all(torch.equal(before[name], tensor) for name, tensor in other.state_dict().items())
     world.receiver.committed(staged, 0.0, error="does not fit")
 

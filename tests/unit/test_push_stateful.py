@@ -241,9 +241,7 @@ class PushMachine(RuleBasedStateMachine):
             self.stops_reading(name)
         model.serves = None
         self.tickets += 1
-        self.apply(
-            self.hub.subscribe(self.tickets, model.peer, self.now, streamed=model.streamed)
-        )
+        self.apply(self.hub.subscribe(self.tickets, model.peer, self.now, streamed=model.streamed))
 
     @rule(name=st.sampled_from(NAMES), fails=st.lists(st.booleans(), min_size=1, max_size=4))
     def act(self, name: str, fails: list[bool]) -> None:
