@@ -155,4 +155,3 @@ def _bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
             f"cannot bind {endpoint!r}: {error}; write it as tcp://address-of-this-host:port"
         ) from error
     return socket.get_string(zmq.LAST_ENDPOINT)
-
