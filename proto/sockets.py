@@ -50,8 +50,23 @@ def dealer(
     socket = _socket(context, zmq.DEALER)
     socket.set(zmq.IDENTITY, identity)
     if endpoint:
-        _connect(socket, endpoint)
+        connect(socket, endpoint)
     return socket
+
+
+def connect(socket: zmq.Socket[bytes], endpoint: str) -> None:
+    """Connect to `endpoint`; whether somebody listens there shows later.
+
+    Raises:
+        StartupError: it is no address. The socket is closed then.
+    """
+    try:
+        socket.connect(endpoint)
+    except zmq.ZMQError as error:
+        socket.close(linger=0)
+        raise StartupError(
+            f"cannot connect to {endpoint!r}: {error}; write it as tcp://host:port"
+        ) from error
 
 
 def publisher(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
@@ -61,7 +76,7 @@ def publisher(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Soc
         StartupError: `endpoint` is no address.
     """
     socket = _socket(context, zmq.PUB, TELEMETRY_HWM_MESSAGES)
-    _connect(socket, endpoint)
+    connect(socket, endpoint)
     return socket
 
 
@@ -76,7 +91,7 @@ def subscriber(
     socket = _socket(context, zmq.SUB, TELEMETRY_HWM_MESSAGES)
     for topic in topics:
         socket.set(zmq.SUBSCRIBE, topic)
-    _connect(socket, endpoint)
+    connect(socket, endpoint)
     return socket
 
 
@@ -140,13 +155,3 @@ def _bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
             f"cannot bind {endpoint!r}: {error}; write it as tcp://address-of-this-host:port"
         ) from error
     return socket.get_string(zmq.LAST_ENDPOINT)
-
-
-def _connect(socket: zmq.Socket[bytes], endpoint: str) -> None:
-    try:
-        socket.connect(endpoint)
-    except zmq.ZMQError as error:
-        socket.close(linger=0)
-        raise StartupError(
-            f"cannot connect to {endpoint!r}: {error}; write it as tcp://host:port"
-        ) from error

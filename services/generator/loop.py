@@ -11,20 +11,19 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from umbra.proto.errors import PeerLostError, UmbraError
+from umbra.proto.errors import UmbraError
 from umbra.proto.messages import ReturnedSample
 from umbra.proto.records import SampleTask
 from umbra.services.generator.activity import Activity
 from umbra.services.generator.buffer_client import BufferClient
-from umbra.services.generator.engine import Engine, EngineOutput, KvPolicy, StreamingEngine
+from umbra.services.generator.engine import Engine, EngineOutput, KvPolicy
 from umbra.services.generator.runner import RolloutRunner
+from umbra.services.generator.streaming import BrokenOffError, Streaming
 from umbra.services.modeling.weights import tensors_in
 from umbra.services.runtime.metrics import MetricsFile
 from umbra.services.runtime.receiver import Receiver, StagedVersion
 from umbra.services.runtime.session import Session
-from umbra.services.runtime.stream import WeightStream
 
 DRAIN_S = 10.0  # to hand back what is unfinished
 _IDLE_WAIT_S = 0.005  # new weights are noticed within this time
@@ -35,14 +34,6 @@ _FAILURES_LOGGED = 20
 _MOST_ACTIVE = 4
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Streaming:
-    """How to load without a copy beside the engine's own."""
-
-    engine: StreamingEngine
-    weights: WeightStream
 
 
 class GeneratorLoop:
@@ -160,6 +151,10 @@ class GeneratorLoop:
         start = self._clock()
         try:
             aborted = self._load(staged)
+        except BrokenOffError as error:
+            self._receiver.committed(staged, self._clock() - start, error=str(error))
+            log.warning("%s", error)
+            return
         except UmbraError as error:
             self._receiver.committed(staged, self._clock() - start, error=str(error))
             raise
@@ -187,15 +182,7 @@ class GeneratorLoop:
             return self._engine.load_weights(
                 tensors_in(staged.manifest, staged.data), staged.version, self._kv_policy
             )
-        engine, buckets = self._streaming.engine, self._streaming.weights.buckets(staged)
-        try:
-            return engine.load_buckets(staged.manifest, buckets, staged.version, self._kv_policy)
-        except PeerLostError as error:
-            raise PeerLostError(
-                f"version {staged.version} broke off while it was loaded ({error}): the weights "
-                f"are neither it nor version {engine.version}, so this generator leaves; started "
-                "again it gets the newest version"
-            ) from error
+        return self._streaming.load(staged, self._kv_policy)
 
     def _take(self, tasks: Sequence[SampleTask]) -> None:
         """Begin these samples, but for those that only other weights than ours may generate."""

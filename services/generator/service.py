@@ -15,9 +15,10 @@ import torch
 from umbra.services.environments.loading import UNREWARDED
 from umbra.services.environments.pool import open_pool
 from umbra.services.generator.buffer_client import BufferClient
-from umbra.services.generator.loop import GeneratorLoop, Streaming
+from umbra.services.generator.loop import GeneratorLoop
 from umbra.services.generator.rollout import RolloutSettings, limits_of, sampling_of
 from umbra.services.generator.runner import RolloutRunner
+from umbra.services.generator.streaming import Streaming
 from umbra.services.generator.torch_engine import TorchEngine
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_model, load_tokenizer, pick_device, stop_ids
@@ -63,9 +64,14 @@ def run(ctx: ServiceContext) -> int:
     )
     with ctx.join("generator") as session:
         ctx.ready({"role": "generator", "name": ctx.name})
-        stream = WeightStream() if config.generator.receive == "streamed" else None
-        gpu = gpu_for(config.weight_hub, str(model.device)) if stream is None else None
-        receiver = _subscribe(session, config.weight_hub, stream, gpu)
+        hub = config.weight_hub
+        stream = (
+            WeightStream(ctx.name, hub.receive_bucket_bytes, hub.deadline_s)
+            if config.generator.receive == "streamed"
+            else None
+        )
+        gpu = gpu_for(hub, str(model.device)) if stream is None else None
+        receiver = _subscribe(session, hub, stream, gpu)
         if receiver is None:
             return _end(session)
         with closing(receiver), closing(pool), closing(engine):
@@ -115,8 +121,7 @@ def _subscribe(
     channel = session.weights(deadline_s=_HUB_DEADLINE_S)
     receiver = Receiver(
         channel,
-        # What is streamed is read where it lies.
-        planes=host_planes(config.plane) if stream is None else ["shm"],
+        planes=host_planes(config.plane),
         gpu=gpu,
         frame_bytes=config.receive_bucket_bytes,
         open_intake=stream.open if stream is not None else None,

@@ -76,7 +76,8 @@ class Loop:
                 return False
             row = finite(sample_metrics(batch, self.version) | learned)
             with self._phases("commit"):
-                self._commit(row)
+                if not self._commit(row):
+                    return False
             self.publish()
             self._report(row)
         return True
@@ -110,7 +111,14 @@ class Loop:
             give(self._learner.ranks, Wait())
             ask = LeaseBatch(step=step, wait_s=LEASE_SLICE_S)
             limit = LEASE_SLICE_S + self._grace_s
-            lease = self._session.data.call(ask, BatchLease, timeout_s=limit)
+            try:
+                lease = self._session.data.call(
+                    ask, BatchLease, timeout_s=limit, stopping=self._session.stopping
+                )
+            except DeadlineError:
+                if self._session.stopping.is_set():
+                    return None
+                raise
             if lease.trajectories:
                 return lease.trajectories
             if time.monotonic() > deadline:
@@ -120,16 +128,28 @@ class Loop:
                 )
         return None
 
-    def _commit(self, row: Row) -> None:
-        """Tell the buffer that the batch is trained on; from here on the version is one higher."""
+    def _commit(self, row: Row) -> bool:
+        """Tell the buffer that the batch is trained on; from here on the version is one higher.
+
+        False when asked to stop and the buffer does not answer any more: it ends too.
+        """
         step = self.version + 1
         metrics = {name: value for name, value in row.items() if value is not None}
-        ack = self._session.data.call(
-            CommitBatch(step=step, metrics=metrics), CommitAck, timeout_s=self._grace_s
-        )
+        try:
+            ack = self._session.data.call(
+                CommitBatch(step=step, metrics=metrics),
+                CommitAck,
+                timeout_s=self._grace_s,
+                stopping=self._session.stopping,
+            )
+        except DeadlineError:
+            if self._session.stopping.is_set():
+                return False
+            raise
         if ack.version != step:
             raise UmbraError(f"the buffer is at version {ack.version} after the commit of {step}")
         self.version = step
+        return True
 
     def _report(self, row: Row) -> None:
         seconds = self._phases.take()

@@ -172,13 +172,13 @@ class WeightHub:
         self, request: Request, peer: Peer, message: RegisterManifest, now: float
     ) -> list[Effect]:
         manifest, published = message.manifest, None
+        is_new = manifest.digest != self.protocol.digest
         try:
             check_manifest(manifest)
-            if manifest.digest != self.protocol.digest:
+            if is_new:
                 published = self._take_over(message)
                 if published is None:
                     self._make_arena(manifest)
-                self._remove_leftovers()
         except WireError as error:
             self._server.reply(request, Nack(code=error.code, reason=str(error), path=error.path))
             return []
@@ -186,13 +186,18 @@ class WeightHub:
             self._server.reply(request, Nack(code="no_room", reason=str(error)))
             return []
         assert self._arena is not None
+        effects = self.protocol.register(peer, manifest.digest, now, published)
+        if published is not None:
+            self._registry.restore(now)
+        if is_new:
+            self._remove_leftovers()  # now that what is still needed is ours
         ready = ArenaReady(path=str(self._arena.path), slots=self._config.slots)
         self._server.reply(request, ready)
         log.info(
             "%s registered %d tensors, %d bytes in %d buckets",
             peer.name, len(manifest.tensors), manifest.total_bytes, len(manifest.buckets),
         )  # fmt: skip
-        return self.protocol.register(peer, manifest.digest, now, published)
+        return effects
 
     def _take_over(self, message: RegisterManifest) -> Publish | None:
         """Go on with the arena that the hub before this one has left, if the trainer still has it.

@@ -110,6 +110,7 @@ class World:
         self.events: list[dict[str, Any]] = []
         self.stop_at: str | None = None
         self.data = self
+        self.dead_at: tuple[type[Message], ...] = ()  # the buffer ends with us there
 
     # the session
     def __enter__(self) -> "World":
@@ -132,8 +133,19 @@ class World:
         self.events.append({"kind": kind, **fields})
 
     # the buffer
-    def call(self, body: Message, reply: type[Message], *, timeout_s: float) -> Message:
+    def call(
+        self,
+        body: Message,
+        reply: type[Message],
+        *,
+        timeout_s: float,
+        stopping: threading.Event | None = None,
+    ) -> Message:
         self.asked.append(body)
+        if isinstance(body, self.dead_at):
+            assert stopping is not None  # else it would wait for the whole grace
+            self.stopping.set()
+            raise DeadlineError("stopped while waiting for the buffer")
         match body:
             case LeaseBatch(step=step):
                 asked = sum(isinstance(a, LeaseBatch) and a.step == step for a in self.asked)
@@ -288,6 +300,17 @@ def test_a_stop_leaves_without_committing(
     world.stop_at = activity
     assert start(world) == 0
     assert world.committed() == [1]
+    assert world.left
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("dead_at", [LeaseBatch, CommitBatch])
+def test_a_stop_does_not_wait_for_a_buffer_that_has_ended_too(
+    dead_at: type[Message], directory: Path, start: Any, tmp_path: Path
+) -> None:
+    world = World(directory)
+    world.dead_at = (dead_at,)
+    assert start(world) == 0
     assert world.left
     assert not (tmp_path / "model").exists()
 
