@@ -314,10 +314,11 @@ class Receiver:
         if manifest is None or intake is None:
             return  # we have asked for another plane; that starts us afresh
         with self._changed:
-            while (candidate := self._staging.prepare(message.epoch, message.version)) is None:
+            while not self._staging.has_room:
                 if self._overtaken(message):
-                    return  # whoever overtook it tells the hub, or has been told by it
+                    return  # the hub has given this push up, or is about to
                 self._changed.wait(WAKE_S)
+            candidate = self._staging.prepare(message.epoch, message.version)
         given, buckets = len(message.checksums), len(manifest.buckets)
         if given == buckets:
             done = intake.take(message, candidate.buffer, lambda: self._overtaken(message))

@@ -376,9 +376,7 @@ def test_planes_are_chosen_by_gpu_and_host(gpu_world: GpuWorld) -> None:
 def test_a_receiver_on_another_gpu_is_told_so(gpu_world: GpuWorld) -> None:
     gpu_world.start("cuda_ipc")
     gpu_world.bench.publisher()
-    with pytest.raises(
-        RejectedError, match=r"the receiver is on another GPU than weight_hub\.device"
-    ):
+    with pytest.raises(RejectedError, match="the receiver is on another GPU"):
         gpu_world.receiver("gen-0", "cuda_ipc", device=1)
 
 

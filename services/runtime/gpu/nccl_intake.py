@@ -75,7 +75,7 @@ class NcclIntake:
             self._agent.order(
                 "join", epoch=group.epoch, uid=group.uid.hex(), rank=group.rank, size=group.size
             )
-            self._agent.answer(group.deadline_s, interrupted)
+            self._agent.answer(group.deadline_s, interrupted, abortable=False)
             self._entered = group.uid
         self._agent.order("transfer", epoch=group.epoch, slot=slot, deadline_s=group.deadline_s)
         self._agent.answer(TRANSFER_DEADLINES * group.deadline_s, interrupted)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
@@ -22,7 +22,10 @@ from umbra.services.runtime.intake import Intake
 from umbra.services.runtime.staging import BUFFERS
 
 GpuPlane = Literal["nccl", "cuda_ipc"]
-REASONS = {"nccl": nccl_unavailable, "cuda_ipc": cuda_unavailable}
+REASONS: dict[GpuPlane, Callable[[], str | None]] = {
+    "nccl": nccl_unavailable,
+    "cuda_ipc": cuda_unavailable,
+}
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +109,7 @@ def find_gpu(config: WeightHub, asked: Sequence[GpuPlane], device: int) -> GpuRe
     by_name = config.plane != "auto"
     asked = [plane for plane in asked if not by_name or config.plane == plane]
     reasons = {plane: REASONS[plane]() for plane in asked}
-    planes = [plane for plane in asked if reasons[plane] is None]
+    planes: list[GpuPlane] = [plane for plane in asked if reasons[plane] is None]
     reason = "; ".join(text for text in reasons.values() if text)
     if planes:
         try:
