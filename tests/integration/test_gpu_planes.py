@@ -335,6 +335,20 @@ def test_a_gpu_without_room_is_no_reason_to_stop(gpu_world: GpuWorld) -> None:
     assert gpu_world.rows(2)[-1]["plane"] == "shm"
 
 
+def test_memory_that_cannot_be_mapped_is_no_reason_to_stop(
+    gpu_world: GpuWorld, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("FAKE_CUDA_IPC", "0")
+    gpu_world.start("auto")
+    publisher = gpu_world.bench.publisher()
+    receiver = gpu_world.receiver("gen-0", "auto", ("shm", "tcp"))
+    for version in range(2):
+        publish(publisher, version)
+        load(receiver, version)
+    assert gpu_world.rows(2)[-1]["plane"] == "shm"
+    assert "without plane cuda_ipc from now on: the hub's device memory cannot be" in caplog.text
+
+
 def test_a_hub_without_room_on_its_gpu_names_the_reason(
     gpu_world: GpuWorld, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -15,7 +15,12 @@ from umbra.services.runtime.arena import Arena
 from umbra.services.runtime.config import WeightHub
 from umbra.services.runtime.fetch import BucketIntake
 from umbra.services.runtime.gpu.agent_process import START_S, AgentProcess
-from umbra.services.runtime.gpu.cuda import DeviceMemory, cuda_unavailable, nccl_unavailable
+from umbra.services.runtime.gpu.cuda import (
+    Device,
+    DeviceMemory,
+    cuda_unavailable,
+    nccl_unavailable,
+)
 from umbra.services.runtime.gpu.ipc_intake import IpcIntake, open_memory
 from umbra.services.runtime.gpu.nccl_intake import NcclIntake
 from umbra.services.runtime.intake import Intake
@@ -69,11 +74,16 @@ class GpuReceiving:
         arena = Arena.anonymous(slot_bytes=size, slots=BUFFERS)
         buffers = [arena.slot(index) for index in range(BUFFERS)]
         pull = BucketIntake(name, reply.manifest, buffers, frame_bytes)
-        return self.broadcasts(arena, pull), buffers
+        return self.broadcasts(arena, pull, Device(self._device)), buffers
 
-    def broadcasts(self, arena: Arena, pull: BucketIntake) -> NcclIntake:
-        """An intake of plane `nccl` into `arena`, whose slots are also those that `pull` fills."""
-        return NcclIntake(self.agent, arena, self._chunk_bytes, pull)
+    def broadcasts(
+        self, arena: Arena, pull: BucketIntake, device: Device | None = None
+    ) -> NcclIntake:
+        """An intake of plane `nccl` into `arena`, whose slots are also those that `pull` fills.
+
+        `device`: where this process loads them from there.
+        """
+        return NcclIntake(self.agent, arena, self._chunk_bytes, pull, device)
 
     def close(self) -> None:
         """End the agent."""

@@ -69,6 +69,8 @@ def ipcOpenMemHandle(handle: bytes, flags: int = 1) -> int:  # noqa: N802
     with (machine.folder() / "ipc-opened").open("a") as log:
         log.write(f"{machine.name()} {file}\n")
     try:
+        if machine.setting("FAKE_CUDA_IPC", 1) == 0:
+            raise OSError("another container")
         return machine.map_file(file)
     except OSError as error:
         raise CUDARuntimeError(f"cudaErrorInvalidResourceHandle: {file}") from error
