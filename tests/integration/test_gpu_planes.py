@@ -118,10 +118,21 @@ def test_an_agent_that_is_killed_in_a_broadcast(
 
 
 def test_an_asynchronous_error_is_reported_before_any_deadline(
-    gpu_world: GpuWorld, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    gpu_world: GpuWorld, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The hub's own agent is killed in the middle: its peers are told by NCCL, not by a clock."""
-    monkeypatch.setenv("FAKE_NCCL_NOTICES", "1")
+    gpu_world.start("nccl", deadline_s=60.0)
+    publisher = gpu_world.bench.publisher()
+    receivers = [gpu_world.receiver(name, "nccl") for name in NAMES]
+    gpu_world.fault("error-bcast-gen-0")
+    for version in range(2):
+        publish(publisher, version)
+        for receiver in receivers:
+            load(receiver, version)
+    assert "to gen-0 failed while staging: GPU agent: NCCL: NCCL_ERROR_REMOTE" in caplog.text
+    assert gpu_world.bench.hub.protocol.counters["deadline"] == 0
+
+
+def test_the_hubs_own_agent_is_killed_in_a_broadcast(gpu_world: GpuWorld) -> None:
     gpu_world.start("nccl", deadline_s=60.0)
     publisher = gpu_world.bench.publisher()
     receiver = gpu_world.receiver("gen-0", "nccl")
@@ -135,8 +146,7 @@ def test_an_asynchronous_error_is_reported_before_any_deadline(
     publish(publisher, 2)
     load(receiver, 2)
     assert gpu_world.communicators == [("hub", "gen-0"), ("hub", "gen-0")]
-    assert "push of version 1 to gen-0 failed while staging: GPU agent: NCCL:" in caplog.text
-    assert "NCCL_ERROR_REMOTE_ERROR" in caplog.text
+    assert gpu_world.bench.hub.protocol.counters["deadline"] == 0
 
 
 def test_a_receiver_that_dies_costs_the_others_a_new_communicator(gpu_world: GpuWorld) -> None:
@@ -202,7 +212,7 @@ def test_who_would_hang_the_others_is_refused_at_its_join(
     gpu_world.start("nccl")
     publisher = gpu_world.bench.publisher()
     with pytest.raises(RejectedError, match=reason) as caught:
-        gpu_world.receiver("gen-0", "nccl", **environ)
+        gpu_world.receiver("gen-0", "nccl", (), **environ)
     assert caught.value.code == "no_plane"
     receiver = gpu_world.receiver("gen-1", "nccl")
     publish(publisher, 0)

@@ -7,8 +7,8 @@ whose peer has died just never ends, unless `FAKE_NCCL_NOTICES` is set: then it 
 error.
 
 Faults, by files in that folder, for the process whose `FAKE_CUDA_NAME` is in the file's name:
-`hang-init-NAME`, `hang-bcast-NAME`, `spoil-bcast-NAME` (each strikes once, and then there is a file
-`hang-init-reached-NAME` and so on), `stay-hang-init-NAME` (every time).
+`hang-init-NAME`, `hang-bcast-NAME`, `error-bcast-NAME`, `spoil-bcast-NAME` (each strikes once, and
+then there is a file `hang-init-reached-NAME` and so on), `stay-hang-init-NAME` (every time).
 """
 
 from cupy import cuda as cuda

@@ -89,6 +89,10 @@ class NcclCommunicator:
     def _bcast(self, buf: int, count: int) -> None:
         if count > 1:
             _hang("hang-bcast")
+            if machine.strikes("error-bcast"):
+                self._error = "so the test wants it"
+                self._aborted.wait()
+                return
         memory = (ctypes.c_char * count).from_address(buf)
         view = memoryview(memory).cast("B")
         try:
