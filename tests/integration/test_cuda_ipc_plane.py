@@ -1,4 +1,4 @@
-"""Plane `cuda_ipc`, whole, and which plane is chosen: hub, agent processes, receivers; only CuPy is a double."""
+"""Plane `cuda_ipc`, whole, and which plane is chosen; all is real but CuPy, which is a double."""
 
 from __future__ import annotations
 
