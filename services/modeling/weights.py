@@ -91,6 +91,9 @@ class WeightTable:
         self._check(given)
         for name, tensor in given.items():
             self._places[name].copy_(tensor)
+        # Copies inside of a GPU are only begun by then, and the memory of `tensors` is used again.
+        for device in {tensor.device for tensor in given.values() if tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
 
     @torch.no_grad()
     def load_buckets(self, manifest: Manifest, buckets: Iterable[tuple[int, memoryview]]) -> None:

@@ -67,6 +67,11 @@ class Intakes:
         self._reply = reply
         return True
 
+    @property
+    def plane(self) -> str:
+        """Of the intake; empty while there is none."""
+        return self._reply.plane if self._reply is not None else ""
+
     def close(self) -> None:
         """Close the intake; versions that were handed out stay valid."""
         if self.current is not None:

@@ -314,10 +314,11 @@ class Receiver:
         if manifest is None or intake is None:
             return  # we have asked for another plane; that starts us afresh
         with self._changed:
-            while (candidate := self._staging.prepare(message.epoch, message.version)) is None:
+            while not self._staging.has_room:
                 if self._overtaken(message):
-                    return  # whoever overtook it tells the hub, or has been told by it
+                    return  # the hub has given this push up, or is about to
                 self._changed.wait(WAKE_S)
+            candidate = self._staging.prepare(message.epoch, message.version)
         given, buckets = len(message.checksums), len(manifest.buckets)
         if given == buckets:
             done = intake.take(message, candidate.buffer, lambda: self._overtaken(message))
@@ -337,6 +338,17 @@ class Receiver:
                 source_lost=done.source_lost,
             )
         )
+        if done.unusable and self._intakes.plane in self._planes:
+            self._go_without(self._intakes.plane, done.error)
+
+    def _go_without(self, plane: str, reason: str) -> bool:
+        """Subscribe anew by another plane; False if there is none."""
+        if plane not in GPU_PLANES or len(self._planes) == 1:
+            return False
+        log.warning("without plane %s from now on: %s", plane, reason)
+        self._planes.remove(plane)
+        self._ask(self._request())
+        return True
 
     def _overtaken(self, message: Prepare) -> bool:
         """Whether something arrived meanwhile that makes staging `message` pointless."""
@@ -356,11 +368,8 @@ class Receiver:
             if not self._intakes.install(reply):
                 return
         except StartupError as error:
-            if reply.plane not in GPU_PLANES or len(self._planes) == 1:
+            if not self._go_without(reply.plane, str(error)):
                 raise
-            log.warning("without plane %s from now on: %s", reply.plane, error)
-            self._planes.remove(reply.plane)
-            self._ask(self._request())
             return
         with self._changed:
             self._manifest = reply.manifest

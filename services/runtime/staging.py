@@ -34,12 +34,15 @@ class Staging:
         self._candidate: Candidate | None = None
         self._loading: Candidate | None = None
 
-    def prepare(self, epoch: int, version: int) -> Candidate | None:
-        """Start to stage; forgets a candidate that nobody has taken. None if no buffer is free."""
+    @property
+    def has_room(self) -> bool:
+        """Whether a version can be staged now."""
+        return self._loading is None or self._buffers > 1
+
+    def prepare(self, epoch: int, version: int) -> Candidate:
+        """Start to stage; forgets a candidate that nobody has taken. There must be room."""
         busy = self._loading.buffer if self._loading else -1
-        buffer = next((index for index in range(self._buffers) if index != busy), None)
-        if buffer is None:
-            return None
+        buffer = next(index for index in range(self._buffers) if index != busy)
         self._candidate = Candidate(epoch, version, buffer)
         return self._candidate
 

@@ -207,7 +207,7 @@ class NcclPlane:
                 self._agent.order(
                     "join", epoch=communicator.epoch, uid=uid.hex(), rank=0, size=communicator.size
                 )
-                self._agent.answer(self._wait_s, self._cancelled.is_set)
+                self._agent.answer(self._wait_s, self._cancelled.is_set, abortable=False)
             self._agent.order(
                 "transfer",
                 epoch=communicator.epoch,

@@ -134,7 +134,7 @@ def gpu_world(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """A machine with two fake GPUs."""
     folder = tmp_path / "gpu"
     folder.mkdir()
-    paths = [str(DOUBLE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(DOUBLE), str(DOUBLE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     monkeypatch.setenv("FAKE_CUDA_DIR", str(folder))
     monkeypatch.setenv("FAKE_CUDA_NAME", "hub")

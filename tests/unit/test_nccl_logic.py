@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
@@ -13,10 +14,12 @@ from umbra.deploy.env_command import command as env
 from umbra.proto.errors import DeadlineError, PeerLostError, UmbraError, UsageError
 from umbra.proto.messages import Prepare
 from umbra.proto.records import GpuFacts
+from umbra.services.runtime.config import WeightHub
 from umbra.services.runtime.gpu import cuda
 from umbra.services.runtime.gpu.agent import Agent
 from umbra.services.runtime.gpu.agent_process import AgentProcess
 from umbra.services.runtime.gpu.broadcast import broadcast, chunks
+from umbra.services.runtime.gpu.receiving import gpu_for, host_planes
 from umbra.services.weight_hub.nccl_group import Communicator, Group
 from umbra.services.weight_hub.nccl_rounds import Rounds
 from umbra.services.weight_hub.planes import PLANES, check_plane, mismatch
@@ -339,3 +342,20 @@ def test_umbra_env_names_planes_and_reasons() -> None:
     text = CliRunner().invoke(env, [], standalone_mode=False).output
     assert "plane shm         available" in text
     assert "plane nccl        not available: " in text
+
+
+@no_cuda
+def test_a_receiver_that_asks_for_a_gpu_plane_is_told_why_not() -> None:
+    def config(plane: str) -> WeightHub:
+        return msgspec.convert({"plane": plane}, WeightHub)
+
+    assert gpu_for(config("auto"), "cpu") is None
+    assert gpu_for(config("auto"), "cuda:0") is None
+    assert gpu_for(config("tcp"), "cuda:0") is None
+    with pytest.raises(UsageError, match=r'"nccl" cannot be used here: .*(cupy|CUDA)'):
+        gpu_for(config("nccl"), "cpu")
+    with pytest.raises(UsageError, match=r'"cuda_ipc" needs a receiver on a GPU, .* on cpu'):
+        gpu_for(config("cuda_ipc"), "cpu")
+    assert host_planes("auto") == ["shm", "tcp"]
+    assert host_planes("nccl") == []
+    assert host_planes("tcp") == ["tcp"]

@@ -92,13 +92,18 @@ class AgentProcess:
         self._send({"op": op, **arguments})
 
     def answer(
-        self, timeout_s: float, interrupted: Callable[[], bool] | None = None
+        self,
+        timeout_s: float,
+        interrupted: Callable[[], bool] | None = None,
+        *,
+        abortable: bool = True,
     ) -> dict[str, Any]:
         """The answer to the oldest order that has none yet.
 
         Args:
             timeout_s: seconds to wait.
             interrupted: asked from time to time whether to abort what is under way.
+            abortable: whether it can be aborted; if not, the agent is killed instead.
 
         Raises:
             DeadlineError: none came in time; the agent was killed.
@@ -116,7 +121,10 @@ class AgentProcess:
                 raise DeadlineError(f"no answer from the GPU agent within {timeout_s:g} s: killed")
             packet = self._receive(min(left, LOOK_S) if interrupted else left)
             if packet is None and interrupted is not None and interrupted():
-                self._leave()
+                if abortable:
+                    self._leave()
+                else:
+                    self.kill()
                 raise PeerLostError("given up while it was under way")
         found = json.loads(packet)
         if error := found.get("error"):

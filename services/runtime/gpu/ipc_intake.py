@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-from umbra.proto.errors import DeadlineError, PeerLostError, UmbraError
+from umbra.proto.errors import DeadlineError, PeerLostError, StartupError, UmbraError
 from umbra.proto.messages import Prepare
 from umbra.proto.records import Manifest
 from umbra.services.runtime.arena import private_memory
@@ -51,7 +51,7 @@ class IpcIntake:
     def take(self, message: Prepare, target: int, interrupted: Callable[[], bool]) -> Intaken:
         """Copy a version inside of the GPU and verify the copy."""
         began = copied = time.perf_counter()
-        size = self._manifest.total_bytes
+        size, error, unusable = self._manifest.total_bytes, "", False
         try:
             if message.memory is None:
                 raise PeerLostError("the hub sent no handle of its device memory")
@@ -61,11 +61,12 @@ class IpcIntake:
             self._wait(self._device.mark_copies(), interrupted)
             copied = time.perf_counter()
             self._verify(message, interrupted)
-            error = ""
         except UmbraError as problem:
             self._device.drain()  # nothing is under way when the buffer is used again
-            error = str(problem)
-        return Intaken(copied - began, time.perf_counter() - copied, size, error)
+            # Mapping fails for good where the hub's process is in another container, say.
+            error, unusable = str(problem), isinstance(problem, StartupError)
+        stage_s = time.perf_counter() - copied
+        return Intaken(copied - began, stage_s, size, error, unusable=unusable)
 
     def close(self) -> None:
         """Unmap the hub's memory."""

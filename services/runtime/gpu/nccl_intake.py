@@ -17,6 +17,7 @@ from umbra.proto.records import NcclRound
 from umbra.services.runtime.arena import Arena
 from umbra.services.runtime.fetch import BucketIntake
 from umbra.services.runtime.gpu.agent_process import AgentProcess
+from umbra.services.runtime.gpu.cuda import Device
 from umbra.services.runtime.intake import Intaken
 
 TRANSFER_DEADLINES = 3  # of a chunk, that a whole transfer may take
@@ -32,15 +33,26 @@ class NcclIntake:
         arena: what it receives into.
         chunk_bytes: of device memory, and of a broadcast.
         pull: fetches what no broadcast brings.
+        device: on which this very process loads what it gets; without it, it does not.
     """
 
     def __init__(
-        self, agent: AgentProcess, arena: Arena, chunk_bytes: int, pull: BucketIntake
+        self,
+        agent: AgentProcess,
+        arena: Arena,
+        chunk_bytes: int,
+        pull: BucketIntake,
+        device: Device | None = None,
     ) -> None:
         self._agent = agent
         self._arena = arena
         self._pull = pull
         self._entered = b""  # unique id of the communicator that the agent is in
+        # What the agent has pinned is pinned for the agent alone.
+        self._device = device
+        self._pinned: list[int] = []
+        if device is not None:
+            self._pinned = [device.pin(arena.slot(slot)) for slot in range(arena.slots)]
         agent.use(arena, chunk_bytes)
 
     def take(self, message: Prepare, target: int, interrupted: Callable[[], bool]) -> Intaken:
@@ -66,6 +78,11 @@ class NcclIntake:
     def close(self) -> None:
         """End the agent, close the sockets and the arena."""
         self._agent.kill()  # first: it writes into the arena
+        if self._device is not None:
+            self._device.use()
+            for address in self._pinned:
+                self._device.unpin(address)
+            self._pinned = []
         self._pull.close()
         self._arena.close()
 
@@ -75,7 +92,7 @@ class NcclIntake:
             self._agent.order(
                 "join", epoch=group.epoch, uid=group.uid.hex(), rank=group.rank, size=group.size
             )
-            self._agent.answer(group.deadline_s, interrupted)
+            self._agent.answer(group.deadline_s, interrupted, abortable=False)
             self._entered = group.uid
         self._agent.order("transfer", epoch=group.epoch, slot=slot, deadline_s=group.deadline_s)
         self._agent.answer(TRANSFER_DEADLINES * group.deadline_s, interrupted)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
@@ -15,14 +15,22 @@ from umbra.services.runtime.arena import Arena
 from umbra.services.runtime.config import WeightHub
 from umbra.services.runtime.fetch import BucketIntake
 from umbra.services.runtime.gpu.agent_process import START_S, AgentProcess
-from umbra.services.runtime.gpu.cuda import DeviceMemory, cuda_unavailable, nccl_unavailable
+from umbra.services.runtime.gpu.cuda import (
+    Device,
+    DeviceMemory,
+    cuda_unavailable,
+    nccl_unavailable,
+)
 from umbra.services.runtime.gpu.ipc_intake import IpcIntake, open_memory
 from umbra.services.runtime.gpu.nccl_intake import NcclIntake
 from umbra.services.runtime.intake import Intake
 from umbra.services.runtime.staging import BUFFERS
 
 GpuPlane = Literal["nccl", "cuda_ipc"]
-REASONS = {"nccl": nccl_unavailable, "cuda_ipc": cuda_unavailable}
+REASONS: dict[GpuPlane, Callable[[], str | None]] = {
+    "nccl": nccl_unavailable,
+    "cuda_ipc": cuda_unavailable,
+}
 
 log = logging.getLogger(__name__)
 
@@ -66,11 +74,16 @@ class GpuReceiving:
         arena = Arena.anonymous(slot_bytes=size, slots=BUFFERS)
         buffers = [arena.slot(index) for index in range(BUFFERS)]
         pull = BucketIntake(name, reply.manifest, buffers, frame_bytes)
-        return self.broadcasts(arena, pull), buffers
+        return self.broadcasts(arena, pull, Device(self._device)), buffers
 
-    def broadcasts(self, arena: Arena, pull: BucketIntake) -> NcclIntake:
-        """An intake of plane `nccl` into `arena`, whose slots are also those that `pull` fills."""
-        return NcclIntake(self.agent, arena, self._chunk_bytes, pull)
+    def broadcasts(
+        self, arena: Arena, pull: BucketIntake, device: Device | None = None
+    ) -> NcclIntake:
+        """An intake of plane `nccl` into `arena`, whose slots are also those that `pull` fills.
+
+        `device`: where this process loads them from there.
+        """
+        return NcclIntake(self.agent, arena, self._chunk_bytes, pull, device)
 
     def close(self) -> None:
         """End the agent."""
@@ -106,7 +119,7 @@ def find_gpu(config: WeightHub, asked: Sequence[GpuPlane], device: int) -> GpuRe
     by_name = config.plane != "auto"
     asked = [plane for plane in asked if not by_name or config.plane == plane]
     reasons = {plane: REASONS[plane]() for plane in asked}
-    planes = [plane for plane in asked if reasons[plane] is None]
+    planes: list[GpuPlane] = [plane for plane in asked if reasons[plane] is None]
     reason = "; ".join(text for text in reasons.values() if text)
     if planes:
         try:

@@ -6,6 +6,8 @@ import queue
 import threading
 from collections.abc import Callable
 
+from fakes.cuda_double import machine
+
 from cupy.cuda import nccl as nccl
 from cupy.cuda import runtime as runtime
 
@@ -15,7 +17,8 @@ class Device:
         self.id = device or 0
 
     def use(self) -> None:
-        runtime.check_device(self.id)
+        if not 0 <= self.id < runtime.getDeviceCount():
+            raise runtime.CUDARuntimeError(f"cudaErrorInvalidDevice: {self.id}")
 
 
 class Event:
@@ -44,7 +47,7 @@ class Stream:
     """Does its work in order, on a thread of its own."""
 
     def __init__(self, null: bool = False, non_blocking: bool = False, ptds: bool = False) -> None:
-        self.ptr = runtime.register_stream(self.enqueue)
+        self.ptr = machine.register_stream(self.enqueue)
         self._work: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         threading.Thread(target=self._main, daemon=True).start()
 

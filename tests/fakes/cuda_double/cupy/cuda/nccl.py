@@ -10,7 +10,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from cupy.cuda import runtime
+from fakes.cuda_double import machine
 
 available = True
 NCCL_UINT8 = 1
@@ -23,7 +23,7 @@ class NcclError(RuntimeError):
 
 
 def get_version() -> int:
-    return int(os.environ.get("FAKE_NCCL_VERSION", "22809"))
+    return machine.setting("FAKE_NCCL_VERSION", 22809)
 
 
 def get_unique_id() -> bytes:
@@ -39,16 +39,15 @@ class NcclCommunicator:
         self._peers: list[socket.socket] = []
         self._rank = rank
         _hang("hang-init")
-        if (runtime.folder() / f"stay-hang-init-{runtime.name()}").exists():
+        if (machine.folder() / f"stay-hang-init-{machine.name()}").exists():
             threading.Event().wait()
-        path = runtime.folder() / f"comm-{commId.hex()[:16]}"
-        with (runtime.folder() / "communicators").open("a") as log:
-            log.write(f"{runtime.name()} {commId.hex()[:16]} {rank} {ndev}\n")
-        self._meet(path, ndev, rank)
+        self._meet(machine.folder() / f"comm-{commId.hex()[:16]}", ndev, rank)
+        with (machine.folder() / "communicators").open("a") as log:
+            log.write(f"{machine.name()} {commId.hex()[:16]} {rank} {ndev}\n")
 
     def bcast(self, buf: int, count: int, datatype: int, root: int, stream: int) -> None:
         assert datatype == NCCL_UINT8 and root == 0
-        runtime.enqueue(stream, lambda: self._bcast(buf, count))
+        machine.enqueue(stream, lambda: self._bcast(buf, count))
 
     def check_async_error(self) -> None:
         if self._error:
@@ -90,6 +89,10 @@ class NcclCommunicator:
     def _bcast(self, buf: int, count: int) -> None:
         if count > 1:
             _hang("hang-bcast")
+            if machine.strikes("error-bcast"):
+                self._error = "so the test wants it"
+                self._aborted.wait()
+                return
         memory = (ctypes.c_char * count).from_address(buf)
         view = memoryview(memory).cast("B")
         try:
@@ -99,7 +102,7 @@ class NcclCommunicator:
                         peer.sendall(view[start : start + PIECE_BYTES])
             else:
                 self._receive(view)
-                if count > 1 and _strikes("spoil-bcast"):
+                if count > 1 and machine.strikes("spoil-bcast"):
                     view[0] ^= 1
         except OSError as error:
             self._lost(str(error))
@@ -120,17 +123,7 @@ class NcclCommunicator:
         self._aborted.wait()
 
 
-def _strikes(what: str) -> bool:
-    """Whether there is such a file for this process; it is used up."""
-    file = runtime.folder() / f"{what}-{runtime.name()}"
-    if not file.exists():
-        return False
-    file.unlink()
-    (runtime.folder() / f"{what}-reached-{runtime.name()}").touch()
-    return True
-
-
 def _hang(what: str) -> None:
     """For ever, if there is such a file for this process."""
-    if _strikes(what):
+    if machine.strikes(what):
         threading.Event().wait()
