@@ -21,6 +21,7 @@ LINGER_MS = 1_000
 HEARTBEAT_INTERVAL_MS = 4_000
 HEARTBEAT_TIMEOUT_MS = 10_000
 HWM_MESSAGES = 1_000
+ROUTER_RECEIVE_HWM = 2  # of each peer: a server of many must not take in what it cannot work on yet
 TELEMETRY_HWM_MESSAGES = 10_000
 RECONNECT_MS = 50
 BINDING = (zmq.ROUTER, zmq.XSUB, zmq.XPUB)
@@ -34,6 +35,7 @@ def router(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> tuple[zmq.
         StartupError: the address is taken or not ours.
     """
     socket = _socket(context, zmq.ROUTER)
+    socket.set(zmq.RCVHWM, ROUTER_RECEIVE_HWM)
     socket.set(zmq.ROUTER_MANDATORY, 1)
     socket.set(zmq.ROUTER_HANDOVER, 1)
     return socket, _bind(socket, endpoint)

@@ -74,6 +74,7 @@ class LogStore:
     ) -> None:
         self.directory = directory
         self.commits = 0  # since it was opened
+        self.waiting_bytes = 0  # put since the last commit began
         self._segment_bytes = segment_bytes
         self._write = write
         self._sync = sync
@@ -104,6 +105,7 @@ class LogStore:
         if len(value) > MAX_VALUE_BYTES:
             raise ValueError(f"{key} has {len(value)} bytes")
         self._pending[key] = value
+        self.waiting_bytes += len(value)
 
     def get(self, key: str) -> bytes | memoryview:
         """The value of `key`.
@@ -187,6 +189,7 @@ class LogStore:
         if not self._pending:
             return None
         self._frozen, self._pending = self._pending, {}
+        self.waiting_bytes = 0
         try:
             if self._sizes[self._newest] >= self._segment_bytes:
                 self._add_segment(self._newest + 1)

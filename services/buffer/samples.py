@@ -8,7 +8,8 @@ answers under an older one are told apart. A sample that is taken back is queued
 nobody has had yet, oldest first, and keeps its last partial. Groups are trained as a whole; they
 end as a whole too, unless they may go on with the survivors.
 
-Every operation costs O(1) or O(log n): outdated entries of the heaps are skipped when they come up.
+Every operation costs O(1) or O(log n) on average: outdated entries of the heaps are skipped when
+they come up, or dropped together once they are most.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from umbra.services.buffer.prompts import GroupEnd, Prompt
 from umbra.services.buffer.shelf import Shelf
 
 REMEMBERED = 65_536  # finished samples whose late answers are still told apart
+DEADLINES_SLACK = 1024  # outdated deadlines that are no matter
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +120,7 @@ class Pool:
         sample.deadline = now + self._lease_s
         self.held[holder][sample.sample_id] = sample
         heapq.heappush(self._deadlines, (sample.deadline, sample.serial, sample.attempt, sample))
+        self._clear_deadlines()
         return self.task(sample)
 
     def task(self, sample: Sample) -> SampleTask:
@@ -161,6 +164,16 @@ class Pool:
             log.info("%s goes on without %d stragglers", group.group_id, len(slow))
             self.counters["stragglers_cut"] += len(slow)
             self.cut(group, slow, "cancelled")
+
+    def _clear_deadlines(self) -> None:
+        """Drop what is outdated once that is most: a deadline may be far, and answers come fast."""
+        if len(self._deadlines) > 2 * self.ledger.count("generating") + DEADLINES_SLACK:
+            self._deadlines = [
+                entry
+                for entry in self._deadlines
+                if entry[3].state is State.GENERATING and entry[3].attempt == entry[2]
+            ]
+            heapq.heapify(self._deadlines)
 
     def take_all_back(self, holder: str, *, lost: bool) -> int:
         """Take back whatever `holder` has; how many samples that was."""

@@ -28,6 +28,7 @@ from umbra.services.runtime.server import Server
 
 POLL_S = 0.1  # how late a deadline may be noticed
 TICK_S = 0.05
+WAITING_BYTES = 16 << 20  # for the next commit; beyond that nothing more is taken in
 GC_THRESHOLD = 50_000  # new objects between collections: thousands are made per poll, and live on
 WILDCARDS = ("*", "0.0.0.0", "[::]")
 
@@ -163,6 +164,8 @@ class Service:
         with ThreadPoolExecutor(1, "commit") as executor:
             wake = self._server.waker()
             while True:
+                if self._commit is not None and self._store.waiting_bytes > WAITING_BYTES:
+                    wait([self._commit])  # the disk is slower than they are: let them wait too
                 requests = self._server.poll(POLL_S)
                 now = time.monotonic()
                 for request in requests:

@@ -28,6 +28,11 @@ class Store(Protocol):
         """Whether it outlives the process."""
         ...
 
+    @property
+    def waiting_bytes(self) -> int:
+        """What was put since the last commit began, and stays in memory until the next."""
+        ...
+
     def put(self, key: str, value: bytes) -> None:
         """Set `key` to `value`."""
         ...
@@ -93,6 +98,7 @@ class MemoryStore:
 
     def __init__(self, *, durable: bool = False) -> None:
         self.durable = durable
+        self.waiting_bytes = 0
         self.values: dict[str, bytes] = {}
         self._size = 0
 

@@ -23,11 +23,11 @@ from umbra.proto.errors import WireError
 from umbra.proto.messages import ANY, Header, Message
 
 REPLIES_KEPT = 16  # per peer, to answer resends from
-REPLY_BYTES_KEPT = 64 << 20  # per peer; batches are large, and only the last one is asked for again
+REPLY_BYTES_KEPT = 256 << 10  # per peer; the last reply is kept at any rate, a batch for example
 PENDING_KEPT = 256  # per peer; one-way messages stay here too, as nobody answers them
 ZERO_COPY_BYTES = 1 << 20  # replies from this size are sent without a copy
 RECEIVE_BURST = 256  # messages taken from one socket before the others get their turn
-RECEIVE_BYTES = 2 << 20  # the same in bytes: what is worked on together should fit into the cache
+RECEIVE_BYTES = 512 << 10  # the same in bytes: a commit should not wait for a long burst
 
 log = logging.getLogger(__name__)
 
