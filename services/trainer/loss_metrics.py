@@ -1,8 +1,6 @@
-"""What the forward passes of a batch showed."""
+"""What the forward passes of a batch showed, token by token."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,46 +9,44 @@ from umbra.services.trainer.batch import Batch
 from umbra.services.trainer.metrics import Row, mismatch_metrics
 from umbra.services.trainer.objectives.objective import TokenInputs, TokenLosses
 
-
-@dataclass(frozen=True, slots=True)
-class _Pass:
-    update: int
-    source: Tensor  # int64 [N]
-    logprobs: Tensor  # float32 [N]
-    entropy: Tensor  # float32 [N]
-    advantages: Tensor  # float32 [N]
-    found: TokenLosses
-    loss: Tensor  # float32 []
+COLUMNS = ("update", "logprob", "entropy", "advantage", "ratio", "clipped", "masked", "kl")
 
 
 class LossMetrics:
     """Collects the passes of a batch; everything stays on the device until the end.
 
     Args:
-        batch: the batch.
+        batch: M learned tokens.
         found: logprobs under the weights that the batch found, [M], where a pass was spent on them.
+        updates: how many optimizer steps the batch is cut into.
     """
 
-    def __init__(self, batch: Batch, found: Tensor | None) -> None:
+    def __init__(self, batch: Batch, found: Tensor | None, updates: int) -> None:
         self._batch = batch
         self._found = found
-        self._all: list[_Pass] = []
+        self._updates = updates
+        self._parts: list[tuple[Tensor, Tensor]] = []  # which tokens [N], their columns [8, N]
+        self._losses: list[Tensor] = []
+        self._knows_kl = False
 
     def add(
-        self, update: int, source: Tensor, tokens: TokenInputs, found: TokenLosses, loss: Tensor
+        self, update: int, source: Tensor, tokens: TokenInputs, result: TokenLosses, loss: Tensor
     ) -> None:
         """Keep a micro-batch's results, without their graph; `source` names its tokens."""
-        self._all.append(
-            _Pass(
-                update,
-                source,
-                tokens.logprobs.detach(),
-                tokens.entropy.detach(),
-                tokens.advantages,
-                found,
-                loss.detach(),
-            )
+        now = tokens.logprobs.detach()
+        columns = (
+            torch.full_like(now, update + 1.0),  # 0: a token that no update saw
+            now,
+            tokens.entropy.detach(),
+            tokens.advantages,
+            result.ratio,
+            result.clipped,
+            ~result.kept,
+            torch.zeros_like(now) if result.kl is None else result.kl,
         )
+        self._parts.append((source, torch.stack([column.to(now) for column in columns])))
+        self._losses.append(loss.detach())
+        self._knows_kl = result.kl is not None
 
     def summary(self, version: int) -> Row:
         """Means over the trained tokens; None where there were none.
@@ -60,41 +56,36 @@ class LossMetrics:
         advantage. The mismatch to the generators is that of the weights the batch found, so it is
         taken from their logprobs, or else from the tokens of the first update.
         """
-        if not self._all:
+        if not self._updates:
             empty = torch.zeros(0)
             row: Row = dict.fromkeys(("loss", "entropy", "clip_fraction", "mask_fraction"))
             return row | mismatch_metrics(empty, empty, empty.bool())
-        updates = self._all[-1].update + 1
-        advantages = torch.cat([one.advantages for one in self._all])
+        table = torch.zeros(len(COLUMNS), len(self._batch.behaviour))
+        for source, columns in self._parts:
+            table[:, source] = columns.float().cpu()
+        loss = torch.stack(self._losses).double().sum().cpu()
+        seen = table[0] > 0
+        column = dict(zip(COLUMNS, table[:, seen], strict=True))
         row = {
-            "loss": float(torch.stack([one.loss for one in self._all]).sum()) / updates,
-            "entropy": float(torch.cat([one.entropy for one in self._all]).mean()),
-            "ratio/max": float(torch.cat([one.found.ratio for one in self._all]).max()),
+            "loss": float(loss) / self._updates,
+            "entropy": float(column["entropy"].mean()),
+            "ratio/max": float(column["ratio"].max()),
         }
-        flags = {
-            "clip_fraction": torch.cat([one.found.clipped for one in self._all]),
-            "mask_fraction": ~torch.cat([one.found.kept for one in self._all]),
-        }
-        for name, flag in flags.items():
-            row[name] = _share(flag, torch.ones_like(flag))
-            row[f"{name}/positive"] = _share(flag, advantages > 0)
-            row[f"{name}/negative"] = _share(flag, advantages < 0)
-        kl = [one.found.kl for one in self._all if one.found.kl is not None]
-        if kl:
-            row["kl"] = float(torch.cat(kl).mean())
-        return row | self._mismatch(version)
-
-    def _mismatch(self, version: int) -> Row:
-        unchanged = [one for one in self._all if self._found is not None or one.update == 0]
-        source = torch.cat([one.source for one in unchanged])
-        if self._found is not None:
-            logprobs = self._found[source]
-        else:
-            logprobs = torch.cat([one.logprobs for one in unchanged]).cpu()
-        on_policy = self._batch.on_policy(version)[source]
-        return mismatch_metrics(logprobs, self._batch.behaviour[source], on_policy)
+        if self._knows_kl:
+            row["kl"] = float(column["kl"].mean())
+        advantage = column["advantage"]
+        for name, flag in (("clip_fraction", "clipped"), ("mask_fraction", "masked")):
+            row[name] = float(column[flag].mean())
+            row[f"{name}/positive"] = _mean(column[flag][advantage > 0])
+            row[f"{name}/negative"] = _mean(column[flag][advantage < 0])
+        unchanged = seen if self._found is not None else table[0] == 1
+        logprobs = table[1] if self._found is None else self._found
+        return row | mismatch_metrics(
+            logprobs[unchanged],
+            self._batch.behaviour[unchanged],
+            self._batch.on_policy(version)[unchanged],
+        )
 
 
-def _share(flags: Tensor, among: Tensor) -> float | None:
-    """The share of `flags` that are set, of those where `among` is; None if it is nowhere."""
-    return float(flags[among].float().mean()) if bool(among.any()) else None
+def _mean(values: Tensor) -> float | None:
+    return float(values.mean()) if values.numel() else None

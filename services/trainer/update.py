@@ -67,7 +67,7 @@ class PolicyUpdate:
         found = self._found(batch, packed)
         fixed = self._fixed(batch, useful, found)
         versions = token_versions(batch) if pieces.proximal == "interpolate" else None
-        seen = LossMetrics(batch, found)
+        seen = LossMetrics(batch, found, updates)
         rows: list[Row] = []
         for part, micros in zip(parts, packed, strict=True):
             counts = count(pieces.denominator, own, part, updates)
