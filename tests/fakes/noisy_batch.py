@@ -1,16 +1,32 @@
-"""Trajectories of a model whose recorded logprobs are off by noise, so that ratios are spread out."""
+"""Trajectories whose recorded logprobs are off by noise, and a learner that keeps gradients."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
 from umbra.proto.records import Sampling, Trajectory, VersionSpan, pack_float32, pack_int32
+from umbra.services.trainer.learner import Learner
+from umbra.services.trainer.metrics import Row
 
 TEMPERATURE = 0.7
+
+
+class Recorder(Learner):
+    """A learner that keeps the gradients instead of using them."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.gradients: dict[str, Tensor] = {}
+
+    def update(self, step: int) -> Row:
+        del step
+        named = self.model.named_parameters()
+        self.gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
+        self.model.zero_grad()
+        return {"grad_norm": 0.0, "lr": 0.0, "skipped": 0.0}
 
 
 @torch.no_grad()
@@ -57,13 +73,8 @@ def noisy_trajectories(
                         VersionSpan(version=version, start=last, end=last + 1),
                     ],
                     finish_reason="length" if len(made) % 3 == 0 else "stop",
-                    reward=float(draw(0, 3, 1)[0] + member),  # never all equal
+                    reward=draw(0, 100, 1)[0] / 7,  # none is its group's mean
                     sampling=Sampling(temperature=TEMPERATURE),
                 )
             )
     return made
-
-
-def changed(trajectories: list[Trajectory], **fields: Any) -> list[Trajectory]:
-    """The same trajectories with `fields` replaced in all of them."""
-    return [msgspec.structs.replace(one, **fields) for one in trajectories]

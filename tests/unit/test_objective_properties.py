@@ -34,8 +34,13 @@ def draw(seed: int, spread: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tens
     now = -1.5 + noise(0.3)
     owner = torch.randint(0, 6, (N,), generator=generator).sort().values
     advantages = noise(1.0)[owner]
-    return now, now + noise(spread), now + noise(spread), now + noise(0.5), advantages, Sequences(
-        owner, 6
+    return (
+        now,
+        now + noise(spread),
+        now + noise(spread),
+        now + noise(0.5),
+        advantages,
+        Sequences(owner, 6),
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes.noisy_batch import TEMPERATURE, noisy_trajectories
+from fakes.noisy_batch import TEMPERATURE, Recorder, noisy_trajectories
 from torch import Tensor
 
 from umbra.proto.records import Trajectory
@@ -21,9 +21,7 @@ from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config_loader import load_config
 from umbra.services.trainer.advantages import token_advantages
 from umbra.services.trainer.batch import make_batch
-from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.make_model import make_model
-from umbra.services.trainer.metrics import Row
 from umbra.services.trainer.policy import load_policy
 from umbra.services.trainer.rewards import rewarded
 from umbra.services.trainer.update import PolicyUpdate
@@ -41,19 +39,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp("models") / "tiny"
     make_model(path, hidden=32, ff=64)
     return path
-
-
-class Recorder(Learner):
-    """A learner that keeps the gradients instead of using them."""
-
-    gradients: dict[str, Tensor]
-
-    def update(self, step: int) -> Row:
-        del step
-        named = self.model.named_parameters()
-        self.gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
-        self.model.zero_grad()
-        return {"grad_norm": 0.0, "lr": 0.0, "skipped": 0.0}
 
 
 def settings(directory: Path, **keys: Any) -> RunConfig:
