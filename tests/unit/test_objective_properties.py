@@ -47,7 +47,7 @@ def draw(seed: int, spread: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tens
 def run(
     objective: Objective, now: Tensor, seed: int, spread: float, constants: Constants | None = None
 ) -> tuple[TokenLosses, Constants]:
-    base, mu, p, reference, advantages, sequences = draw(seed, spread)
+    _, mu, p, reference, advantages, sequences = draw(seed, spread)
     # An entropy that moves with the logprobs, so that its gradient is seen too.
     tokens = TokenInputs(now, mu, advantages, sequences, 2.0 - now.square() / 5, reference)
     constants = constants or objective.constants(p, mu, sequences)

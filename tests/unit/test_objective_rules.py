@@ -1,4 +1,4 @@
-"""Objectives that cannot work are refused before a run, in one sentence that says what to change."""
+"""Objectives that cannot work are refused before a run, in a sentence that says what to change."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A batch's update as the configuration combines the pieces: what reaches the gradient, and when."""
+"""A batch's update as the configuration combines the pieces: what reaches the gradient."""
 
 from __future__ import annotations
 
