@@ -79,7 +79,7 @@ class Cell:
             f"learning_rate={rate:g}",
             "schedule=constant",
             "max_grad_norm=1.0",
-            "pack_tokens=1024",
+            "pack_tokens=768",
             "micro_tokens=4096",
         )
         return [
