@@ -65,7 +65,7 @@ class LossMetrics:
             table[:, source] = columns.float().cpu()
         loss = torch.stack(self._losses).double().sum().cpu()
         seen = table[0] > 0
-        column = dict(zip(COLUMNS, table[:, seen], strict=True))
+        column: dict[str, Tensor] = dict(zip(COLUMNS, table[:, seen], strict=True))
         row = {
             "loss": float(loss) / self._updates,
             "entropy": float(column["entropy"].mean()),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from umbra.services.modeling.packing import Tokens
-from umbra.services.runtime.config.presets import PRESETS, Pieces
+from umbra.services.runtime.config.presets import PRESETS, Pieces, Preset
 from umbra.services.trainer.objectives.aggregation import count, token_weights
 from umbra.services.trainer.objectives.masks import m2po
 from umbra.services.trainer.objectives.objective import (
@@ -91,7 +91,7 @@ def test_gradients_are_finite_differences_of_the_loss(name: str) -> None:
 @pytest.mark.parametrize("name", PRESETS)
 @given(seed=st.integers(0, 2**31))
 @settings(max_examples=20, deadline=None)
-def test_on_policy_every_preset_is_reinforce(name: str, seed: int) -> None:
+def test_on_policy_every_preset_is_reinforce(name: Preset, seed: int) -> None:
     """Where pi = p = mu nothing is clipped or masked, and the gradient is -A at every token.
 
     So for a weight and an advantage that are the same over a sequence, a sequence ratio gives the

@@ -108,7 +108,8 @@ def trl_side(
     directory: Path, tmp_path: Path, inputs: dict[str, Tensor], **args: Any
 ) -> tuple[float, dict[str, Tensor]]:
     from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer
 
     model, tokenizer = load_policy(directory)
     with_vllm = args.pop(IS, False)
