@@ -9,19 +9,21 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
+import msgspec
 import torch
 
+from umbra.services.environments.loading import UNREWARDED
+from umbra.services.environments.pool import open_pool
 from umbra.services.generator.buffer_client import BufferClient
 from umbra.services.generator.loop import GeneratorLoop, Streaming
-from umbra.services.generator.rollout import RolloutSettings, sampling_of
+from umbra.services.generator.rollout import RolloutSettings, limits_of, sampling_of
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.torch_engine import TorchEngine
 from umbra.services.modeling.chat import Chat
-from umbra.services.modeling.environment_pool import EnvironmentPool
-from umbra.services.modeling.environments import Unrewarded, load_environment
 from umbra.services.modeling.models import load_model, load_tokenizer, pick_device, stop_ids
 from umbra.services.runtime.command import ServiceContext
 from umbra.services.runtime.config import RunConfig, WeightHub
+from umbra.services.runtime.gpu.receiving import GpuReceiving, gpu_for, host_planes
 from umbra.services.runtime.receiver import Receiver
 from umbra.services.runtime.session import Session
 from umbra.services.runtime.stream import WeightStream
@@ -37,9 +39,9 @@ def run(ctx: ServiceContext) -> int:
     config = ctx.config
     if config.generator.threads:
         torch.set_num_threads(config.generator.threads)
-    make_environment = (
-        Unrewarded if "reward" in config.buffer.stages else load_environment(config.environment)
-    )
+    environment = config.environment
+    if "reward" in config.buffer.stages:
+        environment = msgspec.structs.replace(environment, kind=UNREWARDED, options={})
     model, tokenizer = _load(config)
     stops = stop_ids(model, tokenizer)
     engine = TorchEngine(
@@ -51,17 +53,19 @@ def run(ctx: ServiceContext) -> int:
         seed=zlib.crc32(f"{config.run.seed}/{ctx.name}".encode()),
     )
     wake = threading.Event()
-    pool = EnvironmentPool(timeout_s=config.environment.timeout_s, wake=wake.set)
+    pool = open_pool(environment, wake=wake.set)
     settings = RolloutSettings(
         chat=Chat(tokenizer, stops),
         sampling=sampling_of(config.sampling),
         max_context=config.generator.max_context,
+        limits=limits_of(environment),
         generator=ctx.name,
     )
     with ctx.join("generator") as session:
         ctx.ready({"role": "generator", "name": ctx.name})
         stream = WeightStream() if config.generator.receive == "streamed" else None
-        receiver = _subscribe(session, config.weight_hub, stream)
+        gpu = gpu_for(config.weight_hub, str(model.device)) if stream is None else None
+        receiver = _subscribe(session, config.weight_hub, stream, gpu)
         if receiver is None:
             return _end(session)
         with closing(receiver), closing(pool), closing(engine):
@@ -70,7 +74,7 @@ def run(ctx: ServiceContext) -> int:
                 receiver=receiver,
                 buffer=BufferClient(session.data, wake, grace_s=config.run.broker_grace_s),
                 engine=engine,
-                runner=RolloutRunner(engine, pool, make_environment, settings),
+                runner=RolloutRunner(engine, pool, settings),
                 metrics=ctx.metrics,
                 kv_policy=config.generator.kv_policy,
                 prefetch=config.generator.prefetch,
@@ -99,7 +103,9 @@ def _load(config: RunConfig) -> tuple[Any, Any]:
     return load_model(config.model.path, device, dtype), tokenizer
 
 
-def _subscribe(session: Session, config: WeightHub, stream: WeightStream | None) -> Receiver | None:
+def _subscribe(
+    session: Session, config: WeightHub, stream: WeightStream | None, gpu: GpuReceiving | None
+) -> Receiver | None:
     """A receiver of weights; None if we are stopped before there is a hub with a model.
 
     Raises:
@@ -107,10 +113,11 @@ def _subscribe(session: Session, config: WeightHub, stream: WeightStream | None)
     """
     session.progress("waiting for the weight hub", 0)
     channel = session.weights(deadline_s=_HUB_DEADLINE_S)
-    offered = ["shm", "tcp"] if config.plane == "auto" else [config.plane]
     receiver = Receiver(
         channel,
-        planes=offered if stream is None else ["shm"],  # what is streamed is read where it lies
+        # What is streamed is read where it lies.
+        planes=host_planes(config.plane) if stream is None else ["shm"],
+        gpu=gpu,
         frame_bytes=config.receive_bucket_bytes,
         open_intake=stream.open if stream is not None else None,
         streamed=stream is not None,

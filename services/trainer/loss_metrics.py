@@ -8,12 +8,15 @@ from torch import Tensor
 from umbra.services.trainer.batch import Batch
 from umbra.services.trainer.metrics import Row, mismatch_metrics
 from umbra.services.trainer.objectives.objective import TokenInputs, TokenLosses
+from umbra.services.trainer.ranks import Ranks
 
 COLUMNS = ("update", "logprob", "entropy", "advantage", "ratio", "clipped", "masked", "kl")
 
 
 class LossMetrics:
     """Collects the passes of a batch; everything stays on the device until the end.
+
+    Each token is seen once on one of the ranks, so sums over the ranks put the whole together.
 
     Args:
         batch: M learned tokens.
@@ -48,7 +51,7 @@ class LossMetrics:
         self._losses.append(loss.detach())
         self._knows_kl = result.kl is not None
 
-    def summary(self, version: int) -> Row:
+    def summary(self, version: int, ranks: Ranks) -> Row:
         """Means over the trained tokens; None where there were none.
 
         A token is clipped where its gain has no gradient (or its weight is clipped: CISPO), masked
@@ -63,7 +66,8 @@ class LossMetrics:
         table = torch.zeros(len(COLUMNS), len(self._batch.behaviour))
         for source, columns in self._parts:
             table[:, source] = columns.float().cpu()
-        loss = torch.stack(self._losses).double().sum().cpu()
+        table = ranks.sum(table)
+        loss = ranks.sum(torch.stack(self._losses).double().sum().cpu())
         seen = table[0] > 0
         column: dict[str, Tensor] = dict(zip(COLUMNS, table[:, seen], strict=True))
         row = {

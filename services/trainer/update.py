@@ -40,6 +40,7 @@ class PolicyUpdate:
         self._has_reference = "ref_logp" in config.buffer.stages
         self._learner = learner
         self._critic = critic
+        self._ranks = learner.ranks
         self._objective = Objective(self._pieces)
 
     def __call__(self, batch: Batch, version: int, keep_going: Callable[[], bool]) -> Row | None:
@@ -48,7 +49,8 @@ class PolicyUpdate:
         Samples without advantage have no gradient, unless a KL or an entropy bonus is part of the
         loss, so no forward pass is spent on them; if no sample has any, nothing is updated.
         `keep_going` is asked before each micro-batch; where it says no, the result is None and the
-        batch must not be committed.
+        batch must not be committed. Of several ranks each does its share of the micro-batches, rank
+        0's `keep_going` counts, and all get the same result.
 
         Raises:
             BatchError: a sample lacks logprobs that the objective needs.
@@ -73,7 +75,7 @@ class PolicyUpdate:
             counts = count(pieces.denominator, own, part, updates)
             weights = token_weights(pieces.aggregation, batch.tokens, part, counts, self._limit)
             for micro in micros:
-                if not keep_going():
+                if not self._ranks.agree(keep_going()):
                     return None
                 here = micro.source
                 logprobs, entropy = self._learner.score(
@@ -99,7 +101,7 @@ class PolicyUpdate:
         row: Row = {
             "trained_samples": float(len(useful)),
             "updates": float(updates),
-            **seen.summary(version),
+            **seen.summary(version, self._ranks),
             **_means(rows),
         }
         if self._critic is not None and values is not None:
@@ -166,6 +168,9 @@ class PolicyUpdate:
             pack_tokens=self._config.pack_tokens,
             micro_tokens=self._config.micro_tokens,
             sequences=part,
+            share_prompts=self._config.share_prompts,
+            rank=self._ranks.rank,
+            world=self._ranks.world,
         )
 
 

@@ -12,9 +12,9 @@ import torch
 from fakes.broker_world import trajectory
 
 from umbra.proto.records import SampleTask, ScoringTask, pack_int32, unpack_float32
+from umbra.services.environments.pool import InlinePool
+from umbra.services.environments.single_turn import ExactMatch
 from umbra.services.modeling.chat import Chat
-from umbra.services.modeling.environment_pool import EnvironmentPool
-from umbra.services.modeling.environments import ExactMatch
 from umbra.services.modeling.models import load_model, load_tokenizer
 from umbra.services.runtime.config import Scorer
 from umbra.services.scorer.logprobs import LogprobWorker
@@ -34,8 +34,8 @@ def scoring_task(name: str, response: list[int], mask: bytes, row: dict[str, Any
 @pytest.fixture
 def reward_worker(tiny_model_dir: Path) -> Iterator[RewardWorker]:
     wake = threading.Event()
-    pool = EnvironmentPool(timeout_s=10, wake=wake.set)
-    worker = RewardWorker(Chat(load_tokenizer(tiny_model_dir), {STOP}), ExactMatch, pool, wake.wait)
+    chat = Chat(load_tokenizer(tiny_model_dir), {STOP})
+    worker = RewardWorker(chat, InlinePool(ExactMatch), wake.wait)
     yield worker
     worker.close()
 
