@@ -16,7 +16,7 @@ import msgspec
 
 from umbra.proto.messages import Role
 from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config_loader import load_config
+from umbra.services.runtime.config_loader import bare, load_config
 from umbra.services.runtime.logs import setup_logging
 from umbra.services.runtime.metrics import MetricsFile
 from umbra.services.runtime.session import Session
@@ -140,7 +140,7 @@ def _flag(field: msgspec.structs.FieldInfo, section: type[Any]) -> click.Option:
     info = msgspec.inspect.type_info(get_type_hints(section, include_extras=True)[field.name])
     schema = getattr(info, "extra_json_schema", None) or {}
     default = "" if field.default in ("", None) else f"  [default: {field.default}]"
-    kind = getattr(info, "type", info)
+    kind = bare(info)
     choices = getattr(kind, "values", None)
     metavar = "|".join(map(str, choices)) if choices else type(kind).__name__.removesuffix("Type")
     return click.Option(

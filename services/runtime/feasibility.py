@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from umbra.proto.errors import UsageError
 from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.objective_rules import objective_faults
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,13 @@ def check_feasible(config: RunConfig) -> None:
     Raises:
         UsageError: all that is wrong, each with the numbers to change.
     """
-    faults = [*_groups(config), *_staleness(config), *_stages(config), *_deadlines(config)]
+    faults = [
+        *_groups(config),
+        *_staleness(config),
+        *_stages(config),
+        *_deadlines(config),
+        *objective_faults(config),
+    ]
     if (config.eval.every and config.eval.mode == "concurrent") and (
         config.generator.receive == "streamed"
     ):

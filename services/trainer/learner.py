@@ -69,12 +69,20 @@ class Learner:
         self._optimizer = self._accelerator.prepare_optimizer(_optimizer(self._parameters, config))
 
     def score(
-        self, micro: MicroBatch, temperature: Tensor, *, with_entropy: bool = True
+        self,
+        micro: MicroBatch,
+        temperature: Tensor,
+        *,
+        with_entropy: bool = True,
+        entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Logprobs (with gradient) and entropies of the learned tokens, on the device; [N] each."""
         with self._accelerator.autocast():
             return self._scorer(
-                micro.to(self.device), temperature.to(self.device), with_entropy=with_entropy
+                micro.to(self.device),
+                temperature.to(self.device),
+                with_entropy=with_entropy,
+                entropy_gradient=entropy_gradient,
             )
 
     @torch.no_grad()

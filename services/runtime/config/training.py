@@ -7,9 +7,10 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from umbra.services.runtime.config.base import Section
+from umbra.services.runtime.config.objective import ObjectiveKeys
 
 
-class Trainer(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Trainer(ObjectiveKeys, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The optimizer and its objective."""
 
     learning_rate: Annotated[float, Meta(description="peak learning rate", gt=0)] = 1e-5
@@ -26,22 +27,6 @@ class Trainer(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     betas: Annotated[tuple[float, float], Meta(description="AdamW betas")] = (0.9, 0.95)
     weight_decay: Annotated[float, Meta(description="weight decay", ge=0)] = 0.0
     max_grad_norm: Annotated[float, Meta(description="gradient clipping", gt=0)] = 1.0
-    objective: Annotated[
-        Literal["ppo", "tis", "decoupled", "naive"],
-        Meta(description="policy loss: clip against behaviour logprobs, TIS, decoupled PPO, naive"),
-    ] = "ppo"
-    advantage: Annotated[
-        Literal["dr_grpo", "grpo"], Meta(description="reward - group mean, or that over the std")
-    ] = "dr_grpo"
-    aggregation: Annotated[
-        Literal["token_mean", "sequence_mean", "constant"],
-        Meta(description="mean over tokens, over sequences, or sum over a constant length"),
-    ] = "token_mean"
-    clip_low: Annotated[float, Meta(description="ratio clip below: 1 - clip_low", gt=0)] = 0.2
-    clip_high: Annotated[float, Meta(description="ratio clip above: 1 + clip_high", gt=0)] = 0.2
-    is_cap: Annotated[
-        float, Meta(description="cap of importance weights (tis, decoupled)", gt=0)
-    ] = 2.0
     minibatches: Annotated[int, Meta(description="optimizer updates per batch", ge=1)] = 1
     pack_tokens: Annotated[int, Meta(description="tokens per packed row", ge=8)] = 256
     micro_tokens: Annotated[int, Meta(description="tokens per forward pass", ge=8)] = 4096
