@@ -119,8 +119,8 @@ def _deadlines(config: RunConfig) -> Iterator[str]:
     if config.trainer.ranks > 1 and config.trainer.rank_timeout_s <= silence_s:
         yield (
             f"trainer.rank_timeout_s = {config.trainer.rank_timeout_s:g} ends the trainer while "
-            f"its rank 0 may still wait {silence_s:g} s for the buffer (run.broker_grace_s) or the hub "
-            "(twice weight_hub.deadline_s)"
+            f"its rank 0 may still wait {silence_s:g} s for the buffer (run.broker_grace_s) or the "
+            "hub (twice weight_hub.deadline_s)"
         )
     if buffer.dead_after_s <= buffer.heartbeat_s:
         yield (
