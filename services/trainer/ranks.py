@@ -17,6 +17,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from umbra.proto.errors import PeerLostError, UsageError
@@ -35,7 +36,7 @@ class Ranks:
     """
 
     def __init__(
-        self, rank: int = 0, world: int = 1, store: dist.Store | None = None, timeout_s: float = 0.0
+        self, rank: int = 0, world: int = 1, store: Store | None = None, timeout_s: float = 0.0
     ) -> None:
         self.rank = rank
         self.world = world
@@ -118,7 +119,7 @@ def _meet(config: Trainer, world: int, listener: socket.socket | None) -> Ranks:
     timeout = timedelta(seconds=config.rank_timeout_s)
     if listener is not None:
         host, port = listener.getsockname()
-        store: dist.Store = dist.TCPStore(
+        store: Store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
             host,
             port,
             world,
@@ -132,12 +133,12 @@ def _meet(config: Trainer, world: int, listener: socket.socket | None) -> Ranks:
     on_gpu = config.device != "cpu" and torch.cuda.is_available()
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        store=dist.PrefixStore("group", store),
+        store=PrefixStore("group", store),
         rank=rank,
         world_size=world,
         timeout=timeout,
     )
-    return Ranks(rank, world, dist.PrefixStore("snapshots", store), config.rank_timeout_s)
+    return Ranks(rank, world, PrefixStore("snapshots", store), config.rank_timeout_s)
 
 
 def _is_lost(error: RuntimeError) -> bool:
