@@ -56,7 +56,6 @@ class GeneratorLoop:
         metrics: receives spans.
         kv_policy: what new weights do to sequences under way.
         prefetch: samples leased ahead of free slots.
-        flush_tokens: tokens after which what there is of a sample is sent to the buffer; 0 = never.
         wake: set by other threads when there may be something to do.
         streaming: the receiver keeps no copy: load through this.
         clock: seconds since the epoch.
@@ -73,7 +72,6 @@ class GeneratorLoop:
         metrics: MetricsFile,
         kv_policy: KvPolicy,
         prefetch: int,
-        flush_tokens: int,
         wake: threading.Event,
         streaming: Streaming | None = None,
         clock: Callable[[], float] = time.time,
@@ -86,7 +84,6 @@ class GeneratorLoop:
         self._metrics = metrics
         self._kv_policy: KvPolicy = kv_policy
         self._prefetch = prefetch
-        self._flush_tokens = flush_tokens
         self._wake = wake
         self._streaming = streaming
         self._clock = clock
@@ -123,8 +120,7 @@ class GeneratorLoop:
         self._runner.poll(_IDLE_WAIT_S)
         tokens = self._engine.decoded_tokens - before
         self._deliver()
-        if self._flush_tokens:
-            self._buffer.save(self._runner.flush(self._flush_tokens))
+        self._buffer.save(self._runner.flush())
         self._buffer.renew(self._runner.leases)
         if tokens or self._engine.busy:
             self._session.progress("decoding", tokens)

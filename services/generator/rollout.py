@@ -119,11 +119,13 @@ class Rollout:
         """The environment opened the conversation.
 
         Raises:
-            SampleError: the prompt leaves no room for an answer.
+            SampleError: the prompt has no tokens, or leaves no room for an answer.
         """
         if not self._prompt:
             chat = self._settings.chat
             self._prompt = _templated("the prompt", lambda: chat.prompt_ids(messages))
+        if not self._prompt:
+            raise SampleError(f"prompt {self.task.prompt_id} has no tokens")
         if len(self._prompt) >= self._settings.max_context:
             raise SampleError(
                 f"prompt {self.task.prompt_id} has {len(self._prompt)} tokens, which leaves no "

@@ -24,6 +24,7 @@ class RolloutRunner:
         pool: where environments run.
         make_environment: a fresh environment for each sample.
         settings: what all rollouts share.
+        flush_tokens: tokens by which a sample grows until `flush` gives a partial of it; 0 = never.
     """
 
     def __init__(
@@ -32,14 +33,17 @@ class RolloutRunner:
         pool: EnvironmentPool,
         make_environment: EnvironmentFactory,
         settings: RolloutSettings,
+        flush_tokens: int = 0,
     ) -> None:
         self._engine = engine
         self._pool = pool
         self._make_environment = make_environment
         self._settings = settings
+        self._flush_tokens = flush_tokens
         self._rollouts: dict[str, Rollout] = {}
         self._flushed: dict[str, int] = {}  # by sample: its tokens when it was flushed last
-        self._looked_at = 0  # tokens that the engine had decoded when `flush` last looked
+        self._due: dict[str, int] = {}  # by sample in the engine: tokens there when it is due again
+        self._prompt_tokens = 0
         self._finished: list[Trajectory] = []
         self._failed: list[ReturnedSample] = []
 
@@ -57,6 +61,11 @@ class RolloutRunner:
     def wanting(self) -> int:
         """Of those, the ones that take a slot of the engine, or will at once."""
         return sum(r.phase in (Phase.RESET, Phase.GENERATE) for r in self._rollouts.values())
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens that the engine was given to read so far."""
+        return self._prompt_tokens
 
     @property
     def leases(self) -> list[tuple[str, int]]:
@@ -95,6 +104,7 @@ class RolloutRunner:
         for output in outputs:
             rollout = self._rollouts.get(output.request_id)
             if rollout is not None:
+                self._due.pop(output.request_id, None)
                 rollout.generated(output)
                 self._advance(rollout)
 
@@ -115,20 +125,17 @@ class RolloutRunner:
         if gone:
             self._engine.abort(gone)
 
-    def flush(self, tokens: int) -> list[Trajectory]:
-        """Partials of the samples that have grown by `tokens` since they were flushed last."""
-        if self._engine.decoded_tokens - self._looked_at < tokens:
-            return []
-        self._looked_at = self._engine.decoded_tokens
+    def flush(self) -> list[Trajectory]:
+        """Partials of the samples that have grown by `flush_tokens` since they were flushed last.
+
+        Call it after every `poll`, so that none grows much further unseen.
+        """
         partials: list[Trajectory] = []
-        for output in self._engine.peek():
-            rollout = self._rollouts.get(output.request_id)
-            if rollout is None or rollout.task.pinned_version >= 0 or not output.token_ids:
-                continue
-            count = rollout.tokens + len(output.token_ids)
-            if count - self._flushed[output.request_id] >= tokens:
-                self._flushed[output.request_id] = count
-                partials.append(rollout.trajectory(output))
+        for output in self._engine.peek(self._due) if self._due else ():
+            rollout = self._rollouts[output.request_id]
+            self._flushed[output.request_id] = rollout.tokens + len(output.token_ids)
+            self._due[output.request_id] = len(output.token_ids) + self._flush_tokens
+            partials.append(rollout.trajectory(output))
         return partials
 
     def interrupt(self, leases: Iterable[tuple[str, int]], reason: str) -> list[ReturnedSample]:
@@ -163,6 +170,7 @@ class RolloutRunner:
     def _forget(self, rollout: Rollout) -> None:
         del self._rollouts[rollout.task.sample_id]
         del self._flushed[rollout.task.sample_id]
+        self._due.pop(rollout.task.sample_id, None)
 
     def _advance(self, rollout: Rollout) -> None:
         """Do what the rollout waits for."""
@@ -176,7 +184,7 @@ class RolloutRunner:
                     _key(rollout), f"{name}.reset", lambda: environment.reset(row), instant=instant
                 )
             case Phase.GENERATE:
-                self._engine.submit([rollout.request()])
+                self._generate(rollout)
             case Phase.STEP:
                 text = rollout.step_text()
                 self._pool.submit(
@@ -185,6 +193,19 @@ class RolloutRunner:
             case Phase.DONE:
                 self._forget(rollout)
                 self._finished.append(rollout.trajectory())
+
+    def _generate(self, rollout: Rollout) -> None:
+        request = rollout.request()
+        try:
+            self._engine.submit([request])
+        except ValueError as error:
+            self._forget(rollout)
+            self._fail(rollout.task, f"prompt {rollout.task.prompt_id}: {error}")
+        else:
+            self._prompt_tokens += len(request.prompt_ids)
+            name, unsaved = request.request_id, rollout.tokens - self._flushed[request.request_id]
+            if self._flush_tokens and rollout.task.pinned_version < 0:
+                self._due[name] = max(1, self._flush_tokens - unsaved)
 
     def _environment_answered(self, outcome: Outcome) -> None:
         rollout = self._rollouts.get(outcome.key.rpartition("/")[0])

@@ -61,11 +61,10 @@ def bench(tmp_path: Path, tiny_model_dir: Path) -> Iterator[Bench]:
         receiver=cast(Any, receiver),
         buffer=BufferClient(cast(Any, channel), wake, clock=lambda: now[0]),
         engine=engine,
-        runner=RolloutRunner(engine, pool, ExactMatch, settings),
+        runner=RolloutRunner(engine, pool, ExactMatch, settings, flush_tokens=4),
         metrics=metrics,
         kv_policy="keep",
         prefetch=2,
-        flush_tokens=4,
         wake=wake,
         clock=lambda: now[0],
     )

@@ -1,6 +1,7 @@
 """The slot engine against plain forward passes of the same model."""
 
 import random
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -131,11 +132,28 @@ def test_context_is_the_limit_and_storage_grows_up_to_it(model: Any) -> None:
     assert_logprobs(model, [request], outputs)
 
 
-@pytest.mark.parametrize(("prompt", "new"), [([], 1), ([5] * 16, 1), ([5], 0)])
-def test_a_request_that_cannot_fit_is_refused(model: Any, prompt: list[int], new: int) -> None:
+@pytest.mark.parametrize(
+    ("prompt", "new", "changes", "sentence"),
+    [
+        ([], 1, {}, "its prompt has no tokens"),
+        ([5] * 16, 1, {}, "16 prompt tokens and 1 new ones do not fit a context of 16"),
+        ([5], 0, {}, "1 prompt tokens and 0 new ones do not fit a context of 16"),
+        ([5, 101], 1, {}, "its prompt has token 101, but the model knows 101"),
+        ([5, -1], 1, {}, "its prompt has token -1, but the model knows 101"),
+        ([5], 1, {"temperature": -1.0}, "sampling.temperature = -1 is out of range: use 0 or more"),
+        ([5], 1, {"top_p": 0.0}, "sampling.top_p = 0 is out of range: use above 0 and at most 1"),
+        ([5], 1, {"top_p": float("nan")}, "sampling.top_p = nan is out of range"),
+        ([5], 1, {"top_k": -2}, "sampling.top_k = -2 is out of range: use 0 or more"),
+        ([5], 1, {"min_p": 1.5}, "sampling.min_p = 1.5 is out of range: use between 0 and 1"),
+    ],
+)
+def test_a_request_that_cannot_be_served_is_refused(
+    model: Any, prompt: list[int], new: int, changes: dict[str, Any], sentence: str
+) -> None:
     engine = TorchEngine(model, stop_ids={STOP}, slots=2, max_context=16)
-    with pytest.raises(ValueError, match="do not fit a context of 16"):
-        engine.submit([EngineRequest("bad", prompt, PLAIN, new)])
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        engine.submit([EngineRequest("bad", prompt, Sampling(**changes), new)])
+    assert not engine.busy
 
 
 def test_greedy_takes_the_most_likely_token_whatever_the_slots(model: Any) -> None:
