@@ -17,7 +17,13 @@ from umbra.proto.messages import ReturnedSample
 from umbra.proto.records import SampleTask
 from umbra.services.generator.activity import Activity
 from umbra.services.generator.buffer_client import BufferClient
-from umbra.services.generator.engine import Engine, EngineOutput, KvPolicy, StreamingEngine
+from umbra.services.generator.engine import (
+    Engine,
+    EngineError,
+    EngineOutput,
+    KvPolicy,
+    StreamingEngine,
+)
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.modeling.weights import tensors_in
 from umbra.services.runtime.metrics import MetricsFile
@@ -92,15 +98,23 @@ class GeneratorLoop:
         self._failed = 0
         self._stats_at = clock()
         self._stats_tokens = 0
+        self._prompt_tokens = 0  # read by the engine
 
     def run(self) -> None:
         """Turn until asked to stop, then hand back what is unfinished.
 
         Raises:
+            EngineError: the engine broke. What was finished before is delivered; the rest goes to
+                others when this process leaves, from where it was flushed last.
             UmbraError: the buffer refused our work, or the weights do not fit.
         """
-        while not self._session.stopping.is_set():
-            self.turn()
+        try:
+            while not self._session.stopping.is_set():
+                self.turn()
+        except EngineError:
+            self._deliver()
+            self._buffer.flush(DRAIN_S)
+            raise
         if self._session.failure is not None:
             return  # nobody is there to take anything back
         self.drain(self._session.stop_reason or "stopped")
@@ -116,15 +130,22 @@ class GeneratorLoop:
             self._buffer.give_back(self._runner.interrupt(interrupt.leases, interrupt.reason))
         if self._engine.version >= 0:
             self._buffer.ask(self._capacity(), self._engine.version)
-        before = self._engine.decoded_tokens
+        before, live, read = self._engine.decoded_tokens, self._engine.live, self._prompt_tokens
         self._runner.poll(_IDLE_WAIT_S)
         tokens = self._engine.decoded_tokens - before
+        self._prompt_tokens = self._runner.prompt_tokens
         self._deliver()
         self._buffer.save(self._runner.flush())
         self._buffer.renew(self._runner.leases)
         if tokens or self._engine.busy:
             self._session.progress("decoding", tokens)
-            self._activity.decoding(started, tokens)
+            self._activity.decoding(
+                started,
+                tokens,
+                steps=tokens / max(live, self._engine.live, 1),
+                prompt_tokens=self._prompt_tokens - read,
+                lengths=self._runner.turn_lengths(),
+            )
         else:
             self._idle(started)
         self._report()

@@ -185,6 +185,11 @@ class Rollout:
         """Response tokens, without those of the model's turn that is under way."""
         return len(self._tokens.ids)
 
+    @property
+    def turn_tokens(self) -> int:
+        """Tokens of the model's current turn, without what the engine has not handed over."""
+        return len(self._tokens.ids) - self._turn_start
+
     def trajectory(self, under_way: EngineOutput | None = None) -> Trajectory:
         """What there is of the sample, finished or not; needs at least one response token.
 

@@ -44,6 +44,7 @@ class RolloutRunner:
         self._flushed: dict[str, int] = {}  # by sample: its tokens when it was flushed last
         self._due: dict[str, int] = {}  # by sample in the engine: tokens there when it is due again
         self._prompt_tokens = 0
+        self._turn_lengths: list[int] = []
         self._finished: list[Trajectory] = []
         self._failed: list[ReturnedSample] = []
 
@@ -106,7 +107,14 @@ class RolloutRunner:
             if rollout is not None:
                 self._due.pop(output.request_id, None)
                 rollout.generated(output)
+                if output.finish_reason != "abort":
+                    self._turn_lengths.append(rollout.turn_tokens)
                 self._advance(rollout)
+
+    def turn_lengths(self) -> list[int]:
+        """Tokens of each turn that the engine ended since the last call."""
+        lengths, self._turn_lengths = self._turn_lengths, []
+        return lengths
 
     def results(self) -> tuple[list[Trajectory], list[ReturnedSample]]:
         """Finished samples and failed ones since the last call."""

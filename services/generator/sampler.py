@@ -68,7 +68,9 @@ class Sampler:
         """
         sums = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
         shape = (len(sums), 1)
-        drawn = torch.rand(shape, generator=self._generator, dtype=torch.float64, device=sums.device)
+        drawn = torch.rand(
+            shape, generator=self._generator, dtype=torch.float64, device=sums.device
+        )
         # A hair below the whole, for a product that rounds up to it would be past the last token.
         tokens = torch.searchsorted(sums, drawn * (1 - 1e-15) * sums[:, -1:], right=True)[:, 0]
         return tokens.clamp_(max=logprobs.shape[1] - 1)  # past it where the logits are NaN

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import logging
 import threading
-import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from typing import Any
-
-import torch
 
 from umbra.services.generator.buffer_client import BufferClient
+from umbra.services.generator.engines import open_engine
 from umbra.services.generator.loop import GeneratorLoop, Streaming
 from umbra.services.generator.rollout import RolloutSettings, sampling_of
 from umbra.services.generator.runner import RolloutRunner
-from umbra.services.generator.torch_engine import TorchEngine
-from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.environment_pool import EnvironmentPool
 from umbra.services.modeling.environments import Unrewarded, load_environment
-from umbra.services.modeling.models import load_model, load_tokenizer, pick_device, stop_ids
 from umbra.services.runtime.command import ServiceContext
 from umbra.services.runtime.config import RunConfig, WeightHub
 from umbra.services.runtime.receiver import Receiver
@@ -35,29 +29,21 @@ log = logging.getLogger(__name__)
 def run(ctx: ServiceContext) -> int:
     """Generate until the run ends or this process is told to stop."""
     config = ctx.config
-    if config.generator.threads:
-        torch.set_num_threads(config.generator.threads)
     make_environment = (
         Unrewarded if "reward" in config.buffer.stages else load_environment(config.environment)
     )
-    model, tokenizer = _load(config)
-    stops = stop_ids(model, tokenizer)
-    engine = TorchEngine(
-        model,
-        stop_ids=stops,
-        slots=config.generator.slots,
-        max_context=config.generator.max_context,
-        # Generators of one run must not draw the same numbers.
-        seed=zlib.crc32(f"{config.run.seed}/{ctx.name}".encode()),
-    )
+    engine, chat = open_engine(config, ctx.name)
     wake = threading.Event()
     pool = EnvironmentPool(timeout_s=config.environment.timeout_s, wake=wake.set)
     settings = RolloutSettings(
-        chat=Chat(tokenizer, stops),
+        chat=chat,
         sampling=sampling_of(config.sampling),
         max_context=config.generator.max_context,
         generator=ctx.name,
     )
+    # An eighth early: so much is decoded at most while what is flushed is on its way.
+    flush_tokens = config.generator.partial_flush_tokens
+    flush_tokens -= flush_tokens // 8
     with ctx.join("generator") as session:
         ctx.ready({"role": "generator", "name": ctx.name})
         stream = WeightStream() if config.generator.receive == "streamed" else None
@@ -70,11 +56,10 @@ def run(ctx: ServiceContext) -> int:
                 receiver=receiver,
                 buffer=BufferClient(session.data, wake, grace_s=config.run.broker_grace_s),
                 engine=engine,
-                runner=RolloutRunner(engine, pool, make_environment, settings),
+                runner=RolloutRunner(engine, pool, make_environment, settings, flush_tokens),
                 metrics=ctx.metrics,
                 kv_policy=config.generator.kv_policy,
                 prefetch=config.generator.prefetch,
-                flush_tokens=config.generator.partial_flush_tokens,
                 wake=wake,
                 streaming=Streaming(engine, stream) if stream is not None else None,
             ).run()
@@ -90,13 +75,6 @@ def _end(session: Session) -> int:
     if session.failure is not None:
         raise session.failure
     return 0
-
-
-def _load(config: RunConfig) -> tuple[Any, Any]:
-    device = pick_device(config.generator.device)
-    dtype = getattr(torch, config.weight_hub.dtype)  # the engine computes in what it is served
-    tokenizer = load_tokenizer(config.model.path)
-    return load_model(config.model.path, device, dtype), tokenizer
 
 
 def _subscribe(session: Session, config: WeightHub, stream: WeightStream | None) -> Receiver | None:

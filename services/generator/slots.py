@@ -36,7 +36,11 @@ class SlotCache(Cache):
         self._view: tuple[int, int] = (0, 0)
 
     def begin_prefill(
-        self, lengths: Sequence[int], rows: Sequence[int], which: Sequence[int], device: torch.device
+        self,
+        lengths: Sequence[int],
+        rows: Sequence[int],
+        which: Sequence[int],
+        device: torch.device,
     ) -> None:
         """Next, sequences of `lengths` [u] are read, left-padded to the longest.
 

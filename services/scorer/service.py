@@ -42,11 +42,11 @@ def reward_worker(config: RunConfig) -> Worker:
     from umbra.services.modeling.chat import Chat
     from umbra.services.modeling.environment_pool import EnvironmentPool
     from umbra.services.modeling.environments import load_environment
-    from umbra.services.modeling.models import load_tokenizer
+    from umbra.services.modeling.models import load_tokenizer, named_tokens
     from umbra.services.scorer.reward import RewardWorker
 
     tokenizer = load_tokenizer(config.model.path)
-    stops = {tokenizer.eos_token_id} - {None}
+    stops = named_tokens(tokenizer, config.sampling.stop_tokens) | {tokenizer.eos_token_id} - {None}
     wake = threading.Event()
 
     def wait(seconds: float) -> None:
@@ -80,7 +80,12 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
     table = WeightTable(model)
     version = -1
     plane = config.weight_hub.plane
-    with closing(Receiver(channel, planes=[plane] if plane != "auto" else ["shm"])) as receiver:
+    receiver = Receiver(
+        channel,
+        planes=["shm", "tcp"] if plane == "auto" else [plane],
+        frame_bytes=config.weight_hub.receive_bucket_bytes,
+    )
+    with closing(receiver):
         receiver.subscribe(HUB_DEADLINE_S)
         staged = receiver.wait_first(HUB_DEADLINE_S, session.stopping)
 
