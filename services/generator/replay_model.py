@@ -41,10 +41,8 @@ class ReplayModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """The length that `share` (0 to 1) of the turns stay below, interpolated."""
         at = share * (len(self.lengths) - 1)
         low = min(int(at), len(self.lengths) - 1)
-        high = min(low + 1, len(self.lengths) - 1)
-        return max(
-            1, round(self.lengths[low] + (at - low) * (self.lengths[high] - self.lengths[low]))
-        )
+        least, most = self.lengths[low], self.lengths[min(low + 1, len(self.lengths) - 1)]
+        return round(least + (at - low) * (most - least))
 
 
 def read_replay_model(path: str | Path) -> ReplayModel:
@@ -167,7 +165,7 @@ class ReplayDecoder:
         return None
 
     def _begin_step(self) -> bool:
-        """Give free slots to those who came before this step; whether there is anything to decode."""
+        """Give free slots to those who came before this step; whether there is any live row."""
         if not self._live and self._queue and self._queue[0].at > self._at:
             # Idle until it came; what is left of a pause goes on until then.
             self._debt = max(0.0, self._debt - (self._queue[0].at - self._at))

@@ -16,13 +16,12 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from umbra.proto.errors import PeerLostError, UmbraError, UsageError
 from umbra.services.runtime.command import READY_FD_VARIABLE, ServiceContext
-from umbra.services.runtime.config import Generator
+from umbra.services.runtime.config import Generator, RunConfig
 from umbra.services.runtime.config_loader import ENV_PREFIX, to_json
 from umbra.services.runtime.parent import PARENT_PID_VARIABLE
 
@@ -151,7 +150,7 @@ def _visible_gpus(environ: Mapping[str, str]) -> list[str]:
     return [str(index) for index in range(len(list(found.iterdir())) if found.is_dir() else 0)]
 
 
-def _alone(ctx: ServiceContext) -> Any:
+def _alone(ctx: ServiceContext) -> RunConfig:
     replace = msgspec.structs.replace
     return replace(ctx.config, generator=replace(ctx.config.generator, replicas=1))
 

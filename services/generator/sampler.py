@@ -67,17 +67,14 @@ class Sampler:
         In double precision, so that unlikely tokens are not lost in the rounding of the sums.
         """
         sums = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
-        shape = (len(sums), 1)
-        drawn = torch.rand(
-            shape, generator=self._generator, dtype=torch.float64, device=sums.device
-        )
+        drawn = torch.empty_like(sums[:, :1]).uniform_(generator=self._generator)
         # A hair below the whole, for a product that rounds up to it would be past the last token.
         tokens = torch.searchsorted(sums, drawn * (1 - 1e-15) * sums[:, -1:], right=True)[:, 0]
         return tokens.clamp_(max=logprobs.shape[1] - 1)  # past it where the logits are NaN
 
 
 def _restrict(logits: torch.Tensor, settings: torch.Tensor, greedy: torch.Tensor) -> torch.Tensor:
-    """`logits` [n, V] without what top-k, top-p and min-p leave out; `greedy` rows [n, 1] as they are."""
+    """`logits` [n, V] without what top-k, top-p and min-p leave out; not of `greedy` rows [n, 1]."""
     vocabulary = logits.shape[1]
     top_k, top_p, min_p = settings[:, 1].long(), settings[:, 2], settings[:, 3]
     ordered, order = torch.sort(logits, dim=-1, descending=True)

@@ -15,7 +15,7 @@ from umbra.services.generator.runner import RolloutRunner
 from umbra.services.modeling.environment_pool import EnvironmentPool
 from umbra.services.modeling.environments import Unrewarded, load_environment
 from umbra.services.runtime.command import ServiceContext
-from umbra.services.runtime.config import RunConfig, WeightHub
+from umbra.services.runtime.config import WeightHub
 from umbra.services.runtime.receiver import Receiver
 from umbra.services.runtime.session import Session
 from umbra.services.runtime.stream import WeightStream
