@@ -203,7 +203,7 @@ def test_new_weights_pause_it_and_change_the_version_of_what_follows(policy: Any
 
 
 def test_a_simulator_can_leap_from_event_to_event() -> None:
-    """Scenario: `wait` does nothing and the clock is set to `next_at`; every leap ends something."""
+    """Scenario: `wait` does nothing, the clock is set to `next_at`. Each leap ends something."""
     clock = Clock(0.0)
     engine = ReplayEngine(
         MODEL,
