@@ -43,6 +43,7 @@ class RolloutRunner:
         self._rollouts: dict[str, Rollout] = {}
         self._flushed: dict[str, int] = {}  # by sample: its tokens when it was flushed last
         self._due: dict[str, int] = {}  # by sample in the engine: tokens there when it is due again
+        self._grown: list[str] = []  # samples that ended a turn and are due
         self._prompt_tokens = 0
         self._turn_lengths: list[int] = []
         self._finished: list[Trajectory] = []
@@ -109,6 +110,8 @@ class RolloutRunner:
                 rollout.generated(output)
                 if output.finish_reason != "abort":
                     self._turn_lengths.append(rollout.turn_tokens)
+                if self._may_flush(rollout) and self._unsaved(rollout) >= self._flush_tokens:
+                    self._grown.append(output.request_id)
                 self._advance(rollout)
 
     def turn_lengths(self) -> list[int]:
@@ -144,6 +147,15 @@ class RolloutRunner:
             self._flushed[output.request_id] = rollout.tokens + len(output.token_ids)
             self._due[output.request_id] = len(output.token_ids) + self._flush_tokens
             partials.append(rollout.trajectory(output))
+        # Turns that end as soon as they begin are never seen in the engine.
+        for name in self._grown:
+            rollout = self._rollouts.get(name)
+            if rollout is not None and self._unsaved(rollout) >= self._flush_tokens:
+                self._flushed[name] = rollout.tokens
+                partials.append(rollout.trajectory())
+                if name in self._due:
+                    self._due[name] = self._flush_tokens
+        self._grown.clear()
         return partials
 
     def interrupt(self, leases: Iterable[tuple[str, int]], reason: str) -> list[ReturnedSample]:
@@ -211,9 +223,17 @@ class RolloutRunner:
             self._fail(rollout.task, f"prompt {rollout.task.prompt_id}: {error}")
         else:
             self._prompt_tokens += len(request.prompt_ids)
-            name, unsaved = request.request_id, rollout.tokens - self._flushed[request.request_id]
-            if self._flush_tokens and rollout.task.pinned_version < 0:
-                self._due[name] = max(1, self._flush_tokens - unsaved)
+            if self._may_flush(rollout):
+                due = self._flush_tokens - self._unsaved(rollout)
+                self._due[request.request_id] = max(1, due)
+
+    def _may_flush(self, rollout: Rollout) -> bool:
+        """Pinned samples are made by one version at one go."""
+        return self._flush_tokens > 0 and rollout.task.pinned_version < 0
+
+    def _unsaved(self, rollout: Rollout) -> int:
+        """Tokens that nobody but us has, without those of a turn under way in the engine."""
+        return rollout.tokens - self._flushed[rollout.task.sample_id]
 
     def _environment_answered(self, outcome: Outcome) -> None:
         rollout = self._rollouts.get(outcome.key.rpartition("/")[0])

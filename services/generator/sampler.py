@@ -74,7 +74,7 @@ class Sampler:
 
 
 def _restrict(logits: torch.Tensor, settings: torch.Tensor, greedy: torch.Tensor) -> torch.Tensor:
-    """`logits` [n, V] without what top-k, top-p and min-p leave out; not of `greedy` rows [n, 1]."""
+    """`logits` [n, V] within top-k, top-p and min-p; those of `greedy` rows [n, 1] as they are."""
     vocabulary = logits.shape[1]
     top_k, top_p, min_p = settings[:, 1].long(), settings[:, 2], settings[:, 3]
     ordered, order = torch.sort(logits, dim=-1, descending=True)

@@ -254,10 +254,7 @@ def test_every_logprob_is_that_of_the_version_of_its_token(
             expected = with_kept_cache(models, prompt, tokens, spans)
         else:
             expected = torch.cat(
-                [
-                    teacher_forced(models[s.version], prompt, tokens)[s.start : s.end]
-                    for s in spans
-                ]
+                [teacher_forced(models[s.version], prompt, tokens)[s.start : s.end] for s in spans]
             )
         assert torch.allclose(torch.tensor(output.logprobs), expected, atol=TOLERANCE)
 
