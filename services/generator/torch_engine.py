@@ -237,11 +237,13 @@ class TorchEngine:
         columns = max(len(row.request.prompt_ids) + len(row.tokens) for row in self._rows)
         positions = self._positions[:count]
         self._cache.begin_decode(positions, columns)
-        mask = torch.arange(columns, device=self._device)[None] <= positions[:, None]
+        # What is added to attention scores: of a boolean mask every layer would make that anew.
+        unseen = torch.arange(columns, device=self._device)[None] > positions[:, None]
+        mask = torch.zeros(unseen.shape, dtype=self._model.dtype, device=self._device)
         logits = self._model(
             input_ids=self._last_tokens[:count, None],
             position_ids=positions[:, None],
-            attention_mask=mask[:, None, None],
+            attention_mask=mask.masked_fill_(unseen, -torch.inf)[:, None, None],
             past_key_values=self._cache,
             use_cache=True,
         ).logits[:, -1]
