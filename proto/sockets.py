@@ -1,8 +1,10 @@
 """ZeroMQ sockets, every option in this one place.
 
 HWM bounds memory per peer; LINGER is bounded so that no process hangs at exit; heartbeats find dead
-TCP peers; ROUTER_MANDATORY turns a send to an unknown peer into an error instead of a silent drop;
-ROUTER_HANDOVER lets a restarted peer take over its identity.
+TCP peers: the connecting side sends them, with a time to live for the binding one, so that a server
+of a thousand connections answers and need not ask as well; ROUTER_MANDATORY turns a send to an
+unknown peer into an error instead of a silent drop; ROUTER_HANDOVER lets a restarted peer take over
+its identity.
 """
 
 from __future__ import annotations
@@ -16,11 +18,12 @@ from umbra.proto.codec import DEFAULT_LIMITS
 from umbra.proto.errors import StartupError
 
 LINGER_MS = 1_000
-HEARTBEAT_INTERVAL_MS = 2_000
+HEARTBEAT_INTERVAL_MS = 4_000
 HEARTBEAT_TIMEOUT_MS = 10_000
 HWM_MESSAGES = 1_000
 TELEMETRY_HWM_MESSAGES = 10_000
 RECONNECT_MS = 50
+BINDING = (zmq.ROUTER, zmq.XSUB, zmq.XPUB)
 RECONNECT_MAX_MS = 1_000
 
 
@@ -115,8 +118,10 @@ def _socket(
     socket.set(zmq.SNDHWM, hwm)
     socket.set(zmq.RCVHWM, hwm)
     socket.set(zmq.MAXMSGSIZE, DEFAULT_LIMITS.frame_bytes)
-    socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
-    socket.set(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+    if kind not in BINDING:
+        socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
+        socket.set(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        socket.set(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
     socket.set(zmq.RECONNECT_IVL, RECONNECT_MS)
     socket.set(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
     return socket

@@ -6,7 +6,7 @@ identical and in order; so they, and their trajectories, are kept until then.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from umbra.services.buffer.journal import (
@@ -16,7 +16,7 @@ from umbra.services.buffer.journal import (
     make_group,
     sample_record,
 )
-from umbra.services.buffer.samples import Group
+from umbra.services.buffer.samples import Group, State
 from umbra.services.buffer.shelf import PREFIX as TRAJECTORY
 from umbra.services.buffer.staleness import StalenessStats
 
@@ -80,7 +80,10 @@ class Archive:
         return batch
 
     def load(self, live: dict[str, Group], now: float) -> list[Batch]:
-        """The formed batches, and in `steps` the committed ones; groups are looked up in `live`."""
+        """The formed batches, and in `steps` the committed ones.
+
+        Groups are looked up in `live`; the samples of formed batches are in training from here on.
+        """
         batches: list[Batch] = []
         for key in sorted(self._journal.store.keys("b/"), key=lambda key: int(key[2:])):
             record = self._journal.read(key)
@@ -88,6 +91,9 @@ class Archive:
                 self.steps.append(int(key[2:]))
                 continue
             groups = [live[one["group_id"]] for one in record["groups"]]
+            for sample in (sample for group in groups for sample in group.samples):
+                if sample.state is State.READY:
+                    sample.state = State.TRAINING
             stats = StalenessStats(**record["staleness"])
             batches.append(Batch(int(key[2:]), groups, stats, now))
         return batches
@@ -107,5 +113,5 @@ class Archive:
         self._journal.store.delete(f"b/{step}")
 
     def _write(self, batch: Batch, groups: list[dict[str, Any]], *, is_open: bool) -> None:
-        record = {"groups": groups, "staleness": asdict(batch.staleness), "is_open": is_open}
+        record = {"groups": groups, "staleness": batch.staleness.sums(), "is_open": is_open}
         self._journal.write(f"b/{batch.step}", record)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import MISSING, Field, fields
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -26,30 +27,34 @@ from umbra.services.buffer.store import Store, StoreError
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder().decode
+_REQUIRED = object()
 
 
 def _kept(cls: type[Any], *left_out: str) -> list[tuple[str, Any]]:
     """Names and defaults of the fields that are kept."""
 
     def default(field: Field[Any]) -> Any:
-        return object() if field.default is MISSING else field.default
+        return _REQUIRED if field.default is MISSING else field.default
 
     return [(f.name, default(f)) for f in fields(cls) if f.name not in left_out]
 
 
 _SAMPLE = _kept(Sample, "group", "leased_at", "deadline", "begun_at")
+_sample_values = attrgetter(*(name for name, _ in _SAMPLE), "group.group_id")
+_SampleRecord = msgspec.defstruct(
+    "_SampleRecord",
+    [(name, Any) if default is _REQUIRED else (name, Any, default) for name, default in _SAMPLE]
+    + [("group", Any, "")],
+    omit_defaults=True,
+)
 _GROUP = _kept(Group, "prompt", "samples", "ready", "first_ready_at")
 
 _MADE = ("oldest", "state", "stage", "segments", "reward")  # fields that go with a trajectory
 
 
-def sample_record(sample: Sample) -> dict[str, Any]:
+def sample_record(sample: Sample) -> msgspec.Struct:
     """The plain fields of `sample` that differ from their defaults, and its group."""
-    record = {
-        name: value for name, default in _SAMPLE if (value := getattr(sample, name)) != default
-    }
-    record["group"] = sample.group.group_id
-    return record
+    return _SampleRecord(*_sample_values(sample))
 
 
 def group_record(group: Group) -> dict[str, Any]:

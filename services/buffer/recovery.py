@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from dataclasses import asdict
 from typing import Any
 
 from umbra.proto.errors import UsageError
@@ -91,13 +90,13 @@ class Recovery:
         for line in mended:
             log.warning("%s", line)
         self._restore_counts(record)
+        live = {group.group_id: group for group in groups}
+        for batch in self._batches.archive.load(live, now):
+            self._batches.formed[batch.step] = batch
         self._pool.restore(groups, now)
         members = self._journal.store.keys(MEMBER)
         self._members.restore([self._journal.read(key) for key in sorted(members)], now)
         self._prompts.seek(record["prompts"])
-        live = {group.group_id: group for group in groups}
-        for batch in self._batches.archive.load(live, now):
-            self._batches.formed[batch.step] = batch
         self._settle(repaired=repaired)
         if repaired:
             self._journal.store.delete(REPAIRED)
@@ -117,8 +116,8 @@ class Recovery:
             "version": batches.version,
             "newest": batches.newest,
             "checkpoint": batches.checkpoint,
-            "staleness": asdict(batches.trained),
-            "last_staleness": asdict(batches.last),
+            "staleness": batches.trained.sums(),
+            "last_staleness": batches.last.sums(),
             "committer": self._training.committer,
             "prompts": self._prompts.position(),
             "finished": self.finished,

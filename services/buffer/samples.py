@@ -255,10 +255,11 @@ class Pool:
         self.openings += 1
 
     def start_training(self, groups: list[Group]) -> None:
-        """Make the complete `groups` a batch."""
+        """Make the complete `groups` a batch, whose record tells that they are in training."""
         for group in groups:
             for sample in group.samples:
-                self._move(sample, State.TRAINING)
+                self.ledger.move(sample.state, State.TRAINING)
+                sample.state = State.TRAINING
             del self.groups[group.group_id], self.complete[group.group_id]
 
     def finish_training(self, groups: list[Group], *, keep: bool) -> None:

@@ -32,6 +32,8 @@ class BatchRules:
 
     def choose(self, pool: Pool, policy: StalenessPolicy, version: int) -> list[Group] | None:
         """The groups of the batch that is trained at `version`; None while it is not full."""
+        if not self.tokens and len(pool.complete) < self.groups:
+            return None  # asked at every event, so it must be cheap
         complete = list(pool.complete.values())
         if not self._fill(complete):
             return None

@@ -35,7 +35,7 @@ consume-time sweep for the bound; the split in flight / in queue is prime-rl's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from umbra.services.runtime.config import RunConfig
 
@@ -153,6 +153,10 @@ class StalenessStats:
         self.in_flight -= other.in_flight
         self.in_queue -= other.in_queue
         self.mixed -= other.mixed
+
+    def sums(self) -> dict[str, int]:
+        """All fields, for the journal."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def figures(self) -> dict[str, float]:
         """`mean`, `max`, `in_flight_mean`, `in_queue_mean` and `mixed_fraction`."""

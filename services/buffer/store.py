@@ -6,6 +6,7 @@ a durable store needs no more than to survive with what it held at its last `com
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from umbra.proto.errors import UmbraError
@@ -31,7 +32,7 @@ class Store(Protocol):
         """Set `key` to `value`."""
         ...
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str) -> bytes | memoryview:
         """The value of `key`.
 
         Raises:
@@ -57,6 +58,24 @@ class Store(Protocol):
 
         Raises:
             StoreFullError: the disk is full; call again when there is room.
+        """
+        ...
+
+    def freeze(self) -> Callable[[], None] | None:
+        """Begin a commit: the returned function does what takes long, on any thread; then `settle`.
+
+        None if there is nothing to store. Reads and writes may go on meanwhile.
+
+        Raises:
+            StoreFullError: as `commit`.
+        """
+        ...
+
+    def settle(self, error: OSError | None = None) -> None:
+        """End a commit, whose function has returned or has raised `error`.
+
+        Raises:
+            StoreFullError: as `commit`.
         """
         ...
 
@@ -104,6 +123,12 @@ class MemoryStore:
 
     def commit(self) -> None:
         """Memory is as stored as it gets."""
+
+    def freeze(self) -> None:
+        """Nothing takes long."""
+
+    def settle(self, error: OSError | None = None) -> None:
+        """Nothing was begun."""
 
     def close(self) -> None:
         """Nothing to let go of."""

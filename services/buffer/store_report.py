@@ -68,6 +68,10 @@ class StoreReader:
         """Counts by state and the oldest samples in flight."""
         samples = [self.read(key) for key in self.image.places if key.startswith("s/")]
         samples.sort(key=lambda sample: sample.get("serial", 0))
+        in_batches = self._groups_in_batches()
+        for sample in samples:
+            if sample["group"] in in_batches:
+                sample["state"] = "training"
         run: dict[str, Any] = self.read("run") or {}
         now: dict[str, Any] = self.read("now") or {}
         run: dict[str, Any] = self.read("run") or {}
@@ -97,6 +101,11 @@ class StoreReader:
                 for sample in samples[:OLDEST]
             ],
         }
+
+    def _groups_in_batches(self) -> set[str]:
+        """The groups of the batches that are formed and not committed."""
+        batches = [self.read(key) for key in self.image.places if key.startswith("b/")]
+        return {g["group_id"] for batch in batches if batch["is_open"] for g in batch["groups"]}
 
     def trajectory(self, sample_id: str) -> dict[str, Any]:
         """One trajectory in readable form.

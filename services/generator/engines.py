@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from dataclasses import dataclass
 
 import torch
 
@@ -22,8 +23,17 @@ from umbra.services.modeling.models import (
 from umbra.services.runtime.config import RunConfig
 
 
-def open_engine(config: RunConfig, name: str) -> tuple[StreamingEngine, Chat]:
-    """The engine of the generator called `name`, and its chat.
+@dataclass(frozen=True, slots=True)
+class OpenEngine:
+    """An engine, its chat, and the device that it computes on (torch's name)."""
+
+    engine: StreamingEngine
+    chat: Chat
+    device: str
+
+
+def open_engine(config: RunConfig, name: str) -> OpenEngine:
+    """The engine of the generator called `name`.
 
     Raises:
         UsageError: a model, tokenizer or replay model that can't be used.
@@ -33,7 +43,7 @@ def open_engine(config: RunConfig, name: str) -> tuple[StreamingEngine, Chat]:
     return _torch(config, name)
 
 
-def _torch(config: RunConfig, name: str) -> tuple[StreamingEngine, Chat]:
+def _torch(config: RunConfig, name: str) -> OpenEngine:
     if config.generator.threads:
         torch.set_num_threads(config.generator.threads)
     device = pick_device(config.generator.device)
@@ -49,10 +59,10 @@ def _torch(config: RunConfig, name: str) -> tuple[StreamingEngine, Chat]:
         # Generators of one run must not draw the same numbers.
         seed=zlib.crc32(f"{config.run.seed}/{name}".encode()),
     )
-    return engine, Chat(tokenizer, stops)
+    return OpenEngine(engine, Chat(tokenizer, stops), str(device))
 
 
-def _replay(config: RunConfig) -> tuple[StreamingEngine, Chat]:
+def _replay(config: RunConfig) -> OpenEngine:
     model = read_replay_model(config.generator.replay)
     tokenizer = load_tokenizer(config.model.path)
     if tokenizer.eos_token_id is None:
@@ -68,4 +78,4 @@ def _replay(config: RunConfig) -> tuple[StreamingEngine, Chat]:
         max_context=config.generator.max_context,
         seed=config.run.seed,
     )
-    return engine, Chat(tokenizer, stops)
+    return OpenEngine(engine, Chat(tokenizer, stops), "cpu")

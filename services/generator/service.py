@@ -7,15 +7,18 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
+import msgspec
+
+from umbra.services.environments.loading import UNREWARDED
+from umbra.services.environments.pool import open_pool
 from umbra.services.generator.buffer_client import BufferClient
 from umbra.services.generator.engines import open_engine
 from umbra.services.generator.loop import GeneratorLoop, Streaming
-from umbra.services.generator.rollout import RolloutSettings, sampling_of
+from umbra.services.generator.rollout import RolloutSettings, limits_of, sampling_of
 from umbra.services.generator.runner import RolloutRunner
-from umbra.services.modeling.environment_pool import EnvironmentPool
-from umbra.services.modeling.environments import Unrewarded, load_environment
 from umbra.services.runtime.command import ServiceContext
 from umbra.services.runtime.config import WeightHub
+from umbra.services.runtime.gpu.receiving import GpuReceiving, gpu_for, host_planes
 from umbra.services.runtime.receiver import Receiver
 from umbra.services.runtime.session import Session
 from umbra.services.runtime.stream import WeightStream
@@ -29,16 +32,18 @@ log = logging.getLogger(__name__)
 def run(ctx: ServiceContext) -> int:
     """Generate until the run ends or this process is told to stop."""
     config = ctx.config
-    make_environment = (
-        Unrewarded if "reward" in config.buffer.stages else load_environment(config.environment)
-    )
-    engine, chat = open_engine(config, ctx.name)
+    environment = config.environment
+    if "reward" in config.buffer.stages:
+        environment = msgspec.structs.replace(environment, kind=UNREWARDED, options={})
+    opened = open_engine(config, ctx.name)
+    engine = opened.engine
     wake = threading.Event()
-    pool = EnvironmentPool(timeout_s=config.environment.timeout_s, wake=wake.set)
+    pool = open_pool(environment, wake=wake.set)
     settings = RolloutSettings(
-        chat=chat,
+        chat=opened.chat,
         sampling=sampling_of(config.sampling),
         max_context=config.generator.max_context,
+        limits=limits_of(environment),
         generator=ctx.name,
     )
     # An eighth early: so much is decoded at most while what is flushed is on its way.
@@ -47,7 +52,8 @@ def run(ctx: ServiceContext) -> int:
     with ctx.join("generator") as session:
         ctx.ready({"role": "generator", "name": ctx.name})
         stream = WeightStream() if config.generator.receive == "streamed" else None
-        receiver = _subscribe(session, config.weight_hub, stream)
+        gpu = gpu_for(config.weight_hub, opened.device) if stream is None else None
+        receiver = _subscribe(session, config.weight_hub, stream, gpu)
         if receiver is None:
             return _end(session)
         with closing(receiver), closing(pool), closing(engine):
@@ -56,7 +62,7 @@ def run(ctx: ServiceContext) -> int:
                 receiver=receiver,
                 buffer=BufferClient(session.data, wake, grace_s=config.run.broker_grace_s),
                 engine=engine,
-                runner=RolloutRunner(engine, pool, make_environment, settings, flush_tokens),
+                runner=RolloutRunner(engine, pool, settings, flush_tokens),
                 metrics=ctx.metrics,
                 kv_policy=config.generator.kv_policy,
                 prefetch=config.generator.prefetch,
@@ -77,7 +83,9 @@ def _end(session: Session) -> int:
     return 0
 
 
-def _subscribe(session: Session, config: WeightHub, stream: WeightStream | None) -> Receiver | None:
+def _subscribe(
+    session: Session, config: WeightHub, stream: WeightStream | None, gpu: GpuReceiving | None
+) -> Receiver | None:
     """A receiver of weights; None if we are stopped before there is a hub with a model.
 
     Raises:
@@ -85,10 +93,11 @@ def _subscribe(session: Session, config: WeightHub, stream: WeightStream | None)
     """
     session.progress("waiting for the weight hub", 0)
     channel = session.weights(deadline_s=_HUB_DEADLINE_S)
-    offered = ["shm", "tcp"] if config.plane == "auto" else [config.plane]
     receiver = Receiver(
         channel,
-        planes=offered if stream is None else ["shm"],  # what is streamed is read where it lies
+        # What is streamed is read where it lies.
+        planes=host_planes(config.plane) if stream is None else ["shm"],
+        gpu=gpu,
         frame_bytes=config.receive_bucket_bytes,
         open_intake=stream.open if stream is not None else None,
         streamed=stream is not None,

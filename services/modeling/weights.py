@@ -9,21 +9,26 @@ from torch import nn
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Manifest, TensorEntry
+from umbra.services.runtime.gpu.cuda import DeviceMemory
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _NAMES_SHOWN = 3
 
 
-def tensors_in(manifest: Manifest, data: memoryview) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of one version, as views of `data`, which must be writable memory.
+def tensors_in(
+    manifest: Manifest, data: memoryview | DeviceMemory
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of one version, as views of `data`: writable memory, or memory on a GPU.
 
     Raises:
         UsageError: a dtype that the engine does not know.
     """
+    if isinstance(data, DeviceMemory):
+        whole = torch.as_tensor(data, device=f"cuda:{data.device.index}")
+    else:
+        whole = torch.frombuffer(data, dtype=torch.uint8)
     for entry in manifest.tensors:
-        dtype = _dtype(entry)
-        count = entry.nbytes // dtype.itemsize
-        flat = torch.frombuffer(data, dtype=dtype, count=count, offset=entry.offset)
+        flat = whole[entry.offset : entry.offset + entry.nbytes].view(_dtype(entry))
         yield entry.name, flat.view(entry.shape)
 
 

@@ -19,6 +19,7 @@ from umbra.services.runtime import delta
 from umbra.services.runtime.assembly import Assembly, Holdings
 from umbra.services.runtime.heap import keep_freed_memory
 from umbra.services.runtime.intake import Intaken
+from umbra.services.runtime.manifest import checksum
 
 LOOK_S = 0.05  # how soon an interruption is seen
 LOST_S = 2.0  # without a connection: the source is gone
@@ -92,6 +93,22 @@ class BucketIntake:
             log.warning("%d buckets of version %d came wrong", assembly.corrupted, message.version)
         wire_s = max(0.0, time.perf_counter() - began - transfer.stage_s)
         return Intaken(wire_s, transfer.stage_s, transfer.wire_bytes, error, lost)
+
+    def overwritten(self, target: int) -> None:
+        """Buffer `target` is about to be filled in another way."""
+        self._holdings.contents[target] = [0] * len(self._holdings.manifest.buckets)
+
+    def verify(self, target: int, checksums: Sequence[int]) -> int | None:
+        """What was filled in another way counts where it is right; the first bucket that is not."""
+        wrong: int | None = None
+        data = self._holdings.buffers[target]
+        for bucket, (start, end) in enumerate(self._holdings.manifest.buckets):
+            if checksum(data[start:end]) == checksums[bucket]:
+                self._holdings.contents[target][bucket] = checksums[bucket]
+                self.done(bucket)
+            elif wrong is None:
+                wrong = bucket
+        return wrong
 
     def close(self) -> None:
         """Close the sockets."""

@@ -69,6 +69,12 @@ def sample_metrics(batch: Batch, version: int) -> Row:
     ):
         row[f"staleness/{name}/mean"] = float(values.mean())
         row[f"staleness/{name}/max"] = float(values.max())
+    parts: dict[str, list[float]] = {}
+    for trajectory in batch.trajectories:
+        for name, value in trajectory.reward_parts.items():
+            parts.setdefault(name, []).append(value)
+    # Over the samples that have such a part: not all of them call a tool, for example.
+    row.update({f"reward_part/{name}": sum(v) / len(v) for name, v in parts.items()})
     return row
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from umbra.services.trainer.batch import Batch
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.metrics import Row, mismatch_metrics
 from umbra.services.trainer.objectives import make_objective, token_weights
+from umbra.services.trainer.ranks import Ranks
 
 
 class PolicyUpdate:
@@ -24,6 +24,7 @@ class PolicyUpdate:
         self._config = config.trainer
         self._max_tokens = config.sampling.max_tokens
         self._learner = learner
+        self._ranks = learner.ranks
         self._advantages = ADVANTAGES[config.trainer.advantage]
         self._objective = make_objective(config.trainer)
 
@@ -32,7 +33,8 @@ class PolicyUpdate:
 
         Samples without advantage have no gradient, so no forward pass is spent on them; if no
         sample has any, nothing is updated. `keep_going` is asked before each micro-batch; where it
-        says no, the result is None and the batch must not be committed.
+        says no, the result is None and the batch must not be committed. Of several ranks each does
+        its share of the micro-batches, rank 0's `keep_going` counts, and all get the same result.
         """
         advantages = self._advantages(batch.rewards, batch.groups)
         own = torch.bincount(batch.tokens.owner, minlength=len(advantages))
@@ -44,7 +46,7 @@ class PolicyUpdate:
         fixed: Tensor | None = None
         if self._objective.around_proximal and count > 1:
             fixed = self._learner.logprobs([m for p in packed for m in p], batch.temperature)
-        seen = _Observations(batch, fixed)
+        seen = _Observations(batch, fixed, count)
         updates: list[Row] = []
         for part, micros in zip(parts, packed, strict=True):
             weights = token_weights(
@@ -55,7 +57,7 @@ class PolicyUpdate:
                 length=self._max_tokens,
             )
             for micro in micros:
-                if not keep_going():
+                if not self._ranks.agree(keep_going()):
                     return None
                 here = micro.source
                 logprobs, entropy = self._learner.score(micro, batch.temperature[here])
@@ -74,7 +76,7 @@ class PolicyUpdate:
         return {
             "trained_samples": float(len(useful)),
             "updates": float(count),
-            **seen.summary(version),
+            **seen.summary(version, self._ranks),
             **_means(updates),
         }
 
@@ -84,26 +86,29 @@ class PolicyUpdate:
             pack_tokens=self._config.pack_tokens,
             micro_tokens=self._config.micro_tokens,
             sequences=part,
+            share_prompts=self._config.share_prompts,
+            rank=self._ranks.rank,
+            world=self._ranks.world,
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Observation:
-    update: int
-    source: Tensor  # int64 [N]
-    logprobs: Tensor  # float32 [N]
-    entropy: Tensor  # float32 [N]
-    clipped: Tensor  # bool [N]
-    loss: Tensor  # float32 []
-
-
 class _Observations:
-    """What the forward passes of a batch showed; it stays on the device until the end."""
+    """What the forward passes of a batch showed; it stays on the device until the end.
 
-    def __init__(self, batch: Batch, fixed: Tensor | None) -> None:
+    Each token is seen once on one of the ranks, so sums over the ranks put the whole together.
+
+    Args:
+        batch: M learned tokens.
+        fixed: proximal logprobs [M], if they were computed beforehand.
+        updates: how many optimizer steps the batch is cut into.
+    """
+
+    def __init__(self, batch: Batch, fixed: Tensor | None, updates: int) -> None:
         self._batch = batch
         self._fixed = fixed
-        self._all: list[_Observation] = []
+        self._updates = updates
+        self._parts: list[tuple[int, Tensor, Tensor]] = []  # update, source [N], columns [3, N]
+        self._losses: list[Tensor] = []
 
     def add(
         self,
@@ -115,33 +120,38 @@ class _Observations:
         loss: Tensor,
     ) -> None:
         """Keep the results of `micro`, without their graph."""
-        self._all.append(
-            _Observation(update, micro.source, logprobs.detach(), entropy, clipped, loss.detach())
-        )
+        columns = torch.stack([logprobs.detach(), entropy, clipped.to(entropy)])
+        self._parts.append((update, micro.source, columns))
+        self._losses.append(loss.detach())
 
-    def summary(self, version: int) -> Row:
+    def summary(self, version: int, ranks: Ranks) -> Row:
         """Means over the trained tokens.
 
         The mismatch to the generators is that of the weights the batch found, so it is taken from
         the proximal logprobs, or else from the tokens of the first update.
         """
-        if not self._all:
+        if not self._updates:
             empty = torch.zeros(0)
             row: Row = dict.fromkeys(("loss", "entropy", "clip_fraction"))
             return row | mismatch_metrics(empty, empty, empty.bool())
-        unchanged = [o for o in self._all if self._fixed is not None or o.update == 0]
-        source = torch.cat([o.source for o in unchanged])
-        if self._fixed is not None:
-            logprobs = self._fixed[source]
-        else:
-            logprobs = torch.cat([o.logprobs for o in unchanged]).cpu()
-        updates = self._all[-1].update + 1
+        # By token: which update saw it (counted from 1; 0: none did), logprob, entropy, clipped.
+        table = torch.zeros(4, len(self._batch.behaviour))
+        for update, source, columns in self._parts:
+            table[0, source] = update + 1.0
+            table[1:, source] = columns.float().cpu()
+        table = ranks.sum(table)
+        loss = ranks.sum(torch.stack(self._losses).double().sum().cpu())
+        seen = table[0] > 0
+        unchanged = seen if self._fixed is not None else table[0] == 1
+        logprobs = table[1] if self._fixed is None else self._fixed
         return {
-            "loss": float(torch.stack([o.loss for o in self._all]).sum()) / updates,
-            "entropy": float(torch.cat([o.entropy for o in self._all]).mean()),
-            "clip_fraction": float(torch.cat([o.clipped for o in self._all]).float().mean()),
+            "loss": float(loss) / self._updates,
+            "entropy": float(table[2, seen].mean()),
+            "clip_fraction": float(table[3, seen].mean()),
             **mismatch_metrics(
-                logprobs, self._batch.behaviour[source], self._batch.on_policy(version)[source]
+                logprobs[unchanged],
+                self._batch.behaviour[unchanged],
+                self._batch.on_policy(version)[unchanged],
             ),
         }
 

@@ -149,7 +149,7 @@ def test_over_a_fast_link_everything_is_sent(bench: Bench) -> None:
             epoch=0, version=0, wire_s=LAYOUT.total_bytes / rate, stage_s=0.0,
             wire_bytes=LAYOUT.total_bytes,
         )  # fmt: skip
-        bench.hub.open_tcp().staged("gen-0", ready, LAYOUT.total_bytes)
+        bench.hub.planes.open_tcp().staged("gen-0", ready, LAYOUT.total_bytes)
     bench.stop()
     whole = [size == LAYOUT.total_bytes for size in wire_bytes(bench, "gen-0")]
     assert whole == [True, True, True, True, False]
@@ -269,11 +269,11 @@ def test_relays_hand_on_what_they_get(bench: Bench, nodes: list[Node]) -> None:
         version = weights.publish(publisher, 0.01)
         for receiver in receivers:
             weights.load(receiver, version)
-    assert bench.hub.open_tcp().chain.relays == ["node-0", "node-1", "node-2"]
+    assert bench.hub.planes.open_tcp().chain.relays == ["node-0", "node-1", "node-2"]
     nodes[0].stop()
     for _ in range(3):
         version = weights.publish(publisher, 0.01)
         for receiver in receivers:
             weights.load(receiver, version)
-    assert sorted(bench.hub.open_tcp().chain.relays) == ["node-1", "node-2"]
+    assert sorted(bench.hub.planes.open_tcp().chain.relays) == ["node-1", "node-2"]
     assert set(bench.hub.protocol.serving) == {"node-1", "node-2", "gen-0"}

@@ -32,14 +32,14 @@ from umbra.proto.messages import (
     SubmitTrajectories,
 )
 from umbra.proto.records import SampleTask, Sampling
+from umbra.services.environments.pool import InlinePool
+from umbra.services.environments.single_turn import ExactMatch
 from umbra.services.generator.buffer_client import BufferClient
 from umbra.services.generator.engine import EngineError
 from umbra.services.generator.loop import GeneratorLoop
 from umbra.services.generator.rollout import RolloutSettings
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.modeling.chat import Chat
-from umbra.services.modeling.environment_pool import EnvironmentPool
-from umbra.services.modeling.environments import ExactMatch
 from umbra.services.modeling.models import load_tokenizer
 from umbra.services.runtime.metrics import MetricsFile
 
@@ -52,7 +52,6 @@ def bench(tmp_path: Path, tiny_model_dir: Path) -> Iterator[Bench]:
     engine = ScriptedEngine(lambda ids: one if len(ids) < 13 else [STOP], version=-1, slots=4)
     channel, session, receiver, now = FakeChannel(), FakeSession(), FakeReceiver(), [1000.0]
     wake = threading.Event()
-    pool = EnvironmentPool(timeout_s=10, wake=wake.set)
     metrics = MetricsFile(tmp_path / "metrics.jsonl", "generator")
     settings = RolloutSettings(
         Chat(tokenizer, {STOP}), Sampling(max_tokens=32), 256, clock=lambda: now[0]
@@ -62,7 +61,7 @@ def bench(tmp_path: Path, tiny_model_dir: Path) -> Iterator[Bench]:
         receiver=cast(Any, receiver),
         buffer=BufferClient(cast(Any, channel), wake, clock=lambda: now[0]),
         engine=engine,
-        runner=RolloutRunner(engine, pool, ExactMatch, settings, flush_tokens=4),
+        runner=RolloutRunner(engine, InlinePool(ExactMatch), settings, flush_tokens=4),
         metrics=metrics,
         kv_policy="keep",
         prefetch=2,
@@ -70,7 +69,6 @@ def bench(tmp_path: Path, tiny_model_dir: Path) -> Iterator[Bench]:
         clock=lambda: now[0],
     )
     yield Bench(channel, session, receiver, engine, loop, tmp_path / "metrics.jsonl", now)
-    pool.close()
     metrics.close()
 
 
