@@ -34,6 +34,7 @@ def resolve_paths(config: RunConfig, run_file: Path) -> RunConfig:
             sources={resolve(name): weight for name, weight in config.data.sources.items()},
         ),
         scorer=replace(config.scorer, model=resolve(config.scorer.model)),
+        generator=replace(config.generator, replay=resolve(config.generator.replay)),
         eval=replace(config.eval, prompts=resolve(config.eval.prompts)),
     )
 

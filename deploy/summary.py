@@ -127,6 +127,8 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
                 f"bound {staleness.get('bound', 0):g}",
             )
         )
+    if (k3 := summary["mismatch_k3_on_policy"]) is not None:
+        rows.append(("logprobs", f"generator and trainer agree to k3 = {k3:.2g} on equal weights"))
     if seconds := summary["push_seconds"]:
         phases = ", ".join(f"{phase} {1000 * spent:.1f}" for phase, spent in seconds.items())
         rows.append(("pushes", f"{summary['pushes']}; median ms: {phases}"))

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
 
 from umbra.services.runtime.metrics import MetricsFile
 
 _LONGEST_SPAN_S = 1.0  # spans are cut here, so that a long one is seen while it lasts
 
 
+@dataclass
+class _Decoded:
+    tokens: int = 0
+    steps: float = 0.0
+    prompt_tokens: int = 0
+    lengths: list[int] = field(default_factory=list)
+
+
 class Activity:
     """Merges what the loop reports at each turn into contiguous spans.
 
     A row is `{"kind": "span", "name": "decode" | "idle", "start", "end", ...}`, in seconds since
-    the epoch; "decode" has `tokens`, "idle" has `reason`: "weights", "work" or "environment".
+    the epoch. "idle" has `reason`: "weights", "work" or "environment". "decode" has `tokens`
+    sampled, `steps` (of about so many forward passes), `prompt_tokens` read and the `lengths` of
+    the turns that ended, in tokens: what a replay model is fitted to.
     """
 
     def __init__(self, metrics: MetricsFile, clock: Callable[[], float] = time.time) -> None:
@@ -22,12 +33,23 @@ class Activity:
         self._clock = clock
         self._current: tuple[str, str] | None = None  # name and reason
         self._start = self._end = clock()
-        self._tokens = 0
+        self._decoded = _Decoded()
 
-    def decoding(self, started: float, tokens: int) -> bool:
+    def decoding(
+        self,
+        started: float,
+        tokens: int,
+        *,
+        steps: float = 0.0,
+        prompt_tokens: int = 0,
+        lengths: Iterable[int] = (),
+    ) -> bool:
         """The engine was busy from `started` until now, for `tokens`; whether a span was closed."""
         closed = self._extend(("decode", ""), started)
-        self._tokens += tokens
+        self._decoded.tokens += tokens
+        self._decoded.steps += steps
+        self._decoded.prompt_tokens += prompt_tokens
+        self._decoded.lengths += lengths
         return closed
 
     def idle(self, started: float, reason: str) -> bool:
@@ -38,9 +60,9 @@ class Activity:
         """Write the span that is open."""
         if self._current is not None and self._end > self._start:
             name, reason = self._current
-            fields = {"reason": reason} if reason else {"tokens": self._tokens}
+            fields = {"reason": reason} if reason else asdict(self._decoded)
             self._metrics.write("span", name=name, start=self._start, end=self._end, **fields)
-        self._current, self._tokens = None, 0
+        self._current, self._decoded = None, _Decoded()
 
     def _extend(self, kind: tuple[str, str], started: float) -> bool:
         closed = self._current is not None and (

@@ -1,4 +1,4 @@
-"""The commands of this service: `umbra generator`, `umbra make-task` and `umbra eval`."""
+"""The commands of this service: `umbra generator`, `make-task`, `eval` and `replay-model`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+import msgspec
 
 from umbra.proto.errors import UsageError
 from umbra.services.generator.tasks import task_named, write_task
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 
 
 def _run(ctx: ServiceContext) -> int:
+    if ctx.config.generator.replicas > 1:
+        from umbra.services.generator.replicas import run_replicas
+
+        return run_replicas(ctx)
     from umbra.services.generator.service import run  # brings torch
 
     return run(ctx)
@@ -99,6 +104,25 @@ def evaluate(
     else:
         decoding = "greedy" if greedy else f"temperature {settings.sampling.temperature:g}"
         click.echo(_sentence(result, decoding))
+
+
+@click.command("replay-model")
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="File to write.")
+def replay_model(run: Path, out: Path) -> None:
+    """Fit a model of speed and lengths to the measured run in folder RUN, for engine "replay"."""
+    from umbra.services.generator.replay_fit import fit_run  # brings numpy
+
+    model = fit_run(run)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_bytes(msgspec.json.format(msgspec.json.encode(model), indent=2) + b"\n")
+    error = model.error or 0.0
+    click.echo(
+        f"{out}: a step takes {1e3 * model.step_s:.3g} ms, {1e6 * model.token_s:.3g} us more per "
+        f"sequence and {1e6 * model.prompt_token_s:.3g} us per prompt token; weights "
+        f"{1e3 * model.pause_s:.3g} ms; turns of {model.length(0.5)} tokens (p50), "
+        f"{model.length(0.99)} (p99); {error:.1%} off on the half that was left out"
+    )
 
 
 # Which key of the configuration a flag of `umbra eval` sets.

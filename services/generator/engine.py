@@ -6,10 +6,11 @@ outputs come, and between two polls, that is at a token boundary, `load_weights`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from umbra.proto.errors import UmbraError
 from umbra.proto.records import Manifest, Sampling, VersionSpan
 
 if TYPE_CHECKING:
@@ -19,14 +20,22 @@ FinishReason = Literal["stop", "length", "abort"]
 KvPolicy = Literal["keep", "recompute", "abort"]
 
 
+class EngineError(UmbraError):
+    """The engine is broken: nothing that it holds can be finished, and its process has to end."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """Continue `prompt_ids` by at most `max_tokens` tokens; a stop token ends it and is kept."""
+    """Continue `prompt_ids` by at most `max_tokens` tokens; a stop token ends it and is kept.
+
+    Stop tokens are those of the engine and, for this request, `stop_ids`.
+    """
 
     request_id: str
     prompt_ids: Sequence[int]
     sampling: Sampling
     max_tokens: int
+    stop_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +84,18 @@ class Engine(Protocol):
         """Queue `requests`.
 
         Raises:
-            ValueError: an empty prompt, or one that leaves no room in `max_context`.
+            ValueError: a request that can't be served (see `check_request`); those before it are
+                queued.
+            EngineError: the engine is broken.
         """
         ...
 
     def poll(self, timeout_s: float) -> list[EngineOutput]:
-        """Make progress (at most until something finished) and return what has finished."""
+        """Make progress (at most until something finished) and return what has finished.
+
+        Raises:
+            EngineError: the engine is broken.
+        """
         ...
 
     def load_weights(
@@ -97,8 +112,12 @@ class Engine(Protocol):
         """End these requests (None: all) now; returns what there is of them."""
         ...
 
-    def peek(self) -> list[EngineOutput]:
-        """What there is so far of every live request, which goes on; "abort" as finish reason."""
+    def peek(self, at_least: Mapping[str, int]) -> list[EngineOutput]:
+        """What there is of the live requests in `at_least` that have so many tokens; they go on.
+
+        Asked after every step, so it must cost next to nothing when there is none. The finish
+        reason is "abort".
+        """
         ...
 
     def close(self) -> None:
@@ -124,3 +143,35 @@ class StreamingEngine(Engine, Protocol):
                 version whole.
         """
         ...
+
+
+def check_request(request: EngineRequest, max_context: int, vocabulary: int) -> int:
+    """The most tokens that `request` may get of an engine with these limits.
+
+    Raises:
+        ValueError: it has no prompt, no room, tokens that the model doesn't know, or sampling out
+            of range; one sentence says which.
+    """
+    prompt, sampling = request.prompt_ids, request.sampling
+    room = max_context - len(prompt)
+    if not prompt:
+        raise ValueError("its prompt has no tokens")
+    if room < 1 or request.max_tokens < 1:
+        raise ValueError(
+            f"{len(prompt)} prompt tokens and {request.max_tokens} new ones do not fit a context "
+            f"of {max_context}"
+        )
+    if min(prompt) < 0 or max(prompt) >= vocabulary:
+        raise ValueError(
+            f"its prompt has token {max(prompt) if max(prompt) >= vocabulary else min(prompt)}, "
+            f"but the model knows {vocabulary}: do tokenizer and model belong together?"
+        )
+    for name, value, fits, limits in (
+        ("temperature", sampling.temperature, sampling.temperature >= 0, "0 or more"),
+        ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "above 0 and at most 1"),
+        ("top_k", sampling.top_k, sampling.top_k >= 0, "0 or more"),
+        ("min_p", sampling.min_p, 0 <= sampling.min_p <= 1, "between 0 and 1"),
+    ):
+        if not fits:
+            raise ValueError(f"sampling.{name} = {value:g} is out of range: use {limits}")
+    return min(request.max_tokens, room)

@@ -17,7 +17,13 @@ from umbra.services.generator.rollout import RolloutSettings, limits_of, samplin
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.torch_engine import TorchEngine
 from umbra.services.modeling.chat import Chat
-from umbra.services.modeling.models import load_model, load_tokenizer, pick_device, stop_ids
+from umbra.services.modeling.models import (
+    load_model,
+    load_tokenizer,
+    named_tokens,
+    pick_device,
+    stop_ids,
+)
 from umbra.services.runtime.config import RunConfig
 
 
@@ -59,7 +65,7 @@ def evaluate_model(
     where = pick_device(config.generator.device)
     tokenizer = load_tokenizer(path, source)
     model = load_model(path, where, _dtype(where), source)
-    stops = stop_ids(model, tokenizer)
+    stops = stop_ids(model, tokenizer) | named_tokens(tokenizer, config.sampling.stop_tokens)
     max_context = config.generator.max_context
     engine = TorchEngine(
         model,

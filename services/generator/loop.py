@@ -17,7 +17,12 @@ from umbra.proto.messages import ReturnedSample
 from umbra.proto.records import SampleTask
 from umbra.services.generator.activity import Activity
 from umbra.services.generator.buffer_client import BufferClient
-from umbra.services.generator.engine import Engine, EngineOutput, KvPolicy
+from umbra.services.generator.engine import (
+    Engine,
+    EngineError,
+    EngineOutput,
+    KvPolicy,
+)
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.streaming import BrokenOffError, Streaming
 from umbra.services.modeling.weights import tensors_in
@@ -48,7 +53,6 @@ class GeneratorLoop:
         metrics: receives spans.
         kv_policy: what new weights do to sequences under way.
         prefetch: samples leased ahead of free slots.
-        flush_tokens: tokens after which what there is of a sample is sent to the buffer; 0 = never.
         wake: set by other threads when there may be something to do.
         streaming: the receiver keeps no copy: load through this.
         clock: seconds since the epoch.
@@ -65,7 +69,6 @@ class GeneratorLoop:
         metrics: MetricsFile,
         kv_policy: KvPolicy,
         prefetch: int,
-        flush_tokens: int,
         wake: threading.Event,
         streaming: Streaming | None = None,
         clock: Callable[[], float] = time.time,
@@ -78,7 +81,6 @@ class GeneratorLoop:
         self._metrics = metrics
         self._kv_policy: KvPolicy = kv_policy
         self._prefetch = prefetch
-        self._flush_tokens = flush_tokens
         self._wake = wake
         self._streaming = streaming
         self._clock = clock
@@ -87,15 +89,23 @@ class GeneratorLoop:
         self._failed = 0
         self._stats_at = clock()
         self._stats_tokens = 0
+        self._prompt_tokens = 0  # read by the engine
 
     def run(self) -> None:
         """Turn until asked to stop, then hand back what is unfinished.
 
         Raises:
+            EngineError: the engine broke. What was finished before is delivered; the rest goes to
+                others when this process leaves, from where it was flushed last.
             UmbraError: the buffer refused our work, or the weights do not fit.
         """
-        while not self._session.stopping.is_set():
-            self.turn()
+        try:
+            while not self._session.stopping.is_set():
+                self.turn()
+        except EngineError:
+            self._deliver()
+            self._buffer.flush(DRAIN_S)
+            raise
         if self._session.failure is not None:
             return  # nobody is there to take anything back
         self.drain(self._session.stop_reason or "stopped")
@@ -111,16 +121,22 @@ class GeneratorLoop:
             self._buffer.give_back(self._runner.interrupt(interrupt.leases, interrupt.reason))
         if self._engine.version >= 0:
             self._buffer.ask(self._capacity(), self._engine.version)
-        before = self._engine.decoded_tokens
+        before, live, read = self._engine.decoded_tokens, self._engine.live, self._prompt_tokens
         self._runner.poll(_IDLE_WAIT_S)
         tokens = self._engine.decoded_tokens - before
+        self._prompt_tokens = self._runner.prompt_tokens
         self._deliver()
-        if self._flush_tokens:
-            self._buffer.save(self._runner.flush(self._flush_tokens))
+        self._buffer.save(self._runner.flush())
         self._buffer.renew(self._runner.leases)
         if tokens or self._engine.busy:
             self._session.progress("decoding", tokens)
-            self._activity.decoding(started, tokens)
+            self._activity.decoding(
+                started,
+                tokens,
+                steps=tokens / max(live, self._engine.live, 1),
+                prompt_tokens=self._prompt_tokens - read,
+                lengths=self._runner.turn_lengths(),
+            )
         else:
             self._idle(started)
         self._report()

@@ -128,7 +128,7 @@ class Rollout:
         """The environment opened the conversation.
 
         Raises:
-            SampleError: the prompt leaves no room for an answer.
+            SampleError: the prompt has no tokens, or leaves no room for an answer.
         """
         if not self._prompt:
             chat = self._settings.chat
@@ -213,6 +213,11 @@ class Rollout:
     def tokens(self) -> int:
         """Response tokens, without those of the model's turn that is under way."""
         return len(self._tokens.ids)
+
+    @property
+    def turn_tokens(self) -> int:
+        """Tokens of the model's current turn, without what the engine has not handed over."""
+        return len(self._tokens.ids) - self._turn_start
 
     def trajectory(self, under_way: EngineOutput | None = None) -> Trajectory:
         """What there is of the sample, finished or not; needs at least one response token.

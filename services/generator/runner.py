@@ -23,6 +23,7 @@ class RolloutRunner:
         engine: where model turns are made.
         pool: where environments run.
         settings: what all rollouts share.
+        flush_tokens: tokens by which a sample grows until `flush` gives a partial of it; 0 = never.
     """
 
     def __init__(
@@ -30,13 +31,18 @@ class RolloutRunner:
         engine: Engine,
         pool: EnvironmentPool,
         settings: RolloutSettings,
+        flush_tokens: int = 0,
     ) -> None:
         self._engine = engine
         self._pool = pool
         self._settings = settings
+        self._flush_tokens = flush_tokens
         self._rollouts: dict[str, Rollout] = {}
         self._flushed: dict[str, int] = {}  # by sample: its tokens when it was flushed last
-        self._looked_at = 0  # tokens that the engine had decoded when `flush` last looked
+        self._due: dict[str, int] = {}  # by sample in the engine: tokens there when it is due again
+        self._grown: list[str] = []  # samples that ended a turn and are due
+        self._prompt_tokens = 0
+        self._turn_lengths: list[int] = []
         self._finished: list[Trajectory] = []
         self._failed: list[ReturnedSample] = []
 
@@ -59,6 +65,11 @@ class RolloutRunner:
     def pinned(self) -> bool:
         """Whether samples are under way that only the weights of now may generate."""
         return any(rollout.task.pinned_version >= 0 for rollout in self._rollouts.values())
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens that the engine was given to read so far."""
+        return self._prompt_tokens
 
     @property
     def leases(self) -> list[tuple[str, int]]:
@@ -93,8 +104,18 @@ class RolloutRunner:
         for output in outputs:
             rollout = self._rollouts.get(output.request_id)
             if rollout is not None:
+                self._due.pop(output.request_id, None)
                 rollout.generated(output)
+                if output.finish_reason != "abort":
+                    self._turn_lengths.append(rollout.turn_tokens)
+                if self._may_flush(rollout) and self._unsaved(rollout) >= self._flush_tokens:
+                    self._grown.append(output.request_id)
                 self._advance(rollout)
+
+    def turn_lengths(self) -> list[int]:
+        """Tokens of each turn that the engine ended since the last call."""
+        lengths, self._turn_lengths = self._turn_lengths, []
+        return lengths
 
     def results(self) -> tuple[list[Trajectory], list[ReturnedSample]]:
         """Finished samples and failed ones since the last call."""
@@ -113,20 +134,26 @@ class RolloutRunner:
         if gone:
             self._engine.abort(gone)
 
-    def flush(self, tokens: int) -> list[Trajectory]:
-        """Partials of the samples that have grown by `tokens` since they were flushed last."""
-        if self._engine.decoded_tokens - self._looked_at < tokens:
-            return []
-        self._looked_at = self._engine.decoded_tokens
+    def flush(self) -> list[Trajectory]:
+        """Partials of the samples that have grown by `flush_tokens` since they were flushed last.
+
+        Call it after every `poll`, so that none grows much further unseen.
+        """
         partials: list[Trajectory] = []
-        for output in self._engine.peek():
-            rollout = self._rollouts.get(output.request_id)
-            if rollout is None or rollout.task.pinned_version >= 0 or not output.token_ids:
-                continue
-            count = rollout.tokens + len(output.token_ids)
-            if count - self._flushed[output.request_id] >= tokens:
-                self._flushed[output.request_id] = count
-                partials.append(rollout.trajectory(output))
+        for output in self._engine.peek(self._due) if self._due else ():
+            rollout = self._rollouts[output.request_id]
+            self._flushed[output.request_id] = rollout.tokens + len(output.token_ids)
+            self._due[output.request_id] = len(output.token_ids) + self._flush_tokens
+            partials.append(rollout.trajectory(output))
+        # Turns that end as soon as they begin are never seen in the engine.
+        for name in self._grown:
+            rollout = self._rollouts.get(name)
+            if rollout is not None and self._unsaved(rollout) >= self._flush_tokens:
+                self._flushed[name] = rollout.tokens
+                partials.append(rollout.trajectory())
+                if name in self._due:
+                    self._due[name] = self._flush_tokens
+        self._grown.clear()
         return partials
 
     def interrupt(self, leases: Iterable[tuple[str, int]], reason: str) -> list[ReturnedSample]:
@@ -156,6 +183,7 @@ class RolloutRunner:
     def _forget(self, rollout: Rollout) -> None:
         del self._rollouts[rollout.task.sample_id]
         del self._flushed[rollout.task.sample_id]
+        self._due.pop(rollout.task.sample_id, None)
         self._pool.forget(_key(rollout))
 
     def _advance(self, rollout: Rollout) -> None:
@@ -164,12 +192,33 @@ class RolloutRunner:
             case Phase.RESET:
                 self._pool.play(_key(rollout), rollout.task.row, [])
             case Phase.GENERATE:
-                self._engine.submit([rollout.request()])
+                self._generate(rollout)
             case Phase.STEP:
                 self._pool.play(_key(rollout), rollout.task.row, rollout.responses())
             case Phase.DONE:
                 self._forget(rollout)
                 self._finished.append(rollout.trajectory())
+
+    def _generate(self, rollout: Rollout) -> None:
+        request = rollout.request()
+        try:
+            self._engine.submit([request])
+        except ValueError as error:
+            self._forget(rollout)
+            self._fail(rollout.task, f"prompt {rollout.task.prompt_id}: {error}")
+        else:
+            self._prompt_tokens += len(request.prompt_ids)
+            if self._may_flush(rollout):
+                due = self._flush_tokens - self._unsaved(rollout)
+                self._due[request.request_id] = max(1, due)
+
+    def _may_flush(self, rollout: Rollout) -> bool:
+        """Pinned samples are made by one version at one go."""
+        return self._flush_tokens > 0 and rollout.task.pinned_version < 0
+
+    def _unsaved(self, rollout: Rollout) -> int:
+        """Tokens that nobody but us has, without those of a turn under way in the engine."""
+        return rollout.tokens - self._flushed[rollout.task.sample_id]
 
     def _environment_answered(self, outcome: Outcome) -> None:
         rollout = self._rollouts.get(outcome.key.rpartition("/")[0])

@@ -20,44 +20,61 @@ class Sampler:
         self._generator = torch.Generator(device=device).manual_seed(seed)
         # One column per setting: temperature, top_k, top_p, min_p.
         self._settings = torch.zeros(slots, 4, device=device)
-        self._plain = [True] * slots  # temperature only
+        self._restricted = [False] * slots  # by top-k, top-p or min-p
+        self._greedy = [False] * slots
 
     def set(self, rows: Sequence[int], samplings: Sequence[Sampling]) -> None:
         """Rows `rows` are sampled with `samplings` from now on."""
         values = [[s.temperature, float(s.top_k), s.top_p, s.min_p] for s in samplings]
         self._settings[list(rows)] = torch.tensor(values, device=self._settings.device)
         for row, s in zip(rows, samplings, strict=True):
-            self._plain[row] = s.temperature > 0 and not s.top_k and s.top_p >= 1 and s.min_p <= 0
+            self._greedy[row] = s.temperature <= 0
+            self._restricted[row] = s.temperature > 0 and bool(
+                s.top_k or s.top_p < 1 or s.min_p > 0
+            )
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Rows `targets` take over the settings of rows `sources`."""
         self._settings[list(targets)] = self._settings[list(sources)]
         for source, target in zip(sources, targets, strict=True):
-            self._plain[target] = self._plain[source]
+            self._greedy[target] = self._greedy[source]
+            self._restricted[target] = self._restricted[source]
 
     def sample(
         self, logits: torch.Tensor, rows: Sequence[int] | slice
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens [n] and their logprobs [n] from `logits` [n, V] of rows `rows`."""
-        settings = self._settings[rows if isinstance(rows, slice) else list(rows)]
-        plain = self._plain[rows] if isinstance(rows, slice) else [self._plain[r] for r in rows]
+        index = range(len(self._greedy))[rows] if isinstance(rows, slice) else list(rows)
+        settings = self._settings[rows if isinstance(rows, slice) else index]
+        some_greedy = any(self._greedy[row] for row in index)
         logits = logits.float()
-        if all(plain):
-            logprobs = torch.log_softmax(logits / settings[:, :1], dim=-1)
-            tokens = self._draw(logprobs)
-        else:
-            greedy = settings[:, 0] <= 0
-            temperature = torch.where(greedy, 1.0, settings[:, 0])
-            logprobs = _restrict(logits / temperature[:, None], settings, greedy)
-            tokens = torch.where(greedy, logits.argmax(dim=-1), self._draw(logprobs))
+        temperature = settings[:, :1]
+        greedy = temperature <= 0
+        if some_greedy:
+            temperature = torch.where(greedy, 1.0, temperature)
+        scaled = logits / temperature
+        if any(self._restricted[row] for row in index):
+            scaled = _restrict(scaled, settings, greedy)
+        logprobs = torch.log_softmax(scaled, dim=-1)
+        tokens = self._draw(logprobs)
+        if some_greedy:
+            tokens = torch.where(greedy[:, 0], logits.argmax(dim=-1), tokens)
         return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
 
     def _draw(self, logprobs: torch.Tensor) -> torch.Tensor:
-        return torch.multinomial(logprobs.exp(), 1, generator=self._generator)[:, 0]
+        """Tokens [n] by inversion: one random number a row, where `multinomial` takes V.
+
+        In double precision, so that unlikely tokens are not lost in the rounding of the sums.
+        """
+        sums = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
+        drawn = torch.empty_like(sums[:, :1]).uniform_(generator=self._generator)
+        # A hair below the whole, for a product that rounds up to it would be past the last token.
+        tokens = torch.searchsorted(sums, drawn * (1 - 1e-15) * sums[:, -1:], right=True)[:, 0]
+        return tokens.clamp_(max=logprobs.shape[1] - 1)  # past it where the logits are NaN
 
 
 def _restrict(logits: torch.Tensor, settings: torch.Tensor, greedy: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities [n, V] after top-k, top-p and min-p; `greedy` rows [n] keep all tokens."""
+    """`logits` [n, V] within top-k, top-p and min-p; those of `greedy` rows [n, 1] as they are."""
     vocabulary = logits.shape[1]
     top_k, top_p, min_p = settings[:, 1].long(), settings[:, 2], settings[:, 3]
     ordered, order = torch.sort(logits, dim=-1, descending=True)
@@ -67,7 +84,7 @@ def _restrict(logits: torch.Tensor, settings: torch.Tensor, greedy: torch.Tensor
     # Keep a token while the mass before it is below top_p: the first one that reaches it stays.
     kept &= (probs.cumsum(dim=-1) - probs < top_p[:, None]) | (top_p >= 1)[:, None]
     kept &= probs >= min_p[:, None] * probs[:, :1]
-    kept |= greedy[:, None]
+    kept |= greedy
     kept[:, 0] = True
     allowed = torch.zeros_like(kept).scatter(1, order, kept)
-    return torch.log_softmax(logits.masked_fill(~allowed, -torch.inf), dim=-1)
+    return logits.masked_fill(~allowed, -torch.inf)

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import logging
 import threading
-import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from typing import Any
 
 import msgspec
-import torch
 
 from umbra.services.environments.loading import UNREWARDED
 from umbra.services.environments.pool import open_pool
 from umbra.services.generator.buffer_client import BufferClient
+from umbra.services.generator.engines import open_engine
 from umbra.services.generator.loop import GeneratorLoop
 from umbra.services.generator.rollout import RolloutSettings, limits_of, sampling_of
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.streaming import Streaming
-from umbra.services.generator.torch_engine import TorchEngine
-from umbra.services.modeling.chat import Chat
-from umbra.services.modeling.models import load_model, load_tokenizer, pick_device, stop_ids
 from umbra.services.runtime.command import ServiceContext
-from umbra.services.runtime.config import RunConfig, WeightHub
+from umbra.services.runtime.config import WeightHub
 from umbra.services.runtime.gpu.receiving import GpuReceiving, gpu_for, host_planes
 from umbra.services.runtime.receiver import Receiver
 from umbra.services.runtime.session import Session
@@ -38,30 +33,23 @@ log = logging.getLogger(__name__)
 def run(ctx: ServiceContext) -> int:
     """Generate until the run ends or this process is told to stop."""
     config = ctx.config
-    if config.generator.threads:
-        torch.set_num_threads(config.generator.threads)
     environment = config.environment
     if "reward" in config.buffer.stages:
         environment = msgspec.structs.replace(environment, kind=UNREWARDED, options={})
-    model, tokenizer = _load(config)
-    stops = stop_ids(model, tokenizer)
-    engine = TorchEngine(
-        model,
-        stop_ids=stops,
-        slots=config.generator.slots,
-        max_context=config.generator.max_context,
-        # Generators of one run must not draw the same numbers.
-        seed=zlib.crc32(f"{config.run.seed}/{ctx.name}".encode()),
-    )
+    opened = open_engine(config, ctx.name)
+    engine = opened.engine
     wake = threading.Event()
     pool = open_pool(environment, wake=wake.set)
     settings = RolloutSettings(
-        chat=Chat(tokenizer, stops),
+        chat=opened.chat,
         sampling=sampling_of(config.sampling),
         max_context=config.generator.max_context,
         limits=limits_of(environment),
         generator=ctx.name,
     )
+    # An eighth early: so much is decoded at most while what is flushed is on its way.
+    flush_tokens = config.generator.partial_flush_tokens
+    flush_tokens -= flush_tokens // 8
     with ctx.join("generator") as session:
         ctx.ready({"role": "generator", "name": ctx.name})
         hub = config.weight_hub
@@ -70,7 +58,7 @@ def run(ctx: ServiceContext) -> int:
             if config.generator.receive == "streamed"
             else None
         )
-        gpu = gpu_for(hub, str(model.device)) if stream is None else None
+        gpu = gpu_for(hub, opened.device) if stream is None else None
         receiver = _subscribe(session, hub, stream, gpu)
         if receiver is None:
             return _end(session)
@@ -80,11 +68,10 @@ def run(ctx: ServiceContext) -> int:
                 receiver=receiver,
                 buffer=BufferClient(session.data, wake, grace_s=config.run.broker_grace_s),
                 engine=engine,
-                runner=RolloutRunner(engine, pool, settings),
+                runner=RolloutRunner(engine, pool, settings, flush_tokens),
                 metrics=ctx.metrics,
                 kv_policy=config.generator.kv_policy,
                 prefetch=config.generator.prefetch,
-                flush_tokens=config.generator.partial_flush_tokens,
                 wake=wake,
                 streaming=Streaming(engine, stream) if stream is not None else None,
             ).run()
@@ -100,13 +87,6 @@ def _end(session: Session) -> int:
     if session.failure is not None:
         raise session.failure
     return 0
-
-
-def _load(config: RunConfig) -> tuple[Any, Any]:
-    device = pick_device(config.generator.device)
-    dtype = getattr(torch, config.weight_hub.dtype)  # the engine computes in what it is served
-    tokenizer = load_tokenizer(config.model.path)
-    return load_model(config.model.path, device, dtype), tokenizer
 
 
 def _subscribe(

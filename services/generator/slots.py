@@ -35,17 +35,28 @@ class SlotCache(Cache):
         self._target: tuple[torch.Tensor, torch.Tensor] = (torch.empty(0), torch.empty(0))
         self._view: tuple[int, int] = (0, 0)
 
-    def begin_prefill(self, valid: torch.Tensor, rows: torch.Tensor, which: torch.Tensor) -> None:
-        """Next, left-padded sequences are read; `valid` [u, P] marks their tokens.
+    def begin_prefill(
+        self,
+        lengths: Sequence[int],
+        rows: Sequence[int],
+        which: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        """Next, sequences of `lengths` [u] are read, left-padded to the longest.
 
         Row `rows[i]` of the cache gets sequence `which[i]`, both [m].
         """
-        self._reserve(valid.shape[1])
-        index, source_columns = valid[which].nonzero(as_tuple=True)
-        source_rows = which[index]
-        padding = (~valid).sum(dim=1)
-        self._source = (source_rows, source_columns)
-        self._target = (rows[index], source_columns - padding[source_rows])
+        longest = max(lengths)
+        self._reserve(longest)
+        # Worked out on the CPU, so that a GPU does not have to be waited for.
+        taken = torch.tensor(lengths)[list(which)]
+        ends = taken.cumsum(0)
+        columns = torch.arange(int(ends[-1])) - (ends - taken).repeat_interleave(taken)
+        source_rows = torch.tensor(which).repeat_interleave(taken)
+        target_rows = torch.tensor(rows).repeat_interleave(taken)
+        padding = (longest - taken).repeat_interleave(taken)
+        self._source = (source_rows.to(device), (columns + padding).to(device))
+        self._target = (target_rows.to(device), columns.to(device))
         self._prefilling = True
 
     def begin_decode(self, positions: torch.Tensor, columns: int) -> None:

@@ -7,15 +7,24 @@ live rows, so that the live rows stay `[0, n)` and attention is trimmed to the l
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from umbra.proto.records import Manifest, VersionSpan
-from umbra.services.generator.engine import EngineOutput, EngineRequest, FinishReason, KvPolicy
+from umbra.services.generator.engine import (
+    EngineError,
+    EngineOutput,
+    EngineRequest,
+    FinishReason,
+    KvPolicy,
+    check_request,
+)
 from umbra.services.generator.sampler import Sampler
 from umbra.services.generator.slots import SlotCache
 from umbra.services.modeling.weights import WeightTable
@@ -29,6 +38,7 @@ class _Row:
 
     request: EngineRequest
     limit: int
+    stop_ids: frozenset[int]
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
@@ -77,6 +87,7 @@ class TorchEngine:
         self._model = model.eval()
         self._device: torch.device = model.device
         self._stop_ids = frozenset(stop_ids)
+        self._vocabulary: int = model.get_input_embeddings().num_embeddings
         self._weights = WeightTable(model)
         self._cache = SlotCache(slots, max_context)
         self._sampler = Sampler(slots, self._device, seed)
@@ -105,23 +116,22 @@ class TorchEngine:
     def submit(self, requests: Iterable[EngineRequest]) -> None:
         """Queue `requests`; each takes a slot as soon as one is free."""
         for request in requests:
-            room = self.max_context - len(request.prompt_ids)
-            if not request.prompt_ids or room < 1 or request.max_tokens < 1:
-                raise ValueError(
-                    f"request {request.request_id}: {len(request.prompt_ids)} prompt tokens and "
-                    f"{request.max_tokens} new ones do not fit a context of {self.max_context}"
-                )
-            self._queue.append(_Row(request, limit=min(request.max_tokens, room)))
+            limit = check_request(request, self.max_context, self._vocabulary)
+            self._queue.append(_Row(request, limit, self._stop_ids | request.stop_ids))
 
     @torch.inference_mode()
     def poll(self, timeout_s: float = 0.0) -> list[EngineOutput]:
         """One decode step over all live rows, free slots refilled before; what finished in it.
 
         It never waits, so `timeout_s` has no effect.
+
+        Raises:
+            EngineError: torch failed, or the logits are not finite.
         """
-        self._refill()
-        if self._rows:
-            self._decode()
+        with self._failing():
+            self._refill()
+            if self._rows:
+                self._decode()
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -156,10 +166,9 @@ class TorchEngine:
             row.serve(version)
         if kv_policy == "recompute":
             # The last sampled token is not in the cache: the next decode step brings it there.
-            self._prefill(
-                list(range(len(self._rows))),
-                [[*row.request.prompt_ids, *row.tokens[:-1]] for row in self._rows],
-            )
+            sequences = [[*row.request.prompt_ids, *row.tokens[:-1]] for row in self._rows]
+            with self._failing():
+                self._prefill(list(range(len(self._rows))), sequences)
         return []
 
     @torch.inference_mode()
@@ -177,15 +186,32 @@ class TorchEngine:
         self._close_holes(holes)
         return aborted
 
-    def peek(self) -> list[EngineOutput]:
-        """What there is so far of every live row; see `Engine.peek`."""
-        return [row.peek() for row in self._rows]
+    def peek(self, at_least: Mapping[str, int]) -> list[EngineOutput]:
+        """What there is of the live rows that have so many tokens; see `Engine.peek`."""
+        never = self.max_context + 1
+        return [
+            row.peek()
+            for row in self._rows
+            if len(row.tokens) >= at_least.get(row.request.request_id, never)
+        ]
 
     def close(self) -> None:
         """Free what the engine holds."""
         self._rows.clear()
         self._queue.clear()
         self._cache = SlotCache(self.slots, self.max_context)
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Name the engine in what goes wrong inside of torch."""
+        try:
+            yield
+        except RuntimeError as error:  # out of memory, a lost device, a kernel that failed
+            first = str(error).partition("\n")[0]
+            raise EngineError(
+                f"the torch engine failed on {self._device} with {len(self._rows)} of {self.slots} "
+                f"slots in use: {type(error).__name__}: {first}"
+            ) from error
 
     def _refill(self) -> None:
         """Move queued requests into free slots and sample the first token of each."""
@@ -211,11 +237,13 @@ class TorchEngine:
         columns = max(len(row.request.prompt_ids) + len(row.tokens) for row in self._rows)
         positions = self._positions[:count]
         self._cache.begin_decode(positions, columns)
-        mask = torch.arange(columns, device=self._device)[None] <= positions[:, None]
+        # What is added to attention scores: of a boolean mask every layer would make that anew.
+        unseen = torch.arange(columns, device=self._device)[None] > positions[:, None]
+        mask = torch.zeros(unseen.shape, dtype=self._model.dtype, device=self._device)
         logits = self._model(
             input_ids=self._last_tokens[:count, None],
             position_ids=positions[:, None],
-            attention_mask=mask[:, None, None],
+            attention_mask=mask.masked_fill_(unseen, -torch.inf)[:, None, None],
             past_key_values=self._cache,
             use_cache=True,
         ).logits[:, -1]
@@ -254,16 +282,16 @@ class TorchEngine:
 
         Slot `slots[i]` gets sequence `which[i]`, both [m].
         """
-        longest = max(len(s) for s in sequences)
+        lengths = [len(s) for s in sequences]
+        longest = max(lengths)
         padded = [[0] * (longest - len(s)) + list(s) for s in sequences]
-        padding = torch.tensor([longest - len(s) for s in sequences], device=self._device)
+        self._cache.begin_prefill(lengths, slots, which, self._device)
+        padding = longest - torch.tensor(lengths, device=self._device)
         index = torch.arange(longest, device=self._device)
         valid = index[None] >= padding[:, None]
         # Padding attends to itself: a row of the mask without any True would give NaN.
         causal = index[None] <= index[:, None]
         mask = (causal[None] & valid[:, None, :]) | (index[None] == index[:, None])[None]
-        takers = torch.tensor(which, device=self._device)
-        self._cache.begin_prefill(valid, torch.tensor(slots, device=self._device), takers)
         logits = self._model(
             input_ids=torch.tensor(padded, device=self._device),
             position_ids=(index[None] - padding[:, None]).clamp(min=0),
@@ -272,17 +300,23 @@ class TorchEngine:
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]
-        return logits[takers]
+        return logits[torch.tensor(which, device=self._device)]
 
     def _append(self, slots: Sequence[int], tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
         """Note the new tokens of `slots`; rows that are done leave."""
         done: list[int] = []
-        new = zip(slots, tokens.tolist(), logprobs.tolist(), strict=True)
-        for slot, token, logprob in new:
-            row = self._rows[slot]
+        # One transfer, the only time in a step that a GPU is waited for; double holds both exactly.
+        both = torch.stack((tokens.double(), logprobs.double())).tolist()
+        if not math.isfinite(sum(both[1])):
+            raise EngineError(
+                f"the logits of version {self.version} are not finite: its weights are broken, or "
+                "its numbers leave the range of their type"
+            )
+        for slot, number, logprob in zip(slots, *both, strict=True):
+            row, token = self._rows[slot], int(number)
             row.tokens.append(token)
             row.logprobs.append(logprob)
-            if token in self._stop_ids:
+            if token in row.stop_ids:
                 self._outputs.append(row.output("stop"))
                 done.append(slot)
             elif len(row.tokens) >= row.limit:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -91,4 +92,22 @@ def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
         ids.add(tokenizer.eos_token_id)
     if not ids:
         raise UsageError(f"{tokenizer.name_or_path}: neither tokenizer nor model name an eos token")
+    return frozenset(ids)
+
+
+def named_tokens(tokenizer: Any, texts: Iterable[str]) -> frozenset[int]:
+    """The tokens that `sampling.stop_tokens` names.
+
+    Raises:
+        UsageError: a text that is not exactly one token.
+    """
+    ids: set[int] = set()
+    for text in texts:
+        found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(found) != 1:
+            raise UsageError(
+                f"sampling.stop_tokens: {text!r} is {len(found)} tokens of "
+                f"{tokenizer.name_or_path}; name texts of exactly one"
+            )
+        ids.update(found)
     return frozenset(ids)

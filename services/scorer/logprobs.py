@@ -30,16 +30,26 @@ class LogprobWorker:
     ) -> None:
         self._scorer = Scorer(model).eval()
         self._device: torch.device = model.device
+        self._vocabulary: int = model.get_input_embeddings().num_embeddings
         self._config = config
         self._refresh = refresh
 
     @torch.inference_mode()
     def score(self, tasks: Sequence[ScoringTask], alive: Callable[[], None]) -> Iterator[Score]:
-        """Logprobs for each of `tasks`, all by the same weights."""
+        """Logprobs for each of `tasks`, all by the same weights; an error for what has none."""
         version = self._refresh()
-        trajectories = [task.trajectory for task in tasks]
+        sound: list[ScoringTask] = []
+        for task in tasks:
+            if fault := _find_fault(task.trajectory, self._vocabulary):
+                yield Score(sample_id=task.sample_id, attempt=task.attempt, error=fault)
+            else:
+                sound.append(task)
+        if not sound:
+            return
+        trajectories = [task.trajectory for task in sound]
         tokens = lay_out(trajectories)
-        temperatures = torch.tensor([t.sampling.temperature for t in trajectories])
+        # As in the engines, temperature 0 stands for the plain softmax.
+        temperatures = torch.tensor([t.sampling.temperature or 1.0 for t in trajectories])
         logprobs = torch.zeros(len(tokens.learned))
         for micro in pack(
             tokens,
@@ -50,7 +60,7 @@ class LogprobWorker:
             temperature = temperatures[tokens.owner[micro.source]].to(self._device)
             found, _ = self._scorer(micro.to(self._device), temperature, with_entropy=False)
             logprobs[micro.source] = found.cpu()
-        for index, task in enumerate(tasks):
+        for index, task in enumerate(sound):
             yield Score(
                 sample_id=task.sample_id,
                 attempt=task.attempt,
@@ -82,6 +92,19 @@ def lay_out(trajectories: Sequence[Trajectory]) -> Tokens:
         learned=torch.from_numpy(np.concatenate(learned)),
         owner=torch.arange(len(trajectories)).repeat_interleave(counts),
     )
+
+
+def _find_fault(trajectory: Trajectory, vocabulary: int) -> str:
+    """Why a model of so many tokens can't score `trajectory`; empty if it can."""
+    if not trajectory.prompt_ids:
+        return f"sample {trajectory.sample_id} has no prompt tokens"
+    ids = np.frombuffer(trajectory.prompt_ids + trajectory.response_ids, "<i4")
+    if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
+        return (
+            f"sample {trajectory.sample_id} has tokens from {ids.min()} to {ids.max()}, but the "
+            f"scorer's model knows {vocabulary}: it must be of the same family as the generator's"
+        )
+    return ""
 
 
 def _spread(trajectory: Trajectory, logprobs: Tensor) -> bytes:

@@ -42,11 +42,11 @@ def reward_worker(config: RunConfig) -> Worker:
     """The worker of stage "reward". Needs a tokenizer, but no model."""
     from umbra.services.environments.pool import open_pool
     from umbra.services.modeling.chat import Chat
-    from umbra.services.modeling.models import load_tokenizer
+    from umbra.services.modeling.models import load_tokenizer, named_tokens
     from umbra.services.scorer.reward import RewardWorker
 
     tokenizer = load_tokenizer(config.model.path)
-    stops = {tokenizer.eos_token_id} - {None}
+    stops = named_tokens(tokenizer, config.sampling.stop_tokens) | {tokenizer.eos_token_id} - {None}
     wake = threading.Event()
 
     def wait(seconds: float) -> None:
@@ -80,7 +80,8 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
     table = WeightTable(model)
     version = -1
     planes, gpu = host_planes(config.weight_hub.plane), gpu_for(config.weight_hub, str(device))
-    with closing(Receiver(channel, planes=planes, gpu=gpu)) as receiver:
+    frame_bytes = config.weight_hub.receive_bucket_bytes
+    with closing(Receiver(channel, planes=planes, gpu=gpu, frame_bytes=frame_bytes)) as receiver:
         receiver.subscribe(HUB_DEADLINE_S)
         staged = receiver.wait_first(HUB_DEADLINE_S, session.stopping)
 

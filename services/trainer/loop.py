@@ -25,6 +25,7 @@ SHOWN = {
     "loss": "loss",
     "staleness": "staleness/total/mean",
     "k3": "mismatch/k3",
+    "k3_on_policy": "mismatch/k3_on_policy",
     "tokens_per_s": "tokens_per_s",
 }
 

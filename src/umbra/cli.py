@@ -68,6 +68,9 @@ COMMANDS: dict[str, SubCommand] = {
     "eval": SubCommand(
         "umbra.services.generator.command:evaluate", "Measure a model on held-out prompts."
     ),
+    "replay-model": SubCommand(
+        "umbra.services.generator.command:replay_model", "Fit a replay model to a measured run."
+    ),
 }
 
 # Optional packages, by the extra of this distribution that installs them.

@@ -44,6 +44,7 @@ def expect_usage_error(project: Path, *overrides: str, code: int = 2) -> str:
         ("environment.reward=tiny_reward:raises", ["raises", "ValueError", "no such thing"]),
         ("environment.reward=tiny_reward:says_so", ["says_so", "very good"]),
         ("run.dir=run.toml", ["run.dir"]),
+        ("generator.engine=replay", ["generator.replay", "umbra replay-model"]),
     ],
 )
 def test_a_bad_value_is_refused_in_one_sentence(

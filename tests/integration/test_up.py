@@ -54,12 +54,15 @@ class UpProcess:
 
     def steps(self) -> list[dict[str, Any]]:
         """The rows of the train steps so far."""
+        return [row for row in self.rows() if row["kind"] == "step"]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """What was measured so far."""
         path = self.run_dir / "metrics.jsonl"
         if not path.exists():
             return []
-        rows = [json.loads(line) for line in path.read_text().splitlines(keepends=True)
-                if line.endswith("\n")]  # fmt: skip
-        return [row for row in rows if row["kind"] == "step"]
+        lines = path.read_text().splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def finish(self) -> dict[str, Any]:
         """Wait for the end; the summary."""

@@ -35,6 +35,7 @@ from umbra.proto.records import SampleTask, Sampling
 from umbra.services.environments.pool import InlinePool
 from umbra.services.environments.single_turn import ExactMatch
 from umbra.services.generator.buffer_client import BufferClient
+from umbra.services.generator.engine import EngineError
 from umbra.services.generator.loop import GeneratorLoop
 from umbra.services.generator.rollout import RolloutSettings
 from umbra.services.generator.runner import RolloutRunner
@@ -60,11 +61,10 @@ def bench(tmp_path: Path, tiny_model_dir: Path) -> Iterator[Bench]:
         receiver=cast(Any, receiver),
         buffer=BufferClient(cast(Any, channel), wake, clock=lambda: now[0]),
         engine=engine,
-        runner=RolloutRunner(engine, InlinePool(ExactMatch), settings),
+        runner=RolloutRunner(engine, InlinePool(ExactMatch), settings, flush_tokens=4),
         metrics=metrics,
         kv_policy="keep",
         prefetch=2,
-        flush_tokens=4,
         wake=wake,
         clock=lambda: now[0],
     )
@@ -264,7 +264,8 @@ def test_spans_and_figures_show_what_the_loop_does(bench: Bench) -> None:
     reasons = [row["reason"] for row in bench.spans("idle")]
     assert reasons[:2] == ["weights", "work"]
     (decode,) = bench.spans("decode")
-    assert decode["tokens"] == 11
+    assert (decode["tokens"], decode["lengths"]) == (11, [11])
+    assert (decode["steps"], decode["prompt_tokens"]) == (11, 3)
     assert decode["start"] < decode["end"]
     assert bench.session.figures["finished"] == 1
     assert bench.session.figures["version"] == 0
@@ -350,3 +351,54 @@ def test_a_lost_evaluation_holds_up_no_weights(bench: Bench) -> None:
     bench.channel.answer(RenewLeases, RenewAck(lost=["a"]))
     bench.turns(2)
     assert bench.engine.version == 1
+
+
+def test_no_sample_is_ever_ahead_of_its_partial_by_more_than_is_flushed(bench: Bench) -> None:
+    serve(bench)
+    saved: dict[str, int] = {}
+    for turn in range(60):
+        if turn % 3 == 0 and bench.channel.asked(LeaseSamples):
+            bench.lease(f"s{turn}")
+        bench.turns(1)
+        while bench.channel.asked(FlushPartials):
+            for t in bench.channel.answer(FlushPartials, RenewAck(lost=[])).partials:
+                saved[t.sample_id] = t.response_tokens
+        everything = bench.engine.peek(dict.fromkeys(bench.engine._live, 0))
+        assert all(len(o.token_ids) - saved.get(o.request_id, 0) < 4 for o in everything)
+    assert len(saved) > 5
+
+
+# -- an engine that breaks -------------------------------------------------------------------------
+
+
+def test_a_broken_engine_ends_the_loop_once_all_that_was_finished_is_delivered(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve(bench)
+    bench.lease("a")
+    bench.turns(4)
+    bench.lease("b")
+    poll = bench.engine.poll
+
+    def breaks(timeout_s: float) -> Any:
+        if not any(name == "a" for name in bench.engine._live):
+            raise EngineError("the engine is gone")
+        return poll(timeout_s)
+
+    def buffer(timeout: float | None = None) -> bool:
+        del timeout
+        while bench.channel.open:
+            kind = type(bench.channel.open[0][0])
+            if kind is SubmitTrajectories:
+                body = bench.channel.answer(kind, SubmitAck(accepted=1))
+                delivered.extend(t.sample_id for t in body.trajectories)
+            else:
+                bench.channel.answer(kind, SampleLeases(tasks=[]))
+        return True
+
+    delivered: list[str] = []
+    monkeypatch.setattr(bench.engine, "poll", breaks)
+    monkeypatch.setattr(bench.loop._wake, "wait", buffer)
+    with pytest.raises(EngineError, match="the engine is gone"):
+        bench.loop.run()
+    assert delivered == ["a"]

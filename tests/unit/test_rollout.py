@@ -1,6 +1,5 @@
 """Rollouts through a scripted engine and through the real one: tokens, masks, spans, partials."""
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,7 @@ from fakes.engine import ScriptedEngine, output
 from fakes.rollouts import STOP, finish, sample, says, settings
 
 from umbra.proto.records import (
-    SampleTask,
     Sampling,
-    Trajectory,
     VersionSpan,
     unpack_float32,
     unpack_int32,
@@ -117,6 +114,35 @@ def test_a_prompt_without_room_for_an_answer_fails(chat: Chat) -> None:
     assert "prompt p has 12 tokens" in failed.reason
     assert "generator.max_context = 10" in failed.reason
     assert not runner.active
+
+
+def test_a_prompt_without_tokens_fails(tiny_model_dir: Path) -> None:
+    tokenizer = load_tokenizer(tiny_model_dir)
+    tokenizer.chat_template = None
+    engine = ScriptedEngine(lambda _: [STOP])
+    runner = RolloutRunner(engine, InlinePool(ExactMatch), settings(Chat(tokenizer, {STOP})))
+    runner.add([sample({"prompt": "", "answer": ""})])
+    runner.poll(0.0)
+    finished, (failed,) = runner.results()
+    assert (finished, failed.failed) == ([], True)
+    assert failed.reason == "sample s: prompt p has no tokens"
+
+
+def test_what_the_engine_refuses_costs_that_sample_only(tiny_model_dir: Path, chat: Chat) -> None:
+    """Scenario: a tokenizer that knows more tokens than the model."""
+    model = load_model(tiny_model_dir, torch.device("cpu"), torch.float32)
+    model.resize_token_embeddings(90)
+    engine = TorchEngine(model, stop_ids={STOP}, slots=4, max_context=64)
+    runner = RolloutRunner(engine, InlinePool(ExactMatch), settings(chat))
+    runner.add([sample({"prompt": "~", "answer": ""})])
+    runner.add([msgspec.structs.replace(sample({"prompt": "1", "answer": ""}), sample_id="t")])
+    finished, failed = [], []
+    while runner.active:
+        runner.poll(0.0)
+        some, more = runner.results()
+        finished, failed = finished + some, failed + more
+    assert [t.sample_id for t in finished] == ["t"]
+    assert "sample s: prompt p: its prompt has token 99, but the model knows 90" in failed[0].reason
 
 
 class Faulty(ExactMatch):
@@ -271,71 +297,16 @@ def test_a_lost_lease_is_dropped_and_its_late_answers_ignored(chat: Chat, tokeni
     assert trajectory.attempt == 2
 
 
-# -- with the real engine -------------------------------------------------------------------------
-
-
-class Talk:
-    """Goes on for three turns whatever is said; inline."""
-
-    def __init__(self) -> None:
-        self.turn = 0
-
-    def reset(self, row: dict[str, Any]) -> list[dict[str, Any]]:
-        return [{"role": "user", "content": row["prompt"]}]
-
-    def step(self, response: str) -> StepResult:
-        self.turn += 1
-        if self.turn == 3:
-            return StepResult(reward=1.0)
-        return StepResult(done=False, messages=[{"role": "user", "content": f"more {self.turn}"}])
-
-
-def test_logprobs_of_several_turns_are_those_of_one_forward_pass(
-    tiny_model_dir: Path, chat: Chat
-) -> None:
-    torch.set_num_threads(1)
-    model = load_model(tiny_model_dir, torch.device("cpu"), torch.float32)
-    limits = settings(chat, sampling=Sampling(max_tokens=60), max_context=512)
-    engine = TorchEngine(model, stop_ids=range(3, 60), slots=4, max_context=512)
-    ending = Chat(chat._tokenizer, range(3, 60))
-    runner = RolloutRunner(
-        engine,
-        InlinePool(Talk),
-        settings(
-            ending,
-            **{
-                "sampling": limits.sampling,
-                "max_context": 512,
-            },
-        ),
-    )
-    names = [f"s{i}" for i in range(12)]
-    runner.add(
-        [
-            SampleTask(
-                sample_id=n, group_id=n, prompt_id=n, attempt=0, row={"prompt": n}, lease_s=1.0
-            )
-            for n in names
-        ]
-    )
-    done: list[Trajectory] = []
-    until = time.monotonic() + 30
-    while runner.active and time.monotonic() < until:
+def test_short_turns_are_flushed_as_well(chat: Chat) -> None:
+    """Scenario: every turn begins and ends within one step of the engine."""
+    engine = ScriptedEngine(lambda _: [STOP])
+    pool = InlinePool(lambda: Guess(tries=9))
+    runner = RolloutRunner(engine, pool, settings(chat), flush_tokens=10)
+    runner.add([sample({"prompt": "g", "answer": "6"})])
+    saved = [0]
+    while runner.active:
         runner.poll(0.0)
-        finished, failed = runner.results()
-        assert not failed
-        done += finished
-    assert {t.sample_id for t in done} == set(names)
-    assert {t.turns for t in done} >= {3}
-    for trajectory in done:
-        prompt, response = (
-            unpack_int32(trajectory.prompt_ids),
-            unpack_int32(trajectory.response_ids),
-        )
-        with torch.no_grad():
-            logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
-        expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(response)[:, None])[:, 0]
-        mask = torch.tensor(list(trajectory.loss_mask)).bool()
-        got = torch.tensor(unpack_float32(trajectory.logprobs))
-        assert torch.allclose(got[mask], expected[mask], atol=1e-4)
-        assert not got[~mask].any()
+        saved += [t.response_tokens for t in runner.flush()]
+        assert all(r.tokens - saved[-1] < 10 + 4 for r in runner._rollouts.values())
+    assert len(saved) > 2
+    assert saved == sorted(set(saved))

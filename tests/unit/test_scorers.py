@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from fakes.broker_world import trajectory
 
-from umbra.proto.records import SampleTask, ScoringTask, pack_int32, unpack_float32
+from umbra.proto.records import (
+    SampleTask,
+    Sampling,
+    ScoringTask,
+    VersionSpan,
+    pack_float32,
+    pack_int32,
+    unpack_float32,
+)
 from umbra.services.environments.pool import InlinePool
 from umbra.services.environments.single_turn import ExactMatch
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_model, load_tokenizer
+from umbra.services.modeling.packing import pack
+from umbra.services.modeling.scorer import Scorer as ModelScorer
 from umbra.services.runtime.config import Scorer
 from umbra.services.scorer.logprobs import LogprobWorker
 from umbra.services.scorer.reward import RewardWorker
+from umbra.services.trainer.batch import make_batch
+from umbra.services.trainer.metrics import mismatch_metrics
+from umbra.services.trainer.policy import load_policy
 
 STOP = 3
 
@@ -71,3 +87,68 @@ def test_logprobs_are_those_of_the_model(tiny_model_dir: Path) -> None:
         mask = torch.tensor(list(task.trajectory.loss_mask))
         assert score.logprobs is not None
         assert unpack_float32(score.logprobs) == pytest.approx((found * mask).tolist(), abs=1e-5)
+
+
+def test_scorer_and_trainer_find_the_same_logprobs(tiny_model_dir: Path) -> None:
+    """Scenario: other packing, other code, the same weights. Result: k3 far below 1e-5."""
+    torch.set_num_threads(1)
+    source = random.Random(0)
+    tasks: list[ScoringTask] = []
+    for index in range(24):
+        count = source.randint(1, 60)
+        response = [source.randrange(4, 100) for _ in range(count)]
+        mask = bytes([1, *(source.random() < 0.7 for _ in range(count - 1))])
+        task = scoring_task(f"s{index}", response, mask, {})
+        sampling = Sampling(temperature=source.choice([0.6, 1.0, 1.7]))
+        made = msgspec.structs.replace(
+            task.trajectory,
+            sampling=sampling,
+            logprobs=pack_float32([0.0] * count),
+            spans=[VersionSpan(version=0, start=0, end=count)],
+        )
+        tasks.append(msgspec.structs.replace(task, trajectory=made))
+    served = load_model(tiny_model_dir, torch.device("cpu"), torch.float32)
+    worker = LogprobWorker(served, Scorer(pack_tokens=64, micro_tokens=300))
+    scores = list(worker.score(tasks, lambda: None))
+    found = [unpack_float32(s.logprobs or b"") for s in scores]
+
+    policy, _ = load_policy(tiny_model_dir)
+    batch = make_batch([task.trajectory for task in tasks], policy.config.vocab_size)
+    model = ModelScorer(policy).eval()
+    expected = torch.zeros(len(batch.tokens.learned))
+    with torch.no_grad():
+        for micro in pack(batch.tokens, pack_tokens=256, micro_tokens=4096):
+            expected[micro.source], _ = model(micro, batch.temperature[micro.source])
+    masks = [task.trajectory.loss_mask for task in tasks]
+    learned = [m for mask in masks for m in mask]
+    flat = [x for x, m in zip(itertools.chain(*found), learned, strict=True) if m]
+    row = mismatch_metrics(torch.tensor(flat), expected, torch.ones(len(flat)).bool())
+    assert row["mismatch/k3"] == pytest.approx(0.0, abs=1e-10)
+    for values, mask in zip(found, masks, strict=True):
+        assert not any(x for x, m in zip(values, mask, strict=True) if not m)
+
+
+def test_what_the_model_cannot_score_costs_that_sample_only(tiny_model_dir: Path) -> None:
+    model = load_model(tiny_model_dir, torch.device("cpu"), torch.float32)
+    worker = LogprobWorker(model, Scorer())
+    good, foreign, empty = (scoring_task(n, [7, 8], b"\1\1", {}) for n in ("a", "b", "c"))
+    replace = msgspec.structs.replace
+    foreign = replace(
+        foreign, trajectory=replace(foreign.trajectory, response_ids=pack_int32([7, 500]))
+    )
+    empty = replace(empty, trajectory=replace(empty.trajectory, prompt_ids=b""))
+    scores = {s.sample_id: s for s in worker.score([foreign, good, empty], lambda: None)}
+    assert scores["a"].logprobs is not None and not scores["a"].error
+    assert "tokens from 5 to 500, but the scorer's model knows 101" in scores["b"].error
+    assert scores["c"].error == "sample c has no prompt tokens"
+    assert next(worker.score([empty], lambda: None)).error
+
+
+def test_greedy_samples_are_scored_by_the_plain_softmax(tiny_model_dir: Path) -> None:
+    model = load_model(tiny_model_dir, torch.device("cpu"), torch.float32)
+    worker = LogprobWorker(model, Scorer())
+    task = scoring_task("a", [7, 8, 9], b"\1\1\1", {})
+    replace = msgspec.structs.replace
+    greedy = replace(task, trajectory=replace(task.trajectory, sampling=Sampling(temperature=0.0)))
+    (plain,), (found,) = (list(worker.score([t], lambda: None)) for t in (task, greedy))
+    assert plain.logprobs == found.logprobs

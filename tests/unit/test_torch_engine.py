@@ -1,6 +1,7 @@
 """The slot engine against plain forward passes of the same model."""
 
 import random
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Sampling, VersionSpan
-from umbra.services.generator.engine import EngineOutput, EngineRequest
+from umbra.services.generator.engine import EngineError, EngineOutput, EngineRequest
 from umbra.services.generator.torch_engine import TorchEngine
 from umbra.services.modeling.models import load_model
 
@@ -131,11 +132,28 @@ def test_context_is_the_limit_and_storage_grows_up_to_it(model: Any) -> None:
     assert_logprobs(model, [request], outputs)
 
 
-@pytest.mark.parametrize(("prompt", "new"), [([], 1), ([5] * 16, 1), ([5], 0)])
-def test_a_request_that_cannot_fit_is_refused(model: Any, prompt: list[int], new: int) -> None:
+@pytest.mark.parametrize(
+    ("prompt", "new", "changes", "sentence"),
+    [
+        ([], 1, {}, "its prompt has no tokens"),
+        ([5] * 16, 1, {}, "16 prompt tokens and 1 new ones do not fit a context of 16"),
+        ([5], 0, {}, "1 prompt tokens and 0 new ones do not fit a context of 16"),
+        ([5, 101], 1, {}, "its prompt has token 101, but the model knows 101"),
+        ([5, -1], 1, {}, "its prompt has token -1, but the model knows 101"),
+        ([5], 1, {"temperature": -1.0}, "sampling.temperature = -1 is out of range: use 0 or more"),
+        ([5], 1, {"top_p": 0.0}, "sampling.top_p = 0 is out of range: use above 0 and at most 1"),
+        ([5], 1, {"top_p": float("nan")}, "sampling.top_p = nan is out of range"),
+        ([5], 1, {"top_k": -2}, "sampling.top_k = -2 is out of range: use 0 or more"),
+        ([5], 1, {"min_p": 1.5}, "sampling.min_p = 1.5 is out of range: use between 0 and 1"),
+    ],
+)
+def test_a_request_that_cannot_be_served_is_refused(
+    model: Any, prompt: list[int], new: int, changes: dict[str, Any], sentence: str
+) -> None:
     engine = TorchEngine(model, stop_ids={STOP}, slots=2, max_context=16)
-    with pytest.raises(ValueError, match="do not fit a context of 16"):
-        engine.submit([EngineRequest("bad", prompt, PLAIN, new)])
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        engine.submit([EngineRequest("bad", prompt, Sampling(**changes), new)])
+    assert not engine.busy
 
 
 def test_greedy_takes_the_most_likely_token_whatever_the_slots(model: Any) -> None:
@@ -273,3 +291,65 @@ def test_tied_weights_are_known_by_each_of_their_names(model: Any) -> None:
     engine.load_weights(new.items(), 1, "keep")
     assert torch.equal(model.model.embed_tokens.weight, new["lm_head.weight"])
     assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_a_request_may_have_stop_tokens_of_its_own(model: Any) -> None:
+    engine = TorchEngine(model, stop_ids={STOP}, slots=4, max_context=128)
+    own = frozenset(range(5, 90))
+    asked = [
+        EngineRequest(f"r{i}", [7, 8], PLAIN, 60, own if i % 2 else frozenset()) for i in range(8)
+    ]
+    engine.submit(asked)
+    outputs = finish(engine)
+    for request in asked:
+        tokens = outputs[request.request_id].token_ids
+        ends = {STOP} | request.stop_ids
+        assert not ends & set(tokens[:-1])
+        assert (tokens[-1] in ends) == (outputs[request.request_id].finish_reason == "stop")
+    assert any(own & set(outputs[f"r{i}"].token_ids) for i in (0, 2, 4, 6))
+
+
+def test_sampling_is_each_requests_own(model: Any) -> None:
+    """Scenario: greedy, restricted and plain rows in one batch. Result: each as if alone."""
+    kinds = [Sampling(temperature=0.0), Sampling(top_k=1), Sampling(temperature=0.5), Sampling()]
+    asked = [EngineRequest(f"r{i}", [9, 8, 7 + i // 4], kinds[i % 4], 20) for i in range(16)]
+    engine = TorchEngine(model, stop_ids=(), slots=8, max_context=64)
+    engine.submit(asked)
+    outputs = finish(engine)
+    for index, request in enumerate(asked):
+        output = outputs[request.request_id]
+        with torch.no_grad():
+            logits = model(torch.tensor([[*request.prompt_ids, *output.token_ids]])).logits[0, 2:-1]
+        temperature = request.sampling.temperature or 1.0
+        tokens = torch.tensor(output.token_ids)
+        expected = torch.log_softmax(logits / temperature, -1).gather(1, tokens[:, None])[:, 0]
+        if index % 4 < 2:
+            assert output.token_ids == logits.argmax(-1).tolist()
+        if index % 4 == 1:
+            expected = torch.zeros_like(expected)  # of the one token that is left
+        assert torch.allclose(torch.tensor(output.logprobs), expected, atol=1e-4)
+
+
+def test_broken_weights_end_the_engine_with_a_sentence(model: Any) -> None:
+    engine = TorchEngine(model, stop_ids={STOP}, slots=2, max_context=64, version=1)
+    engine.submit(requests(2))
+    engine.poll(0.0)
+    spoiled = {name: torch.full_like(p, torch.nan) for name, p in model.named_parameters()}
+    engine.load_weights(spoiled.items(), 2, "keep")
+    with pytest.raises(EngineError, match="the logits of version 2 are not finite"):
+        engine.poll(0.0)
+
+
+def test_what_torch_says_is_passed_on_with_the_engines_state(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = TorchEngine(model, stop_ids={STOP}, slots=2, max_context=64)
+    engine.submit(requests(3))
+
+    def out_of_memory(**_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
+
+    monkeypatch.setattr(engine, "_model", out_of_memory)
+    sentence = "failed on cpu with 2 of 2 slots in use: OutOfMemoryError: CUDA out of memory"
+    with pytest.raises(EngineError, match=sentence):
+        engine.poll(0.0)

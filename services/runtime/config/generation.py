@@ -52,13 +52,28 @@ class SamplingConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     top_k: Annotated[int, Meta(description="most likely tokens kept; 0 = all", ge=0)] = 0
     min_p: Annotated[float, Meta(description="floor relative to the top token", ge=0, le=1)] = 0.0
     max_tokens: Annotated[int, Meta(description="tokens generated per turn at most", ge=1)] = 256
+    stop_tokens: Annotated[
+        list[str],
+        Meta(description="tokens, as text, that end a turn besides those the model names"),
+    ] = []
 
 
 class Generator(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The inference side."""
 
     count: Annotated[int, Meta(description="generator processes that `umbra up` starts", ge=1)] = 1
-    engine: Annotated[Literal["torch"], Meta(description="inference engine")] = "torch"
+    replicas: Annotated[
+        int,
+        Meta(
+            description="engines of one generator process, each a process below it; they share "
+            "the visible GPUs",
+            ge=1,
+        ),
+    ] = 1
+    engine: Annotated[Literal["torch", "replay"], Meta(description="inference engine")] = "torch"
+    replay: Annotated[
+        str, Meta(description='file of `umbra replay-model`, for engine "replay"')
+    ] = ""
     device: Annotated[str, Meta(description="cpu, cuda, cuda:1, ... or auto")] = "auto"
     slots: Annotated[int, Meta(description="sequences decoded at once", ge=1)] = 128
     max_context: Annotated[int, Meta(description="prompt + response tokens per slot", ge=8)] = 1024

@@ -1,0 +1,81 @@
+"""The configured engine, and the chat that goes with its tokenizer."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+import torch
+
+from umbra.proto.errors import UsageError
+from umbra.services.generator.engine import StreamingEngine
+from umbra.services.generator.replay_engine import ReplayEngine
+from umbra.services.generator.replay_model import read_replay_model
+from umbra.services.generator.torch_engine import TorchEngine
+from umbra.services.modeling.chat import Chat
+from umbra.services.modeling.models import (
+    load_model,
+    load_tokenizer,
+    named_tokens,
+    pick_device,
+    stop_ids,
+)
+from umbra.services.runtime.config import RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class OpenEngine:
+    """An engine, its chat, and the device that it computes on (torch's name)."""
+
+    engine: StreamingEngine
+    chat: Chat
+    device: str
+
+
+def open_engine(config: RunConfig, name: str) -> OpenEngine:
+    """The engine of the generator called `name`.
+
+    Raises:
+        UsageError: a model, tokenizer or replay model that can't be used.
+    """
+    if config.generator.engine == "replay":
+        return _replay(config)
+    return _torch(config, name)
+
+
+def _torch(config: RunConfig, name: str) -> OpenEngine:
+    if config.generator.threads:
+        torch.set_num_threads(config.generator.threads)
+    device = pick_device(config.generator.device)
+    dtype = getattr(torch, config.weight_hub.dtype)  # it computes in what it is served
+    tokenizer = load_tokenizer(config.model.path)
+    model = load_model(config.model.path, device, dtype)
+    stops = stop_ids(model, tokenizer) | named_tokens(tokenizer, config.sampling.stop_tokens)
+    engine = TorchEngine(
+        model,
+        stop_ids=stops,
+        slots=config.generator.slots,
+        max_context=config.generator.max_context,
+        # Generators of one run must not draw the same numbers.
+        seed=zlib.crc32(f"{config.run.seed}/{name}".encode()),
+    )
+    return OpenEngine(engine, Chat(tokenizer, stops), str(device))
+
+
+def _replay(config: RunConfig) -> OpenEngine:
+    model = read_replay_model(config.generator.replay)
+    tokenizer = load_tokenizer(config.model.path)
+    if tokenizer.eos_token_id is None:
+        raise UsageError(f"{config.model.path}: the tokenizer names no eos token to end turns with")
+    stops = {tokenizer.eos_token_id} | named_tokens(tokenizer, config.sampling.stop_tokens)
+    special = stops | set(tokenizer.all_special_ids)
+    engine = ReplayEngine(
+        model,
+        vocabulary=len(tokenizer),
+        filler=next(token for token in range(len(tokenizer)) if token not in special),
+        stop=tokenizer.eos_token_id,
+        slots=config.generator.slots,
+        max_context=config.generator.max_context,
+        seed=config.run.seed,
+    )
+    return OpenEngine(engine, Chat(tokenizer, stops), "cpu")

@@ -1,0 +1,98 @@
+"""A generator killed in the middle of its samples: what is lost, and how the run goes on."""
+
+import json
+import string
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fault.test_run_kill import kill
+from integration.test_up import DEADLINE_S, UpProcess, up
+
+__all__ = ["up"]  # a fixture
+
+FLUSH_TOKENS = 32
+TURNS = 40
+# A slow environment that writes down, per generator, what the model said to it.
+TALK = f"""
+import json, os, time
+
+class Talk:
+    def __init__(self):
+        self.said = 0
+
+    def reset(self, row):
+        self.said, self.name = 0, row["prompt"]
+        return [{{"role": "user", "content": row["prompt"]}}]
+
+    def step(self, response):
+        from umbra.services.environments.protocol import StepResult
+        time.sleep(0.02)
+        self.said += 1
+        if getattr(self, "name", None) is not None:
+            with open("said.jsonl", "a") as file:
+                file.write(json.dumps([os.getppid(), self.name, response]) + chr(10))
+        if self.said == {TURNS}:
+            return StepResult(reward=float(len(response)))
+        return StepResult(done=False, messages=[{{"role": "user", "content": "go"}}])
+"""
+
+
+def said(project: Path) -> dict[int, dict[str, list[str]]]:
+    """By generator (the parent of its workers) and sample: what the environment was told."""
+    turns: defaultdict[int, defaultdict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    path = project / "said.jsonl"
+    for line in path.read_text().splitlines() if path.exists() else []:
+        pid, name, text = json.loads(line)
+        turns[pid][name].append(text)
+    return {pid: dict(samples) for pid, samples in turns.items()}
+
+
+def same(first: list[str], second: list[str]) -> int:
+    """How many turns both begin with."""
+    pairs = zip(first, second, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+
+
+@pytest.mark.e2e
+@pytest.mark.fault
+@pytest.mark.timeout(DEADLINE_S + 30)
+def test_little_is_lost_of_samples_under_way(project: Path, up: Callable[..., UpProcess]) -> None:
+    (project / "talk.py").write_text(TALK)
+    rows = [{"prompt": f"sample {i}"} for i in range(200)]
+    (project / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    process = up(
+        "environment.kind=talk:Talk",
+        "sampling.max_tokens=100",
+        # A fifth of all tokens: turns of five tokens on average.
+        f"sampling.stop_tokens={json.dumps(list(string.ascii_lowercase[:20]))}",
+        "buffer.group_size=1",
+        "buffer.batch_groups=8",
+        "data.shuffle=false",
+        "run.steps=3",
+        "generator.max_context=1024",
+        f"generator.partial_flush_tokens={FLUSH_TOKENS}",
+    )
+    process.broker()
+
+    def generator() -> dict[str, list[str]]:
+        """What the only generator has been told; the check of the environment says one turn."""
+        return next((s for s in said(project).values() if max(map(len, s.values())) > 1), {})
+
+    process.until(lambda: sum(len(t) >= TURNS // 2 for t in generator().values()) >= 5, "half way")
+    kill(process, "generator")
+    before = generator()
+    summary = process.finish()
+    assert process.popen.returncode == 0, process.lines
+    assert summary["restarts"] == {"generator-0": 1}
+    assert (summary["steps"], summary["ledger"]["balance"]) == (3, 0)
+    assert summary["ledger"]["trained"] == 3 * 8
+    *_, after = said(project).values()
+    under_way = {name: turns for name, turns in before.items() if len(turns) < TURNS}
+    resumed = {name: same(turns, after[name]) for name, turns in under_way.items() if name in after}
+    assert len(resumed) >= 4
+    assert max(resumed.values()) >= TURNS // 4
+    for name, kept in resumed.items():
+        lost = under_way[name][kept:]
+        assert sum(len(text) + 1 for text in lost) <= FLUSH_TOKENS, (name, kept, lost)

@@ -1,0 +1,260 @@
+"""Interruptions and weights that change under way: every token and logprob as it has to be.
+
+Recomputed with plain forward passes of the model, at places that are drawn at random.
+"""
+
+import copy
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from umbra.proto.records import (
+    SampleTask,
+    Sampling,
+    Trajectory,
+    VersionSpan,
+    unpack_float32,
+    unpack_int32,
+)
+from umbra.services.environments.pool import InlinePool
+from umbra.services.environments.protocol import StepResult
+from umbra.services.generator.engine import EngineOutput, EngineRequest
+from umbra.services.generator.rollout import RolloutSettings
+from umbra.services.generator.runner import RolloutRunner
+from umbra.services.generator.torch_engine import TorchEngine
+from umbra.services.modeling.chat import Chat
+from umbra.services.modeling.models import load_model, load_tokenizer
+
+STOPS = range(3, 12)  # so many that turns end
+TEMPERATURE = 0.7
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def model(tiny_model_dir: Path) -> Any:
+    return load_model(tiny_model_dir, torch.device("cpu"), torch.float32)
+
+
+def gather(logits: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
+    index = torch.tensor(tokens)[:, None]
+    return torch.log_softmax(logits / TEMPERATURE, -1).gather(1, index)[:, 0]
+
+
+@torch.no_grad()
+def teacher_forced(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
+    """Logprobs of `tokens` [T] in one forward pass."""
+    logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+    return gather(logits, tokens)
+
+
+@torch.no_grad()
+def with_kept_cache(
+    models: dict[int, Any], prompt: Sequence[int], tokens: Sequence[int], spans: list[VersionSpan]
+) -> torch.Tensor:
+    """The same where the cache of earlier tokens stays that of the weights which made it."""
+    cache = DynamicCache()
+    ids, done, found = [*prompt, *tokens], 0, []
+    for span in spans:
+        end = len(prompt) + span.end - 1  # what is read to make the last token of the span
+        logits = models[span.version](
+            torch.tensor([ids[done:end]]), past_key_values=cache, use_cache=True
+        ).logits[0, -(span.end - span.start) :]
+        found.append(gather(logits, tokens[span.start : span.end]))
+        done = end
+    return torch.cat(found)
+
+
+# -- interruptions --------------------------------------------------------------------------------
+
+
+class Talk:
+    """Goes on for three turns, whatever is said."""
+
+    def __init__(self) -> None:
+        self._turn = 0
+
+    def reset(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        self._turn = 0
+        return [{"role": "user", "content": row["prompt"]}]
+
+    def step(self, response: str) -> StepResult:
+        self._turn += 1
+        if self._turn == 3:
+            return StepResult(reward=float(len(response)))
+        return StepResult(done=False, messages=[{"role": "user", "content": f"go {self._turn}"}])
+
+
+def roll(
+    model: Any,
+    folder: Path,
+    temperature: float,
+    cuts: random.Random | None = None,
+) -> dict[str, Trajectory]:
+    """Eight samples, on one generator; with `cuts`, on a new one after every few tokens."""
+    chat = Chat(load_tokenizer(folder), STOPS)
+    sampling = Sampling(temperature=temperature, max_tokens=40)
+    settings = RolloutSettings(chat=chat, sampling=sampling, max_context=256)
+    tasks = [
+        SampleTask(
+            sample_id=f"s{i}",
+            group_id="g",
+            prompt_id="p",
+            attempt=1,
+            row={"prompt": "x" * (1 + i)},
+            lease_s=1.0,
+        )
+        for i in range(8)
+    ]
+    done: dict[str, Trajectory] = {}
+    for generator in range(1000):
+        engine = TorchEngine(
+            model, stop_ids=STOPS, slots=5, max_context=256, seed=generator, version=generator
+        )
+        runner = RolloutRunner(engine, InlinePool(Talk), settings)
+        runner.add(tasks)
+        polls = cuts.randint(1, 9) if cuts is not None else 1000
+        while runner.active and polls:
+            runner.poll(0.0)
+            polls -= 1
+        finished, failed = runner.results()
+        assert not failed
+        done |= {t.sample_id: t for t in finished}
+        rows = {task.sample_id: task.row for task in tasks}
+        tasks = [
+            SampleTask(
+                sample_id=returned.sample_id,
+                group_id="g",
+                prompt_id="p",
+                attempt=generator + 2,
+                row=rows[returned.sample_id],
+                lease_s=1.0,
+                partial=returned.partial,
+            )
+            for returned in runner.drain("next")
+        ]
+        if not tasks:
+            return done
+    raise AssertionError("rollouts do not end")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_greedy_samples_are_the_same_however_often_they_are_interrupted(
+    model: Any, tiny_model_dir: Path, seed: int
+) -> None:
+    whole = roll(model, tiny_model_dir, 0.0)
+    pieces = roll(model, tiny_model_dir, 0.0, random.Random(seed))
+    assert max(len(t.spans) for t in pieces.values()) > 3  # so many generators had a hand in it
+    for name, expected in whole.items():
+        got = pieces[name]
+        for field in ("prompt_ids", "response_ids", "loss_mask", "reward", "turns"):
+            assert getattr(got, field) == getattr(expected, field), (name, field)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_logprobs_of_interrupted_samples_are_those_of_one_forward_pass(
+    model: Any, tiny_model_dir: Path, seed: int
+) -> None:
+    pieces = roll(model, tiny_model_dir, TEMPERATURE, random.Random(seed))
+    assert max(len(t.spans) for t in pieces.values()) > 3
+    assert {t.turns for t in pieces.values()} >= {3}
+    for trajectory in pieces.values():
+        prompt, tokens = map(unpack_int32, (trajectory.prompt_ids, trajectory.response_ids))
+        mask = torch.tensor(list(trajectory.loss_mask)).bool()
+        got = torch.tensor(unpack_float32(trajectory.logprobs))
+        expected = teacher_forced(model, prompt, tokens)
+        assert torch.allclose(got[mask], expected[mask], atol=TOLERANCE)
+        ratio = (expected - got)[mask].double()
+        assert float((torch.expm1(ratio) - ratio).mean()) < 1e-5  # k3
+        covered = [i for span in trajectory.spans for i in range(span.start, span.end)]
+        assert covered == list(range(len(tokens)))
+
+
+# -- weights --------------------------------------------------------------------------------------
+
+
+def other_weights(model: Any, seed: int) -> Any:
+    changed = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return changed
+
+
+def generate_with_updates(
+    model: Any, models: dict[int, Any], asked: list[EngineRequest], policy: Any, seed: int
+) -> dict[str, EngineOutput]:
+    """Outputs of `asked` while the versions of `models` come after random numbers of tokens."""
+    source = random.Random(seed)
+    engine = TorchEngine(model, stop_ids=(), slots=6, max_context=128, seed=seed, version=0)
+    engine.submit(asked)
+    outputs: dict[str, EngineOutput] = {}
+    versions = [v for v in models if v > 0]
+    until = source.randint(1, 12)
+    while engine.busy:
+        outputs |= {o.request_id: o for o in engine.poll(0.0)}
+        until -= 1
+        if until == 0 and versions:
+            version = versions.pop(0)
+            until = source.randint(1, 12)
+            aborted = engine.load_weights(models[version].named_parameters(), version, policy)
+            assert bool(aborted) == (policy == "abort")
+            outputs |= {o.request_id: o for o in aborted}
+    assert not versions
+    return outputs
+
+
+@pytest.mark.parametrize("policy", ["keep", "recompute", "abort"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_every_logprob_is_that_of_the_version_of_its_token(
+    model: Any, policy: Any, seed: int
+) -> None:
+    models = {0: copy.deepcopy(model), **{v: other_weights(model, v) for v in (1, 2, 3)}}
+    source = random.Random(seed)
+    sampling = Sampling(temperature=TEMPERATURE)
+    asked = [
+        EngineRequest(
+            f"r{i}",
+            [source.randrange(5, 100) for _ in range(source.randint(1, 20))],
+            sampling,
+            source.randint(5, 40),
+        )
+        for i in range(16)
+    ]
+    outputs = generate_with_updates(model, models, asked, policy, seed)
+    assert len(outputs) == 16  # none is lost
+    if policy != "abort":
+        assert max(len(o.spans) for o in outputs.values()) > 2
+    for request in asked:
+        output = outputs[request.request_id]
+        prompt, tokens, spans = request.prompt_ids, output.token_ids, output.spans
+        assert [s.start for s in spans] == [0, *(s.end for s in spans[:-1])]
+        assert spans[-1].end == len(tokens) == len(output.logprobs)
+        if policy == "keep":
+            expected = with_kept_cache(models, prompt, tokens, spans)
+        else:
+            expected = torch.cat(
+                [teacher_forced(models[s.version], prompt, tokens)[s.start : s.end] for s in spans]
+            )
+        assert torch.allclose(torch.tensor(output.logprobs), expected, atol=TOLERANCE)
+
+
+def test_a_kept_cache_is_not_the_same_as_one_computed_anew(model: Any) -> None:
+    """Or the test above would tell nothing about the policies."""
+    models = {0: model, 1: other_weights(model, 1)}
+    prompt, tokens = list(range(10, 30)), list(range(40, 60))
+    spans = [VersionSpan(version=0, start=0, end=10), VersionSpan(version=1, start=10, end=20)]
+    kept = with_kept_cache(models, prompt, tokens, spans)
+    anew = teacher_forced(models[1], prompt, tokens)
+    assert torch.allclose(kept[:10], teacher_forced(models[0], prompt, tokens)[:10], atol=TOLERANCE)
+    assert not torch.allclose(kept[10:], anew[10:], atol=100 * TOLERANCE)
