@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from umbra.services.runtime.config.base import Section
 from umbra.services.runtime.config.buffer import Buffer
+from umbra.services.runtime.config.critic import Critic
 from umbra.services.runtime.config.generation import Environment, Generator, SamplingConfig, Scorer
 from umbra.services.runtime.config.run import Data, Log, Model, Run
 from umbra.services.runtime.config.training import Eval, Trainer
@@ -16,6 +17,7 @@ from umbra.services.runtime.config.weights import WeightHub
 
 __all__ = [
     "Buffer",
+    "Critic",
     "Data",
     "Environment",
     "Eval",
@@ -43,6 +45,7 @@ class RunConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     buffer: Buffer = Buffer()
     generator: Generator = Generator()
     trainer: Trainer = Trainer()
+    critic: Critic = Critic()
     weight_hub: WeightHub = WeightHub()
     scorer: Scorer = Scorer()
     eval: Eval = Eval()
