@@ -11,6 +11,7 @@ from umbra.services.runtime.config.base import Section
 from umbra.services.runtime.config.buffer import Buffer
 from umbra.services.runtime.config.generation import Environment, Generator, SamplingConfig, Scorer
 from umbra.services.runtime.config.run import Data, Log, Model, Run
+from umbra.services.runtime.config.security import Security
 from umbra.services.runtime.config.training import Eval, Trainer
 from umbra.services.runtime.config.weights import WeightHub
 
@@ -27,6 +28,7 @@ __all__ = [
     "SamplingConfig",
     "Scorer",
     "Section",
+    "Security",
     "Trainer",
     "WeightHub",
 ]
@@ -46,4 +48,5 @@ class RunConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     weight_hub: WeightHub = WeightHub()
     scorer: Scorer = Scorer()
     eval: Eval = Eval()
+    security: Security = Security()
     log: Log = Log()
