@@ -175,6 +175,7 @@ class Status(Message, frozen=True, kw_only=True):
     weights: str = ""  # endpoint of the hub
     evals: list[EvalReport] = []  # oldest first
     eval_ledger: Ledger = Ledger()  # of eval samples, which the other one leaves out
+    refused: dict[str, int] = {}  # who was refused what for lack of the right key, in words
 
 
 class InterruptRequest(Message, frozen=True, kw_only=True):

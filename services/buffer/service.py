@@ -37,7 +37,7 @@ def serve(context: ServiceContext) -> int:
     """Bind, serve until the run is over, write the final status; the exit code.
 
     Raises:
-        UsageError: bad prompts, an address that is none, or the store of another run.
+        UsageError: bad prompts, an address that cannot be bound, or the store of another run.
         StartupError: the address is taken.
         StoreError: the store is damaged, foreign, or in use.
     """
@@ -52,7 +52,7 @@ def serve(context: ServiceContext) -> int:
     with (
         closing(open_store(context)) as store,
         zmq_context,
-        closing(Server(zmq_context, context.name, incarnation)) as server,
+        closing(Server(zmq_context, context.name, incarnation, context.security)) as server,
     ):
         control, endpoints = bind(server, config.run.broker, Addresses(store))
         broker = Broker(
@@ -64,6 +64,7 @@ def serve(context: ServiceContext) -> int:
             endpoints=endpoints,
             now=time.monotonic(),
             wire_counters=server.counters,
+            refusals=server.refusals,
         )
         context.log.info("%d prompts; %s", len(prompts), broker.policy.describe())
         broker.save()
@@ -118,8 +119,9 @@ def bind(server: Server, address: str, addresses: Addresses) -> tuple[str, Endpo
     A buffer that starts again binds where it was before, so that the others find it there.
 
     Raises:
-        UsageError: `address` is not of the form tcp://host:port.
-        StartupError: it is taken, or not ours.
+        UsageError: `address` is not of the form tcp://host:port, is not ours, or other machines can
+            reach it and there are no keys.
+        StartupError: it is taken.
     """
     host, separator, port = address.removeprefix("tcp://").rpartition(":")
     if not address.startswith("tcp://") or not separator or not host:

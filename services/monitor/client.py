@@ -10,6 +10,7 @@ import zmq
 
 from umbra.proto.errors import DeadlineError, UsageError
 from umbra.proto.messages import Interrupted, InterruptRequest, Ping, Pong, Status, StatusRequest
+from umbra.services.runtime.keys import OPEN, Security
 from umbra.services.runtime.link import Link
 
 ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:]+\]|[^\s:/]+):(\d{1,5})|ipc://.+")
@@ -22,12 +23,12 @@ class StatusClient:
         UsageError: `broker` is no address.
     """
 
-    def __init__(self, broker: str) -> None:
+    def __init__(self, broker: str, security: Security = OPEN) -> None:
         if not ADDRESS.fullmatch(broker):
             raise UsageError(f"--broker {broker}: write it as tcp://host:port")
         self.broker = broker
         incarnation = uuid.uuid4().hex[:12]
-        self._link = Link(f"monitor-{incarnation}", incarnation)
+        self._link = Link(f"monitor-{incarnation}", incarnation, security=security)
         self._channel = self._link.channel(broker, "buffer")
         # Nothing that we send is worth waiting for at the end.
         self._link.run(lambda: self._channel.socket.set(zmq.LINGER, 0))

@@ -15,11 +15,15 @@ from umbra.proto.messages import Status
 from umbra.services.monitor.client import StatusClient
 from umbra.services.monitor.rates import RateMeter, Rates
 from umbra.services.monitor.view import headline, plain, render, status_dict
+from umbra.services.runtime.command import keys_of
+from umbra.services.runtime.keys import Security
 from umbra.services.runtime.signals import stop_on_signals
 
 broker_option = click.option(
     "--broker", envvar="UMBRA_BROKER", required=True, help="Address of the buffer: tcp://host:port."
 )
+watching_keys = keys_of("monitor", "operator")
+operating_keys = keys_of("operator", "monitor")
 timeout_option = click.option(
     "--timeout",
     "timeout_s",
@@ -34,11 +38,12 @@ json_option = click.option("--json", "as_json", is_flag=True, help="One JSON obj
 
 @click.command()
 @broker_option
+@watching_keys
 @timeout_option
-def ping(broker: str, timeout_s: float) -> int:
+def ping(broker: str, security: Security, timeout_s: float) -> int:
     """Check that the buffer answers: exit code 0 if it does, 5 if not."""
     started = time.monotonic()
-    with StatusClient(broker) as client:
+    with StatusClient(broker, security) as client:
         pong = client.ping(timeout_s)
     milliseconds = (time.monotonic() - started) * 1000
     click.echo(f"{pong.role} at {broker} is {pong.state} ({milliseconds:.1f} ms)")
@@ -47,11 +52,12 @@ def ping(broker: str, timeout_s: float) -> int:
 
 @click.command()
 @broker_option
+@watching_keys
 @timeout_option
 @json_option
-def status(broker: str, timeout_s: float, as_json: bool) -> int:
+def status(broker: str, security: Security, timeout_s: float, as_json: bool) -> int:
     """Print the state of a run once."""
-    with StatusClient(broker) as client:
+    with StatusClient(broker, security) as client:
         current = client.status(timeout_s)
     click.echo(json.dumps(status_dict(current)) if as_json else plain(current, Rates()))
     return EXIT_DONE
@@ -59,6 +65,7 @@ def status(broker: str, timeout_s: float, as_json: bool) -> int:
 
 @click.command()
 @broker_option
+@watching_keys
 @timeout_option
 @json_option
 @click.option("--once", is_flag=True, help="Print the state once and exit.")
@@ -71,14 +78,16 @@ def status(broker: str, timeout_s: float, as_json: bool) -> int:
     metavar="SECONDS",
     help="Time between two looks.",
 )
-def monitor(broker: str, timeout_s: float, as_json: bool, once: bool, interval_s: float) -> int:
+def monitor(
+    broker: str, security: Security, timeout_s: float, as_json: bool, once: bool, interval_s: float
+) -> int:
     """Watch a run live: its members, ledger, staleness and what is stuck.
 
     A table on a terminal, one line per look when piped. Ends with code 0 when the run ends or at
     Ctrl-C, and with 5 when no buffer answers at the start.
     """
     stopping = threading.Event()
-    with StatusClient(broker) as client, stop_on_signals(stopping):
+    with StatusClient(broker, security) as client, stop_on_signals(stopping):
         current = client.status(timeout_s)
         if once:
             click.echo(json.dumps(status_dict(current)) if as_json else plain(current, Rates()))
@@ -93,11 +102,12 @@ def monitor(broker: str, timeout_s: float, as_json: bool, once: bool, interval_s
 
 @click.command()
 @broker_option
+@operating_keys
 @timeout_option
 @click.option("--sample", "samples", multiple=True, metavar="ID", help="Only this one.")
-def interrupt(broker: str, timeout_s: float, samples: tuple[str, ...]) -> int:
+def interrupt(broker: str, security: Security, timeout_s: float, samples: tuple[str, ...]) -> int:
     """Have generators hand unfinished samples back; they go on later as partials."""
-    with StatusClient(broker) as client:
+    with StatusClient(broker, security) as client:
         count = client.interrupt(list(samples), timeout_s)
     click.echo(f"{count} samples were asked back")
     return EXIT_DONE

@@ -10,8 +10,16 @@ from typing import Any
 
 import click
 
-from umbra.services.runtime.command import ServiceContext, service_command, tell_ready
+from umbra.services.runtime.command import (
+    ServiceContext,
+    insecure_option,
+    keys_option,
+    security_overrides,
+    service_command,
+    tell_ready,
+)
 from umbra.services.runtime.config_loader import load_config
+from umbra.services.runtime.keys import open_security
 from umbra.services.runtime.logs import setup_logging
 from umbra.services.runtime.metrics import MetricsFile
 from umbra.services.runtime.parent import die_with_parent
@@ -45,6 +53,8 @@ class _Group(click.Group):
 @click.option("--listen", required=True, help="Address for this node's generators.")
 @click.option("--name", default="", help="Name in the run.  [default: relay-<host name>]")
 @click.option("--config", type=str, help="Run file (TOML): its section weight_hub is used.")
+@keys_option
+@insecure_option
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override.")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Folder for metrics.")
 @click.option("--wait-s", default=600.0, help="Seconds to wait for the hub.  [default: 600]")
@@ -53,6 +63,8 @@ def relay(
     listen: str,
     name: str,
     config: str | None,
+    keys: str | None,
+    insecure: bool | None,
     overrides: tuple[str, ...],
     run_dir: Path | None,
     wait_s: float,
@@ -61,7 +73,8 @@ def relay(
     from umbra.services.runtime.gpu.receiving import find_gpu
     from umbra.services.weight_hub.relay import Relay
 
-    settings = load_config(config, overrides=list(overrides))
+    settings = load_config(config, overrides=[*overrides, *security_overrides(keys, insecure)])
+    security = open_security(settings.security, ["weight_hub"], run_dir)
     name = name or f"relay-{socket.gethostname()}"
     die_with_parent()
     setup_logging(settings.log, name)
@@ -71,7 +84,9 @@ def relay(
     metrics = MetricsFile(run_dir / "metrics.jsonl" if run_dir else None, name)
     gpu = find_gpu(settings.weight_hub, ["nccl"], settings.weight_hub.device)
     with closing(metrics), stop_on_signals(stopping):
-        relaying = Relay(name, hub, listen, settings.weight_hub, metrics, gpu=gpu)
+        relaying = Relay(
+            name, hub, listen, settings.weight_hub, metrics, gpu=gpu, security=security
+        )
         tell_ready({"weights": relaying.endpoint, "buckets": relaying.buckets})
         relaying.run(stopping, wait_s)
 

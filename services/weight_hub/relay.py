@@ -25,6 +25,7 @@ from umbra.services.runtime.config import WeightHub as WeightHubConfig
 from umbra.services.runtime.fetch import BucketIntake
 from umbra.services.runtime.gpu.receiving import GpuReceiving
 from umbra.services.runtime.intake import Intake, Intaken
+from umbra.services.runtime.keys import OPEN, Security
 from umbra.services.runtime.link import Link
 from umbra.services.runtime.metrics import MetricsFile
 from umbra.services.runtime.publisher import Publisher
@@ -49,6 +50,7 @@ class RelayIntake:
         store: of the relay's own buckets socket.
         config: the section `weight_hub`.
         gpu: receives broadcasts, if the relay has one.
+        security: keys of this process.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class RelayIntake:
         store: BucketStore,
         config: WeightHubConfig,
         gpu: GpuReceiving | None = None,
+        security: Security = OPEN,
     ) -> None:
         self._publisher = publisher
         self._store = store
@@ -73,6 +76,7 @@ class RelayIntake:
             config.receive_bucket_bytes,
             self._arrived,
             self._delta_came,
+            security,
         )
         self._buckets: Intake = gpu.broadcasts(self._arena, pull) if gpu else pull
         self._staged: tuple[int, Sequence[int]] = (-1, [])  # version and contents
@@ -128,9 +132,11 @@ class Relay:
         metrics: receives the rows of the pushes to the generators of this node.
         host: names the /dev/shm of this process; empty = find out.
         gpu: for plane `nccl` from the hub; closed with the relay.
+        security: keys of role `weight_hub`.
 
     Raises:
-        StartupError: an address is taken or not ours.
+        StartupError: an address is taken.
+        UsageError: one is not ours, or other machines can reach it and there are no keys.
     """
 
     def __init__(
@@ -142,6 +148,7 @@ class Relay:
         metrics: MetricsFile,
         host: str = "",
         gpu: GpuReceiving | None = None,
+        security: Security = OPEN,
     ) -> None:
         self._name = name
         self._config = config
@@ -151,7 +158,7 @@ class Relay:
         with ExitStack() as stack:
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             stack.callback(context.term)
-            server = Server(context, name, uuid.uuid4().hex[:12])
+            server = Server(context, name, uuid.uuid4().hex[:12], security)
             stack.callback(server.close)
             self.endpoint = server.bind(CHANNEL, listen, ACCEPTS)
             config = msgspec.structs.replace(config, plane="auto")
@@ -162,11 +169,11 @@ class Relay:
             self._serving = threading.Thread(target=self._serve, name="umbra-relay", daemon=True)
             self._serving.start()
             stack.callback(self._stop_serving)
-            self._link = Link(name, uuid.uuid4().hex[:12])
+            self._link = Link(name, uuid.uuid4().hex[:12], security=security)
             stack.callback(self._link.close)
             self._gpu = gpu
             self._receiver = Receiver(
-                self._link.channel(hub, "weight hub"),
+                self._link.channel(hub, "weight hub", server="weight_hub"),
                 host,
                 planes=["tcp"],
                 gpu=gpu,
@@ -209,11 +216,13 @@ class Relay:
 
     def _open(self, reply: Subscribed) -> Intake:
         """An intake for the layout in `reply`; on the receiver's thread."""
-        local = self._link.channel(self.endpoint, "this relay's own hub")
+        local = self._link.channel(self.endpoint, "this relay's own hub", server="weight_hub")
         publisher = Publisher(local, reply.manifest)
         publisher.register(REGISTER_TIMEOUT_S)
         store = self._tcp.layout(reply.manifest)
-        self._intake = RelayIntake(self._name, reply, publisher, store, self._config, self._gpu)
+        self._intake = RelayIntake(
+            self._name, reply, publisher, store, self._config, self._gpu, self._link.security
+        )
         return self._intake
 
     def _serve(self) -> None:

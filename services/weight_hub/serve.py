@@ -17,14 +17,15 @@ def serve(context: ServiceContext) -> int:
     """Run the hub until it is told to stop; the exit code.
 
     Raises:
-        UsageError: the configured plane is not available.
+        UsageError: the configured plane is not available, or an address cannot be bound.
         StartupError: the address is taken, or no broker answers.
         UmbraError: why the run was given up.
     """
     config = context.config.weight_hub
     check_plane(config.plane)
+    context.security.check_bind(config.buckets_listen or config.listen)
     zmq_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    server = Server(zmq_context, context.name, uuid.uuid4().hex[:12])
+    server = Server(zmq_context, context.name, uuid.uuid4().hex[:12], context.security)
     try:
         endpoint = server.bind(CHANNEL, config.listen, ACCEPTS)
         with context.join("weight_hub", {CHANNEL: endpoint}) as session:

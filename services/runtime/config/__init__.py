@@ -12,6 +12,7 @@ from umbra.services.runtime.config.buffer import Buffer
 from umbra.services.runtime.config.critic import Critic
 from umbra.services.runtime.config.generation import Environment, Generator, SamplingConfig, Scorer
 from umbra.services.runtime.config.run import Data, Log, Model, Run
+from umbra.services.runtime.config.security import Security
 from umbra.services.runtime.config.training import Eval, Trainer
 from umbra.services.runtime.config.weights import WeightHub
 
@@ -29,6 +30,7 @@ __all__ = [
     "SamplingConfig",
     "Scorer",
     "Section",
+    "Security",
     "Trainer",
     "WeightHub",
 ]
@@ -49,4 +51,5 @@ class RunConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     weight_hub: WeightHub = WeightHub()
     scorer: Scorer = Scorer()
     eval: Eval = Eval()
+    security: Security = Security()
     log: Log = Log()
