@@ -40,14 +40,38 @@ json_option = click.option("--json", "as_json", is_flag=True, help="One JSON obj
 @broker_option
 @watching_keys
 @timeout_option
-def ping(broker: str, security: Security, timeout_s: float) -> int:
-    """Check that the buffer answers: exit code 0 if it does, 5 if not."""
+@click.option("--member", metavar="NAME", help="Check a member of the run instead.")
+def ping(broker: str, security: Security, timeout_s: float, member: str | None) -> int:
+    """Check that the buffer answers, or that it hears a member: exit code 0 if so, 5 if not.
+
+    A weight hub and a relay answer at their own addresses too: give theirs as --broker.
+    """
     started = time.monotonic()
     with StatusClient(broker, security) as client:
+        if member is not None:
+            click.echo(_hear(client, member, timeout_s))
+            return EXIT_DONE
         pong = client.ping(timeout_s)
     milliseconds = (time.monotonic() - started) * 1000
     click.echo(f"{pong.role} at {broker} is {pong.state} ({milliseconds:.1f} ms)")
     return EXIT_DONE
+
+
+def _hear(client: StatusClient, name: str, timeout_s: float) -> str:
+    """What the buffer knows of the member `name`.
+
+    Raises:
+        PeerLostError: it is no member.
+    """
+    status = client.status(timeout_s)
+    for member in status.members:
+        if member.name == name:
+            return (
+                f"{member.role} {name} is {member.state}, {member.activity}; heard of "
+                f"{member.silent_s:.1f} s ago"
+            )
+    left = status.departed.get(name)
+    raise PeerLostError(f"{name} is no member of the run" + (f": {left}" if left else ""))
 
 
 @click.command()

@@ -59,6 +59,7 @@ class Ranks:
         if self.world == 1:
             return self
         group = dist.new_group(timeout=timedelta(seconds=self.timeout_s))
+        assert isinstance(group, dist.ProcessGroup), "all ranks are members"
         return Ranks(self.rank, self.world, None, self.timeout_s, group)
 
     def broadcast(self, data: bytes = b"") -> bytes:

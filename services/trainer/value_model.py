@@ -27,7 +27,7 @@ from umbra.services.trainer.snapshot import whole_weights
 HEAD_FILE = "value_head.safetensors"
 
 
-class ValueHead(nn.Linear):
+class ValueHead(nn.Module):
     """One number of a hidden state; it begins at 0, so that the first advantages are rewards.
 
     Args:
@@ -35,13 +35,13 @@ class ValueHead(nn.Linear):
     """
 
     def __init__(self, width: int) -> None:
-        super().__init__(width, 1)
-        nn.init.zeros_(self.weight)
-        nn.init.zeros_(self.bias)
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, width))
+        self.bias = nn.Parameter(torch.zeros(1))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Values float32 [N] of hidden states [N, H]."""
-        return super().forward(hidden.float()).squeeze(-1)
+        return nn.functional.linear(hidden.float(), self.weight, self.bias).squeeze(-1)
 
     def load(self, directory: Path) -> None:
         """Start from what `directory` holds of an earlier run, if it holds a head.
@@ -55,7 +55,7 @@ class ValueHead(nn.Linear):
         if stored["weight"].shape != self.weight.shape:
             raise UsageError(
                 f"critic.path: the value head in {directory} has {stored['weight'].shape[1]} "
-                f"inputs, but the model has {self.in_features}: it belongs to another model"
+                f"inputs, but the model has {self.weight.shape[1]}: it belongs to another model"
             )
         self.load_state_dict(stored)
 

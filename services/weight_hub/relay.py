@@ -12,6 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import msgspec
@@ -20,6 +21,7 @@ import zmq
 from umbra.proto.errors import RejectedError, UmbraError
 from umbra.proto.messages import Prepare, Subscribed
 from umbra.proto.records import Piece
+from umbra.services.runtime.advertise import reachable
 from umbra.services.runtime.arena import Arena
 from umbra.services.runtime.config import WeightHub as WeightHubConfig
 from umbra.services.runtime.fetch import BucketIntake
@@ -160,12 +162,13 @@ class Relay:
             stack.callback(context.term)
             server = Server(context, name, uuid.uuid4().hex[:12], security)
             stack.callback(server.close)
-            self.endpoint = server.bind(CHANNEL, listen, ACCEPTS)
+            self._bound = server.bind(CHANNEL, listen, ACCEPTS)
+            self.endpoint = reachable(self._bound, config.advertise)
             config = msgspec.structs.replace(config, plane="auto")
             self._hub = WeightHub(server, f"relay-{name}", config, metrics, host=host)
             stack.callback(self._hub.close)
             self._tcp = self._hub.planes.open_tcp()
-            self.buckets = self._tcp.server.endpoint
+            self.buckets = self._tcp.endpoint
             self._serving = threading.Thread(target=self._serve, name="umbra-relay", daemon=True)
             self._serving.start()
             stack.callback(self._stop_serving)
@@ -189,8 +192,14 @@ class Relay:
         Raises:
             UmbraError: the hub does not answer within `patience_s` seconds, or refuses.
         """
+        # In a thread, so that a stop is heard meanwhile; closing the link ends its question.
+        executor = ThreadPoolExecutor(1, thread_name_prefix="subscribe")
         try:
-            self._receiver.subscribe(patience_s)
+            subscribed = executor.submit(self._receiver.subscribe, patience_s)
+            while not subscribed.done():
+                if stopping.wait(LOOK_S):
+                    return
+            subscribed.result()
             while not stopping.is_set():
                 staged = self._receiver.poll()
                 if staged is None:
@@ -204,6 +213,7 @@ class Relay:
                     error = str(problem)
                 self._receiver.committed(staged, time.perf_counter() - began, error)
         finally:
+            executor.shutdown(wait=False)
             self.close()
 
     def close(self) -> None:
@@ -216,7 +226,7 @@ class Relay:
 
     def _open(self, reply: Subscribed) -> Intake:
         """An intake for the layout in `reply`; on the receiver's thread."""
-        local = self._link.channel(self.endpoint, "this relay's own hub", server="weight_hub")
+        local = self._link.channel(self._bound, "this relay's own hub", server="weight_hub")
         publisher = Publisher(local, reply.manifest)
         publisher.register(REGISTER_TIMEOUT_S)
         store = self._tcp.layout(reply.manifest)

@@ -6,6 +6,7 @@ import uuid
 
 import zmq
 
+from umbra.services.runtime.advertise import reachable
 from umbra.services.runtime.command import ServiceContext
 from umbra.services.runtime.server import Server
 from umbra.services.runtime.session import Session
@@ -27,7 +28,7 @@ def serve(context: ServiceContext) -> int:
     zmq_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     server = Server(zmq_context, context.name, uuid.uuid4().hex[:12], context.security)
     try:
-        endpoint = server.bind(CHANNEL, config.listen, ACCEPTS)
+        endpoint = reachable(server.bind(CHANNEL, config.listen, ACCEPTS), config.advertise)
         with context.join("weight_hub", {CHANNEL: endpoint}) as session:
             hub = WeightHub(
                 server, session.welcome.run_id, config, context.metrics, context.config.model.path

@@ -11,6 +11,7 @@ import msgspec
 from umbra.proto.messages import Prepare, Ready, Subscribe
 from umbra.proto.records import Manifest
 from umbra.services.runtime import delta
+from umbra.services.runtime.advertise import reachable
 from umbra.services.runtime.config import WeightHub as WeightHubConfig
 from umbra.services.runtime.keys import OPEN, Security
 from umbra.services.weight_hub.bucket_server import BucketServer
@@ -48,7 +49,8 @@ class TcpPlane:
     ) -> None:
         self._config = config
         self.server = BucketServer(name, incarnation, endpoint, security)
-        self.chain = Chain(self.server.endpoint)
+        self.endpoint = reachable(self.server.endpoint, config.advertise)
+        self.chain = Chain(self.endpoint)
         self._lock = threading.Lock()  # guards the layout: a relay sets it from another thread
         self._relays: dict[str, Subscribe] = {}
         self._manifest: Manifest | None = None
