@@ -133,7 +133,9 @@ class _WatchedIntake:
         self._real.close()
 
 
-def _data_of(watched: Watched | Detour | None) -> Callable[[StagedVersion], memoryview | DeviceMemory]:
+def _data_of(
+    watched: Watched | Detour | None,
+) -> Callable[[StagedVersion], memoryview | DeviceMemory]:
     if watched is None:
         return lambda staged: staged.data
     return lambda staged: watched.buffers[staged.candidate.buffer]
