@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
@@ -32,11 +33,12 @@ def run(ctx: ServiceContext) -> int:
     make_environment = (
         Unrewarded if "reward" in config.buffer.stages else load_environment(config.environment)
     )
-    engine, chat = open_engine(config, ctx.name)
+    opened = open_engine(config, ctx.name)
+    engine = opened.engine
     wake = threading.Event()
     pool = EnvironmentPool(timeout_s=config.environment.timeout_s, wake=wake.set)
     settings = RolloutSettings(
-        chat=chat,
+        chat=opened.chat,
         sampling=sampling_of(config.sampling),
         max_context=config.generator.max_context,
         generator=ctx.name,
@@ -44,13 +46,13 @@ def run(ctx: ServiceContext) -> int:
     # An eighth early: so much is decoded at most while what is flushed is on its way.
     flush_tokens = config.generator.partial_flush_tokens
     flush_tokens -= flush_tokens // 8
-    with ctx.join("generator") as session:
+    with closing(engine), ctx.join("generator") as session:
         ctx.ready({"role": "generator", "name": ctx.name})
         stream = WeightStream() if config.generator.receive == "streamed" else None
-        receiver = _subscribe(session, config.weight_hub, stream)
+        receiver = _subscribe(session, config.weight_hub, stream, opened.allocate)
         if receiver is None:
             return _end(session)
-        with closing(receiver), closing(pool), closing(engine):
+        with closing(receiver), closing(pool):
             GeneratorLoop(
                 session=session,
                 receiver=receiver,
@@ -77,7 +79,12 @@ def _end(session: Session) -> int:
     return 0
 
 
-def _subscribe(session: Session, config: WeightHub, stream: WeightStream | None) -> Receiver | None:
+def _subscribe(
+    session: Session,
+    config: WeightHub,
+    stream: WeightStream | None,
+    allocate: Callable[[int], memoryview],
+) -> Receiver | None:
     """A receiver of weights; None if we are stopped before there is a hub with a model.
 
     Raises:
@@ -92,6 +99,7 @@ def _subscribe(session: Session, config: WeightHub, stream: WeightStream | None)
         frame_bytes=config.receive_bucket_bytes,
         open_intake=stream.open if stream is not None else None,
         streamed=stream is not None,
+        allocate=allocate,
     )
     # In a thread, so that a signal is heard meanwhile; leaving the session ends its question.
     executor = ThreadPoolExecutor(1, thread_name_prefix="subscribe")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -61,6 +62,30 @@ def pieces_in(
             entry = next(entries, None)
 
 
+def whole_tensors(
+    manifest: Manifest, buckets: Iterable[tuple[int, memoryview]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of one version, each as soon as its last bucket is there.
+
+    Args:
+        manifest: the layout.
+        buckets: as for `pieces_in`, but each in memory of its own, which the tensors keep.
+    """
+    shapes = {entry.name: entry.shape for entry in manifest.tensors}
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    gathered: torch.Tensor | None = None
+    for name, first, piece in pieces_in(manifest, buckets):
+        if len(piece) == sizes[name]:
+            yield name, piece.view(shapes[name])
+            continue
+        if gathered is None:
+            gathered = torch.empty(sizes[name], dtype=piece.dtype)
+        gathered[first : first + len(piece)] = piece
+        if first + len(piece) == sizes[name]:
+            yield name, gathered.view(shapes[name])
+            gathered = None
+
+
 class WeightTable:
     """The places of a model that a version fills, by their state-dict names.
 
@@ -83,7 +108,7 @@ class WeightTable:
             UsageError: a name is missing or unknown, or a shape differs; nothing was changed then.
         """
         given = dict(tensors)
-        self._check(given)
+        self.check(given)
         for name, tensor in given.items():
             self._places[name].copy_(tensor)
 
@@ -95,17 +120,30 @@ class WeightTable:
             UsageError: as `load`; nothing was changed then.
             UmbraError: `buckets` broke off; the weights are part old, part new then.
         """
-        self._check(
+        self.check_manifest(manifest)
+        for name, first, piece in pieces_in(manifest, buckets):
+            flat = self._places[name].detach().view(-1)
+            flat[first : first + len(piece)].copy_(piece)
+
+    def check_manifest(self, manifest: Manifest) -> None:
+        """Check that versions of this layout fit.
+
+        Raises:
+            UsageError: as `load`.
+        """
+        self.check(
             {
                 entry.name: torch.empty(entry.shape, dtype=_dtype(entry), device="meta")
                 for entry in manifest.tensors
             }
         )
-        for name, first, piece in pieces_in(manifest, buckets):
-            flat = self._places[name].detach().view(-1)
-            flat[first : first + len(piece)].copy_(piece)
 
-    def _check(self, given: dict[str, torch.Tensor]) -> None:
+    def check(self, given: Mapping[str, torch.Tensor]) -> None:
+        """Check that `given` is a version of this model.
+
+        Raises:
+            UsageError: as `load`.
+        """
         missing = [
             names[0] for names in self._aliases.values() if not any(n in given for n in names)
         ]

@@ -66,6 +66,7 @@ class Receiver:
         serves: endpoint at which a relay serves others; stated to the hub.
         buckets: endpoint at which a relay hands buckets on; stated to the hub.
         streamed: `open_intake` keeps nothing: the hub's slot is read until `committed`.
+        allocate: gives the memory in which versions are staged, so many writable bytes.
         check_s: seconds of silence after which it asks the hub whether it is still subscribed.
         retry_s: seconds between being dropped and subscribing again.
     """
@@ -81,6 +82,7 @@ class Receiver:
         serves: str = "",
         buckets: str = "",
         streamed: bool = False,
+        allocate: Callable[[int], memoryview] = private_memory,
         check_s: float = 5.0,
         retry_s: float = 1.0,
     ) -> None:
@@ -93,6 +95,7 @@ class Receiver:
         self._serves = serves
         self._buckets_endpoint = buckets
         self._streamed = streamed
+        self._allocate = allocate
         self._avoided = ""  # a relay that was gone
         self._relays: dict[str, Channel] = {}
         self._hub = channel  # `_channel` is a relay's, while there is one on this host
@@ -344,7 +347,7 @@ class Receiver:
         if self._manifest is None or self._manifest.digest != reply.manifest.digest:
             size = reply.manifest.total_bytes
             own = 0 if self._open_intake is not None else size
-            buffers = [private_memory(own) if own else memoryview(b"") for _ in range(BUFFERS)]
+            buffers = [self._allocate(own) if own else memoryview(b"") for _ in range(BUFFERS)]
             with self._changed:
                 # What the engine still loads keeps the memory of the old layout alive by itself.
                 self._manifest, self._buffers, self._staging = reply.manifest, buffers, Staging()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from umbra.proto.errors import PeerLostError, StartupError
 from umbra.proto.messages import Prepare, Subscribed
@@ -22,6 +23,26 @@ from umbra.services.runtime.manifest import checksum
 from umbra.services.runtime.receiver import StagedVersion
 
 LANES = 2  # one bucket is loaded while the next one is read
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaVersion:
+    """A version where it lies: in `slot` of the hub's arena at `path`.
+
+    Iterating reads it: start and bytes of every bucket in order, each verified, good until the next
+    one is asked for.
+
+    Raises:
+        PeerLostError: the version is not there any more.
+    """
+
+    path: str
+    slot: int
+    checksums: list[int]  # of each bucket
+    read: Callable[[], Iterator[tuple[int, memoryview]]]
+
+    def __iter__(self) -> Iterator[tuple[int, memoryview]]:
+        return self.read()
 
 
 class StreamIntake:
@@ -36,6 +57,7 @@ class StreamIntake:
     """
 
     def __init__(self, path: str, manifest: Manifest) -> None:
+        self._path = path
         self._manifest = manifest
         self._reader = ArenaReader(path, slot_bytes=manifest.total_bytes)
         largest = max(end - start for start, end in manifest.buckets)
@@ -57,15 +79,14 @@ class StreamIntake:
         self._verified[target] = message
         return Intaken(stage_s=time.perf_counter() - began)
 
-    def buckets(self, target: int) -> Iterator[tuple[int, memoryview]]:
-        """Start and bytes of every bucket of the version that was taken as `target`.
-
-        The bytes are good until the next one is asked for.
-
-        Raises:
-            PeerLostError: the version is not there any more.
-        """
+    def version(self, target: int) -> ArenaVersion:
+        """The version that was taken as `target`."""
         message = self._verified[target]
+        return ArenaVersion(
+            self._path, message.slot, message.checksums, lambda: self._buckets(message)
+        )
+
+    def _buckets(self, message: Prepare) -> Iterator[tuple[int, memoryview]]:
         count = len(self._manifest.buckets)
         ahead = self._thread.submit(self._read, message, 0, self._ring[0])
         for index, (start, _) in enumerate(self._manifest.buckets):
@@ -103,8 +124,8 @@ class WeightStream:
         self._intake = StreamIntake(reply.path, reply.manifest)
         return self._intake
 
-    def buckets(self, staged: StagedVersion) -> Iterator[tuple[int, memoryview]]:
-        """Start and bytes of every bucket of `staged`, in order; see `StreamIntake.buckets`."""
+    def buckets(self, staged: StagedVersion) -> ArenaVersion:
+        """The buckets of `staged`, where they lie."""
         if self._intake is None:
             raise PeerLostError("the hub's arena is closed")
-        return self._intake.buckets(staged.candidate.buffer)
+        return self._intake.version(staged.candidate.buffer)
