@@ -209,8 +209,8 @@ class VllmEngine:
         if params is None:
             if 0 < sampling.temperature < _COOLEST:
                 raise ValueError(
-                    f"sampling.temperature = {sampling.temperature:g} is out of range: vLLM takes 0 "
-                    f"(greedy) or at least {_COOLEST}"
+                    f"sampling.temperature = {sampling.temperature:g} is out of range: vLLM takes "
+                    f"0 (greedy) or at least {_COOLEST}"
                 )
             params = SamplingParams(
                 temperature=sampling.temperature,

@@ -8,7 +8,7 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -134,11 +134,30 @@ def check_device(device: str, platform: str) -> None:
 def kv_cache_bytes(hf_config: Any, config: Generator, dtype: torch.dtype) -> int:
     """Bytes of KV cache in which every slot has room for the longest sequence, and some more."""
     text = hf_config.get_text_config()
-    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    head = _head_size(text)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     token = 2 * text.num_hidden_layers * heads * head * dtype.itemsize // config.tensor_parallel
     blocks = math.ceil(config.max_context / _BLOCK_TOKENS) * config.slots
     return int(_KV_SPARE * blocks * _BLOCK_TOKENS * token)
+
+
+def check_head_size(hf_config: Any, known: Sequence[int]) -> None:
+    """Check that attention on CPUs, which knows the sizes `known`, can serve this model.
+
+    Raises:
+        UsageError: it can't; vLLM itself notices only at the first request.
+    """
+    size = _head_size(hf_config.get_text_config())
+    if size not in known:
+        raise UsageError(
+            f"model.path: vLLM on CPUs serves heads of {', '.join(map(str, known))} dimensions, "
+            f'this model has {size}: set generator.engine = "torch"'
+        )
+
+
+def _head_size(text_config: Any) -> int:
+    size = getattr(text_config, "head_dim", None)
+    return size or text_config.hidden_size // text_config.num_attention_heads
 
 
 def engine_arguments(
@@ -176,6 +195,9 @@ def engine_arguments(
         "disable_log_stats": True,
     }
     if platform == "cpu":
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        check_head_size(hf_config, CPUAttentionBackend.get_supported_head_sizes())
         # Compiling takes longer than it saves there, and "90 % of the memory" is too much where
         # trainer and buffer run too.
         ours["enforce_eager"] = True

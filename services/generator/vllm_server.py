@@ -79,7 +79,8 @@ class VllmServer:
 
     def __init__(self, arguments: dict[str, Any], version: int) -> None:
         self.done: queue.SimpleQueue[EngineOutput | Exception] = queue.SimpleQueue()
-        self._salt = str(version)
+        self._loads = 0
+        self._salt = ""  # of the prefix cache, another one after each load
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._restarting: set[str] = set()
         try:
@@ -99,7 +100,7 @@ class VllmServer:
         self._thread.start()
         self._states = self._llm.output_processor.request_states
         try:
-            self._wait(self._begin(), _REPLY_S)
+            self._wait(self._begin(version), _REPLY_S)
         except BaseException:
             self.close()
             raise
@@ -112,7 +113,10 @@ class VllmServer:
         manager = self._llm.engine_core.resources.engine_manager
         codes = manager.finished_procs() if manager is not None else {}
         ends = [f"{name} {_ended(code)}" for name, code in codes.items()]
-        return EngineError(f"vLLM's engine core died ({', '.join(ends) or 'no exit code yet'})")
+        return EngineError(
+            f"vLLM's engine core died ({', '.join(ends) or 'no exit code yet'}); if it said why, "
+            "it did so above"
+        )
 
     def lengths(self) -> dict[str, int]:
         """Tokens sampled so far for each job that is not done."""
@@ -174,10 +178,11 @@ class VllmServer:
 
     # -- in the loop's thread ---------------------------------------------------------------------
 
-    async def _begin(self) -> None:
+    async def _begin(self, version: int) -> None:
         await self._llm.get_supported_tasks()  # so that no job has to ask
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
-        await self._llm.update_weight_version(self._salt)
+        await self._llm.update_weight_version(str(version))
+        self._new_salt(version)
 
     async def _end(self) -> None:
         for task in self._tasks.values():
@@ -237,10 +242,15 @@ class VllmServer:
         await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
         await self._llm.finish_weight_update(str(version))
         loaded = time.perf_counter()
-        self._salt = str(version)
+        self._new_salt(version)
         await self._restart_unstarted()
         await self._llm.resume_generation()
         return stopped - began, loaded - stopped
+
+    def _new_salt(self, version: int) -> None:
+        # Not the version alone: a trainer that goes back gives a number to other weights.
+        self._loads += 1
+        self._salt = f"{version}.{self._loads}"
 
     async def _restart_unstarted(self) -> None:
         """Put jobs without a token under the new salt: theirs would find blocks of old weights."""
@@ -279,7 +289,7 @@ def _under_way(state: Any) -> EngineOutput:
     """What vLLM's output processor has of a request."""
     tokens = list(state.detokenizer.output_token_ids)
     starts: list[tuple[str, int]] = state.weight_version_starts
-    ends = [start for _, start in starts[1:]] + [len(tokens)]
+    ends = [start for _, start in starts[1:]] + [len(tokens)] * bool(starts)
     spans = [
         VersionSpan(version=int(version), start=start, end=end)
         for (version, start), end in zip(starts, ends, strict=True)
