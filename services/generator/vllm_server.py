@@ -173,6 +173,8 @@ class VllmServer:
         self._thread.join(_CLOSE_S)
         if not self._thread.is_alive():
             self._loop.close()
+        with suppress(Exception):
+            self._llm.engine_core.ctx.destroy(linger=0)  # it leaves its ZeroMQ context open
         # Its destructor must not run when the interpreter has begun to take itself apart.
         del self._llm
 

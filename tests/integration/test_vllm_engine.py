@@ -54,6 +54,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def models(model_dir: Path) -> dict[int, Any]:
     """The model under four versions of its weights."""
+    torch.set_num_threads(1)  # the engine has the other core
     found: dict[int, Any] = {}
     for version in range(VERSIONS):
         model = load_model(model_dir, torch.device("cpu"), torch.float32)
