@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from umbra.proto.errors import UsageError
-from umbra.services.generator.vllm_plugin import BACKEND
+from umbra.services.generator.vllm_plugin import BACKEND, OURS_VARIABLE
 from umbra.services.runtime.config import Generator
 
 OLDEST = (0, 32)
@@ -75,6 +75,7 @@ def set_environment(config: Generator) -> None:
         UsageError: there is no such device.
     """
     defaults = {
+        OURS_VARIABLE: "1",
         "VLLM_NO_USAGE_STATS": "1",  # nothing about a run is sent anywhere
         "HF_HUB_OFFLINE": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",

@@ -174,7 +174,10 @@ class VllmServer:
         if not self._thread.is_alive():
             self._loop.close()
         with suppress(Exception):
-            self._llm.engine_core.ctx.destroy(linger=0)  # it leaves its ZeroMQ context open
+            # It leaves its ZeroMQ context open, and the one below it that it shares sockets with.
+            context = self._llm.engine_core.ctx
+            context.destroy(linger=0)
+            context._shadow_obj.destroy(linger=0)
         # Its destructor must not run when the interpreter has begun to take itself apart.
         del self._llm
 

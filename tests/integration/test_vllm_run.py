@@ -2,18 +2,18 @@
 
 import os
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
+import test_up
 from test_up import UpProcess, up  # noqa: F401 - a fixture
 
 from umbra.services.trainer.make_model import make_model
 
 pytest.importorskip("vllm", reason="vLLM is not installed (make vllm)")
-DEADLINE_S = 300.0  # vLLM starts twice
+DEADLINE_S = 500.0  # vLLM starts twice, on a busy machine
 VLLM = (
     'generator.engine="vllm"',
     "generator.engine_args.block_size=32",
@@ -46,9 +46,12 @@ def cores(project: Path) -> list[psutil.Process]:
 @pytest.mark.fault
 @pytest.mark.timeout(DEADLINE_S)
 def test_a_run_on_vllm_whose_core_is_killed(
-    vllm_project: Path, up: Callable[..., UpProcess]  # noqa: F811
+    vllm_project: Path,
+    up: Callable[..., UpProcess],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """1. A run trains. 2. vLLM's core is killed. Result: named, restarted; the run ends well."""
+    monkeypatch.setattr(test_up, "DEADLINE_S", DEADLINE_S)
     process = up(*VLLM, "run.steps=6")
     process.broker()
     process.until(lambda: len(process.steps()) >= 1, "the first step")
@@ -64,6 +67,4 @@ def test_a_run_on_vllm_whose_core_is_killed(
     log = (process.run_dir / "logs" / "generator-0.log").read_text()
     assert "vLLM's engine core died (EngineCore killed by SIGKILL)" in log
     assert any("generator-0" in line and "restart" in line for line in process.lines)
-    spans = [row for row in process.steps() if row["kind"] == "step"]
-    assert len(spans) == 6
-    assert sys.executable
+    assert len(process.steps()) == 6
