@@ -77,7 +77,8 @@ class VllmEngine:
         self._names = itertools.count()
         self._open: dict[str, str] = {}  # our key of each request under way, and its id
         self._ready: list[EngineOutput] = []
-        self._finished_tokens = self._counted = 0
+        self.decoded_tokens = 0
+        self._finished_tokens = 0
         arguments = engine_arguments(
             config, path, outline.config, dtype, seed % 2**31, current_platform.device_type
         )
@@ -97,14 +98,6 @@ class VllmEngine:
     def busy(self) -> bool:
         """Whether `poll` has something to do: that vLLM has died is something, too."""
         return bool(self._open or self._ready) or self._server.died is not None
-
-    @property
-    def decoded_tokens(self) -> int:
-        """Tokens sampled so far."""
-        # Never less than before: an output is neither under way nor finished for a moment.
-        now = self._finished_tokens + sum(self._server.lengths().values())
-        self._counted = max(self._counted, now)
-        return self._counted
 
     def submit(self, requests: Iterable[EngineRequest]) -> None:
         """Queue `requests`; see `Engine.submit`.
@@ -130,6 +123,9 @@ class VllmEngine:
         """
         if not self._ready and self._open:
             self._collect(timeout_s)
+        # Never less than before: an output is neither under way nor finished for a moment.
+        now = self._finished_tokens + sum(self._server.lengths().values())
+        self.decoded_tokens = max(self.decoded_tokens, now)
         if not self._ready and (died := self._server.died) is not None:
             raise died
         return self._take()

@@ -105,7 +105,7 @@ def _verified(manifest: Manifest, info: UpdateInfo) -> Iterator[tuple[int, memor
     reader = ArenaReader(info.path, slot_bytes=manifest.total_bytes)
     try:
         for index, (start, end) in enumerate(manifest.buckets):
-            bucket = memoryview(torch.empty(end - start, dtype=torch.uint8).numpy())
+            bucket = memoryview(bytearray(end - start))
             reader.read(info.slot, start, bucket)
             if checksum(bucket) != info.checksums[index]:
                 raise PeerLostError(f"checksum of bucket {index} [{start}, {end}) is wrong")
