@@ -38,6 +38,8 @@ from umbra.proto.messages import (
     SubmitTrajectories,
 )
 from umbra.proto.records import SampleTask, Sampling
+from umbra.services.environments.pool import open_pool
+from umbra.services.environments.protocol import Limits
 from umbra.services.generator.buffer_client import BufferClient
 from umbra.services.generator.engine import EngineRequest, StreamingEngine
 from umbra.services.generator.loop import GeneratorLoop
@@ -45,8 +47,6 @@ from umbra.services.generator.rollout import RolloutSettings
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.torch_engine import TorchEngine
 from umbra.services.modeling.chat import Chat
-from umbra.services.modeling.environment_pool import EnvironmentPool
-from umbra.services.modeling.environments import ExactMatch
 from umbra.services.modeling.models import load_model, load_tokenizer, outline_model
 from umbra.services.runtime.config import Generator
 from umbra.services.runtime.metrics import MetricsFile

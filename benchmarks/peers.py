@@ -1,7 +1,9 @@
-"""What the buffer is measured against: the same 9 KB records by other means, none of them durable.
+"""What the buffer is measured against: the same records by other means, none of them durable.
 
-Access patterns, not code, of the projects that are named. Where those pickle, MessagePack takes its
-place here, which is faster; so the comparison is the kinder one.
+Access patterns, not code, of the projects that are named. PipelineRL's shared stream writer sends
+JSON of lists (by orjson; msgspec's JSON takes its place), its other one pickles lists. The row with
+MessagePack and arrays as bytes is what neither does, and kinder. verl's queue drops the oldest item
+when it is full; ours lets the producers wait, as puts would starve the gets otherwise.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -24,17 +27,34 @@ import msgspec
 import zmq
 from traffic import template
 
+from umbra.proto.records import unpack_float32, unpack_int32
+
 PRODUCERS = 2
 CEILING = "raw PUSH/PULL, the ceiling"
-REDIS = "Redis stream as PipelineRL uses it"
+REDIS = "Redis stream as PipelineRL uses it (JSON of lists)"
+REDIS_KIND = "Redis stream, MessagePack with arrays as bytes"
 RAY = "Ray actor queue as verl's"
-STOP = b"stop"
+RAY_QUEUE = 64  # items in the actor
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def record() -> dict[str, Any]:
     """A trajectory in plain values."""
     return msgspec.to_builtins(template(), builtin_types=(bytes,))
+
+
+def lists() -> dict[str, Any]:
+    """The same with lists of numbers."""
+    one = record()
+    for name in ("prompt_ids", "response_ids"):
+        one[name] = unpack_int32(one[name])
+    return one | {"loss_mask": list(one["loss_mask"]), "logprobs": unpack_float32(one["logprobs"])}
+
+
+CODECS: dict[str, tuple[Callable[[], Any], Callable[[Any], bytes], Callable[[bytes], Any]]] = {
+    REDIS: (lists, msgspec.json.encode, msgspec.json.decode),
+    REDIS_KIND: (record, msgpack.packb, msgpack.unpackb),
+}
 
 
 def free_port() -> int:
@@ -80,25 +100,27 @@ def pull(pipe: Connection, port: int, seconds: float) -> None:
     pipe.send((count, time.process_time()))
 
 
-def xadd(pipe: Connection, port: int, seconds: float) -> None:
+def xadd(pipe: Connection, port: int, seconds: float, kind: str) -> None:
     """Producer: one XADD round trip per record."""
     import redis
 
     client = redis.Redis(port=port)
-    one = record()
+    make, encode, _ = CODECS[kind]
+    one = make()
     pipe.recv()
     until, index = time.monotonic() + seconds, 0
     while time.monotonic() < until:
-        fields = {"index": index, "data": msgpack.packb(one)}
+        fields = {"index": index, "data": encode(one)}
         client.xadd("stream", fields, maxlen=20_000, approximate=True)
         index += 1
     pipe.send(time.process_time())
 
 
-def xread(pipe: Connection, port: int, seconds: float) -> None:
+def xread(pipe: Connection, port: int, seconds: float, kind: str) -> None:
     """Consumer: one XREAD round trip per record."""
     import redis
 
+    _, _, decode = CODECS[kind]
     client = redis.Redis(port=port)
     pipe.send("ready")
     pipe.recv()
@@ -107,20 +129,24 @@ def xread(pipe: Connection, port: int, seconds: float) -> None:
         for _, entries in client.xread({"stream": last}, count=1, block=100) or ():
             for entry, fields in entries:
                 last = entry
-                msgpack.unpackb(fields[b"data"])
+                decode(fields[b"data"])
                 count += 1
     pipe.send((count, time.process_time()))
 
 
 def run(
-    producer: Callable[..., None], consumer: Callable[..., None], port: int, seconds: float
+    producer: Callable[..., None],
+    consumer: Callable[..., None],
+    port: int,
+    seconds: float,
+    *more: str,
 ) -> tuple[int, float]:
     """Records that arrived, and CPU seconds of all these processes."""
     context = multiprocessing.get_context("spawn")
     pipes: list[Connection] = []
     for body in (consumer, *(PRODUCERS * [producer])):
         ours, theirs = context.Pipe()
-        context.Process(target=body, args=(theirs, port, seconds), daemon=True).start()
+        context.Process(target=body, args=(theirs, port, seconds, *more), daemon=True).start()
         pipes.append(ours)
     pipes[0].recv()
     time.sleep(1.0)  # imports of the producers
@@ -136,7 +162,7 @@ def measure_ceiling(seconds: float) -> dict[str, float]:
     return {"per_s": count / seconds, "cpu_s_per_1k": 1e3 * cpu_s / count}
 
 
-def measure_redis(seconds: float) -> dict[str, float]:
+def measure_redis(kind: str, seconds: float) -> dict[str, float]:
     """A Redis server of our own, without persistence."""
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
@@ -157,7 +183,7 @@ def measure_redis(seconds: float) -> dict[str, float]:
                     if time.monotonic() > deadline:
                         raise
                     time.sleep(0.05)
-            count, cpu_s = run(xadd, xread, port, seconds)
+            count, cpu_s = run(xadd, xread, port, seconds, kind)
             with open(f"/proc/{server.pid}/stat", encoding="ascii") as stat:
                 fields = stat.read().rpartition(")")[2].split()
             cpu_s += (int(fields[11]) + int(fields[12])) / CLOCK_TICKS
@@ -176,43 +202,64 @@ def measure_ray(seconds: float) -> dict[str, float]:
     @ray.remote
     class Queue:
         def __init__(self) -> None:
-            self.items: deque[bytes] = deque(maxlen=10_000)
+            self.items: deque[bytes] = deque()
             self.changed = asyncio.Condition()
 
         async def put(self, item: bytes) -> None:
             async with self.changed:
+                await self.changed.wait_for(lambda: len(self.items) < RAY_QUEUE)
                 self.items.append(item)
-                self.changed.notify()
+                self.changed.notify_all()
 
         async def get(self) -> bytes:
             async with self.changed:
                 await self.changed.wait_for(lambda: bool(self.items))
+                self.changed.notify_all()
                 return self.items.popleft()
 
+    one = record()
+
     @ray.remote
-    def produce(queue: Any, seconds: float) -> float:
-        one, under_way = record(), []
+    def produce(queue: Any, seconds: float) -> None:
+        under_way: deque[Any] = deque()
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             under_way.append(queue.put.remote(msgpack.packb(one)))
             if len(under_way) >= 16:
-                _, under_way = ray.wait(under_way, num_returns=1)
-        ray.get(under_way)
-        return time.process_time()
+                ray.get(under_way.popleft())
 
     queue = Queue.remote()
-    one = msgpack.packb(record())
-    ray.get(queue.put.remote(one))
+    ray.get(queue.put.remote(b""))
     ray.get(queue.get.remote())
-    producers = [produce.remote(queue, seconds + 1) for _ in range(PRODUCERS)]
-    msgpack.unpackb(ray.get(queue.get.remote()))  # they are up
-    count, until = 0, time.monotonic() + seconds
+    for _ in range(PRODUCERS):
+        produce.remote(queue, seconds + 2)
+    for _ in range(64):  # they are up
+        ray.get(queue.get.remote())
+    began, count, until = family_cpu_s(), 0, time.monotonic() + seconds
     while time.monotonic() < until:
         msgpack.unpackb(ray.get(queue.get.remote()))
         count += 1
-    cpu_s = sum(ray.get(producers)) + time.process_time()
+    cpu_s = family_cpu_s() - began
     ray.shutdown()
     return {"per_s": count / seconds, "cpu_s_per_1k": 1e3 * cpu_s / count}
+
+
+def family_cpu_s() -> float:
+    """CPU seconds of this process and all that descend from it."""
+    parents: dict[int, int] = {}
+    ticks: dict[int, int] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it has just ended
+        parents[int(path.parent.name)] = int(fields[1])
+        ticks[int(path.parent.name)] = int(fields[11]) + int(fields[12])
+    family, new = {os.getpid()}, {os.getpid()}
+    while new:
+        new = {pid for pid, parent in parents.items() if parent in new}
+        family |= new
+    return sum(ticks.get(pid, 0) for pid in family) / CLOCK_TICKS
 
 
 def measure_all(seconds: float, *, with_ray: bool) -> Iterator[tuple[str, dict[str, float]]]:
@@ -222,7 +269,8 @@ def measure_all(seconds: float, *, with_ray: bool) -> Iterator[tuple[str, dict[s
         print("redis-server is missing: apt-get install redis-server")
     else:
         try:
-            yield REDIS, measure_redis(seconds)
+            for kind in CODECS:
+                yield kind, measure_redis(kind, seconds)
         except ImportError:
             print("the client of Redis is missing: pip install redis")
     if with_ray:

@@ -53,16 +53,20 @@ class Report:
                 f"{_text(goal['goal'])}: {verdict}"
             )
         if file is not None:
-            content = {
-                "benchmark": self.benchmark,
-                "date": time.strftime("%Y-%m-%d"),
-                "hardware": hardware(),
-                "rows": self.rows,
-                "goals": self.goals,
-            }
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            self.write(file)
         return all(goal["met"] for goal in self.goals)
+
+    def write(self, file: Path) -> None:
+        """Write what there is so far."""
+        content = {
+            "benchmark": self.benchmark,
+            "date": time.strftime("%Y-%m-%d"),
+            "hardware": hardware(),
+            "rows": self.rows,
+            "goals": self.goals,
+        }
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def hardware() -> str:

@@ -6,6 +6,7 @@ cost is small and the same for any number of them.
 
 from __future__ import annotations
 
+import random
 import time
 import uuid
 from collections import Counter, deque
@@ -36,21 +37,23 @@ from umbra.proto.records import SampleTask, Trajectory, VersionSpan, pack_float3
 
 PROMPT_TOKENS = 200
 RESPONSE_TOKENS = 1000
-RESEND_S = 1.0
+VOCABULARY = range(32_000)
+RESEND_S = 3.0
 BEAT_S = 2.0
 
 
 def template() -> Trajectory:
     """9 KB: 200 prompt tokens, 1,000 response tokens with logprobs and version spans."""
+    dice = random.Random(0)
     return Trajectory(
         sample_id="",
         group_id="",
         prompt_id="",
         attempt=0,
-        prompt_ids=pack_int32(range(PROMPT_TOKENS)),
-        response_ids=pack_int32(range(RESPONSE_TOKENS)),
+        prompt_ids=pack_int32(dice.choices(VOCABULARY, k=PROMPT_TOKENS)),
+        response_ids=pack_int32(dice.choices(VOCABULARY, k=RESPONSE_TOKENS)),
         loss_mask=b"\1" * RESPONSE_TOKENS,
-        logprobs=pack_float32([-0.25] * RESPONSE_TOKENS),
+        logprobs=pack_float32([-dice.expovariate(2.0) for _ in range(RESPONSE_TOKENS)]),
         spans=[VersionSpan(version=0, start=0, end=RESPONSE_TOKENS)],
         finish_reason="stop",
         reward=0.5,
@@ -161,7 +164,7 @@ class Producer:
         *,
         capacity: int = 64,
         per_submit: int = 16,
-        window: int = 4,
+        window: int = 8,
         rate: float = 0.0,
     ) -> None:
         self.acked = 0

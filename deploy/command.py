@@ -20,6 +20,7 @@ from umbra.proto.errors import EXIT_DONE
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config_loader import as_dict, load_config
 from umbra.services.runtime.feasibility import implied_staleness
+from umbra.services.runtime.objective_rules import implied
 
 run_file_argument = click.argument("run_file", type=click.Path(path_type=Path))
 set_option = click.option(
@@ -124,6 +125,7 @@ def check(run_file: Path, overrides: tuple[str, ...]) -> int:
     click.echo(f"model:     {run.model.path}")
     click.echo(f"prompts:   {run.data.prompts}")
     click.echo(f"batch:     {run.buffer.batch_groups} groups of {run.buffer.group_size} = {batch}")
+    click.echo(f"objective: {run.trainer.objective}{_changes(run)}")
     click.echo(
         f"staleness: {implied_staleness(run).describe()} (max_staleness "
         f"{run.buffer.max_staleness}, run_ahead {run.buffer.run_ahead}, minibatches "
@@ -132,12 +134,27 @@ def check(run_file: Path, overrides: tuple[str, ...]) -> int:
     return EXIT_DONE
 
 
+def _changes(run: RunConfig) -> str:
+    chosen = ", ".join(f"{key} = {value}" for key, value in run.trainer.chosen.items())
+    return f" with {chosen}" if chosen else ""
+
+
 @config.command()
 @run_file_argument
 @set_option
 @click.option("--json", "as_json", is_flag=True, help="As JSON instead of TOML.")
 def show(run_file: Path, overrides: tuple[str, ...], as_json: bool) -> int:
-    """Print RUN_FILE as it is understood: defaults, environment and overrides included."""
-    tree = as_dict(load_config(run_file, overrides=overrides))
-    click.echo(json.dumps(tree, indent=2) if as_json else to_toml(tree), nl=as_json)
+    """Print RUN_FILE as it is understood: defaults, environment and overrides included.
+
+    What trainer.objective stands for is in comments (in JSON: filled in), so that a file made from
+    this can still be given another objective by name.
+    """
+    run = load_config(run_file, overrides=overrides)
+    tree, pieces = as_dict(run), implied(run)
+    if as_json:
+        tree["trainer"] |= pieces
+        click.echo(json.dumps(tree, indent=2))
+    else:
+        heading = f"objective {run.trainer.objective} means"
+        click.echo(to_toml(tree, {"trainer": (heading, pieces)}), nl=False)
     return EXIT_DONE

@@ -6,13 +6,13 @@ A process of its own, because it runs the user's code: that may hang, or pull in
 from __future__ import annotations
 
 import asyncio
-import inspect
 import sys
 from pathlib import Path
 from typing import Any
 
 from umbra.proto.errors import UmbraError, UsageError
-from umbra.services.modeling.environments import Environment, load_environment
+from umbra.services.environments.loading import load_environment
+from umbra.services.environments.plays import Plays
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config_loader import load_config
 from umbra.services.runtime.jsonl import read_jsonl
@@ -27,27 +27,14 @@ def check_environment(config: RunConfig, row: dict[str, Any]) -> None:
     Raises:
         UsageError: the environment cannot be loaded, or fails on that response.
     """
-    environment = load_environment(config.environment)()
-    what = config.environment.reward or config.environment.kind
-    key = "environment.reward" if config.environment.kind == "reward" else "environment.kind"
+    make = load_environment(config.environment)
+    kind = config.environment.kind
+    what = config.environment.reward if kind == "reward" else kind
+    key = "environment.reward" if kind == "reward" else "environment.kind"
     try:
-        asyncio.run(_try(environment, row))
+        asyncio.run(Plays(make, what).play("first", row, [""]))
     except UmbraError as error:
-        raise UsageError(f"{key}: {error}") from error
-    except Exception as error:
-        raise UsageError(
-            f"{key}: {what} raised {type(error).__name__} on an empty response to the "
-            f"first prompt: {error}"
-        ) from error
-
-
-async def _try(environment: Environment, row: dict[str, Any]) -> None:
-    opened = environment.reset(row)
-    if inspect.isawaitable(opened):
-        await opened
-    answer = environment.step("")
-    if inspect.isawaitable(answer):
-        await answer
+        raise UsageError(f"{key}: an empty response to the first prompt failed: {error}") from error
 
 
 def main(path: str) -> int:

@@ -7,7 +7,8 @@ from pathlib import Path
 import msgspec
 
 from umbra.proto.errors import UsageError
-from umbra.services.buffer.sources import DATASETS, open_prompts, read_source
+from umbra.services.buffer.readers import DATASETS, read_source
+from umbra.services.buffer.sources import open_prompts
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.feasibility import check_feasible
 from umbra.services.runtime.model_dir import check_model_dir

@@ -140,7 +140,8 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
                 "ledger",
                 f"{ledger['issued']} issued = {ledger['trained']} trained"
                 + (f" + {ended}" if ended else "")
-                + f", {balance}",
+                + f", {balance}"
+                + (f"; replayed {ledger['replayed']} times" if ledger.get("replayed") else ""),
             )
         )
     if both := summary["overlap"]:

@@ -7,12 +7,22 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def to_toml(tree: Mapping[str, Mapping[str, Any]]) -> str:
-    """A tree of sections as TOML text."""
+def to_toml(
+    tree: Mapping[str, Mapping[str, Any]],
+    remarks: Mapping[str, tuple[str, Mapping[str, Any]]] | None = None,
+) -> str:
+    """A tree of sections as TOML text; keys without a value (None) are left out.
+
+    `remarks` are comments at the end of a section: a heading, and keys with their values.
+    """
     sections = []
     for section, values in tree.items():
         lines = [f"[{section}]"]
-        lines += [f"{key} = {_value(value)}" for key, value in values.items()]
+        lines += [f"{key} = {_value(v)}" for key, v in values.items() if v is not None]
+        if remarks and section in remarks:
+            heading, implied = remarks[section]
+            lines.append(f"# {heading}:")
+            lines += [f"# {key} = {_value(value)}" for key, value in implied.items()]
         sections.append("\n".join(lines) + "\n")
     return "\n".join(sections)
 

@@ -9,16 +9,19 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import cache
+from typing import Any, TypeVar, cast
 
 import msgpack
 import msgspec
+import msgspec.inspect
 
 from umbra.proto.errors import LimitError, WireError
 from umbra.proto.messages import TYPES, Header, Message, Nack
 from umbra.proto.version import PROTOCOL_MAJOR, PROTOCOL_MINOR
 
 REASON_CHARS = 200  # of a refusal; enough to recognise what was sent
+S = TypeVar("S", bound=msgspec.Struct)
 _PLACE = re.compile(r"(.*) - at `(?:key` in `)?\$\.?([^`]*)`", re.DOTALL)
 _OVER_LIMIT = re.compile(r"\d+ exceeds max_(?:bin|str|array|map)_len\(\d+\)")
 
@@ -31,7 +34,12 @@ class Limits:
     frame_bytes: int = 256 << 20
     bin_bytes: int = 64 << 20
     str_bytes: int = 16 << 20
-    items: int = 1 << 20
+    items: int = 16 << 20
+
+    @property
+    def safe_bytes(self) -> int:
+        """In a frame of so many bytes no limit can be passed."""
+        return min(self.frame_bytes, self.bin_bytes, self.str_bytes, self.items)
 
 
 DEFAULT_LIMITS = Limits()
@@ -88,11 +96,20 @@ def decode(
         WireError: not a message of this protocol; `path` and `code` tell what is wrong.
         LimitError: above `limits`.
     """
-    header = decode_header(frames, limits)
+    return decode_body(decode_header(frames, limits), frames, limits, raw)
+
+
+def decode_body(
+    header: Header,
+    frames: Sequence[bytes],
+    limits: Limits = DEFAULT_LIMITS,
+    raw: Sequence[bytes | memoryview] = (),
+) -> Envelope:
+    """The rest of `decode`, for those who look at the header first."""
     cls = TYPES.get(header.type)
     if cls is None:
         raise WireError(f"unknown message type {header.type!r}", path="type", code="unknown_type")
-    body = _convert(_unpack(frames[1], limits), cls)
+    body = _decode_frame(frames[1], cls, limits)
     raw = (*frames[2:], *raw)
     if len(raw) != body.raw_frames():
         raise WireError(
@@ -109,9 +126,12 @@ def decode_header(frames: Sequence[bytes], limits: Limits = DEFAULT_LIMITS) -> H
         raise WireError(f"expected at least 2 frames, got {len(frames)}", code="frames")
     if len(frames[0]) > limits.header_bytes:
         raise LimitError(f"header of {len(frames[0])} bytes, at most {limits.header_bytes}")
-    data = _unpack(frames[0], limits)
-    _check_major(data)
-    return _convert(data, Header)
+    header = _decode_plain(frames[0], Header, limits)
+    if header is None or header.major != PROTOCOL_MAJOR:
+        data = _unpack(frames[0], limits)
+        _check_major(data)
+        header = _convert(data, Header)
+    return header
 
 
 def nack(error: WireError) -> Nack:
@@ -148,6 +168,33 @@ def _check_major(header: Any) -> None:
     )
 
 
+def _decode_frame(frame: bytes, cls: type[S], limits: Limits) -> S:
+    found = _decode_plain(frame, cls, limits)
+    return _convert(_unpack(frame, limits), cls) if found is None else found
+
+
+def _decode_plain(frame: bytes, cls: type[S], limits: Limits) -> S | None:
+    """A `cls` straight from its bytes, several times faster; None if only the longer way will do.
+
+    In a short frame no length can be above its limit. What is wrong with a bad one is not told.
+    """
+    decoder = _plain_decoder(cls)
+    if decoder is None or len(frame) > limits.safe_bytes:
+        return None
+    try:
+        return decoder.decode(frame)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return None
+
+
+@cache
+def _plain_decoder(cls: type[S]) -> msgspec.msgpack.Decoder[S] | None:
+    """None if `cls` has values of any type: extensions, for one, are to be refused in them."""
+    if "AnyType" in repr(msgspec.inspect.type_info(cls)):
+        return None
+    return msgspec.msgpack.Decoder(cls)
+
+
 def _unpack(frame: bytes, limits: Limits) -> Any:
     if len(frame) > limits.frame_bytes:
         raise LimitError(f"frame of {len(frame)} bytes, at most {limits.frame_bytes}")
@@ -175,7 +222,7 @@ def _refuse_extension(code: int, _data: bytes) -> Any:
     raise ValueError(f"extension type {code}")
 
 
-def _convert(data: Any, cls: type[Any]) -> Any:
+def _convert(data: Any, cls: type[S]) -> S:
     try:
         return msgspec.convert(data, cls, builtin_types=(bytes,))
     except msgspec.ValidationError as error:

@@ -205,6 +205,7 @@ class SampleLeases(Message, frozen=True, kw_only=True):
     """Samples to generate; empty when there was no work within `wait_s`."""
 
     tasks: list[SampleTask]
+    more_pinned: bool = False  # keep to your version: more samples pinned to it wait for you
 
 
 class SubmitTrajectories(Message, frozen=True, kw_only=True):

@@ -74,12 +74,12 @@ class Trajectory(Record, frozen=True, kw_only=True):
     @property
     def oldest_version(self) -> int:
         """Policy version of the oldest token; staleness is measured from it."""
-        return min(span.version for span in self.spans)
+        return min([span.version for span in self.spans])
 
     @property
     def newest_version(self) -> int:
         """Policy version of the newest token."""
-        return max(span.version for span in self.spans)
+        return max([span.version for span in self.spans])
 
 
 class SampleTask(Record, frozen=True, kw_only=True):
@@ -163,6 +163,34 @@ class Piece(Record, frozen=True, kw_only=True):
     offset: int = 0
 
 
+class GpuFacts(Record, frozen=True, kw_only=True):
+    """What must agree before two processes enter NCCL together, and which GPU this one has.
+
+    `environment` is a digest of `variables`: those NCCL_* that decide how ranks talk to each other.
+    """
+
+    nccl: int  # version code of the library that is loaded, 0 where there is none
+    cuda_major: int
+    environment: str
+    variables: dict[str, str] = {}
+    device: str = ""  # UUID of the GPU, hex
+
+
+class NcclRound(Record, frozen=True, kw_only=True):
+    """One broadcast over plane `nccl`, as one rank takes part in it; the hub is rank 0 and sends.
+
+    A communicator is named by `epoch` and made with `uid`, which serves once. A rank that is not in
+    it yet enters it first.
+    """
+
+    epoch: int
+    uid: bytes
+    rank: int
+    size: int
+    chunk_bytes: int
+    deadline_s: float  # for entering, and for each chunk
+
+
 class HeldVersion(Record, frozen=True, kw_only=True):
     """A version that the hub holds, in the arena or in a file of its own."""
 
@@ -179,6 +207,7 @@ class Ledger(Record, frozen=True, kw_only=True):
     trained: int = 0
     ended: dict[str, int] = {}  # by reason: stale, filtered, failed, cancelled
     in_flight: dict[str, int] = {}  # by state: queued, generating, scoring, ready, training
+    replayed: int = 0  # times that trained samples were trained on once more
 
     @property
     def balance(self) -> int:

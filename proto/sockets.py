@@ -1,8 +1,10 @@
 """ZeroMQ sockets, every option in this one place.
 
 HWM bounds memory per peer; LINGER is bounded so that no process hangs at exit; heartbeats find dead
-TCP peers; ROUTER_MANDATORY turns a send to an unknown peer into an error instead of a silent drop;
-ROUTER_HANDOVER lets a restarted peer take over its identity.
+TCP peers: the connecting side sends them, with a time to live for the binding one, so that a server
+of a thousand connections answers and need not ask as well; ROUTER_MANDATORY turns a send to an
+unknown peer into an error instead of a silent drop; ROUTER_HANDOVER lets a restarted peer take over
+its identity.
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ from umbra.proto.codec import DEFAULT_LIMITS
 from umbra.proto.errors import StartupError
 
 LINGER_MS = 1_000
-HEARTBEAT_INTERVAL_MS = 2_000
+HEARTBEAT_INTERVAL_MS = 4_000
 HEARTBEAT_TIMEOUT_MS = 10_000
 HWM_MESSAGES = 1_000
+ROUTER_RECEIVE_HWM = 2  # of each peer: a server of many must not take in what it cannot work on yet
 TELEMETRY_HWM_MESSAGES = 10_000
 RECONNECT_MS = 50
+BINDING = (zmq.ROUTER, zmq.XSUB, zmq.XPUB)
 RECONNECT_MAX_MS = 1_000
 
 
@@ -31,6 +35,7 @@ def router(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> tuple[zmq.
         StartupError: the address is taken or not ours.
     """
     socket = _socket(context, zmq.ROUTER)
+    socket.set(zmq.RCVHWM, ROUTER_RECEIVE_HWM)
     socket.set(zmq.ROUTER_MANDATORY, 1)
     socket.set(zmq.ROUTER_HANDOVER, 1)
     return socket, _bind(socket, endpoint)
@@ -47,8 +52,23 @@ def dealer(
     socket = _socket(context, zmq.DEALER)
     socket.set(zmq.IDENTITY, identity)
     if endpoint:
-        _connect(socket, endpoint)
+        connect(socket, endpoint)
     return socket
+
+
+def connect(socket: zmq.Socket[bytes], endpoint: str) -> None:
+    """Connect to `endpoint`; whether somebody listens there shows later.
+
+    Raises:
+        StartupError: it is no address. The socket is closed then.
+    """
+    try:
+        socket.connect(endpoint)
+    except zmq.ZMQError as error:
+        socket.close(linger=0)
+        raise StartupError(
+            f"cannot connect to {endpoint!r}: {error}; write it as tcp://host:port"
+        ) from error
 
 
 def publisher(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
@@ -58,7 +78,7 @@ def publisher(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Soc
         StartupError: `endpoint` is no address.
     """
     socket = _socket(context, zmq.PUB, TELEMETRY_HWM_MESSAGES)
-    _connect(socket, endpoint)
+    connect(socket, endpoint)
     return socket
 
 
@@ -73,7 +93,7 @@ def subscriber(
     socket = _socket(context, zmq.SUB, TELEMETRY_HWM_MESSAGES)
     for topic in topics:
         socket.set(zmq.SUBSCRIBE, topic)
-    _connect(socket, endpoint)
+    connect(socket, endpoint)
     return socket
 
 
@@ -115,8 +135,10 @@ def _socket(
     socket.set(zmq.SNDHWM, hwm)
     socket.set(zmq.RCVHWM, hwm)
     socket.set(zmq.MAXMSGSIZE, DEFAULT_LIMITS.frame_bytes)
-    socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
-    socket.set(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+    if kind not in BINDING:
+        socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
+        socket.set(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        socket.set(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
     socket.set(zmq.RECONNECT_IVL, RECONNECT_MS)
     socket.set(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
     return socket
@@ -135,13 +157,3 @@ def _bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
             f"cannot bind {endpoint!r}: {error}; write it as tcp://address-of-this-host:port"
         ) from error
     return socket.get_string(zmq.LAST_ENDPOINT)
-
-
-def _connect(socket: zmq.Socket[bytes], endpoint: str) -> None:
-    try:
-        socket.connect(endpoint)
-    except zmq.ZMQError as error:
-        socket.close(linger=0)
-        raise StartupError(
-            f"cannot connect to {endpoint!r}: {error}; write it as tcp://host:port"
-        ) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from umbra.proto.base import Message
-from umbra.proto.records import HeldVersion, Manifest, Piece
+from umbra.proto.records import GpuFacts, HeldVersion, Manifest, NcclRound, Piece
 
 # -- weights socket (hub: ROUTER) ---------------------------------------------------------------
 
@@ -60,6 +60,7 @@ class Subscribe(Message, frozen=True, kw_only=True):
     buckets: str = ""  # endpoint of its buckets socket
     avoid: str = ""  # endpoint of a relay that did not answer
     streamed: bool = False  # it stages nothing: its slot must stay until Committed
+    gpu: GpuFacts | None = None  # for planes "nccl" and "cuda_ipc"
 
 
 class Subscribed(Message, frozen=True, kw_only=True):
@@ -76,14 +77,17 @@ class Subscribed(Message, frozen=True, kw_only=True):
 class Prepare(Message, frozen=True, kw_only=True):
     """To a receiver, unasked: stage `version`, verify it, answer with Ready.
 
-    It lies in `slot` of the arena, or is fetched bucket by bucket from `source`.
+    It lies in `slot` of the arena, in `slot` of the hub's device memory that `memory` is a handle
+    of, is broadcast in `round`, or is fetched bucket by bucket from `source`.
     """
 
     epoch: int
     version: int
     slot: int
     checksums: list[int]
-    source: str = ""  # a buckets endpoint, for plane "tcp"
+    source: str = ""  # a buckets endpoint, for planes "tcp" and "nccl"
+    round: NcclRound | None = None  # for plane "nccl", unless it is to be fetched
+    memory: bytes | None = None  # a CUDA IPC handle, for plane "cuda_ipc"
 
 
 class Ready(Message, frozen=True, kw_only=True):

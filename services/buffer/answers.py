@@ -8,12 +8,10 @@ from collections import Counter
 from umbra.proto.messages import ReturnedSample
 from umbra.proto.records import Trajectory
 from umbra.services.buffer.batches import Batches
+from umbra.services.buffer.reasons import count_reason
 from umbra.services.buffer.samples import Pool, Sample, State
 from umbra.services.buffer.staleness import StalenessPolicy
 from umbra.services.buffer.trajectories import find_fault
-
-REASONS_KEPT = 50  # distinct reasons of failure that are counted by name; others share one count
-REASON_CHARS = 100
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +30,6 @@ class Answers:
         self._batches = batches
         self._policy = policy
         self._counters = counters
-        self._reasons: set[str] = set()
 
     def submit(self, trajectory: Trajectory, sender: str, now: float) -> str | None:
         """Take the complete `trajectory`; the reason if it is refused.
@@ -146,11 +143,5 @@ class Answers:
     def _count_failure(self, sample: Sample, reason: str, sender: str) -> None:
         """Count by reason; each is logged once, with the sample that had it first."""
         self._counters["environment_failures"] += 1
-        short = reason[:REASON_CHARS] or "no reason given"
-        if short not in self._reasons:
-            if len(self._reasons) >= REASONS_KEPT:
-                short = "other reasons"
-            self._reasons.add(short)
-            if not self._counters[f"failed: {short}"]:
-                log.warning("%s failed at %s: %s", sample.sample_id, sender, reason)
-        self._counters[f"failed: {short}"] += 1
+        if count_reason(self._counters, reason):
+            log.warning("%s failed at %s: %s", sample.sample_id, sender, reason)

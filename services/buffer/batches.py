@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from umbra.services.buffer.archive import Archive, Batch
 from umbra.services.buffer.groups import Group, Sample, State
+from umbra.services.buffer.replays import Replays
 from umbra.services.buffer.samples import Pool
 from umbra.services.buffer.sampling import BatchRules
 from umbra.services.buffer.staleness import StalenessPolicy, StalenessStats
@@ -18,6 +19,7 @@ class Batches:
         rules: of putting a batch together.
         restart_stale: what is too old is generated anew, instead of ending with its group.
         archive: keeps batches.
+        replays: what may be trained on again.
     """
 
     def __init__(
@@ -26,6 +28,7 @@ class Batches:
         policy: StalenessPolicy,
         rules: BatchRules,
         archive: Archive,
+        replays: Replays,
         *,
         restart_stale: bool = False,
     ) -> None:
@@ -36,6 +39,7 @@ class Batches:
         self.trained = StalenessStats()
         self.last = StalenessStats()  # of the newest committed batch
         self.archive = archive
+        self.replays = replays
         self._pool = pool
         self._policy = policy
         self._rules = rules
@@ -59,16 +63,18 @@ class Batches:
     def form(self, now: float) -> Batch | None:
         """The batch of the next step, formed if there was none; None while groups are missing."""
         if self.leased is None:
-            groups = self._rules.choose(self._pool, self._policy, self.version)
-            if groups is None:
+            chosen = self._rules.choose(self._pool, self._policy, self.replays, self.version)
+            if chosen is None:
                 return None
+            groups = [group for group in chosen if not group.steps]
             self._pool.start_training(groups)
             staleness = StalenessStats()
-            for group in groups:
+            for group in chosen:
                 for sample in group.samples:
                     assert sample.oldest is not None
                     staleness.add(sample.oldest, sample.newest, self.version)
-            batch = Batch(self.next_step, groups, staleness, now)
+            again = [group for group in chosen if group.steps]
+            batch = Batch(self.next_step, groups, staleness, now, again)
             self.formed[batch.step] = batch
             self.archive.form(batch)
         return self.leased
@@ -81,12 +87,16 @@ class Batches:
         """
         batch = self.formed.pop(self.next_step)
         self.archive.close(batch)
-        self._pool.finish_training(batch.groups, keep=self.archive.is_kept)
+        keep = self.archive.is_kept or self.replays.enabled
+        self._pool.finish_training(batch.groups, keep=keep)
+        self._pool.ledger.replayed += sum(len(group.samples) for group in batch.replays)
+        self.replays.used(batch.all_groups, batch.step)
         self.version = batch.step
         self.newest = max(self.newest, self.version)
         self.trained.merge(batch.staleness)
         self.last = batch.staleness
         self._sweep()
+        self._retire()
         return batch
 
     def can_rewind(self, step: int) -> bool:
@@ -99,12 +109,34 @@ class Batches:
 
         `can_rewind` must hold. What was formed since then waits for its turn.
         """
+        alive: dict[str, Group] = {}
         for lost in range(step, self.version + 1):
-            batch = self.archive.reopen(lost, now)
+            batch = self.archive.reopen(lost, now, alive)
             self.formed[lost] = batch
+            alive |= {group.group_id: group for group in batch.all_groups}
             self._pool.reopen_training(batch.groups)
+            self._pool.ledger.replayed -= sum(len(group.samples) for group in batch.replays)
             self.trained.remove(batch.staleness)
+        for group in alive.values():
+            self.replays.take_up(group, step)
         self.version = step - 1
+
+    def restore(self, live: dict[str, Group], trajectories: set[str], now: float) -> list[str]:
+        """Read back the batches, those to come of `live` groups; what a repair has taken of them.
+
+        Args:
+            live: by id; those that turn out to be trained already are taken out.
+            trajectories: samples that there is one of.
+        """
+        mended = self.replays.load(trajectories)
+        batches, more = self.archive.load(live, trajectories, now)
+        self.formed = {batch.step: batch for batch in batches}
+        while self.archive.steps and self.version < self.archive.steps[-1]:
+            self.version += 1  # the newest counts were lost with a damaged part of the store
+            self.newest = max(self.newest, self.version)
+            self._pool.ledger.trained += self.archive.count_new(self.version)
+            more.append(f"step {self.version} is committed, though the counts of it are gone")
+        return mended + more
 
     def cover(self, step: int) -> None:
         """The trainer has saved a checkpoint after `step`: earlier batches need not be kept."""
@@ -133,6 +165,16 @@ class Batches:
             return []
         late = self._rules.last_chance(self._pool, self._policy, self.version)
         return [group for group in late if not group.completed]
+
+    def _retire(self) -> None:
+        """Let go of the groups that no batch can take once more."""
+        if not self.replays.enabled:
+            return
+        formed = {group.group_id for batch in self.formed.values() for group in batch.replays}
+        for group in self.replays.retire(self.version, formed):
+            if not self.archive.needs(group):
+                for sample in group.samples:
+                    self._pool.shelf.drop(sample.sample_id)
 
     def _sweep(self) -> None:
         """Drop what has become too old; partials are judged when leased again."""

@@ -44,13 +44,13 @@ from umbra.proto.messages import (
 )
 from umbra.services.buffer.effects import Effect, Outbox
 from umbra.services.buffer.membership import Membership, Peer
-from umbra.services.buffer.prompts import Prompt
+from umbra.services.buffer.prompts import Prompt, Prompts
 from umbra.services.buffer.recovery import Recovery
 from umbra.services.buffer.report import Report
 from umbra.services.buffer.roles import ROLES
 from umbra.services.buffer.room import Room
 from umbra.services.buffer.store import Store
-from umbra.services.buffer.works import Prompts, Works
+from umbra.services.buffer.works import Works
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.server import Request
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from umbra.services.runtime.command import ServiceContext, service_command
+import click
+
+from umbra.services.runtime.command import Alternative, ServiceContext, service_command
 
 
 def _run(context: ServiceContext) -> int:
@@ -11,4 +13,19 @@ def _run(context: ServiceContext) -> int:
     return serve(context)
 
 
-command = service_command("buffer", _run)
+def _repair(context: ServiceContext) -> int:
+    from umbra.services.buffer.repair import repair
+    from umbra.services.buffer.service import store_directory
+
+    for line in repair(store_directory(context)).tell():
+        click.echo(line)
+    return 0
+
+
+command = service_command(
+    "buffer",
+    _run,
+    alternative=Alternative(
+        "repair", "Mend a damaged store, say exactly what is dropped, and end.", _repair
+    ),
+)

@@ -1,9 +1,16 @@
 """Evaluations within a run: samples of held-out prompts, all tokens of them of one policy version.
 
-They have a pool and a ledger of their own, and go before training samples. In mode "pause" nothing
-else is handed out until an evaluation is done, so the version stays; in mode "concurrent" training
-goes on, and samples that no generator can make any more, because all serve newer weights, end as
-`superseded`.
+They have a pool and a ledger of their own, and go before training samples. An evaluation is due
+every `eval.every` versions. It is pinned to the version of the first generator that asks for work
+and serves at least that: just the one that is due in mode "pause", in which nothing else is handed
+out until it is done, so that the version stays; in mode "concurrent" it may be a later one, if no
+generator happened to load the one that is due.
+
+In mode "concurrent" the trainer goes on, and a generator puts newer weights off while it has pinned
+samples, or is told that more of them wait for it: the trainer never waits, the hub skips what was
+overtaken meanwhile, and `eval.timeout_s` is the bound. Should every generator serve newer weights
+nevertheless (the one with the samples has died, say), the evaluation begins again, pinned anew. So
+it ends with all its samples, or as overdue, and never with a part because training was faster.
 """
 
 from __future__ import annotations
@@ -11,7 +18,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import msgspec
@@ -23,6 +30,7 @@ from umbra.services.buffer.answers import Answers
 from umbra.services.buffer.batches import Batches
 from umbra.services.buffer.effects import Outbox
 from umbra.services.buffer.groups import Sample, State
+from umbra.services.buffer.journal import Journal
 from umbra.services.buffer.membership import Membership
 from umbra.services.buffer.prompts import Prompt
 from umbra.services.buffer.samples import Pool
@@ -37,9 +45,15 @@ log = logging.getLogger(__name__)
 class _Open:
     """The evaluation under way."""
 
-    version: int
-    begun_at: float
-    samples: list[Sample]
+    due: int  # version from which on it may be pinned
+    size: int
+    ended_before: dict[str, int]  # of the pool's ledger when it began
+    pinned: int = -1  # version of all its tokens; -1 = not known yet
+
+    @property
+    def version(self) -> int:
+        """The version that it is of, as far as that is known."""
+        return max(self.due, self.pinned)
 
 
 class EvalAnswers(Answers):
@@ -61,6 +75,7 @@ class Evals:
 
     Args:
         pool: of eval samples alone.
+        journal: keeps the pool.
         config: `[eval]`.
         prompts: held-out ones; empty if there are no evaluations.
         members: tells which generators there are.
@@ -69,6 +84,7 @@ class Evals:
     def __init__(
         self,
         pool: Pool,
+        journal: Journal,
         config: Eval,
         prompts: Sequence[Prompt],
         batches: Batches,
@@ -76,6 +92,7 @@ class Evals:
         outbox: Outbox,
     ) -> None:
         self.pool = pool
+        self.journal = journal
         self.reports: list[EvalReport] = []
         self.done = -1  # newest version whose evaluation is over
         self._config = config
@@ -84,6 +101,7 @@ class Evals:
         self._members = members
         self._outbox = outbox
         self._open: _Open | None = None
+        self._begun_at = 0.0
         self._serving: dict[str, int] = {}  # version that each generator serves
 
     @property
@@ -103,7 +121,7 @@ class Evals:
     def advance(self, now: float) -> None:
         """Begin what is due at the version reached, and end what is over; called at every event."""
         version, every = self._batches.version, self._config.every
-        if self._open is not None and self._open.version > version:
+        if self._open is not None and self._open.due > version:
             self._end_all("cancelled")  # the trainer starts again before that version
             self._open = None
             self.pool.openings += 1
@@ -111,35 +129,45 @@ class Evals:
             self._begin(version, now)
         if self._open is not None:
             self._cut(self._open, now)
-            if all(s.state in (State.READY, State.OVER) for s in self._open.samples):
+            groups = self.pool.groups.values()
+            if all(group.samples[0].state is State.READY for group in groups):
                 self._finish(self._open, now)
 
     def take(self, holder: str, version: int, capacity: int, now: float) -> list[SampleTask]:
         """Up to `capacity` samples for a generator that serves `version`."""
         self._serving[holder] = version
         tasks: list[SampleTask] = []
-        while self._open and version == self._open.version and len(tasks) < capacity:
+        while self._is_for(version) and len(tasks) < capacity:
             sample = self.pool.next_queued()
             if sample is None:
                 break
-            task = self.pool.lease(sample, holder, version, now)
-            tasks.append(replace(task, pinned_version=version))
+            self._pin(version)
+            self.pool.lease(sample, holder, version, now)
+            tasks.append(self.task(sample))
         return tasks
+
+    def task(self, sample: Sample) -> SampleTask:
+        """What the holder of `sample` gets."""
+        return replace(self.pool.task(sample), pinned_version=sample.group.due)
+
+    def waits_for(self, version: int) -> bool:
+        """Whether samples wait for a generator that serves `version`, which should keep to it."""
+        return self._is_for(version) and self.pool.next_queued() is not None
 
     def stuck(self, now: float, stall_s: float) -> list[Stuck]:
         """The evaluation, if it takes long."""
-        if self._open is None or now - self._open.begun_at <= stall_s:
+        if self._open is None or now - self._begun_at <= stall_s:
             return []
         report = self._report(self._open)
         missing = report.samples - report.answered - sum(report.ended.values())
         what = f"evaluation of version {report.version}: {missing} samples are missing"
         holders = sorted(self.pool.held) or ["nobody"]
-        left_s = self._config.timeout_s - (now - self._open.begun_at)
+        left_s = self._config.timeout_s - (now - self._begun_at)
         return [
             Stuck(
                 what=what,
                 holder=", ".join(holders),
-                age_s=now - self._open.begun_at,
+                age_s=now - self._begun_at,
                 action=f"the rest ends as overdue in {max(left_s, 0):.0f} s",
             )
         ]
@@ -147,55 +175,97 @@ class Evals:
     def cancel(self) -> None:
         """The run is over before the evaluation is."""
         if self._open is not None:
+            report = self._report(self._open)
             self._end_all("cancelled")
-            self.reports.append(self._report(self._open))
+            missing = report.samples - report.answered - sum(report.ended.values())
+            ended = Counter(report.ended) + Counter(cancelled=missing)
+            self.reports.append(replace(report, ended=dict(ended)))
             self._open = None
 
     def record(self) -> dict[str, Any]:
-        """What a restarted buffer must know; an evaluation under way begins anew then."""
+        """What a restarted buffer must know, but for the samples themselves."""
+        ledger = self.pool.ledger
         return {
             "done": self.done,
             "next": [self.pool.next_group, self.pool.next_sample],
+            "issued": ledger.issued,
+            "ended": dict(ledger.ended),
+            "open": None if self._open is None else asdict(self._open),
             "reports": msgspec.to_builtins(self.reports),
         }
 
-    def restore(self, record: dict[str, Any]) -> None:
-        """Take over `record`."""
+    def restore(self, record: dict[str, Any], *, mend: bool, now: float) -> list[str]:
+        """Take over `record`, and the samples of the evaluation under way; what was mended.
+
+        Its time begins anew, as that of the leases does.
+        """
         self.done = record["done"]
         self.pool.next_group, self.pool.next_sample = record["next"]
+        self.pool.ledger.issued = record["issued"]
+        self.pool.ledger.ended.update(record["ended"])
         self.reports = msgspec.convert(record["reports"], list[EvalReport])
+        self._open = None if record["open"] is None else _Open(**record["open"])
+        self._begun_at = now
+        groups, mended = self.journal.load(mend=mend)
+        self.pool.restore(groups, now)
+        if mend and (missing := self.pool.ledger.snapshot().balance) > 0:
+            self.pool.ledger.ended["lost"] += missing
+        return mended
 
     # -- steps -------------------------------------------------------------------------------------
 
+    def _is_for(self, version: int) -> bool:
+        """Whether a generator that serves `version` may have samples of the evaluation."""
+        open_ = self._open
+        if open_ is None:
+            return False
+        return version == open_.pinned if open_.pinned >= 0 else version >= open_.due
+
     def _begin(self, version: int, now: float) -> None:
-        count = len(self._prompts)
-        samples = [
-            self.pool.issue(self._prompts[index % count], version).samples[0]
-            for index in range(self._config.run_samples)
-        ]
-        self._open = _Open(version, now, samples)
+        count, size = len(self._prompts), self._config.run_samples
+        for index in range(size):
+            self.pool.issue(self._prompts[index % count], version)
+        self._open = _Open(version, size, dict(self.pool.ledger.ended))
+        self._begun_at = now
         self.pool.openings += 1
-        log.info("evaluation of version %d begins: %d samples", version, len(samples))
+        log.info("evaluation of version %d begins: %d samples", version, size)
+
+    def _pin(self, version: int) -> None:
+        if self._open is not None and self._open.pinned != version:
+            self._open.pinned = version
+            for group in self.pool.groups.values():
+                group.due = version
+                self.pool.changed[group.group_id] = group
 
     def _cut(self, open_: _Open, now: float) -> None:
-        """End what will not come any more."""
-        if now - open_.begun_at >= self._config.timeout_s:
+        """End what takes too long; begin again what nobody can finish."""
+        if now - self._begun_at >= self._config.timeout_s:
             log.warning(
                 "the evaluation of version %d ends unfinished after eval.timeout_s = %g s",
                 open_.version, self._config.timeout_s,
             )  # fmt: skip
             self._end_all("overdue")
             return
+        if open_.pinned < 0 or self.pool.held or self.pool.next_queued() is None:
+            return
         names = [p.name for p in self._members.peers.values() if p.role == "generator"]
         serving = [self._serving.get(name, -1) for name in names]
-        if serving and min(serving) > open_.version and not self.pool.held:
-            self._end_all("superseded", State.QUEUED)
+        if serving and min(serving) > open_.pinned:
+            log.warning(
+                "the evaluation of version %d begins again: all generators serve newer weights",
+                open_.pinned,
+            )
+            self.pool.counters["evaluations_begun_again"] += 1
+            for group in self.pool.groups.values():
+                self.pool.again(group.samples[0])
+            open_.pinned = -1
+            self.pool.openings += 1
 
-    def _end_all(self, reason: str, state: State | None = None) -> None:
+    def _end_all(self, reason: str) -> None:
+        """End what is missing; in `_finish` and after `cancel` the rest is over as well."""
         for group in list(self.pool.groups.values()):
-            if group.samples[0].state is not State.READY and (
-                state is None or group.samples[0].state is state
-            ):
+            ready = group.samples[0].state is State.READY
+            if not ready or reason == "cancelled":
                 self.pool.end(group, reason)
 
     def _finish(self, open_: _Open, now: float) -> None:
@@ -216,22 +286,24 @@ class Evals:
             samples=report.samples,
             answered=report.answered,
             ended=report.ended,
-            seconds=now - open_.begun_at,
+            seconds=now - self._begun_at,
         )
 
     def _report(self, open_: _Open) -> EvalReport:
-        ready = [sample for sample in open_.samples if sample.state is State.READY]
-        over = Counter(
-            self.pool.over[sample.sample_id].end
-            for sample in open_.samples
-            if sample.state is State.OVER
-        )
+        ready = [
+            sample.reward
+            for group in self.pool.groups.values()
+            for sample in group.samples
+            if sample.state is State.READY
+        ]
+        over = Counter(self.pool.ledger.ended)
+        over.subtract(open_.ended_before)
         counted = len(ready) + over["failed"]
         return EvalReport(
             version=open_.version,
             done=False,
-            samples=len(open_.samples),
+            samples=open_.size,
             answered=len(ready),
-            ended=dict(over),
-            accuracy=sum(sample.reward for sample in ready) / max(counted, 1),
+            ended={reason: count for reason, count in over.items() if count},
+            accuracy=sum(ready) / max(counted, 1),
         )

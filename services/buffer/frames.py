@@ -4,26 +4,31 @@ A segment begins with its header, then come records, each of them
 
     magic 4s | checksum u64 | commit u64 | value bytes u32 | key bytes u16 | kind u8 | key | value
 
-little-endian; `checksum` (xxh3-64) covers everything behind it. `commit` numbers the group commits
-of a store; the last record of a group has the flag `END` in its kind. A group counts as a whole or
-not at all, and an answer goes out only after its group is on disk. So a group without its end at
-the very end of the newest segment was never acknowledged: it is a torn tail, which a crash leaves
-and which is cut off. A broken record that a later group follows is damage to what was promised.
+little-endian; `checksum` (xxh3-64) covers everything behind it. A deletion has no key of its own:
+its value is the MessagePack array of the deleted keys, as thousands go together. `commit` numbers
+the group commits of a store; the last record of a group has the flag `END` in its kind. A group
+counts as a whole or not at all, and an answer goes out only after its group is on disk. So a group
+without its end at the very end of the newest segment was never acknowledged: it is a torn tail,
+which a crash leaves and which is cut off. A broken record that a later group follows is damage to
+what was promised.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import msgspec
 from xxhash import xxh3_64_intdigest
 
-SCHEMA = 1  # of the records and of what the broker puts into them
+SCHEMA = 3  # of the records and of what the broker puts into them
 SEGMENT_MAGIC = b"UMBRASTO"
 RECORD_MAGIC = b"\xf5uR\xfa"
 DELETE, END = 1, 2
 
+_encode_keys = msgspec.msgpack.Encoder().encode
+_decode_keys = msgspec.msgpack.Decoder(list[str]).decode
 _SEGMENT = struct.Struct("<8sIQ")  # magic, schema, number of the segment
 _PREFIX = struct.Struct("<4sQ")
 _REST = struct.Struct("<QIHB")
@@ -35,13 +40,13 @@ MAX_VALUE_BYTES = (1 << 32) - 1
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A sound record: where it begins, what it says. `value` is None for a deletion."""
+    """A sound record: where it begins, what it says: a key and its value, or what is deleted."""
 
     offset: int
     end: int
     commit: int
     key: str
-    value: memoryview | None
+    deleted: list[str]
     is_last: bool  # of its group
 
 
@@ -71,14 +76,20 @@ def header_fault(data: memoryview, number: int) -> str:
     return "" if found == number else f"it says that it is segment {found}"
 
 
-def pack_record(commit: int, key: str, value: bytes | None, *, is_last: bool) -> bytes:
-    """One record; `value` None deletes the key."""
-    name = key.encode()
-    end = END if is_last else 0
-    if value is None:
-        body = _REST.pack(commit, 0, len(name), DELETE | end) + name
-    else:
-        body = b"".join((_REST.pack(commit, len(value), len(name), end), name, value))
+def pack_record(
+    commit: int, key: str, value: bytes | memoryview, *, is_last: bool = False
+) -> bytes:
+    """The record of one key and its value."""
+    return _pack(commit, key.encode(), value, END if is_last else 0)
+
+
+def pack_deletion(commit: int, keys: Sequence[str], *, is_last: bool = False) -> bytes:
+    """The record that deletes `keys`."""
+    return _pack(commit, b"", _encode_keys(keys), DELETE | (END if is_last else 0))
+
+
+def _pack(commit: int, name: bytes, value: bytes | memoryview, kind: int) -> bytes:
+    body = b"".join((_REST.pack(commit, len(value), len(name), kind), name, value))
     return _PREFIX.pack(RECORD_MAGIC, xxh3_64_intdigest(body)) + body
 
 
@@ -99,10 +110,10 @@ def parse(data: memoryview, offset: int) -> Entry | str:
     begin = offset + HEAD_BYTES
     try:
         key = str(data[begin : begin + key_bytes], "utf-8")
-    except UnicodeDecodeError:
+        deleted = _decode_keys(data[begin:end]) if kind & DELETE else []
+    except (UnicodeDecodeError, msgspec.DecodeError):
         return "the key is not text"
-    value = None if kind & DELETE else data[begin + key_bytes : end]
-    return Entry(offset, end, commit, key, value, bool(kind & END))
+    return Entry(offset, end, commit, key, deleted, bool(kind & END))
 
 
 def scan(data: memoryview) -> Iterator[Entry | Fault]:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Literal
 
-from umbra.services.buffer.prompts import Prompt
+from umbra.services.buffer.prompts import GroupEnd, Prompt
 from umbra.services.runtime.config import Buffer
 
 
@@ -47,6 +48,7 @@ class Sample:
     score_attempts: int = 0  # leases of it in this stage
     score_losses: int = 0  # of them, those that were lost or ended in an error
     reward: float = 0.0  # once it is ready
+    unscored_since: float = 0.0  # when it came to the scoring stage that it is in
 
     @property
     def oldest_possible(self) -> int | None:
@@ -67,12 +69,18 @@ class Group:
     ready: int = 0
     first_ready_at: float = 0.0
     completed: int = 0  # counts complete groups, so that their order is known; 0 = not complete
+    steps: list[int] = field(default_factory=list[int])  # committed batches that it was in
 
     @property
     def oldest(self) -> int | None:
         """A version that no token of the group is older than; None while there is none."""
         versions = [s.oldest_possible for s in self.samples]
         return min((version for version in versions if version is not None), default=None)
+
+    def end(self, reason: Literal["complete", "filtered", "failed"]) -> GroupEnd:
+        """What came of it, with the rewards that are known."""
+        rewards = [sample.reward for sample in self.samples if sample.state is State.READY]
+        return GroupEnd(self.prompt.prompt_id, reason, rewards)
 
     @property
     def is_level(self) -> bool:

@@ -9,12 +9,15 @@ fields as they are now. So nothing that a rule of the state machine does can be 
     g/<group>       fields of a live group          r/<group>  its prompt row
     s/<sample>      fields of a live sample         t/<sample> its trajectory (see `shelf`)
     b/<step>        a batch: formed, or committed and kept for a trainer that starts again
+    p/<group>       a group that was trained on and may be again
+    c/<name>        what came of a prompt; the order of an epoch that a curriculum made
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import MISSING, Field, fields
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -26,30 +29,36 @@ from umbra.services.buffer.store import Store, StoreError
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder().decode
+_REQUIRED = object()
 
 
 def _kept(cls: type[Any], *left_out: str) -> list[tuple[str, Any]]:
     """Names and defaults of the fields that are kept."""
 
     def default(field: Field[Any]) -> Any:
-        return object() if field.default is MISSING else field.default
+        if field.default_factory is not MISSING:
+            return field.default_factory()
+        return _REQUIRED if field.default is MISSING else field.default
 
     return [(f.name, default(f)) for f in fields(cls) if f.name not in left_out]
 
 
-_SAMPLE = _kept(Sample, "group", "leased_at", "deadline", "begun_at")
+_SAMPLE = _kept(Sample, "group", "leased_at", "deadline", "begun_at", "unscored_since")
+_sample_values = attrgetter(*(name for name, _ in _SAMPLE), "group.group_id")
+_SampleRecord = msgspec.defstruct(
+    "_SampleRecord",
+    [(name, Any) if default is _REQUIRED else (name, Any, default) for name, default in _SAMPLE]
+    + [("group", Any, "")],
+    omit_defaults=True,
+)
 _GROUP = _kept(Group, "prompt", "samples", "ready", "first_ready_at")
 
 _MADE = ("oldest", "state", "stage", "segments", "reward")  # fields that go with a trajectory
 
 
-def sample_record(sample: Sample) -> dict[str, Any]:
+def sample_record(sample: Sample) -> msgspec.Struct:
     """The plain fields of `sample` that differ from their defaults, and its group."""
-    record = {
-        name: value for name, default in _SAMPLE if (value := getattr(sample, name)) != default
-    }
-    record["group"] = sample.group.group_id
-    return record
+    return _SampleRecord(*_sample_values(sample))
 
 
 def group_record(group: Group) -> dict[str, Any]:
@@ -75,8 +84,21 @@ def add_sample(group: Group, record: dict[str, Any]) -> None:
     group.ready += sample.state in (State.READY, State.TRAINING)
 
 
+def whole_record(group: Group) -> dict[str, Any]:
+    """The plain fields of `group` and of all its samples, for when it is not live any more."""
+    return group_record(group) | {"samples": [sample_record(s) for s in group.samples]}
+
+
+def make_whole(record: dict[str, Any]) -> Group:
+    """The group that `whole_record` has described; its prompt's row is gone."""
+    group = make_group(record, {})
+    for sample in record["samples"]:
+        add_sample(group, sample)
+    return group
+
+
 class Journal:
-    """The broker's state in `store`, but for the batches, which are `archive`'s."""
+    """The state of one `pool` in `store`, but for the batches, which are `archive`'s."""
 
     def __init__(self, store: Store, pool: Pool) -> None:
         self.store = store
@@ -121,11 +143,11 @@ class Journal:
         Raises:
             StoreError: something is missing from a store that was not repaired.
         """
-        samples = {key: self.read(f"s/{key}") for key in self._ids("s/")}
-        trajectories = set(self._ids(TRAJECTORY))
+        samples = {key: self.read(f"s/{key}") for key in self._ids("s/", "s-")}
+        trajectories = self.trajectories()
         groups: list[Group] = []
         mended: list[str] = []
-        for group_id in self._ids("g/"):
+        for group_id in self._ids("g/", "g-"):
             record = self.read(f"g/{group_id}")
             row: dict[str, Any] | None = self.read(f"r/{group_id}")
             if row is None and record.get("completed"):
@@ -144,7 +166,10 @@ class Journal:
                     mended.append(f"sample {name} starts again: its trajectory is gone")
                     sample = {k: v for k, v in sample.items() if k not in _MADE}
                     group.completed = 0
-                add_sample(group, sample)
+                    add_sample(group, sample)
+                    self._pool.changed |= {group_id: group, name: group.samples[-1]}
+                else:
+                    add_sample(group, sample)
             groups.append(group)
         for name in samples:
             mended.append(f"sample {name} ends as lost: its group is gone")
@@ -154,9 +179,22 @@ class Journal:
         groups.sort(key=lambda group: group.samples[0].serial)
         return groups, mended
 
+    def forget(self, group: Group) -> None:
+        """`group` is not live; its trajectories are left."""
+        for sample in group.samples:
+            self.store.delete(f"s/{sample.sample_id}")
+        self.store.delete(f"g/{group.group_id}")
+        self.store.delete(f"r/{group.group_id}")
+
     def _forget(self, sample_id: str) -> None:
         self.store.delete(f"s/{sample_id}")
         self.store.delete(TRAJECTORY + sample_id)
 
-    def _ids(self, prefix: str) -> Iterable[str]:
-        return (key.removeprefix(prefix) for key in self.store.keys(prefix))
+    def trajectories(self) -> set[str]:
+        """The samples of the pool that the store has a trajectory of."""
+        return set(self._ids(TRAJECTORY, "s-"))
+
+    def _ids(self, kind: str, name: str) -> Iterable[str]:
+        """Of the things of one kind, those of the journal's own pool."""
+        prefix = kind + self._pool.prefix + name
+        return (key.removeprefix(kind) for key in self.store.keys(prefix))

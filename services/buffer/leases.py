@@ -7,7 +7,7 @@ from collections import Counter
 from umbra.proto.records import SampleTask
 from umbra.services.buffer.batches import Batches
 from umbra.services.buffer.groups import Sample
-from umbra.services.buffer.prompts import PromptStream
+from umbra.services.buffer.prompts import Prompts
 from umbra.services.buffer.samples import Pool
 from umbra.services.buffer.staleness import StalenessPolicy
 from umbra.services.runtime.config import Buffer
@@ -25,7 +25,7 @@ class Leases:
         pool: Pool,
         batches: Batches,
         policy: StalenessPolicy,
-        prompts: PromptStream,
+        prompts: Prompts,
         config: Buffer,
         counters: Counter[str],
     ) -> None:

@@ -34,6 +34,7 @@ class RunningLedger:
     def __init__(self) -> None:
         self.issued = 0
         self.trained = 0
+        self.replayed = 0  # uses of trained samples in later batches; outside the balance
         self.ended: Counter[str] = Counter()
         self._in_flight: dict[str, int] = dict.fromkeys(IN_FLIGHT, 0)
 
@@ -96,6 +97,7 @@ class RunningLedger:
         return Ledger(
             issued=self.issued,
             trained=self.trained,
+            replayed=self.replayed,
             ended=dict(self.ended),
             in_flight=dict(self._in_flight),
         )

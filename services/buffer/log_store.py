@@ -1,9 +1,9 @@
 """The durable store: an append-only log in segment files, with an index in memory.
 
 A commit appends one group of records and calls `fdatasync` once, however many requests it stands
-for. A value is read back from its place in the file. The oldest segment is cleaned when much of the
-log is outdated: what still counts in it is appended anew, then the file goes. As it is always the
-oldest, no deletion in it has anything left to delete.
+for. A value is read back from its place in the file, unless it is small. The oldest segment is
+cleaned when much of the log is outdated: what still counts in it is appended anew, then the file
+goes. As it is always the oldest, no deletion in it has anything left to delete.
 
 Why a log (benchmarks/store.py): bytes are written once, a third to a quarter of what SQLite and
 LMDB write, the median commit is shorter, damage is told from a torn tail, and no package is
@@ -17,31 +17,35 @@ import fcntl
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 from umbra.services.buffer.frames import (
     HEAD_BYTES,
     MAX_VALUE_BYTES,
     SEGMENT_HEADER_BYTES,
     Entry,
+    pack_deletion,
     pack_record,
     parse,
-    scan,
     segment_header,
 )
 from umbra.services.buffer.segments import (
     Place,
     Replay,
     refuse_damage,
-    segment_bytes,
     segment_path,
 )
 from umbra.services.buffer.store import StoreError, StoreFullError
 
 SEGMENT_BYTES = 16 << 20
 SLACK_SEGMENTS = 3
+SMALL_BYTES = 1024  # records up to this size stay in memory too, so that moving them is cheap
 GARBAGE = 1.5  # bytes on disk for each byte that counts, beyond the slack
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+Group: TypeAlias = dict[str, bytes | memoryview | None]  # None deletes the key
 
 log = logging.getLogger(__name__)
 
@@ -70,13 +74,16 @@ class LogStore:
     ) -> None:
         self.directory = directory
         self.commits = 0  # since it was opened
+        self.waiting_bytes = 0  # put since the last commit began
         self._segment_bytes = segment_bytes
         self._write = write
         self._sync = sync
         directory.mkdir(parents=True, exist_ok=True)
         self._lock = lock(directory)
         self._fds: dict[int, int] = {}
-        self._pending: dict[str, bytes | None] = {}
+        self._pending: Group = {}
+        self._frozen: Group = {}  # being written
+        self._append: _Append | None = None
         try:
             image = Replay(directory).run()
             refuse_damage(directory, image)
@@ -98,23 +105,30 @@ class LogStore:
         if len(value) > MAX_VALUE_BYTES:
             raise ValueError(f"{key} has {len(value)} bytes")
         self._pending[key] = value
+        self.waiting_bytes += len(value)
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str) -> bytes | memoryview:
         """The value of `key`.
 
         Raises:
             KeyError: there is none.
             StoreError: its bytes have changed on the disk.
         """
-        if key in self._pending:
-            value = self._pending[key]
-            if value is None:
-                raise KeyError(key)
-            return value
-        place = self._places[key]
-        record = os.pread(self._fds[place.segment], place.end - place.offset, place.offset)
+        for group in (self._pending, self._frozen):
+            if key in group:
+                value = group[key]
+                if value is None:
+                    raise KeyError(key)
+                return value
+        return self._value_at(key, self._places[key])
+
+    def _value_at(self, key: str, place: Place) -> bytes | memoryview:
+        if place.value is not None:
+            return place.value
+        fd = self._fds[place.segment]
+        record = memoryview(os.pread(fd, place.end - place.offset, place.offset))
         begin = HEAD_BYTES + len(key.encode())
-        entry = parse(memoryview(record), 0)
+        entry = parse(record, 0)
         if not isinstance(entry, Entry) or entry.key != key:
             where = f"{segment_path(self.directory, place.segment)}, byte {place.offset}"
             raise StoreError(f"{where}: {entry if isinstance(entry, str) else 'another key'}")
@@ -122,7 +136,7 @@ class LogStore:
 
     def delete(self, key: str) -> None:
         """Forget `key`."""
-        if key in self._places:
+        if key in self._places or key in self._frozen:
             self._pending[key] = None
         else:
             self._pending.pop(key, None)
@@ -130,7 +144,7 @@ class LogStore:
     def keys(self, prefix: str) -> list[str]:
         """All keys that begin with `prefix`."""
         found = {key for key in self._places if key.startswith(prefix)}
-        for key, value in self._pending.items():
+        for key, value in (*self._frozen.items(), *self._pending.items()):
             if key.startswith(prefix):
                 (found.discard if value is None else found.add)(key)
         return list(found)
@@ -153,20 +167,57 @@ class LogStore:
             StoreFullError: the disk is full; nothing was appended, all of it is kept for next time.
             StoreError: the disk failed.
         """
+        write = self.freeze()
+        if write is not None:
+            try:
+                write()
+            except OSError as error:
+                self.settle(error)
+            else:
+                self.settle()
+
+    def freeze(self) -> Callable[[], None] | None:
+        """Begin a commit: what has changed is written by the returned function, on any thread.
+
+        Nothing but that function may take long. After it comes `settle`, before the next commit.
+
+        Raises:
+            StoreFullError: as `commit`.
+            StoreError: as `commit`.
+        """
+        assert not self._frozen
         if not self._pending:
-            return
+            return None
+        self._frozen, self._pending = self._pending, {}
+        self.waiting_bytes = 0
         try:
             if self._sizes[self._newest] >= self._segment_bytes:
                 self._add_segment(self._newest + 1)
-            moved = self._still_needed(self._pending)
-            self._append(self._pending | moved if moved else self._pending)
+            self._frozen |= self._still_needed(self._frozen)
         except OSError as error:
+            self.settle(error)
+        number = self._newest
+        fd, size = self._fds[number], self._sizes[number]
+        self._append = _Append(self._frozen, self._commit + 1, number, size)
+        return partial(self._append.write, fd, self._write, self._sync)
+
+    def settle(self, error: OSError | None = None) -> None:
+        """End a commit, whose function has returned or has raised `error`.
+
+        Raises:
+            StoreFullError: as `commit`.
+            StoreError: as `commit`.
+        """
+        frozen, self._frozen = self._frozen, {}
+        if error is not None:
+            self._pending = frozen | self._pending
             if error.errno in NO_ROOM:
                 raise StoreFullError(
                     f"no room for the store in {self.directory}: {error.strerror}"
                 ) from error
             raise StoreError(f"the store in {self.directory} failed: {error}") from error
-        self._pending.clear()
+        assert self._append is not None
+        self._index(frozen, self._append)
         self.commits += 1
         self._drop_dead()
 
@@ -216,67 +267,44 @@ class LogStore:
         fd = self._fds[number]
         os.ftruncate(fd, 0)
         self._sizes[number] = SEGMENT_HEADER_BYTES
-        self._write_all(fd, segment_header(number))
+        _write_all(fd, segment_header(number), self._write)
         self._sync(fd)
         sync_directory(self.directory)
 
-    def _append(self, group: dict[str, bytes | None]) -> None:
-        number = self._newest
-        fd, begin = self._fds[number], self._sizes[number]
-        commit, last = self._commit + 1, len(group) - 1
-        parts = [
-            pack_record(commit, key, value, is_last=index == last)
-            for index, (key, value) in enumerate(group.items())
-        ]
-        try:
-            self._write_all(fd, b"".join(parts))
-            self._sync(fd)
-        except OSError:
-            os.ftruncate(fd, begin)
-            raise
-        self._commit = commit
-        self._sizes[number] = self._index(group, parts, number, begin)
-
-    def _index(
-        self, group: dict[str, bytes | None], parts: list[bytes], number: int, offset: int
-    ) -> int:
-        """Point the keys of `group` to their records, which begin at `offset`; where they end."""
-        places, live = self._places, self._live
-        for (key, value), record in zip(group.items(), parts, strict=True):
+    def _index(self, group: Group, append: _Append) -> None:
+        """Point the keys of `group` to where `append` has put them."""
+        places, live, number = self._places, self._live, append.segment
+        for key in group:
             before = places.pop(key, None)
             if before is not None:
                 live[before[0]] -= before[2] - before[1]
-            end = offset + len(record)
-            if value is not None:
-                places[key] = Place(number, offset, end)
-                live[number] += end - offset
-            offset = end
-        return offset
-
-    def _write_all(self, fd: int, data: bytes) -> None:
-        written = self._write(fd, data)
-        while written < len(data):
-            written += self._write(fd, data[written:])
+        end = append.offset
+        for key, record in zip(append.keys, append.records, strict=False):
+            offset, end = end, end + len(record)
+            small = group[key] if end - offset <= SMALL_BYTES else None
+            places[key] = Place(number, offset, end, small)
+        live[number] += end - append.offset
+        self._commit = append.commit
+        self._sizes[number] = append.offset + sum(map(len, append.records))
 
     # -- cleaning ---------------------------------------------------------------------------------
 
-    def _still_needed(self, group: dict[str, bytes | None]) -> dict[str, bytes | None]:
+    def _still_needed(self, group: Group) -> Group:
         """What is to be moved out of the oldest segment now, because much of the log is outdated.
 
-        At most one segment per commit, so that no commit takes long.
+        At most one segment per commit, so that no commit takes long. Its keys are the first ones,
+        as a key that is written again goes to the end.
         """
         oldest = self._oldest
         bound = GARBAGE * sum(self._live.values()) + (SLACK_SEGMENTS - 1) * self._segment_bytes
         if oldest == self._newest or self.disk_bytes <= bound or not self._live[oldest]:
             return {}
-        moved: dict[str, bytes | None] = {}
-        data = segment_bytes(self.directory, oldest)
-        for entry in scan(data[: self._sizes[oldest]]):
-            if not isinstance(entry, Entry) or entry.key in group:
-                continue
-            if self._places.get(entry.key) == Place(oldest, entry.offset, entry.end):
-                assert entry.value is not None
-                moved[entry.key] = bytes(entry.value)
+        moved: Group = {}
+        for key, place in self._places.items():
+            if place.segment != oldest:
+                break
+            if key not in group:
+                moved[key] = self._value_at(key, place)
         return moved
 
     def _drop_dead(self) -> None:
@@ -289,6 +317,44 @@ class LogStore:
             dropped = True
         if dropped:
             sync_directory(self.directory)
+
+
+class _Append:
+    """The records of one group, and where they go. Made and read by the store's own thread."""
+
+    def __init__(self, group: Group, commit: int, segment: int, offset: int) -> None:
+        self.commit = commit
+        self.segment = segment
+        self.offset = offset
+        kept = [(key, value) for key, value in group.items() if value is not None]
+        gone = [key for key, value in group.items() if value is None]
+        self.keys = [key for key, _ in kept]
+        self.records = [pack_record(commit, key, value) for key, value in kept]
+        if gone:  # one record without a key, so behind all others
+            self.records.append(pack_deletion(commit, gone, is_last=True))
+        else:
+            self.records[-1] = pack_record(commit, *kept[-1], is_last=True)
+
+    def write(
+        self, fd: int, write: Callable[[int, bytes], int], sync: Callable[[int], None]
+    ) -> None:
+        """Put the records on the disk, all or none.
+
+        Raises:
+            OSError: what the disk says.
+        """
+        try:
+            _write_all(fd, b"".join(self.records), write)
+            sync(fd)
+        except OSError:
+            os.ftruncate(fd, self.offset)
+            raise
+
+
+def _write_all(fd: int, data: bytes, write: Callable[[int, bytes], int]) -> None:
+    written = write(fd, data)
+    while written < len(data):
+        written += write(fd, data[written:])
 
 
 def lock(directory: Path) -> int:

@@ -64,6 +64,7 @@ class Membership:
         self.peers: dict[str, Peer] = {}
         self.departed: dict[str, str] = {}  # name -> why
         self.changed: set[str] = set()  # who came or went since the journal last took note
+        self._single: dict[Role, Peer] = {}  # asked for at every heartbeat
         self._heartbeat_s = heartbeat_s
         self._dead_after_s = dead_after_s
         self._stall_s = stall_s
@@ -99,6 +100,7 @@ class Membership:
             heard_at=now,
         )
         self.peers[body.name] = peer
+        self._index()
         self.departed.pop(body.name, None)
         self.changed.add(body.name)
         return peer
@@ -129,6 +131,7 @@ class Membership:
     def remove(self, peer: Peer, why: str) -> None:
         """`peer` is gone."""
         del self.peers[peer.name]
+        self._index()
         self.departed[peer.name] = why
         self.changed.add(peer.name)
 
@@ -143,6 +146,7 @@ class Membership:
         for record in records:
             peer = Peer(**record, heard_at=now, confirmed=False)
             self.peers[peer.name] = peer
+        self._index()
 
     def silent(self, now: float, patience_s: dict[str, float]) -> list[Peer]:
         """Members to be given up; `patience_s` has limits other than the common one, by name."""
@@ -153,8 +157,8 @@ class Membership:
         ]
 
     def find(self, role: Role) -> Peer | None:
-        """A member of that role."""
-        return next((peer for peer in self.peers.values() if peer.role == role), None)
+        """The member of a role of which a run has one."""
+        return self._single.get(role)
 
     def stuck(self, now: float) -> list[Stuck]:
         """Members that are silent or that beat without moving."""
@@ -172,6 +176,9 @@ class Membership:
                 action = "none: look at its log, restart it if need be"
                 found.append(Stuck(what=what, holder=peer.name, age_s=idle_s, action=action))
         return found
+
+    def _index(self) -> None:
+        self._single = {peer.role: peer for peer in self.peers.values() if peer.role in SINGLE}
 
     def _stale(self, name: str) -> Nack:
         return Nack(

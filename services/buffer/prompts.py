@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import msgpack
 
@@ -20,6 +21,15 @@ class Prompt:
     row: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class GroupEnd:
+    """What came of a group of one prompt."""
+
+    prompt_id: str
+    reason: Literal["complete", "filtered", "failed"]
+    rewards: list[float]  # of the samples that got one
+
+
 class PromptStream(Protocol):
     """Prompts without end, in an order that can be taken up again after a crash."""
 
@@ -31,6 +41,28 @@ class PromptStream(Protocol):
 
     def seek(self, position: dict[str, Any]) -> None:
         """Go on where `position` was taken."""
+        ...
+
+
+class Prompts(Protocol):
+    """Prompts without end, which can be told what became of them; as `sources.PromptFeed` can."""
+
+    def __next__(self) -> Prompt: ...
+
+    def ended(self, end: GroupEnd) -> None:
+        """A group has come to its end."""
+        ...
+
+    def position(self) -> dict[str, Any]:
+        """Where they are, in plain values."""
+        ...
+
+    def changes(self) -> dict[str, Any]:
+        """What else has to be kept and has changed since the last call, by name."""
+        ...
+
+    def seek(self, position: dict[str, Any], kept: Mapping[str, Any]) -> None:
+        """Go on where `position` was taken; `kept` is all that `changes` has told."""
         ...
 
 
@@ -63,7 +95,7 @@ def check_row(row: dict[str, Any], where: str) -> dict[str, Any]:
         )
     try:
         msgpack.packb(row)
-    except (OverflowError, ValueError) as error:
+    except (OverflowError, TypeError, ValueError) as error:
         raise UsageError(f"{where}: cannot be sent to a generator: {error}") from error
     return row
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from dataclasses import asdict
 from typing import Any
 
 from umbra.proto.errors import UsageError
@@ -12,13 +11,14 @@ from umbra.services.buffer.batches import Batches
 from umbra.services.buffer.evals import Evals
 from umbra.services.buffer.journal import Journal
 from umbra.services.buffer.membership import Membership
-from umbra.services.buffer.prompts import PromptStream
+from umbra.services.buffer.prompts import Prompts
 from umbra.services.buffer.samples import Pool
 from umbra.services.buffer.staleness import StalenessStats
 from umbra.services.buffer.store import StoreError
 from umbra.services.buffer.training import Training
 
-REPAIRED = "repaired"  # key that tells that the store was mended: see `umbra store repair`
+REPAIRED = "repaired"  # key that tells that the store was mended: see `repair`
+PROMPTS = "c/"  # prefix of the keys of what is known about prompts
 MEMBER = "m/"  # prefix of the keys of members
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class Recovery:
         members: Membership,
         training: Training,
         evals: Evals,
-        prompts: PromptStream,
+        prompts: Prompts,
         counters: Counter[str],
     ) -> None:
         self.finished = ""  # why the run is over, once it is
@@ -66,6 +66,9 @@ class Recovery:
                 self._journal.write(MEMBER + name, record)
         self._members.changed.clear()
         changed = self._journal.save()
+        changed |= self._evals.journal.save()
+        for name, value in self._prompts.changes().items():
+            self._journal.write(PROMPTS + name, value)
         now = self._now()
         if changed or now != self._last:
             self._last = now
@@ -87,17 +90,23 @@ class Recovery:
         if record is None:
             return False
         repaired = self._journal.read(REPAIRED) is not None
-        groups, mended = self._journal.load(mend=repaired)
-        for line in mended:
-            log.warning("%s", line)
         self._restore_counts(record)
+        groups, mended = self._journal.load(mend=repaired)
+        live = {group.group_id: group for group in groups}
+        mended += self._batches.restore(live, self._journal.trajectories(), now)
+        groups = list(live.values())
         self._pool.restore(groups, now)
+        mended += self._evals.restore(record["evals"], mend=repaired, now=now)
         members = self._journal.store.keys(MEMBER)
         self._members.restore([self._journal.read(key) for key in sorted(members)], now)
-        self._prompts.seek(record["prompts"])
-        live = {group.group_id: group for group in groups}
-        for batch in self._batches.archive.load(live, now):
-            self._batches.formed[batch.step] = batch
+        kept = self._journal.store.keys(PROMPTS)
+        self._prompts.seek(
+            record["prompts"], {key.removeprefix(PROMPTS): self._journal.read(key) for key in kept}
+        )
+        if mended and not repaired:
+            raise StoreError(f"the store does not fit together: {mended[0]}")
+        for line in mended:
+            log.warning("%s", line)
         self._settle(repaired=repaired)
         if repaired:
             self._journal.store.delete(REPAIRED)
@@ -108,6 +117,7 @@ class Recovery:
         return {
             "issued": pool.ledger.issued,
             "trained": pool.ledger.trained,
+            "replayed": pool.ledger.replayed,
             "ended": dict(pool.ledger.ended),
             "next_group": pool.next_group,
             "next_sample": pool.next_sample,
@@ -117,8 +127,8 @@ class Recovery:
             "version": batches.version,
             "newest": batches.newest,
             "checkpoint": batches.checkpoint,
-            "staleness": asdict(batches.trained),
-            "last_staleness": asdict(batches.last),
+            "staleness": batches.trained.sums(),
+            "last_staleness": batches.last.sums(),
             "committer": self._training.committer,
             "prompts": self._prompts.position(),
             "finished": self.finished,
@@ -129,12 +139,12 @@ class Recovery:
         pool, batches = self._pool, self._batches
         pool.ledger.issued = record["issued"]
         pool.ledger.trained = record["trained"]
+        pool.ledger.replayed = record["replayed"]
         pool.ledger.ended.update(record["ended"])
         pool.next_group = record["next_group"]
         pool.next_sample = record["next_sample"]
         pool.completions = record["completions"]
         pool.filtered_in_a_row = record["filtered_in_a_row"]
-        self._evals.restore(record["evals"])
         batches.version = record["version"]
         batches.newest = record["newest"]
         batches.checkpoint = record["checkpoint"]
@@ -148,7 +158,10 @@ class Recovery:
         """Balance the ledger: what a repair has lost ends as `lost`, anything else is a fault."""
         ledger = self._pool.ledger
         missing = ledger.snapshot().balance
-        if missing > 0 and repaired:
+        if missing < 0 and repaired:  # the newest counts were lost, what they counted was not
+            log.warning("%d samples are taken up that the ledger had not counted yet", -missing)
+            ledger.issued -= missing
+        elif missing > 0 and repaired:
             ledger.ended["lost"] += missing
             log.warning("%d samples were lost with the damaged part of the store", missing)
         elif missing:

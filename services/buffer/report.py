@@ -137,13 +137,19 @@ class Report:
                 age_s=now - lease.leased_at,
                 action=f"goes to another after {lease_s:g} s without a renewal",
             )
-        if any(peer.role == "scorer" for peer in self._members.peers.values()):
-            return
         for stage in self._config.stages:
-            if count := self._works.scoring.waiting(stage):
-                what = f"stage {stage}: {count} samples wait, but no scorer has joined"
-                action = f"none: start `umbra scorer --stage {stage}`"
-                yield Stuck(what=what, holder="nobody", age_s=0.0, action=action)
+            since = self._works.scoring.waiting_since(stage)
+            if since is None:
+                continue
+            at_work = [name for name, at in self._works.scorers.serving.items() if at == stage]
+            what = f"stage {stage}: {self._works.scoring.waiting(stage)} samples wait"
+            action = f"none: start {'more of ' if at_work else ''}`umbra scorer --stage {stage}`"
+            if not at_work:
+                what += ", but no scorer of it has joined"
+            elif now - since <= self._config.stall_s:
+                continue
+            holder = ", ".join(sorted(at_work)[:SHOWN]) or "nobody"
+            yield Stuck(what=what, holder=holder, age_s=now - since, action=action)
 
 
 def _oldest_open(group: Group) -> Sample:

@@ -79,7 +79,7 @@ class Rollouts:
             self._outbox.reply(request, Nack(code="wrong_version", reason=reason, path="version"))
             return
         if again := self._answered_before(request):
-            self._outbox.reply(request, SampleLeases(tasks=again))
+            self._outbox.reply(request, self._answer(again, body.version))
             return
         question = _Question(request, body, now + body.wait_s)
         if not self._give(question, waiting=len(self._questions), now=now):
@@ -166,19 +166,25 @@ class Rollouts:
                 now=now,
             )
         for task in tasks:
-            if task.sample_id in self._pool.samples:
-                self._pool.samples[task.sample_id].asked = question.request.header.id
+            pool = self._evals.pool if task.pinned_version >= 0 else self._pool
+            if task.sample_id in pool.samples:  # else it ended with another of its group just now
+                pool.samples[task.sample_id].asked = question.request.header.id
         if tasks:
-            self._outbox.reply(question.request, SampleLeases(tasks=tasks))
+            self._outbox.reply(question.request, self._answer(tasks, body.version))
         return bool(tasks)
+
+    def _answer(self, tasks: list[SampleTask], version: int) -> SampleLeases:
+        return SampleLeases(tasks=tasks, more_pinned=self._evals.waits_for(version))
 
     def _answered_before(self, request: Request) -> list[SampleTask]:
         """What the sender got by this very question, if the answer was lost with the buffer.
 
         The sockets' side knows resends by itself, but it forgets them when the buffer starts again.
         """
-        held = self._pool.held.get(request.header.sender, {}).values()
-        return [self._pool.task(s) for s in held if s.asked == request.header.id]
+        number, name = request.header.id, request.header.sender
+        pinned = [s for s in self._evals.pool.held.get(name, {}).values() if s.asked == number]
+        others = [s for s in self._pool.held.get(name, {}).values() if s.asked == number]
+        return [*map(self._evals.task, pinned), *map(self._pool.task, others)]
 
     def _for(self, sample_id: str) -> Answers:
         """Who judges what comes back of the sample."""

@@ -8,7 +8,8 @@ answers under an older one are told apart. A sample that is taken back is queued
 nobody has had yet, oldest first, and keeps its last partial. Groups are trained as a whole; they
 end as a whole too, unless they may go on with the survivors.
 
-Every operation costs O(1) or O(log n): outdated entries of the heaps are skipped when they come up.
+Every operation costs O(1) or O(log n) on average: outdated entries of the heaps are skipped when
+they come up, or dropped together once they are most.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from collections.abc import Sequence
 from umbra.proto.records import SampleTask, Trajectory
 from umbra.services.buffer.groups import Group, GroupRules, Outcome, Sample, State
 from umbra.services.buffer.ledger import RunningLedger
-from umbra.services.buffer.prompts import Prompt
+from umbra.services.buffer.prompts import GroupEnd, Prompt
 from umbra.services.buffer.shelf import Shelf
 
 REMEMBERED = 65_536  # finished samples whose late answers are still told apart
+DEADLINES_SLACK = 1024  # outdated deadlines that are no matter
 
 log = logging.getLogger(__name__)
 
@@ -64,11 +66,11 @@ class Pool:
         self.unscored: dict[str, deque[Sample]] = {stage: deque() for stage in stages}
         self.held: defaultdict[str, dict[str, Sample]] = defaultdict(dict)  # by holder
         self.over: OrderedDict[str, Outcome] = OrderedDict()
-        self.bad_prompts: list[str] = []  # of groups that failed or were filtered, to be taken
+        self.group_ends: list[GroupEnd] = []  # since they were taken
         self.openings = 0  # counts whatever may let a waiting generator have work
         self._rules = rules
         self._stages = tuple(stages)
-        self._prefix = prefix
+        self.prefix = prefix
         self._lease_s = lease_s
         self._max_attempts = max_attempts
         self._queue: list[tuple[int, Sample]] = []  # heap by serial: oldest first
@@ -81,10 +83,10 @@ class Pool:
 
     def issue(self, prompt: Prompt, due: int) -> Group:
         """A new group for `prompt`, all of its samples queued."""
-        group = Group(f"{self._prefix}g-{self.next_group}", prompt, due)
+        group = Group(f"{self.prefix}g-{self.next_group}", prompt, due)
         self.next_group += 1
         for _ in range(self._rules.size):
-            sample = Sample(self.next_sample, f"{self._prefix}s-{self.next_sample}", group)
+            sample = Sample(self.next_sample, f"{self.prefix}s-{self.next_sample}", group)
             self.next_sample += 1
             self._touch(sample)
             group.samples.append(sample)
@@ -118,6 +120,7 @@ class Pool:
         sample.deadline = now + self._lease_s
         self.held[holder][sample.sample_id] = sample
         heapq.heappush(self._deadlines, (sample.deadline, sample.serial, sample.attempt, sample))
+        self._clear_deadlines()
         return self.task(sample)
 
     def task(self, sample: Sample) -> SampleTask:
@@ -161,6 +164,16 @@ class Pool:
             log.info("%s goes on without %d stragglers", group.group_id, len(slow))
             self.counters["stragglers_cut"] += len(slow)
             self.cut(group, slow, "cancelled")
+
+    def _clear_deadlines(self) -> None:
+        """Drop what is outdated once that is most: a deadline may be far, and answers come fast."""
+        if len(self._deadlines) > 2 * self.ledger.count("generating") + DEADLINES_SLACK:
+            self._deadlines = [
+                entry
+                for entry in self._deadlines
+                if entry[3].state is State.GENERATING and entry[3].attempt == entry[2]
+            ]
+            heapq.heapify(self._deadlines)
 
     def take_all_back(self, holder: str, *, lost: bool) -> int:
         """Take back whatever `holder` has; how many samples that was."""
@@ -245,20 +258,21 @@ class Pool:
 
     def end(self, group: Group, reason: str) -> None:
         """End all samples of `group`, wherever they are."""
+        if reason == "failed" or reason == "filtered":
+            self.group_ends.append(group.end(reason))
         for sample in group.samples:
             self._end(sample, reason)
         for where in (self.groups, self.complete, self._waiting):
             where.pop(group.group_id, None)
-        if reason in ("failed", "filtered"):
-            self.bad_prompts.append(group.prompt.prompt_id)
         self._touch_group(group)
         self.openings += 1
 
     def start_training(self, groups: list[Group]) -> None:
-        """Make the complete `groups` a batch."""
+        """Make the complete `groups` a batch, whose record tells that they are in training."""
         for group in groups:
             for sample in group.samples:
-                self._move(sample, State.TRAINING)
+                self.ledger.move(sample.state, State.TRAINING)
+                sample.state = State.TRAINING
             del self.groups[group.group_id], self.complete[group.group_id]
 
     def finish_training(self, groups: list[Group], *, keep: bool) -> None:
@@ -291,13 +305,13 @@ class Pool:
         for group in groups:
             for sample in group.samples:
                 self.samples[sample.sample_id] = sample
+                sample.leased_at = sample.begun_at = sample.unscored_since = now
                 self.ledger.restore(sample.state)
                 if sample.state is State.QUEUED:
                     heapq.heappush(self._queue, (sample.serial, sample))
                 elif sample.state is State.SCORING:
                     self.unscored[self._stages[sample.stage]].append(sample)
                 elif sample.state is State.GENERATING:
-                    sample.leased_at = sample.begun_at = now
                     sample.deadline = now + self._lease_s
                     self.held[sample.holder][sample.sample_id] = sample
                     entry = (sample.deadline, sample.serial, sample.attempt, sample)
@@ -321,6 +335,7 @@ class Pool:
         if sample.stage < len(self._stages):
             if sample.state is not State.SCORING:
                 self._move(sample, State.SCORING)
+            sample.unscored_since = now
             self.unscored[self._stages[sample.stage]].append(sample)
             return
         self._move(sample, State.READY)
@@ -345,9 +360,9 @@ class Pool:
                 return
             self.counters["level_groups_kept"] += 1
         self.filtered_in_a_row = 0
-        self.completions += 1
-        group.completed = self.completions
+        self.completions = group.completed = self.completions + 1
         self.complete[group.group_id] = group
+        self.group_ends.append(group.end("complete"))
         self._touch_group(group)
 
     def _requeue(self, sample: Sample) -> None:

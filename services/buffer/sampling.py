@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from umbra.services.buffer.groups import Group
+from umbra.services.buffer.replays import Replays
 from umbra.services.buffer.samples import Pool
 from umbra.services.buffer.staleness import StalenessPolicy
 from umbra.services.runtime.config import Buffer
@@ -18,6 +19,7 @@ class BatchRules:
     groups: int
     tokens: int = 0
     freshest: bool = False
+    times: int = 1  # batches that a group may be in
     wait: bool = False  # stale_policy = wait
 
     @classmethod
@@ -27,14 +29,27 @@ class BatchRules:
             groups=config.batch_groups,
             tokens=config.batch_tokens,
             freshest=config.sampling == "freshest",
+            times=config.replay_times if config.sampling == "replay" else 1,
             wait=config.stale_policy == "wait",
         )
 
-    def choose(self, pool: Pool, policy: StalenessPolicy, version: int) -> list[Group] | None:
-        """The groups of the batch that is trained at `version`; None while it is not full."""
+    def choose(
+        self, pool: Pool, policy: StalenessPolicy, replays: Replays, version: int
+    ) -> list[Group] | None:
+        """The groups of the batch that is trained at `version`; None while it is not full.
+
+        Groups that were trained on before come last. They make up for new ones that are missing as
+        long as one group in `times` is new: that is what keeps every group in use `times` times.
+        """
+        if not self.tokens and len(pool.complete) * self.times < self.groups:
+            return None  # asked at every event, so it must be cheap
         complete = list(pool.complete.values())
+        again: list[Group] = []
         if not self._fill(complete):
-            return None
+            again = replays.candidates(version) if self.times > 1 and complete else []
+            chosen = self._fill([*complete, *again])
+            if not chosen or len(complete) * self.times < len(chosen):
+                return None
         if self.freshest:
             complete.sort(key=lambda group: -(group.oldest or 0))  # stable: else by completion
         if self.wait:
@@ -43,7 +58,7 @@ class BatchRules:
             if any(not group.completed for group in last_chance):
                 return None
             complete.sort(key=lambda group: group.group_id not in names)
-        return self._fill(complete)
+        return self._fill([*complete, *again])
 
     def last_chance(self, pool: Pool, policy: StalenessPolicy, version: int) -> list[Group]:
         """Groups that would be stale after this batch, as many as one batch can take."""

@@ -45,6 +45,7 @@ class Scorers:
         self._stages = stages
         self._counters = counters
         self._outbox = outbox
+        self.serving: dict[str, str] = {}  # by scorer, the stage that it has asked for
         self._questions: dict[str, _Question] = {}  # by scorer, oldest first
 
     def lease(self, request: Request, body: LeaseScoring, now: float) -> None:
@@ -58,6 +59,7 @@ class Scorers:
             self._counters["unknown_stage"] += 1
             self._outbox.reply(request, Nack(code="unknown_stage", reason=reason, path="stage"))
             return
+        self.serving[request.header.sender] = body.stage
         self._questions[request.header.sender] = _Question(request, body, now + body.wait_s)
         self.serve(now)
         self.expire(now)
@@ -104,6 +106,7 @@ class Scorers:
     def take_back(self, name: str, *, lost: bool) -> int:
         """`name` is gone: its work goes to others, its question is not answered."""
         self._questions.pop(name, None)
+        self.serving.pop(name, None)
         return self._scoring.take_all_back(name, lost=lost)
 
     def close(self, now: float) -> None:

@@ -17,9 +17,9 @@ from msgspec.structs import replace
 
 from umbra.proto.records import Score, ScoringTask, Trajectory, unpack_float32
 from umbra.services.buffer.groups import Sample, State
+from umbra.services.buffer.reasons import count_reason
 from umbra.services.buffer.samples import Pool
 
-REASON_CHARS = 100
 LOGPROBS = {"ref_logp": "ref_logprobs", "logp": "proximal_logprobs"}
 
 log = logging.getLogger(__name__)
@@ -65,6 +65,18 @@ class Scoring:
     def waiting(self, stage: str) -> int:
         """Trajectories that nobody scores yet; some of them may be over."""
         return sum(len(pool.unscored.get(stage, ())) for pool in self._pools)
+
+    def waiting_since(self, stage: str) -> float | None:
+        """When the trajectory came to `stage` that has waited longest; None if none waits."""
+        return min(
+            (
+                sample.unscored_since
+                for pool in self._pools
+                for sample in pool.unscored.get(stage, ())
+                if _is_in(sample, pool, stage)
+            ),
+            default=None,
+        )
 
     def take(self, holder: str, stage: str, capacity: int, now: float) -> list[ScoringTask]:
         """Up to `capacity` trajectories of `stage` for `holder`."""
@@ -160,9 +172,9 @@ class Scoring:
             self._requeue(lease)
             return
         del self.leases[sample.sample_id]
-        short = reason[:REASON_CHARS]
-        log.warning("%s failed in stage %s: %s", sample.sample_id, lease.stage, reason)
-        self._counters[f"failed: {lease.stage}: {short}"] += 1
+        self._counters["scoring_failures"] += 1
+        if count_reason(self._counters, f"{lease.stage}: {reason}"):
+            log.warning("%s failed in stage %s: %s", sample.sample_id, lease.stage, reason)
         lease.pool.fail(sample)
 
     def _requeue(self, lease: Lease) -> None:

@@ -48,18 +48,19 @@ class Damage:
 
 
 class Place(NamedTuple):
-    """Where the newest value of a key lies."""
+    """Where the newest value of a key lies, and the value itself if it is a small one."""
 
     segment: int
     offset: int  # of the record
     end: int
+    value: bytes | memoryview | None = None
 
 
 @dataclass(slots=True)
 class Image:
     """What the segments hold together. Entries of whole groups only, unless it is of a repair."""
 
-    places: dict[str, Place] = field(default_factory=dict[str, Place])
+    places: dict[str, Place] = field(default_factory=dict[str, Place])  # in the order of the log
     sizes: dict[int, int] = field(default_factory=dict[int, int])  # sound bytes, by segment
     commit: int = 0  # of the newest group
     torn: Damage | None = None  # what a crash left of a group that was never acknowledged
@@ -82,7 +83,7 @@ class Replay:
         self.image = Image()
         self._directory = directory
         self._salvage = salvage
-        self._group: list[tuple[int, int, int, str, bool]] = []
+        self._group: list[tuple[int, Entry]] = []
         self._group_commit = 0
         self._suspect: Damage | None = None  # becomes the torn tail, or damage once more follows
 
@@ -101,8 +102,8 @@ class Replay:
         for number in missing:
             self.image.damages.append(Damage(number, 0, 0, "the file is missing"))
         if self._group and self._suspect is None:
-            segment, offset, end, _, _ = self._group[0]
-            self._suspect = Damage(segment, offset, end, "a group without its end")
+            segment, entry = self._group[0]
+            self._suspect = Damage(segment, entry.offset, entry.end, "a group without its end")
         if self._salvage:
             self._apply()
         suspect = self._suspect
@@ -141,14 +142,14 @@ class Replay:
         expected = image.commit + 1
         if self._group and entry.commit != self._group_commit:
             reason = f"group {self._group_commit} has no end"
-            image.damages.append(Damage(number, self._group[0][1], entry.offset, reason))
+            image.damages.append(Damage(number, self._group[0][1].offset, entry.offset, reason))
             self._drop_group()
         elif not self._group and image.commit and entry.commit != expected:
             if self._suspect is None:
                 reason = f"group {expected} is missing before group {entry.commit}"
                 image.damages.append(Damage(number, entry.offset, entry.offset, reason))
         self._group_commit = entry.commit
-        self._group.append((number, entry.offset, entry.end, entry.key, entry.value is None))
+        self._group.append((number, entry))
         if not entry.is_last:
             return
         if self._suspect is not None:  # more follows, so it is no torn tail
@@ -164,11 +165,12 @@ class Replay:
         self._group.clear()
 
     def _apply(self) -> None:
-        for number, offset, end, key, is_deletion in self._group:
-            if is_deletion:
-                self.image.places.pop(key, None)
-            else:
-                self.image.places[key] = Place(number, offset, end)
+        places = self.image.places
+        for number, entry in self._group:
+            for key in entry.deleted or [entry.key]:
+                places.pop(key, None)
+            if not entry.deleted:
+                places[entry.key] = Place(number, entry.offset, entry.end)
         self._group.clear()
 
 
@@ -182,5 +184,5 @@ def refuse_damage(directory: Path, image: Image) -> None:
         more = f" (and {len(image.damages) - 1} more)" if len(image.damages) > 1 else ""
         raise StoreError(
             f"the store in {directory} is damaged: {image.damages[0]}{more}; "
-            f"`umbra store repair {directory}` drops what is lost and says what that is"
+            f"`umbra buffer --repair --store {directory}` drops what is lost and says what that is"
         )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import time
 import uuid
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from pathlib import Path
 
@@ -17,7 +19,8 @@ from umbra.services.buffer.addresses import Addresses
 from umbra.services.buffer.broker import Broker, Endpoints
 from umbra.services.buffer.effects import Effect, Measure, Push, Reply
 from umbra.services.buffer.log_store import LogStore
-from umbra.services.buffer.sources import open_prompts, read_source
+from umbra.services.buffer.readers import read_source
+from umbra.services.buffer.sources import open_prompts
 from umbra.services.buffer.store import MemoryStore, Store, StoreFullError
 from umbra.services.runtime.command import ServiceContext
 from umbra.services.runtime.feasibility import check_feasible
@@ -25,6 +28,8 @@ from umbra.services.runtime.server import Server
 
 POLL_S = 0.1  # how late a deadline may be noticed
 TICK_S = 0.05
+WAITING_BYTES = 16 << 20  # for the next commit; beyond that nothing more is taken in
+GC_THRESHOLD = 50_000  # new objects between collections: thousands are made per poll, and live on
 WILDCARDS = ("*", "0.0.0.0", "[::]")
 
 
@@ -64,6 +69,8 @@ def serve(context: ServiceContext) -> int:
         broker.save()
         store.commit()
         context.ready({"broker": control, "data": endpoints.data})
+        gc.freeze()
+        gc.set_threshold(GC_THRESHOLD)
         try:
             Service(context, server, broker, store).run()
         finally:
@@ -78,9 +85,7 @@ def open_store(context: ServiceContext) -> Store:
         StoreError: it is damaged, foreign, or in use.
         UsageError: it cannot be written to.
     """
-    where = context.config.buffer.store
-    if not where and context.run_dir is not None:
-        where = str(context.run_dir / "store")
+    where = _where(context)
     if where in ("", "memory"):
         context.log.warning("the store is in memory: nothing survives the end of this process")
         return MemoryStore()
@@ -88,6 +93,23 @@ def open_store(context: ServiceContext) -> Store:
         return LogStore(Path(where))
     except OSError as error:
         raise UsageError(f"buffer.store = {where} cannot be opened: {error.strerror}") from error
+
+
+def store_directory(context: ServiceContext) -> Path:
+    """The folder of the durable store.
+
+    Raises:
+        UsageError: none is named.
+    """
+    where = _where(context)
+    if where in ("", "memory"):
+        raise UsageError("--repair needs a store: name its folder by --store, or --run-dir")
+    return Path(where)
+
+
+def _where(context: ServiceContext) -> str:
+    where = context.config.buffer.store
+    return str(context.run_dir / "store") if not where and context.run_dir else where
 
 
 def bind(server: Server, address: str, addresses: Addresses) -> tuple[str, Endpoints]:
@@ -119,7 +141,11 @@ def _reachable(endpoint: str) -> str:
 
 
 class Service:
-    """The loop: requests in, one commit, then replies out."""
+    """The loop: requests in, one commit, then replies out.
+
+    The commit is written on a thread of its own. Meanwhile the loop goes on with the requests that
+    come in; their replies wait for the next commit.
+    """
 
     def __init__(
         self, context: ServiceContext, server: Server, broker: Broker, store: Store
@@ -129,52 +155,80 @@ class Service:
         self._broker = broker
         self._store = store
         self._held: list[Effect] = []  # what may leave only once the store has it
+        self._leaving: list[Effect] = []  # the part of it that the commit under way is for
+        self._commit: Future[None] | None = None
 
     def run(self) -> None:
         """Serve until the run is over."""
         drained, ticked_at = False, 0.0
-        while True:
-            requests = self._server.poll(POLL_S)
-            now = time.monotonic()
-            effects: list[Effect] = []
-            for request in requests:
-                effects += self._broker.handle(request, now)
-            if now - ticked_at >= TICK_S:  # it looks at every member, so not after every message
-                ticked_at = now
-                effects += self._broker.tick(now)
-            if self._context.stopping.is_set() and not drained:
-                drained = True
-                effects += self._broker.drain("the buffer was asked to stop", now)
-            is_over = self._broker.is_over(now)
-            if is_over:
-                if not self._broker.finished:
-                    self._flush([])  # what is in flight can go on when the buffer starts again
-                effects += self._broker.close(now)
-            if not is_over or self._broker.finished:
-                self._flush(effects)
-            else:
-                self._carry_out(effects)
-            if is_over:
-                return
+        with ThreadPoolExecutor(1, "commit") as executor:
+            wake = self._server.waker()
+            while True:
+                if self._commit is not None and self._store.waiting_bytes > WAITING_BYTES:
+                    wait([self._commit])  # the disk is slower than they are: let them wait too
+                requests = self._server.poll(POLL_S)
+                now = time.monotonic()
+                for request in requests:
+                    self._held += self._broker.handle(request, now)
+                if now - ticked_at >= TICK_S:  # it looks at all members, so not at every message
+                    ticked_at = now
+                    self._held += self._broker.tick(now)
+                if self._context.stopping.is_set() and not drained:
+                    drained = True
+                    self._held += self._broker.drain("the buffer was asked to stop", now)
+                if self._broker.is_over(now):
+                    self._end(executor, now)
+                    return
+                if self._commit is None or self._commit.done():
+                    self._turn_over(executor)
+                    if self._commit is not None:
+                        self._commit.add_done_callback(lambda _: wake())
 
-    def _flush(self, effects: list[Effect]) -> None:
-        """Store what has changed, then let `effects` happen; they wait while the disk is full.
+    def _turn_over(self, executor: ThreadPoolExecutor) -> None:
+        """End the commit under way, let go what has waited for it, and begin the next.
 
-        Only what promises something waits: heartbeats and status are answered meanwhile.
+        While the disk is full, only what promises something waits: heartbeats and status are
+        answered meanwhile.
         """
-        self._broker.save()
-        self._held += effects
         try:
-            self._store.commit()
+            if self._commit is not None:
+                commit, self._commit = self._commit, None
+                error = commit.exception()
+                if error is not None and not isinstance(error, OSError):
+                    raise error
+                self._store.settle(error)
+                self._broker.room.full("")
+                self._let_go()
+            self._broker.save()
+            write = self._store.freeze()
         except StoreFullError as error:
             self._broker.room.full(str(error))
-            free = [e for e in self._held if not (isinstance(e, Reply) and _promises(e))]
-            self._held = [e for e in self._held if isinstance(e, Reply) and _promises(e)]
-            self._carry_out(free)
+            held = self._leaving + self._held
+            self._leaving = [effect for effect in held if not _promises(effect)]
+            self._held = [effect for effect in held if _promises(effect)]
+            self._let_go()
             return
-        self._broker.room.full("")
-        held, self._held = self._held, []
-        self._carry_out(held)
+        self._leaving, self._held = self._held, []
+        if write is None:
+            self._let_go()
+        else:
+            self._commit = executor.submit(write)
+
+    def _let_go(self) -> None:
+        leaving, self._leaving = self._leaving, []
+        self._carry_out(leaving)
+
+    def _end(self, executor: ThreadPoolExecutor, now: float) -> None:
+        """Store and send the rest."""
+        is_finished = self._broker.finished
+        if is_finished:
+            self._held += self._broker.close(now)
+        for _ in range(2):  # the commit under way, then one for what has come since
+            if self._commit is not None:
+                wait([self._commit])
+            self._turn_over(executor)
+        if not is_finished:  # what is in flight can go on when the buffer starts again
+            self._carry_out(self._broker.close(now))
 
     def _carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:
@@ -187,9 +241,11 @@ class Service:
                     self._context.metrics.write(kind, **fields)
 
 
-def _promises(reply: Reply) -> bool:
-    """Whether the reply tells of something that has to be in the store."""
-    return reply.request.channel == "data" or isinstance(reply.body, Welcome)
+def _promises(effect: Effect) -> bool:
+    """Whether it tells somebody of what has to be in the store."""
+    if not isinstance(effect, Reply):
+        return False
+    return effect.request.channel == "data" or isinstance(effect.body, Welcome)
 
 
 def _run_id(context: ServiceContext) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import cast
 
 import msgspec
+import xxhash
 
 from umbra.proto.records import Trajectory
 from umbra.services.buffer.store import Store
@@ -44,3 +46,11 @@ class Shelf:
     def drop(self, sample_id: str) -> None:
         """Forget it; there need not be one."""
         self._store.delete(PREFIX + sample_id)
+
+
+def digest(packed: Iterable[Trajectory]) -> str:
+    """A checksum over what `Shelf.packed` gave, all bytes in order."""
+    checksum = xxhash.xxh3_64()
+    for one in packed:
+        checksum.update(bytes(cast(msgspec.Raw, one)))
+    return checksum.hexdigest()

@@ -1,30 +1,31 @@
-"""Prompts from JSONL, Parquet or a Hugging Face data set; one of them or a weighted mixture.
+"""The prompts of a run: one source or a weighted mixture, in epochs.
 
-What is drawn n-th depends on the seed, the sources and n alone, so a position is a few numbers.
+Without a curriculum what is drawn n-th depends on the seed, the sources and n alone, so a position
+is a few numbers. The order that a curriculum made for an epoch is kept, and so is what it saw.
 """
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import logging
 import random
-import sys
-from collections import Counter
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, Protocol, cast
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple
+from typing import Any, Protocol
 
 from umbra.proto.errors import UsageError
-from umbra.services.buffer.prompts import Prompt, PromptStream, check_row, read_prompts
+from umbra.proto.records import pack_int32, unpack_int32
+from umbra.services.buffer.curriculum import (
+    Curriculum,
+    PromptStats,
+    ask_curriculum,
+    load_curriculum,
+)
+from umbra.services.buffer.prompts import GroupEnd, Prompt, PromptStream
+from umbra.services.buffer.readers import read_source
 from umbra.services.runtime.config import Data
 
-DATASETS = "datasets:"
-
 log = logging.getLogger(__name__)
-
-Curriculum = Callable[[list[dict[str, Any]], int], Sequence[int]]
-"""`(rows, epoch)` to the indices of the rows to draw in that epoch, in order."""
 
 
 def open_prompts(data: Data, *, seed: int, attempts: int = 0) -> PromptFeed:
@@ -40,88 +41,85 @@ def open_prompts(data: Data, *, seed: int, attempts: int = 0) -> PromptFeed:
     """
     if data.prompts and data.sources:
         raise UsageError("data.prompts and data.sources are both set: remove one of them")
-    order = load_curriculum(data.curriculum) if data.curriculum else None
+    hook = load_curriculum(data.curriculum) if data.curriculum else None
+    history = History() if hook or attempts else None
     if not data.sources:
-        source = EpochSource(read_source(data.prompts), data.shuffle, seed, order)
-        return PromptFeed(source, attempts)
+        curriculum = Planned(hook, history, "0") if hook and history else None
+        source = EpochSource(read_source(data.prompts), data.shuffle, seed, curriculum)
+        return PromptFeed(source, history, attempts)
     if bad := [name for name, weight in data.sources.items() if weight <= 0]:
         raise UsageError(f"data.sources: the weight of {bad[0]} must be more than 0")
-    sources = {
-        name: EpochSource(read_source(name, f"{number}/"), data.shuffle, f"{seed}/{number}", order)
-        for number, name in enumerate(data.sources)
-    }
-    return PromptFeed(Mixture(sources, list(data.sources.values()), seed), attempts)
+    sources: dict[str, EpochSource] = {}
+    for number, name in enumerate(data.sources):
+        curriculum = Planned(hook, history, str(number)) if hook and history else None
+        rows = read_source(name, f"{number}/")
+        sources[name] = EpochSource(rows, data.shuffle, f"{seed}/{number}", curriculum)
+    return PromptFeed(Mixture(sources, list(data.sources.values()), seed), history, attempts)
 
 
-def read_source(name: str, prefix: str = "") -> list[Prompt]:
-    """All rows of one source; `prefix` goes before their ids, so that those of two differ.
+class History:
+    """What came of the prompts, and the orders that were made of that; kept piece by piece."""
 
-    Raises:
-        UsageError: it cannot be read, is empty, or has a row that is no prompt.
-    """
-    if name.startswith(DATASETS):
-        rows = _read_dataset(name)
-    elif name.endswith(".parquet"):
-        rows = _read_parquet(name)
-    else:
-        return [Prompt(prefix + prompt.prompt_id, prompt.row) for prompt in read_prompts(name)]
-    if not rows:
-        raise UsageError(f"{name} has no rows")
-    return [
-        Prompt(f"{prefix}{number}", check_row(row, f"{name}, row {number}"))
-        for number, row in enumerate(rows, start=1)
-    ]
+    def __init__(self) -> None:
+        self.stats: dict[str, PromptStats] = {}  # by prompt id
+        self.orders: dict[str, tuple[int, list[int]]] = {}  # by source: epoch and its order
+        self._changed: set[str] = set()
 
+    def add(self, end: GroupEnd) -> None:
+        """A group has come to its end."""
+        self.stats.setdefault(end.prompt_id, PromptStats()).add(end)
+        self._changed.add(f"prompt/{end.prompt_id}")
 
-def _read_parquet(path: str) -> list[dict[str, Any]]:
-    try:
-        parquet: Any = importlib.import_module("pyarrow.parquet")
-    except ModuleNotFoundError as error:
-        raise _missing("pyarrow", path) from error
-    if not Path(path).is_file():
-        raise UsageError(f"{path} cannot be read: there is no such file")
-    try:
-        return parquet.read_table(path).to_pylist()
-    except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
-        raise UsageError(f"{path} is no Parquet file that can be read: {error}") from error
+    def forgive(self) -> None:
+        """Count bad ends anew."""
+        for prompt_id, stats in self.stats.items():
+            if stats.bad:
+                stats.bad = 0
+                self._changed.add(f"prompt/{prompt_id}")
 
+    def plan(self, source: str, epoch: int, order: list[int]) -> None:
+        """The epoch of a source begins, in this order."""
+        self.orders[source] = (epoch, order)
+        self._changed.add(f"order/{source}")
 
-def _read_dataset(name: str) -> list[dict[str, Any]]:
-    """`datasets:NAME[:SPLIT]`; NAME is a folder or a name on the hub, SPLIT "train" by default."""
-    try:
-        datasets: Any = importlib.import_module("datasets")
-    except ModuleNotFoundError as error:
-        raise _missing("datasets", name) from error
-    path, _, split = name.removeprefix(DATASETS).partition(":")
-    try:
-        return [dict(row) for row in datasets.load_dataset(path, split=split or "train")]
-    except Exception as error:
-        raise UsageError(f"{name} cannot be loaded: {error}") from error
+    def changes(self) -> dict[str, Any]:
+        """What has changed since the last call, as plain values."""
+        changed, self._changed = self._changed, set()
+        return {key: self._record(key) for key in changed}
 
+    def restore(self, records: Mapping[str, Any]) -> None:
+        """Take over what `changes` has told."""
+        for key, record in records.items():
+            kind, _, name = key.partition("/")
+            if kind == "prompt":
+                self.stats[name] = PromptStats(*record)
+            else:
+                self.orders[name] = (record[0], unpack_int32(record[1]))
 
-def _missing(package: str, source: str) -> UsageError:
-    return UsageError(
-        f"{source} needs {package}, which is not installed: pip install 'umbra-rl[tasks]'"
-    )
+    def _record(self, key: str) -> Any:
+        kind, _, name = key.partition("/")
+        if kind == "prompt":
+            return astuple(self.stats[name])
+        epoch, order = self.orders[name]
+        return [epoch, pack_int32(order)]
 
 
-def load_curriculum(target: str) -> Curriculum:
-    """The function "module:function" of `data.curriculum`.
+class Planned:
+    """A curriculum of one source: asked once per epoch, its answer is kept."""
 
-    Raises:
-        UsageError: there is none.
-    """
-    module_name, _, name = target.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        function = getattr(importlib.import_module(module_name), name, None) if name else None
-    except Exception as error:
-        raise UsageError(f"data.curriculum {target!r}: importing it failed: {error}") from error
-    if not callable(function):
-        raise UsageError(f'data.curriculum {target!r}: write it as "module:function"')
-    return cast(Curriculum, function)
+    def __init__(self, hook: Curriculum, history: History, source: str) -> None:
+        self._hook = hook
+        self._history = history
+        self._source = source
+
+    def order(self, prompts: Sequence[Prompt], epoch: int, *, begun: bool) -> list[int]:
+        """The order of an epoch; the one that it has, if it was `begun` before."""
+        if begun and (kept := self._history.orders.get(self._source)) and kept[0] == epoch:
+            return kept[1]
+        stats = [self._history.stats.get(p.prompt_id) or PromptStats() for p in prompts]
+        order = ask_curriculum(self._hook, [prompt.row for prompt in prompts], epoch, stats)
+        self._history.plan(self._source, epoch, order)
+        return order
 
 
 class EpochSource:
@@ -131,8 +129,7 @@ class EpochSource:
         prompts: the rows.
         shuffle: a new order in every epoch, else the given one.
         seed: of the orders.
-        curriculum: gives the order of an epoch instead. It must depend on its arguments alone, or
-            a restarted run goes on in another order.
+        curriculum: gives the order of an epoch instead.
     """
 
     def __init__(
@@ -140,7 +137,7 @@ class EpochSource:
         prompts: list[Prompt],
         shuffle: bool,
         seed: int | str,
-        curriculum: Curriculum | None = None,
+        curriculum: Planned | None = None,
     ) -> None:
         self.prompts = prompts
         self._shuffle = shuffle
@@ -180,18 +177,11 @@ class EpochSource:
         self._epoch, self._index, self._order = position["epoch"], position["index"], []
 
     def _make_order(self) -> list[int]:
-        count = len(self.prompts)
-        if self._curriculum is None:
-            order = list(range(count))
-            if self._shuffle:
-                random.Random(f"{self._seed}/{self._epoch}").shuffle(order)
-            return order
-        order = list(self._curriculum([prompt.row for prompt in self.prompts], self._epoch))
-        if not order or not all(0 <= index < count for index in order):
-            raise UsageError(
-                f"data.curriculum must return indices from 0 to {count - 1}, at least one; for "
-                f"epoch {self._epoch} it returned {order[:10]}"
-            )
+        if self._curriculum is not None:
+            return self._curriculum.order(self.prompts, self._epoch, begun=self._index > 0)
+        order = list(range(len(self.prompts)))
+        if self._shuffle:
+            random.Random(f"{self._seed}/{self._epoch}").shuffle(order)
         return order
 
 
@@ -248,46 +238,57 @@ class PromptFeed:
 
     Args:
         stream: of all prompts.
+        history: of them, if anybody wants to know.
         attempts: bad ends of a prompt (its group failed or was filtered) until it is drawn no
             more; 0 = any number.
     """
 
-    def __init__(self, stream: SizedStream, attempts: int = 0) -> None:
+    def __init__(self, stream: SizedStream, history: History | None, attempts: int = 0) -> None:
         self._stream = stream
+        self._history = history
         self._attempts = attempts
-        self._bad: Counter[str] = Counter()
-        self.withdrawn = 0  # prompts that are drawn no more
+
+    @property
+    def withdrawn(self) -> int:
+        """Prompts that are drawn no more."""
+        stats = self._history.stats.values() if self._history is not None else ()
+        return sum(1 for one in stats if one.bad >= self._attempts > 0)
 
     def __len__(self) -> int:
         return len(self._stream)
 
     def __next__(self) -> Prompt:
+        if self._history is None or not self._attempts:
+            return next(self._stream)
         # Weights and repetitions may show a good one late: a bad streak this long means none.
         for _ in range(10 * len(self._stream)):
             prompt = next(self._stream)
-            if not self._attempts or self._bad[prompt.prompt_id] < self._attempts:
+            stats = self._history.stats.get(prompt.prompt_id)
+            if stats is None or stats.bad < self._attempts:
                 return prompt
         log.warning("all prompts have failed buffer.prompt_attempts times: they start over")
-        self._bad.clear()
-        self.withdrawn = 0
+        self._history.forgive()
         return next(self._stream)
 
-    def ended_badly(self, prompt_id: str) -> None:
-        """A group of this prompt failed, or was filtered."""
-        if self._attempts:
-            self._bad[prompt_id] += 1
-            self.withdrawn += self._bad[prompt_id] == self._attempts
+    def ended(self, end: GroupEnd) -> None:
+        """A group of one of the prompts has come to its end."""
+        if self._history is not None:
+            self._history.add(end)
 
     def position(self) -> dict[str, Any]:
-        """Where the stream is, and the prompts that ended badly."""
-        return {"stream": self._stream.position(), "bad": dict(self._bad)}
+        """Where the stream is."""
+        return self._stream.position()
 
-    def seek(self, position: dict[str, Any]) -> None:
-        """Go on where `position` was taken.
+    def changes(self) -> dict[str, Any]:
+        """What else has to be kept and has changed since the last call, by name."""
+        return self._history.changes() if self._history is not None else {}
+
+    def seek(self, position: dict[str, Any], kept: Mapping[str, Any]) -> None:
+        """Go on where `position` was taken; `kept` is all that `changes` has told until then.
 
         Raises:
             UsageError: that was with other prompts.
         """
-        self._stream.seek(position["stream"])
-        self._bad = Counter(position["bad"])
-        self.withdrawn = sum(1 for n in self._bad.values() if n >= self._attempts > 0)
+        self._stream.seek(position)
+        if self._history is not None:
+            self._history.restore(kept)

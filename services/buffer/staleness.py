@@ -9,6 +9,7 @@ Symbols (counted in groups, which are issued whole):
     K     the bound: max_staleness, but 0 if A = 0 (strictly on-policy)
     S     steps of the run
     O     oversample: groups issued beyond those that batches need
+    n     batches that a sample may be in: replay_times, 1 without replay
     u     untrained groups: issued, neither ended nor committed
     b     v + u // B when a group is issued: the version at which it is due to be trained
 
@@ -17,7 +18,7 @@ Rules, each in one method below:
     admission   a group is issued while  u < min(A + 1, S - v) * B + O
     lease       a sample goes to a generator with  g >= max(b, v) - K
     partial     a partial is continued if its oldest token has version >= max(b, v) - K
-    sweep       a sample is stale if any token of it has version < v - K
+    sweep       a sample is stale if any token of it has version < v - K; so at every use
 
 Admission alone bounds only the aggregate, because groups are trained in the order of their
 completion: a straggler can be overtaken for ever. The lease rule keeps old weights out of new
@@ -35,7 +36,7 @@ consume-time sweep for the bound; the split in flight / in queue is prime-rl's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from umbra.services.runtime.config import RunConfig
 
@@ -49,6 +50,7 @@ class StalenessPolicy:
     max_staleness: int
     steps: int  # S
     oversample: int = 0  # O
+    uses: int = 1  # n: batches that a sample may be in
 
     @classmethod
     def of(cls, config: RunConfig) -> StalenessPolicy:
@@ -59,6 +61,7 @@ class StalenessPolicy:
             max_staleness=config.buffer.max_staleness,
             steps=config.run.steps,
             oversample=config.buffer.oversample,
+            uses=config.buffer.replay_times if config.buffer.sampling == "replay" else 1,
         )
 
     @property
@@ -69,7 +72,7 @@ class StalenessPolicy:
     @property
     def typical(self) -> int:
         """Staleness of a sample that nothing overtakes, begun with the newest weights."""
-        return min(self.run_ahead, self.bound)
+        return min(self.run_ahead + self.uses - 1, self.bound)
 
     def needed(self, version: int) -> int:
         """Untrained groups that the coming batches need, u <= this + O."""
@@ -153,6 +156,10 @@ class StalenessStats:
         self.in_flight -= other.in_flight
         self.in_queue -= other.in_queue
         self.mixed -= other.mixed
+
+    def sums(self) -> dict[str, int]:
+        """All fields, for the journal."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def figures(self) -> dict[str, float]:
         """`mean`, `max`, `in_flight_mean`, `in_queue_mean` and `mixed_fraction`."""

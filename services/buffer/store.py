@@ -6,6 +6,7 @@ a durable store needs no more than to survive with what it held at its last `com
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from umbra.proto.errors import UmbraError
@@ -27,11 +28,16 @@ class Store(Protocol):
         """Whether it outlives the process."""
         ...
 
+    @property
+    def waiting_bytes(self) -> int:
+        """What was put since the last commit began, and stays in memory until the next."""
+        ...
+
     def put(self, key: str, value: bytes) -> None:
         """Set `key` to `value`."""
         ...
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str) -> bytes | memoryview:
         """The value of `key`.
 
         Raises:
@@ -60,6 +66,24 @@ class Store(Protocol):
         """
         ...
 
+    def freeze(self) -> Callable[[], None] | None:
+        """Begin a commit: the returned function does what takes long, on any thread; then `settle`.
+
+        None if there is nothing to store. Reads and writes may go on meanwhile.
+
+        Raises:
+            StoreFullError: as `commit`.
+        """
+        ...
+
+    def settle(self, error: OSError | None = None) -> None:
+        """End a commit, whose function has returned or has raised `error`.
+
+        Raises:
+            StoreFullError: as `commit`.
+        """
+        ...
+
     def close(self) -> None:
         """Let go of files."""
         ...
@@ -74,6 +98,7 @@ class MemoryStore:
 
     def __init__(self, *, durable: bool = False) -> None:
         self.durable = durable
+        self.waiting_bytes = 0
         self.values: dict[str, bytes] = {}
         self._size = 0
 
@@ -104,6 +129,12 @@ class MemoryStore:
 
     def commit(self) -> None:
         """Memory is as stored as it gets."""
+
+    def freeze(self) -> None:
+        """Nothing takes long."""
+
+    def settle(self, error: OSError | None = None) -> None:
+        """Nothing was begun."""
 
     def close(self) -> None:
         """Nothing to let go of."""

@@ -45,16 +45,10 @@ def inspect(directory: Path, as_json: bool, sample: str | None) -> None:
 @_FOLDER
 def repair(directory: Path) -> None:
     """Drop what is damaged, say what that is, keep the old files beside the new ones."""
-    from umbra.services.buffer.store_report import repair as mend
+    from umbra.services.buffer.repair import repair as mend
 
-    done = mend(directory)
-    for line in done.dropped:
-        click.echo(f"dropped {line}")
-    if not done.dropped:
-        click.echo(f"nothing to repair: {done.kept} keys are sound")
-        return
-    click.echo(f"kept {done.kept} keys; the files of before are in {done.backup}")
-    click.echo("samples that are lost by it are counted when the buffer starts, with end `lost`")
+    for line in mend(directory).tell():
+        click.echo(line)
 
 
 def _text(value: Any) -> str:

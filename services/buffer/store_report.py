@@ -1,10 +1,8 @@
-"""What a store holds, for people: counts, the oldest items, one trajectory; and its repair."""
+"""What a store holds, for people: counts, the oldest items, one trajectory."""
 
 from __future__ import annotations
 
-import os
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,6 @@ import msgspec
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Trajectory, unpack_float32, unpack_int32
 from umbra.services.buffer.frames import HEAD_BYTES
-from umbra.services.buffer.log_store import LogStore, lock
-from umbra.services.buffer.recovery import REPAIRED
 from umbra.services.buffer.segments import (
     Image,
     Replay,
@@ -32,6 +28,7 @@ KINDS = {
     "t/": "trajectories",
     "b/": "batches",
     "r/": "prompt rows",
+    "p/": "groups for replay",
 }
 
 
@@ -57,7 +54,7 @@ class StoreReader:
             return None
         data = segment_bytes(self.directory, place.segment)[place.offset : place.end]
         name = len(key.encode())
-        return bytes(data[len(data) - _value_bytes(data, name) :])
+        return bytes(data[len(data) - value_bytes(data, name) :])
 
     def read(self, key: str) -> Any:
         """The plain value of `key`."""
@@ -66,8 +63,12 @@ class StoreReader:
 
     def summary(self) -> dict[str, Any]:
         """Counts by state and the oldest samples in flight."""
-        samples = [self.read(key) for key in self.image.places if key.startswith("s/")]
+        samples = [self.read(key) for key in self.image.places if key.startswith("s/s-")]
         samples.sort(key=lambda sample: sample.get("serial", 0))
+        in_batches = self._groups_in_batches()
+        for sample in samples:
+            if sample["group"] in in_batches:
+                sample["state"] = "training"
         run: dict[str, Any] = self.read("run") or {}
         now: dict[str, Any] = self.read("now") or {}
         run: dict[str, Any] = self.read("run") or {}
@@ -98,6 +99,11 @@ class StoreReader:
             ],
         }
 
+    def _groups_in_batches(self) -> set[str]:
+        """The groups of the batches that are formed and not committed."""
+        batches = [self.read(key) for key in self.image.places if key.startswith("b/")]
+        return {g["group_id"] for batch in batches if batch["is_open"] for g in batch["groups"]}
+
     def trajectory(self, sample_id: str) -> dict[str, Any]:
         """One trajectory in readable form.
 
@@ -119,7 +125,8 @@ class StoreReader:
         return plain
 
 
-def _value_bytes(record: memoryview, key_bytes: int) -> int:
+def value_bytes(record: memoryview, key_bytes: int) -> int:
+    """Length of the value in a record."""
     return len(record) - HEAD_BYTES - key_bytes
 
 
@@ -127,59 +134,3 @@ def _short(values: list[Any]) -> list[Any]:
     if len(values) <= TOKENS:
         return values
     return [*values[: TOKENS - 4], f"... {len(values)} in all ...", *values[-4:]]
-
-
-@dataclass(frozen=True, slots=True)
-class Repair:
-    """What a repair has done."""
-
-    kept: int  # keys
-    dropped: list[str]  # what is gone, in words
-    backup: Path | None
-
-
-def repair(directory: Path) -> Repair:
-    """Write all that is sound into new files; the old ones are moved aside, not removed.
-
-    Raises:
-        UsageError: there is no store.
-        StoreError: it is in use, or of another schema.
-    """
-    if not directory.is_dir() or not segment_numbers(directory):
-        raise UsageError(f"{directory} holds no store: name the folder with the .seg files")
-    held = lock(directory)
-    try:
-        image = Replay(directory, salvage=True).run()
-        dropped = [str(damage) for damage in image.damages]
-        if image.torn is not None:
-            dropped.append(f"{image.torn} (a crash left it; it was never acknowledged)")
-        if not dropped:
-            return Repair(len(image.places), [], None)
-        fresh = directory.with_name(directory.name + ".repaired")
-        backup = _unused(directory.with_name(directory.name + ".damaged"))
-        store = LogStore(fresh)
-        for number in segment_numbers(directory):
-            data = segment_bytes(directory, number)
-            for key, place in image.places.items():
-                if place.segment == number:
-                    record = data[place.offset : place.end]
-                    size = _value_bytes(record, len(key.encode()))
-                    store.put(key, bytes(record[len(record) - size :]))
-            store.commit()
-        if image.damages:
-            store.put(REPAIRED, b"\xc3")
-            store.commit()
-        store.close()
-        directory.rename(backup)
-        fresh.rename(directory)
-    finally:
-        os.close(held)
-    return Repair(len(image.places), dropped, backup)
-
-
-def _unused(path: Path) -> Path:
-    number = 1
-    while path.exists():
-        number += 1
-        path = path.with_name(f"{path.name.partition('-')[0]}-{number}")
-    return path

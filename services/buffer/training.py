@@ -19,6 +19,7 @@ from umbra.proto.messages import (
 from umbra.services.buffer.batches import Batches
 from umbra.services.buffer.effects import Outbox
 from umbra.services.buffer.samples import Pool
+from umbra.services.buffer.shelf import digest
 from umbra.services.runtime.server import Request
 
 log = logging.getLogger(__name__)
@@ -147,15 +148,18 @@ class Training:
             self._outbox.measure(
                 "batch",
                 step=batch.step,
-                groups=len(batch.groups),
+                groups=len(batch.all_groups),
+                replayed_groups=len(batch.replays),
                 samples=batch.staleness.samples,
-                tokens=sum(sample.tokens for group in batch.groups for sample in group.samples),
+                tokens=sum(sample.tokens for group in batch.all_groups for sample in group.samples),
                 wait_s=0.0 if self.wanted_since is None else now - self.wanted_since,
                 in_flight=self._pool.ledger.snapshot().in_flight,
                 **{f"staleness_{name}": value for name, value in batch.staleness.figures().items()},
             )
         self._question = self.wanted_since = None
         trajectories = [self._pool.shelf.packed(name) for name in batch.sample_ids]
+        # Shows, also when it is handed out again, that step and bytes belong together.
+        self._outbox.measure("handed_out", step=batch.step, digest=digest(trajectories))
         self._outbox.reply(question.request, BatchLease(step=batch.step, trajectories=trajectories))
 
     def expire(self, now: float) -> None:

@@ -41,7 +41,7 @@ def _span_fault(trajectory: Trajectory, version: int) -> str | None:
 
 
 def _value_fault(trajectory: Trajectory) -> str | None:
-    if trajectory.loss_mask.strip(b"\0\1"):
+    if trajectory.loss_mask.translate(None, b"\0\1"):
         return "loss_mask has values other than 0 and 1"
     for name in ("logprobs", "ref_logprobs", "proximal_logprobs"):
         data: bytes | None = getattr(trajectory, name)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from umbra.services.buffer.answers import Answers
 from umbra.services.buffer.archive import Archive
@@ -17,7 +16,8 @@ from umbra.services.buffer.interrupts import Interrupts
 from umbra.services.buffer.journal import Journal
 from umbra.services.buffer.leases import Leases
 from umbra.services.buffer.membership import Membership, Peer
-from umbra.services.buffer.prompts import Prompt, PromptStream
+from umbra.services.buffer.prompts import Prompt, Prompts
+from umbra.services.buffer.replays import Replays
 from umbra.services.buffer.rollouts import EVAL_PREFIX, Rollouts
 from umbra.services.buffer.samples import Pool
 from umbra.services.buffer.sampling import BatchRules
@@ -25,19 +25,11 @@ from umbra.services.buffer.scorers import Scorers
 from umbra.services.buffer.scoring import Scoring
 from umbra.services.buffer.shelf import Shelf
 from umbra.services.buffer.staleness import StalenessPolicy
-from umbra.services.buffer.store import MemoryStore, Store
+from umbra.services.buffer.store import Store
 from umbra.services.buffer.training import Training
 from umbra.services.runtime.config import RunConfig
 
 log = logging.getLogger(__name__)
-
-
-class Prompts(PromptStream, Protocol):
-    """Prompts without end, which can be told which of them are no good."""
-
-    def ended_badly(self, prompt_id: str) -> None:
-        """A group of this prompt failed, or was filtered."""
-        ...
 
 
 class Works:
@@ -45,7 +37,7 @@ class Works:
 
     Args:
         config: of the run.
-        store: keeps training samples; eval samples do not survive the process.
+        store: keeps all samples.
         prompts: to train on.
         eval_prompts: to evaluate on; may be empty if `eval.every` is 0.
         members: of the run.
@@ -81,21 +73,32 @@ class Works:
             rules=GroupRules(size=1),
             lease_s=buffer.lease_s,
             max_attempts=buffer.max_attempts,
-            shelf=Shelf(MemoryStore()),
+            shelf=Shelf(store),
             counters=counters,
             stages=[stage for stage in buffer.stages if stage == "reward"],
             prefix=EVAL_PREFIX,
         )
         self.journal = Journal(store, self.pool)
+        rules = BatchRules.of(buffer)
+        replays = Replays(self.journal, self.policy, rules.times)
         self.batches = Batches(
             self.pool,
             self.policy,
-            BatchRules.of(buffer),
-            Archive(self.journal),
+            rules,
+            Archive(self.journal, replays),
+            replays,
             restart_stale=buffer.stale_policy == "restart",
         )
         self.leases = Leases(self.pool, self.batches, self.policy, prompts, buffer, counters)
-        self.evals = Evals(eval_pool, config.eval, eval_prompts, self.batches, members, outbox)
+        self.evals = Evals(
+            eval_pool,
+            Journal(store, eval_pool),
+            config.eval,
+            eval_prompts,
+            self.batches,
+            members,
+            outbox,
+        )
         self.rollouts = Rollouts(
             self.pool,
             self.batches,
@@ -145,9 +148,10 @@ class Works:
         """Serve what is parked with whatever an event has opened up; check the balances."""
         if not self.training.closed:
             self.evals.advance(now)
-        bad, self.pool.bad_prompts = self.pool.bad_prompts, []
-        for prompt_id in bad:
-            self._prompts.ended_badly(prompt_id)
+        for end in self.pool.group_ends:
+            self._prompts.ended(end)
+        self.pool.group_ends.clear()
+        self.evals.pool.group_ends.clear()
         self.training.serve(now)
         self.scorers.serve(now)
         self.rollouts.serve(now)

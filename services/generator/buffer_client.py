@@ -64,6 +64,7 @@ class BufferClient:
         self._lost: list[Lease] = []
         self._undelivered: dict[str, int] = {}  # sample -> attempt, until the buffer has stored it
         self._asked: set[int] = set()  # versions named in open questions for work
+        self._pinned_to: int | None = None  # version that more samples of an evaluation wait for
         self._renew_at = 0.0
         self._lease_s: float | None = None
 
@@ -71,6 +72,10 @@ class BufferClient:
     def asking(self) -> bool:
         """Whether a question for work is open."""
         return bool(self._asked)
+
+    def more_pinned(self, version: int) -> bool:
+        """Whether the buffer has more samples that are pinned to `version`, as far as we know."""
+        return self._pinned_to == version
 
     def ask(self, capacity: int, version: int) -> None:
         """Ask for up to `capacity` samples, unless that is being asked already.
@@ -85,6 +90,7 @@ class BufferClient:
         def granted(future: Future[Message]) -> None:
             self._asked.discard(version)
             answer = _answer(future, SampleLeases)
+            self._pinned_to = version if answer is not None and answer.more_pinned else None
             if answer is not None and answer.tasks:
                 self._tasks += answer.tasks
                 shortest = min(task.lease_s for task in answer.tasks)

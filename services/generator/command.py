@@ -12,15 +12,13 @@ import click
 import msgspec
 
 from umbra.proto.errors import UsageError
-from umbra.services.generator.tasks import TASKS, write_task
+from umbra.services.generator.tasks import task_named, write_task
 from umbra.services.runtime.command import ServiceContext, service_command
 from umbra.services.runtime.config_loader import load_config
 from umbra.services.runtime.jsonl import read_jsonl
 
 if TYPE_CHECKING:
     from umbra.services.generator.evaluate import EvalResult
-
-_TASK_NAMES = click.Choice(list(TASKS))
 
 
 def _run(ctx: ServiceContext) -> int:
@@ -37,7 +35,7 @@ command = service_command("generator", _run)
 
 
 @click.command("make-task")
-@click.argument("task", type=_TASK_NAMES)
+@click.argument("task")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Directory to write.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the draws.")
 @click.option(
@@ -53,6 +51,7 @@ def make_task(task: str, out: Path, **counts: int) -> None:
     """Write the data of TASK: prompts.jsonl, heldout.jsonl and demos.jsonl.
 
     sort: sort a list of digits. guess: find a digit in four tries, told only higher or lower.
+    calculator: arithmetic with a tool. gym:NAME: a dataset of reasoning-gym, without demos.
     """
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {out} is a file: name a directory")
@@ -63,10 +62,10 @@ def make_task(task: str, out: Path, **counts: int) -> None:
 @click.command("eval")
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("--prompts", type=click.Path(path_type=Path), help="JSONL file of prompts.")
-@click.option("--task", type=_TASK_NAMES, help="Held-out prompts of a built-in task instead.")
+@click.option("--task", help="Held-out prompts of a task of `umbra make-task` instead.")
 @click.option("--config", help="Run file whose environment, sampling and generator are used.")
 @click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Override a key.")
-@click.option("--environment", help='"exact", "guess", "reward" or "module:Class".')
+@click.option("--environment", help="The environment, as environment.kind.")
 @click.option("--reward", help='Reward function "module:function", for "reward".')
 @click.option("--samples", type=click.IntRange(1), help="Samples drawn.  [default: one per prompt]")
 @click.option("--greedy", is_flag=True, help="Take the most likely token instead of sampling.")
@@ -90,7 +89,7 @@ def evaluate(
     if (prompts is None) == (task is None):
         raise UsageError("give either --prompts FILE or --task NAME")
     if flags["environment"] is None and task is not None:
-        flags["environment"] = TASKS[task].environment
+        flags["environment"] = task_named(task).environment
     elif flags["environment"] is None and flags["reward"] is not None:
         flags["environment"] = "reward"
     given = [f"{_KEYS[flag]}={value}" for flag, value in flags.items() if value is not None]

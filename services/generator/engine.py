@@ -139,7 +139,8 @@ class StreamingEngine(Engine, Protocol):
 
         Raises:
             UsageError: the tensors do not fit the model; it still serves the old version whole.
-            UmbraError: `buckets` broke off; the engine must not be used any more.
+            UmbraError: `buckets` broke off; the engine must not be used until it has loaded a
+                version whole.
         """
         ...
 

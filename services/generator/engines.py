@@ -29,10 +29,14 @@ from umbra.services.runtime.config import RunConfig
 
 @dataclass(frozen=True, slots=True)
 class OpenEngine:
-    """An engine, its chat, and what gives the memory in which new weights are staged for it."""
+    """An engine, its chat, and where new weights are put for it.
+
+    `device` is torch's name of it; on "cpu" they are put into memory that `allocate` gives.
+    """
 
     engine: StreamingEngine
     chat: Chat
+    device: str
     allocate: Callable[[int], memoryview] = private_memory
 
 
@@ -76,7 +80,7 @@ def _vllm(config: RunConfig, name: str) -> OpenEngine:
         stop_ids=stops,
         seed=_seed(config, name),
     )
-    return OpenEngine(engine, Chat(tokenizer, stops), engine.memory.allocate)
+    return OpenEngine(engine, Chat(tokenizer, stops), "cpu", engine.memory.allocate)
 
 
 def _seed(config: RunConfig, name: str) -> int:
@@ -99,7 +103,7 @@ def _torch(config: RunConfig, name: str) -> OpenEngine:
         max_context=config.generator.max_context,
         seed=_seed(config, name),
     )
-    return OpenEngine(engine, Chat(tokenizer, stops))
+    return OpenEngine(engine, Chat(tokenizer, stops), str(device))
 
 
 def _replay(config: RunConfig) -> OpenEngine:
@@ -118,4 +122,4 @@ def _replay(config: RunConfig) -> OpenEngine:
         max_context=config.generator.max_context,
         seed=config.run.seed,
     )
-    return OpenEngine(engine, Chat(tokenizer, stops))
+    return OpenEngine(engine, Chat(tokenizer, stops), "cpu")

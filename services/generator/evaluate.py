@@ -12,12 +12,11 @@ import torch
 
 from umbra.proto.errors import UmbraError, UsageError
 from umbra.proto.records import SampleTask, Trajectory
-from umbra.services.generator.rollout import RolloutSettings, sampling_of
+from umbra.services.environments.pool import open_pool
+from umbra.services.generator.rollout import RolloutSettings, limits_of, sampling_of
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.torch_engine import TorchEngine
 from umbra.services.modeling.chat import Chat
-from umbra.services.modeling.environment_pool import EnvironmentPool
-from umbra.services.modeling.environments import load_environment
 from umbra.services.modeling.models import (
     load_model,
     load_tokenizer,
@@ -63,7 +62,6 @@ def evaluate_model(
         raise UsageError("there are no prompts to evaluate on")
     if config.generator.threads:
         torch.set_num_threads(config.generator.threads)
-    make_environment = load_environment(config.environment)
     where = pick_device(config.generator.device)
     tokenizer = load_tokenizer(path, source)
     model = load_model(path, where, _dtype(where), source)
@@ -78,9 +76,11 @@ def evaluate_model(
         version=0,
     )
     sampling = sampling_of(config.sampling, greedy=greedy)
-    pool = EnvironmentPool(timeout_s=config.environment.timeout_s)
-    settings = RolloutSettings(Chat(tokenizer, stops), sampling, max_context)
-    runner = RolloutRunner(engine, pool, make_environment, settings)
+    pool = open_pool(config.environment)
+    settings = RolloutSettings(
+        Chat(tokenizer, stops), sampling, max_context, limits_of(config.environment)
+    )
+    runner = RolloutRunner(engine, pool, settings)
     start = time.perf_counter()
     try:
         finished, failures = _run(runner, [_task(i, rows[i % len(rows)]) for i in range(samples)])

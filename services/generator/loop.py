@@ -1,7 +1,8 @@
 """The generator's main loop: keeps the engine full, and changes its weights between two tokens.
 
-One turn: new weights, answers of the buffer, one step of the engine, results out, a question for
-more work. Nothing in a turn waits, unless there is nothing to do at all.
+One turn: answers of the buffer, new weights, a question for more work, one step of the engine,
+results out. Nothing in a turn waits, unless there is nothing to do at all. New weights wait for an
+evaluation of the version that is served: its samples must be of that version alone.
 """
 
 from __future__ import annotations
@@ -10,9 +11,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from umbra.proto.errors import PeerLostError, UmbraError
+from umbra.proto.errors import UmbraError
 from umbra.proto.messages import ReturnedSample
 from umbra.proto.records import SampleTask
 from umbra.services.generator.activity import Activity
@@ -22,14 +22,13 @@ from umbra.services.generator.engine import (
     EngineError,
     EngineOutput,
     KvPolicy,
-    StreamingEngine,
 )
 from umbra.services.generator.runner import RolloutRunner
+from umbra.services.generator.streaming import BrokenOffError, Streaming
 from umbra.services.modeling.weights import tensors_in
 from umbra.services.runtime.metrics import MetricsFile
 from umbra.services.runtime.receiver import Receiver, StagedVersion
 from umbra.services.runtime.session import Session
-from umbra.services.runtime.stream import WeightStream
 
 DRAIN_S = 10.0  # to hand back what is unfinished
 _IDLE_WAIT_S = 0.005  # new weights are noticed within this time
@@ -40,14 +39,6 @@ _FAILURES_LOGGED = 20
 _MOST_ACTIVE = 4
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Streaming:
-    """How to load without a copy beside the engine's own."""
-
-    engine: StreamingEngine
-    weights: WeightStream
 
 
 class GeneratorLoop:
@@ -122,10 +113,10 @@ class GeneratorLoop:
     def turn(self) -> None:
         """Do what there is to do; if that is nothing, wait for a few milliseconds."""
         started = self._clock()
-        self._load_weights()
         tasks, lost = self._buffer.poll()
         self._runner.drop(lost)
         self._take(tasks)
+        self._load_weights()
         for interrupt in self._buffer.interrupts():
             self._buffer.give_back(self._runner.interrupt(interrupt.leases, interrupt.reason))
         if self._engine.version >= 0:
@@ -170,12 +161,16 @@ class GeneratorLoop:
         self._buffer.flush(DRAIN_S)
 
     def _load_weights(self) -> None:
-        staged = self._receiver.poll()
+        staged = None if self._keeps_version() else self._receiver.poll()
         if staged is None:
             return
         start = self._clock()
         try:
             aborted = self._load(staged)
+        except BrokenOffError as error:
+            self._receiver.committed(staged, self._clock() - start, error=str(error))
+            log.warning("%s", error)
+            return
         except UmbraError as error:
             self._receiver.committed(staged, self._clock() - start, error=str(error))
             raise
@@ -186,24 +181,24 @@ class GeneratorLoop:
         )
         self._session.emit("weights", version=staged.version, commit_s=end - start)
         log.debug("serving version %d after %.1f ms", staged.version, 1e3 * (end - start))
-        self._buffer.give_back(self._runner.release_pinned(staged.version))
         # Under policy "abort" they go on at once, as new requests that begin with their own tokens.
         self._runner.take(aborted)
+
+    def _keeps_version(self) -> bool:
+        """Whether an evaluation of the version that we serve needs us: new weights wait so long.
+
+        The buffer ends it in time: then its leases are lost, and with them the reason to wait.
+        """
+        if self._runner.pinned:
+            return True
+        return self._buffer.more_pinned(self._engine.version) and self._capacity() > 0
 
     def _load(self, staged: StagedVersion) -> list[EngineOutput]:
         if self._streaming is None:
             return self._engine.load_weights(
                 tensors_in(staged.manifest, staged.data), staged.version, self._kv_policy
             )
-        engine, buckets = self._streaming.engine, self._streaming.weights.buckets(staged)
-        try:
-            return engine.load_buckets(staged.manifest, buckets, staged.version, self._kv_policy)
-        except PeerLostError as error:
-            raise PeerLostError(
-                f"version {staged.version} broke off while it was loaded ({error}): the weights "
-                f"are neither it nor version {engine.version}, so this generator leaves; started "
-                "again it gets the newest version"
-            ) from error
+        return self._streaming.load(staged, self._kv_policy)
 
     def _take(self, tasks: Sequence[SampleTask]) -> None:
         """Begin these samples, but for those that only other weights than ours may generate."""
@@ -233,7 +228,7 @@ class GeneratorLoop:
         for sample in failed:
             self._failed += 1
             if self._failed <= _FAILURES_LOGGED:
-                log.warning("%s", sample.reason)
+                log.warning("sample %s: %s", sample.sample_id, sample.reason)
             self._session.emit("sample_failed", sample=sample.sample_id, reason=sample.reason)
 
     def _idle(self, started: float) -> None:

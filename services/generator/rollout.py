@@ -25,9 +25,10 @@ from umbra.proto.records import (
     unpack_float32,
     unpack_int32,
 )
+from umbra.services.environments.protocol import Opening, SampleError, StepResult
 from umbra.services.generator.engine import EngineOutput, EngineRequest
-from umbra.services.modeling.chat import Chat, Message
-from umbra.services.modeling.environments import Environment, SampleError, StepResult
+from umbra.services.modeling.chat import Chat
+from umbra.services.runtime.config import Environment as EnvironmentConfig
 from umbra.services.runtime.config import SamplingConfig
 
 
@@ -41,12 +42,22 @@ class Phase(enum.Enum):
 
 
 @dataclass(frozen=True)
+class Limits:
+    """Where a sample ends whatever model and environment say; 0 = no limit."""
+
+    turns: int = 0  # of the model
+    tokens: int = 0  # of the response, those of the environment included
+    seconds: float = 0.0  # on one generator
+
+
+@dataclass(frozen=True)
 class RolloutSettings:
     """What all rollouts of a generator share."""
 
     chat: Chat
     sampling: Sampling
     max_context: int
+    limits: Limits = Limits()
     generator: str = ""
     clock: Callable[[], float] = time.time
 
@@ -93,13 +104,10 @@ class _Tokens:
 
 
 class Rollout:
-    """The state of one `SampleTask`. `environment` is this sample's own."""
+    """The state of one `SampleTask`."""
 
-    def __init__(
-        self, task: SampleTask, environment: Environment, settings: RolloutSettings
-    ) -> None:
+    def __init__(self, task: SampleTask, settings: RolloutSettings) -> None:
         self.task = task
-        self.environment = environment
         self.phase = Phase.RESET
         self._settings = settings
         self._prompt: list[int] = []
@@ -109,13 +117,14 @@ class Rollout:
         self._reward = 0.0
         self._parts: dict[str, float] = {}
         self._reason = "partial"
-        self._started = settings.clock()
+        self._heard: list[str] = []  # what the environment was told so far
+        self._began = self._started = settings.clock()
         # Turns of a partial, model's and environment's, that the environment has to see again.
         self._replay: list[tuple[list[int], list[int]]] = []
         if task.partial is not None and _sound(task.partial):
             self._resume(task.partial)
 
-    def reset_done(self, messages: list[Message]) -> None:
+    def reset_done(self, opening: Opening) -> None:
         """The environment opened the conversation.
 
         Raises:
@@ -123,7 +132,9 @@ class Rollout:
         """
         if not self._prompt:
             chat = self._settings.chat
-            self._prompt = _templated("the prompt", lambda: chat.prompt_ids(messages))
+            self._prompt = _templated(
+                "the prompt", lambda: chat.prompt_ids(opening.messages, opening.tools)
+            )
         if not self._prompt:
             raise SampleError(f"prompt {self.task.prompt_id} has no tokens")
         if len(self._prompt) >= self._settings.max_context:
@@ -147,20 +158,18 @@ class Rollout:
         self._tokens.add_model(output)
         self._continue_turn()
 
-    def step_text(self) -> str:
-        """What to tell the environment (phase STEP)."""
+    def responses(self) -> list[str]:
+        """All that the model said, turn by turn; the last is new to the environment."""
         turn = self._replay[0][0] if self._replay else self._tokens.ids[self._turn_start :]
-        return self._settings.chat.response_text(turn)
+        return [*self._heard, self._settings.chat.response_text(turn)]
 
     def stepped(self, result: StepResult) -> None:
         """The environment answered; its messages are appended as tokens.
 
         Raises:
-            SampleError: a result of the wrong type.
+            SampleError: the messages can't be templated.
         """
-        if not isinstance(result, StepResult):
-            kind = type(result).__name__
-            raise SampleError(f"the environment's step returned {kind} instead of a StepResult")
+        self._heard = self.responses()
         self._turns += 1
         self._reward += result.reward
         for part, value in result.reward_parts.items():
@@ -172,13 +181,33 @@ class Rollout:
         if result.done or not complete:
             self._finish(result.reason if complete else "length")
             return
+        if self._turns == self._settings.limits.turns:
+            self._finish("turns")
+            return
         ids = self._environment_ids(result, self._tokens.ids[-1])
-        if len(self._prompt) + len(self._tokens.ids) + len(ids) >= self._settings.max_context:
+        if len(self._tokens.ids) + len(ids) >= self._most():
             self._finish("length")  # no room for another turn
             return
         self._tokens.add_environment(ids)
         self._turn_start = len(self._tokens.ids)
         self._continue_turn()
+
+    def overdue(self) -> bool:
+        """Whether the sample's time is over."""
+        limit = self._settings.limits.seconds
+        return bool(limit) and self._settings.clock() - self._began > limit
+
+    def expire(self) -> None:
+        """End the sample here, with what was said and earned so far.
+
+        Raises:
+            SampleError: nothing was said yet.
+        """
+        if not self._tokens.ids:
+            raise SampleError(
+                f"no token within environment.max_s = {self._settings.limits.seconds:g} s"
+            )
+        self._finish("time")
 
     @property
     def tokens(self) -> int:
@@ -234,9 +263,15 @@ class Rollout:
 
     def _room(self) -> int:
         """Tokens that the current turn may still get."""
-        ids = self._tokens.ids
-        context = self._settings.max_context - len(self._prompt) - len(ids)
-        return min(context, self._settings.sampling.max_tokens - (len(ids) - self._turn_start))
+        said = len(self._tokens.ids)
+        return min(
+            self._most() - said, self._settings.sampling.max_tokens - (said - self._turn_start)
+        )
+
+    def _most(self) -> int:
+        """Tokens that the whole response may have."""
+        context = self._settings.max_context - len(self._prompt)
+        return min(context, self._settings.limits.tokens or context)
 
     def _turn_complete(self) -> bool:
         """Whether the model ended its turn itself."""
@@ -279,7 +314,7 @@ class Rollout:
     def _restart(self) -> None:
         self._prompt, self._tokens, self._replay = [], _Tokens(), []
         self._turn_start = self._turns = 0
-        self._reward, self._parts = 0.0, {}
+        self._reward, self._parts, self._heard = 0.0, {}, []
         self.phase = Phase.RESET
 
 
@@ -303,6 +338,11 @@ def _sound(partial: Trajectory) -> bool:
         and bool(partial.spans)
         and partial.spans[-1].end == count
     )
+
+
+def limits_of(config: EnvironmentConfig) -> Limits:
+    """The configured limits of a sample."""
+    return Limits(turns=config.max_turns, tokens=config.max_tokens, seconds=config.max_s)
 
 
 def sampling_of(config: SamplingConfig, *, greedy: bool = False) -> Sampling:

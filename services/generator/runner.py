@@ -10,10 +10,10 @@ from collections.abc import Iterable
 
 from umbra.proto.messages import ReturnedSample
 from umbra.proto.records import SampleTask, Trajectory
+from umbra.services.environments.pool import EnvironmentPool, Outcome
+from umbra.services.environments.protocol import Opening, SampleError, StepResult
 from umbra.services.generator.engine import Engine, EngineOutput
 from umbra.services.generator.rollout import Phase, Rollout, RolloutSettings
-from umbra.services.modeling.environment_pool import EnvironmentPool, Outcome
-from umbra.services.modeling.environments import EnvironmentFactory, SampleError
 
 
 class RolloutRunner:
@@ -22,7 +22,6 @@ class RolloutRunner:
     Args:
         engine: where model turns are made.
         pool: where environments run.
-        make_environment: a fresh environment for each sample.
         settings: what all rollouts share.
         flush_tokens: tokens by which a sample grows until `flush` gives a partial of it; 0 = never.
     """
@@ -31,13 +30,11 @@ class RolloutRunner:
         self,
         engine: Engine,
         pool: EnvironmentPool,
-        make_environment: EnvironmentFactory,
         settings: RolloutSettings,
         flush_tokens: int = 0,
     ) -> None:
         self._engine = engine
         self._pool = pool
-        self._make_environment = make_environment
         self._settings = settings
         self._flush_tokens = flush_tokens
         self._rollouts: dict[str, Rollout] = {}
@@ -65,6 +62,11 @@ class RolloutRunner:
         return sum(r.phase in (Phase.RESET, Phase.GENERATE) for r in self._rollouts.values())
 
     @property
+    def pinned(self) -> bool:
+        """Whether samples are under way that only the weights of now may generate."""
+        return any(rollout.task.pinned_version >= 0 for rollout in self._rollouts.values())
+
+    @property
     def prompt_tokens(self) -> int:
         """Tokens that the engine was given to read so far."""
         return self._prompt_tokens
@@ -79,12 +81,7 @@ class RolloutRunner:
         for task in tasks:
             if (old := self._rollouts.get(task.sample_id)) is not None:
                 self.drop([(task.sample_id, old.task.attempt)])
-            try:
-                environment = self._make_environment()
-            except Exception as error:  # noqa: BLE001 - a user's constructor may raise anything
-                self._fail(task, f"the environment's constructor raised {error!r}")
-                continue
-            rollout = Rollout(task, environment, self._settings)
+            rollout = Rollout(task, self._settings)
             self._rollouts[task.sample_id] = rollout
             self._flushed[task.sample_id] = rollout.tokens
             self._advance(rollout)
@@ -97,6 +94,7 @@ class RolloutRunner:
     def poll(self, timeout_s: float) -> None:
         """One step of the engine, and what follows from it."""
         self.collect()
+        self._expire()
         if self._engine.busy:
             self.take(self._engine.poll(timeout_s))
             self.collect()
@@ -163,11 +161,6 @@ class RolloutRunner:
         wanted = set(leases)
         return self._hand_back([r for r in self._rollouts.values() if _lease(r) in wanted], reason)
 
-    def release_pinned(self, version: int) -> list[ReturnedSample]:
-        """Hand back the samples that only another version than `version` may generate."""
-        pinned = [r for r in self._rollouts.values() if r.task.pinned_version not in (-1, version)]
-        return self._hand_back(pinned, f"the generator serves version {version} now")
-
     def drain(self, reason: str) -> list[ReturnedSample]:
         """Stop everything and hand back what is unfinished, with the tokens there are."""
         return self._hand_back(list(self._rollouts.values()), reason)
@@ -191,25 +184,17 @@ class RolloutRunner:
         del self._rollouts[rollout.task.sample_id]
         del self._flushed[rollout.task.sample_id]
         self._due.pop(rollout.task.sample_id, None)
+        self._pool.forget(_key(rollout))
 
     def _advance(self, rollout: Rollout) -> None:
         """Do what the rollout waits for."""
-        environment = rollout.environment
-        name = type(environment).__name__
-        instant = bool(getattr(environment, "instant", False))
         match rollout.phase:
             case Phase.RESET:
-                row = rollout.task.row
-                self._pool.submit(
-                    _key(rollout), f"{name}.reset", lambda: environment.reset(row), instant=instant
-                )
+                self._pool.play(_key(rollout), rollout.task.row, [])
             case Phase.GENERATE:
                 self._generate(rollout)
             case Phase.STEP:
-                text = rollout.step_text()
-                self._pool.submit(
-                    _key(rollout), f"{name}.step", lambda: environment.step(text), instant=instant
-                )
+                self._pool.play(_key(rollout), rollout.task.row, rollout.responses())
             case Phase.DONE:
                 self._forget(rollout)
                 self._finished.append(rollout.trajectory())
@@ -240,24 +225,45 @@ class RolloutRunner:
         if rollout is None or _key(rollout) != outcome.key:
             return  # dropped meanwhile
         try:
-            if outcome.error:
-                raise SampleError(outcome.error)
-            if rollout.phase is Phase.RESET:
-                rollout.reset_done(outcome.value)
-            else:
-                rollout.stepped(outcome.value)
+            match rollout.phase, outcome.value:
+                case _, None:
+                    raise SampleError(outcome.error)
+                case Phase.RESET, Opening() as opening:
+                    rollout.reset_done(opening)
+                case Phase.STEP, StepResult() as result:
+                    rollout.stepped(result)
+                case _:
+                    return  # of the same lease, begun anew meanwhile
         except SampleError as error:
             self._forget(rollout)
             self._fail(rollout.task, str(error))
         else:
             self._advance(rollout)
 
+    def _expire(self) -> None:
+        """End the samples whose time is over."""
+        if not self._settings.limits.seconds:
+            return
+        late = [rollout for rollout in self._rollouts.values() if rollout.overdue()]
+        if not late:
+            return
+        for output in self._engine.abort([rollout.task.sample_id for rollout in late]):
+            self._rollouts[output.request_id].generated(output)
+        for rollout in late:
+            try:
+                rollout.expire()
+            except SampleError as error:
+                self._forget(rollout)
+                self._fail(rollout.task, str(error))
+            else:
+                self._advance(rollout)
+
     def _fail(self, task: SampleTask, reason: str) -> None:
         self._failed.append(
             ReturnedSample(
                 sample_id=task.sample_id,
                 attempt=task.attempt,
-                reason=f"sample {task.sample_id}: {reason}",
+                reason=reason,
                 failed=True,
             )
         )

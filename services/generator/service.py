@@ -8,15 +8,19 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
+import msgspec
+
+from umbra.services.environments.loading import UNREWARDED
+from umbra.services.environments.pool import open_pool
 from umbra.services.generator.buffer_client import BufferClient
 from umbra.services.generator.engines import open_engine
-from umbra.services.generator.loop import GeneratorLoop, Streaming
-from umbra.services.generator.rollout import RolloutSettings, sampling_of
+from umbra.services.generator.loop import GeneratorLoop
+from umbra.services.generator.rollout import RolloutSettings, limits_of, sampling_of
 from umbra.services.generator.runner import RolloutRunner
-from umbra.services.modeling.environment_pool import EnvironmentPool
-from umbra.services.modeling.environments import Unrewarded, load_environment
+from umbra.services.generator.streaming import Streaming
 from umbra.services.runtime.command import ServiceContext
 from umbra.services.runtime.config import WeightHub
+from umbra.services.runtime.gpu.receiving import GpuReceiving, gpu_for, host_planes
 from umbra.services.runtime.receiver import Receiver
 from umbra.services.runtime.session import Session
 from umbra.services.runtime.stream import WeightStream
@@ -30,35 +34,44 @@ log = logging.getLogger(__name__)
 def run(ctx: ServiceContext) -> int:
     """Generate until the run ends or this process is told to stop."""
     config = ctx.config
-    make_environment = (
-        Unrewarded if "reward" in config.buffer.stages else load_environment(config.environment)
-    )
+    environment = config.environment
+    if "reward" in config.buffer.stages:
+        environment = msgspec.structs.replace(environment, kind=UNREWARDED, options={})
     opened = open_engine(config, ctx.name)
-    engine = opened.engine
     wake = threading.Event()
-    pool = EnvironmentPool(timeout_s=config.environment.timeout_s, wake=wake.set)
     settings = RolloutSettings(
         chat=opened.chat,
         sampling=sampling_of(config.sampling),
         max_context=config.generator.max_context,
+        limits=limits_of(environment),
         generator=ctx.name,
     )
     # An eighth early: so much is decoded at most while what is flushed is on its way.
     flush_tokens = config.generator.partial_flush_tokens
     flush_tokens -= flush_tokens // 8
-    with closing(engine), ctx.join("generator") as session:
+    with (
+        closing(opened.engine) as engine,
+        closing(open_pool(environment, wake=wake.set)) as pool,
+        ctx.join("generator") as session,
+    ):
         ctx.ready({"role": "generator", "name": ctx.name})
-        stream = WeightStream() if config.generator.receive == "streamed" else None
-        receiver = _subscribe(session, config.weight_hub, stream, opened.allocate)
+        hub = config.weight_hub
+        stream = (
+            WeightStream(ctx.name, hub.receive_bucket_bytes, hub.deadline_s)
+            if config.generator.receive == "streamed"
+            else None
+        )
+        gpu = gpu_for(hub, opened.device) if stream is None else None
+        receiver = _subscribe(session, hub, stream, gpu, opened.allocate)
         if receiver is None:
             return _end(session)
-        with closing(receiver), closing(pool):
+        with closing(receiver):
             GeneratorLoop(
                 session=session,
                 receiver=receiver,
                 buffer=BufferClient(session.data, wake, grace_s=config.run.broker_grace_s),
                 engine=engine,
-                runner=RolloutRunner(engine, pool, make_environment, settings, flush_tokens),
+                runner=RolloutRunner(engine, pool, settings, flush_tokens),
                 metrics=ctx.metrics,
                 kv_policy=config.generator.kv_policy,
                 prefetch=config.generator.prefetch,
@@ -83,6 +96,7 @@ def _subscribe(
     session: Session,
     config: WeightHub,
     stream: WeightStream | None,
+    gpu: GpuReceiving | None,
     allocate: Callable[[int], memoryview],
 ) -> Receiver | None:
     """A receiver of weights; None if we are stopped before there is a hub with a model.
@@ -92,14 +106,14 @@ def _subscribe(
     """
     session.progress("waiting for the weight hub", 0)
     channel = session.weights(deadline_s=_HUB_DEADLINE_S)
-    offered = ["shm", "tcp"] if config.plane == "auto" else [config.plane]
     receiver = Receiver(
         channel,
-        planes=offered if stream is None else ["shm"],  # what is streamed is read where it lies
+        planes=host_planes(config.plane),
+        allocate=allocate,
+        gpu=gpu,
         frame_bytes=config.receive_bucket_bytes,
         open_intake=stream.open if stream is not None else None,
         streamed=stream is not None,
-        allocate=allocate,
     )
     # In a thread, so that a signal is heard meanwhile; leaving the session ends its question.
     executor = ThreadPoolExecutor(1, thread_name_prefix="subscribe")

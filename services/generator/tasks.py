@@ -1,11 +1,13 @@
-"""The two demo tasks as data: prompts, held-out prompts and worked examples of a poor teacher.
+"""Built-in tasks as data: prompts, held-out prompts and worked examples of a poor teacher.
 
 SORT: sort a list of digits (one turn). GUESS: find a digit in four tries (several turns).
+CALCULATOR: arithmetic with a tool (turns with tool calls). gym:NAME: what reasoning-gym generates.
 Warm-starting on the teacher gives a model that is right now and then, which is what RL needs.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import zlib
 from collections.abc import Callable
@@ -15,12 +17,20 @@ from typing import Any
 
 import msgspec
 
+from umbra.proto.errors import UsageError
+from umbra.services.environments.calculator import calculator
+from umbra.services.environments.gym import gym_rows
+from umbra.services.environments.tools import parse_tool_calls, schema
+from umbra.services.modeling.chat import as_user, with_tools
+
 Row = dict[str, Any]
 
 _SHORTEST, _LONGEST, _MEAN_EXTRA = 2, 16, 5.0
 _HEEDFUL = 0.25  # guesses of the poor player that fit the hints so far
 _SLOPPY = 0.88  # share of SORT examples with a mistake; some mistakes leave the answer right
 _TRIES = 4
+_CAREFUL = 0.6  # share of CALCULATOR examples that type what was asked, and of those well formed
+GYM = "gym:"
 _GUESS_PROMPT = "guess"
 
 
@@ -37,8 +47,16 @@ class Task:
 def write_task(
     name: str, out: Path, *, seed: int, prompts: int, heldout: int, demos: int
 ) -> dict[str, int]:
-    """Write prompts.jsonl, heldout.jsonl and demos.jsonl of task `name` to `out`; rows per file."""
-    task = TASKS[name]
+    """Write prompts.jsonl, heldout.jsonl and demos.jsonl of task `name` to `out`; rows per file.
+
+    Task "gym:NAME" has no demos.
+
+    Raises:
+        UsageError: no such task.
+    """
+    if name.startswith(GYM):
+        return _write_gym(name.removeprefix(GYM), out, seed, prompts, heldout)
+    task = task_named(name)
     out.mkdir(parents=True, exist_ok=True)
     files = {
         "prompts.jsonl": _draw(task.prompt, task, f"{name}/{seed}/prompts", prompts),
@@ -48,6 +66,35 @@ def write_task(
     for file, rows in files.items():
         (out / file).write_bytes(msgspec.json.Encoder().encode_lines(rows))
     return {file: len(rows) for file, rows in files.items()}
+
+
+def task_named(name: str) -> Task:
+    """The built-in task.
+
+    Raises:
+        UsageError: there is none of that name.
+    """
+    if name.startswith(GYM):
+        return Task("reasoning-gym", _nothing, _nothing, distinct=False)
+    if name not in TASKS:
+        raise UsageError(
+            f"task {name!r} is unknown; use {', '.join(TASKS)}, or {GYM}NAME for a dataset of "
+            "reasoning-gym"
+        )
+    return TASKS[name]
+
+
+def _nothing(source: random.Random) -> Row:
+    raise UsageError("the rows of a gym come from reasoning-gym")
+
+
+def _write_gym(name: str, out: Path, seed: int, prompts: int, heldout: int) -> dict[str, int]:
+    out.mkdir(parents=True, exist_ok=True)
+    rows = gym_rows(name, prompts + heldout, seed)
+    files = {"prompts.jsonl": rows[:prompts], "heldout.jsonl": rows[prompts:]}
+    for file, part in files.items():
+        (out / file).write_bytes(msgspec.json.Encoder().encode_lines(part))
+    return {file: len(part) for file, part in files.items()}
 
 
 def _draw(
@@ -120,6 +167,39 @@ def _guess_demo(source: random.Random) -> Row:
     return _conversation(turns if len(turns) % 2 == 0 else turns[:-1])
 
 
+def _expression(source: random.Random) -> str:
+    terms = [str(source.randrange(1, 100)) for _ in range(source.randint(2, 4))]
+    signs = [source.choice("+-*") for _ in terms[1:]]
+    return terms[0] + "".join(f"{sign}{term}" for sign, term in zip(signs, terms[1:], strict=True))
+
+
+def _calculator_prompt(source: random.Random) -> Row:
+    expression = _expression(source)
+    return {"prompt": f"{expression}?", "answer": calculator(expression)}
+
+
+def _calculator_demo(source: random.Random) -> Row:
+    """Calls the tool, now and then with a wrong expression or a malformed call."""
+    asked = _expression(source)
+    typed = asked if source.random() < _CAREFUL else _expression(source)
+    call = json.dumps({"name": "calculator", "arguments": {"expression": typed}})
+    heard = answer = calculator(typed)
+    if source.random() > _CAREFUL:
+        call, answer = call[:-1], "0"
+        heard = f"error: {parse_tool_calls(_called(call))[0]}"
+    messages = [
+        {"role": "user", "content": f"{asked}?"},
+        {"role": "assistant", "content": _called(call)},
+        as_user({"role": "tool", "content": heard}),
+        {"role": "assistant", "content": answer},
+    ]
+    return {"messages": with_tools(messages, [schema(calculator)])}
+
+
+def _called(call: str) -> str:
+    return f"<tool_call>{call}</tool_call>"
+
+
 def _conversation(turns: list[str]) -> Row:
     roles = ("user", "assistant")
     return {"messages": [{"role": roles[i % 2], "content": t} for i, t in enumerate(turns)]}
@@ -132,4 +212,5 @@ def _text(digits: list[int]) -> str:
 TASKS: dict[str, Task] = {
     "sort": Task("exact", _sort_prompt, _sort_demo, distinct=True),
     "guess": Task("guess", _guess_prompt, _guess_demo, distinct=False),
+    "calculator": Task("tools", _calculator_prompt, _calculator_demo, distinct=False),
 }

@@ -23,12 +23,12 @@ from umbra.services.generator.engine import (
     check_request,
 )
 from umbra.services.generator.vllm_options import check_device, engine_arguments
+from umbra.services.generator.vllm_parts import filled
 from umbra.services.generator.vllm_server import Job, Pause, VllmServer
 from umbra.services.modeling.weights import WeightTable
 from umbra.services.runtime.config import Generator
 from umbra.services.runtime.manifest import build_manifest
 from umbra.services.runtime.mapped import SharedMemory
-from umbra.services.runtime.stream import ArenaVersion
 
 _COOLEST = 0.01  # vLLM raises lower temperatures to this
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -106,14 +106,16 @@ class VllmEngine:
             ValueError: as there; or sampling out of range, or tokens that the model does not have.
         """
         jobs: list[Job] = []
-        for request in requests:
-            limit = check_request(request, self.max_context, self._vocabulary)
-            key = f"{request.request_id}#{next(self._names)}"
-            params = self._sampling(request.sampling, limit, request.stop_ids)
-            jobs.append(Job(key, list(request.prompt_ids), params))
-            self._open[key] = request.request_id
-        if jobs:
-            self._server.submit(jobs)
+        try:
+            for request in requests:
+                limit = check_request(request, self.max_context, self._vocabulary)
+                params = self._sampling(request.sampling, limit, request.stop_ids)
+                key = f"{request.request_id}#{next(self._names)}"
+                jobs.append(Job(key, list(request.prompt_ids), params))
+                self._open[key] = request.request_id
+        finally:
+            if jobs:
+                self._server.submit(jobs)
 
     def poll(self, timeout_s: float = 0.0) -> list[EngineOutput]:
         """What has finished, after at most `timeout_s` seconds of waiting for something.
@@ -145,8 +147,7 @@ class VllmEngine:
         given = dict(tensors)
         self._fit.check(given)
         path, manifest, keep = self._place(given)
-        info = {"path": path, "manifest": msgspec.msgpack.encode(manifest)}
-        outputs = self._update(info, version, kv_policy)
+        outputs = self._update([_part(path, manifest)], version, kv_policy)
         del keep
         return outputs
 
@@ -160,19 +161,16 @@ class VllmEngine:
         """Serve `version` from the next token on; see `StreamingEngine.load_buckets`.
 
         Raises:
-            UsageError: as there, or `buckets` are not in the hub's arena.
+            UsageError: as there.
+            PeerLostError: `buckets` broke off; another load has to follow.
             EngineError: vLLM died, or the load broke off.
         """
         self._fit.check_manifest(manifest)
-        if not isinstance(buckets, ArenaVersion):
-            raise UsageError("vLLM's workers read streamed versions in the weight hub's arena only")
-        info = {
-            "path": buckets.path,
-            "manifest": msgspec.msgpack.encode(manifest),
-            "slot": buckets.slot,
-            "checksums": buckets.checksums,
-        }
-        return self._update(info, version, kv_policy)
+        parts = (
+            _part(self.memory.path(memory), part)
+            for part, memory in filled(manifest, buckets, self.memory.allocate)
+        )
+        return self._update(parts, version, kv_policy)
 
     def abort(self, request_ids: Iterable[str] | None = None) -> list[EngineOutput]:
         """End these requests (None: all) now; returns what there is of them."""
@@ -257,15 +255,13 @@ class VllmEngine:
                 block, dtype=tensor.dtype, count=tensor.numel(), offset=entry.offset
             )
             target.view(tensor.shape).copy_(tensor)
-        place = self.memory.locate(torch.frombuffer(block, dtype=torch.uint8).data_ptr(), 1)
-        assert place is not None
-        return place[0], manifest, block
+        return self.memory.path(block), manifest, block
 
     def _update(
-        self, info: dict[str, Any], version: int, kv_policy: KvPolicy
+        self, parts: Iterable[dict[str, Any]], version: int, kv_policy: KvPolicy
     ) -> list[EngineOutput]:
         under_way = set(self._open)
-        self.pause = self._server.update(info, version, kv_policy)
+        self.pause = self._server.update(parts, version, kv_policy)
         log.debug("version %d: %s", version, self.pause)
         self.version = version
         if kv_policy != "abort":
@@ -303,6 +299,11 @@ class VllmEngine:
 
 def _named(output: EngineOutput, name: str) -> EngineOutput:
     return EngineOutput(name, output.token_ids, output.logprobs, output.spans, output.finish_reason)
+
+
+def _part(path: str, manifest: Manifest) -> dict[str, Any]:
+    """What `UpdateInfo` says of tensors in the block at `path`."""
+    return {"path": path, "manifest": msgspec.msgpack.encode(manifest)}
 
 
 def _dtype_name(name: str, tensor: torch.Tensor) -> str:

@@ -29,7 +29,13 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from umbra.proto.errors import DeadlineError, StartupError, UmbraError, UsageError
+from umbra.proto.errors import (
+    DeadlineError,
+    PeerLostError,
+    StartupError,
+    UmbraError,
+    UsageError,
+)
 from umbra.proto.records import VersionSpan
 from umbra.services.generator.engine import (
     EngineError,
@@ -41,6 +47,7 @@ from umbra.services.generator.engine import (
 _REPLY_S = 60.0  # of a request's abort
 _LOAD_S = 600.0  # of a version's load
 _CLOSE_S = 5.0
+AGAIN = {"path": "", "manifest": b""}  # of `UpdateInfo`: the version begins anew
 _REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
 
 T = TypeVar("T")
@@ -80,6 +87,7 @@ class VllmServer:
     def __init__(self, arguments: dict[str, Any], version: int) -> None:
         self.done: queue.SimpleQueue[EngineOutput | Exception] = queue.SimpleQueue()
         self._loads = 0
+        self._loading = False  # from the pause until a version is in place
         self._salt = ""  # of the prefix cache, another one after each load
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._restarting: set[str] = set()
@@ -143,15 +151,28 @@ class VllmServer:
         """What there is so far of these jobs, as aborted."""
         return self._wait(self._look(set(keys)), _REPLY_S)
 
-    def update(self, info: dict[str, Any], version: int, kv_policy: KvPolicy) -> Pause:
+    def update(self, parts: Iterable[dict[str, Any]], version: int, kv_policy: KvPolicy) -> Pause:
         """Load a version between two steps. Under "abort", all jobs are in `done` afterwards.
 
+        Args:
+            parts: what `UpdateInfo` says of each; asked for one by one, each good until the next.
+            version: of the weights.
+            kv_policy: what becomes of jobs under way.
+
         Raises:
+            PeerLostError: `parts` broke off. Nothing is decoded until an update succeeds.
             EngineError: vLLM died, or the load broke off: it must not be used any more.
         """
         began = time.perf_counter()
         try:
-            stop_s, load_s = self._wait(self._update(info, version, kv_policy), _LOAD_S)
+            stop_s = self._wait(self._pause(kv_policy), _LOAD_S)
+            stopped = time.perf_counter()
+            for part in parts:
+                request = WeightTransferUpdateRequest(update_info=part)
+                self._wait(self._llm.update_weights(request), _LOAD_S)
+            self._wait(self._resume(version, kv_policy), _LOAD_S)
+        except PeerLostError:
+            raise
         except Exception as error:
             if (died := self.died) is not None:
                 raise died from error
@@ -159,7 +180,8 @@ class VllmServer:
                 f"version {version} broke off while vLLM loaded it: {_sentence(error)}; its "
                 "weights are neither it nor the version before, so this generator leaves"
             ) from error
-        return Pause(time.perf_counter() - began, stop_s, load_s)
+        now = time.perf_counter()
+        return Pause(now - began, stop_s, now - stopped)
 
     def close(self) -> None:
         """End vLLM's processes and the thread."""
@@ -234,23 +256,27 @@ class VllmServer:
             _under_way(state) for state in self._states.values() if state.external_req_id in keys
         ]
 
-    async def _update(
-        self, info: dict[str, Any], version: int, kv_policy: KvPolicy
-    ) -> tuple[float, float]:
+    async def _pause(self, kv_policy: KvPolicy) -> float:
+        """Stop decoding and open the model's layers; seconds until no step was under way."""
+        if self._loading:  # the last update broke off
+            await self._llm.update_weights(WeightTransferUpdateRequest(update_info=AGAIN))
+            return 0.0
         began = time.perf_counter()
         clear = kv_policy == "recompute"
         await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear)
         stopped = time.perf_counter()
+        self._loading = True
+        await self._llm.start_weight_update()
+        return stopped - began
+
+    async def _resume(self, version: int, kv_policy: KvPolicy) -> None:
         if kv_policy == "abort":
             await self._abort(list(self._tasks))
-        await self._llm.start_weight_update()
-        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
         await self._llm.finish_weight_update(str(version))
-        loaded = time.perf_counter()
+        self._loading = False
         self._new_salt(version)
         await self._restart_unstarted()
         await self._llm.resume_generation()
-        return stopped - began, loaded - stopped
 
     def _new_salt(self, version: int) -> None:
         # Not the version alone: a trainer that goes back gives a number to other weights.

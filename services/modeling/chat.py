@@ -8,9 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from umbra.proto.errors import UsageError
-
-Message = dict[str, Any]
-"""A chat message: {"role": ..., "content": ...}."""
+from umbra.services.environments.protocol import Message
 
 _PLACEHOLDER = "UMBRA-PLACEHOLDER"
 
@@ -30,13 +28,17 @@ class Chat:
         self._prompt = functools.lru_cache(maxsize=4096)(self._encode_prompt)
         self._tail = functools.lru_cache(maxsize=4096)(self._encode_tail)
 
-    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
+    def prompt_ids(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()
+    ) -> list[int]:
         """Tokens of the first turn, up to where the assistant begins to speak.
+
+        A template that knows no tools has them described in a system message instead.
 
         Raises:
             UsageError: several messages for a tokenizer that has no chat template.
         """
-        return list(self._prompt(json.dumps(list(messages))))
+        return list(self._prompt(json.dumps(list(messages)), json.dumps(list(tools))))
 
     def turn_ids(self, messages: Sequence[Message], last_token: int) -> list[int]:
         """Tokens that the environment adds between a model's turn and its next one.
@@ -54,15 +56,19 @@ class Chat:
             list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
 
-    def _encode_prompt(self, text: str) -> tuple[int, ...]:
+    def _encode_prompt(self, text: str, tools_text: str) -> tuple[int, ...]:
         messages: list[Message] = json.loads(text)
+        tools: list[dict[str, Any]] = json.loads(tools_text)
         if self._tokenizer.chat_template is None:
             if len(messages) != 1:
                 raise UsageError(
                     f"{self._tokenizer.name_or_path} has no chat template: prompts must be text"
                 )
             return self._encode(messages[0]["content"])
-        return self._encode(self._render(messages, add_generation_prompt=True))
+        if tools and "tools" not in self._tokenizer.chat_template:
+            messages = with_tools(messages, tools)
+            tools = []
+        return self._encode(self._render(messages, tools))
 
     def _encode_tail(self, messages: str) -> tuple[int, ...]:
         if self._tokenizer.chat_template is None:
@@ -74,7 +80,7 @@ class Chat:
             {"role": "user", "content": "."},
             {"role": "assistant", "content": _PLACEHOLDER},
         ]
-        text = self._render([*history, *json.loads(messages)], add_generation_prompt=True)
+        text = self._render([*history, *json.loads(messages)])
         _, found, tail = text.partition(_PLACEHOLDER)
         if not found or not tail:
             raise UsageError(
@@ -83,10 +89,38 @@ class Chat:
             )
         return self._encode(tail)
 
-    def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+    def _render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> str:
+        if "tool" not in self._tokenizer.chat_template:
+            messages = [as_user(message) for message in messages]
         return self._tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+            list(messages),
+            tools=list(tools) or None,
+            tokenize=False,
+            add_generation_prompt=True,
         )
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def with_tools(messages: list[Message], tools: list[dict[str, Any]]) -> list[Message]:
+    """`messages` after a system message that says what may be called, and how."""
+    described = "\n".join(json.dumps(tool) for tool in tools)
+    system: Message = {
+        "role": "system",
+        "content": "You may call these tools:\n"
+        f"<tools>\n{described}\n</tools>\n"
+        'Call one by writing <tool_call>{"name": ..., "arguments": {...}}</tool_call>. '
+        "Answer in plain text when you know the answer.",
+    }
+    if messages and messages[0].get("role") == "system":
+        joined = f"{messages[0]['content']}\n\n{system['content']}"
+        return [{"role": "system", "content": joined}, *messages[1:]]
+    return [system, *messages]
+
+
+def as_user(message: Message) -> Message:
+    """What a tool said, as templates write it that know no such role."""
+    if message.get("role") != "tool":
+        return message
+    return {"role": "user", "content": f"<tool_response>{message['content']}</tool_response>"}

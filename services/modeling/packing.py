@@ -1,54 +1,57 @@
 """Sequences of different lengths to dense micro-batches, so that little work is spent on padding.
 
-Several sequences share a row; position ids restart at each and a block-diagonal causal mask keeps
-them apart, so that every logprob is the one of its sequence alone. Rows are filled first-fit
-decreasing (Johnson 1974: at most 11/9 of the fewest rows possible, and one more).
+Several sequences share a row; position ids restart at each and the attention mask keeps them apart,
+so that every logprob is the one of its sequence alone. Sequences that begin with the same prompt
+may also share one copy of it: each response attends to that copy and to itself, and its positions
+go on from there, so that the prompt is computed once for all of them and gets the sum of their
+gradients. Rows are filled first-fit decreasing (Johnson 1974: at most 11/9 of the fewest rows
+possible, and one more). Ranks get equal shares of the work in equally many micro-batches, because
+the forward and backward passes of sharded ranks wait for each other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from umbra.services.modeling.micro_batch import MicroBatch, Tokens, Unit, lay_out
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """S sequences laid end to end, and the M tokens of them that are learned.
+__all__ = ["MicroBatch", "Tokens", "first_fit_decreasing", "pack"]
 
-    A learned token is predicted from what precedes it in its sequence, so it is never the first.
+Row = list[Unit]
+
+
+def pack(
+    tokens: Tokens,
+    *,
+    pack_tokens: int,
+    micro_tokens: int,
+    sequences: Tensor | None = None,
+    share_prompts: bool = False,
+    rank: int = 0,
+    world: int = 1,
+) -> list[MicroBatch]:
+    """Micro-batches of at most `micro_tokens`, padding included, of rows of at most `pack_tokens`.
+
+    A longer sequence has a row alone, and a longer row a micro-batch. Rows of less than half the
+    width start a new micro-batch, so that one long sequence does not stretch all others. What is
+    fed of a sequence ends before its last token, which predicts nothing.
+
+    Args:
+        tokens: the same on all ranks.
+        sequences: int64, restricts it to those sequences.
+        share_prompts: sequences of one `tokens.family` share a copy of their prompt where a row
+            has room for several of them.
+        rank: gets its share of `world` shares. Shares differ by at most the largest unit (a
+            sequence, or a prompt and its responses); a rank that has fewer micro-batches splits
+            its largest ones, and fills up with empty ones if that is not enough.
     """
-
-    ids: Tensor  # int64 [sum of lengths]
-    lengths: Tensor  # int64 [S]
-    learned: Tensor  # int64 [M], indices into ids, ascending
-    owner: Tensor  # int64 [M], the sequence that each learned token belongs to
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """R rows of L tokens for one forward pass, in which N learned tokens are predicted."""
-
-    input_ids: Tensor  # int64 [R, L]
-    position_ids: Tensor  # int64 [R, L], from 0 in every sequence
-    mask: Tensor | None  # bool [R, 1, L, L], True = attend; None: plain causal attention is exact
-    index: Tensor  # int64 [N], flat positions in [R * L] that predict the learned tokens
-    targets: Tensor  # int64 [N], the learned tokens
-    source: Tensor  # int64 [N], which of the M learned tokens these are
-
-    def to(self, device: torch.device) -> MicroBatch:
-        """The same on `device`."""
-        mask = None if self.mask is None else self.mask.to(device)
-        return MicroBatch(
-            self.input_ids.to(device),
-            self.position_ids.to(device),
-            mask,
-            self.index.to(device),
-            self.targets.to(device),
-            self.source.to(device),
-        )
+    chosen = range(len(tokens.lengths)) if sequences is None else sequences.tolist()
+    units = _units(tokens, chosen, pack_tokens, share_prompts)
+    plans = [_plan(share, pack_tokens, micro_tokens) for share in _shares(units, world)]
+    count = max(len(plan) for plan in plans)
+    return [lay_out(tokens, rows) for rows in _extended(plans[rank], count)]
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -67,80 +70,64 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
     return rows
 
 
-def pack(
-    tokens: Tokens,
-    *,
-    pack_tokens: int,
-    micro_tokens: int,
-    sequences: Tensor | None = None,
-) -> list[MicroBatch]:
-    """Micro-batches of at most `micro_tokens`, padding included, of rows of at most `pack_tokens`.
+def _units(tokens: Tokens, chosen: Sequence[int], capacity: int, share: bool) -> list[Unit]:
+    """What has to stay within one row: sequences alone, or a prompt and responses to it."""
+    lengths = tokens.lengths.tolist()
+    if not share or tokens.family is None or tokens.prompts is None:
+        return [Unit((item,), 0, lengths[item] - 1) for item in chosen]
+    prompts, family = tokens.prompts.tolist(), tokens.family.tolist()
+    families: dict[int, list[int]] = {}
+    for item in chosen:
+        families.setdefault(family[item], []).append(item)
+    units: list[Unit] = []
+    for members in families.values():
+        prompt = prompts[members[0]]
+        fed = [lengths[item] - 1 - prompt for item in members]
+        for together in first_fit_decreasing(fed, max(0, capacity - prompt)):
+            items = tuple(members[index] for index in together)
+            shared = prompt if len(items) > 1 else 0
+            units.append(Unit(items, shared, prompt + sum(fed[index] for index in together)))
+    return units
 
-    A longer sequence has a row alone, and a longer row a micro-batch. Rows of less than half the
-    width start a new micro-batch, so that one long sequence does not stretch all others.
 
-    `sequences` (int64) restricts it to those sequences. What is fed of a sequence ends before its
-    last token, which predicts nothing.
-    """
-    chosen = torch.arange(len(tokens.lengths)) if sequences is None else sequences
-    fed = (tokens.lengths[chosen] - 1).tolist()
-    rows = first_fit_decreasing(fed, pack_tokens)
-    sums = [sum(fed[item] for item in row) for row in rows]
+def _shares(units: list[Unit], world: int) -> list[list[Unit]]:
+    """The units of each rank: the longest first, always to the rank that has least."""
+    shares: list[list[Unit]] = [[] for _ in range(world)]
+    load = [0] * world
+    for unit in sorted(units, key=lambda unit: -unit.fed) if world > 1 else units:
+        rank = load.index(min(load))
+        shares[rank].append(unit)
+        load[rank] += unit.fed
+    return shares
+
+
+def _plan(units: list[Unit], pack_tokens: int, micro_tokens: int) -> list[list[Row]]:
+    """The rows of each micro-batch."""
+    filled = first_fit_decreasing([unit.fed for unit in units], pack_tokens)
+    rows = [[units[item] for item in row] for row in filled]
+    sums = [sum(unit.fed for unit in row) for row in rows]
     order = sorted(range(len(rows)), key=lambda row: -sums[row])
-    batches: list[MicroBatch] = []
+    plan: list[list[Row]] = []
     start = 0
     while start < len(order):
-        width = sums[order[start]]
+        width = max(1, sums[order[start]])
         limit = min(len(order), start + max(1, micro_tokens // width))
         narrow = (at for at in range(start, limit) if 2 * sums[order[at]] < width)
         stop = next(narrow, limit)
         if stop == len(order) - 1 < limit:
             stop = limit  # a single row left over costs less as padding than as another pass
-        members = [[int(chosen[item]) for item in rows[row]] for row in order[start:stop]]
-        batches.append(_lay_out(tokens, members, width))
+        plan.append([rows[row] for row in order[start:stop]])
         start = stop
-    return batches
+    return plan
 
 
-def _lay_out(tokens: Tokens, rows: list[list[int]], width: int) -> MicroBatch:
-    """Rows of sequence indices as one micro-batch of rows `width` tokens wide."""
-    sequences = torch.tensor([s for row in rows for s in row])
-    row_of = torch.tensor([r for r, row in enumerate(rows) for _ in row])
-    fed = tokens.lengths[sequences] - 1
-    # Where each sequence begins in the flat rows: after those before it in the same row.
-    before = fed.cumsum(0) - fed
-    first_of_row = torch.tensor([len(row) for row in rows]).cumsum(0)
-    row_base = torch.cat([before.new_zeros(1), fed.cumsum(0)[first_of_row[:-1] - 1]])
-    start = row_of * width + before - row_base[row_of]
-
-    within = torch.arange(int(fed.sum())) - before.repeat_interleave(fed)
-    place = start.repeat_interleave(fed) + within
-    offset = tokens.lengths.cumsum(0) - tokens.lengths
-    cells = len(rows) * width
-    input_ids = torch.zeros(cells, dtype=torch.int64)
-    input_ids[place] = tokens.ids[offset[sequences].repeat_interleave(fed) + within]
-    # Padding goes on counting, so that a row of one sequence looks like an ordinary one.
-    position_ids = torch.arange(width).repeat(len(rows))
-    position_ids[place] = within
-
-    start_of = torch.full((len(tokens.lengths),), -1)
-    start_of[sequences] = start
-    source = (start_of[tokens.owner] >= 0).nonzero().squeeze(1)
-    learned, owner = tokens.learned[source], tokens.owner[source]
-    index = start_of[owner] + learned - offset[owner] - 1
-
-    mask = None
-    if any(len(row) > 1 for row in rows):
-        segment = torch.full((cells,), -1)
-        segment[place] = torch.arange(len(sequences)).repeat_interleave(fed)
-        segment = segment.view(len(rows), width)
-        # Padding attends within itself: a row of the mask without any True would give NaN.
-        mask = (segment[:, :, None] == segment[:, None, :]).tril().unsqueeze(1)
-    return MicroBatch(
-        input_ids.view(len(rows), width),
-        position_ids.view(len(rows), width),
-        mask,
-        index,
-        tokens.ids[learned],
-        source,
-    )
+def _extended(plan: list[list[Row]], count: int) -> list[list[Row]]:
+    """`plan` in `count` micro-batches: its largest are halved, then empty ones are added."""
+    plan = list(plan)
+    while len(plan) < count:
+        most = max(range(len(plan)), key=lambda at: len(plan[at]), default=None)
+        if most is None or len(plan[most]) < 2:
+            return plan + [[] for _ in range(count - len(plan))]
+        rows = plan[most]
+        plan[most : most + 1] = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
+    return plan

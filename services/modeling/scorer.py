@@ -27,9 +27,17 @@ class Scorer(nn.Module):
         head.register_forward_pre_hook(self._select)
 
     def forward(
-        self, batch: MicroBatch, temperature: Tensor, *, with_entropy: bool = True
+        self,
+        batch: MicroBatch,
+        temperature: Tensor,
+        *,
+        with_entropy: bool = True,
+        entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Logprobs and entropies (no gradient, zeros unless `with_entropy`) in nats, float32 [N].
+        """Logprobs and entropies in nats, float32 [N].
+
+        Entropies are zeros unless `with_entropy`, and have a gradient only with `entropy_gradient`,
+        which keeps another tensor of the logits' size.
 
         `temperature` [N] divides the logits, as it did when the tokens were sampled.
         """
@@ -48,7 +56,7 @@ class Scorer(nn.Module):
         logprobs = distribution.gather(-1, batch.targets.unsqueeze(-1)).squeeze(-1)
         entropy = torch.zeros_like(logprobs)
         if with_entropy:
-            with torch.no_grad():
+            with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
                 entropy = -(distribution.exp() * distribution).sum(-1)
         return logprobs, entropy
 

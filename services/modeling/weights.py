@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
@@ -10,21 +9,26 @@ from torch import nn
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Manifest, TensorEntry
+from umbra.services.runtime.gpu.cuda import DeviceMemory
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _NAMES_SHOWN = 3
 
 
-def tensors_in(manifest: Manifest, data: memoryview) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of one version, as views of `data`, which must be writable memory.
+def tensors_in(
+    manifest: Manifest, data: memoryview | DeviceMemory
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of one version, as views of `data`: writable memory, or memory on a GPU.
 
     Raises:
         UsageError: a dtype that the engine does not know.
     """
+    if isinstance(data, DeviceMemory):
+        whole = torch.as_tensor(data, device=f"cuda:{data.device.index}")
+    else:
+        whole = torch.frombuffer(data, dtype=torch.uint8)
     for entry in manifest.tensors:
-        dtype = _dtype(entry)
-        count = entry.nbytes // dtype.itemsize
-        flat = torch.frombuffer(data, dtype=dtype, count=count, offset=entry.offset)
+        flat = whole[entry.offset : entry.offset + entry.nbytes].view(_dtype(entry))
         yield entry.name, flat.view(entry.shape)
 
 
@@ -62,30 +66,6 @@ def pieces_in(
             entry = next(entries, None)
 
 
-def whole_tensors(
-    manifest: Manifest, buckets: Iterable[tuple[int, memoryview]]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of one version, each as soon as its last bucket is there.
-
-    Args:
-        manifest: the layout.
-        buckets: as for `pieces_in`, but each in memory of its own, which the tensors keep.
-    """
-    shapes = {entry.name: entry.shape for entry in manifest.tensors}
-    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-    gathered: torch.Tensor | None = None
-    for name, first, piece in pieces_in(manifest, buckets):
-        if len(piece) == sizes[name]:
-            yield name, piece.view(shapes[name])
-            continue
-        if gathered is None:
-            gathered = torch.empty(sizes[name], dtype=piece.dtype)
-        gathered[first : first + len(piece)] = piece
-        if first + len(piece) == sizes[name]:
-            yield name, gathered.view(shapes[name])
-            gathered = None
-
-
 class WeightTable:
     """The places of a model that a version fills, by their state-dict names.
 
@@ -111,6 +91,9 @@ class WeightTable:
         self.check(given)
         for name, tensor in given.items():
             self._places[name].copy_(tensor)
+        # Copies inside of a GPU are only begun by then, and the memory of `tensors` is used again.
+        for device in {tensor.device for tensor in given.values() if tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
 
     @torch.no_grad()
     def load_buckets(self, manifest: Manifest, buckets: Iterable[tuple[int, memoryview]]) -> None:

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from umbra.proto.messages import Member, Status
+from umbra.proto.records import EvalReport
 from umbra.services.monitor.rates import Rates
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -37,6 +38,7 @@ def headline(status: Status, rates: Rates, reward: float | None = None) -> str:
     parts.append(staleness_text(status.staleness))
     parts.append(f"samples/s {rates.samples:.0f}")
     parts.append(f"in flight {sum(status.ledger.in_flight.values())}")
+    parts += [eval_text(one) for one in status.evals if not one.done]
     if status.ledger.balance:
         parts.append(f"LEDGER OFF BY {status.ledger.balance}")
     parts += [f"stuck: {s.what} at {s.holder} for {s.age_s:.0f} s" for s in status.stuck[:1]]
@@ -49,6 +51,23 @@ def staleness_text(staleness: Mapping[str, float]) -> str:
         return "staleness -"
     bound = f", bound {staleness['bound']:g}" if "bound" in staleness else ""
     return f"staleness {staleness['mean']:.2f} (max {staleness.get('max', 0):g}{bound})"
+
+
+def eval_text(report: EvalReport) -> str:
+    """An evaluation: how far it is, or what came of it."""
+    text = f"eval of version {report.version}: "
+    ended = [f"{count} {reason}" for reason, count in sorted(report.ended.items()) if count]
+    if not report.done or report.answered < report.samples:
+        text += f"{report.answered}/{report.samples} answered"
+        text += f" ({', '.join(ended)}), " if ended else ", "
+    return text + (f"accuracy {report.accuracy:.3f}" if report.answered else "no accuracy yet")
+
+
+def evals_text(status: Status) -> str:
+    """The evaluation under way and the last one that is over; empty if there are none."""
+    done = [one for one in status.evals if one.done][-1:]
+    open_ = [one for one in status.evals if not one.done]
+    return "; ".join(map(eval_text, [*open_, *done]))
 
 
 def member_rows(
@@ -88,6 +107,7 @@ def ledger_text(status: Status) -> str:
     ended = [f"{count} {reason}" for reason, count in sorted(ledger.ended.items()) if count]
     flight = [f"{count} {state}" for state, count in ledger.in_flight.items() if count]
     text = f"{ledger.issued} issued = {ledger.trained} trained"
+    text += f" (replayed {ledger.replayed} times)" if ledger.replayed else ""
     text += f" + {sum(ledger.ended.values())} ended" + (f" ({', '.join(ended)})" if ended else "")
     text += f" + {sum(ledger.in_flight.values())} in flight"
     text += f" ({', '.join(flight)})" if flight else ""
@@ -111,6 +131,8 @@ def plain(status: Status, rates: Rates) -> str:
     lines = [f"run {status.run_id}: {status.state}, up {_clock(status.uptime_s)}"]
     lines.append(headline(status, rates))
     lines.append(f"ledger: {ledger_text(status)}")
+    if evals := evals_text(status):
+        lines.append(f"evals: {evals}")
     rows = member_rows(status, rates)
     widths = [max((len(row[i]) for row in rows), default=0) for i in range(6)]
     for row in rows:
@@ -157,6 +179,8 @@ def render(
     facts = Table.grid(padding=(0, 1))
     facts.add_row("samples", f"{rates.samples:.0f}/s   {staleness_text(status.staleness)}")
     facts.add_row("ledger", ledger_text(status))
+    if evals := evals_text(status):
+        facts.add_row("evals", evals)
     if counters := _counters(status):
         facts.add_row("counters", counters)
     parts: list[RenderableType] = [title, bar, facts, _member_table(status, rates, processes)]

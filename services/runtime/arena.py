@@ -38,8 +38,9 @@ def shm_host() -> str:
 class Arena:
     """`slots` slots of `slot_bytes` bytes, mapped writable into this process.
 
-    Made by `create` (the hub, which also unlinks), by `adopt` (a restarted hub, likewise) or by
-    `attach` (the trainer, which writes).
+    Made by `create` (the hub, which also unlinks), by `adopt` (a restarted hub, likewise), by
+    `attach` (the trainer, which writes), or without a name by `anonymous`, which other processes
+    see by `inherited` alone.
     """
 
     def __init__(self, path: Path, fd: int, slot_bytes: int, slots: int) -> None:
@@ -116,6 +117,31 @@ class Arena:
         except BaseException:
             os.close(fd)
             raise
+
+    @classmethod
+    def anonymous(cls, *, slot_bytes: int, slots: int) -> Arena:
+        """A new arena without a name, all of it allocated: it goes with its last process.
+
+        Raises:
+            StartupError: there is too little memory.
+        """
+        size = slots * _stride(slot_bytes)
+        fd = os.memfd_create("umbra-weights", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(fd, 0, size)
+            return cls(Path(), fd, slot_bytes, slots)
+        except OSError as error:
+            os.close(fd)
+            raise StartupError(f"cannot allocate {size} bytes: {error.strerror}") from error
+
+    @classmethod
+    def inherited(cls, fd: int, *, slot_bytes: int) -> Arena:
+        """The arena in `fd`, which another process has handed over; `fd` is ours then."""
+        return cls(Path(), fd, slot_bytes, os.fstat(fd).st_size // _stride(slot_bytes))
+
+    def fileno(self) -> int:
+        """The open file, to be handed to another process."""
+        return self._fd
 
     def slot(self, index: int) -> memoryview:
         """The bytes of slot `index`, `[slot_bytes]`, writable.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import queue
+import threading
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future, InvalidStateError, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from umbra.services.runtime.link import Link
 
 INSIST_S = 0.3  # between a refusal and the next try, for a channel that insists
+LOOK_S = 0.1  # how soon a waiting thread sees that it should stop
+STOPPING_S = 1.0
 RESEND_S = 3.0  # a lost connection costs at most this long; the server recognises the repetition
 
 M = TypeVar("M", bound=Message)
@@ -67,15 +70,28 @@ class Channel:
         """This process, as the server knows it."""
         return self._link.name
 
-    def call(self, body: Message, reply: type[M], *, timeout_s: float) -> M:
+    def call(
+        self,
+        body: Message,
+        reply: type[M],
+        *,
+        timeout_s: float,
+        stopping: threading.Event | None = None,
+    ) -> M:
         """Send `body`, wait for its reply.
 
+        Once `stopping` is set, the wait ends within `STOPPING_S` seconds: a server that is there
+        has answered by then, and one that ended with us never will.
+
         Raises:
-            DeadlineError: no reply within `timeout_s` seconds.
+            DeadlineError: no reply within `timeout_s` seconds, or none before we stop.
             RejectedError: the server answered with a Nack.
             WireError: the server answered with another type.
         """
-        answer = self.request(body, timeout_s=timeout_s).result()
+        future = self.request(body, timeout_s=timeout_s)
+        if stopping is not None:
+            self._wait(future, stopping)
+        answer = future.result()
         if not isinstance(answer, reply):
             raise WireError(
                 f"{self.peer} answered {type(answer).__name__} instead of {reply.__name__}",
@@ -111,6 +127,13 @@ class Channel:
     def move(self, endpoint: str) -> None:
         """The server was restarted, and is at `endpoint` now: ask it whatever is still open."""
         self._link.run(lambda: self._move(endpoint))
+
+    def _wait(self, future: Future[Message], stopping: threading.Event) -> None:
+        while not wait([future], LOOK_S).done:
+            if stopping.is_set():
+                if not wait([future], STOPPING_S).done:
+                    raise DeadlineError(f"stopped while waiting for {self.peer}")
+                return
 
     # -- the link's thread ------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ import msgspec
 
 from umbra.proto.messages import Role
 from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config_loader import load_config
+from umbra.services.runtime.config_loader import bare, load_config
 from umbra.services.runtime.logs import setup_logging
 from umbra.services.runtime.metrics import MetricsFile
 from umbra.services.runtime.session import Session
@@ -62,8 +62,21 @@ def tell_ready(facts: dict[str, Any]) -> None:
         os.close(int(fd))
 
 
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """A flag with which a service's command does something else than to serve."""
+
+    flag: str
+    help: str
+    run: Callable[[ServiceContext], int]
+
+
 def service_command(
-    section: str, run: Callable[[ServiceContext], int], *, name: str | None = None
+    section: str,
+    run: Callable[[ServiceContext], int],
+    *,
+    name: str | None = None,
+    alternative: Alternative | None = None,
 ) -> click.Command:
     """The command of a service: common flags plus one per field of its configuration section."""
     service = name or section.replace("_", "-")
@@ -84,7 +97,10 @@ def service_command(
         if values["broker"] is not None:
             overrides.append(f"run.broker={values['broker']}")
         config = load_config(values["config"], overrides=overrides)
-        code = _run_service(run, config, values["name"] or service, values["run_dir"])
+        chosen_run = run
+        if alternative is not None and values[alternative.flag]:
+            chosen_run = alternative.run
+        code = _run_service(chosen_run, config, values["name"] or service, values["run_dir"])
         raise SystemExit(code)
 
     params: list[click.Parameter] = [
@@ -97,6 +113,8 @@ def service_command(
         click.Option(["--log-format"], help="console or json."),
         *(_flag(field, cls) for field in fields),
     ]
+    if alternative is not None:
+        params.append(click.Option([f"--{alternative.flag}"], is_flag=True, help=alternative.help))
     return click.Command(service, params=params, callback=invoke, help=_first_line(cls))
 
 
@@ -126,7 +144,7 @@ def _flag(field: msgspec.structs.FieldInfo, section: type[Any]) -> click.Option:
     info = msgspec.inspect.type_info(get_type_hints(section, include_extras=True)[field.name])
     schema = getattr(info, "extra_json_schema", None) or {}
     default = "" if field.default in ("", None) else f"  [default: {field.default}]"
-    kind = getattr(info, "type", info)
+    kind = bare(info)
     if isinstance(kind, msgspec.inspect.DictType):
         return click.Option(
             [f"--{field.encode_name.replace('_', '-').removesuffix('s')}", field.name],

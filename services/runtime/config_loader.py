@@ -129,8 +129,16 @@ def _kind(section: str, key: str, where: str) -> introspect.Type:
     if key not in fields:
         hint = foreign_hint(key) or _hint(key, fields, f"{section}.")
         raise UsageError(f"{where}: unknown key {section}.{key}{hint}")
-    kind = introspect.type_info(fields[key])
-    return kind.type if isinstance(kind, introspect.Metadata) else kind
+    return bare(introspect.type_info(fields[key]))
+
+
+def bare(kind: introspect.Type) -> introspect.Type:
+    """`kind` without its description, and without the None of a key that may be left out."""
+    if isinstance(kind, introspect.Metadata):
+        kind = kind.type
+    if isinstance(kind, introspect.UnionType):
+        kind = next(k for k in kind.types if not isinstance(k, introspect.NoneType))
+    return kind
 
 
 def _convert(section: str, key: str, value: Any, where: str) -> Any:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from umbra.proto.errors import UsageError
 from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.objective_rules import objective_faults
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,23 +23,30 @@ class Staleness:
     """
 
     bound: int  # versions, at most
-    typical: int  # versions, of a sample that nothing overtakes
+    typical: int  # versions, of a sample that nothing overtakes, at its last use
     updates: int  # optimizer updates between the weights of a token and those it trains, at most
+    uses: int = 1  # batches that a sample may be in
 
     def describe(self) -> str:
         """One line for people."""
         text = f"at most {self.bound} versions, typically up to {self.typical}"
         if self.updates != self.bound:
             text += f"; at most {self.updates} optimizer updates, as each batch is several"
+        if self.uses > 1:
+            text += f"; a sample is trained on up to {self.uses} times, within the same bound"
         return text
 
 
 def implied_staleness(config: RunConfig) -> Staleness:
-    """The worst and the typical staleness of `config`: K, min(A, K) and K * m + m - 1."""
+    """The worst and the typical staleness of `config`: K, min(A + n - 1, K) and K * m + m - 1.
+
+    n is `replay_times`, and 1 without replay: a sample is a version older at every further use.
+    """
     buffer, updates = config.buffer, config.trainer.minibatches
+    uses = buffer.replay_times if buffer.sampling == "replay" else 1
     bound = buffer.max_staleness if buffer.run_ahead else 0
-    typical = min(buffer.run_ahead, bound)
-    return Staleness(bound, typical, bound * updates + updates - 1)
+    typical = min(buffer.run_ahead + uses - 1, bound)
+    return Staleness(bound, typical, bound * updates + updates - 1, uses)
 
 
 def check_feasible(config: RunConfig) -> None:
@@ -47,7 +55,21 @@ def check_feasible(config: RunConfig) -> None:
     Raises:
         UsageError: all that is wrong, each with the numbers to change.
     """
-    faults = [*_groups(config), *_staleness(config), *_stages(config), *_deadlines(config)]
+    faults = [
+        *_groups(config),
+        *_staleness(config),
+        *_stages(config),
+        *_deadlines(config),
+        *objective_faults(config),
+    ]
+    if (config.eval.every and config.eval.mode == "concurrent") and (
+        config.generator.receive == "streamed"
+    ):
+        faults.append(
+            "generator.receive = streamed reads new weights where the trainer has to write the "
+            "next ones, so they cannot wait for an evaluation: set eval.mode = pause, or "
+            "generator.receive = staged"
+        )
     if config.eval.every and not config.eval.prompts:
         faults.append("eval.every needs eval.prompts: name a file of held-out prompts")
     if faults:
@@ -76,6 +98,17 @@ def _groups(config: RunConfig) -> Iterator[str]:
 def _staleness(config: RunConfig) -> Iterator[str]:
     buffer = config.buffer
     bound = implied_staleness(config).bound
+    if buffer.sampling == "replay" and not bound:
+        yield (
+            "buffer.sampling = replay finds nothing that is fresh enough to train on again: set "
+            "buffer.run_ahead and buffer.max_staleness to 1 or more"
+        )
+    elif buffer.sampling == "replay" and buffer.replay_times > bound + 1:
+        yield (
+            f"buffer.replay_times = {buffer.replay_times} is never reached, as a sample is a "
+            f"version older at every use: set it to {bound + 1} or less, or buffer.max_staleness "
+            f"to {buffer.replay_times - 1} or more"
+        )
     if buffer.on_batch == "interrupt" and bound == 0:
         yield (
             "buffer.on_batch = interrupt cannot continue a partial that is strictly on-policy: set "
@@ -114,6 +147,14 @@ def _stages(config: RunConfig) -> Iterator[str]:
 
 def _deadlines(config: RunConfig) -> Iterator[str]:
     buffer, wait_s = config.buffer, config.trainer.batch_wait_s
+    # What rank 0 may have to wait for, while the others hear nothing of it.
+    silence_s = max(config.run.broker_grace_s, 2 * config.weight_hub.deadline_s)
+    if config.trainer.ranks > 1 and config.trainer.rank_timeout_s <= silence_s:
+        yield (
+            f"trainer.rank_timeout_s = {config.trainer.rank_timeout_s:g} ends the trainer while "
+            f"its rank 0 may still wait {silence_s:g} s for the buffer (run.broker_grace_s) or the "
+            "hub (twice weight_hub.deadline_s)"
+        )
     if buffer.dead_after_s <= buffer.heartbeat_s:
         yield (
             f"buffer.dead_after_s = {buffer.dead_after_s:g} must be more than buffer.heartbeat_s = "

@@ -1,4 +1,4 @@
-"""The staleness knobs of other systems, in our terms.
+"""The staleness and objective knobs of other systems, in our terms.
 
 Symbols as in `docs/staleness.md`: A = run_ahead, K = max_staleness. A name whose rule is one of
 ours is taken in section `[buffer]` and translated; the others are refused with a sentence that says
@@ -74,6 +74,43 @@ FOREIGN: dict[str, ForeignName] = {
     "rollout_staleness_threshold": ForeignName(
         "verl", "its count begins at 1: write max_staleness = threshold - 1"
     ),
+} | {
+    name: ForeignName(system, f"write {ours} in [trainer]")
+    for name, system, ours in (
+        ("loss_type", "TRL", "objective = grpo, dr_grpo, dapo, cispo, sapo, ... or aggregation"),
+        ("importance_sampling_level", "TRL", "ratio_level"),
+        ("epsilon", "TRL", "clip_low and clip_high"),
+        ("epsilon_high", "TRL", "clip_high (for cispo: epsilon_high - 1)"),
+        ("beta", "TRL", "kl_coef"),
+        ("scale_rewards", "TRL", "advantage = grpo (group) or dr_grpo (none)"),
+        ("mask_truncated_completions", "TRL", "overlong_filter"),
+        ("off_policy_mask_threshold", "TRL", 'mask = "opsm" and mask_threshold'),
+        ("vllm_importance_sampling_clip_max", "TRL", "correction and is_cap"),
+        ("adv_estimator", "verl", "advantage"),
+        ("norm_adv_by_std_in_grpo", "verl", "advantage = grpo (true) or dr_grpo (false)"),
+        ("loss_agg_mode", "verl", "aggregation"),
+        ("clip_ratio", "verl", "clip_low and clip_high"),
+        ("clip_ratio_low", "verl", "clip_low"),
+        ("clip_ratio_high", "verl", "clip_high"),
+        ("clip_ratio_c", "verl", "dual_clip"),
+        ("kl_loss_coef", "verl", 'kl_coef and kl_in = "loss"'),
+        ("kl_loss_type", "verl", "kl_estimator (low_var_kl is k3)"),
+        ("kl_ctrl", "verl", 'kl_coef and kl_in = "reward"'),
+        ("entropy_coeff", "verl", "entropy_coef"),
+        ("rollout_is_threshold", "verl", "correction and is_cap"),
+        ("rollout_rs", "verl", "mask, mask_low and mask_high"),
+        ("eps_clip", "AReaL and slime", "clip_low"),
+        ("eps_clip_high", "slime", "clip_high"),
+        ("eps_clip_higher", "AReaL", "clip_high"),
+        ("c_clip", "AReaL", "dual_clip"),
+        ("use_decoupled_loss", "AReaL", 'objective = "decoupled"'),
+        ("prox_logp_method", "AReaL", "proximal"),
+        ("behave_imp_weight_cap", "AReaL", "is_cap (objective decoupled drops what is above)"),
+        ("m2_threshold", "AReaL", 'mask = "m2po" and mask_threshold'),
+        ("use_tis", "slime", 'objective = "tis"'),
+        ("tis_clip", "slime", "is_cap"),
+        ("init_kl_coef", "OpenRLHF", "kl_coef"),
+    )
 }
 
 

@@ -16,13 +16,17 @@ from umbra.services.runtime.manifest import checksum
 
 @dataclass(frozen=True, slots=True)
 class Intaken:
-    """What became of one version: seconds of transfer and of verifying, and what went wrong."""
+    """What became of one version: seconds of transfer and of verifying, and what went wrong.
+
+    `unusable`: this plane will never work between the hub and us.
+    """
 
     wire_s: float = 0.0
     stage_s: float = 0.0
     wire_bytes: int = 0
     error: str = ""
     source_lost: bool = False
+    unusable: bool = False
 
 
 class Intake(Protocol):

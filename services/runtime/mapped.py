@@ -55,6 +55,12 @@ class SharedMemory:
         self._blocks.append(_Block(weakref.ref(block), ctypes.addressof(first), size, path))
         return memoryview(block)
 
+    def path(self, block: memoryview) -> str:
+        """The path by which another process maps `block`, which came from `allocate`."""
+        place = self.locate(ctypes.addressof(ctypes.c_char.from_buffer(block)), 1)
+        assert place is not None
+        return place[0]
+
     def locate(self, address: int, size: int) -> tuple[str, int] | None:
         """Path and offset by which another process finds `size` bytes at `address` of this one.
 

@@ -162,13 +162,13 @@ class Publisher:
             if before is not None and before[0].arena is not self._arena:
                 before[0].arena.close()
 
-    def publish_soon(self, version: int, snapshot_s: float) -> None:
+    def publish_soon(self, version: int, snapshot_s: float, sums: list[int] | None = None) -> None:
         """As `publish`, in a thread: the trainer goes on while the checksums are computed.
 
         What goes wrong is raised by the next `slot`, which waits for it.
         """
         self._join()
-        self._publishing = self._executor.submit(self.publish, version, snapshot_s)
+        self._publishing = self._executor.submit(self.publish, version, snapshot_s, sums)
 
     def _join(self) -> None:
         publishing, self._publishing = self._publishing, None

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 
-from umbra.proto.errors import DeadlineError, UmbraError
+from umbra.proto.errors import DeadlineError, StartupError, UmbraError
 from umbra.proto.messages import (
     Abort,
     Commit,
@@ -29,10 +29,12 @@ from umbra.proto.messages import (
 from umbra.proto.records import Manifest
 from umbra.services.runtime.arena import private_memory, shm_host
 from umbra.services.runtime.channel import Channel
-from umbra.services.runtime.fetch import BucketIntake
-from umbra.services.runtime.intake import ArenaIntake, Intake, Intaken
+from umbra.services.runtime.gpu.cuda import DeviceMemory
+from umbra.services.runtime.gpu.receiving import GpuReceiving
+from umbra.services.runtime.intake import Intake, Intaken
+from umbra.services.runtime.intakes import GPU_PLANES, Buffers, Intakes
 from umbra.services.runtime.manifest import check_manifest
-from umbra.services.runtime.staging import BUFFERS, Candidate, Staging
+from umbra.services.runtime.staging import Candidate, Staging
 
 WAKE_S = 0.2  # how soon the thread sees that it should end
 CLOSE_DEADLINE_S = 5.0
@@ -45,12 +47,13 @@ log = logging.getLogger(__name__)
 class StagedVersion:
     """A complete, verified version.
 
-    `data` (`[manifest.total_bytes]`, writable, private) stays as it is until `Receiver.committed`.
+    `data` (`[manifest.total_bytes]`, writable, private; on the GPU for plane `cuda_ipc`) stays as
+    it is until `Receiver.committed`.
     """
 
     version: int
     manifest: Manifest
-    data: memoryview
+    data: memoryview | DeviceMemory
     candidate: Candidate
 
 
@@ -60,13 +63,14 @@ class Receiver:
     Args:
         channel: to the weight hub.
         host: names the /dev/shm of this process; empty = find out (`shm_host`).
-        planes: offered to the hub.
+        planes: offered to the hub, best first, those of `gpu` left out.
         frame_bytes: of one message, at most, where weights come over a socket.
         open_intake: for a relay, which has memory of its own: takes the place of our planes'.
         serves: endpoint at which a relay serves others; stated to the hub.
         buckets: endpoint at which a relay hands buckets on; stated to the hub.
         streamed: `open_intake` keeps nothing: the hub's slot is read until `committed`.
         allocate: gives the memory in which versions are staged, so many writable bytes.
+        gpu: for planes `nccl` and `cuda_ipc`, which are then offered as well; closed with this.
         check_s: seconds of silence after which it asks the hub whether it is still subscribed.
         retry_s: seconds between being dropped and subscribing again.
     """
@@ -83,19 +87,19 @@ class Receiver:
         buckets: str = "",
         streamed: bool = False,
         allocate: Callable[[int], memoryview] = private_memory,
+        gpu: GpuReceiving | None = None,
         check_s: float = 5.0,
         retry_s: float = 1.0,
     ) -> None:
         self.failure: UmbraError | None = None
         self._channel = channel
         self._host = host or shm_host()
-        self._planes = list(planes)
-        self._frame_bytes = frame_bytes
-        self._open_intake = open_intake
+        self._gpu = gpu
+        self._planes = [*(gpu.planes if gpu else []), *planes]
+        self._intakes = Intakes(channel.sender, frame_bytes, allocate, gpu, open_intake, streamed)
         self._serves = serves
         self._buckets_endpoint = buckets
         self._streamed = streamed
-        self._allocate = allocate
         self._avoided = ""  # a relay that was gone
         self._relays: dict[str, Channel] = {}
         self._hub = channel  # `_channel` is a relay's, while there is one on this host
@@ -103,9 +107,8 @@ class Receiver:
         self._retry_s = retry_s
         self._timeout_s = 0.0
         self._manifest: Manifest | None = None
-        self._intake: Intake | None = None
         self._held_back: deque[Message] = deque()  # arrived while a version was being staged
-        self._buffers: list[memoryview] = []
+        self._buffers: Buffers = []
         self._staging = Staging()
         self._changed = threading.Condition()  # guards _staging and failure
         self._closing = threading.Event()
@@ -198,8 +201,9 @@ class Receiver:
         self._closing.set()
         if self._thread.is_alive():
             self._thread.join(CLOSE_DEADLINE_S)
-        if self._intake is not None:
-            self._intake.close()
+        self._intakes.close()
+        if self._gpu is not None:
+            self._gpu.close()
 
     # -- the thread -------------------------------------------------------------------------------
 
@@ -272,6 +276,7 @@ class Receiver:
             buckets=self._buckets_endpoint,
             avoid=self._avoided,
             streamed=self._streamed,
+            gpu=self._gpu.facts if self._gpu else None,
         )
 
     def _pass_to(self, endpoint: str) -> None:
@@ -307,12 +312,18 @@ class Receiver:
             self._changed.notify_all()
 
     def _stage(self, message: Prepare) -> None:
+        manifest, intake = self._manifest, self._intakes.current
+        if manifest is None or intake is None:
+            return  # we have asked for another plane; that starts us afresh
         with self._changed:
+            while not self._staging.has_room:
+                if self._overtaken(message):
+                    return  # the hub has given this push up, or is about to
+                self._changed.wait(WAKE_S)
             candidate = self._staging.prepare(message.epoch, message.version)
-        assert self._manifest is not None and self._intake is not None
-        given, buckets = len(message.checksums), len(self._manifest.buckets)
+        given, buckets = len(message.checksums), len(manifest.buckets)
         if given == buckets:
-            done = self._intake.take(message, candidate.buffer, lambda: self._overtaken(message))
+            done = intake.take(message, candidate.buffer, lambda: self._overtaken(message))
         else:
             done = Intaken(error=f"{given} checksums for {buckets} buckets")
         if not done.error:
@@ -329,6 +340,17 @@ class Receiver:
                 source_lost=done.source_lost,
             )
         )
+        if done.unusable and self._intakes.plane in self._planes:
+            self._go_without(self._intakes.plane, done.error)
+
+    def _go_without(self, plane: str, reason: str) -> bool:
+        """Subscribe anew by another plane; False if there is none."""
+        if plane not in GPU_PLANES or len(self._planes) == 1:
+            return False
+        log.warning("without plane %s from now on: %s", plane, reason)
+        self._planes.remove(plane)
+        self._ask(self._request())
+        return True
 
     def _overtaken(self, message: Prepare) -> bool:
         """Whether something arrived meanwhile that makes staging `message` pointless."""
@@ -344,25 +366,16 @@ class Receiver:
     def _install(self, reply: Subscribed) -> None:
         """Get ready for versions of the layout in `reply`."""
         check_manifest(reply.manifest)
-        if self._manifest is None or self._manifest.digest != reply.manifest.digest:
-            size = reply.manifest.total_bytes
-            own = 0 if self._open_intake is not None else size
-            buffers = [self._allocate(own) if own else memoryview(b"") for _ in range(BUFFERS)]
-            with self._changed:
-                # What the engine still loads keeps the memory of the old layout alive by itself.
-                self._manifest, self._buffers, self._staging = reply.manifest, buffers, Staging()
-        elif (self._open_intake is not None and not self._streamed) or (
-            isinstance(self._intake, BucketIntake) and reply.plane == "tcp"
-        ):
-            return  # what it has fetched so far counts
-        if self._intake is not None:
-            self._intake.close()
-        self._intake = self._open(reply)
-
-    def _open(self, reply: Subscribed) -> Intake:
-        if self._open_intake is not None:
-            return self._open_intake(reply)
-        if reply.plane == "tcp":
-            name = self._channel.sender
-            return BucketIntake(name, reply.manifest, self._buffers, self._frame_bytes)
-        return ArenaIntake(reply.path, reply.manifest, self._buffers)
+        try:
+            if not self._intakes.install(reply):
+                return
+        except StartupError as error:
+            if not self._go_without(reply.plane, str(error)):
+                raise
+            return
+        with self._changed:
+            self._manifest = reply.manifest
+            if self._buffers is not self._intakes.buffers:
+                # What the engine still loads keeps the memory of before alive by itself.
+                self._buffers = self._intakes.buffers
+                self._staging = Staging(len(self._buffers))

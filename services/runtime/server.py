@@ -18,15 +18,16 @@ from dataclasses import dataclass, field
 import zmq
 
 from umbra.proto import sockets
-from umbra.proto.codec import Encoder, decode, decode_header, nack
+from umbra.proto.codec import Encoder, decode_body, decode_header, nack
 from umbra.proto.errors import WireError
 from umbra.proto.messages import ANY, Header, Message
 
 REPLIES_KEPT = 16  # per peer, to answer resends from
-REPLY_BYTES_KEPT = 64 << 20  # per peer; batches are large, and only the last one is asked for again
+REPLY_BYTES_KEPT = 256 << 10  # per peer; the last reply is kept at any rate, a batch for example
 PENDING_KEPT = 256  # per peer; one-way messages stay here too, as nobody answers them
+ZERO_COPY_BYTES = 1 << 20  # replies from this size are sent without a copy
 RECEIVE_BURST = 256  # messages taken from one socket before the others get their turn
-RECEIVE_BYTES = 2 << 20  # the same in bytes: what is worked on together should fit into the cache
+RECEIVE_BYTES = 512 << 10  # the same in bytes: a commit should not wait for a long burst
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class _Peer:
     incarnation: str
     pending: OrderedDict[int, None] = field(default_factory=OrderedDict[int, None])
     replies: OrderedDict[int, list[bytes]] = field(default_factory=OrderedDict[int, list[bytes]])
+    reply_bytes: int = 0
 
     def asked(self, number: int) -> None:
         """A request came in that has no answer yet; it must outlive later ones that have."""
@@ -67,13 +69,11 @@ class _Peer:
         """A request was answered with `frames`."""
         self.pending.pop(number, None)
         self.replies[number] = frames
+        self.reply_bytes += _size(frames)
         while len(self.replies) > 1 and (
-            len(self.replies) > REPLIES_KEPT or self._reply_bytes() > REPLY_BYTES_KEPT
+            len(self.replies) > REPLIES_KEPT or self.reply_bytes > REPLY_BYTES_KEPT
         ):
-            self.replies.popitem(last=False)
-
-    def _reply_bytes(self) -> int:
-        return sum(len(frame) for frames in self.replies.values() for frame in frames)
+            self.reply_bytes -= _size(self.replies.popitem(last=False)[1])
 
 
 class Server:
@@ -196,7 +196,7 @@ class Server:
                 identity, *frames = channel.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            left -= sum(map(len, frames))
+            left -= _size(frames)
             request = self._decode(channel, identity, frames)
             if request is not None:
                 requests.append(request)
@@ -204,7 +204,10 @@ class Server:
 
     def _decode(self, channel: _Channel, identity: bytes, frames: list[bytes]) -> Request | None:
         try:
-            envelope = decode(frames)
+            header = decode_header(frames)
+            if header.reply_to is None and self._is_resend(channel, identity, header):
+                return None  # before its body costs anything: resends come when there is much to do
+            envelope = decode_body(header, frames)
             if not isinstance(envelope.body, (*channel.accepts, *ANY)):
                 raise WireError(
                     f"{envelope.header.type} does not belong on the {channel.name} socket",
@@ -214,9 +217,8 @@ class Server:
         except WireError as error:
             self._refuse(channel, identity, frames, error)
             return None
-        header = envelope.header
-        if header.reply_to is None and self._is_resend(channel, identity, header):
-            return None
+        if header.reply_to is None:
+            self._peers[channel.name, identity].asked(header.id)
         return Request(channel.name, identity, header, envelope.body)
 
     def _refuse(
@@ -243,7 +245,6 @@ class Server:
             peer = self._peers[key] = _Peer(header.incarnation)
         frames = peer.replies.get(header.id)
         if frames is None and header.id not in peer.pending:
-            peer.asked(header.id)
             return False
         self.counters["resent"] += 1
         if frames is not None:
@@ -259,7 +260,8 @@ class Server:
     ) -> bool:
         try:
             # Only frames of 64 KiB and more are sent without a copy (zmq.COPY_THRESHOLD).
-            channel.socket.send_multipart([identity, *frames, *raw], zmq.NOBLOCK, copy=not raw)
+            copy = not raw and _size(frames) < ZERO_COPY_BYTES
+            channel.socket.send_multipart([identity, *frames, *raw], zmq.NOBLOCK, copy=copy)
         except zmq.ZMQError as error:
             # A peer that is gone, or that does not read: never a reason to wait or to die. It will
             # ask again (resend) if it is still there.
@@ -277,6 +279,10 @@ class Server:
                 target.send_multipart(socket.recv_multipart(zmq.NOBLOCK), zmq.NOBLOCK)
             except zmq.Again:
                 return
+
+
+def _size(frames: Sequence[bytes]) -> int:
+    return sum(map(len, frames))
 
 
 def _drain(socket: zmq.Socket[bytes]) -> None:

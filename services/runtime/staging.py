@@ -1,4 +1,4 @@
-"""What a receiver may do with which of its two staging buffers; no memory, thread or socket."""
+"""What a receiver may do with which of its staging buffers; no memory, thread or socket."""
 
 from __future__ import annotations
 
@@ -19,21 +19,30 @@ class Candidate:
 
 
 class Staging:
-    """One version may be loaded by the engine while the next is staged into the other buffer.
+    """One version may be loaded by the engine while the next is staged into another buffer.
 
     Only a version that was staged and verified, and that the hub committed, is ever taken; its
     buffer is left alone until it is released.
+
+    Args:
+        buffers: how many there are; with one, nothing is staged while the engine loads.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, buffers: int = BUFFERS) -> None:
+        self._buffers = buffers
         self.ignored = 0  # messages about epochs that are no longer ours
         self._candidate: Candidate | None = None
         self._loading: Candidate | None = None
 
+    @property
+    def has_room(self) -> bool:
+        """Whether a version can be staged now."""
+        return self._loading is None or self._buffers > 1
+
     def prepare(self, epoch: int, version: int) -> Candidate:
-        """Start to stage; forgets a candidate that nobody has taken."""
+        """Start to stage; forgets a candidate that nobody has taken. There must be room."""
         busy = self._loading.buffer if self._loading else -1
-        buffer = next(index for index in range(BUFFERS) if index != busy)
+        buffer = next(index for index in range(self._buffers) if index != busy)
         self._candidate = Candidate(epoch, version, buffer)
         return self._candidate
 

@@ -1,10 +1,11 @@
 """Receiving without holding: for generators that have no memory for a second copy of the weights.
 
-A version is verified where it lies, in the hub's arena, through a ring of a few buckets; the hub
-keeps its slot until the engine has loaded it. Loading then goes through the ring again, bucket by
-bucket, each verified once more before the engine sees it, the next one being read meanwhile. So
-the pause contains the transfer, and a load that breaks off leaves weights that are neither the old
-version nor the new one: the generator has to leave then. `staged` receiving has neither drawback.
+Only where a version lies is noted when it is prepared; the hub keeps its slot until the engine has
+loaded it. Loading goes bucket by bucket through a few buckets of memory, each verified before the
+engine sees it, the next ones being read meanwhile. So the pause contains the transfer, and a load
+that breaks off leaves weights that are neither the old version nor the new one: then the version
+before is loaded again from where it lay (the hub keeps that slot too until the push is over).
+`staged` receiving has neither drawback.
 """
 
 from __future__ import annotations
@@ -12,120 +13,203 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 
-from umbra.proto.errors import PeerLostError, StartupError
+from umbra.proto.errors import PeerLostError, StartupError, WireError
 from umbra.proto.messages import Prepare, Subscribed
 from umbra.proto.records import Manifest
 from umbra.services.runtime.arena import ArenaReader, private_memory
-from umbra.services.runtime.intake import Intaken
+from umbra.services.runtime.bucket_source import BucketSource
+from umbra.services.runtime.intake import Intake, Intaken
+from umbra.services.runtime.lane import Lane
 from umbra.services.runtime.manifest import checksum
 from umbra.services.runtime.receiver import StagedVersion
+from umbra.services.runtime.transfer import LOOK_S, LOST_S, Transfer
 
 LANES = 2  # one bucket is loaded while the next one is read
+REMEMBERED = 4  # versions that were prepared last
+
+Buckets = Iterator[tuple[int, memoryview]]  # start and bytes of each, in order
+Noted = Callable[[int, "Lying"], None]
 
 
 @dataclass(frozen=True, slots=True)
-class ArenaVersion:
-    """A version where it lies: in `slot` of the hub's arena at `path`.
+class Lying:
+    """A version, and how to read it from where it lies.
 
-    Iterating reads it: start and bytes of every bucket in order, each verified, good until the next
-    one is asked for.
-
-    Raises:
-        PeerLostError: the version is not there any more.
+    `buckets` gives start and bytes of every bucket; the bytes are good until the next one is asked
+    for. It raises PeerLostError when the version is not there any more.
     """
 
-    path: str
-    slot: int
-    checksums: list[int]  # of each bucket
-    read: Callable[[], Iterator[tuple[int, memoryview]]]
-
-    def __iter__(self) -> Iterator[tuple[int, memoryview]]:
-        return self.read()
+    manifest: Manifest
+    buckets: Callable[[], Buckets]
 
 
-class StreamIntake:
-    """The intake of a receiver that streams, over plane `shm`.
+class ArenaStream:
+    """The intake of a receiver that streams over plane `shm`.
 
     Args:
         path: of the hub's arena.
         manifest: the layout.
+        noted: told of each version that was verified, by its epoch.
 
     Raises:
         StartupError: the arena cannot be seen from here.
     """
 
-    def __init__(self, path: str, manifest: Manifest) -> None:
+    def __init__(self, path: str, manifest: Manifest, noted: Noted) -> None:
         self._path = path
         self._manifest = manifest
+        self._noted = noted
         self._reader = ArenaReader(path, slot_bytes=manifest.total_bytes)
-        largest = max(end - start for start, end in manifest.buckets)
-        self._ring = [private_memory(largest) for _ in range(LANES)]
-        self._verified: dict[int, Prepare] = {}  # by the number that stands for a buffer
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="umbra-stream")
+        self._lane = private_memory(_largest(manifest))
 
     def take(self, message: Prepare, target: int, interrupted: Callable[[], bool]) -> Intaken:
-        """Verify every bucket; nothing is kept but where the version lies."""
+        """Verify every bucket where it lies; nothing is kept."""
         began = time.perf_counter()
-        lane = private_memory(len(self._ring[0]))  # the ring itself may be loading right now
         for index in range(len(self._manifest.buckets)):
             try:
-                self._read(message, index, lane)
+                _read(self._reader, self._manifest, message, index, self._lane)
             except (IndexError, OSError, StartupError, PeerLostError) as error:
                 return Intaken(stage_s=time.perf_counter() - began, error=str(error))
             if interrupted():
                 return Intaken(error="overtaken by a newer version")
-        self._verified[target] = message
+        self._noted(message.epoch, Lying(self._manifest, lambda: self._buckets(message)))
         return Intaken(stage_s=time.perf_counter() - began)
 
-    def version(self, target: int) -> ArenaVersion:
-        """The version that was taken as `target`."""
-        message = self._verified[target]
-        return ArenaVersion(
-            self._path, message.slot, message.checksums, lambda: self._buckets(message)
-        )
-
-    def _buckets(self, message: Prepare) -> Iterator[tuple[int, memoryview]]:
-        count = len(self._manifest.buckets)
-        ahead = self._thread.submit(self._read, message, 0, self._ring[0])
-        for index, (start, _) in enumerate(self._manifest.buckets):
-            try:
-                bucket = ahead.result()
-            except (IndexError, OSError, StartupError) as error:
-                raise PeerLostError(str(error)) from error
-            if index + 1 < count:
-                lane = self._ring[(index + 1) % LANES]
-                ahead = self._thread.submit(self._read, message, index + 1, lane)
-            yield start, bucket
-
     def close(self) -> None:
-        """Close the arena."""
-        self._thread.shutdown()
+        """Close the arena; a load under way has opened it for itself."""
         self._reader.close()
 
-    def _read(self, message: Prepare, index: int, lane: memoryview) -> memoryview:
-        start, end = self._manifest.buckets[index]
-        bucket = lane[: end - start]
-        self._reader.read(message.slot, start, bucket)
-        if checksum(bucket) != message.checksums[index]:
-            raise PeerLostError(f"checksum of bucket {index} [{start}, {end}) is wrong")
-        return bucket
+    def _buckets(self, message: Prepare) -> Buckets:
+        manifest = self._manifest
+        ring = [private_memory(_largest(manifest)) for _ in range(LANES)]
+        try:
+            reader = ArenaReader(self._path, slot_bytes=manifest.total_bytes)
+            with closing(reader), ThreadPoolExecutor(1, "umbra-stream") as ahead:
+                coming = ahead.submit(_read, reader, manifest, message, 0, ring[0])
+                for index, (start, _) in enumerate(manifest.buckets):
+                    bucket = coming.result()
+                    if index + 1 < len(manifest.buckets):
+                        lane = ring[(index + 1) % LANES]
+                        coming = ahead.submit(_read, reader, manifest, message, index + 1, lane)
+                    yield start, bucket
+        except (IndexError, OSError, StartupError) as error:
+            raise PeerLostError(str(error)) from error
+
+
+class SocketStream:
+    """The intake of a receiver that streams over plane `tcp`.
+
+    Args:
+        name: of the receiver.
+        manifest: the layout.
+        noted: told of each version whose source answers, by its epoch.
+        frame_bytes: of one message, at most; about ten of them are in memory.
+        deadline_s: seconds that a load may take.
+    """
+
+    def __init__(
+        self, name: str, manifest: Manifest, noted: Noted, frame_bytes: int, deadline_s: float
+    ) -> None:
+        self._name = name
+        self._manifest = manifest
+        self._noted = noted
+        self._frame_bytes = frame_bytes
+        self._deadline_s = deadline_s
+
+    def take(self, message: Prepare, target: int, interrupted: Callable[[], bool]) -> Intaken:
+        """See whether the source is there: a version must not travel twice."""
+        began = time.monotonic()
+        with closing(BucketSource(f"{self._name}/probe")) as source:
+            try:
+                source.connect(message.source)
+            except StartupError as error:
+                return Intaken(error=str(error))
+            while not source.connected:
+                source.poll(LOOK_S)
+                if time.monotonic() - began > LOST_S:
+                    return Intaken(error=f"{message.source} is gone", source_lost=True)
+                if interrupted():
+                    return Intaken(error="overtaken by a newer version")
+        self._noted(message.epoch, Lying(self._manifest, lambda: self._buckets(message)))
+        return Intaken(wire_bytes=self._manifest.total_bytes)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _buckets(self, message: Prepare) -> Buckets:
+        lane = Lane(self._manifest, message.checksums)
+        until = time.monotonic() + self._deadline_s
+        with closing(BucketSource(f"{self._name}/load")) as source:
+            transfer = Transfer(source, lane, self._frame_bytes)
+            try:
+                source.connect(message.source)
+                for index in transfer.run(lambda: time.monotonic() > until):
+                    yield self._manifest.buckets[index][0], lane.bucket(index)
+            except InterruptedError as error:
+                what = f"{len(lane.missing)} of {len(message.checksums)} buckets are missing"
+                raise PeerLostError(f"{what} after {self._deadline_s:g} s") from error
+            except (WireError, StartupError) as error:
+                raise PeerLostError(str(error)) from error
 
 
 class WeightStream:
-    """What a generator keeps of the intake that its receiver has opened."""
+    """What a generator knows of the versions that its receiver has prepared.
 
-    def __init__(self) -> None:
-        self._intake: StreamIntake | None = None
+    Args:
+        name: of the receiver.
+        frame_bytes: of one message over plane `tcp`, at most.
+        deadline_s: seconds that a load over plane `tcp` may take.
+    """
 
-    def open(self, reply: Subscribed) -> StreamIntake:
+    def __init__(self, name: str, frame_bytes: int, deadline_s: float) -> None:
+        self.served: Lying | None = None
+        self._name = name
+        self._frame_bytes = frame_bytes
+        self._deadline_s = deadline_s
+        self._noted: dict[int, Lying] = {}  # by epoch
+
+    def open(self, reply: Subscribed) -> Intake:
         """For `Receiver(open_intake=...)`."""
-        self._intake = StreamIntake(reply.path, reply.manifest)
-        return self._intake
+        if reply.plane == "shm":
+            return ArenaStream(reply.path, reply.manifest, self._note)
+        return SocketStream(
+            self._name, reply.manifest, self._note, self._frame_bytes, self._deadline_s
+        )
 
-    def buckets(self, staged: StagedVersion) -> ArenaVersion:
-        """The buckets of `staged`, where they lie."""
-        if self._intake is None:
-            raise PeerLostError("the hub's arena is closed")
-        return self._intake.version(staged.candidate.buffer)
+    def version(self, staged: StagedVersion) -> Lying:
+        """Where `staged` lies.
+
+        Raises:
+            PeerLostError: it was prepared too long ago.
+        """
+        lying = self._noted.get(staged.candidate.epoch)
+        if lying is None:
+            raise PeerLostError(f"version {staged.version} was prepared too long ago")
+        return lying
+
+    def loaded(self, lying: Lying) -> None:
+        """`lying` is served from now on."""
+        self.served = lying
+
+    def _note(self, epoch: int, lying: Lying) -> None:
+        self._noted[epoch] = lying
+        while len(self._noted) > REMEMBERED:
+            del self._noted[min(self._noted)]
+
+
+def _largest(manifest: Manifest) -> int:
+    return max(end - start for start, end in manifest.buckets)
+
+
+def _read(
+    reader: ArenaReader, manifest: Manifest, message: Prepare, index: int, lane: memoryview
+) -> memoryview:
+    start, end = manifest.buckets[index]
+    bucket = lane[: end - start]
+    reader.read(message.slot, start, bucket)
+    if checksum(bucket) != message.checksums[index]:
+        raise PeerLostError(f"checksum of bucket {index} [{start}, {end}) is wrong")
+    return bucket

@@ -7,6 +7,7 @@ from contextlib import closing
 
 from umbra.services.runtime.command import ServiceContext
 from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.gpu.receiving import gpu_for, host_planes
 from umbra.services.runtime.receiver import Receiver
 from umbra.services.runtime.session import Session
 from umbra.services.scorer.loop import ScorerLoop
@@ -39,9 +40,8 @@ def run(context: ServiceContext) -> int:
 
 def reward_worker(config: RunConfig) -> Worker:
     """The worker of stage "reward". Needs a tokenizer, but no model."""
+    from umbra.services.environments.pool import open_pool
     from umbra.services.modeling.chat import Chat
-    from umbra.services.modeling.environment_pool import EnvironmentPool
-    from umbra.services.modeling.environments import load_environment
     from umbra.services.modeling.models import load_tokenizer, named_tokens
     from umbra.services.scorer.reward import RewardWorker
 
@@ -53,9 +53,8 @@ def reward_worker(config: RunConfig) -> Worker:
         wake.wait(seconds)
         wake.clear()
 
-    pool = EnvironmentPool(timeout_s=config.environment.timeout_s, wake=wake.set)
-    make_environment = load_environment(config.environment)
-    return RewardWorker(Chat(tokenizer, stops), make_environment, pool, wait)
+    pool = open_pool(config.environment, wake=wake.set)
+    return RewardWorker(Chat(tokenizer, stops), pool, wait)
 
 
 def _score_logprobs(context: ServiceContext, session: Session) -> None:
@@ -71,7 +70,8 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
     own = scorer.stage == "ref_logp" and bool(scorer.model)
     path, source = (scorer.model, "scorer.model") if own else (config.model.path, "model.path")
     dtype = getattr(torch, config.weight_hub.dtype)
-    model = load_model(path, pick_device(scorer.device), dtype, source)
+    device = pick_device(scorer.device)
+    model = load_model(path, device, dtype, source)
     if scorer.stage == "ref_logp":
         context.ready({"stage": scorer.stage, "model": path})
         ScorerLoop(session, scorer.stage, LogprobWorker(model, scorer), scorer.capacity).run()
@@ -79,13 +79,9 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
     channel = session.weights(deadline_s=HUB_DEADLINE_S)
     table = WeightTable(model)
     version = -1
-    plane = config.weight_hub.plane
-    receiver = Receiver(
-        channel,
-        planes=["shm", "tcp"] if plane == "auto" else [plane],
-        frame_bytes=config.weight_hub.receive_bucket_bytes,
-    )
-    with closing(receiver):
+    planes, gpu = host_planes(config.weight_hub.plane), gpu_for(config.weight_hub, str(device))
+    frame_bytes = config.weight_hub.receive_bucket_bytes
+    with closing(Receiver(channel, planes=planes, gpu=gpu, frame_bytes=frame_bytes)) as receiver:
         receiver.subscribe(HUB_DEADLINE_S)
         staged = receiver.wait_first(HUB_DEADLINE_S, session.stopping)
 

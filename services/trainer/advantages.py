@@ -1,13 +1,44 @@
-"""Advantages of samples from the rewards of their groups."""
+"""Advantages of tokens from the rewards of their samples, groups and batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from umbra.services.runtime.config.presets import Pieces
+from umbra.services.trainer.objectives.values import gae
+
 STD_EPSILON = 1e-6
+VARIANCE_EPSILON = 1e-8
+
+
+@dataclass(frozen=True, slots=True)
+class Rewarded:
+    """S samples with M learned tokens, and what they earned."""
+
+    rewards: Tensor  # float64 [S]
+    groups: Tensor  # int64 [S], the group of each sample, counted from 0
+    owner: Tensor  # int64 [M], the sample of each token, ascending
+    penalties: Tensor | None = None  # float [M], taken off the reward token by token
+    values: Tensor | None = None  # float [M], of a value model
+
+
+def token_advantages(of: Rewarded, pieces: Pieces) -> tuple[Tensor, Tensor]:
+    """A of each token, and the returns that a value model would learn, float32 and float64 [M]."""
+    match pieces.advantage:
+        case "reinforce_pp" | "gae":
+            return _by_token(of, pieces)
+        case "reinforce_pp_baseline":
+            tokens = whitened(_centre(_totals(of), of.groups)[0][of.owner])
+        case "dr_grpo":
+            tokens = dr_grpo(_totals(of), of.groups)[of.owner]
+        case "grpo":
+            tokens = grpo(_totals(of), of.groups)[of.owner]
+        case "rloo":
+            tokens = rloo(_totals(of), of.groups)[of.owner]
+    return tokens.float(), _totals(of)[of.owner]
 
 
 def dr_grpo(rewards: Tensor, groups: Tensor) -> Tensor:
@@ -41,6 +72,52 @@ def grpo(rewards: Tensor, groups: Tensor) -> Tensor:
     return (centred / (std[groups] + STD_EPSILON)).float()
 
 
+def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
+    """A_i = R_i - mean(R of the others in its group) = (R_i - mean) G / (G - 1).
+
+    RLOO (arXiv 2402.14740); a group of one keeps its reward.
+
+    Args and returns: as `dr_grpo`.
+    """
+    centred, count = _centre(rewards, groups)
+    return (centred * (count / (count - 1).clamp(min=1))[groups]).float()
+
+
+def whitened(values: Tensor) -> Tensor:
+    """(x - mean) / sqrt(var + 1e-8) over all of them, var unbiased; zeros where all are equal.
+
+    The global normalisation of REINFORCE++ (arXiv 2501.03262), as verl's masked_whiten.
+    """
+    if not values.numel() or values.min() == values.max():
+        return torch.zeros_like(values)
+    return (values - values.mean()) / (values.var() + VARIANCE_EPSILON).sqrt()
+
+
+def _by_token(of: Rewarded, pieces: Pieces) -> tuple[Tensor, Tensor]:
+    """REINFORCE++: discounted returns, whitened; with values: GAE, whitened."""
+    rewards = torch.zeros(len(of.owner), dtype=torch.float64)
+    if of.penalties is not None:
+        rewards -= of.penalties
+    last = torch.ones_like(of.owner, dtype=torch.bool)
+    last[:-1] = of.owner[1:] != of.owner[:-1]
+    rewards[last] += of.rewards[of.owner[last]]
+    if pieces.advantage == "gae":
+        assert of.values is not None
+        advantages, returns = gae(rewards, of.values, of.owner, pieces.gamma, pieces.gae_lambda)
+    else:
+        _, returns = gae(rewards, torch.zeros_like(rewards), of.owner, pieces.gamma, 1.0)
+        advantages = returns
+    return whitened(advantages).float(), returns
+
+
+def _totals(of: Rewarded) -> Tensor:
+    """Rewards less all penalties of the sample, float64 [S]."""
+    rewards = of.rewards.double()
+    if of.penalties is None:
+        return rewards
+    return rewards.index_add(0, of.owner, -of.penalties.double())
+
+
 def _centre(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
     """Rewards less their group's mean [S], and the size of each group; both float64."""
     rewards = rewards.double()
@@ -53,6 +130,3 @@ def _centre(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
     # Rounding must not turn "no difference" into a small one: such samples are skipped.
     level = (low == high) & (count > 1)
     return torch.where(level[groups], 0.0, rewards - mean[groups]), count
-
-
-ADVANTAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"dr_grpo": dr_grpo, "grpo": grpo}

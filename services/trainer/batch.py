@@ -64,6 +64,7 @@ def make_batch(trajectories: list[Trajectory], vocab_size: int) -> Batch:
     counts = torch.tensor([len(positions) for positions in learned])
     owner = torch.arange(len(trajectories)).repeat_interleave(counts)
     number: dict[str, int] = {}
+    family: dict[bytes, int] = {}
     temperatures = torch.tensor([t.sampling.temperature for t in trajectories])
     return Batch(
         trajectories=trajectories,
@@ -74,6 +75,10 @@ def make_batch(trajectories: list[Trajectory], vocab_size: int) -> Batch:
             ),
             learned=torch.from_numpy(np.concatenate(learned)),
             owner=owner,
+            prompts=torch.tensor([len(t.prompt_ids) // 4 for t in trajectories]),
+            family=torch.tensor(
+                [family.setdefault(t.prompt_ids, len(family)) for t in trajectories]
+            ),
         ),
         rewards=torch.tensor([t.reward for t in trajectories], dtype=torch.float64),
         groups=torch.tensor([number.setdefault(t.group_id, len(number)) for t in trajectories]),

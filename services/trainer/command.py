@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from umbra.services.runtime.command import ServiceContext, service_command
+from umbra.services.trainer.launch import launch
 
 
 def _run(context: ServiceContext) -> int:
-    # Here and not above: `umbra trainer --help` need not wait for torch.
-    from umbra.services.trainer.service import run
+    with launch(context) as listener:
+        # Here and not above: `umbra trainer --help` need not wait for torch.
+        from umbra.services.trainer.service import run
 
-    return run(context)
+        return run(context, listener)
 
 
 command = service_command("trainer", _run)

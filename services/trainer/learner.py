@@ -1,4 +1,4 @@
-"""The policy, its optimizer and its learning rate, as Accelerate prepared them."""
+"""The policy, its optimizer and its learning rate, on one device or sharded over several ranks."""
 
 from __future__ import annotations
 
@@ -8,71 +8,100 @@ import os
 import torch
 from accelerate import Accelerator
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from umbra.proto.errors import UsageError
 from umbra.services.modeling.packing import MicroBatch
 from umbra.services.modeling.scorer import Scorer
 from umbra.services.runtime.config import Trainer
+from umbra.services.trainer.lora import add_adapter
 from umbra.services.trainer.metrics import Row
+from umbra.services.trainer.ranks import Ranks
+from umbra.services.trainer.sharding import prepare_layers, shard
+from umbra.services.trainer.snapshot import whole_weights
 
 
 class Learner:
-    """Scores micro-batches and updates the policy, on whatever device Accelerate chose.
+    """Scores micro-batches and updates the policy.
+
+    Accelerate chooses the device, autocasts, scales fp16 gradients and clips; sharding is ours.
 
     Args:
-        model: the policy, float32.
-        config: learning rate, schedule, clipping, device and precision are read.
+        model: the policy, float32, the same on all ranks.
+        config: optimizer, schedule, clipping, device, precision, adapter and layers are read.
         steps: length of the learning-rate schedule.
+        ranks: who shares the work.
+        seed: of an adapter's first weights.
 
     Raises:
-        UsageError: more than one rank, or a device that is not there.
+        UsageError: a device or an optional package that is not there, or settings that exclude each
+            other.
     """
 
-    def __init__(self, model: PreTrainedModel, config: Trainer, steps: int) -> None:
-        if config.threads:
-            torch.set_num_threads(config.threads)
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: Trainer,
+        steps: int,
+        ranks: Ranks | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.ranks = ranks or Ranks()
         self._config = config
         self._steps = steps
-        self._accelerator = Accelerator(cpu=_on_cpu(config), mixed_precision=config.precision)
-        # No dropout: these must be the logprobs of the policy that generates.
-        scorer = Scorer(model).eval()
-        optimizer = torch.optim.AdamW(
-            scorer.parameters(),
-            lr=config.learning_rate,
-            betas=config.betas,
-            weight_decay=config.weight_decay,
-            fused=True,
+        self._accelerator = Accelerator(
+            cpu=_on_cpu(config, self.ranks), mixed_precision=config.precision
         )
-        self._scorer, self._optimizer = self._accelerator.prepare(scorer, optimizer)
+        if config.threads or self.ranks.world > 1:
+            share = max(1, len(os.sched_getaffinity(0)) // self.ranks.world)
+            torch.set_num_threads(config.threads or share)
         self.device = self._accelerator.device
-
-    @property
-    def model(self) -> PreTrainedModel:
-        """The bare policy, with the current weights."""
-        return self._accelerator.unwrap_model(self._scorer).model
+        if config.lora_rank:
+            add_adapter(model, config, seed)
+        prepare_layers(model, config)
+        if self.ranks.world > 1:
+            shard(model, self.device, self.ranks.world, config.precision)
+        self.model = model.to(self.device)
+        # No dropout: these must be the logprobs of the policy that generates.
+        self._scorer = Scorer(self.model).eval()
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._optimizer = self._accelerator.prepare_optimizer(_optimizer(self._parameters, config))
 
     def score(
-        self, micro: MicroBatch, temperature: Tensor, *, with_entropy: bool = True
+        self,
+        micro: MicroBatch,
+        temperature: Tensor,
+        *,
+        with_entropy: bool = True,
+        entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Logprobs (with gradient) and entropies of the learned tokens, on the device; [N] each."""
-        return self._scorer(
-            micro.to(self.device), temperature.to(self.device), with_entropy=with_entropy
-        )
+        with self._accelerator.autocast():
+            return self._scorer(
+                micro.to(self.device),
+                temperature.to(self.device),
+                with_entropy=with_entropy,
+                entropy_gradient=entropy_gradient,
+            )
 
     @torch.no_grad()
     def logprobs(self, micros: list[MicroBatch], temperature: Tensor) -> Tensor:
-        """Logprobs under the current weights, no gradient, float32 [M]; 0 for tokens not scored."""
+        """Logprobs under the current weights, no gradient, float32 [M]; 0 for tokens not scored.
+
+        `micros` are this rank's; the result has those of all ranks.
+        """
         result = torch.zeros_like(temperature)
         for micro in micros:
             result[micro.source] = self.score(micro, temperature[micro.source], with_entropy=False)[
                 0
             ].cpu()
-        return result
+        return self.ranks.sum(result)
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of `loss`."""
-        self._accelerator.backward(loss)
+        """Add the gradients of `loss`, this rank's part of a sum over all micro-batches."""
+        # FSDP takes the mean over the ranks; ours is a sum.
+        self._accelerator.backward(loss * self.ranks.world)
 
     def update(self, step: int) -> Row:
         """Clip the gradients, update the weights with the learning rate of `step`, start anew.
@@ -82,10 +111,10 @@ class Learner:
         rate = learning_rate(self._config, step, self._steps)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        norm = self._accelerator.clip_grad_norm_(
-            self._scorer.parameters(), self._config.max_grad_norm
-        )
+        norm = self._accelerator.clip_grad_norm_(self._parameters, self._config.max_grad_norm)
         assert norm is not None
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
         finite = bool(torch.isfinite(norm))
         # With fp16 the gradient scaler has to see the overflow; it leaves the update out itself.
         if finite or self._config.precision == "fp16":
@@ -96,6 +125,13 @@ class Learner:
             "lr": rate,
             "skipped": float(not finite),
         }
+
+    def weights(self) -> dict[str, Tensor]:
+        """The whole weights for an export, on the CPU, adapter merged; only rank 0 gets them.
+
+        All ranks have to call it.
+        """
+        return whole_weights(self.model, keep=self.ranks.rank == 0)
 
 
 def learning_rate(config: Trainer, step: int, steps: int) -> float:
@@ -115,15 +151,43 @@ def learning_rate(config: Trainer, step: int, steps: int) -> float:
     return peak * (config.final_lr_ratio + (1 - config.final_lr_ratio) * left)
 
 
-def _on_cpu(config: Trainer) -> bool:
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if ranks > 1:
-        raise UsageError(
-            f"WORLD_SIZE is {ranks}, but the trainer runs as one process: start it with "
-            "`umbra trainer`, without torchrun or accelerate launch"
+def _optimizer(parameters: list[torch.nn.Parameter], config: Trainer) -> torch.optim.Optimizer:
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(
+            parameters,
+            lr=config.learning_rate,
+            momentum=config.betas[0],
+            weight_decay=config.weight_decay,
         )
-    if config.device not in ("auto", "cpu", "cuda"):
-        raise UsageError(f"trainer.device is {config.device!r}: use cpu, cuda or auto")
-    if config.device == "cuda" and not torch.cuda.is_available():
+    return torch.optim.AdamW(
+        parameters,
+        lr=config.learning_rate,
+        betas=config.betas,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+
+
+def _on_cpu(config: Trainer, ranks: Ranks) -> bool:
+    name, _, index = config.device.partition(":")
+    if name not in ("auto", "cpu", "cuda") or (index and (name != "cuda" or not index.isdigit())):
+        raise UsageError(f"trainer.device is {config.device!r}: use cpu, cuda, cuda:1 or auto")
+    if name == "cuda" and not torch.cuda.is_available():
         raise UsageError("trainer.device is cuda, but torch sees no GPU: use cpu or auto")
-    return config.device == "cpu" or not torch.cuda.is_available()
+    if config.precision == "fp16" and ranks.world > 1:
+        raise UsageError("trainer.precision = fp16 works with one rank only: use bf16")
+    if name == "cpu" or not torch.cuda.is_available():
+        return True
+    if index and ranks.world > 1:
+        raise UsageError(
+            f"trainer.device is {config.device}, but each of several ranks has its own GPU: use "
+            "cuda, and CUDA_VISIBLE_DEVICES to choose"
+        )
+    chosen = int(index or 0) + ranks.local_rank
+    if chosen >= torch.cuda.device_count():
+        raise UsageError(
+            f"trainer rank {ranks.rank} needs GPU {chosen}, but torch sees "
+            f"{torch.cuda.device_count()}: lower trainer.ranks or change trainer.device"
+        )
+    torch.cuda.set_device(chosen)
+    return False

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 
 from umbra.proto.errors import DeadlineError, UmbraError
 from umbra.proto.messages import BatchLease, CommitAck, CommitBatch, LeaseBatch
-from umbra.proto.records import Manifest, Trajectory
+from umbra.proto.records import Trajectory
 from umbra.services.runtime.command import ServiceContext
 from umbra.services.runtime.publisher import Publisher
 from umbra.services.runtime.session import Session
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.metrics import Phases, Row, finite, sample_metrics
-from umbra.services.trainer.snapshot import write_shards
+from umbra.services.trainer.orders import Snapshot, Train, Wait, give
+from umbra.services.trainer.shards import Snapshots
 from umbra.services.trainer.update import PolicyUpdate
 
 LEASE_SLICE_S = 1.0  # how long one request for a batch is parked, so that a stop is noticed
@@ -33,7 +34,7 @@ SHOWN = {
 class Outlet:
     """Where new weights go."""
 
-    manifest: Manifest
+    snapshots: Snapshots
     publisher: Publisher
 
 
@@ -41,7 +42,12 @@ class Loop:
     """Trains from version 0 to `run.steps`. The version counts committed optimizer steps."""
 
     def __init__(
-        self, context: ServiceContext, session: Session, learner: Learner, outlet: Outlet
+        self,
+        context: ServiceContext,
+        session: Session,
+        learner: Learner,
+        update: PolicyUpdate,
+        outlet: Outlet,
     ) -> None:
         self.version = 0
         self._context = context
@@ -50,7 +56,7 @@ class Loop:
         self._learner = learner
         self._outlet = outlet
         self._grace_s = context.config.run.broker_grace_s  # what the buffer may be away for
-        self._update = PolicyUpdate(context.config, learner)
+        self._update = update
         self._phases = Phases(context.metrics)
 
     def run(self) -> bool:
@@ -65,12 +71,14 @@ class Loop:
                 return False
             with self._phases("train_step"):
                 batch = make_batch(trajectories, self._learner.model.config.vocab_size)
+                give(self._learner.ranks, Train(self.version, trajectories))
                 learned = self._update(batch, self.version, self._keep_going)
             if learned is None:
                 return False
             row = finite(sample_metrics(batch, self.version) | learned)
             with self._phases("commit"):
-                self._commit(row)
+                if not self._commit(row):
+                    return False
             self.publish()
             self._report(row)
         return True
@@ -83,8 +91,9 @@ class Loop:
             slot = self._outlet.publisher.slot(self.version, timeout_s)
         with self._phases("snapshot"):
             begin = time.perf_counter()
-            write_shards(self._learner.model, self._outlet.manifest, slot)
-            self._outlet.publisher.publish_soon(self.version, time.perf_counter() - begin)
+            give(self._learner.ranks, Snapshot())
+            sums = self._outlet.snapshots.write(slot, self._outlet.publisher.place)
+            self._outlet.publisher.publish_soon(self.version, time.perf_counter() - begin, sums)
 
     def _keep_going(self) -> bool:
         self._session.progress(f"training step {self.version + 1}")
@@ -100,9 +109,17 @@ class Loop:
         deadline = time.monotonic() + limit_s
         while not self._session.stopping.is_set():
             self._session.progress(f"waiting for batch {step}", 0)
+            give(self._learner.ranks, Wait())
             ask = LeaseBatch(step=step, wait_s=LEASE_SLICE_S)
             limit = LEASE_SLICE_S + self._grace_s
-            lease = self._session.data.call(ask, BatchLease, timeout_s=limit)
+            try:
+                lease = self._session.data.call(
+                    ask, BatchLease, timeout_s=limit, stopping=self._session.stopping
+                )
+            except DeadlineError:
+                if self._session.stopping.is_set():
+                    return None
+                raise
             if lease.trajectories:
                 return lease.trajectories
             if time.monotonic() > deadline:
@@ -112,16 +129,28 @@ class Loop:
                 )
         return None
 
-    def _commit(self, row: Row) -> None:
-        """Tell the buffer that the batch is trained on; from here on the version is one higher."""
+    def _commit(self, row: Row) -> bool:
+        """Tell the buffer that the batch is trained on; from here on the version is one higher.
+
+        False when asked to stop and the buffer does not answer any more: it ends too.
+        """
         step = self.version + 1
         metrics = {name: value for name, value in row.items() if value is not None}
-        ack = self._session.data.call(
-            CommitBatch(step=step, metrics=metrics), CommitAck, timeout_s=self._grace_s
-        )
+        try:
+            ack = self._session.data.call(
+                CommitBatch(step=step, metrics=metrics),
+                CommitAck,
+                timeout_s=self._grace_s,
+                stopping=self._session.stopping,
+            )
+        except DeadlineError:
+            if self._session.stopping.is_set():
+                return False
+            raise
         if ack.version != step:
             raise UmbraError(f"the buffer is at version {ack.version} after the commit of {step}")
         self.version = step
+        return True
 
     def _report(self, row: Row) -> None:
         seconds = self._phases.take()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from umbra.services.runtime.metrics import MetricsFile
 from umbra.services.trainer.batch import Batch
-from umbra.services.trainer.objectives import ratio
+from umbra.services.trainer.objectives.ratios import ratio
 
 Row = dict[str, float | None]
 
@@ -69,15 +69,22 @@ def sample_metrics(batch: Batch, version: int) -> Row:
     ):
         row[f"staleness/{name}/mean"] = float(values.mean())
         row[f"staleness/{name}/max"] = float(values.max())
+    parts: dict[str, list[float]] = {}
+    for trajectory in batch.trajectories:
+        for name, value in trajectory.reward_parts.items():
+            parts.setdefault(name, []).append(value)
+    # Over the samples that have such a part: not all of them call a tool, for example.
+    row.update({f"reward_part/{name}": sum(v) / len(v) for name, v in parts.items()})
     return row
 
 
 def mismatch_metrics(logprobs: Tensor, behaviour: Tensor, on_policy: Tensor) -> Row:
     """How far the trainer's policy is from the one that sampled, over N learned tokens.
 
-    With r = pi/mu: k1 = mean(-log r), k3 = mean(r - log r - 1), and the effective share of samples
-    ess = (sum r)^2 / (N sum r^2). On samples of the current version only rounding is left, so
-    `k3_on_policy` (None without such samples) tells errors of the programs from staleness.
+    With r = pi/mu: k1 = mean(-log r), k3 = mean(r - log r - 1), chi2 = mean(r^2) - 1, and the
+    effective share of samples ess = (sum r)^2 / (N sum r^2). On samples of the current version only
+    rounding is left, so `k3_on_policy` (None without such samples) tells errors of the programs
+    from staleness.
 
     Args:
         logprobs: log pi [N], with the weights that the batch found.
@@ -85,7 +92,9 @@ def mismatch_metrics(logprobs: Tensor, behaviour: Tensor, on_policy: Tensor) -> 
         on_policy: bool [N], tokens of samples that the current version made alone.
     """
     if not logprobs.numel():
-        return dict.fromkeys(("mismatch/k1", "mismatch/k3", "mismatch/k3_on_policy", "ess"))
+        return dict.fromkeys(
+            ("mismatch/k1", "mismatch/k3", "mismatch/chi2", "mismatch/k3_on_policy", "ess")
+        )
     log_ratio = (logprobs - behaviour).double()
     weight = ratio(logprobs.double(), behaviour.double())
     # expm1 keeps the digits that r - 1 loses where r is close to 1.
@@ -93,6 +102,7 @@ def mismatch_metrics(logprobs: Tensor, behaviour: Tensor, on_policy: Tensor) -> 
     return {
         "mismatch/k1": float(-log_ratio.mean()),
         "mismatch/k3": float(k3.mean()),
+        "mismatch/chi2": float(weight.square().mean()) - 1,
         "mismatch/k3_on_policy": float(k3[on_policy].mean()) if bool(on_policy.any()) else None,
         "ess": float(weight.sum().square() / (weight.numel() * weight.square().sum())),
     }

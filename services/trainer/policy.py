@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -47,23 +48,33 @@ def load_policy(
             )
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise UsageError(f"{source}: {directory} cannot be loaded: {error}") from error
+    layers = set(getattr(model.config, "layer_types", None) or ["full_attention"])
+    if layers != {"full_attention"}:
+        raise UsageError(
+            f"{source}: {directory} has layers of type {', '.join(sorted(layers))}; packed rows "
+            "need full attention in all of them"
+        )
     return model, tokenizer
 
 
 def export_policy(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: str | Path
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    out: str | Path,
+    weights: dict[str, Tensor] | None = None,
 ) -> Path:
     """Write weights, config, generation config and tokenizer to directory `out`, atomically.
 
     Everything is written next to `out` first and renamed, so `out` is never half a model; an older
-    export at the same place is replaced.
+    export at the same place is replaced. `weights` are written instead of the model's own, which
+    may be sharded, or a base and an adapter.
     """
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     scratch = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     shutil.rmtree(scratch, ignore_errors=True)
     with no_progress_bars():
-        model.save_pretrained(scratch)
+        model.save_pretrained(scratch, state_dict=weights)
         tokenizer.save_pretrained(scratch)
     if out.exists():
         older = out.with_name(f".{out.name}.{os.getpid()}.old")

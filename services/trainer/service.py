@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import socket
 from contextlib import closing
+
+from transformers import PreTrainedTokenizerBase
 
 from umbra.proto.errors import EXIT_DONE, UsageError
 from umbra.proto.messages import FinishRun, RunFinished
+from umbra.proto.records import Manifest
 from umbra.services.runtime.command import ServiceContext
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.manifest import build_manifest
 from umbra.services.runtime.publisher import Publisher
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.loop import Loop, Outlet
+from umbra.services.trainer.orders import Gather, Stop, follow, give
 from umbra.services.trainer.policy import export_policy, load_policy
+from umbra.services.trainer.ranks import join_ranks
+from umbra.services.trainer.shards import Snapshots
 from umbra.services.trainer.snapshot import tensor_layout
+from umbra.services.trainer.update import PolicyUpdate
 
 HUB_DEADLINE_S = 60.0  # a hub starts within seconds; the rest is for slow machines
 FINISH_S = 60.0  # the buffer ends and drains what is in flight
 
 
-def run(context: ServiceContext) -> int:
+def run(context: ServiceContext, listener: socket.socket | None = None) -> int:
     """Train to `run.steps`, write the model to `<run_dir>/model`, end the run; the exit code.
 
-    Asked to stop before that, it leaves between two steps and exports nothing.
+    Asked to stop before that, it leaves between two steps and exports nothing. `listener` is where
+    the other ranks come to, if `launch` started them.
 
     Raises:
         UsageError: no run directory, or a model that cannot be loaded.
@@ -37,20 +46,46 @@ def run(context: ServiceContext) -> int:
             "sampling cuts off tokens (top_p, top_k or min_p): behaviour logprobs are those of the "
             "cut distribution and will differ from the trainer's"
         )
-    model, tokenizer = load_policy(config.model.path)
-    learner = Learner(model, config.trainer, config.run.steps)
-    layout = tensor_layout(learner.model, config.weight_hub.dtype)
-    manifest = build_manifest(layout, config.weight_hub.bucket_bytes)
+    with join_ranks(config.trainer, listener) as ranks:
+        model, tokenizer = load_policy(config.model.path)
+        learner = Learner(model, config.trainer, config.run.steps, ranks, config.run.seed)
+        layout = tensor_layout(learner.model, config.weight_hub.dtype)
+        manifest = build_manifest(layout, config.weight_hub.bucket_bytes)
+        update = PolicyUpdate(config, learner)
+        with closing(Snapshots(learner.model, manifest, ranks)) as snapshots:
+            if ranks.rank:
+                follow(ranks, learner, update, snapshots, context.log.info)
+                return EXIT_DONE
+            code = _lead(context, learner, update, snapshots, manifest, tokenizer)
+            give(ranks, Stop("rank 0 has left the run"))
+            return code
+
+
+def _lead(
+    context: ServiceContext,
+    learner: Learner,
+    update: PolicyUpdate,
+    snapshots: Snapshots,
+    manifest: Manifest,
+    tokenizer: PreTrainedTokenizerBase,
+) -> int:
+    """What rank 0 does, and alone does towards the run."""
+    config = context.config
+    assert context.run_dir is not None
     with context.join("trainer") as session:
         hub = session.weights(deadline_s=HUB_DEADLINE_S)
         with closing(Publisher(hub, manifest)) as publisher:
             publisher.register(config.weight_hub.deadline_s)
-            loop = Loop(context, session, learner, Outlet(manifest, publisher))
+            loop = Loop(context, session, learner, update, Outlet(snapshots, publisher))
             loop.publish()
             context.ready({"device": str(learner.device), "bytes": manifest.total_bytes})
             if loop.run():
-                where = export_policy(learner.model, tokenizer, context.run_dir / "model")
-                context.log.info("model written to %s", where)
+                give(learner.ranks, Gather())
+                weights = learner.weights()
+                out = context.run_dir / "model"
+                context.log.info(
+                    "model written to %s", export_policy(learner.model, tokenizer, out, weights)
+                )
                 finish = FinishRun(reason="steps reached")
                 ledger = session.data.call(finish, RunFinished, timeout_s=_finish_s(config)).ledger
                 context.log.info("%d samples trained of %d issued", ledger.trained, ledger.issued)

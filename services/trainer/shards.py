@@ -17,7 +17,9 @@ from torch.distributed import DistError
 
 from umbra.proto.errors import DeadlineError
 from umbra.proto.records import Manifest
+from umbra.services.runtime.arena import Arena
 from umbra.services.runtime.manifest import checksum
+from umbra.services.trainer.ranks import Ranks
 from umbra.services.trainer.snapshot import write_shards
 
 
@@ -132,3 +134,48 @@ def snapshot_shards(
     mine = own_buckets(len(manifest.buckets), sync.rank, sync.world)
     sums = [checksum(slot[start:end]) for start, end in (manifest.buckets[i] for i in mine)]
     return sync.collect(sums)
+
+
+class Snapshots:
+    """Writes versions of `model`, on every rank of `ranks` its own rows."""
+
+    def __init__(self, model: nn.Module, manifest: Manifest, ranks: Ranks) -> None:
+        self._model = model
+        self._manifest = manifest
+        self._sync: ShardSync | None = None
+        if ranks.store is not None:
+            self._sync = ShardSync(ranks.store, ranks.rank, ranks.world, ranks.timeout_s)
+        self._arena: tuple[str, Arena] | None = None
+
+    def write(
+        self, slot: memoryview | None = None, place: tuple[str, int] | None = None
+    ) -> list[int] | None:
+        """Write the current weights; the checksum of every bucket where they are known already.
+
+        Args:
+            slot: rank 0's memory.
+            place: where that is (path of the arena, number of the slot), for the other ranks.
+
+        Raises:
+            DeadlineError: another rank did not do its part in time.
+        """
+        if self._sync is None:
+            assert slot is not None
+            write_shards(self._model, self._manifest, slot)
+            return None
+        path, number = self._sync.agree(place)
+        if slot is None:
+            slot = self._attached(path).slot(number)
+        return snapshot_shards(self._model, self._manifest, slot, self._sync)
+
+    def close(self) -> None:
+        """Let go of the arena."""
+        if self._arena is not None:
+            self._arena[1].close()
+            self._arena = None
+
+    def _attached(self, path: str) -> Arena:
+        if self._arena is None or self._arena[0] != path:
+            self.close()
+            self._arena = path, Arena.attach(path, slot_bytes=self._manifest.total_bytes)
+        return self._arena[1]

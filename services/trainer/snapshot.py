@@ -3,7 +3,8 @@
 Each rank casts the rows that it holds straight to their final place: FSDP2 shards parameters by
 rows (`Shard(0)`), and rows lie one after the other in the slot. What every rank holds whole (one
 rank, DDP, buffers) is divided by rows in the same way. Casting goes piece by piece, so that a rank
-never holds more than its shard and one bucket.
+never holds more than its shard and one bucket. A layer with a LoRA adapter goes out merged, one at
+a time.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from umbra.proto.records import Manifest
+from umbra.services.trainer.lora import BASE, LowRank, is_adapter, low_rank
 
 # Configuration's names, torch's types and safetensors' names.
 DTYPES: dict[str, tuple[torch.dtype, str]] = {
@@ -42,7 +44,7 @@ def tensor_layout(model: nn.Module, dtype: str) -> list[tuple[str, str, tuple[in
     return [
         (
             name,
-            served if isinstance(tensor, nn.Parameter) else _NAMES[tensor.dtype],
+            served if isinstance(tensor, LowRank | nn.Parameter) else _NAMES[tensor.dtype],
             tuple(tensor.shape),
         )
         for name, tensor in _tensors(model).items()
@@ -55,8 +57,8 @@ def write_shards(
 ) -> int:
     """Cast what `rank` of `world` ranks holds of `model` into `slot`; the bytes written.
 
-    All ranks together write every byte of every tensor exactly once. They must not wait for each
-    other here; see `shards.ShardSync` for what comes after.
+    All ranks together write every byte of every tensor exactly once. They wait for each other only
+    where an adapter is merged; see `shards.ShardSync` for what comes after.
 
     Args:
         model: as given to `tensor_layout` when `manifest` was built.
@@ -72,7 +74,9 @@ def write_shards(
     piece = max(end - start for start, end in manifest.buckets)
     written = 0
     for entry in manifest.tensors:
-        own, first = _own_rows(entry.name, tensors[entry.name], rank, world)
+        source = tensors[entry.name]
+        tensor = source.merged() if isinstance(source, LowRank) else source
+        own, first = _own_rows(entry.name, tensor, rank, world)
         if own.numel() == 0:
             continue
         dtype = _TORCH[entry.dtype]
@@ -84,7 +88,23 @@ def write_shards(
     return written
 
 
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
+def whole_weights(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, whole and on the CPU, by their Hugging Face names.
+
+    Where parameters are sharded every rank has to call it, and those that do not `keep` what they
+    gather get nothing.
+    """
+    whole: dict[str, Tensor] = {}
+    for name, source in _tensors(model).items():
+        tensor = source.merged() if isinstance(source, LowRank) else source.detach()
+        if isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()
+        if keep:
+            whole[name] = tensor.cpu()
+    return whole
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor | LowRank]:
     """The parameters, and the buffers that belong to a checkpoint, by name."""
     stored = model.state_dict(keep_vars=True)
     buffers = {
@@ -92,13 +112,19 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
         for name, buffer in model.named_buffers()
         if name in stored and buffer.dtype in _NAMES and buffer.numel()
     }
-    return {_bare(n): t for n, t in (*model.named_parameters(), *buffers.items())}
+    merged = low_rank(model)
+    tensors: dict[str, Tensor | LowRank] = {}
+    for name, tensor in (*model.named_parameters(), *buffers.items()):
+        if not is_adapter(name):
+            bare = _bare(name)
+            tensors[bare] = merged.get(bare, tensor)
+    return tensors
 
 
 def _bare(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
-    return name
+    return name.replace(BASE, "")
 
 
 def _own_rows(name: str, tensor: Tensor, rank: int, world: int) -> tuple[Tensor, int]:

@@ -3,80 +3,164 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from umbra.proto.errors import UsageError
 from umbra.services.modeling.packing import MicroBatch, pack
 from umbra.services.runtime.config import RunConfig
-from umbra.services.trainer.advantages import ADVANTAGES
+from umbra.services.trainer.advantages import token_advantages
 from umbra.services.trainer.batch import Batch
 from umbra.services.trainer.learner import Learner
-from umbra.services.trainer.metrics import Row, mismatch_metrics
-from umbra.services.trainer.objectives import make_objective, token_weights
+from umbra.services.trainer.loss_metrics import LossMetrics
+from umbra.services.trainer.metrics import Row
+from umbra.services.trainer.objectives.aggregation import count, token_weights
+from umbra.services.trainer.objectives.objective import Constants, Objective, TokenInputs
+from umbra.services.trainer.objectives.proximal import interpolated
+from umbra.services.trainer.objectives.ratios import Sequences
+from umbra.services.trainer.objectives.values import Critic
+from umbra.services.trainer.recorded import recorded_logprobs, token_versions
+from umbra.services.trainer.rewards import rewarded
 
 
 class PolicyUpdate:
-    """Advantages, packing, loss and optimizer steps, as the configuration combines them."""
+    """Advantages, packing, loss and optimizer steps, as the configuration combines them.
 
-    def __init__(self, config: RunConfig, learner: Learner) -> None:
+    Raises:
+        UsageError: advantages by a value model without one.
+    """
+
+    def __init__(self, config: RunConfig, learner: Learner, critic: Critic | None = None) -> None:
         self._config = config.trainer
-        self._max_tokens = config.sampling.max_tokens
+        self._pieces = config.trainer.pieces
+        if self._pieces.advantage == "gae" and critic is None:
+            raise UsageError("trainer.advantage = gae needs a value model")
+        self._limit = config.trainer.response_limit or config.sampling.max_tokens
+        self._has_reference = "ref_logp" in config.buffer.stages
         self._learner = learner
-        self._advantages = ADVANTAGES[config.trainer.advantage]
-        self._objective = make_objective(config.trainer)
+        self._critic = critic
+        self._ranks = learner.ranks
+        self._objective = Objective(self._pieces)
 
     def __call__(self, batch: Batch, version: int, keep_going: Callable[[], bool]) -> Row | None:
         """Update the policy, which is at `version`, on `batch`; what was measured on the way.
 
-        Samples without advantage have no gradient, so no forward pass is spent on them; if no
-        sample has any, nothing is updated. `keep_going` is asked before each micro-batch; where it
-        says no, the result is None and the batch must not be committed.
+        Samples without advantage have no gradient, unless a KL or an entropy bonus is part of the
+        loss, so no forward pass is spent on them; if no sample has any, nothing is updated.
+        `keep_going` is asked before each micro-batch; where it says no, the result is None and the
+        batch must not be committed. Of several ranks each does its share of the micro-batches, rank
+        0's `keep_going` counts, and all get the same result.
+
+        Raises:
+            BatchError: a sample lacks logprobs that the objective needs.
         """
-        advantages = self._advantages(batch.rewards, batch.groups)
-        own = torch.bincount(batch.tokens.owner, minlength=len(advantages))
-        useful = ((advantages != 0) & (own > 0)).nonzero().squeeze(1)
-        count = min(self._config.minibatches, len(useful))
+        pieces = self._pieces
+        reference = recorded_logprobs(batch, "ref_logprobs") if self._has_reference else None
+        values = self._critic.values(batch) if self._critic else None
+        earned = rewarded(batch, pieces, self._limit, reference, values)
+        advantages, returns = token_advantages(earned, pieces)
+        own = self._own(batch)
+        useful = self._useful(batch, advantages, own)
+        updates = min(self._config.minibatches, len(useful))
         # Each minibatch takes every n-th sample, so that all have a part of every group.
-        parts = [useful[number::count] for number in range(count)]
+        parts = [useful[number::updates] for number in range(updates)]
         packed = [self._pack(batch, part) for part in parts]
-        fixed: Tensor | None = None
-        if self._objective.around_proximal and count > 1:
-            fixed = self._learner.logprobs([m for p in packed for m in p], batch.temperature)
-        seen = _Observations(batch, fixed)
-        updates: list[Row] = []
+        found = self._found(batch, packed)
+        fixed = self._fixed(batch, useful, found)
+        versions = token_versions(batch) if pieces.proximal == "interpolate" else None
+        seen = LossMetrics(batch, found, updates)
+        rows: list[Row] = []
         for part, micros in zip(parts, packed, strict=True):
-            weights = token_weights(
-                self._config.aggregation,
-                batch.tokens,
-                part,
-                samples=len(advantages) / count,
-                length=self._max_tokens,
-            )
+            counts = count(pieces.denominator, own, part, updates)
+            weights = token_weights(pieces.aggregation, batch.tokens, part, counts, self._limit)
             for micro in micros:
-                if not keep_going():
+                if not self._ranks.agree(keep_going()):
                     return None
                 here = micro.source
-                logprobs, entropy = self._learner.score(micro, batch.temperature[here])
-                # With a single update, p is what its own first pass finds.
-                proximal = logprobs.detach() if fixed is None else fixed[here].to(logprobs)
-                losses, clipped = self._objective(
-                    logprobs,
-                    batch.behaviour[here].to(logprobs),
-                    proximal,
-                    advantages[batch.tokens.owner[here]].to(logprobs),
+                logprobs, entropy = self._learner.score(
+                    micro, batch.temperature[here], entropy_gradient=pieces.entropy_coef > 0
                 )
-                loss = (losses * weights[here].to(logprobs)).sum()
+                tokens = TokenInputs(
+                    logprobs=logprobs,
+                    behaviour=batch.behaviour[here].to(logprobs),
+                    advantages=advantages[here].to(logprobs),
+                    sequences=Sequences(batch.tokens.owner[here].to(logprobs.device), len(own)),
+                    entropy=entropy,
+                    reference=None if reference is None else reference[here].to(logprobs),
+                )
+                if fixed is not None:
+                    constants = fixed.at(here, logprobs.device)
+                else:
+                    constants = self._constants_now(tokens, versions, here, version)
+                result = self._objective(tokens, constants)
+                loss = (result.losses * weights[here].to(logprobs)).sum()
                 self._learner.backward(loss)
-                seen.add(len(updates), micro, logprobs, entropy, clipped, loss)
-            updates.append(self._learner.update(version))
-        return {
+                seen.add(len(rows), here, tokens, result, loss)
+            rows.append(self._learner.update(version))
+        row: Row = {
             "trained_samples": float(len(useful)),
-            "updates": float(count),
-            **seen.summary(version),
-            **_means(updates),
+            "updates": float(updates),
+            **seen.summary(version, self._ranks),
+            **_means(rows),
         }
+        if self._critic is not None and values is not None:
+            row |= self._critic.learn(batch, values, returns)
+        return row
+
+    def _own(self, batch: Batch) -> Tensor:
+        """Learned tokens of each sample, int64 [S]; none of those that are filtered."""
+        own = torch.bincount(batch.tokens.owner, minlength=len(batch.trajectories))
+        if self._pieces.overlong_filter:
+            own[torch.tensor([t.finish_reason == "length" for t in batch.trajectories])] = 0
+        return own
+
+    def _useful(self, batch: Batch, advantages: Tensor, own: Tensor) -> Tensor:
+        """The samples that a forward pass is spent on, int64."""
+        if self._pieces.regularised:
+            return (own > 0).nonzero().squeeze(1)
+        some = torch.bincount(batch.tokens.owner[advantages != 0], minlength=len(own)) > 0
+        return (some & (own > 0)).nonzero().squeeze(1)
+
+    def _found(self, batch: Batch, packed: list[list[MicroBatch]]) -> Tensor | None:
+        """Logprobs under the weights that the batch found, [M], if a pass of their own is needed.
+
+        With a single update, p is what its own pass finds, unless a mask looks at the whole batch.
+        """
+        pieces = self._pieces
+        if not pieces.uses_proximal or pieces.proximal != "recompute":
+            return None
+        if len(packed) < 2 and pieces.mask != "m2po":
+            return None
+        return self._learner.logprobs([m for p in packed for m in p], batch.temperature)
+
+    def _fixed(self, batch: Batch, useful: Tensor, found: Tensor | None) -> Constants | None:
+        """What depends on p and mu alone, [M], where p is known before the updates."""
+        proximal = found
+        if self._pieces.uses_proximal and self._pieces.proximal == "stage":
+            proximal = recorded_logprobs(batch, "proximal_logprobs")
+        if proximal is None:
+            return None
+        owner, samples = batch.tokens.owner, len(batch.trajectories)
+        chosen = torch.zeros(samples, dtype=torch.bool)
+        chosen[useful] = True
+        trained = chosen[owner]
+        part = self._objective.constants(
+            proximal[trained], batch.behaviour[trained], Sequences(owner[trained], samples)
+        )
+        weight, keep = torch.zeros_like(proximal), torch.zeros_like(trained)
+        weight[trained], keep[trained] = part.weight, part.keep
+        return Constants(proximal, weight, keep)
+
+    def _constants_now(
+        self, tokens: TokenInputs, versions: Tensor | None, here: Tensor, version: int
+    ) -> Constants:
+        """The same for a micro-batch, p being its own pass or what is interpolated from it."""
+        proximal = tokens.logprobs.detach()
+        if versions is not None:
+            made = versions[here].to(proximal.device)
+            proximal = interpolated(proximal, tokens.behaviour, made, version)
+        return self._objective.constants(proximal, tokens.behaviour, tokens.sequences)
 
     def _pack(self, batch: Batch, part: Tensor) -> list[MicroBatch]:
         return pack(
@@ -84,66 +168,10 @@ class PolicyUpdate:
             pack_tokens=self._config.pack_tokens,
             micro_tokens=self._config.micro_tokens,
             sequences=part,
+            share_prompts=self._config.share_prompts,
+            rank=self._ranks.rank,
+            world=self._ranks.world,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Observation:
-    update: int
-    source: Tensor  # int64 [N]
-    logprobs: Tensor  # float32 [N]
-    entropy: Tensor  # float32 [N]
-    clipped: Tensor  # bool [N]
-    loss: Tensor  # float32 []
-
-
-class _Observations:
-    """What the forward passes of a batch showed; it stays on the device until the end."""
-
-    def __init__(self, batch: Batch, fixed: Tensor | None) -> None:
-        self._batch = batch
-        self._fixed = fixed
-        self._all: list[_Observation] = []
-
-    def add(
-        self,
-        update: int,
-        micro: MicroBatch,
-        logprobs: Tensor,
-        entropy: Tensor,
-        clipped: Tensor,
-        loss: Tensor,
-    ) -> None:
-        """Keep the results of `micro`, without their graph."""
-        self._all.append(
-            _Observation(update, micro.source, logprobs.detach(), entropy, clipped, loss.detach())
-        )
-
-    def summary(self, version: int) -> Row:
-        """Means over the trained tokens.
-
-        The mismatch to the generators is that of the weights the batch found, so it is taken from
-        the proximal logprobs, or else from the tokens of the first update.
-        """
-        if not self._all:
-            empty = torch.zeros(0)
-            row: Row = dict.fromkeys(("loss", "entropy", "clip_fraction"))
-            return row | mismatch_metrics(empty, empty, empty.bool())
-        unchanged = [o for o in self._all if self._fixed is not None or o.update == 0]
-        source = torch.cat([o.source for o in unchanged])
-        if self._fixed is not None:
-            logprobs = self._fixed[source]
-        else:
-            logprobs = torch.cat([o.logprobs for o in unchanged]).cpu()
-        updates = self._all[-1].update + 1
-        return {
-            "loss": float(torch.stack([o.loss for o in self._all]).sum()) / updates,
-            "entropy": float(torch.cat([o.entropy for o in self._all]).mean()),
-            "clip_fraction": float(torch.cat([o.clipped for o in self._all]).float().mean()),
-            **mismatch_metrics(
-                logprobs, self._batch.behaviour[source], self._batch.on_policy(version)[source]
-            ),
-        }
 
 
 def _means(rows: list[Row]) -> Row:

@@ -87,7 +87,7 @@ def warm_start(
         losses.append(total)
         count += len(tokens.ids)
         report(Progress(step + 1, steps, total))
-    export_policy(learner.model, tokenizer, out)
+    export_policy(learner.model, tokenizer, out, learner.weights())
     return Outcome(
         steps, len(conversations), losses[0], losses[-1], count, time.perf_counter() - begin
     )

@@ -58,6 +58,7 @@ def relay(
     wait_s: float,
 ) -> None:
     """Get each version once for this node, serve its generators, hand buckets on."""
+    from umbra.services.runtime.gpu.receiving import find_gpu
     from umbra.services.weight_hub.relay import Relay
 
     settings = load_config(config, overrides=list(overrides))
@@ -68,8 +69,9 @@ def relay(
         run_dir.mkdir(parents=True, exist_ok=True)
     stopping = threading.Event()
     metrics = MetricsFile(run_dir / "metrics.jsonl" if run_dir else None, name)
+    gpu = find_gpu(settings.weight_hub, ["nccl"], settings.weight_hub.device)
     with closing(metrics), stop_on_signals(stopping):
-        relaying = Relay(name, hub, listen, settings.weight_hub, metrics)
+        relaying = Relay(name, hub, listen, settings.weight_hub, metrics, gpu=gpu)
         tell_ready({"weights": relaying.endpoint, "buckets": relaying.buckets})
         relaying.run(stopping, wait_s)
 

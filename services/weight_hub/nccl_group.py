@@ -1,70 +1,38 @@
 """Who is in the NCCL communicator of which epoch: events in, effects out; no NCCL in here.
 
-A communicator cannot lose or gain a rank: every change of membership makes another one, with a
-fresh id and the next epoch. A member whose agent does not report back within the deadline has
-hung in NCCL; it is lost, its agent is restarted, and the others build again without it.
+A communicator cannot lose or gain a rank: every change of membership, and every failure, makes
+another one, with a fresh id and the next epoch.
+
+When a communicator cannot be built, all its ranks hang alike, so nobody can say whose fault it was.
+It is found by trial: from then on a communicator has those who were in one that worked, and one
+other; if that fails, it was this one, who stays out until its process is another. Those who are out
+miss nothing: they fetch each version, as over plane `tcp`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
-
-import msgspec
-
-
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What an agent says of itself. `environment` is a digest of `variables`."""
-
-    nccl: int
-    cuda_major: int
-    environment: str
-    variables: dict[str, str] = {}
-    cupy: str = ""
-    device: str = ""  # its UUID, in hex
-
-
-def mismatch(ours: Facts, theirs: Facts) -> str | None:
-    """Why these two must not enter NCCL together (they would hang); None if they may."""
-    if ours.nccl != theirs.nccl:
-        return f"NCCL {theirs.nccl} there, {ours.nccl} here: install the same nvidia-nccl"
-    if ours.cuda_major != theirs.cuda_major:
-        return f"CUDA {theirs.cuda_major} there, {ours.cuda_major} here"
-    if ours.environment != theirs.environment:
-        names = sorted(ours.variables.keys() | theirs.variables.keys())
-        differing = [
-            name for name in names if ours.variables.get(name) != theirs.variables.get(name)
-        ]
-        return f"other environment variables: {', '.join(differing) or 'unknown ones'}"
-    return None
-
-
-@dataclass(frozen=True, slots=True)
-class Build:
-    """Effect: abort what there is, then have all agents join this communicator at once."""
-
-    epoch: int
-    uid: bytes
-    ranks: Mapping[str, int]  # by member; the hub itself is rank 0 and not listed
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks) + 1
-
-
-@dataclass(frozen=True, slots=True)
-class Restart:
-    """Effect: kill this member's agent and start another."""
-
-    member: str
-    reason: str
 
 
 @dataclass(slots=True)
 class _Member:
-    facts: Facts
-    built: int = 0  # epoch of the communicator that its agent is in
+    incarnation: str
+    proven: bool = False  # was in a communicator that worked
+    out: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Communicator:
+    """Ranks by member; the hub itself is rank 0 and not listed. `fresh`: it must be built first."""
+
+    epoch: int
+    ranks: dict[str, int]
+    fresh: bool
+
+    @property
+    def size(self) -> int:
+        """Number of ranks, the hub included."""
+        return len(self.ranks) + 1
 
 
 @dataclass(slots=True)
@@ -72,76 +40,73 @@ class Group:
     """The members of one hub's communicator.
 
     Args:
-        facts: of the hub's own agent.
-        new_id: makes an NCCL unique id.
-        deadline_s: seconds that building may take.
+        epoch: of the communicator made last; they count up.
     """
 
-    facts: Facts
-    new_id: Callable[[], bytes]
-    deadline_s: float
     epoch: int = 0
-    state: Literal["empty", "changed", "building", "ready"] = "empty"
     _members: dict[str, _Member] = field(default_factory=dict[str, _Member])
-    _hub_built: int = 0
-    _deadline: float = 0.0
+    _ranks: dict[str, int] = field(default_factory=dict[str, int])
+    _size: int = 0  # of the communicator of `epoch`, those who have left included
+    _whole: bool = False  # the communicator of `epoch` is there and has worked
+    _careful: bool = False  # at most one who is not proven at a time
 
     @property
-    def ranks(self) -> dict[str, int]:
-        """Rank by member, in the order of joining; rank 0 is the hub's."""
-        return {name: rank for rank, name in enumerate(self._members, start=1)}
+    def eligible(self) -> list[str]:
+        """Who is to be in the next communicator, in the order of joining."""
+        names: list[str] = []
+        unproven = 0
+        for name, member in self._members.items():
+            unproven += not member.proven and not member.out
+            if member.proven or not (member.out or (self._careful and unproven > 1)):
+                names.append(name)
+        return names
 
-    def join(self, name: str, facts: Facts) -> str | None:
-        """Take a member in from the next epoch on; or why not."""
-        if (reason := mismatch(self.facts, facts)) is not None:
-            return reason
-        self._members.pop(name, None)  # a restarted one goes to the end
-        self._members[name] = _Member(facts)
-        self.state = "changed"
-        return None
+    def join(self, name: str, incarnation: str) -> None:
+        """Take a member in, from the next communicator on."""
+        before = self._members.pop(name, None)
+        out = before is not None and before.out and before.incarnation == incarnation
+        self._members[name] = _Member(incarnation, out=out)
+        self._ranks.pop(name, None)
 
     def leave(self, name: str) -> None:
         """A member is gone, by itself or because it missed a deadline."""
-        if self._members.pop(name, None) is not None:
-            self.state = "changed" if self._members else "empty"
+        self._members.pop(name, None)
+        self._ranks.pop(name, None)
 
-    def reconcile(self, now: float) -> Build | None:
-        """To be asked before every push: what must be built first; None if nothing must."""
-        if self.state != "changed":
-            return None
+    def begin(self) -> Communicator:
+        """The communicator for a broadcast to all who are eligible."""
+        names = self.eligible
+        if self._whole and set(names) == set(self._ranks) and self._size == len(names) + 1:
+            return Communicator(self.epoch, dict(self._ranks), fresh=False)
         self.epoch += 1
-        self.state = "building"
-        self._deadline = now + self.deadline_s
-        return Build(self.epoch, self.new_id(), self.ranks)
+        self._whole = False
+        self._ranks = {name: rank for rank, name in enumerate(names, start=1)}
+        self._size = len(names) + 1
+        return Communicator(self.epoch, dict(self._ranks), fresh=True)
 
-    def built(self, name: str | None, epoch: int) -> None:
-        """The agent of `name` (None: the hub's own) has joined the communicator of `epoch`."""
-        if epoch != self.epoch or self.state != "building":
-            return  # of a communicator that nobody wants any more
-        if name is None:
-            self._hub_built = epoch
-        elif name in self._members:
-            self._members[name].built = epoch
-        if self._hub_built == epoch and all(m.built == epoch for m in self._members.values()):
-            self.state = "ready"
+    def worked(self) -> None:
+        """A broadcast reached all ranks."""
+        self._whole = True
+        for name in self._ranks:
+            self._members[name].proven = True
+        self._careful = self._careful and any(
+            not member.proven and not member.out for member in self._members.values()
+        )
 
-    def failed(self, name: str, epoch: int, reason: str) -> list[Restart]:
-        """A member's agent could not join, or a broadcast failed there."""
-        if epoch != self.epoch or name not in self._members:
-            return []
-        self.leave(name)
-        return [Restart(name, reason)]
+    def broke(self, *, left: bool = False) -> list[str]:
+        """A broadcast failed, or its communicator could not be built; who is out from now on.
 
-    def tick(self, now: float) -> list[Restart]:
-        """Time has passed: whoever still builds has hung. The hub's own agent is named ""."""
-        if self.state != "building" or now < self._deadline:
-            return []
-        reason = f"joining NCCL epoch {self.epoch} took more than {self.deadline_s:g} s"
-        late = [name for name, member in self._members.items() if member.built != self.epoch]
-        for name in late:
-            self.leave(name)
-        restarts = [Restart(name, reason) for name in late]
-        if self._hub_built != self.epoch:
-            restarts.append(Restart("", reason))  # it waits for the others inside of NCCL
-        self.state = "changed" if self._members else "empty"
-        return restarts
+        `left`: because a member did, so that it is nobody else's fault.
+        """
+        was_whole, self._whole = self._whole, False
+        if was_whole or left:
+            return []  # if somebody hangs, that will show when the next one is built
+        self._careful = True
+        suspects = [name for name in self._ranks if not self._members[name].proven]
+        if len(suspects) == 1:
+            self._members[suspects[0]].out = True
+            return suspects
+        if not suspects:
+            for name in self._ranks:
+                self._members[name].proven = False
+        return []

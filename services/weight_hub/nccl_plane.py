@@ -1,235 +1,221 @@
-"""CUDA for the planes `nccl` and `cuda_ipc`: memory, streams, communicators. All CuPy is in here.
+"""The hub's end of plane `nccl`: its agent is rank 0, and sends from the hub's arena.
 
-CuPy is imported when something here is first used, never with this module. NCCL is entered by agent
-processes only (`nccl_agent`): a communicator whose peer is gone may block for ever inside C code,
-and then only the end of its process helps.
+The agent's orders run on a thread, one round after another: get an id if a communicator is to be
+built, tell the receivers, enter the communicator, send. What a round does not bring to a receiver,
+it fetches over the plane `tcp` of this same hub.
 """
 
 from __future__ import annotations
 
-import ctypes
-import os
+import logging
 import threading
-from functools import cache
+from collections.abc import Callable, Sequence
 
-import xxhash
+import msgspec
 
-from umbra.proto.errors import PeerLostError, StartupError
-from umbra.services.weight_hub.nccl_group import Facts
+from umbra.proto.errors import UmbraError
+from umbra.proto.messages import Prepare, Ready, Subscribe
+from umbra.proto.records import NcclRound
+from umbra.services.runtime.arena import Arena
+from umbra.services.runtime.gpu.agent_process import AgentProcess
+from umbra.services.weight_hub.held import Background, Deliver, GiveUp, Late
+from umbra.services.weight_hub.nccl_group import Group
+from umbra.services.weight_hub.nccl_rounds import Round, Rounds
 
-INSTALL = "cupy is not installed: pip install 'umbra-rl[nccl]' (CUDA 12) or [nccl-cuda13]"
-# What decides how ranks talk to each other, and so must be the same in all of them.
-SHARED_VARIABLES = (
-    "NCCL_ALGO", "NCCL_PROTO", "NCCL_BUFFSIZE", "NCCL_MAX_CTAS", "NCCL_MIN_CTAS", "NCCL_NET",
-    "NCCL_NTHREADS", "NCCL_CUMEM_ENABLE", "NCCL_MNNVL_ENABLE", "NCCL_NVLS_ENABLE",
-    "NCCL_MULTI_RANK_GPU_ENABLE",
-)  # fmt: skip
-ABORT_DEADLINE_S = 5.0  # an abort may block in turn
-HOST_REGISTER_PORTABLE = 1
+PATIENCE = 4  # a phase of a push has room for that many waits
+GATHER_S = 1.0  # at most, for others to be ready for a broadcast
 
-
-@cache
-def cuda_unavailable() -> str | None:
-    """Why there is no CUDA device for us here; None if there is one."""
-    try:
-        from cupy import cuda
-    except ImportError:
-        return INSTALL
-    try:
-        count = cuda.runtime.getDeviceCount()
-    except cuda.runtime.CUDARuntimeError as error:
-        return f"CUDA does not work here: {error}"
-    return None if count else "there is no CUDA device"
+log = logging.getLogger(__name__)
 
 
-@cache
-def nccl_unavailable() -> str | None:
-    """Why NCCL cannot be used here; None if it can."""
-    if (reason := cuda_unavailable()) is not None:
-        return reason
-    from cupy.cuda import nccl
-
-    return None if nccl.available else "CuPy finds no libnccl.so.2: pip install nvidia-nccl-cu12"
-
-
-def facts(device: int) -> Facts:
-    """What must agree before two processes enter NCCL together, and where this one runs.
-
-    Raises:
-        StartupError: NCCL cannot be used here.
-    """
-    if (reason := nccl_unavailable()) is not None:
-        raise StartupError(f"plane nccl cannot be used: {reason}")
-    import cupy
-    from cupy.cuda import nccl, runtime
-
-    shared = {name: os.environ[name] for name in SHARED_VARIABLES if name in os.environ}
-    return Facts(
-        nccl=nccl.get_version(),
-        cuda_major=runtime.runtimeGetVersion() // 1000,
-        environment=xxhash.xxh3_64_hexdigest(repr(sorted(shared.items())).encode()),
-        variables=shared,
-        cupy=cupy.__version__,
-        device=bytes(runtime.getDeviceProperties(device)["uuid"]).hex(),
-    )
-
-
-def unique_id() -> bytes:
-    """A fresh id for one communicator; each serves once."""
-    from cupy.cuda import nccl
-
-    made = nccl.get_unique_id()
-    return made if isinstance(made, bytes) else bytes(byte & 0xFF for byte in made)  # CuPy < 14
-
-
-class Mark:
-    """A point in a stream: `done` once everything before it has happened."""
-
-    def __init__(self) -> None:
-        from cupy import cuda
-
-        self.event = cuda.Event(disable_timing=True)
-
-    @property
-    def done(self) -> bool:
-        """Whether the stream has come to it."""
-        return self.event.done
-
-
-class Device:
-    """A GPU for this thread, with a stream for copies and one for collectives.
-
-    Memory comes from CUDA itself and not from a pool: NCCL and IPC want whole allocations.
-    """
-
-    def __init__(self, index: int) -> None:
-        from cupy import cuda
-
-        cuda.Device(index).use()
-        self._runtime = cuda.runtime
-        self.copies = cuda.Stream(non_blocking=True)
-        self.collectives = cuda.Stream(non_blocking=True)
-
-    def allocate(self, size: int) -> int:
-        """The address of `size` bytes of device memory."""
-        return self._runtime.malloc(size)
-
-    def free(self, address: int) -> None:
-        """Give memory back."""
-        self._runtime.free(address)
-
-    def pin(self, memory: memoryview) -> int:
-        """Register host memory (writable) with the driver, so that copies run at full speed."""
-        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        self._runtime.hostRegister(address, len(memory), HOST_REGISTER_PORTABLE)
-        return address
-
-    def unpin(self, address: int) -> None:
-        """Undo `pin`."""
-        self._runtime.hostUnregister(address)
-
-    def to_device(self, target: int, source: int, size: int) -> None:
-        """Begin a copy from pinned host memory."""
-        kind = self._runtime.memcpyHostToDevice
-        self._runtime.memcpyAsync(target, source, size, kind, self.copies.ptr)
-
-    def to_host(self, target: int, source: int, size: int) -> None:
-        """Begin a copy to pinned host memory."""
-        kind = self._runtime.memcpyDeviceToHost
-        self._runtime.memcpyAsync(target, source, size, kind, self.copies.ptr)
-
-    def within(self, target: int, source: int, size: int) -> None:
-        """Begin a copy inside of the device."""
-        kind = self._runtime.memcpyDeviceToDevice
-        self._runtime.memcpyAsync(target, source, size, kind, self.copies.ptr)
-
-    def mark_copies(self) -> Mark:
-        """A mark after the copies so far; later collectives wait for it."""
-        mark = Mark()
-        mark.event.record(self.copies)
-        self.collectives.wait_event(mark.event)
-        return mark
-
-    def mark_collectives(self) -> Mark:
-        """A mark after the collectives so far; later copies wait for it."""
-        mark = Mark()
-        mark.event.record(self.collectives)
-        self.copies.wait_event(mark.event)
-        return mark
-
-    def export(self, address: int) -> bytes:
-        """A handle with which another process on this machine can map an allocation; do it once."""
-        return self._runtime.ipcGetMemHandle(address)
-
-    def open(self, handle: bytes) -> int:
-        """Map another process's allocation; once per handle, since opening is slow."""
-        return self._runtime.ipcOpenMemHandle(handle)
-
-    def close(self, address: int) -> None:
-        """Unmap what `open` mapped."""
-        self._runtime.ipcCloseMemHandle(address)
-
-
-class NcclCommunicator:
-    """A communicator of one epoch.
-
-    Making it blocks until all ranks are there, for ever if one never comes: that is what the agent
-    is killed for. Once made, nothing here blocks. Bytes travel as UINT8, for NCCL needs no dtype.
+class NcclPlane:
+    """Rounds of broadcasts.
 
     Args:
-        device: whose stream `collectives` is used.
-        size: number of ranks.
-        uid: from `unique_id`, the same in all ranks.
-        rank: of this process; 0 sends.
+        agent: of the hub.
+        chunk_bytes: of device memory, and of a broadcast.
+        deadline_s: of a phase of a push (`weight_hub.deadline_s`).
+        first_epoch: communicators count from the one after it.
+        fetch: completes a Prepare so that its receiver fetches the version over plane `tcp`.
     """
 
-    def __init__(self, device: Device, size: int, uid: bytes, rank: int) -> None:
-        from cupy.cuda import nccl
+    def __init__(
+        self,
+        agent: AgentProcess,
+        chunk_bytes: int,
+        deadline_s: float,
+        first_epoch: int,
+        fetch: Callable[[str, Prepare], Prepare],
+    ) -> None:
+        self.broken = ""
+        self.group = Group(first_epoch)
+        self._wait_s = deadline_s / PATIENCE
+        self._rounds = Rounds(self.group, min(GATHER_S, self._wait_s), self._wait_s)
+        self._agent = agent
+        self._chunk_bytes = chunk_bytes
+        self._fetch = fetch
+        self._thread: Background[bytes] = Background("umbra-nccl")
+        self._uid = b""  # of the communicator made last
+        self._announced: Round | None = None  # the round whose members know of it
+        self._cancelled = threading.Event()  # what the agent does is of no use any more
+        self._late: list[Late] = []
+        self._held = False
 
-        self._nccl = nccl
-        self._stream = device.collectives
-        self._comm: nccl.NcclCommunicator | None = nccl.NcclCommunicator(size, uid, rank)
-        # The first collective connects the ranks, which may block; later ones are only enqueued.
-        warm_up = device.allocate(1)
-        self.broadcast(warm_up, 1)
-        self._stream.synchronize()
-        device.free(warm_up)
+    @property
+    def busy(self) -> bool:
+        """Whether `poll` will have something soon."""
+        return self._held or self._thread.busy
 
-    def broadcast(self, address: int, size: int) -> None:
-        """Enqueue: `size` bytes at `address` go from rank 0 to the same place in all others.
+    @property
+    def agent_pid(self) -> int | None:
+        """Process id of the hub's agent, if it runs."""
+        return self._agent.pid
 
-        Raises:
-            PeerLostError: the communicator was aborted, or NCCL refuses.
-        """
-        if self._comm is None:
-            raise PeerLostError("the NCCL communicator was aborted")
+    def layout(self, arena: Arena) -> None:
+        """What is sent from now on lies in `arena`."""
+        current = self._rounds.current
+        self._give_up(current, self._rounds.failed(), "the trainer registered another layout")
+        self._free_agent()
+        self._rounds.ready_at = None
+        self._agent.use(arena, self._chunk_bytes)
+        self._thread.start(self._attach)
+
+    def subscribed(self, name: str, incarnation: str, message: Subscribe) -> None:
+        """A receiver is in the group from the next communicator on."""
+        self.left(name)
+        self.group.join(name, incarnation)
+
+    def hold(self, name: str, prepare: Prepare, now: float) -> None:
+        """A version is to go to `name`."""
+        self._rounds.offer(name, prepare, now)
+        self._held = True
+
+    def staged(self, name: str, message: Ready) -> None:
+        """A receiver has got its version, or not."""
+        current = self._rounds.current
+        others = self._rounds.reported(name, message.epoch, well=not message.error)
+        self._give_up(current, others, f"{name} could not receive: {message.error}")
+
+    def left(self, name: str) -> None:
+        """A receiver is not subscribed any longer."""
+        current = self._rounds.current
+        self._give_up(current, self._rounds.dropped(name), f"{name} has left the broadcast")
+
+    def granted(self, slot: int) -> None:
+        """`slot` will be written anew: nobody waits for what lies there any more."""
+        current = self._rounds.current
+        if current is not None and current.slot == slot:
+            self._give_up(current, self._rounds.failed(), "the version was overtaken")
+
+    def poll(self, now: float) -> list[Late]:
+        """Prepares that go out now, and rounds that came to nothing."""
+        done = self._thread.take()
+        if done is not None:
+            self._step_done(done, now)
+        fetching, begun = self._rounds.settle(now, idle=not self._thread.busy)
+        self._late += [Deliver(name, self._fetch(name, held)) for name, held in fetching]
+        if begun is not None:
+            self._begin(begun)
+        self._held = self._rounds.next_due() is not None
+        late, self._late = self._late, []
+        return late
+
+    def close(self) -> None:
+        """End the agent."""
+        self._free_agent()
+        self._thread.close()
+        self._agent.kill()
+
+    # -- a round ----------------------------------------------------------------------------------
+
+    def _begin(self, begun: Round) -> None:
+        self._cancelled.clear()
+        self._announced = None
+        if begun.communicator.fresh:
+            self._thread.start(self._new_id)
+        else:
+            self._announce(begun)
+
+    def _step_done(self, done: bytes | UmbraError, now: float) -> None:
+        current = self._rounds.current
+        if self._rounds.ready_at is None:
+            self._attached(done, now)
+        elif current is None:
+            log.debug("the hub's agent has left a broadcast: %s", done)
+        elif self._announced is current and isinstance(done, UmbraError):
+            self._give_up(current, self._rounds.failed(), f"the hub's own agent: {done}")
+        elif self._announced is current:
+            self._rounds.sent()
+        elif isinstance(done, UmbraError):
+            self._give_up(current, self._rounds.failed(), f"no id for a communicator: {done}")
+        else:
+            self._uid = done
+            self._announce(current)
+
+    def _attached(self, done: bytes | UmbraError, now: float) -> None:
+        if isinstance(done, UmbraError):
+            self.broken = f"the hub's GPU agent does not work: {done}"
+            log.error("plane nccl: %s; everyone fetches", self.broken)
+        else:
+            self._rounds.ready_at = now
+
+    def _announce(self, current: Round) -> None:
+        self._announced = current
+        communicator = current.communicator
+        for name, prepare in current.prepares.items():
+            if name in current.open:
+                group = NcclRound(
+                    epoch=communicator.epoch,
+                    uid=self._uid,
+                    rank=communicator.ranks[name],
+                    size=communicator.size,
+                    chunk_bytes=self._chunk_bytes,
+                    deadline_s=self._wait_s,
+                )
+                held = msgspec.structs.replace(prepare, round=group)
+                self._late.append(Deliver(name, held))
+        self._thread.start(lambda: self._send(current, self._uid))
+
+    def _give_up(self, current: Round | None, names: Sequence[str], reason: str) -> None:
+        if current is None or not current.failed:
+            return  # there is none, or it goes on, or it went well
+        self._cancelled.set()
+        log.warning("broadcast of epoch %d was given up: %s", current.communicator.epoch, reason)
+        for name in names:
+            self._late.append(GiveUp(name, current.prepares[name], reason))
+
+    def _free_agent(self) -> None:
+        """End what the thread does, so that the agent is ours."""
+        self._cancelled.set()
+        self._thread.wait()
+        self._thread.take()
+
+    # -- on the thread ----------------------------------------------------------------------------
+
+    def _attach(self) -> bytes:
+        self._agent.finish_begin()
+        return b""
+
+    def _new_id(self) -> bytes:
+        self._agent.finish_begin(self._cancelled.is_set)
+        return bytes.fromhex(self._agent.call("unique_id", self._wait_s)["uid"])
+
+    def _send(self, current: Round, uid: bytes) -> bytes:
+        communicator = current.communicator
         try:
-            self._comm.bcast(address, size, self._nccl.NCCL_UINT8, 0, self._stream.ptr)
-        except self._nccl.NcclError as error:
-            raise PeerLostError(f"NCCL broadcast: {error}") from error
-
-    def check(self) -> None:
-        """See whether NCCL has noticed that something is wrong.
-
-        Raises:
-            PeerLostError: it has.
-        """
-        if self._comm is None:
-            raise PeerLostError("the NCCL communicator was aborted")
-        try:
-            self._comm.check_async_error()
-        except self._nccl.NcclError as error:
-            raise PeerLostError(f"NCCL: {error}") from error
-
-    def abort(self) -> bool:
-        """End it, without the other ranks; False if even that hangs, and the process has to go.
-
-        Never left to the garbage collector: it would `destroy`, which waits for the other ranks.
-        """
-        comm, self._comm = self._comm, None
-        if comm is None:
-            return True
-        thread = threading.Thread(target=comm.abort, name="nccl-abort", daemon=True)
-        thread.start()
-        thread.join(ABORT_DEADLINE_S)
-        return not thread.is_alive()
+            if communicator.fresh:
+                self._agent.order(
+                    "join", epoch=communicator.epoch, uid=uid.hex(), rank=0, size=communicator.size
+                )
+                self._agent.answer(self._wait_s, self._cancelled.is_set, abortable=False)
+            self._agent.order(
+                "transfer",
+                epoch=communicator.epoch,
+                slot=current.slot,
+                deadline_s=self._wait_s,
+            )
+            self._agent.answer((PATIENCE - 1) * self._wait_s, self._cancelled.is_set)
+        except UmbraError:
+            self._agent.begin()  # if it was killed, so that it is there for the next round
+            raise
+        return uid

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from umbra.proto.errors import RejectedError, UsageError
-from umbra.services.weight_hub.nccl_plane import cuda_unavailable, nccl_unavailable
+from umbra.proto.records import GpuFacts
+from umbra.services.runtime.gpu.cuda import cuda_unavailable, nccl_unavailable
 
 AUTO = "auto"
-UNUSED = "CUDA is there, but the hub does not push over this plane yet"
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One end of a pair: which /dev/shm it sees, and its GPU."""
+
+    host: str
+    gpu: GpuFacts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,38 +26,73 @@ class Plane:
 
     Args:
         name: as in the configuration and on the wire.
-        available: why this hub cannot use it; None if it can.
-        joins: why it cannot connect two hosts (the hub's and a receiver's); None if it can.
+        available: why this process cannot use it; None if it can.
+        joins: why it cannot connect two ends (the hub and a receiver); None if it can.
     """
 
     name: str
     available: Callable[[], str | None]
-    joins: Callable[[str, str], str | None]
+    joins: Callable[[Side, Side], str | None]
+
+
+def mismatch(ours: GpuFacts, theirs: GpuFacts) -> str | None:
+    """Why these two must not enter NCCL together (they would hang); None if they may."""
+    if theirs.nccl == 0 or ours.nccl == 0:
+        return f"there is no NCCL {'there' if theirs.nccl == 0 else 'here'}"
+    if ours.nccl != theirs.nccl:
+        return f"NCCL {theirs.nccl} there, {ours.nccl} here: install the same nvidia-nccl"
+    if ours.cuda_major != theirs.cuda_major:
+        return f"CUDA {theirs.cuda_major} there, {ours.cuda_major} here"
+    if ours.environment != theirs.environment:
+        names = sorted(ours.variables.keys() | theirs.variables.keys())
+        differing = [
+            name for name in names if ours.variables.get(name) != theirs.variables.get(name)
+        ]
+        return f"other environment variables: {', '.join(differing) or 'unknown ones'}"
+    return None
 
 
 def _available() -> None:
     return None
 
 
-def _anywhere(_hub: str, _receiver: str) -> None:
+def _anywhere(_hub: Side, _receiver: Side) -> None:
     return None
 
 
-def _same_host(hub: str, receiver: str) -> str | None:
-    return None if hub == receiver else "the hub's /dev/shm is not the receiver's"
+def _same_host(hub: Side, receiver: Side) -> str | None:
+    return None if hub.host == receiver.host else "the hub's /dev/shm is not the receiver's"
 
 
-# In the hub's order of preference. The agents of `nccl` and `cuda_ipc` exist and can be tried
-# (tests/gpu), but no hub drives them yet: who asks for them gets a sentence.
+def _without_gpu(receiver: Side) -> str:
+    return "the receiver has no GPU" if receiver.gpu is None else "the hub has no GPU"
+
+
+def _same_gpu(hub: Side, receiver: Side) -> str | None:
+    if hub.gpu is None or receiver.gpu is None:
+        return _without_gpu(receiver)
+    if hub.gpu.device != receiver.gpu.device:
+        return "the receiver is on another GPU than weight_hub.device"
+    return None
+
+
+def _same_nccl(hub: Side, receiver: Side) -> str | None:
+    if hub.gpu is None or receiver.gpu is None:
+        return _without_gpu(receiver)
+    return mismatch(hub.gpu, receiver.gpu)
+
+
+# In the hub's order of preference.
 PLANES: dict[str, Plane] = {
     plane.name: plane
     for plane in (
-        Plane("cuda_ipc", lambda: cuda_unavailable() or UNUSED, _same_host),
+        Plane("cuda_ipc", cuda_unavailable, _same_gpu),
         Plane("shm", _available, _same_host),
-        Plane("nccl", lambda: nccl_unavailable() or UNUSED, _anywhere),
+        Plane("nccl", nccl_unavailable, _same_nccl),
         Plane("tcp", _available, _anywhere),
     )
 }
+GPU_PLANES = ("cuda_ipc", "nccl")
 
 
 def check_plane(configured: str) -> None:
@@ -70,8 +113,21 @@ def check_plane(configured: str) -> None:
         )
 
 
-def choose_plane(configured: str, hub_host: str, host: str, offered: Sequence[str]) -> str:
-    """The plane for a receiver on `host` that offers `offered`.
+def choose_plane(
+    configured: str,
+    hub: Side,
+    receiver: Side,
+    offered: Sequence[str],
+    broken: Mapping[str, str] | None = None,
+) -> str:
+    """The plane for a receiver that offers `offered`.
+
+    Args:
+        configured: `weight_hub.plane`.
+        hub: this end.
+        receiver: the other end.
+        offered: by the receiver.
+        broken: why planes that are available do not work after all, by name.
 
     Raises:
         RejectedError: they have none in common; the reason says why for each.
@@ -80,7 +136,7 @@ def choose_plane(configured: str, hub_host: str, host: str, offered: Sequence[st
     for plane in PLANES.values():
         if plane.name not in offered or configured not in (AUTO, plane.name):
             continue
-        reason = plane.available() or plane.joins(hub_host, host)
+        reason = plane.available() or (broken or {}).get(plane.name) or plane.joins(hub, receiver)
         if reason is None:
             return plane.name
         reasons.append(f"{plane.name}: {reason}")

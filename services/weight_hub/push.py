@@ -12,8 +12,9 @@ one receiver; epochs count up and are never used again, so a late answer is told
   publishes older numbers again.
 - A slot may be granted to the trainer when it holds neither the newest version nor one that a
   receiver is staging, and is not kept (pinned, or being copied). A receiver reads its slot from
-  PREPARE until its READY (one that streams: until COMMITTED), or until it is dropped. Should one
-  that was dropped still read while the trainer writes, its checksums fail: they came with PREPARE.
+  PREPARE until its READY, or until it is dropped. One that streams reads it until COMMITTED, and
+  the slot of the version that it serves too, in case it has to go back to it. Should one that was
+  dropped still read while the trainer writes, its checksums fail: they came with PREPARE.
 - A failed push is aborted and tried once more; failing again, or missing the deadline of a phase,
   drops the receiver. It may subscribe again and then gets the newest version.
 - A second registration of the same layout is a restarted trainer: nothing changes but who may
@@ -99,14 +100,9 @@ class PushProtocol:
         )
 
     def readers(self, slot: int) -> list[str]:
-        """Receivers that are staging from `slot`."""
-        return [
-            name
-            for name, receiver in self._receivers.items()
-            if (push := receiver.push) is not None
-            and (push.phase == "staging" or receiver.streamed)
-            and push.publication.slot == slot
-        ]
+        """Receivers that read `slot`, or may have to."""
+        held = self.slots.held.get(slot)
+        return [name for name, r in self._receivers.items() if r.reads(slot, held)]
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do at the latest; None while nothing is under way."""

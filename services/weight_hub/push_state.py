@@ -34,6 +34,17 @@ class Receiver:
     served: Publication | None = None  # what it serves of what this hub pushed
     offered: int = 0  # number of the last publication that was pushed to it
 
+    def reads(self, slot: int, held: Publication | None) -> bool:
+        """Whether it reads `slot`, which holds `held`, or may have to, for the push under way."""
+        if self.push is None:
+            return False
+        if self.push.publication.slot == slot:
+            return self.push.phase == "staging" or self.streamed
+        if not self.streamed or self.served is None or held is None:
+            return False
+        # Not the publication itself: one that was rolled back to is published anew.
+        return (self.served.slot, self.served.checksums) == (slot, held.checksums)
+
 
 @dataclass(slots=True)
 class Grant:
@@ -58,6 +69,11 @@ class Slots:
     def let_go(self, slot: int) -> None:
         """`slot` need not be kept any longer."""
         self._kept[slot] = max(0, self._kept[slot] - 1)
+
+    def recall(self, publication: Publication) -> None:
+        """A slot holds what it held when another hub had the arena: keep it."""
+        self.held.setdefault(publication.slot, publication)
+        self.keep(publication.slot)
 
     def free(self, taken: Collection[int]) -> int | None:
         """A slot neither kept nor in `taken`: an empty one, or the one with the oldest content."""

@@ -2,6 +2,7 @@
 
 A slot of the arena holds its version until the trainer is granted it again. A pin keeps a version:
 in its slot, if two slots are left to the trainer then, else in a copy of its own in shared memory.
+Pins are recorded beside the arena (`pins.py`), so that a hub which takes it over keeps them.
 Copies and exports are made by a thread; the slot that they read is kept meanwhile, and the answer
 comes when they are done.
 """
@@ -32,6 +33,7 @@ from umbra.services.runtime.arena import Arena
 from umbra.services.runtime.model_dir import check_model_dir
 from umbra.services.weight_hub.effects import Answer, Effect, Publication, Ticket
 from umbra.services.weight_hub.export import export_version
+from umbra.services.weight_hub.pins import PinFile, PinRecord
 from umbra.services.weight_hub.push import PushProtocol
 
 ACCEPTS: tuple[type[Message], ...] = (
@@ -54,6 +56,12 @@ class _Pin:
     @property
     def place(self) -> str:
         return f"slot {self.slot}" if self.copy is None else str(self.copy.path)
+
+    @property
+    def record(self) -> PinRecord:
+        if self.copy is None:
+            return PinRecord(self.version, self.sums, slot=-1 if self.slot is None else self.slot)
+        return PinRecord(self.version, self.sums, path=str(self.copy.path))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +101,7 @@ class Registry:
         self._arena: Arena | None = None
         self._manifest: Manifest | None = None
         self._pins: dict[int, _Pin] = {}
+        self._file: PinFile | None = None
         self._copies = 0
         self._jobs: list[_Job] = []
         self._left: list[Effect] = []
@@ -114,7 +123,31 @@ class Registry:
         for pin in list(self._pins.values()):
             log.warning("version %d was pinned, but the layout has changed", pin.version)
             self._forget(pin)
+        if self._file is not None:
+            self._file.remove()
+        self._file = PinFile(arena.path)
         self._arena, self._manifest = arena, manifest
+
+    def restore(self, now: float) -> None:
+        """Keep what the hub before this one had pinned; called once the protocol has the layout."""
+        assert self._arena is not None and self._file is not None
+        for record in self._file.read():
+            copy = None
+            if record.path:
+                try:
+                    size = self._arena.slot_bytes
+                    copy = Arena.adopt(self._run_id, record.path, slot_bytes=size)
+                except StartupError as error:
+                    log.warning("version %d was pinned, but %s", record.version, error)
+                    continue
+            elif 0 <= record.slot < self._arena.slots:
+                self._protocol.slots.recall(
+                    Publication(0, record.version, record.slot, record.sums, 0.0, now)
+                )
+            slot = record.slot if copy is None else None
+            self._pins[record.version] = _Pin(record.version, record.sums, slot, copy)
+            log.info("version %d is still pinned", record.version)
+        self._record()
 
     def handle(self, ticket: Ticket, body: Message, now: float) -> list[Effect]:
         """Answer a request, now or when its work is done."""
@@ -151,6 +184,9 @@ class Registry:
         self._thread.shutdown()
         for pin in list(self._pins.values()):
             self._forget(pin)
+        if self._file is not None:
+            self._file.remove()
+            self._file = None
 
     # -- requests ---------------------------------------------------------------------------------
 
@@ -192,6 +228,7 @@ class Registry:
         slots.keep(publication.slot)
         if slots.count - in_slots - 1 >= WORKING_SLOTS:
             self._pins[version] = _Pin(version, sums, slot=publication.slot)
+            self._record()
             return [Answer(ticket, self._versions())]
         arena, slot = self._arena, publication.slot
         assert arena is not None
@@ -212,6 +249,7 @@ class Registry:
 
         def done(now: float) -> list[Effect]:
             self._pins[version] = _Pin(version, sums, copy=copy)
+            self._record()
             effects = self._protocol.release(slot, now)
             return [*effects, Answer(ticket, self._versions())]
 
@@ -319,6 +357,11 @@ class Registry:
 
     def _forget(self, pin: _Pin) -> None:
         del self._pins[pin.version]
+        self._record()
         if pin.copy is not None:
             pin.copy.unlink()
             pin.copy.close()
+
+    def _record(self) -> None:
+        if self._file is not None:
+            self._file.write([pin.record for pin in self._pins.values()])

@@ -23,6 +23,7 @@ from umbra.proto.records import Piece
 from umbra.services.runtime.arena import Arena
 from umbra.services.runtime.config import WeightHub as WeightHubConfig
 from umbra.services.runtime.fetch import BucketIntake
+from umbra.services.runtime.gpu.receiving import GpuReceiving
 from umbra.services.runtime.intake import Intake, Intaken
 from umbra.services.runtime.link import Link
 from umbra.services.runtime.metrics import MetricsFile
@@ -47,6 +48,7 @@ class RelayIntake:
         publisher: registered with the relay's own hub.
         store: of the relay's own buckets socket.
         config: the section `weight_hub`.
+        gpu: receives broadcasts, if the relay has one.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class RelayIntake:
         publisher: Publisher,
         store: BucketStore,
         config: WeightHubConfig,
+        gpu: GpuReceiving | None = None,
     ) -> None:
         self._publisher = publisher
         self._store = store
@@ -63,7 +66,7 @@ class RelayIntake:
         self._slot = -1
         path, slots = publisher.arena
         self._arena = Arena.attach(path, slot_bytes=reply.manifest.total_bytes)
-        self._buckets = BucketIntake(
+        pull = BucketIntake(
             name,
             reply.manifest,
             [self._arena.slot(index) for index in range(slots)],
@@ -71,6 +74,7 @@ class RelayIntake:
             self._arrived,
             self._delta_came,
         )
+        self._buckets: Intake = gpu.broadcasts(self._arena, pull) if gpu else pull
         self._staged: tuple[int, Sequence[int]] = (-1, [])  # version and contents
 
     def take(self, message: Prepare, target: int, interrupted: Callable[[], bool]) -> Intaken:
@@ -123,6 +127,7 @@ class Relay:
         config: the section `weight_hub`.
         metrics: receives the rows of the pushes to the generators of this node.
         host: names the /dev/shm of this process; empty = find out.
+        gpu: for plane `nccl` from the hub; closed with the relay.
 
     Raises:
         StartupError: an address is taken or not ours.
@@ -136,6 +141,7 @@ class Relay:
         config: WeightHubConfig,
         metrics: MetricsFile,
         host: str = "",
+        gpu: GpuReceiving | None = None,
     ) -> None:
         self._name = name
         self._config = config
@@ -151,17 +157,19 @@ class Relay:
             config = msgspec.structs.replace(config, plane="auto")
             self._hub = WeightHub(server, f"relay-{name}", config, metrics, host=host)
             stack.callback(self._hub.close)
-            self._tcp = self._hub.open_tcp()
+            self._tcp = self._hub.planes.open_tcp()
             self.buckets = self._tcp.server.endpoint
             self._serving = threading.Thread(target=self._serve, name="umbra-relay", daemon=True)
             self._serving.start()
             stack.callback(self._stop_serving)
             self._link = Link(name, uuid.uuid4().hex[:12])
             stack.callback(self._link.close)
+            self._gpu = gpu
             self._receiver = Receiver(
                 self._link.channel(hub, "weight hub"),
                 host,
                 planes=["tcp"],
+                gpu=gpu,
                 open_intake=self._open,
                 serves=self.endpoint,
                 buckets=self.buckets,
@@ -195,6 +203,8 @@ class Relay:
         """Leave everything."""
         if self._receiver.started:
             self._receiver.close()
+        if self._gpu is not None:
+            self._gpu.close()
         self._stack.close()
 
     def _open(self, reply: Subscribed) -> Intake:
@@ -203,7 +213,7 @@ class Relay:
         publisher = Publisher(local, reply.manifest)
         publisher.register(REGISTER_TIMEOUT_S)
         store = self._tcp.layout(reply.manifest)
-        self._intake = RelayIntake(self._name, reply, publisher, store, self._config)
+        self._intake = RelayIntake(self._name, reply, publisher, store, self._config, self._gpu)
         return self._intake
 
     def _serve(self) -> None:

@@ -20,7 +20,6 @@ from umbra.proto.messages import (
     Nack,
     Ping,
     Pong,
-    Prepare,
     Publish,
     Ready,
     RegisterManifest,
@@ -44,11 +43,11 @@ from umbra.services.weight_hub.effects import (
     Send,
 )
 from umbra.services.weight_hub.floors import Floors
-from umbra.services.weight_hub.planes import choose_plane
+from umbra.services.weight_hub.held import Deliver, Late
+from umbra.services.weight_hub.hub_planes import HubPlanes
 from umbra.services.weight_hub.push import PushProtocol
 from umbra.services.weight_hub.registry import ACCEPTS as REGISTRY
 from umbra.services.weight_hub.registry import Registry
-from umbra.services.weight_hub.tcp import TcpPlane
 
 CHANNEL = "weights"
 ACCEPTS: tuple[type[Message], ...] = (
@@ -93,14 +92,15 @@ class WeightHub:
         self._config = config
         self._metrics = metrics
         self._clock = clock
-        self._host = host or shm_host()
         self._arena: Arena | None = None
         self._token = uuid.uuid4().hex[:8]  # another hub on this machine may have the same run id
         self._arenas_made = 0
         self._manifest: Manifest | None = None
         self._identities: dict[str, bytes] = {}
-        self._planes: dict[str, str] = {}
-        self._tcp: TcpPlane | None = None
+        self._peers: dict[str, Peer] = {}
+        self.planes = HubPlanes(
+            config, host or shm_host(), self._token, lambda: server.endpoint(CHANNEL)
+        )
         self._floors = Floors()
         self._registry = Registry(
             self.protocol, run_id, self._token, model_dir, on_write=self._overwritten
@@ -111,12 +111,14 @@ class WeightHub:
         due = self.protocol.next_deadline()
         if due is not None:
             timeout_s = min(timeout_s, max(0.0, due - self._clock()))
-        if self._registry.busy:
+        if self._registry.busy or self.planes.busy:
             timeout_s = min(timeout_s, BUSY_POLL_S)
         requests = self._server.poll(timeout_s)
         for request in requests:
             self._apply(self._handle(request))
         self._apply(self._registry.poll(self._clock()))
+        for late in self.planes.poll(self._clock()):
+            self._apply(self._come_late(late))
         self._apply(self.protocol.tick(self._clock()))
         return len(requests)
 
@@ -132,8 +134,7 @@ class WeightHub:
 
     def close(self) -> None:
         """Remove the arena; those who have it mapped may go on reading."""
-        if self._tcp is not None:
-            self._tcp.close()
+        self.planes.close()
         self._registry.close()
         self._drop_arena()
         self._remove_leftovers()
@@ -153,10 +154,7 @@ class WeightHub:
             case Subscribe() as message:
                 return self._subscribe(request, peer, message, now)
             case Ready() as message:
-                if self._tcp is not None and self._manifest is not None:
-                    if message.source_lost:
-                        self._tcp.source_lost(peer.name)
-                    self._tcp.staged(peer.name, message, self._manifest.total_bytes)
+                self.planes.staged(peer.name, message)
                 return self.protocol.ready(peer, message, now)
             case Committed() as message:
                 return self.protocol.committed(peer, message, now)
@@ -174,13 +172,13 @@ class WeightHub:
         self, request: Request, peer: Peer, message: RegisterManifest, now: float
     ) -> list[Effect]:
         manifest, published = message.manifest, None
+        is_new = manifest.digest != self.protocol.digest
         try:
             check_manifest(manifest)
-            if manifest.digest != self.protocol.digest:
+            if is_new:
                 published = self._take_over(message)
                 if published is None:
                     self._make_arena(manifest)
-                self._remove_leftovers()
         except WireError as error:
             self._server.reply(request, Nack(code=error.code, reason=str(error), path=error.path))
             return []
@@ -188,13 +186,18 @@ class WeightHub:
             self._server.reply(request, Nack(code="no_room", reason=str(error)))
             return []
         assert self._arena is not None
+        effects = self.protocol.register(peer, manifest.digest, now, published)
+        if published is not None:
+            self._registry.restore(now)
+        if is_new:
+            self._remove_leftovers()  # now that what is still needed is ours
         ready = ArenaReady(path=str(self._arena.path), slots=self._config.slots)
         self._server.reply(request, ready)
         log.info(
             "%s registered %d tensors, %d bytes in %d buckets",
             peer.name, len(manifest.tensors), manifest.total_bytes, len(manifest.buckets),
         )  # fmt: skip
-        return self.protocol.register(peer, manifest.digest, now, published)
+        return effects
 
     def _take_over(self, message: RegisterManifest) -> Publish | None:
         """Go on with the arena that the hub before this one has left, if the trainer still has it.
@@ -231,13 +234,13 @@ class WeightHub:
 
     def _begin_layout(self, arena: Arena, manifest: Manifest) -> None:
         self._registry.layout(arena, manifest)
+        self.planes.layout(arena, manifest)
         self._drop_arena()  # the old layout's; only now, so that a failure left it as it was
         self._arena, self._manifest = arena, manifest
 
     def _overwritten(self, slot: int) -> None:
         """`slot` is about to be written."""
-        if self._tcp is not None:
-            self._tcp.granted(slot)
+        self.planes.granted(slot)
 
     def _drop_arena(self) -> None:
         if self._arena is not None:
@@ -262,36 +265,19 @@ class WeightHub:
         self, request: Request, peer: Peer, message: Subscribe, now: float
     ) -> list[Effect]:
         try:
-            plane = choose_plane(self._config.plane, self._host, message.host, message.planes)
-            if plane == "tcp" and not message.serves and self._tcp is not None:
-                relay = self._tcp.relay_at(message.host)
-                if relay not in ("", message.avoid):
-                    reply = Subscribed(manifest=NO_MANIFEST, plane="relay", path=relay)
-                    self._server.reply(request, reply)
-                    return []
-            if plane == "tcp":
-                self.open_tcp().subscribed(peer.name, message)
+            relay = self.planes.subscribe(peer, message)
         except RejectedError as error:
             self._server.reply(request, Nack(code=error.code, reason=str(error)))
             return []
         except StartupError as error:
             self._server.reply(request, Nack(code="no_plane", reason=str(error)))
             return []
-        self._planes[peer.name] = plane
+        if relay:
+            self._server.reply(request, Subscribed(manifest=NO_MANIFEST, plane="relay", path=relay))
+            return []
         self._identities[peer.name] = request.identity
+        self._peers[peer.name] = peer
         return self.protocol.subscribe(request, peer, now, streamed=message.streamed)
-
-    def open_tcp(self) -> TcpPlane:
-        """The plane `tcp`, from now on.
-
-        Raises:
-            StartupError: its address is taken or not ours.
-        """
-        if self._tcp is None:
-            host, _, _ = self._server.endpoint(CHANNEL).rpartition(":")
-            endpoint = self._config.buckets_listen or f"{host}:*"
-            self._tcp = TcpPlane("weight-hub", self._token, endpoint, self._config)
-        return self._tcp
 
     def _status(self, peer: Peer) -> HubStatus:
         newest = self.protocol.newest
@@ -315,41 +301,50 @@ class WeightHub:
                 case Admit(ticket=ticket, receiver=name):
                     self._admit(cast(Request, ticket), name)
                 case Send(receiver=name, message=message):
-                    message = self._complete(name, message)
-                    if not self._server.push(CHANNEL, self._identities[name], message):
-                        if self._tcp is not None:
-                            self._tcp.left(name)  # before its successor is told of its source
-                        todo.extend(self.protocol.lost(name, "it is unreachable", self._clock()))
+                    completed = self.planes.complete(name, message, self._clock())
+                    if completed is not None:
+                        todo.extend(self._push(name, completed))
                 case Pushed() as pushed:
                     self._record(pushed)
                 case Failed() as failed:
-                    if failed.dropped and self._tcp is not None:
-                        self._tcp.left(failed.receiver)
+                    if failed.dropped:
+                        self.planes.left(failed.receiver)
                     log.warning(
                         "push of version %s to %s failed while %s%s: %s", failed.version,
                         failed.receiver, failed.phase, ", dropped" if failed.dropped else "",
                         failed.reason,
                     )  # fmt: skip
 
-    def _complete(self, name: str, message: Message) -> Message:
-        """`message` with what its receiver's plane needs to know."""
-        if not isinstance(message, Prepare) or self._planes[name] != "tcp":
-            return message
-        assert self._manifest is not None and self._arena is not None and self._tcp is not None
-        self._tcp.layout(self._manifest)
-        return self._tcp.prepare(name, message, self._arena.slot(message.slot))
+    def _push(self, name: str, message: Message) -> list[Effect]:
+        if self._server.push(CHANNEL, self._identities[name], message):
+            return []
+        self.planes.left(name)  # before its successor is told of its source
+        return self.protocol.lost(name, "it is unreachable", self._clock())
+
+    def _come_late(self, late: Late) -> list[Effect]:
+        """A plane has done what a push waited for, or could not."""
+        if isinstance(late, Deliver):
+            return self._push(late.receiver, late.prepare)
+        failed = Ready(
+            epoch=late.prepare.epoch,
+            version=late.prepare.version,
+            wire_s=0.0,
+            stage_s=0.0,
+            error=late.reason,
+        )
+        return self.protocol.ready(self._peers[late.receiver], failed, self._clock())
 
     def _admit(self, request: Request, name: str) -> None:
         assert self._manifest is not None and self._arena is not None
         reply = Subscribed(
-            manifest=self._manifest, plane=self._planes[name], path=str(self._arena.path)
+            manifest=self._manifest, plane=self.planes.of(name), path=str(self._arena.path)
         )
         self._server.reply(request, reply)
         log.info("%s subscribed by %s", name, reply.plane)
 
     def _record(self, pushed: Pushed) -> None:
         assert self._manifest is not None
-        plane = self._planes[pushed.receiver]
+        plane = self.planes.of(pushed.receiver)
         self._metrics.write(
             "push",
             version=pushed.version,

@@ -68,11 +68,15 @@ class TcpPlane:
         self._store = self.server.serve(manifest)
         return self._store
 
-    def subscribed(self, name: str, message: Subscribe) -> None:
-        """A receiver has subscribed, a relay if it hands buckets on."""
+    def subscribed(self, name: str, message: Subscribe, *, chained: bool = True) -> None:
+        """A receiver has subscribed, a relay if it hands buckets on.
+
+        One that is not `chained` gets most versions in another way, and the rest from the hub.
+        """
         if message.buckets:
-            self.chain.join(name, message.buckets)
             self._relays[name] = message
+        if message.buckets and chained:
+            self.chain.join(name, message.buckets)
             log.info("chain of relays: %s", ", ".join(self.chain.relays))
 
     def prepare(self, name: str, message: Prepare, data: memoryview) -> Prepare:

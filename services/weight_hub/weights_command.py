@@ -130,7 +130,7 @@ def list_versions(client: HubClient, as_json: bool) -> int:
 @_options
 @version_argument
 def pin(client: HubClient, version: int) -> int:
-    """Keep VERSION until it is unpinned or the hub ends."""
+    """Keep VERSION until it is unpinned or the run ends; it survives a hub that is killed."""
     _show(client.ask(PinVersion(version=version), Versions), as_json=False)
     return 0
 

@@ -78,6 +78,7 @@ EXTRAS: dict[str, str] = {
     "torch": "trainer",
     "transformers": "trainer",
     "accelerate": "trainer",
+    "peft": "lora",
     "safetensors": "trainer",
     "numpy": "trainer",
     "vllm": "vllm",

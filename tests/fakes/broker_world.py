@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any, TypeVar
 
@@ -31,7 +31,7 @@ from umbra.proto.messages import (
 from umbra.proto.records import SampleTask, Trajectory, VersionSpan, pack_float32, pack_int32
 from umbra.services.buffer.broker import Broker, Endpoints
 from umbra.services.buffer.effects import Effect, Measure, Push, Reply
-from umbra.services.buffer.prompts import Prompt
+from umbra.services.buffer.prompts import GroupEnd, Prompt
 from umbra.services.buffer.store import MemoryStore
 from umbra.services.runtime.config import Buffer, Eval, Run, RunConfig
 from umbra.services.runtime.server import Request
@@ -44,21 +44,25 @@ class EndlessPrompts:
 
     def __init__(self) -> None:
         self.drawn = 0
-        self.bad: list[str] = []
+        self.ends: list[GroupEnd] = []
 
     def __next__(self) -> Prompt:
         self.drawn += 1
         return Prompt(str(self.drawn), {"prompt": f"row {self.drawn}"})
 
-    def ended_badly(self, prompt_id: str) -> None:
+    def ended(self, end: GroupEnd) -> None:
         """Take note."""
-        self.bad.append(prompt_id)
+        self.ends.append(end)
+
+    def changes(self) -> dict[str, Any]:
+        """Nothing else."""
+        return {}
 
     def position(self) -> dict[str, Any]:
         """How many were drawn."""
         return {"drawn": self.drawn}
 
-    def seek(self, position: dict[str, Any]) -> None:
+    def seek(self, position: dict[str, Any], kept: Mapping[str, Any]) -> None:
         """Go on there."""
         self.drawn = position["drawn"]
 
@@ -136,13 +140,15 @@ class World:
         """The broker's samples."""
         return self.broker.pool
 
-    def ask(self, name: str, body: Message, incarnation: str | None = None) -> Message | None:
-        """The reply to `body` from `name`; None while it is parked."""
+    def ask(
+        self, name: str, body: Message, incarnation: str | None = None, number: int | None = None
+    ) -> Message | None:
+        """The reply to `body` from `name`; None while it is parked. `number` repeats a request."""
         header = Header(
             major=1,
             minor=0,
             type=type(body).__name__,
-            id=next(self._ids),
+            id=next(self._ids) if number is None else number,
             sender=name,
             incarnation=incarnation or self.incarnations.get(name, f"{name}-1"),
         )

@@ -38,6 +38,7 @@ class Bench:
         self._metrics = MetricsFile(self.metrics_path, "weight-hub")
         self._run_id = run_id
         self._context = context
+        self.links: dict[str, Link] = {}
         self.closers: list[Callable[[], None]] = []
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -74,7 +75,7 @@ class Bench:
             self._thread = None
 
     def channel(self, name: str) -> Channel:
-        link = Link(name, uuid.uuid4().hex)
+        link = self.links[name] = Link(name, uuid.uuid4().hex)
         self.closers.append(link.close)
         return link.channel(self.endpoint, "weight hub")
 

@@ -14,7 +14,7 @@ __all__ = ["up"]  # a fixture
 
 FLUSH_TOKENS = 32
 TURNS = 40
-# A slow environment that writes down, per process, what the model said to it.
+# A slow environment that writes down, per generator, what the model said to it.
 TALK = f"""
 import json, os, time
 
@@ -27,12 +27,12 @@ class Talk:
         return [{{"role": "user", "content": row["prompt"]}}]
 
     def step(self, response):
-        from umbra.services.modeling.environments import StepResult
+        from umbra.services.environments.protocol import StepResult
         time.sleep(0.02)
         self.said += 1
         if getattr(self, "name", None) is not None:
             with open("said.jsonl", "a") as file:
-                file.write(json.dumps([os.getpid(), self.name, response]) + chr(10))
+                file.write(json.dumps([os.getppid(), self.name, response]) + chr(10))
         if self.said == {TURNS}:
             return StepResult(reward=float(len(response)))
         return StepResult(done=False, messages=[{{"role": "user", "content": "go"}}])
@@ -40,7 +40,7 @@ class Talk:
 
 
 def said(project: Path) -> dict[int, dict[str, list[str]]]:
-    """By process and sample: the turns that the environment was told."""
+    """By generator (the parent of its workers) and sample: what the environment was told."""
     turns: defaultdict[int, defaultdict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     path = project / "said.jsonl"
     for line in path.read_text().splitlines() if path.exists() else []:

@@ -1,4 +1,8 @@
-"""A receiver or the hub dies in any phase of a push: everyone else gets every version, whole."""
+"""Receivers and hubs die, hang, join and are lied to in every phase of a push, over every plane.
+
+After each fault the generators that are left decode on, and every version that an engine claims to
+serve is the trainer's, byte for byte (`Generating` compares after each load).
+"""
 
 from __future__ import annotations
 
@@ -9,19 +13,22 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
-from fakes.hub_bench import WAIT_S, Bench, take
-from integration.test_tcp_plane import LAYOUT, Weights
+from fakes.generating import Generating, Policy, publisher_of
+from fakes.hub_bench import PROGRAMS, WAIT_S, Bench
 
 from umbra.proto.messages import Prepare, Subscribed
-from umbra.services.runtime.arena import SHM
+from umbra.proto.records import Manifest
+from umbra.services.runtime.arena import SHM, Arena, private_memory
+from umbra.services.runtime.fetch import BucketIntake
 from umbra.services.runtime.intake import ArenaIntake, Intake, Intaken
 from umbra.services.runtime.link import Link
 from umbra.services.runtime.publisher import Publisher
-from umbra.services.runtime.receiver import Receiver
+from umbra.services.runtime.receiver import Receiver, StagedVersion
 
 pytestmark = pytest.mark.fault
-PROGRAMS = Path(__file__).parents[1] / "programs"
+PLANES = pytest.mark.parametrize("plane", ["shm", "tcp"])
 DEADLINE_S = 1.0
 
 
@@ -47,120 +54,264 @@ class Halting:
             self.process.communicate()
 
 
-@pytest.fixture
-def halting(bench: Bench) -> Iterator[Callable[[str, str], Halting]]:
-    made: list[Halting] = []
+class World:
+    """A hub in a thread, a trainer, and generators with engines."""
 
-    def start(plane: str, phase: str) -> Halting:
-        made.append(Halting(bench.endpoint, plane, phase))
-        return made[-1]
+    def __init__(self, bench: Bench, model_dir: Path, plane: str, **config: object) -> None:
+        bench.start(plane=plane, delta="always", **config)
+        self.bench = bench
+        self.plane = plane
+        self.policy = Policy(model_dir)
+        self.publisher = publisher_of(bench, self.policy)
+        self._model_dir = model_dir
+        self._closers: list[Callable[[], None]] = []
 
-    yield start
-    for one in made:
-        one.kill()
+    def publish(self) -> int:
+        return self.policy.publish(self.publisher)
 
+    def generator(self, name: str, watched: Watched | Detour | None = None) -> Generating:
+        receiver = Receiver(
+            self.bench.channel(name),
+            planes=[self.plane],
+            check_s=0.05,
+            retry_s=0.02,
+            open_intake=watched.open if watched else None,
+        )
+        self.bench.closers.append(receiver.close)
+        receiver.subscribe(WAIT_S)
+        return self.generating(receiver, watched)
 
-def receiver_of(bench: Bench, name: str, plane: str) -> Receiver:
-    receiver = Receiver(bench.channel(name), planes=[plane], check_s=0.05, retry_s=0.02)
-    bench.closers.append(receiver.close)
-    receiver.subscribe(WAIT_S)
-    return receiver
+    def generating(self, receiver: Receiver, watched: Watched | Detour | None) -> Generating:
+        made = Generating(self.policy, self._model_dir, receiver, data=_data_of(watched))
+        self._closers.append(made.close)
+        return made
 
+    def victim(self, phase: str) -> Halting:
+        made = Halting(self.bench.endpoint, self.plane, phase)
+        self._closers.append(made.kill)
+        return made
 
-@pytest.mark.parametrize("plane", ["shm", "tcp"])
-@pytest.mark.parametrize("phase", ["idle", "prepared", "staging", "staged"])
-def test_a_receiver_that_is_killed_costs_the_others_nothing(
-    bench: Bench,
-    halting: Callable[[str, str], Halting],
-    plane: str,
-    phase: str,
-) -> None:
-    """1. Two receivers have version 0. 2. One halts in a phase of version 1 and is killed.
-    3. Three more versions are published. 4. A new process joins under the name of the dead one.
-
-    Result: the other has every version, the newcomer the newest; nobody waited for the dead.
-    """
-    bench.start(plane=plane, delta="always", deadline_s=DEADLINE_S)
-    publisher = bench.publisher(LAYOUT)
-    weights = Weights(LAYOUT)
-    receiver = receiver_of(bench, "gen-0", plane)
-    victim = halting(plane, phase)
-    weights.load(receiver, weights.publish(publisher, 0.0))
-    victim.expect("0")
-    if phase != "idle":
-        weights.publish(publisher, 0.01)
-    victim.expect(phase)
-    victim.kill()
-    for _ in range(3):
-        weights.load(receiver, weights.publish(publisher, 0.01))
-    newcomer = receiver_of(bench, "gen-dies", plane)
-    weights.load(newcomer, len(weights.versions) - 1)
-
-
-@pytest.mark.parametrize("plane", ["shm", "tcp"])
-def test_a_receiver_slower_than_its_deadline_holds_up_nobody(
-    bench: Bench,
-    halting: Callable[[str, str], Halting],
-    plane: str,
-) -> None:
-    """It hangs while it loads: it is dropped, trainer and other receivers go on."""
-    bench.start(plane=plane, delta="always", deadline_s=DEADLINE_S)
-    publisher = bench.publisher(LAYOUT)
-    weights = Weights(LAYOUT)
-    receiver = receiver_of(bench, "gen-0", plane)
-    victim = halting(plane, "staging")
-    weights.load(receiver, weights.publish(publisher, 0.0))
-    victim.expect("0")
-    for _ in range(4):
-        weights.load(receiver, weights.publish(publisher, 0.01))
-    look = threading.Event()
-    while bench.hub.protocol.serving != {"gen-0": 4}:
-        look.wait(0.01)
-    assert bench.hub.protocol.counters["deadline"] == 1
-
-
-@pytest.mark.parametrize("plane", ["shm", "tcp"])
-def test_one_that_joins_during_a_push_disturbs_nobody(
-    bench: Bench,
-    halting: Callable[[str, str], Halting],
-    plane: str,
-) -> None:
-    """It gets the version that others are being pushed, while one of them hangs in the middle."""
-    bench.start(plane=plane)
-    publisher = bench.publisher(LAYOUT)
-    weights = Weights(LAYOUT)
-    victim = halting(plane, "staging")
-    weights.publish(publisher, 0.0)
-    victim.expect("0")
-    weights.publish(publisher, 0.01)
-    victim.expect("staging")
-    weights.load(receiver_of(bench, "gen-0", plane), 1)
-    assert "gen-dies" in bench.hub.protocol.serving  # its push is still under way
+    def close(self) -> None:
+        for close in reversed(self._closers):
+            close()
 
 
 class Watched:
-    """An intake that says when it begins, and goes on when it is told."""
+    """The intakes of a receiver, which say when they begin, and go on when they are told."""
 
-    def __init__(self, reply: Subscribed, buffers: list[memoryview]) -> None:
-        self._real = ArenaIntake(reply.path, reply.manifest, buffers)
+    def __init__(self, name: str, plane: str, manifest: Manifest) -> None:
         self.begun, self.go = threading.Event(), threading.Event()
+        self.go.set()
+        self.buffers = [private_memory(manifest.total_bytes) for _ in range(2)]
+        self._name = name
+        self._plane = plane
 
-    def take(self, message: Prepare, target: int, interrupted: Callable[[], bool]) -> Intaken:
+    def open(self, reply: Subscribed) -> Intake:
+        real: Intake = (
+            BucketIntake(self._name, reply.manifest, self.buffers, 8192, arrived=self._arrived)
+            if self._plane == "tcp"
+            else ArenaIntake(reply.path, reply.manifest, self.buffers)
+        )
+        return _WatchedIntake(real, self._arrived)
+
+    def _arrived(self, _bucket: int) -> None:
         self.begun.set()
         assert self.go.wait(WAIT_S)
+
+
+class _WatchedIntake:
+    def __init__(self, real: Intake, begin: Callable[[int], None]) -> None:
+        self._real = real
+        self._begin = begin
+
+    def take(self, message: Prepare, target: int, interrupted: Callable[[], bool]) -> Intaken:
+        self._begin(0)
         return self._real.take(message, target, interrupted)
 
     def close(self) -> None:
         self._real.close()
 
 
+def _data_of(watched: Watched | Detour | None) -> Callable[[StagedVersion], memoryview]:
+    if watched is None:
+        return lambda staged: staged.data
+    return lambda staged: watched.buffers[staged.candidate.buffer]
+
+
+class Detour:
+    """A `BucketIntake` that reaches its source through a proxy which spoils one byte."""
+
+    def __init__(self, name: str, mode: str, at: int) -> None:
+        self._name, self._mode, self._at = name, mode, at
+        self.taken: list[Intaken] = []
+        self._proxy: subprocess.Popen[str] | None = None
+        self._port = ""
+
+    def open(self, reply: Subscribed) -> Intake:
+        size = reply.manifest.total_bytes
+        self.buffers = [private_memory(size) for _ in range(2)]
+        self._real = BucketIntake(self._name, reply.manifest, self.buffers, 8192)
+        return self
+
+    def take(self, message: Prepare, target: int, interrupted: Callable[[], bool]) -> Intaken:
+        if self._proxy is None:
+            command = [
+                sys.executable, str(PROGRAMS / "spoiling_proxy.py"),
+                message.source.removeprefix("tcp://"), self._mode, str(self._at),
+            ]  # fmt: skip
+            self._proxy = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            assert self._proxy.stdout is not None
+            self._port = self._proxy.stdout.readline().strip()
+        message = msgspec.structs.replace(message, source=f"tcp://127.0.0.1:{self._port}")
+        self.taken.append(self._real.take(message, target, interrupted))
+        return self.taken[-1]
+
+    def close(self) -> None:
+        self._real.close()
+        if self._proxy is not None:
+            self._proxy.kill()
+            self._proxy.communicate()
+
+
+@pytest.fixture
+def world(bench: Bench, tiny_model: Path) -> Iterator[Callable[..., World]]:
+    made: list[World] = []
+
+    def start(plane: str, **config: object) -> World:
+        made.append(World(bench, tiny_model, plane, **config))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.close()
+
+
+@PLANES
+@pytest.mark.parametrize("phase", ["idle", "prepared", "staging", "staged"])
+def test_a_receiver_that_is_killed_costs_the_others_nothing(
+    world: Callable[..., World], plane: str, phase: str
+) -> None:
+    """1. Two receivers have version 0. 2. One halts in a phase of version 1 and is killed.
+    3. Three more versions are published. 4. A new process joins under the name of the dead one.
+
+    Result: the other has every version, the newcomer the newest; nobody waited for the dead.
+    """
+    one = world(plane, deadline_s=DEADLINE_S)
+    generator = one.generator("gen-0")
+    victim = one.victim(phase)
+    generator.until(one.publish())
+    victim.expect("0")
+    if phase != "idle":
+        one.publish()
+    victim.expect(phase)
+    victim.kill()
+    for _ in range(3):
+        generator.until(one.publish())
+    one.generator("gen-dies").until(len(one.policy.checksums) - 1)
+
+
+@PLANES
+def test_a_receiver_slower_than_its_deadline_holds_up_nobody(
+    world: Callable[..., World], plane: str
+) -> None:
+    """It hangs while it stages: it is dropped, trainer and other receivers go on."""
+    one = world(plane, deadline_s=DEADLINE_S)
+    generator = one.generator("gen-0")
+    victim = one.victim("staging")
+    generator.until(one.publish())
+    victim.expect("0")
+    for _ in range(4):
+        generator.until(one.publish())
+    protocol = one.bench.hub.protocol
+    generator.wait(lambda: protocol.serving == {"gen-0": 4}, "end of the slow one")
+    assert protocol.counters["deadline"] == 1
+
+
+@PLANES
+def test_one_that_is_slow_once_comes_back_by_itself(
+    world: Callable[..., World], plane: str
+) -> None:
+    """A generator decodes on while its staging hangs; dropped, it subscribes again and is whole."""
+    one = world(plane, deadline_s=DEADLINE_S)
+    watched = Watched("gen-0", plane, one.policy.manifest)
+    generator = one.generator("gen-0", watched)
+    generator.until(one.publish())
+    watched.begun.clear()
+    watched.go.clear()
+    one.publish()
+    assert watched.begun.wait(WAIT_S)
+    counters = one.bench.hub.protocol.counters
+    generator.wait(lambda: counters["deadline"] == 1, "deadline")
+    generator.goes_on()
+    assert generator.engine.version == 0
+    watched.go.set()
+    generator.until(one.publish())
+
+
+@PLANES
+def test_one_that_joins_during_a_push_disturbs_nobody(
+    world: Callable[..., World], plane: str
+) -> None:
+    """It gets the version that others are being pushed, while one of them hangs in the middle."""
+    one = world(plane)
+    victim = one.victim("staging")
+    one.publish()
+    victim.expect("0")
+    version = one.publish()
+    victim.expect("staging")
+    one.generator("gen-0").until(version)
+    assert "gen-dies" in one.bench.hub.protocol.serving  # its push is still under way
+
+
+def test_a_bucket_that_is_wrong_in_shared_memory_is_never_served(
+    world: Callable[..., World],
+) -> None:
+    """A byte of a published slot changes: that version is refused twice, the next one is taken."""
+    one = world("shm")
+    watched = Watched("gen-0", "shm", one.policy.manifest)
+    generator = one.generator("gen-0", watched)
+    generator.until(one.publish())
+    watched.begun.clear()
+    watched.go.clear()
+    one.policy.write(one.publisher)
+    path, slot = one.publisher.place
+    one.publisher.publish(1, 0.0)
+    assert watched.begun.wait(WAIT_S)
+    arena = Arena.attach(path, slot_bytes=one.policy.manifest.total_bytes)
+    arena.slot(slot)[4096] ^= 0x40
+    watched.go.set()
+    counters = one.bench.hub.protocol.counters
+    generator.wait(lambda: counters["failed"] >= 2 and counters["dropped"] >= 1, "refusal")
+    generator.goes_on()
+    assert generator.engine.version == 0
+    arena.close()
+    generator.until(one.publish())
+
+
+@pytest.mark.parametrize("mode", ["flip", "cut"])
+def test_what_is_spoiled_on_the_wire_is_fetched_again(
+    world: Callable[..., World], mode: str
+) -> None:
+    one = world("tcp")
+    size = one.policy.manifest.total_bytes
+    detour = Detour("gen-0", mode, size // 2)
+    generator = one.generator("gen-0", detour)
+    for _ in range(3):
+        generator.until(one.publish())
+    assert [done.error for done in detour.taken] == [""] * 3
+    extra = detour.taken[0].wire_bytes - size
+    assert 0 <= extra < size * 3 / 4  # only what was missing came again
+
+
 class HubProcess:
     """A hub as a process at an address that stays."""
 
-    def __init__(self, endpoint: str, run: str) -> None:
+    def __init__(self, endpoint: str, run: str, *options: str) -> None:
         program = PROGRAMS / "lone_hub.py"
         self.process = subprocess.Popen(
-            [sys.executable, str(program), endpoint, run], stdout=subprocess.PIPE, text=True
+            [sys.executable, str(program), endpoint, run, *options],
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert self.process.stdout is not None
         self.endpoint = self.process.stdout.readline().strip()
@@ -170,67 +321,68 @@ class HubProcess:
         self.process.communicate()
 
 
+@PLANES
 @pytest.mark.parametrize("phase", ["written", "staging", "committing", "idle"])
-def test_a_hub_that_is_killed_is_taken_over_from(run_id: str, phase: str) -> None:
+def test_a_hub_that_is_killed_is_taken_over_from(
+    run_id: str, tiny_model: Path, plane: str, phase: str
+) -> None:
     """1. The hub is killed in a phase of version 1. 2. A new one starts at its address.
 
-    Result: version 1 is served, whole, and so is what follows; meanwhile version 0 stayed whole.
+    Result: version 1 is served, whole, and so is what follows; meanwhile generation goes on with
+    version 0, whole.
     """
-    hub = HubProcess("tcp://127.0.0.1:*", run_id)
+    hub = HubProcess("tcp://127.0.0.1:*", run_id, plane)
     link, other = Link("trainer", uuid.uuid4().hex), Link("gen-0", uuid.uuid4().hex)
     up, down = link.channel(hub.endpoint, "hub"), other.channel(hub.endpoint, "hub")
-    publisher = Publisher(up, LAYOUT)
-    watched: list[Watched] = []
-    buffers = [memoryview(bytearray(LAYOUT.total_bytes)) for _ in range(2)]
+    policy = Policy(tiny_model)
+    publisher = Publisher(up, policy.manifest)
+    watched = Watched("gen-0", plane, policy.manifest)
+    loading, load = threading.Event(), threading.Event()
+    load.set()
 
-    def opened(reply: Subscribed) -> Intake:
-        watched.append(Watched(reply, buffers))
-        if len(watched) > 1 or phase != "staging":
-            watched[-1].go.set()
-        return watched[-1]
+    def data_of(staged: StagedVersion) -> memoryview:
+        loading.set()
+        assert load.wait(WAIT_S)
+        return watched.buffers[staged.candidate.buffer]
 
-    receiver = Receiver(down, check_s=0.05, retry_s=0.02, open_intake=opened)
-    weights = Weights(LAYOUT)
+    receiver = Receiver(down, planes=[plane], check_s=0.05, retry_s=0.02, open_intake=watched.open)
+    generator: Generating | None = None
     try:
         publisher.register(WAIT_S)
         receiver.subscribe(WAIT_S)
-        watched[0].go.set()
-        weights.publish(publisher, 0.0)
-        staged = take(receiver)
-        assert bytes(buffers[staged.candidate.buffer]) == weights.versions[0]
-        receiver.committed(staged, 0.0)
+        generator = Generating(policy, tiny_model, receiver, data=data_of)
+        generator.until(policy.publish(publisher))
+        watched.begun.clear()
+        loading.clear()
         if phase == "staging":
-            watched[0].go.clear()
-        watched[0].begun.clear()
+            watched.go.clear()
+        if phase == "committing":
+            load.clear()
         if phase == "written":
-            weights.write(publisher, 0.01)
+            policy.write(publisher)
         elif phase != "idle":
-            weights.publish(publisher, 0.01)
-            assert watched[0].begun.wait(WAIT_S)
-        loading = take(receiver) if phase == "committing" else None
+            policy.publish(publisher)
+            assert (loading if phase == "committing" else watched.begun).wait(WAIT_S)
         hub.kill()
-        hub = HubProcess(hub.endpoint, run_id)
+        if phase != "committing":
+            generator.goes_on()
+            assert generator.engine.version == 0
+        hub = HubProcess(hub.endpoint, run_id, plane)
         up.move(hub.endpoint)
         down.move(hub.endpoint)
-        watched[0].go.set()
-        if loading is not None:
-            assert bytes(buffers[loading.candidate.buffer]) == weights.versions[1]
-            receiver.committed(loading, 0.0)
+        watched.go.set()
+        load.set()
         if phase == "written":
             publisher.publish(1, 0.0)
         elif phase == "idle":
-            weights.publish(publisher, 0.01)
-        for version in (1, 2):
-            while True:
-                staged = take(receiver)
-                whole = bytes(buffers[staged.candidate.buffer]) == weights.versions[staged.version]
-                receiver.committed(staged, 0.0)
-                assert whole
-                if staged.version == version:
-                    break
-            if version == 1:
-                weights.publish(publisher, 0.01)
+            policy.publish(publisher)
+        generator.until(1)
+        generator.until(policy.publish(publisher))
     finally:
+        watched.go.set()
+        load.set()
+        if generator is not None:
+            generator.close()
         receiver.close()
         publisher.close()
         link.close()

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from umbra.services.runtime.arena import private_memory
+from umbra.services.runtime.gpu import cuda
 from umbra.services.runtime.manifest import checksum
-from umbra.services.weight_hub import nccl_plane
 
 PEER = Path(__file__).parents[1] / "programs" / "ipc_peer.py"
 SIZE = 1 << 30
@@ -24,14 +24,12 @@ SHARE = 0.8  # of the bandwidth of a copy inside of one process
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(
-        nccl_plane.cuda_unavailable() is not None, reason=str(nccl_plane.cuda_unavailable())
-    ),
+    pytest.mark.skipif(cuda.cuda_unavailable() is not None, reason=str(cuda.cuda_unavailable())),
 ]
 
 
 def test_the_other_process_copies_the_same_bytes_nearly_as_fast() -> None:
-    device = nccl_plane.Device(0)
+    device = cuda.Device(0)
     memory = private_memory(SIZE)
     memory[:] = os.urandom(1 << 20) * (SIZE >> 20)
     host = device.pin(memory)

@@ -204,7 +204,7 @@ def test_a_whole_run_over_tcp(start: Start, connect: Connect) -> None:
     assert status["departed"] == {"generator-0": "drained", "trainer": "drained"}
     lines = (buffer.run_dir / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
-    assert [row["kind"] for row in rows] == ["batch", "batch", "ledger"]
+    assert [row["kind"] for row in rows] == ["batch", "handed_out", "batch", "handed_out", "ledger"]
 
 
 def test_a_session_works_with_it_and_hears_of_the_end(start: Start, connect: Connect) -> None:

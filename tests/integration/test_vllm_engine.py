@@ -12,7 +12,7 @@ import pytest
 import torch
 from fakes.mixed_cache import logprobs_keeping_cache, logprobs_recomputing_cache
 
-from umbra.proto.errors import UsageError
+from umbra.proto.errors import PeerLostError, UsageError
 from umbra.proto.records import Sampling, VersionSpan
 from umbra.services.generator.engine import (
     EngineError,
@@ -22,11 +22,9 @@ from umbra.services.generator.engine import (
 )
 from umbra.services.generator.engines import open_engine
 from umbra.services.modeling.models import load_model
-from umbra.services.runtime.arena import Arena
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config_loader import load_config
-from umbra.services.runtime.manifest import build_manifest, checksums
-from umbra.services.runtime.stream import ArenaVersion
+from umbra.services.runtime.manifest import build_manifest
 from umbra.services.trainer.make_model import make_model
 
 pytest.importorskip("vllm", reason="vLLM is not installed (make setup)")
@@ -365,43 +363,62 @@ def check_served(engine: StreamingEngine, models: dict[int, Any], version: int) 
     assert output.logprobs == pytest.approx(again, abs=TOLERANCE)
 
 
-@pytest.fixture
-def arena(run_id: str, models: dict[int, Any]) -> Iterator[tuple[Arena, Any, ArenaVersion]]:
-    """Version 3 in slot 1 of an arena, in buckets that cut tensors."""
-    tensors = dict(weights(models, 3))
-    manifest = build_manifest([(n, "F32", list(t.shape)) for n, t in tensors.items()], 4096)
-    assert len(manifest.buckets) > len(manifest.tensors)
-    arena = Arena.create(run_id, "test", slot_bytes=manifest.total_bytes, slots=2)
-    write(manifest, tensors, arena.slot(1))
-    sums = checksums(manifest, arena.slot(1))
-    yield arena, manifest, ArenaVersion(str(arena.path), 1, sums, lambda: iter(()))
-    arena.close()
-    arena.unlink()
+class Hub:
+    """Versions in buckets that cut tensors; after `good` of them the source is gone."""
+
+    def __init__(self, models: dict[int, Any]) -> None:
+        self._models = models
+        tensors = dict(weights(models, 0))
+        layout = [(name, "F32", list(t.shape)) for name, t in tensors.items()]
+        self.manifest = build_manifest(layout, 4096)
+        assert len(self.manifest.buckets) > len(self.manifest.tensors)
+
+    def buckets(self, version: int, good: int = 1_000_000) -> Iterator[tuple[int, memoryview]]:
+        memory = memoryview(bytearray(self.manifest.total_bytes))
+        write(self.manifest, dict(weights(self._models, version)), memory)
+        lane = memoryview(bytearray(4096))
+        for index, (start, end) in enumerate(self.manifest.buckets):
+            if index == good:
+                raise PeerLostError("the hub is gone")
+            lane[: end - start] = memory[start:end]
+            yield start, lane[: end - start]
 
 
-def test_streamed_weights_are_read_from_the_hubs_arena(
-    served: StreamingEngine, models: dict[int, Any], arena: tuple[Arena, Any, ArenaVersion]
+def test_streamed_weights_come_bucket_by_bucket(
+    served: StreamingEngine, models: dict[int, Any]
 ) -> None:
-    _, manifest, version = arena
+    hub = Hub(models)
     served.submit([request(i) for i in range(8)])
     decode(served, 40)
-    assert served.load_buckets(manifest, version, 3, "keep") == []
+    assert served.load_buckets(hub.manifest, hub.buckets(3), 3, "keep") == []
     assert all(o.spans[-1].version in (0, 3) for o in finish(served))
     check_served(served, models, 3)
 
 
-def test_it_ends_with_a_reason(
-    served: StreamingEngine, arena: tuple[Arena, Any, ArenaVersion]
+def test_a_streamed_load_that_breaks_off_is_undone_by_the_next(
+    served: StreamingEngine, models: dict[int, Any]
 ) -> None:
-    """The last test: 1. A damaged version breaks the engine. 2. Its core is killed."""
-    hub, manifest, version = arena
+    hub = Hub(models)
+    served.submit([request(i, 100) for i in range(SLOTS)])
+    early = decode(served, SLOTS * 5)
+    for good in (1, len(hub.manifest.buckets) // 2):
+        with pytest.raises(PeerLostError, match="the hub is gone"):
+            served.load_buckets(hub.manifest, hub.buckets(1, good), 1, "keep")
+    assert served.load_buckets(hub.manifest, hub.buckets(0), 0, "keep") == []
+    outputs = {int(o.request_id[1:]): o for o in early + finish(served)}
+    assert len(outputs) == SLOTS
+    assert {span.version for o in outputs.values() for span in o.spans} == {0}
+    assert worst(logprobs_keeping_cache, models, outputs) < TOLERANCE
+
+
+def test_it_ends_with_a_reason(served: StreamingEngine) -> None:
+    """The last test: its core is killed."""
     served.submit([request(i) for i in range(8)])
-    hub.slot(1)[-4096] ^= 1
-    with pytest.raises(EngineError, match=r"version 3 broke off .*checksum of bucket"):
-        served.load_buckets(manifest, version, 3, "keep")
+    decode(served, 8)
     for core in cores():
         os.kill(core.pid, signal.SIGKILL)
+    done: list[EngineOutput] = []
     with pytest.raises(EngineError, match=r"core died \(EngineCore killed by SIGKILL"):
         while True:
-            served.poll(0.05)
-    assert sorted(o.request_id for o in served.abort()) == [f"s{i}" for i in range(8)]
+            done += served.poll(0.05)
+    assert sorted(o.request_id for o in done + served.abort()) == [f"s{i}" for i in range(8)]

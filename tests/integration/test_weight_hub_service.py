@@ -32,7 +32,7 @@ from umbra.proto.records import Manifest
 from umbra.services.runtime.arena import SHM
 from umbra.services.runtime.manifest import build_manifest
 from umbra.services.runtime.receiver import Receiver
-from umbra.services.weight_hub.planes import PLANES, check_plane, choose_plane
+from umbra.services.weight_hub.planes import PLANES, Side, check_plane, choose_plane
 
 
 def test_every_receiver_gets_every_byte(bench: Bench) -> None:
@@ -215,12 +215,13 @@ def test_a_receiver_elsewhere_is_told_why_there_is_no_way(bench: Bench) -> None:
 
 
 def test_planes_are_chosen_and_refused_with_reasons() -> None:
-    assert choose_plane("auto", "h", "h", ["tcp", "shm"]) == "shm"
-    assert choose_plane("auto", "h", "other", ["shm", "tcp"]) == "tcp"
+    here, there = Side("h"), Side("other")
+    assert choose_plane("auto", here, here, ["tcp", "shm"]) == "shm"
+    assert choose_plane("auto", here, there, ["shm", "tcp"]) == "tcp"
     with pytest.raises(RejectedError, match="shm: the hub's /dev/shm is not the receiver's"):
-        choose_plane("auto", "h", "other", ["shm"])
+        choose_plane("auto", here, there, ["shm"])
     with pytest.raises(RejectedError, match="plane shm is set"):
-        choose_plane("shm", "h", "h", ["tcp"])
+        choose_plane("shm", here, here, ["tcp"])
     check_plane("auto")
     check_plane("shm")
     check_plane("tcp")

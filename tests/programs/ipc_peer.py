@@ -9,8 +9,8 @@ import sys
 import time
 
 from umbra.services.runtime.arena import private_memory
+from umbra.services.runtime.gpu.cuda import Device
 from umbra.services.runtime.manifest import checksum
-from umbra.services.weight_hub.nccl_plane import Device
 
 
 def main(handle: bytes, size: int, passes: int) -> None:

@@ -1,6 +1,6 @@
 """A weight hub without a broker.
 
-Usage: lone_hub.py ENDPOINT RUN_ID
+Usage: lone_hub.py ENDPOINT RUN_ID [PLANE [SLOTS]]
 
 Prints its endpoint; ends at SIGTERM.
 """
@@ -17,11 +17,12 @@ from umbra.services.runtime.server import Server
 from umbra.services.runtime.signals import stop_on_signals
 from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
 
-endpoint, run_id = sys.argv[1:]
+endpoint, run_id, plane, slots = (sys.argv[1:] + ["auto", "2"][len(sys.argv) - 3 :])[:4]
+config = WeightHubConfig(deadline_s=5.0, delta="always", plane=plane, slots=int(slots))  # type: ignore[arg-type]
 context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 server = Server(context, "weight-hub", uuid.uuid4().hex)
 endpoint = server.bind(CHANNEL, endpoint, ACCEPTS)
-hub = WeightHub(server, run_id, WeightHubConfig(deadline_s=5.0), MetricsFile(None, "hub"))
+hub = WeightHub(server, run_id, config, MetricsFile(None, "hub"))
 stopping = threading.Event()
 with stop_on_signals(stopping):
     print(endpoint, flush=True)

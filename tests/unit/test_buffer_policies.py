@@ -8,7 +8,6 @@ import pytest
 from fakes.broker_world import World, trajectory
 
 from umbra.proto.messages import (
-    FinishRun,
     FlushPartials,
     Interrupt,
     Interrupted,
@@ -20,14 +19,12 @@ from umbra.proto.messages import (
     RenewLeases,
     ReturnedSample,
     ReturnSamples,
-    RunFinished,
     ScoringLeases,
     SubmitAck,
     SubmitScores,
 )
 from umbra.proto.records import SampleTask, Score, ScoringTask, pack_float32
-from umbra.services.buffer.prompts import Prompt
-from umbra.services.runtime.config import Eval
+from umbra.services.buffer.reasons import REASONS_KEPT
 
 
 def world(**options: Any) -> World:
@@ -292,6 +289,44 @@ def test_scoring_leases_are_renewed_and_belong_to_one() -> None:
     assert not give(run, "r", "reward", [task], reward=1.0).refused
 
 
+def test_stages_without_a_scorer_of_their_own_and_busy_ones_are_named() -> None:
+    run = scored(batch_groups=1, stall_s=5)
+    assert not take(run, "r", "ref_logp") and not take(run, "q", "logp")
+    answer(run, "a", run.lease("a", 2, 0), 0)
+    run.pass_time(1)
+    (found,) = run.broker.status(run.now).stuck
+    assert "stage reward" in found.what and "no scorer of it" in found.what
+    assert len(take(run, "q", "reward", 1)) == 1
+    assert not run.broker.status(run.now).stuck
+    run.pass_time(5)
+    (found,) = [s for s in run.broker.status(run.now).stuck if "samples wait" in s.what]
+    assert (found.holder, found.age_s) == ("q", 6.0)
+    assert found.action == "none: start more of `umbra scorer --stage reward`"
+    run.join("scorer", "q", "q-2")  # has not asked for anything yet
+    assert any("no scorer of it" in s.what for s in run.broker.status(run.now).stuck)
+
+
+def test_reasons_of_failure_are_counted_by_name_as_far_as_that_is_bounded() -> None:
+    """User code gives every sample a reason of its own, also across restarts of the buffer."""
+    run = scored(batch_groups=1, run_ahead=1000, score_attempts=1, steps=2000, durable=True)
+    for number in range(120):
+        (task,) = run.lease("a", 1, 0)
+        if number % 2:
+            back = ReturnedSample(
+                sample_id=task.sample_id, attempt=task.attempt, reason=f"a {number}", failed=True
+            )
+            run.ask("a", ReturnSamples(samples=[back]))
+        else:
+            answer(run, "a", [task], 0)
+            give(run, "r", "reward", take(run, "r", "reward"), error=f"b {number}")
+        if number == 70:
+            run.restart_broker()
+    counts = {k: n for k, n in run.broker.counters.items() if k.startswith("failed: ")}
+    assert len(counts) == REASONS_KEPT + 1 and sum(counts.values()) == 120
+    assert counts["failed: other"] == 120 - REASONS_KEPT
+    assert counts["failed: a 1"] == counts["failed: reward: b 0"] == 1
+
+
 def test_scoring_is_served_as_it_comes_and_unknown_stages_are_refused() -> None:
     run = scored()
     assert run.ask("r", LeaseScoring(stage="reward", capacity=9, wait_s=9)) is None
@@ -306,92 +341,21 @@ def test_scoring_is_served_as_it_comes_and_unknown_stages_are_refused() -> None:
     assert isinstance(reply, Nack) and reply.code == "unknown_stage"
 
 
-# -- evaluation ------------------------------------------------------------------------------------
-
-
-def evaluated(mode: Any, **options: Any) -> World:
-    prompts = [Prompt(str(n), {"prompt": f"held out {n}"}) for n in range(2)]
-    config = Eval(every=2, mode=mode, run_samples=3, timeout_s=50, prompts="x")
-    run = World(
-        eval_config=config, eval_prompts=prompts, dead_after_s=1000, lease_s=1000, **options
-    )
-    for name in "ab":
-        run.join("generator", name)
-    run.join("trainer", "trainer")
-    for number in (1, 2):
-        run.produce("a", number - 1)
-        step(run, number)
-    return run
-
-
-def test_training_pauses_for_an_evaluation() -> None:
-    run = evaluated("pause")
-    assert run.lease("a", 9, 1) == []  # serves another version
-    tasks = run.lease("a", 9, 2)
-    assert [(t.pinned_version, t.row["prompt"]) for t in tasks] == [
-        (2, "held out 0"), (2, "held out 1"), (2, "held out 0"),
-    ]  # fmt: skip
-    reply = run.batch(3)
-    assert not reply.trajectories and "evaluation" in reply.waiting_for
-    before = run.pool.ledger.issued
-    answer(run, "a", tasks, 2, 1.0, 0.0)
-    (report,) = run.broker.status(run.now).evals
-    assert (report.version, report.done, report.answered) == (2, True, 3)
-    assert report.accuracy == pytest.approx(2 / 3)
-    assert run.pool.ledger.issued == before  # a ledger of their own
-    assert run.broker.status(run.now).eval_ledger.ended == {"evaluated": 3}
-    assert run.lease("a", 9, 2)
-    assert [row.fields["version"] for row in run.rows if row.kind == "eval"] == [2]
-
-
-def test_training_goes_on_beside_an_evaluation_until_nobody_can_serve_it() -> None:
-    run = evaluated("concurrent")
-    tasks = run.lease("a", 1, 2)
-    assert tasks[0].pinned_version == 2
-    mixed = run.submit("a", trajectory(tasks[0], 2, 3))
-    assert "3" in str(mixed.refused) or mixed.refused
-    run.produce("b", 1)
-    step(run, 3)
-    run.lease("a", 1, 3)
-    run.lease("b", 1, 3)
-    run.pass_time(0.1)
-    (report,) = run.broker.status(run.now).evals
-    assert (report.done, report.answered, report.ended) == (True, 0, {"superseded": 3})
-
-
-def test_an_evaluation_that_hangs_ends_as_overdue() -> None:
-    run = evaluated("pause")
-    run.lease("a", 2, 2)
-    run.pass_time(51)
-    (report,) = run.broker.status(run.now).evals
-    assert report.ended == {"overdue": 3}
-
-
-def test_a_run_ends_after_its_evaluation() -> None:
-    run = evaluated("concurrent", steps=2)
-    assert run.ask("trainer", FinishRun(reason="x")) is None
-    answer(run, "a", run.lease("a", 9, 2), 2)
-    (reply,) = [m for m in run.late["trainer"] if isinstance(m, RunFinished)]
-    assert reply.ledger.balance == 0
-    assert run.broker.status(run.now).evals[0].done
-
-
 # -- what is stuck ---------------------------------------------------------------------------------
 
 
-def test_stuck_names_groups_stages_and_evaluations() -> None:
+def test_stuck_names_groups_and_stages() -> None:
     run = world(stages=["reward"], stall_s=5, lease_s=1000, dead_after_s=1000)
     answer(run, "a", run.lease("a", 1, 0), 0)
-    stuck = run.broker.status(run.now).stuck
-    assert any("no scorer has joined" in s.what for s in stuck)
+    run.pass_time(2)
+    answer(run, "a", run.lease("a", 1, 0), 0)
+    run.pass_time(1)
+    (found,) = run.broker.status(run.now).stuck
+    assert "stage reward: 2 samples wait, but no scorer of it has joined" in found.what
+    assert (found.holder, found.age_s) == ("nobody", 3.0)
     run.ask("trainer", LeaseBatch(step=1, wait_s=0))
     run = world(stall_s=5, lease_s=1000, dead_after_s=1000)
     answer(run, "a", run.lease("a", 2, 0)[:1], 0)
     run.pass_time(6)
     stuck = run.broker.status(run.now).stuck
     assert any("1 of 2 samples ready" in s.what and s.holder == "a" for s in stuck)
-    run = evaluated("pause", stall_s=5)
-    run.lease("a", 2, 2)
-    run.pass_time(6)
-    stuck = run.broker.status(run.now).stuck
-    assert any("evaluation of version 2" in s.what and s.holder == "a" for s in stuck)

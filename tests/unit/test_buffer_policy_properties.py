@@ -4,6 +4,7 @@ flushed partials and evaluations: the ledger balances, and honest peers can alwa
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import hypothesis.strategies as st
@@ -14,8 +15,10 @@ from test_buffer_properties import LEASE_S, STEPS, BrokerMachine
 
 from umbra.proto.messages import (
     BatchLease,
+    CheckpointSaved,
     FlushPartials,
     InterruptRequest,
+    LeaseBatch,
     LeaseScoring,
     RunFinished,
     ScoringLeases,
@@ -56,7 +59,8 @@ class PolicyMachine(BrokerMachine):
                 "min_survivors": st.integers(1, 2),
                 "dynamic_sampling": st.booleans(),
                 "max_filtered": st.integers(1, 3),
-                "sampling": st.sampled_from(["fifo", "freshest"]),
+                "sampling": st.sampled_from(["fifo", "freshest", "replay"]),
+                "replay_times": st.integers(2, 3),
                 "batch_tokens": st.sampled_from([0, 0, 4]),
             }
         ),
@@ -68,6 +72,8 @@ class PolicyMachine(BrokerMachine):
         self.groups = sizes["batch_groups"]
         self.eval = Eval(every=every, mode=mode, run_samples=2, timeout_s=60, prompts="x")
         self.scoring: list[tuple[str, str, ScoringTask]] = []  # all that was ever handed out
+        self.uses: dict[int, list[str]] = {}  # by committed step: its samples
+        self.times = policies["replay_times"] if policies["sampling"] == "replay" else 1
         super().start(**sizes)
         for name in SCORERS:
             self.come(name)
@@ -100,11 +106,28 @@ class PolicyMachine(BrokerMachine):
         self.batch = batch
         assert batch.step == self.version + 1
         assert 0 < len(batch.trajectories) <= self.batch_size
+        names = [made.sample_id for made in batch.trajectories]
+        assert len(set(names)) == len(names)
+        assert self.uses.get(batch.step, names) == names, "the same step, another batch"
+        before = self.used(batch.step)
+        assert all(before[name] < self.times for name in names)
+        assert any(not before[name] for name in names)
         for made in batch.trajectories:
-            assert 0 <= self.version - made.oldest_version <= self.bound
-            assert made.sample_id not in self.trained
+            assert self.version - made.oldest_version <= self.bound
+            assert made.oldest_version <= max(self.uses, default=0)
             assert made.scored == self.policies["stages"]
             assert ("ref_logp" in made.scored) == (made.ref_logprobs is not None)
+
+    def used(self, before: int) -> Counter[str]:
+        """How often each sample was trained on in the steps before."""
+        return Counter(name for step, names in self.uses.items() if step < before for name in names)
+
+    def commit(self) -> None:
+        version = self.version
+        super().commit()
+        if self.version > version:
+            assert self.batch is not None
+            self.uses[self.version] = [made.sample_id for made in self.batch.trajectories]
 
     # -- scorers, partials, interruptions ----------------------------------------------------------
 
@@ -157,6 +180,23 @@ class PolicyMachine(BrokerMachine):
         assert holders <= set(self.broker.members.peers)
 
     @invariant()
+    def further_uses_are_counted_apart(self) -> None:
+        ledger = self.broker.pool.ledger.snapshot()
+        assert ledger.replayed == self.used(self.version + 1).total() - ledger.trained
+
+    @invariant()
+    def only_live_samples_take_memory(self) -> None:
+        """Live ones, those of kept batches, and those that may be trained on again."""
+        batches, store = self.broker.batches, self.world.store
+        kept = {name for step in batches.archive.steps for name in self.uses[step]}
+        groups = batches.replays.groups.values()
+        again = {sample.sample_id for group in groups for sample in group.samples}
+        assert {key[2:] for key in store.keys("t/s-")} <= set(
+            self.broker.pool.samples
+        ) | kept | again
+        assert len(store.keys("p/")) == len(groups)
+
+    @invariant()
     def evaluations_have_a_ledger_of_their_own(self) -> None:
         evals = self.broker.works.evals
         assert evals.pool.ledger.snapshot().balance == 0
@@ -202,7 +242,9 @@ class PolicyMachine(BrokerMachine):
 
 
 class RestartedPolicyMachine(PolicyMachine):
-    """The same, and a buffer that is killed now and then. Scoring leases do not outlive it."""
+    """The same, a buffer that is killed now and then, and a trainer that goes on after its last
+    checkpoint: the batches since then must be the same. Scoring leases do not outlive the buffer.
+    """
 
     def make_world(self, **buffer: Any) -> World:
         self.forgotten: set[str] = set()
@@ -217,6 +259,32 @@ class RestartedPolicyMachine(PolicyMachine):
         self.broker = self.world.broker
         assert self.broker.pool.ledger.snapshot() == ledger
 
+    @rule()
+    def save_a_checkpoint(self) -> None:
+        self.world.ask("trainer", CheckpointSaved(step=self.version))
+
+    @rule()
+    def the_trainer_loses_its_steps_since_the_checkpoint(self) -> None:
+        self.come("trainer")
+        step = (self.broker.batches.checkpoint or 0) + 1
+        if step > self.version or self.finished:
+            return
+        reply = self.world.ask("trainer", LeaseBatch(step=step, wait_s=0))
+        assert isinstance(reply, BatchLease), reply
+        self.version = step - 1
+        self.batch = None
+        self.got(reply)
+        self.trained = set(self.used(step))
+        self.collect()
+
+    @invariant()
+    def generation_is_not_too_far_ahead(self) -> None:
+        """What waits to be trained on once more counts on top."""
+        if not self.policies["batch_tokens"]:
+            gate = min(self.run_ahead + 1, STEPS - self.version) * self.groups
+            again = sum(len(batch.groups) for batch in self.broker.batches.formed.values())
+            assert self.broker.batches.untrained <= gate + self.policies["oversample"] + again
+
     @invariant()
     def every_sample_is_in_exactly_one_place(self) -> None:
         pool, ledger = self.broker.pool, self.broker.pool.ledger
@@ -230,11 +298,6 @@ class RestartedPolicyMachine(PolicyMachine):
     def the_ledger_is_what_the_trainer_knows(self) -> None:
         assert self.broker.pool.ledger.trained == len(self.trained)
         assert self.broker.batches.version == self.version
-
-    @invariant()
-    def only_live_samples_take_memory(self) -> None:
-        kept = len(self.broker.batches.archive.steps) * self.batch_size
-        assert len(self.world.store.keys("t/")) <= len(self.broker.pool.samples) + kept
 
 
 def score(task: ScoringTask, reward: float, good: bool) -> Score:

@@ -74,7 +74,7 @@ class RestartMachine(BrokerMachine):
     @invariant()
     def only_live_samples_take_memory(self) -> None:
         kept = len(self.broker.batches.archive.steps) * self.batch_size
-        assert len(self.world.store.keys("t/")) <= len(self.broker.pool.samples) + kept
+        assert len(self.world.store.keys("t/s-")) <= len(self.broker.pool.samples) + kept
 
 
 def holders(world: World) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -11,7 +12,9 @@ import pytest
 
 from umbra.proto.errors import UsageError
 from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.config.presets import PRESETS
 from umbra.services.runtime.config_loader import as_dict, load_config, to_json
+from umbra.services.runtime.foreign_names import FOREIGN
 
 FIELDS = [
     (section, field)
@@ -239,3 +242,31 @@ def test_every_section_says_what_it_is(section: str) -> None:
 
 def test_every_default_is_valid() -> None:
     assert msgspec.convert(as_dict(RunConfig()), RunConfig) == RunConfig()
+
+
+def test_no_name_of_ours_is_taken_for_that_of_another_system() -> None:
+    assert not FOREIGN.keys() & {field.name for _, field in FIELDS}
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("trainer.clip_ratio_high=0.28", "clip_ratio_high is verl's; write clip_high in [trainer]"),
+        ("trainer.loss_type=dapo", "loss_type is TRL's; write objective = grpo, dr_grpo, dapo"),
+        ("trainer.kl_loss_coeff=0.1", 'kl_loss_coef is verl\'s: write kl_coef and kl_in = "loss"'),
+    ],
+)
+def test_objective_keys_of_other_systems_are_pointed_to_ours(override: str, told: str) -> None:
+    assert told in mistake(override)
+
+
+def test_every_piece_of_an_objective_has_a_key_of_its_type() -> None:
+    for preset, pieces in PRESETS.items():
+        values = msgspec.to_builtins(pieces)
+        overrides = tuple(f"trainer.{name}={json.dumps(value)}" for name, value in values.items())
+        loaded = load(overrides=(f"trainer.objective={preset}",)).trainer
+        assert loaded.pieces == pieces
+        assert loaded.chosen == {}
+        spelled = load(overrides=tuple(o.replace('"', "") for o in overrides)).trainer
+        assert spelled.pieces == pieces
+        assert spelled.chosen == values

@@ -1,22 +1,17 @@
-"""Environments, their loader, and the pool that runs them."""
+"""Ready-made environments and the loader."""
 
-import asyncio
-import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from umbra.proto.errors import UsageError
-from umbra.services.modeling.environment_pool import EnvironmentPool, Outcome
-from umbra.services.modeling.environments import (
-    ExactMatch,
-    Guess,
-    SampleError,
-    StepResult,
-    load_environment,
-)
+from umbra.services.environments.guess import Guess
+from umbra.services.environments.gym import gym_rows
+from umbra.services.environments.loading import load_environment, runs_inline
+from umbra.services.environments.pool import InlinePool
+from umbra.services.environments.protocol import SampleError, StepResult
+from umbra.services.environments.single_turn import ExactMatch, NumericMatch
 from umbra.services.runtime.config import Environment
 
 USER_CODE = """
@@ -110,6 +105,10 @@ def test_a_reward_that_is_no_number(user_module: str, function: str, value: str)
         ("MODULE:Half", "", {}, "has no method step"),
         ("MODULE:Echo", "", {"turnz": 3}, "environment.options do not fit"),
         ("guess", "", {"turns": 3}, "environment.options do not fit"),
+        ("numeric", "", {"tolerance": -1}, "tolerance must be 0 or more"),
+        ("tools", "", {"tools": "calculator"}, "must be a list of calculator"),
+        ("tools", "", {"tools": ["calculater"]}, "did you mean 'calculator'"),
+        ("tools", "", {"tools": ["MODULE:lenght"]}, "did you mean 'length'"),
     ],
 )
 def test_usage_errors(
@@ -118,101 +117,71 @@ def test_usage_errors(
     config = Environment(
         kind=kind.replace("MODULE", user_module),
         reward=reward.replace("MODULE", user_module),
-        options=options,
+        options={
+            key: [str(name).replace("MODULE", user_module) for name in value]
+            if isinstance(value, list)
+            else value
+            for key, value in options.items()
+        },
     )
     with pytest.raises(UsageError) as caught:
         load_environment(config)
     assert says.replace("MODULE", user_module) in str(caught.value)
 
 
-# -- the pool -------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("response", "answer", "reward"),
+    [
+        ("so it is 1,234.", "1234", 1.0),
+        ("3 + 4 = 7", 7, 1.0),
+        ("7 or 8", 7, 0.0),
+        ("none", 7, 0.0),
+        ("-2.50", "-2.5", 1.0),
+        ("1e3", 1000, 1.0),
+    ],
+)
+def test_numeric_match_compares_the_last_number(response: str, answer: Any, reward: float) -> None:
+    environment = NumericMatch()
+    environment.reset({"prompt": "p", "answer": answer})
+    assert environment.step(response).reward == reward
 
 
-class Waker:
-    """Waits for outcomes without polling."""
-
-    def __init__(self) -> None:
-        self._event = threading.Event()
-
-    def __call__(self) -> None:
-        self._event.set()
-
-    def collect(self, pool: EnvironmentPool, count: int) -> dict[str, Outcome]:
-        found: dict[str, Outcome] = {}
-        while len(found) < count:
-            assert self._event.wait(10)
-            self._event.clear()
-            found |= {outcome.key: outcome for outcome in pool.collect()}
-        return found
+def test_numeric_match_needs_a_number() -> None:
+    environment = NumericMatch()
+    environment.reset({"prompt": "p", "answer": "seven"})
+    with pytest.raises(SampleError, match="needs a number as \"answer\", not 'seven'"):
+        environment.step("7")
 
 
-@pytest.fixture
-def waker() -> Waker:
-    return Waker()
+@pytest.mark.parametrize(
+    ("response", "reward"), [("thus $\\boxed{\\frac{1}{2}}$", 1.0), ("0.5", 1.0), ("0.6", 0.0)]
+)
+def test_math_verify_knows_equal_forms(response: str, reward: float) -> None:
+    pool = InlinePool(load_environment(Environment(kind="math")))
+    pool.play("s", {"prompt": "p", "answer": "\\frac{2}{4}"}, [response])
+    (outcome,) = pool.collect()
+    assert isinstance(outcome.value, StepResult), outcome.error
+    assert outcome.value.reward == reward
 
 
-@pytest.fixture
-def make_pool(waker: Waker) -> Iterator[Callable[..., EnvironmentPool]]:
-    pools: list[EnvironmentPool] = []
-
-    def make(**options: Any) -> EnvironmentPool:
-        pools.append(EnvironmentPool(wake=waker, **{"timeout_s": 10.0, **options}))
-        return pools[-1]
-
-    yield make
-    for pool in pools:
-        pool.close()
+def test_reasoning_gym_scores_its_own_rows() -> None:
+    rows = gym_rows("chain_sum", 3, seed=1)
+    environment = load_environment(Environment(kind="reasoning-gym"))()
+    for row in rows:
+        assert environment.reset(row) == [{"role": "user", "content": row["prompt"]}]
+        right, wrong = environment.step(f" {row['answer']}\n"), environment.step("no idea")
+        assert isinstance(right, StepResult)
+        assert isinstance(wrong, StepResult)
+        assert (right.reward, wrong.reward < 0.5) == (1.0, True)
 
 
-def test_calls_run_beside_each_other(make_pool: Any, waker: Waker) -> None:
-    pool = make_pool()
-    meet = threading.Barrier(3, timeout=10)
-    for key in "abc":
-        pool.submit(key, "meeting", meet.wait)
-    assert sorted(o.value for o in waker.collect(pool, 3).values()) == [0, 1, 2]
-    assert pool.pending == 0
+def test_reasoning_gym_names_an_unknown_dataset() -> None:
+    with pytest.raises(UsageError, match="reasoning-gym has no dataset 'chain_sums'"):
+        gym_rows("chain_sums", 1, seed=1)
 
 
-def test_an_instant_call_is_made_at_once(make_pool: Any) -> None:
-    pool = make_pool()
-    pool.submit("a", "naming", lambda: threading.current_thread().name, instant=True)
-    assert pool.collect() == [Outcome("a", threading.current_thread().name)]
-
-
-def test_async_functions_are_awaited(make_pool: Any, waker: Waker) -> None:
-    async def later() -> int:
-        await asyncio.sleep(0)
-        return 7
-
-    pool = make_pool()
-    pool.submit("a", "sleeping", later)
-    assert waker.collect(pool, 1)["a"].value == 7
-
-
-def test_an_exception_becomes_the_reason(make_pool: Any, waker: Waker) -> None:
-    pool = make_pool()
-    pool.submit("a", "reward r:f", lambda: 1 / 0)
-    error = waker.collect(pool, 1)["a"].error
-    assert error == "reward r:f raised ZeroDivisionError: division by zero"
-
-
-def test_a_hanging_call_is_given_up_and_its_thread_replaced(make_pool: Any, waker: Waker) -> None:
-    now = [0.0]
-    pool = make_pool(timeout_s=5.0, threads=1, clock=lambda: now[0])
-    hanging, started = threading.Event(), threading.Event()
-
-    def hang() -> None:
-        started.set()
-        hanging.wait(30)
-
-    pool.submit("slow", "reward r:f", hang)
-    pool.submit("next", "reward r:f", lambda: "fine")
-    assert started.wait(10)
-    assert pool.collect() == []
-    now[0] = 5.5
-    (overdue,) = pool.collect()
-    assert overdue.error == "reward r:f took longer than environment.timeout_s = 5 s"
-    assert waker.collect(pool, 1)["next"].value == "fine"
-    hanging.set()  # its answer comes too late and goes nowhere
-    pool.submit("last", "reward r:f", lambda: "fine too")
-    assert waker.collect(pool, 1) == {"last": Outcome("last", "fine too")}
+def test_only_what_is_ours_and_quick_runs_inline() -> None:
+    inline = {"exact": True, "guess": True, "tools": True, "math": False, "reward": False}
+    assert {kind: runs_inline(Environment(kind=kind)) for kind in inline} == inline
+    assert not runs_inline(Environment(kind="tools", options={"tools": ["mine:search"]}))
+    assert not runs_inline(Environment(kind="mine:World"))

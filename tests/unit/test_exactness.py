@@ -5,7 +5,7 @@ Recomputed with plain forward passes of the model, at places that are drawn at r
 
 import copy
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,13 @@ from umbra.proto.records import (
     unpack_float32,
     unpack_int32,
 )
+from umbra.services.environments.pool import InlinePool
+from umbra.services.environments.protocol import StepResult
 from umbra.services.generator.engine import EngineOutput, EngineRequest
 from umbra.services.generator.rollout import RolloutSettings
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.torch_engine import TorchEngine
 from umbra.services.modeling.chat import Chat
-from umbra.services.modeling.environment_pool import EnvironmentPool
-from umbra.services.modeling.environments import StepResult
 from umbra.services.modeling.models import load_model, load_tokenizer
 
 STOPS = range(3, 12)  # so many that turns end
@@ -43,13 +43,6 @@ def _one_thread() -> None:
 @pytest.fixture
 def model(tiny_model_dir: Path) -> Any:
     return load_model(tiny_model_dir, torch.device("cpu"), torch.float32)
-
-
-@pytest.fixture
-def pool() -> Iterator[EnvironmentPool]:
-    pool = EnvironmentPool(timeout_s=10.0)
-    yield pool
-    pool.close()
 
 
 def gather(logits: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
@@ -87,8 +80,6 @@ def with_kept_cache(
 class Talk:
     """Goes on for three turns, whatever is said."""
 
-    instant = True
-
     def __init__(self) -> None:
         self._turn = 0
 
@@ -106,7 +97,6 @@ class Talk:
 def roll(
     model: Any,
     folder: Path,
-    pool: EnvironmentPool,
     temperature: float,
     cuts: random.Random | None = None,
 ) -> dict[str, Trajectory]:
@@ -130,7 +120,7 @@ def roll(
         engine = TorchEngine(
             model, stop_ids=STOPS, slots=5, max_context=256, seed=generator, version=generator
         )
-        runner = RolloutRunner(engine, pool, Talk, settings)
+        runner = RolloutRunner(engine, InlinePool(Talk), settings)
         runner.add(tasks)
         polls = cuts.randint(1, 9) if cuts is not None else 1000
         while runner.active and polls:
@@ -159,10 +149,10 @@ def roll(
 
 @pytest.mark.parametrize("seed", range(4))
 def test_greedy_samples_are_the_same_however_often_they_are_interrupted(
-    model: Any, tiny_model_dir: Path, pool: EnvironmentPool, seed: int
+    model: Any, tiny_model_dir: Path, seed: int
 ) -> None:
-    whole = roll(model, tiny_model_dir, pool, 0.0)
-    pieces = roll(model, tiny_model_dir, pool, 0.0, random.Random(seed))
+    whole = roll(model, tiny_model_dir, 0.0)
+    pieces = roll(model, tiny_model_dir, 0.0, random.Random(seed))
     assert max(len(t.spans) for t in pieces.values()) > 3  # so many generators had a hand in it
     for name, expected in whole.items():
         got = pieces[name]
@@ -172,9 +162,9 @@ def test_greedy_samples_are_the_same_however_often_they_are_interrupted(
 
 @pytest.mark.parametrize("seed", range(4))
 def test_logprobs_of_interrupted_samples_are_those_of_one_forward_pass(
-    model: Any, tiny_model_dir: Path, pool: EnvironmentPool, seed: int
+    model: Any, tiny_model_dir: Path, seed: int
 ) -> None:
-    pieces = roll(model, tiny_model_dir, pool, TEMPERATURE, random.Random(seed))
+    pieces = roll(model, tiny_model_dir, TEMPERATURE, random.Random(seed))
     assert max(len(t.spans) for t in pieces.values()) > 3
     assert {t.turns for t in pieces.values()} >= {3}
     for trajectory in pieces.values():

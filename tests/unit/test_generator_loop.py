@@ -32,14 +32,14 @@ from umbra.proto.messages import (
     SubmitTrajectories,
 )
 from umbra.proto.records import SampleTask, Sampling
+from umbra.services.environments.pool import InlinePool
+from umbra.services.environments.single_turn import ExactMatch
 from umbra.services.generator.buffer_client import BufferClient
 from umbra.services.generator.engine import EngineError
 from umbra.services.generator.loop import GeneratorLoop
 from umbra.services.generator.rollout import RolloutSettings
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.modeling.chat import Chat
-from umbra.services.modeling.environment_pool import EnvironmentPool
-from umbra.services.modeling.environments import ExactMatch
 from umbra.services.modeling.models import load_tokenizer
 from umbra.services.runtime.metrics import MetricsFile
 
@@ -52,7 +52,6 @@ def bench(tmp_path: Path, tiny_model_dir: Path) -> Iterator[Bench]:
     engine = ScriptedEngine(lambda ids: one if len(ids) < 13 else [STOP], version=-1, slots=4)
     channel, session, receiver, now = FakeChannel(), FakeSession(), FakeReceiver(), [1000.0]
     wake = threading.Event()
-    pool = EnvironmentPool(timeout_s=10, wake=wake.set)
     metrics = MetricsFile(tmp_path / "metrics.jsonl", "generator")
     settings = RolloutSettings(
         Chat(tokenizer, {STOP}), Sampling(max_tokens=32), 256, clock=lambda: now[0]
@@ -62,7 +61,7 @@ def bench(tmp_path: Path, tiny_model_dir: Path) -> Iterator[Bench]:
         receiver=cast(Any, receiver),
         buffer=BufferClient(cast(Any, channel), wake, clock=lambda: now[0]),
         engine=engine,
-        runner=RolloutRunner(engine, pool, ExactMatch, settings, flush_tokens=4),
+        runner=RolloutRunner(engine, InlinePool(ExactMatch), settings, flush_tokens=4),
         metrics=metrics,
         kv_policy="keep",
         prefetch=2,
@@ -70,7 +69,6 @@ def bench(tmp_path: Path, tiny_model_dir: Path) -> Iterator[Bench]:
         clock=lambda: now[0],
     )
     yield Bench(channel, session, receiver, engine, loop, tmp_path / "metrics.jsonl", now)
-    pool.close()
     metrics.close()
 
 
@@ -209,7 +207,7 @@ def test_a_failed_sample_is_returned_with_its_reason(bench: Bench) -> None:
     bench.turns(2)
     (returned,) = bench.channel.answer(ReturnSamples, Ok()).samples
     assert returned.failed
-    assert "sample a: " in returned.reason
+    assert (returned.sample_id, bool(returned.reason)) == ("a", True)
     assert "sample_failed" in bench.session.events
 
 
@@ -313,19 +311,46 @@ def test_interrupted_samples_come_back_as_partials(bench: Bench) -> None:
     assert [t.sample_id for t in submitted.trajectories] == ["b"]
 
 
-def test_a_pinned_sample_is_made_by_one_version_or_handed_back(bench: Bench) -> None:
+def test_new_weights_wait_for_pinned_samples(bench: Bench) -> None:
+    """Those come even with the answer that is read in the turn in which the weights are there."""
     serve(bench)
     bench.lease("a", "b", pinned=0)
+    bench.receiver.staged = version(1)
     bench.turns(4)
     bench.lease("c", pinned=7)
     bench.turns(1)
     (returned,) = bench.channel.asked(ReturnSamples)
     assert [s.sample_id for s in returned.samples] == ["c"]
-    bench.receiver.staged = version(1)
-    bench.turns(2)
-    returned = bench.channel.asked(ReturnSamples)[-1]
-    assert [(s.sample_id, s.partial) for s in returned.samples] == [("a", None), ("b", None)]
+    bench.turns(12)
+    made = [t for s in bench.channel.asked(SubmitTrajectories) for t in s.trajectories]
+    assert [(t.sample_id, [span.version for span in t.spans]) for t in made] == [
+        ("a", [0]), ("b", [0]),
+    ]  # fmt: skip
     assert not bench.channel.asked(FlushPartials)
+    assert bench.engine.version == 1
+
+
+def test_new_weights_wait_while_more_pinned_samples_are_to_be_had(bench: Bench) -> None:
+    serve(bench)
+    bench.channel.answer(LeaseSamples, SampleLeases(tasks=[], more_pinned=True))
+    bench.receiver.staged = version(1)
+    bench.turns(3)
+    assert bench.engine.version == 0
+    bench.channel.answer(LeaseSamples, SampleLeases(tasks=[]))
+    bench.turns(2)
+    assert bench.engine.version == 1
+
+
+def test_a_lost_evaluation_holds_up_no_weights(bench: Bench) -> None:
+    serve(bench)
+    bench.lease("a", pinned=0)
+    bench.turns(2)
+    bench.receiver.staged = version(1)
+    bench.now[0] += LEASE_S
+    bench.turns(1)
+    bench.channel.answer(RenewLeases, RenewAck(lost=["a"]))
+    bench.turns(2)
+    assert bench.engine.version == 1
 
 
 def test_no_sample_is_ever_ahead_of_its_partial_by_more_than_is_flushed(bench: Bench) -> None:

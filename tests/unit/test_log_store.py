@@ -236,12 +236,51 @@ def test_a_full_disk_at_a_new_segment(tmp_path: Path) -> None:
 
 
 def test_a_value_that_changed_on_the_disk_is_not_handed_out(tmp_path: Path) -> None:
-    store = filled(tmp_path)
+    store = LogStore(tmp_path)
+    store.put("large", b"x" * 5000)  # small values are kept in memory as well
+    store.commit()
     path = segment_path(tmp_path, 0)
     data = bytearray(path.read_bytes())
     data[data.index(b"x" * 100) + 5] ^= 1
     with path.open("r+b") as file:
         file.write(data)
     with pytest.raises(StoreError, match="wrong checksum"):
-        store.get("a0")
+        store.get("large")
+    store.close()
+
+
+def test_the_store_goes_on_while_a_commit_is_written(tmp_path: Path) -> None:
+    store = filled(tmp_path)
+    store.put("a0", b"new")
+    store.put("c", b"c")
+    store.delete("b0")
+    write = store.freeze()
+    assert write is not None
+    assert (store.get("a0"), store.get("c")) == (b"new", b"c")
+    with pytest.raises(KeyError):
+        store.get("b0")
+    store.delete("c")
+    store.put("b0", b"again")
+    write()
+    assert sorted(store.keys("")) == ["a0", "a1", "a2", "b0", "b1", "b2"]
+    store.settle()
+    assert sorted(store.keys("")) == ["a0", "a1", "a2", "b0", "b1", "b2"]
+    store.close()  # before the second commit: what the first had is there, and only that
+    store = LogStore(tmp_path, segment_bytes=SMALL)
+    assert sorted(store.keys("")) == ["a0", "a1", "a2", "b1", "b2", "c"]
+    store.close()
+
+
+def test_a_commit_that_failed_yields_to_what_came_after_it(tmp_path: Path) -> None:
+    store = filled(tmp_path)
+    store.put("a0", b"first")
+    store.put("d", b"d")
+    assert store.freeze() is not None
+    store.put("a0", b"second")
+    with pytest.raises(StoreFullError):
+        store.settle(OSError(errno.ENOSPC, "full"))
+    assert (store.get("a0"), store.get("d")) == (b"second", b"d")
+    store.commit()
+    store = reopen(store)
+    assert (store.get("a0"), store.get("d")) == (b"second", b"d")
     store.close()

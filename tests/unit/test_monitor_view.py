@@ -12,7 +12,7 @@ from umbra.deploy.live import PlainView
 from umbra.deploy.progress import Progress
 from umbra.deploy.run_folder import RunFolder
 from umbra.proto.messages import Member, Status, Stuck
-from umbra.proto.records import Ledger
+from umbra.proto.records import EvalReport, Ledger
 from umbra.services.monitor.rates import RateMeter, Rates
 from umbra.services.monitor.view import (
     headline,
@@ -203,3 +203,29 @@ def test_the_plain_view_speaks_now_and_then_and_at_the_last_step(
     view.update(progress, {})
     view.update(progress, {})
     assert capsys.readouterr().out.count("step 300/300") == 1
+
+
+def test_evaluations_are_shown_while_they_are_under_way() -> None:
+    done = EvalReport(version=20, done=True, samples=128, answered=128, accuracy=0.75)
+    open_ = EvalReport(
+        version=40, done=False, samples=128, answered=31, ended={"failed": 1}, accuracy=0.5
+    )
+    both = status(evals=[done, open_])
+    assert "eval of version 40: 31/128 answered (1 failed), accuracy 0.500" in headline(
+        both, Rates()
+    )
+    text = plain(both, Rates())
+    assert text.count("evals: ") == 1 and "eval of version 20: accuracy 0.750" in text
+    console = Console(file=io.StringIO(), width=160)
+    console.print(render(both, Rates()))
+    assert "31/128" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "eval" not in headline(status(evals=[done]), Rates())
+    nothing = EvalReport(version=40, done=False, samples=8)
+    assert "0/8 answered, no accuracy yet" in plain(status(evals=[nothing]), Rates())
+
+
+def test_replayed_samples_are_shown_beside_the_ledger() -> None:
+    ledger = Ledger(issued=8, trained=8, replayed=4)
+    assert ledger_text(status(ledger=ledger)).startswith(
+        "8 issued = 8 trained (replayed 4 times) + 0 ended"
+    )

@@ -3,92 +3,204 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
 from umbra.deploy.env_command import command as env
 from umbra.proto.errors import DeadlineError, PeerLostError, UmbraError, UsageError
-from umbra.services.weight_hub import nccl_plane
-from umbra.services.weight_hub.agent_process import AgentProcess
-from umbra.services.weight_hub.nccl_agent import Agent
-from umbra.services.weight_hub.nccl_group import Build, Facts, Group, Restart, mismatch
-from umbra.services.weight_hub.nccl_transfer import broadcast
-from umbra.services.weight_hub.planes import PLANES, check_plane
+from umbra.proto.messages import Prepare
+from umbra.proto.records import GpuFacts
+from umbra.services.runtime.config import WeightHub
+from umbra.services.runtime.gpu import cuda
+from umbra.services.runtime.gpu.agent import Agent
+from umbra.services.runtime.gpu.agent_process import AgentProcess
+from umbra.services.runtime.gpu.broadcast import broadcast, chunks
+from umbra.services.runtime.gpu.receiving import gpu_for, host_planes
+from umbra.services.weight_hub.nccl_group import Communicator, Group
+from umbra.services.weight_hub.nccl_rounds import Rounds
+from umbra.services.weight_hub.planes import PLANES, check_plane, mismatch
 
-FACTS = Facts(nccl=22809, cuda_major=13, environment="a", variables={"NCCL_NET": "Socket"})
+FACTS = GpuFacts(nccl=22809, cuda_major=13, environment="a", variables={"NCCL_NET": "Socket"})
 FAKE = (str(Path(__file__).parents[1] / "programs" / "fake_agent.py"),)
 WAIT_S = 20.0
 
 
-def group() -> Group:
-    ids = iter(range(100))
-    return Group(FACTS, lambda: bytes([next(ids)]), deadline_s=10.0)
+def test_every_change_of_membership_makes_a_communicator_of_the_next_epoch() -> None:
+    group = Group(epoch=10)
+    assert group.eligible == []
+    group.join("a", "1")
+    assert group.begin() == Communicator(11, {"a": 1}, fresh=True)
+    group.worked()
+    assert group.begin() == Communicator(11, {"a": 1}, fresh=False)
+    group.join("b", "1")
+    made = group.begin()
+    assert made == Communicator(12, {"a": 1, "b": 2}, fresh=True)
+    assert made.size == 3
+    group.worked()
+    group.leave("a")
+    assert group.begin() == Communicator(13, {"b": 1}, fresh=True)
+    group.worked()
+    group.join("b", "2")
+    assert group.begin() == Communicator(14, {"b": 1}, fresh=True), "it is another process"
+    group.leave("b")
+    assert group.eligible == []
 
 
-def test_every_change_of_membership_makes_a_communicator_with_a_fresh_id() -> None:
-    hub = group()
-    assert hub.reconcile(0) is None
-    assert hub.join("a", FACTS) is None
-    assert hub.reconcile(0) == Build(1, b"\0", {"a": 1})
-    assert hub.reconcile(0) is None, "it is being built"
-    hub.built("a", 1)
-    assert hub.state == "building", "the hub's own agent is not there yet"
-    hub.built(None, 1)
-    assert hub.state == "ready"
-    hub.join("b", FACTS)
-    build = hub.reconcile(1)
-    assert build is not None
-    assert build == Build(2, b"\1", {"a": 1, "b": 2})
-    assert build.size == 3
-    hub.built("a", 1)  # late, of the one before
-    hub.built("b", 2)
-    hub.built(None, 2)
-    assert hub.state == "building"
-    hub.leave("a")
-    assert hub.reconcile(2) == Build(3, b"\2", {"b": 1})
-    hub.leave("b")
-    assert hub.state == "empty"
-    assert hub.reconcile(3) is None
+def test_after_a_failure_there_is_another_communicator() -> None:
+    group = Group()
+    group.join("a", "1")
+    group.begin()
+    group.worked()
+    assert group.broke() == []
+    assert group.begin() == Communicator(2, {"a": 1}, fresh=True)
 
 
-def test_who_hangs_in_nccl_is_restarted_and_the_others_go_on() -> None:
-    hub = group()
-    hub.join("a", FACTS)
-    hub.join("b", FACTS)
-    hub.reconcile(0)
-    hub.built("a", 1)
-    assert hub.tick(9.9) == []
-    reason = "joining NCCL epoch 1 took more than 10 s"
-    assert hub.tick(10) == [Restart("b", reason), Restart("", reason)]
-    assert hub.reconcile(10) == Build(2, b"\1", {"a": 1})
-    hub.built("a", 2)
-    hub.built(None, 2)
-    assert hub.failed("a", 1, "old news") == []
-    assert hub.failed("a", 2, "its GPU fell off") == [Restart("a", "its GPU fell off")]
-    assert hub.state == "empty"
+def rounds_until_settled(group: Group, hangs: set[str]) -> int:
+    """How many communicators fail until one works in which everyone is who does not hang."""
+    failures = 0
+    while True:
+        made = group.begin()
+        if hangs & made.ranks.keys():
+            failures += 1
+            group.broke()
+        else:
+            group.worked()
+            if not group.begin().fresh:
+                return failures
+
+
+def test_who_hangs_is_found_by_trial_and_the_others_go_on() -> None:
+    group = Group()
+    for name in "abcd":
+        group.join(name, "1")
+    assert rounds_until_settled(group, {"c"}) == 2, "once together, once alone"
+    assert group.eligible == ["a", "b", "d"]
+    group.join("c", "1")
+    assert "c" not in group.eligible, "it is the same process, and would hang again"
+    group.join("c", "2")
+    assert rounds_until_settled(group, set()) == 0
+    assert group.eligible == ["a", "b", "d", "c"]
+
+
+def test_one_that_worked_and_hangs_now_is_found_as_well() -> None:
+    group = Group()
+    for name in "abc":
+        group.join(name, "1")
+    assert rounds_until_settled(group, set()) == 0
+    group.join("d", "1")
+    assert rounds_until_settled(group, {"d"}) == 1, "the only one who is not proven"
+    group.leave("d")
+    group.leave("c")
+    assert rounds_until_settled(group, {"a"}) == 2
+    assert group.eligible == ["b"]
+
+
+def test_nobody_is_blamed_for_one_who_left() -> None:
+    group = Group()
+    group.join("a", "1")
+    group.join("b", "1")
+    group.begin()
+    group.leave("b")
+    assert group.broke(left=True) == []
+    assert group.begin() == Communicator(2, {"a": 1}, fresh=True)
+
+
+def prepare(version: int, epoch: int = 1, slot: int = 0) -> Prepare:
+    return Prepare(epoch=epoch, version=version, slot=slot, checksums=[version])
+
+
+def gathered(*names: str) -> Rounds:
+    rounds = Rounds(Group(), gather_s=1.0, start_s=5.0, ready_at=0.0)
+    for name in names:
+        rounds.group.join(name, "1")
+    return rounds
+
+
+def test_a_round_begins_when_all_wait_for_the_same_version() -> None:
+    rounds = gathered("a", "b")
+    rounds.offer("a", prepare(1), 0.0)
+    assert rounds.settle(0.0, idle=True) == ([], None)
+    rounds.offer("b", prepare(1), 0.5)
+    assert rounds.settle(0.5, idle=False) == ([], None), "the agent is busy"
+    _, begun = rounds.settle(0.5, idle=True)
+    assert begun is not None
+    assert begun.prepares.keys() == {"a", "b"}
+    assert rounds.reported("a", 1, well=True) == []
+    rounds.sent()
+    assert rounds.current is not None
+    assert rounds.reported("b", 9, well=True) == [], "of another push"
+    assert rounds.reported("b", 1, well=True) == []
+    assert rounds.current is None
+    assert not rounds.group.begin().fresh
+
+
+def test_who_waits_too_long_fetches() -> None:
+    rounds = gathered("a", "b")
+    rounds.offer("a", prepare(1), 0.0)
+    assert rounds.next_due() == 1.0
+    assert rounds.settle(1.0, idle=True) == ([("a", prepare(1))], None)
+    rounds.offer("b", prepare(1), 2.0)
+    assert rounds.settle(2.0, idle=True) == ([("b", prepare(1))], None), "a has it already"
+    rounds.offer("c", prepare(1), 2.0)
+    assert rounds.settle(2.0, idle=True) == ([("c", prepare(1))], None), "it is in no group"
+
+
+def test_the_start_of_the_hubs_agent_is_waited_for() -> None:
+    rounds = gathered("a")
+    rounds.ready_at = None
+    rounds.offer("a", prepare(1), 0.0)
+    assert rounds.settle(4.0, idle=True) == ([], None)
+    rounds.ready_at = 4.5
+    assert rounds.settle(4.6, idle=True)[1] is not None
+    rounds.failed()
+    rounds.ready_at = None
+    rounds.offer("a", prepare(2), 5.0)
+    assert rounds.settle(10.0, idle=True) == ([("a", prepare(2))], None)
+
+
+def test_a_round_that_fails_gives_up_those_who_have_not_answered() -> None:
+    rounds = gathered("a", "b", "c")
+    for name in "abc":
+        rounds.offer(name, prepare(1), 0.0)
+    rounds.settle(0.0, idle=True)
+    assert rounds.reported("a", 1, well=True) == []
+    assert rounds.reported("b", 1, well=False) == ["c"]
+    rounds.offer("b", prepare(1, epoch=2), 0.0)
+    rounds.offer("c", prepare(1, epoch=3), 0.0)
+    fetching, begun = rounds.settle(0.0, idle=True)
+    assert [name for name, _ in fetching] == ["b", "c"]
+    assert begun is None
+
+
+def test_one_that_leaves_takes_no_blame_for_the_others() -> None:
+    rounds = gathered("a", "b")
+    for name in "ab":
+        rounds.offer(name, prepare(1), 0.0)
+    rounds.settle(0.0, idle=True)
+    assert rounds.dropped("b") == ["a"]
+    assert rounds.group.eligible == ["a"]
+    assert rounds.dropped("a") == []
 
 
 @pytest.mark.parametrize(
     ("theirs", "reason"),
     [
-        (Facts(nccl=23007, cuda_major=13, environment="a"), "NCCL 23007 there, 22809 here"),
-        (Facts(nccl=22809, cuda_major=12, environment="a"), "CUDA 12 there, 13 here"),
+        (GpuFacts(nccl=23007, cuda_major=13, environment="a"), "NCCL 23007 there, 22809 here"),
+        (GpuFacts(nccl=0, cuda_major=13, environment="a"), "there is no NCCL there"),
+        (GpuFacts(nccl=22809, cuda_major=12, environment="a"), "CUDA 12 there, 13 here"),
         (
-            Facts(nccl=22809, cuda_major=13, environment="b", variables={"NCCL_PROTO": "LL"}),
+            GpuFacts(nccl=22809, cuda_major=13, environment="b", variables={"NCCL_PROTO": "LL"}),
             "NCCL_NET, NCCL_PROTO",
         ),
     ],
 )
-def test_who_would_hang_the_others_is_refused(theirs: Facts, reason: str) -> None:
+def test_who_would_hang_the_others_is_refused(theirs: GpuFacts, reason: str) -> None:
     assert mismatch(FACTS, FACTS) is None
-    hub = group()
-    answer = hub.join("a", theirs)
-    assert answer is not None and reason in answer
-    assert hub.state == "empty"
+    assert reason in (mismatch(FACTS, theirs) or "")
 
 
 class FakeGpu:
@@ -115,6 +227,9 @@ class FakeGpu:
     def to_host(self, target: int, source: int, size: int) -> None:
         self.log.append(("to_host", target, source))
 
+    def drain(self) -> None:
+        self.log.append(("drain", 0, 0))
+
     def broadcast(self, address: int, size: int) -> None:
         self.log.append(("broadcast", address, size))
 
@@ -135,7 +250,7 @@ class FakeGpu:
         self.now += seconds
 
 
-BUCKETS = [(0, 100), (100, 200), (200, 250)]
+BUCKETS = chunks(250, 100)
 
 
 def transfer(gpu: FakeGpu, *, sends: bool, working: bool = True) -> None:
@@ -167,9 +282,10 @@ def test_buckets_go_through_the_ring_in_order() -> None:
 
 def test_a_peer_that_is_gone_costs_a_deadline_and_an_abort() -> None:
     gpu = FakeGpu()
-    with pytest.raises(DeadlineError, match="bucket 0 of 3 was not broadcast within 1 s"):
+    with pytest.raises(DeadlineError, match="chunk 0 of 3 was not broadcast within 1 s"):
         transfer(gpu, sends=True, working=False)
     assert gpu.aborted
+    assert gpu.log[-1][0] == "drain", "nothing may write into the slot any more"
 
 
 def test_an_error_of_nccl_ends_the_transfer_before_its_deadline() -> None:
@@ -190,29 +306,28 @@ def agent() -> Iterator[AgentProcess]:
 
 def test_an_agent_that_hangs_is_killed_and_another_serves(agent: AgentProcess) -> None:
     assert agent.call("facts", WAIT_S) == {"did": "facts"}
-    with pytest.raises(DeadlineError, match="no answer from the NCCL agent"):
+    with pytest.raises(DeadlineError, match="no answer from the GPU agent"):
         agent.call("join", 0.1, uid="hang")
     assert agent.pid is None
     assert agent.call("join", WAIT_S, uid="good") == {"did": "join"}
     assert agent.starts == 2
-    with pytest.raises(UmbraError, match="NCCL agent: refused"):
+    with pytest.raises(UmbraError, match="GPU agent: refused"):
         agent.call("join", WAIT_S, uid="refuse")
     with pytest.raises(PeerLostError, match="has ended"):
         agent.call("join", WAIT_S, uid="die")
 
 
-no_cuda = pytest.mark.skipif(nccl_plane.cuda_unavailable() is None, reason="there is a GPU here")
+no_cuda = pytest.mark.skipif(cuda.cuda_unavailable() is None, reason="there is a GPU here")
 
 
 @no_cuda
 def test_without_cuda_the_planes_say_why() -> None:
-    assert "cupy" not in sys.modules or nccl_plane.cuda_unavailable() != nccl_plane.INSTALL
     for name in ("nccl", "cuda_ipc"):
         reason = PLANES[name].available()
         assert reason and ("cupy" in reason or "CUDA" in reason)
         with pytest.raises(UsageError, match=f'weight_hub.plane = "{name}" cannot be used: '):
             check_plane(name)
-    assert "plane nccl cannot be used" in Agent(0).carry_out({"op": "facts"})["error"]
+    assert "the GPU cannot be used" in Agent(0).carry_out({"op": "facts"})["error"]
     assert "no such order" in Agent(0).carry_out({"op": "dance"})["error"]
 
 
@@ -227,3 +342,20 @@ def test_umbra_env_names_planes_and_reasons() -> None:
     text = CliRunner().invoke(env, [], standalone_mode=False).output
     assert "plane shm         available" in text
     assert "plane nccl        not available: " in text
+
+
+@no_cuda
+def test_a_receiver_that_asks_for_a_gpu_plane_is_told_why_not() -> None:
+    def config(plane: str) -> WeightHub:
+        return msgspec.convert({"plane": plane}, WeightHub)
+
+    assert gpu_for(config("auto"), "cpu") is None
+    assert gpu_for(config("auto"), "cuda:0") is None
+    assert gpu_for(config("tcp"), "cuda:0") is None
+    with pytest.raises(UsageError, match=r'"nccl" cannot be used here: .*(cupy|CUDA)'):
+        gpu_for(config("nccl"), "cpu")
+    with pytest.raises(UsageError, match=r'"cuda_ipc" needs a receiver on a GPU, .* on cpu'):
+        gpu_for(config("cuda_ipc"), "cpu")
+    assert host_planes("auto") == ["shm", "tcp"]
+    assert host_planes("nccl") == []
+    assert host_planes("tcp") == ["tcp"]

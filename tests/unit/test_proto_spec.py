@@ -177,6 +177,7 @@ def test_socket_options() -> None:
     assert f"every {sockets.HEARTBEAT_INTERVAL_MS} ms" in text
     assert f"timeout of {sockets.HEARTBEAT_TIMEOUT_MS} ms" in text
     assert f"after {sockets.RECONNECT_MS} to {sockets.RECONNECT_MAX_MS} ms" in text
+    assert f"takes in only {sockets.ROUTER_RECEIVE_HWM} messages" in text
     hwm = {row[0]: int(row[4]) for row in rows(section("Sockets", 2))}
     assert {hwm[name] for name in ("control", "data", "weights", "buckets")} == {
         sockets.HWM_MESSAGES

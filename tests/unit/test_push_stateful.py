@@ -24,6 +24,7 @@ class Model:
     alive: bool = True
     subscribed: bool = False
     inbox: list[Prepare | Commit | Abort] = field(default_factory=list)
+    streamed: bool = False
     staged: set[int] = field(default_factory=set)  # epochs that it reported as staged
     serves: int | None = None  # number of the publication
 
@@ -47,12 +48,18 @@ class PushMachine(RuleBasedStateMachine):
         self.newest: tuple[int, int] | None = None  # version and slot
         self.published: dict[int, int] = {}  # epoch -> number of the publication
         self.publications = 0
+        self.contents = 0
+        self.held: dict[int, tuple[int, int]] = {}  # slot -> version and content
+        self.kept: list[int] = []  # slots that are pinned, or being copied
+        self.filling: list[int] = []  # slots that the hub itself writes: copies of pins
         self.reading: dict[str, tuple[int, int]] = {}  # receiver -> epoch and slot
+        # By receiver that streams: what it serves, to which it may have to go back.
+        self.serving: dict[str, tuple[int, int]] = {}  # slot and content
         self.receivers = {name: Model(Peer(name, "0")) for name in NAMES}
         if not early:
             self.register(restart=False, change=1)
         for name in NAMES:
-            self.subscribe(name, restart=False)
+            self.subscribe(name, restart=True, streamed=name == "c")
 
     # -- what the hub asks for --------------------------------------------------------------------
 
@@ -66,14 +73,16 @@ class PushMachine(RuleBasedStateMachine):
                     assert self.newest is None or self.newest[1] != slot
                     self.granted = (self.waiting[1], slot)
                     self.waiting = None
+                    self.held.pop(slot, None)
                 case Answer(message=Ok()):
                     assert self.granted is not None
                     self.newest, self.granted = self.granted, None
                     self.publications += 1
+                    self.held[self.newest[1]] = (self.newest[0], self.contents)
                 case Send(receiver=name, message=message):
                     self.deliver(name, message)
                 case Failed(receiver=name, dropped=True):
-                    self.reading.pop(name, None)
+                    self.stops_reading(name)
                     self.receivers[name].subscribed = False
                 case Admit(receiver=name):
                     self.receivers[name].subscribed = True
@@ -97,8 +106,18 @@ class PushMachine(RuleBasedStateMachine):
         if model.alive:
             model.inbox.append(message)
 
+    def stops_reading(self, name: str) -> None:
+        self.reading.pop(name, None)
+        self.serving.pop(name, None)
+
     def read_slots(self) -> set[int]:
-        return {slot for _, slot in self.reading.values()}
+        """Slots that a receiver reads, or may have to go back to; and those that are kept."""
+        slots = {slot for _, slot in self.reading.values()} | {*self.kept, *self.filling}
+        for name in self.reading:
+            slot, content = self.serving.get(name, (-1, 0))
+            if self.held.get(slot, (0, 0))[1] == content:
+                slots.add(slot)
+        return slots
 
     # -- the trainer ------------------------------------------------------------------------------
 
@@ -113,6 +132,9 @@ class PushMachine(RuleBasedStateMachine):
             self.incarnations += 1
             self.digest = f"d{self.incarnations}"
             self.granted = self.newest = None
+            self.held.clear()
+            self.kept.clear()
+            self.filling.clear()
         self.registered = True
         self.apply(self.hub.register(self.trainer, self.digest, self.now))
 
@@ -130,7 +152,8 @@ class PushMachine(RuleBasedStateMachine):
         assert self.granted is not None
         version, slot = self.granted
         self.version = version + 1
-        message = Publish(version=version, slot=slot, checksums=[], snapshot_s=0.0)
+        self.contents += 1
+        message = Publish(version=version, slot=slot, checksums=[self.contents], snapshot_s=0.0)
         self.apply(self.hub.publish(0, self.trainer, message, self.now))
 
     @precondition(lambda self: self.registered)
@@ -147,20 +170,78 @@ class PushMachine(RuleBasedStateMachine):
             assert isinstance(effect, Answer)
             assert not isinstance(effect.message, Ok)
 
+    # -- the registry -----------------------------------------------------------------------------
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def pin(self, data: st.DataObject) -> None:
+        """A slot is pinned, or copied from, as often as one likes."""
+        slot = data.draw(st.sampled_from(sorted(self.held)))
+        self.hub.slots.keep(slot)
+        self.kept.append(slot)
+
+    @precondition(lambda self: self.kept)
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        slot = data.draw(st.sampled_from(sorted(self.kept)))
+        self.kept.remove(slot)
+        self.apply(self.hub.release(slot, self.now))
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def roll_back(self, data: st.DataObject) -> None:
+        """To a version that is still in its slot."""
+        slot = data.draw(st.sampled_from(sorted(self.held)))
+        self.rolled_back(slot, *self.held[slot])
+
+    @precondition(lambda self: self.digest)
+    @rule()
+    def copy_back(self) -> None:
+        """A pin that is a file is to be rolled back to: the hub takes a slot, and fills it."""
+        slot = self.hub.take_slot()
+        if slot is None:
+            granted = self.granted[1] if self.granted else None
+            newest = self.newest[1] if self.newest else None
+            busy = {granted, newest, *self.read_slots()}
+            assert all(other in busy for other in range(self.slots))
+            return
+        assert slot not in self.read_slots()
+        assert self.granted is None or self.granted[1] != slot
+        assert self.newest is None or self.newest[1] != slot
+        self.held.pop(slot, None)
+        self.filling.append(slot)
+
+    @precondition(lambda self: self.filling)
+    @rule(fails=st.booleans())
+    def copied_back(self, fails: bool) -> None:
+        slot = self.filling.pop(0)
+        if not fails:
+            self.contents += 1
+            self.kept.append(slot)  # as the registry does: until the roll-back is said
+            self.rolled_back(slot, 0, self.contents)
+            self.kept.remove(slot)
+        self.apply(self.hub.release(slot, self.now))
+
+    def rolled_back(self, slot: int, version: int, content: int) -> None:
+        self.newest = (version, slot)
+        self.held[slot] = (version, content)
+        self.publications += 1
+        self.apply(self.hub.roll_back(version, slot, [content], self.now))
+
     # -- receivers --------------------------------------------------------------------------------
 
-    @rule(name=st.sampled_from(NAMES), restart=st.booleans())
-    def subscribe(self, name: str, restart: bool) -> None:
+    @rule(name=st.sampled_from(NAMES), restart=st.booleans(), streamed=st.booleans())
+    def subscribe(self, name: str, restart: bool, streamed: bool) -> None:
         model = self.receivers[name]
         if restart or not model.alive:
             self.incarnations += 1
-            model = Model(Peer(name, str(self.incarnations)))
+            model = Model(Peer(name, str(self.incarnations)), streamed=streamed)
             self.receivers[name] = model
         if self.hub.digest:
-            self.reading.pop(name, None)
+            self.stops_reading(name)
         model.serves = None
         self.tickets += 1
-        self.apply(self.hub.subscribe(self.tickets, model.peer, self.now))
+        self.apply(self.hub.subscribe(self.tickets, model.peer, self.now, streamed=model.streamed))
 
     @rule(name=st.sampled_from(NAMES), fails=st.lists(st.booleans(), min_size=1, max_size=4))
     def act(self, name: str, fails: list[bool]) -> None:
@@ -179,16 +260,31 @@ class PushMachine(RuleBasedStateMachine):
                 ready = Ready(
                     epoch=epoch, version=message.version, wire_s=0, stage_s=0, error=error
                 )
-                if self.reading.get(name, (0, 0))[0] == epoch:
+                under_way = self.reading.get(name, (0, 0))[0] == epoch
+                if under_way and (error or not model.streamed):
                     del self.reading[name]
                 self.apply(self.hub.ready(model.peer, ready, self.now))
             case Commit():
                 if not error:
                     model.serves = self.published[epoch]
+                if model.streamed and self.reading.get(name, (0, 0))[0] == epoch:
+                    _, slot = self.reading.pop(name)
+                    # One that broke off has gone back: what it serves has not been written.
+                    assert not error or name not in self.serving or self.may_go_back(name)
+                    if not error:
+                        self.serving[name] = (slot, self.held[slot][1])
                 done = Committed(epoch=epoch, version=message.version, commit_s=0, error=error)
                 self.apply(self.hub.committed(model.peer, done, self.now))
             case Abort():
                 pass
+
+    def may_go_back(self, name: str) -> bool:
+        """Whether the slot of what a streaming receiver serves can be read, or was free to go
+        before its push began: then the receiver has to leave.
+        """
+        slot, content = self.serving[name]
+        granted = self.granted[1] if self.granted else None
+        return self.held.get(slot, (0, 0))[1] != content or slot != granted
 
     @rule(name=st.sampled_from(NAMES))
     def die(self, name: str) -> None:
@@ -198,7 +294,7 @@ class PushMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES))
     def is_unreachable(self, name: str) -> None:
-        self.reading.pop(name, None)
+        self.stops_reading(name)
         self.apply(self.hub.lost(name, "unreachable", self.now))
 
     @rule(name=st.sampled_from(NAMES), back=st.integers(0, 3))
@@ -227,7 +323,7 @@ class PushMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_left_undone(self) -> None:
-        """The trainer waits only while every other slot is the newest or is read."""
+        """The trainer waits only while every other slot is the newest, is read, or is kept."""
         if not hasattr(self, "hub"):
             return
         if self.waiting is not None:
@@ -251,6 +347,10 @@ class PushMachine(RuleBasedStateMachine):
             if model.alive and model.subscribed:
                 assert version == (self.newest[0] if self.newest else -1)
                 assert self.newest is None or model.serves == self.publications
+        while self.filling:
+            self.copied_back(fails=True)
+        while self.kept:
+            self.apply(self.hub.release(self.kept.pop(), self.now))
         if self.registered:
             self.now += DEADLINE_S
             self.apply(self.hub.tick(self.now))

@@ -1,6 +1,5 @@
 """Rollouts through a scripted engine and through the real one: tokens, masks, spans, partials."""
 
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,24 +7,23 @@ import msgspec
 import pytest
 import torch
 from fakes.engine import ScriptedEngine, output
+from fakes.rollouts import STOP, finish, sample, says, settings
 
 from umbra.proto.records import (
-    SampleTask,
     Sampling,
-    Trajectory,
     VersionSpan,
     unpack_float32,
     unpack_int32,
 )
-from umbra.services.generator.rollout import Phase, Rollout, RolloutSettings
+from umbra.services.environments.guess import Guess
+from umbra.services.environments.pool import InlinePool
+from umbra.services.environments.protocol import Opening, StepResult
+from umbra.services.environments.single_turn import ExactMatch
+from umbra.services.generator.rollout import Phase, Rollout
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.torch_engine import TorchEngine
 from umbra.services.modeling.chat import Chat
-from umbra.services.modeling.environment_pool import EnvironmentPool
-from umbra.services.modeling.environments import ExactMatch, Guess, StepResult
 from umbra.services.modeling.models import load_model, load_tokenizer
-
-STOP = 3
 
 
 @pytest.fixture(scope="module")
@@ -38,58 +36,9 @@ def chat(tokenizer: Any) -> Chat:
     return Chat(tokenizer, {STOP})
 
 
-@pytest.fixture
-def pool() -> Iterator[EnvironmentPool]:
-    pool = EnvironmentPool(timeout_s=10.0)
-    yield pool
-    pool.close()
-
-
-def sample(row: dict[str, Any], *, attempt: int = 1, partial: Any = None) -> SampleTask:
-    return SampleTask(
-        sample_id="s",
-        group_id="g",
-        prompt_id="p",
-        attempt=attempt,
-        row=row,
-        lease_s=30.0,
-        partial=partial,
-    )
-
-
-def settings(chat: Chat, **changes: Any) -> RolloutSettings:
-    values = {"sampling": Sampling(max_tokens=8), "max_context": 64, "clock": lambda: 5.0}
-    return RolloutSettings(chat=chat, **{**values, **changes})
-
-
-def says(tokenizer: Any, *turns: str) -> Callable[[Sequence[int]], list[int]]:
-    """A script: after n end tokens, say turn n."""
-    prefix = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in turns]
-    assistant = tokenizer.convert_tokens_to_ids("<|assistant|>")
-
-    def script(ids: Sequence[int]) -> list[int]:
-        turn = prefix[list(ids).count(STOP)]
-        said = len(ids) - 1 - max(i for i, token in enumerate(ids) if token == assistant)
-        return [*turn, STOP][said:]
-
-    return script
-
-
-def finish(runner: RolloutRunner, turns: int = 1000) -> list[Trajectory]:
-    done: list[Trajectory] = []
-    for _ in range(turns):
-        runner.poll(0.0)
-        finished, failed = runner.results()
-        assert not failed, failed[0].reason
-        done += finished
-        if not runner.active:
-            return done
-    raise AssertionError("rollouts do not end")
-
-
-def test_one_turn(chat: Chat, tokenizer: Any, pool: EnvironmentPool) -> None:
+def test_one_turn(chat: Chat, tokenizer: Any) -> None:
     engine = ScriptedEngine(says(tokenizer, "123"), version=7)
-    runner = RolloutRunner(engine, pool, ExactMatch, settings(chat, generator="gen"))
+    runner = RolloutRunner(engine, InlinePool(ExactMatch), settings(chat, generator="gen"))
     runner.add([sample({"prompt": "312", "answer": "123"})])
     (trajectory,) = finish(runner)
     assert tokenizer.decode(unpack_int32(trajectory.prompt_ids)) == "<|user|>312<|assistant|>"
@@ -100,11 +49,9 @@ def test_one_turn(chat: Chat, tokenizer: Any, pool: EnvironmentPool) -> None:
     assert (trajectory.generator, trajectory.attempt) == ("gen", 1)
 
 
-def test_turns_of_the_environment_are_masked(
-    chat: Chat, tokenizer: Any, pool: EnvironmentPool
-) -> None:
+def test_turns_of_the_environment_are_masked(chat: Chat, tokenizer: Any) -> None:
     engine = ScriptedEngine(says(tokenizer, "2", "77", "6"), version=1)
-    runner = RolloutRunner(engine, pool, Guess, settings(chat))
+    runner = RolloutRunner(engine, InlinePool(Guess), settings(chat))
     runner.add([sample({"prompt": "g", "answer": "6"})])
     for _ in range(3):
         runner.poll(0.0)
@@ -134,9 +81,9 @@ def test_concatenated_turns_are_what_the_template_writes(chat: Chat, tokenizer: 
     assert [*first, *said, *chat.turn_ids(history[2:], STOP)] == whole
 
 
-def test_turns_run_out(chat: Chat, tokenizer: Any, pool: EnvironmentPool) -> None:
+def test_turns_run_out(chat: Chat, tokenizer: Any) -> None:
     engine = ScriptedEngine(says(tokenizer, *"1234"))
-    runner = RolloutRunner(engine, pool, Guess, settings(chat))
+    runner = RolloutRunner(engine, InlinePool(Guess), settings(chat))
     runner.add([sample({"prompt": "g", "answer": "6"})])
     (trajectory,) = finish(runner)
     assert (trajectory.reward, trajectory.turns, trajectory.finish_reason) == (0.0, 4, "turns")
@@ -144,11 +91,11 @@ def test_turns_run_out(chat: Chat, tokenizer: Any, pool: EnvironmentPool) -> Non
 
 @pytest.mark.parametrize(("most", "context"), [(3, 64), (8, 6)])
 def test_a_turn_without_its_end_ends_the_sample(
-    chat: Chat, tokenizer: Any, pool: EnvironmentPool, most: int, context: int
+    chat: Chat, tokenizer: Any, most: int, context: int
 ) -> None:
     engine = ScriptedEngine(says(tokenizer, "123456"), max_context=context)
     limits = settings(chat, sampling=Sampling(max_tokens=most), max_context=context)
-    runner = RolloutRunner(engine, pool, Guess, limits)
+    runner = RolloutRunner(engine, InlinePool(Guess), limits)
     runner.add([sample({"prompt": "g", "answer": "6"})])
     (trajectory,) = finish(runner)
     assert trajectory.finish_reason == "length"
@@ -156,24 +103,24 @@ def test_a_turn_without_its_end_ends_the_sample(
     assert all(trajectory.loss_mask)
 
 
-def test_a_prompt_without_room_for_an_answer_fails(chat: Chat, pool: EnvironmentPool) -> None:
+def test_a_prompt_without_room_for_an_answer_fails(chat: Chat) -> None:
     engine = ScriptedEngine(lambda _: [STOP])
-    runner = RolloutRunner(engine, pool, ExactMatch, settings(chat, max_context=10))
+    runner = RolloutRunner(engine, InlinePool(ExactMatch), settings(chat, max_context=10))
     runner.add([sample({"prompt": "0123456789", "answer": ""})])
     runner.poll(0.0)
     finished, (failed,) = runner.results()
     assert not finished
     assert failed.failed
-    assert "sample s: prompt p has 12 tokens" in failed.reason
+    assert "prompt p has 12 tokens" in failed.reason
     assert "generator.max_context = 10" in failed.reason
     assert not runner.active
 
 
-def test_a_prompt_without_tokens_fails(tiny_model_dir: Path, pool: EnvironmentPool) -> None:
+def test_a_prompt_without_tokens_fails(tiny_model_dir: Path) -> None:
     tokenizer = load_tokenizer(tiny_model_dir)
     tokenizer.chat_template = None
     engine = ScriptedEngine(lambda _: [STOP])
-    runner = RolloutRunner(engine, pool, ExactMatch, settings(Chat(tokenizer, {STOP})))
+    runner = RolloutRunner(engine, InlinePool(ExactMatch), settings(Chat(tokenizer, {STOP})))
     runner.add([sample({"prompt": "", "answer": ""})])
     runner.poll(0.0)
     finished, (failed,) = runner.results()
@@ -181,14 +128,12 @@ def test_a_prompt_without_tokens_fails(tiny_model_dir: Path, pool: EnvironmentPo
     assert failed.reason == "sample s: prompt p has no tokens"
 
 
-def test_what_the_engine_refuses_costs_that_sample_only(
-    tiny_model_dir: Path, chat: Chat, pool: EnvironmentPool
-) -> None:
+def test_what_the_engine_refuses_costs_that_sample_only(tiny_model_dir: Path, chat: Chat) -> None:
     """Scenario: a tokenizer that knows more tokens than the model."""
     model = load_model(tiny_model_dir, torch.device("cpu"), torch.float32)
     model.resize_token_embeddings(90)
     engine = TorchEngine(model, stop_ids={STOP}, slots=4, max_context=64)
-    runner = RolloutRunner(engine, pool, ExactMatch, settings(chat))
+    runner = RolloutRunner(engine, InlinePool(ExactMatch), settings(chat))
     runner.add([sample({"prompt": "~", "answer": ""})])
     runner.add([msgspec.structs.replace(sample({"prompt": "1", "answer": ""}), sample_id="t")])
     finished, failed = [], []
@@ -204,7 +149,7 @@ class Faulty(ExactMatch):
     """Raises, or returns something else, as its row says."""
 
     def step(self, response: str) -> StepResult:
-        what = self._row["answer"]
+        what = self.row["answer"]
         if what == "raise":
             raise KeyError("gold")
         if what == "silent":
@@ -215,15 +160,13 @@ class Faulty(ExactMatch):
 @pytest.mark.parametrize(
     ("what", "reason"),
     [
-        ("raise", "sample s: Faulty.step raised KeyError: 'gold'"),
-        ("silent", "sample s: the environment is not done, but has no messages to go on from"),
-        ("text", "sample s: the environment's step returned str instead of a StepResult"),
+        ("raise", "environment raised KeyError: 'gold'"),
+        ("silent", "the environment is not done, but has no messages to go on from"),
+        ("text", "environment: step returned str instead of a StepResult"),
     ],
 )
-def test_a_faulty_environment_fails_its_sample(
-    chat: Chat, pool: EnvironmentPool, what: str, reason: str
-) -> None:
-    runner = RolloutRunner(ScriptedEngine(lambda _: [STOP]), pool, Faulty, settings(chat))
+def test_a_faulty_environment_fails_its_sample(chat: Chat, what: str, reason: str) -> None:
+    runner = RolloutRunner(ScriptedEngine(lambda _: [STOP]), InlinePool(Faulty), settings(chat))
     runner.add([sample({"prompt": "1", "answer": what})])
     for _ in range(3):
         runner.poll(0.0)
@@ -231,7 +174,7 @@ def test_a_faulty_environment_fails_its_sample(
     assert (failed.failed, failed.reason) == (True, reason)
 
 
-def test_model_tokens_are_never_tokenised_again(pool: EnvironmentPool) -> None:
+def test_model_tokens_are_never_tokenised_again() -> None:
     """A tokenizer in which "a" + "a" and "aa" are the same text, but not the same tokens."""
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
@@ -248,7 +191,9 @@ def test_model_tokens_are_never_tokenised_again(pool: EnvironmentPool) -> None:
     text = tokenizer.decode(said[:-1])
     assert tokenizer(text)["input_ids"] == [5] != said[:-1]
     engine = ScriptedEngine(lambda ids: [said[len(ids) - 2]] if len(ids) < 5 else [STOP])
-    runner = RolloutRunner(engine, pool, lambda: Guess(tries=2), settings(Chat(tokenizer, {STOP})))
+    runner = RolloutRunner(
+        engine, InlinePool(lambda: Guess(tries=2)), settings(Chat(tokenizer, {STOP}))
+    )
     runner.add([sample({"prompt": "g", "answer": "6"})])
     (trajectory,) = finish(runner)
     assert unpack_int32(trajectory.response_ids) == [4, 4, STOP, 6, 9, STOP]
@@ -259,16 +204,14 @@ def test_model_tokens_are_never_tokenised_again(pool: EnvironmentPool) -> None:
 
 
 @pytest.mark.parametrize("polls", range(1, 10))
-def test_a_partial_goes_on_where_it_was_cut_off(
-    chat: Chat, tokenizer: Any, pool: EnvironmentPool, polls: int
-) -> None:
+def test_a_partial_goes_on_where_it_was_cut_off(chat: Chat, tokenizer: Any, polls: int) -> None:
     """Scenario: drain after any number of steps, resume in another runner. Result: as if whole."""
     script = says(tokenizer, "11", "", "9", "6")
     task = sample({"prompt": "g", "answer": "6"})
-    whole = RolloutRunner(ScriptedEngine(script), pool, Guess, settings(chat))
+    whole = RolloutRunner(ScriptedEngine(script), InlinePool(Guess), settings(chat))
     whole.add([task])
     (expected,) = finish(whole)
-    first = RolloutRunner(ScriptedEngine(script), pool, Guess, settings(chat))
+    first = RolloutRunner(ScriptedEngine(script), InlinePool(Guess), settings(chat))
     first.add([task])
     for _ in range(polls):
         first.poll(0.0)
@@ -280,7 +223,7 @@ def test_a_partial_goes_on_where_it_was_cut_off(
     assert (returned[0].reason, returned[0].failed) == ("drained", False)
     partial = returned[0].partial
     assert partial is None or partial.finish_reason == "partial"
-    second = RolloutRunner(ScriptedEngine(script, version=1), pool, Guess, settings(chat))
+    second = RolloutRunner(ScriptedEngine(script, version=1), InlinePool(Guess), settings(chat))
     second.add([sample(task.row, attempt=2, partial=partial)])
     (resumed,) = finish(second)
     for name in ("prompt_ids", "response_ids", "loss_mask", "reward", "turns", "finish_reason"):
@@ -303,18 +246,16 @@ class Moody(Guess):
         return StepResult(reward=result.reward, done=result.done, messages=messages)
 
 
-def test_a_partial_that_cannot_be_replayed_starts_anew(
-    chat: Chat, tokenizer: Any, pool: EnvironmentPool
-) -> None:
+def test_a_partial_that_cannot_be_replayed_starts_anew(chat: Chat, tokenizer: Any) -> None:
     script = says(tokenizer, "1", "2", "6")
-    first = RolloutRunner(ScriptedEngine(script), pool, Moody, settings(chat))
+    first = RolloutRunner(ScriptedEngine(script), InlinePool(Moody), settings(chat))
     first.add([sample({"prompt": "g", "answer": "6"})])
     for _ in range(4):
         first.poll(0.0)
     (returned,) = first.drain("drained")
     assert returned.partial is not None
     engine = ScriptedEngine(script, version=5)
-    second = RolloutRunner(engine, pool, Moody, settings(chat))
+    second = RolloutRunner(engine, InlinePool(Moody), settings(chat))
     second.add([sample({"prompt": "g", "answer": "6"}, attempt=2, partial=returned.partial)])
     (trajectory,) = finish(second)
     assert trajectory.spans == [VersionSpan(version=5, start=0, end=trajectory.response_tokens)]
@@ -322,32 +263,30 @@ def test_a_partial_that_cannot_be_replayed_starts_anew(
 
 
 def test_an_unsound_partial_is_not_used(chat: Chat) -> None:
-    rollout = Rollout(sample({"prompt": "1"}), ExactMatch(), settings(chat))
-    rollout.reset_done([{"role": "user", "content": "1"}])
+    rollout = Rollout(sample({"prompt": "1"}), settings(chat))
+    rollout.reset_done(Opening([{"role": "user", "content": "1"}]))
     rollout.generated(output("s", [20, 21], [0, 0], "abort"))
     partial = rollout.partial()
     assert partial is not None
     for fault in ({"loss_mask": b"\x00\x01"}, {"logprobs": b""}, {"spans": []}):
         bad = msgspec.structs.replace(partial, **fault)
-        again = Rollout(sample({"prompt": "1"}, partial=bad), ExactMatch(), settings(chat))
-        again.reset_done([{"role": "user", "content": "1"}])
+        again = Rollout(sample({"prompt": "1"}, partial=bad), settings(chat))
+        again.reset_done(Opening([{"role": "user", "content": "1"}]))
         assert len(again.request().prompt_ids) == 3
 
 
 def test_an_aborted_turn_goes_on_with_its_own_tokens(chat: Chat) -> None:
-    rollout = Rollout(sample({"prompt": "1"}), ExactMatch(), settings(chat))
-    rollout.reset_done([{"role": "user", "content": "1"}])
+    rollout = Rollout(sample({"prompt": "1"}), settings(chat))
+    rollout.reset_done(Opening([{"role": "user", "content": "1"}]))
     rollout.generated(output("s", [20, 21], [0, 0], "abort"))
     assert rollout.phase is Phase.GENERATE
     request = rollout.request()
     assert (list(request.prompt_ids[-2:]), request.max_tokens) == ([20, 21], 6)
 
 
-def test_a_lost_lease_is_dropped_and_its_late_answers_ignored(
-    chat: Chat, tokenizer: Any, pool: EnvironmentPool
-) -> None:
+def test_a_lost_lease_is_dropped_and_its_late_answers_ignored(chat: Chat, tokenizer: Any) -> None:
     engine = ScriptedEngine(says(tokenizer, "1"))
-    runner = RolloutRunner(engine, pool, ExactMatch, settings(chat))
+    runner = RolloutRunner(engine, InlinePool(ExactMatch), settings(chat))
     runner.add([sample({"prompt": "1", "answer": "1"})])
     runner.drop([("s", 0)])  # an older attempt: not this one
     assert runner.leases == [("s", 1)]
@@ -358,10 +297,11 @@ def test_a_lost_lease_is_dropped_and_its_late_answers_ignored(
     assert trajectory.attempt == 2
 
 
-def test_short_turns_are_flushed_as_well(chat: Chat, tokenizer: Any, pool: EnvironmentPool) -> None:
+def test_short_turns_are_flushed_as_well(chat: Chat) -> None:
     """Scenario: every turn begins and ends within one step of the engine."""
     engine = ScriptedEngine(lambda _: [STOP])
-    runner = RolloutRunner(engine, pool, lambda: Guess(tries=9), settings(chat), flush_tokens=10)
+    pool = InlinePool(lambda: Guess(tries=9))
+    runner = RolloutRunner(engine, pool, settings(chat), flush_tokens=10)
     runner.add([sample({"prompt": "g", "answer": "6"})])
     saved = [0]
     while runner.active:

@@ -23,9 +23,9 @@ from umbra.proto.records import (
     pack_int32,
     unpack_float32,
 )
+from umbra.services.environments.pool import InlinePool
+from umbra.services.environments.single_turn import ExactMatch
 from umbra.services.modeling.chat import Chat
-from umbra.services.modeling.environment_pool import EnvironmentPool
-from umbra.services.modeling.environments import ExactMatch
 from umbra.services.modeling.models import load_model, load_tokenizer
 from umbra.services.modeling.packing import pack
 from umbra.services.modeling.scorer import Scorer as ModelScorer
@@ -50,8 +50,8 @@ def scoring_task(name: str, response: list[int], mask: bytes, row: dict[str, Any
 @pytest.fixture
 def reward_worker(tiny_model_dir: Path) -> Iterator[RewardWorker]:
     wake = threading.Event()
-    pool = EnvironmentPool(timeout_s=10, wake=wake.set)
-    worker = RewardWorker(Chat(load_tokenizer(tiny_model_dir), {STOP}), ExactMatch, pool, wake.wait)
+    chat = Chat(load_tokenizer(tiny_model_dir), {STOP})
+    worker = RewardWorker(chat, InlinePool(ExactMatch), wake.wait)
     yield worker
     worker.close()
 

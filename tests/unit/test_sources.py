@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from umbra.proto.errors import UsageError
+from umbra.services.buffer.prompts import GroupEnd
 from umbra.services.buffer.sources import PromptFeed, open_prompts
 from umbra.services.runtime.config import Data
 
@@ -21,6 +25,10 @@ def write(path: Path, count: int, name: str = "row") -> str:
 
 def draw(feed: PromptFeed, count: int) -> list[str]:
     return [next(feed).row["prompt"] for _ in range(count)]
+
+
+def end(prompt_id: str, reason: Any, *rewards: float) -> GroupEnd:
+    return GroupEnd(prompt_id, reason, list(rewards))
 
 
 def mixed(tmp_path: Path) -> Data:
@@ -47,7 +55,7 @@ def test_no_prompt_is_skipped_or_repeated_after_a_restart(
     if kind == "mixture":
         data = mixed(tmp_path)
     elif kind == "curriculum":
-        hook = "def easy(rows, epoch): return range(min(len(rows), epoch + 1))\n"
+        hook = "def easy(rows, epoch, stats): return range(min(len(rows), epoch + 1))\n"
         (tmp_path / "my_curriculum.py").write_text(hook)
         monkeypatch.chdir(tmp_path)
         data = Data(prompts=data.prompts, curriculum="my_curriculum:easy")
@@ -57,7 +65,7 @@ def test_no_prompt_is_skipped_or_repeated_after_a_restart(
         draw(feed, cut)
         position: dict[str, Any] = json.loads(json.dumps(feed.position()))
         again = open_prompts(data, seed=1)
-        again.seek(position)
+        again.seek(position, feed.changes())
         assert draw(again, 60 - cut) == whole[cut:]
 
 
@@ -72,16 +80,17 @@ def test_sources_are_drawn_by_weight_and_their_ids_differ(tmp_path: Path) -> Non
 def test_a_prompt_that_keeps_failing_is_drawn_no_more(tmp_path: Path) -> None:
     feed = open_prompts(Data(prompts=write(tmp_path / "p.jsonl", 3), shuffle=False), seed=0,
                         attempts=2)  # fmt: skip
-    feed.ended_badly("2")
+    feed.ended(end("2", "failed"))
     assert "row 1" in draw(feed, 3)
-    feed.ended_badly("2")
+    feed.ended(end("1", "complete"))
+    feed.ended(end("2", "filtered"))
     assert draw(feed, 4) == ["row 0", "row 2", "row 0", "row 2"]
     again = open_prompts(Data(prompts=str(tmp_path / "p.jsonl"), shuffle=False), seed=0, attempts=2)
-    again.seek(feed.position())
+    again.seek(feed.position(), feed.changes())
     assert again.withdrawn == 1
     for number in ("1", "3"):
-        feed.ended_badly(number)
-        feed.ended_badly(number)
+        feed.ended(end(number, "failed"))
+        feed.ended(end(number, "failed"))
     assert len(set(draw(feed, 3))) == 3  # all were withdrawn: they start over
 
 
@@ -91,8 +100,6 @@ def test_a_prompt_that_keeps_failing_is_drawn_no_more(tmp_path: Path) -> None:
         (Data(), "data.prompts is not set"),
         (Data(prompts="a", sources={"b": 1.0}), "remove one of them"),
         (Data(sources={"b": 0.0}), "weight of b"),
-        (Data(prompts="no.parquet"), "umbra-rl|no such file"),
-        (Data(prompts="datasets:nothing-like-it"), "umbra-rl|cannot be loaded"),
         (Data(prompts="x", curriculum="no_such_module:f"), "data.curriculum"),
     ],
 )
@@ -105,4 +112,90 @@ def test_a_position_in_other_prompts_is_refused(tmp_path: Path) -> None:
     feed = open_prompts(Data(prompts=write(tmp_path / "p.jsonl", 3)), seed=0)
     other = open_prompts(Data(prompts=write(tmp_path / "q.jsonl", 4)), seed=0)
     with pytest.raises(UsageError, match="use the same files"):
-        other.seek(feed.position())
+        other.seek(feed.position(), {})
+
+
+# -- curricula -------------------------------------------------------------------------------------
+
+HARDEST_FIRST = """
+seen = []
+
+def hardest_first(rows, epoch, stats):
+    seen.append([(one.groups, one.filtered, one.failed, one.mean_reward) for one in stats])
+    return sorted(range(len(rows)), key=lambda i: stats[i].mean_reward)[: len(rows) - epoch]
+
+def raises(rows, epoch, stats):
+    return rows[9]
+
+def two_arguments(rows, epoch):
+    return [0]
+
+def nonsense(rows, epoch, stats):
+    return [0, 7]
+"""
+
+
+@pytest.fixture
+def hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A module of curricula, importable by its name."""
+    (tmp_path / "my_hooks.py").write_text(HARDEST_FIRST)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "my_hooks"
+    sys.modules.pop("my_hooks", None)
+
+
+def epoch_of_results(feed: PromptFeed) -> None:
+    """All rows are drawn once; "row 0" is easy, "row 1" level, "row 2" fails."""
+    ids = [next(feed).prompt_id for _ in range(3)]
+    assert sorted(ids) == ["1", "2", "3"]
+    feed.ended(end("1", "complete", 1.0, 1.0, 0.0, 1.0))
+    feed.ended(end("2", "filtered", 0.5, 0.5))
+    feed.ended(end("3", "failed"))
+
+
+def test_a_curriculum_sees_what_came_of_every_prompt(tmp_path: Path, hooks: str) -> None:
+    data = Data(prompts=write(tmp_path / "p.jsonl", 3), curriculum=f"{hooks}:hardest_first")
+    feed = open_prompts(data, seed=0)
+    epoch_of_results(feed)
+    assert draw(feed, 2) == ["row 2", "row 1"]
+    assert sys.modules[hooks].seen == [  # type: ignore[attr-defined]
+        [(0, 0, 0, 0.0)] * 3,
+        [(1, 0, 0, 0.75), (1, 1, 0, 0.5), (1, 0, 1, 0.0)],
+    ]
+
+
+@pytest.mark.parametrize("more", [0, 1, 2])
+def test_the_order_of_an_epoch_outlives_the_buffer(tmp_path: Path, hooks: str, more: int) -> None:
+    """Results that come after the order was made change the next epoch, not this one."""
+    data = Data(prompts=write(tmp_path / "p.jsonl", 3), curriculum=f"{hooks}:hardest_first")
+    feed, kept = open_prompts(data, seed=0), {}
+    epoch_of_results(feed)
+    kept.update(feed.changes())
+    seen = draw(feed, more)
+    feed.ended(end("3", "complete", 9.0))
+    kept.update(feed.changes())
+    position = feed.position()
+    again = open_prompts(data, seed=0)
+    again.seek(position, msgspec.msgpack.decode(msgspec.msgpack.encode(kept)))
+    asked = len(sys.modules[hooks].seen)  # type: ignore[attr-defined]
+    assert draw(again, 3 - more) == draw(feed, 3 - more)
+    expected = ["row 2", "row 1"] if more else ["row 1", "row 0"]
+    assert [*seen, *draw(again, 0)][:1] == (expected[:1] if more else [])
+    epochs = sys.modules[hooks].seen[asked:]  # type: ignore[attr-defined]
+    assert epochs[0] == epochs[-1] and epochs[0][2] == (2, 0, 1, 9.0)
+
+
+@pytest.mark.parametrize(
+    ("hook", "said"),
+    [
+        ("raises", "failed for epoch 0: IndexError"),
+        ("two_arguments", "failed for epoch 0: TypeError"),
+        ("nonsense", "indices from 0 to 2"),
+        ("nothing", "write it as"),
+    ],
+)
+def test_a_bad_curriculum_is_named(tmp_path: Path, hooks: str, hook: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        next(open_prompts(Data(prompts=write(tmp_path / "p.jsonl", 3),
+                               curriculum=f"{hooks}:{hook}"), seed=0))  # fmt: skip

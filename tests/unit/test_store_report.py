@@ -11,6 +11,8 @@ from click.testing import CliRunner
 from fakes.broker_world import World, trajectory
 
 from umbra.proto.errors import UsageError
+from umbra.proto.messages import LeaseBatch, Nack
+from umbra.services.buffer.command import command as buffer_command
 from umbra.services.buffer.log_store import LogStore
 from umbra.services.buffer.segments import segment_path
 from umbra.services.buffer.store import StoreError
@@ -105,7 +107,7 @@ def test_a_repair_says_what_it_drops_and_the_run_goes_on(tmp_path: Path) -> None
     at = data.index(b"t/s-5")
     data[at + 40] ^= 255
     path.write_bytes(data)
-    with pytest.raises(StoreError, match="umbra store repair"):
+    with pytest.raises(StoreError, match="umbra buffer --repair --store"):
         LogStore(world.folder)
     text = run("repair", str(world.folder))
     assert text.count("dropped") == 1 and "wrong checksum" in text
@@ -135,3 +137,86 @@ def test_what_a_repair_cannot_save_ends_as_lost(tmp_path: Path) -> None:
     ledger = world.pool.ledger.snapshot()
     assert ledger.balance == 0 and ledger.ended == {"lost": 2}
     world.stop()
+
+
+def spoil(folder: Path, key: bytes, occurrence: int = -1) -> None:
+    """Flip a bit in a record of `key`, the newest if nothing is said."""
+    path = segment_path(folder, 0)
+    data = bytearray(path.read_bytes())
+    places = [n for n in range(len(data)) if data.startswith(key, n)]
+    data[places[occurrence] + len(key) + 2] ^= 4
+    path.write_bytes(data)
+
+
+def test_a_repair_names_the_samples_that_it_costs(tmp_path: Path) -> None:
+    world = worked(tmp_path / "store")
+    world.stop()
+    spoil(world.folder, b"t/s-5")
+    spoil(world.folder, b"g/g-3")
+    spoil(world.folder, b"t/s-0")  # of a committed batch that is kept
+    text = run("repair", str(world.folder))
+    assert text.count("wrong checksum") == 2  # two of them lie side by side
+    assert "sample s-5 starts again: its trajectory is gone" in text
+    assert "sample s-6 ends as lost: its group is gone" in text
+    assert "the batches up to step 1 cannot be handed out again" in text
+    world.open()
+    assert world.pool.ledger.snapshot().balance == 0
+    world.stop()
+    world.open()  # what was mended once is sound
+    assert world.pool.samples["s-5"].oldest is None
+    world.join("trainer", "trainer", "trainer-2")
+    reply = world.ask("trainer", LeaseBatch(step=1, wait_s=0))
+    assert isinstance(reply, Nack)  # its trajectories are not all there
+    world.stop()
+
+
+def test_a_batch_that_was_handed_out_goes_on_without_what_is_lost(tmp_path: Path) -> None:
+    world = worked(tmp_path / "store")
+    for task in list(world.pool.held["a"].values()):
+        world.submit("a", trajectory(world.pool.task(task), 1))
+    assert len(world.batch(2).trajectories) == 4
+    world.log.commit()
+    world.stop()
+    spoil(world.folder, b"t/s-5")
+    assert "the batch of step 2 goes on without 1 groups" in run("repair", str(world.folder))
+    world.open()
+    assert len(world.batch(2).trajectories) == 2
+    world.stop()
+    world.open()
+    world.commit(2)
+    assert world.pool.ledger.snapshot().balance == 0
+    world.stop()
+
+
+def test_the_counts_are_made_up_for_from_what_they_counted(tmp_path: Path) -> None:
+    """The newest record of the counts is spoilt: those of one commit before do not know of it."""
+    world = StoredWorld(tmp_path / "store")
+    world.join("generator", "a")
+    world.join("trainer", "trainer")
+    world.produce("a", 0)
+    world.log.commit()
+    world.batch(1)
+    world.log.commit()
+    world.commit(1)
+    world.stop()
+    spoil(world.folder, b"now")
+    text = run("repair", str(world.folder))
+    assert "wrong checksum" in text
+    world.open()
+    ledger = world.pool.ledger.snapshot()
+    assert (world.broker.batches.version, ledger.trained, ledger.balance) == (1, 4, 0)
+    world.stop()
+
+
+def test_the_buffer_itself_repairs_its_store(tmp_path: Path) -> None:
+    world = worked(tmp_path / "store")
+    world.stop()
+    result = CliRunner().invoke(buffer_command, ["--repair", "--run-dir", str(tmp_path)])
+    assert (result.exit_code, result.output) == (0, result.output)
+    assert "nothing to repair" in result.output
+    spoil(world.folder, b"t/s-5")
+    result = CliRunner().invoke(buffer_command, ["--repair", "--store", str(world.folder)])
+    assert result.exit_code == 0
+    assert "sample s-5 starts again" in result.output
+    with pytest.raises(UsageError, match="--repair needs a store"):
+        CliRunner().invoke(buffer_command, ["--repair"], catch_exceptions=False)

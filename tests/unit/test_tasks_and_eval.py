@@ -1,5 +1,6 @@
 """Built-in tasks as files, reading JSON lines, and `umbra eval` / `umbra make-task`."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,12 @@ import pytest
 from click.testing import CliRunner
 
 from umbra.proto.errors import UsageError
+from umbra.services.environments.calculator import calculator
+from umbra.services.environments.guess import Guess
+from umbra.services.environments.single_turn import ExactMatch
+from umbra.services.environments.tools import ToolUse
 from umbra.services.generator.command import evaluate, make_task
 from umbra.services.generator.tasks import write_task
-from umbra.services.modeling.environments import ExactMatch, Guess
 from umbra.services.runtime.jsonl import read_jsonl
 
 COUNTS = {"prompts": 300, "heldout": 100, "demos": 300}
@@ -66,6 +70,30 @@ def test_guess_demos_are_conversations_with_the_environment(tmp_path: Path) -> N
         assert secrets, turns
         hits += any(reward == 1.0 for _, reward in secrets)
     assert hits > 0
+
+
+def test_calculator_demos_are_conversations_with_the_environment(tmp_path: Path) -> None:
+    write_task("calculator", tmp_path, seed=0, **COUNTS)
+    prompts, _, demos = files(tmp_path)
+    assert all(calculator(row["prompt"][:-1]) == row["answer"] for row in prompts)
+    rewards = []
+    for demo in demos:
+        _, asked, called, heard, said = (m["content"] for m in demo["messages"])
+        environment = ToolUse()
+        environment.reset({"prompt": asked, "answer": calculator(asked[:-1])})
+        (message,) = asyncio.run(environment.step(called)).messages
+        assert heard == f"<tool_response>{message['content']}</tool_response>"
+        rewards.append(asyncio.run(environment.step(said)).reward)
+    assert 0.1 < sum(rewards) / len(rewards) < 0.9
+
+
+def test_gym_rows_are_written_and_scored(tmp_path: Path, tiny_model_dir: Path) -> None:
+    out = run(make_task, "gym:chain_sum", "--out", tmp_path, "--prompts", 5, "--heldout", 3)
+    assert "5 rows in prompts.jsonl, 3 rows in heldout.jsonl" in out
+    said = run(
+        evaluate, tiny_model_dir, "--task", "gym:chain_sum", "--samples", 3, "--max-tokens", 4
+    )
+    assert "3 samples)" in said
 
 
 def test_the_same_seed_writes_the_same_files(tmp_path: Path) -> None:
@@ -125,6 +153,7 @@ def test_eval_draws_held_out_prompts_of_a_task(tiny_model_dir: Path) -> None:
         (["nowhere", "--task", "sort"], "MODEL: nowhere is no directory"),
         (["BARE", "--task", "sort"], "has no tokenizer"),
         (["MODEL", "--prompts", "EMPTY"], "is empty"),
+        (["MODEL", "--task", "sorts"], "task 'sorts' is unknown; use sort, guess"),
         (["MODEL", "--task", "sort", "--set", "x"], "write it as section.key=value"),
         (["MODEL", "--task", "sort", "--device", "tpu9"], "device 'tpu9'"),
         (["MODEL", "--task", "sort", "--environment", "exat"], "did you mean 'exact'"),

@@ -139,3 +139,156 @@ def test_first_fit_decreasing_places_each_once_within_capacity(
     assert sorted(item for row in rows for item in row) == list(range(len(lengths)))
     for row in rows:
         assert len(row) == 1 or sum(lengths[item] for item in row) <= capacity
+
+
+# -- several responses to one prompt ---------------------------------------------------------------
+
+
+def family_tokens(seed: int = 2) -> Tokens:
+    """Three prompts with 4, 3 and 1 responses; what follows the prompt is learned, in part."""
+    generator = torch.Generator().manual_seed(seed)
+    ids, lengths, learned, owner, prompts, family = [], [], [], [], [], []
+    for number, (prompt_length, responses) in enumerate(
+        [(9, [4, 1, 7, 2]), (1, [3, 6, 5]), (5, [3])]
+    ):
+        prompt = torch.randint(5, 100, (prompt_length,), generator=generator)
+        for length in responses:
+            start = sum(lengths)
+            learned += [start + prompt_length + at for at in range(length) if at != 1]
+            owner += [len(lengths)] * (length - (length > 1))
+            ids += [prompt, torch.randint(5, 100, (length,), generator=generator)]
+            lengths.append(prompt_length + length)
+            prompts.append(prompt_length)
+            family.append(number)
+    return Tokens(
+        torch.cat(ids),
+        torch.tensor(lengths),
+        torch.tensor(learned),
+        torch.tensor(owner),
+        torch.tensor(prompts),
+        torch.tensor(family),
+    )
+
+
+@pytest.mark.parametrize("pack_tokens", [1, 12, 20, 200])
+@pytest.mark.parametrize("micro_tokens", [1, 10_000])
+def test_a_shared_prompt_changes_no_logprob_and_no_gradient(
+    model: PreTrainedModel, pack_tokens: int, micro_tokens: int
+) -> None:
+    tokens = family_tokens()
+    temperature = torch.linspace(0.5, 1.5, len(tokens.learned))
+    weight = torch.linspace(-1.0, 1.0, len(tokens.learned))
+    model.zero_grad()
+    (one_by_one(model, tokens, temperature) * weight).sum().backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    found = torch.full((len(tokens.learned),), float("nan"))
+    for micro in pack(
+        tokens, pack_tokens=pack_tokens, micro_tokens=micro_tokens, share_prompts=True
+    ):
+        logprobs, _ = Scorer(model)(micro, temperature[micro.source])
+        found[micro.source] = logprobs.detach()
+        (logprobs * weight[micro.source]).sum().backward()
+    with torch.no_grad():
+        reference = one_by_one(model, tokens, temperature)
+    torch.testing.assert_close(found, reference, atol=1e-5, rtol=0)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], atol=1e-4, rtol=1e-3)
+
+
+def test_a_prompt_is_fed_once_where_its_responses_fit() -> None:
+    tokens = family_tokens()
+    apart = pack(tokens, pack_tokens=200, micro_tokens=10_000)
+    shared = pack(tokens, pack_tokens=200, micro_tokens=10_000, share_prompts=True)
+    fed = int((tokens.lengths - 1).sum())
+    assert sum(m.tokens for m in apart) == fed
+    assert sum(m.tokens for m in shared) == fed - 3 * 9 - 2 * 1
+    # With room for two responses each, the first prompt is fed twice.
+    tight = pack(tokens, pack_tokens=16, micro_tokens=10_000, share_prompts=True)
+    assert sum(m.tokens for m in tight) == fed - 2 * 9 - 2 * 1
+
+
+@torch.no_grad()
+def test_other_responses_to_the_same_prompt_cannot_be_seen(model: PreTrainedModel) -> None:
+    tokens = family_tokens()
+    ones = torch.ones(len(tokens.learned))
+    changed = tokens.ids.clone()
+    start = int(tokens.lengths[:2].sum())
+    response = slice(start + 9, start + int(tokens.lengths[2]))
+    mine = torch.zeros(len(changed), dtype=torch.bool)
+    mine[response] = mine[start : start + 9] = True
+    for sample in (0, 1, 3):  # the other responses to the same prompt
+        first = int(tokens.lengths[:sample].sum())
+        changed[first + 9 : first + int(tokens.lengths[sample])] = 7
+    other = Tokens(
+        changed, tokens.lengths, tokens.learned, tokens.owner, tokens.prompts, tokens.family
+    )
+    both = [
+        pack(t, pack_tokens=200, micro_tokens=10_000, share_prompts=True) for t in (tokens, other)
+    ]
+    ((before,), (after,)) = both
+    own = tokens.owner[before.source] == 2
+    scorer = Scorer(model)
+    old, new = scorer(before, ones)[0], scorer(after, ones)[0]
+    torch.testing.assert_close(old[own], new[own], atol=1e-5, rtol=0)
+    neighbours = (tokens.owner[before.source] == 0) | (tokens.owner[before.source] == 3)
+    assert not torch.allclose(old[neighbours], new[neighbours], atol=1e-2)
+
+
+# -- several ranks ---------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 12), st.integers(1, 20), st.integers(0, 4)), max_size=24),
+    st.integers(1, 5),
+    st.integers(1, 60),
+    st.integers(1, 120),
+    st.booleans(),
+)
+def test_ranks_get_all_of_it_once_in_equally_many_micro_batches(
+    sizes: list[tuple[int, int, int]], world: int, pack_tokens: int, micro_tokens: int, share: bool
+) -> None:
+    prompt_of = {name: prompt for prompt, _, name in sizes}
+    lengths = torch.tensor([prompt_of[name] + response for _, response, name in sizes])
+    ends = lengths.cumsum(0)
+    tokens = Tokens(
+        torch.zeros(int(lengths.sum())).long(),
+        lengths.long(),
+        (ends - 1).long(),
+        torch.arange(len(sizes)),
+        torch.tensor([prompt_of[name] for _, _, name in sizes]).long(),
+        torch.tensor([name for _, _, name in sizes]).long(),
+    )
+    plans = [
+        pack(
+            tokens,
+            pack_tokens=pack_tokens,
+            micro_tokens=micro_tokens,
+            share_prompts=share,
+            rank=rank,
+            world=world,
+        )
+        for rank in range(world)
+    ]
+    assert len({len(plan) for plan in plans}) == 1
+    seen = sorted(s for plan in plans for micro in plan for s in micro.source.tolist())
+    assert seen == list(range(len(sizes)))
+    work = [sum(micro.tokens for micro in plan) for plan in plans]
+    largest = max(pack_tokens, max(lengths.tolist(), default=0))
+    assert max(work) - min(work) <= largest, "at most one unit apart"
+    whole = pack(tokens, pack_tokens=pack_tokens, micro_tokens=micro_tokens, share_prompts=share)
+    assert sum(work) == sum(micro.tokens for micro in whole)
+
+
+def test_a_rank_without_work_has_an_empty_pass_with_a_gradient(model: PreTrainedModel) -> None:
+    lengths = torch.tensor([5])
+    tokens = Tokens(torch.arange(5), lengths, torch.tensor([4]), torch.tensor([0]))
+    (micro,) = pack(tokens, pack_tokens=8, micro_tokens=8, rank=1, world=2)
+    assert micro.tokens == 0
+    logprobs, entropy = Scorer(model)(micro, torch.ones(0))
+    assert logprobs.shape == entropy.shape == (0,)
+    model.zero_grad()
+    logprobs.sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, f"{name}: a sharded rank would not join the reduction"
+        assert not parameter.grad.any()

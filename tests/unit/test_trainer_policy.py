@@ -14,6 +14,7 @@ from umbra.services.runtime.manifest import build_manifest
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.make_model import make_model
 from umbra.services.trainer.policy import export_policy, load_policy
+from umbra.services.trainer.ranks import Ranks, join_ranks
 from umbra.services.trainer.snapshot import DTYPES, tensor_layout, write_shards
 
 
@@ -117,10 +118,17 @@ def test_a_snapshot_holds_the_state_dict(directory: Path, dtype: str) -> None:
         assert sorted(file.keys()) == sorted(names), "the names of the Hugging Face file"
 
 
-def test_more_than_one_rank_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_and_ranks_that_are_not_there_are_refused(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, _ = load_policy(directory)
     with pytest.raises(UsageError, match=r"trainer\.device"):
         Learner(model, Trainer(device="tpu"), steps=1)
+    with pytest.raises(UsageError, match="fp16 works with one rank"):
+        Learner(model, Trainer(device="cpu", precision="fp16"), steps=1, ranks=Ranks(0, 2))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UsageError, match="WORLD_SIZE is 2"):
-        Learner(model, Trainer(), steps=1)
+    with pytest.raises(UsageError, match="WORLD_SIZE is 2"), join_ranks(Trainer(ranks=3)):
+        pass
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(UsageError, match="--use_fsdp"), join_ranks(Trainer()):
+        pass

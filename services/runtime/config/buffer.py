@@ -71,9 +71,16 @@ class Buffer(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = 0
     sampling: Annotated[
-        Literal["fifo", "freshest"],
-        Meta(description="groups of a batch: first complete first, or newest tokens first"),
+        Literal["fifo", "freshest", "replay"],
+        Meta(
+            description="groups of a batch: first complete first, newest tokens first, or (replay) "
+            "first complete first, filled up with groups that were trained on before"
+        ),
     ] = "fifo"
+    replay_times: Annotated[
+        int,
+        Meta(description="batches that a group may be in while it is fresh; for replay", ge=2),
+    ] = 2
     batch_tokens: Annotated[
         int,
         Meta(

@@ -13,12 +13,32 @@ class Environment(Section, frozen=True, kw_only=True, forbid_unknown_fields=True
     """What a rollout interacts with, and what rewards it."""
 
     kind: Annotated[
-        str, Meta(description='"exact", "guess", "reward" or a class as "module:Class"')
+        str,
+        Meta(
+            description='"exact", "numeric", "math", "guess", "tools", "reasoning-gym", "reward" '
+            'or a class as "module:Class"'
+        ),
     ] = "exact"
     reward: Annotated[
         str, Meta(description='reward function as "module:function", for kind "reward"')
     ] = ""
-    timeout_s: Annotated[float, Meta(description="seconds a reward may take", gt=0)] = 30.0
+    timeout_s: Annotated[
+        float, Meta(description="seconds that one answer of the environment may take", gt=0)
+    ] = 30.0
+    max_turns: Annotated[int, Meta(description="turns of the model; 0 = any number", ge=0)] = 0
+    max_tokens: Annotated[
+        int,
+        Meta(description="response tokens of all turns, the environment's included; 0 = any", ge=0),
+    ] = 0
+    max_s: Annotated[
+        float, Meta(description="seconds that a sample may take on one generator; 0 = any", ge=0)
+    ] = 0.0
+    workers: Annotated[
+        int, Meta(description="processes that run user code, per generator or scorer", ge=1)
+    ] = 4
+    memory_mb: Annotated[
+        int, Meta(description="MiB of address space of such a process; 0 = any", ge=0)
+    ] = 4096
     options: Annotated[
         dict[str, Any], Meta(description="passed to the environment's constructor")
     ] = {}

@@ -48,8 +48,8 @@ class Data(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     curriculum: Annotated[
         str,
         Meta(
-            description='"module:function" that is called with (rows, epoch) and returns the '
-            "indices of the rows to draw in that epoch, in order; instead of data.shuffle"
+            description='"module:function" that is called with (rows, epoch, stats) and returns '
+            "the indices of the rows to draw in that epoch, in order; instead of data.shuffle"
         ),
     ] = ""
 

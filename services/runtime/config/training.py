@@ -7,9 +7,10 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from umbra.services.runtime.config.base import Section
+from umbra.services.runtime.config.objective import ObjectiveKeys
 
 
-class Trainer(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Trainer(ObjectiveKeys, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The optimizer and its objective."""
 
     learning_rate: Annotated[float, Meta(description="peak learning rate", gt=0)] = 1e-5
@@ -20,33 +21,42 @@ class Trainer(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
         float, Meta(description="learning rate at the last step over the peak", ge=0, le=1)
     ] = 0.05
     warmup_steps: Annotated[int, Meta(description="steps of linear warm-up", ge=0)] = 5
+    optimizer: Annotated[
+        Literal["adamw", "sgd"], Meta(description="AdamW, or SGD whose momentum is the first beta")
+    ] = "adamw"
     betas: Annotated[tuple[float, float], Meta(description="AdamW betas")] = (0.9, 0.95)
-    weight_decay: Annotated[float, Meta(description="AdamW weight decay", ge=0)] = 0.0
+    weight_decay: Annotated[float, Meta(description="weight decay", ge=0)] = 0.0
     max_grad_norm: Annotated[float, Meta(description="gradient clipping", gt=0)] = 1.0
-    objective: Annotated[
-        Literal["ppo", "tis", "decoupled", "naive"],
-        Meta(description="policy loss: clip against behaviour logprobs, TIS, decoupled PPO, naive"),
-    ] = "ppo"
-    advantage: Annotated[
-        Literal["dr_grpo", "grpo"], Meta(description="reward - group mean, or that over the std")
-    ] = "dr_grpo"
-    aggregation: Annotated[
-        Literal["token_mean", "sequence_mean", "constant"],
-        Meta(description="mean over tokens, over sequences, or sum over a constant length"),
-    ] = "token_mean"
-    clip_low: Annotated[float, Meta(description="ratio clip below: 1 - clip_low", gt=0)] = 0.2
-    clip_high: Annotated[float, Meta(description="ratio clip above: 1 + clip_high", gt=0)] = 0.2
-    is_cap: Annotated[
-        float, Meta(description="cap of importance weights (tis, decoupled)", gt=0)
-    ] = 2.0
     minibatches: Annotated[int, Meta(description="optimizer updates per batch", ge=1)] = 1
     pack_tokens: Annotated[int, Meta(description="tokens per packed row", ge=8)] = 256
     micro_tokens: Annotated[int, Meta(description="tokens per forward pass", ge=8)] = 4096
+    share_prompts: Annotated[
+        bool, Meta(description="compute a prompt once for all samples of it in a row")
+    ] = True
     device: Annotated[str, Meta(description="cpu, cuda or auto")] = "auto"
     precision: Annotated[
         Literal["no", "bf16", "fp16"], Meta(description="Accelerate mixed precision")
     ] = "no"
-    threads: Annotated[int, Meta(description="CPU threads; 0 = torch's choice", ge=0)] = 0
+    threads: Annotated[int, Meta(description="CPU threads of a rank; 0 = its share", ge=0)] = 0
+    ranks: Annotated[
+        int, Meta(description="processes over which the policy is sharded (FSDP2)", ge=1)
+    ] = 1
+    rank_timeout_s: Annotated[
+        float, Meta(description="seconds a rank may be silent until the others give up", gt=0)
+    ] = 120.0
+    activation_checkpointing: Annotated[
+        bool, Meta(description="recompute each layer in the backward pass, to save memory")
+    ] = False
+    compile: Annotated[bool, Meta(description="torch.compile each layer")] = False
+    lora_rank: Annotated[
+        int, Meta(description="train a LoRA adapter of this rank; 0 = all weights", ge=0)
+    ] = 0
+    lora_alpha: Annotated[
+        float, Meta(description="the adapter's output is scaled by lora_alpha / lora_rank", gt=0)
+    ] = 32.0
+    lora_targets: Annotated[
+        list[str], Meta(description="names of the layers with an adapter; empty = all linear ones")
+    ] = []
     batch_wait_s: Annotated[
         float, Meta(description="seconds to wait for a batch until the run fails", gt=0)
     ] = 600.0

@@ -36,6 +36,13 @@ class WeightHub(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     anchor_every: Annotated[
         int, Meta(description="every so many versions all bytes are sent; 0 = only if needed", ge=0)
     ] = 50
+    device: Annotated[
+        int, Meta(description="index of the GPU that the hub and each relay use", ge=0)
+    ] = 0
+    chunk_bytes: Annotated[
+        int,
+        Meta(description="bytes per broadcast over plane nccl; two in device memory", ge=1024),
+    ] = 64 << 20
     slots: Annotated[int, Meta(description="versions held in the arena", ge=2)] = 2
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"], Meta(description="what is served")

@@ -1,4 +1,4 @@
-"""One version through a communicator: buckets in a ring of device buffers, with deadlines."""
+"""One version through a communicator: chunks in a ring of device buffers, with deadlines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from umbra.proto.errors import DeadlineError, UmbraError
+from umbra.proto.errors import DeadlineError
 
 POLL_S = 0.0002  # between two looks at an event
 
@@ -19,24 +19,30 @@ class Mark(Protocol):
 
 
 class Copier(Protocol):
-    """What is needed of a device; `nccl_plane.Device` is one."""
+    """What is needed of a device; `cuda.Device` is one."""
 
     def to_device(self, target: int, source: int, size: int) -> None: ...
     def to_host(self, target: int, source: int, size: int) -> None: ...
     def mark_copies(self) -> Mark: ...
     def mark_collectives(self) -> Mark: ...
+    def drain(self) -> None: ...
 
 
 class Communicator(Protocol):
-    """What is needed of a communicator; `nccl_plane.NcclCommunicator` is one."""
+    """What is needed of a communicator; `cuda.NcclCommunicator` is one."""
 
     def broadcast(self, address: int, size: int) -> None: ...
     def check(self) -> None: ...
     def abort(self) -> bool: ...
 
 
+def chunks(total: int, chunk_bytes: int) -> list[tuple[int, int]]:
+    """The byte ranges in which `total` bytes are broadcast."""
+    return [(start, min(start + chunk_bytes, total)) for start in range(0, total, chunk_bytes)]
+
+
 def broadcast(
-    buckets: Sequence[tuple[int, int]],
+    ranges: Sequence[tuple[int, int]],
     device: Copier,
     communicator: Communicator,
     *,
@@ -47,20 +53,21 @@ def broadcast(
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Send a version from host memory, or receive it there; all ranks with the same `buckets`.
+    """Send a version from host memory, or receive it there; all ranks with the same `ranges`.
 
-    Copies of one bucket run beside the broadcast of another. After any failure the communicator is
-    aborted and of no more use; the bytes in `host` are then incomplete.
+    Copies of one chunk run beside the broadcast of another. After any failure the communicator is
+    aborted and of no more use, the bytes in `host` are incomplete, and nothing writes there any
+    more.
 
     Args:
-        buckets: byte ranges of the version.
+        ranges: byte ranges of the version, from `chunks`.
         host: address of the version in pinned memory.
-        ring: addresses of device buffers, each as large as the largest bucket.
+        ring: addresses of device buffers, each as large as the largest chunk.
         sends: rank 0 sends, all others receive.
-        deadline_s: seconds that any one bucket may take.
+        deadline_s: seconds that any one chunk may take.
 
     Raises:
-        DeadlineError: a bucket was not through in time: a peer is gone or stuck.
+        DeadlineError: a chunk was not through in time: a peer is gone or stuck.
         PeerLostError: NCCL says so itself.
     """
     marks: list[Mark | None] = [None] * len(ring)
@@ -72,12 +79,12 @@ def broadcast(
             communicator.check()
             if clock() >= until:
                 raise DeadlineError(
-                    f"bucket {index} of {len(buckets)} was not broadcast within {deadline_s:g} s"
+                    f"chunk {index} of {len(ranges)} was not broadcast within {deadline_s:g} s"
                 )
             pause(POLL_S)
 
     try:
-        for index, (start, end) in enumerate(buckets):
+        for index, (start, end) in enumerate(ranges):
             lane, size = index % len(ring), end - start
             wait(index - len(ring), lane)
             buffer = ring[lane]
@@ -91,8 +98,11 @@ def broadcast(
                 device.mark_collectives()
                 device.to_host(host + start, buffer, size)
                 marks[lane] = device.mark_copies()
-        for index in range(max(0, len(buckets) - len(ring)), len(buckets)):
+        for index in range(max(0, len(ranges) - len(ring)), len(ranges)):
             wait(index, index % len(ring))
-    except UmbraError:
+    except BaseException:
         communicator.abort()
+        # The kernels have ended, and with them what waits for them: copies into `host`, which is
+        # about to be filled in another way.
+        device.drain()
         raise

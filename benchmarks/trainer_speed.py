@@ -1,0 +1,282 @@
+"""Tokens per second of an update of the policy, against plain torch and TRL on the same samples.
+
+    python benchmarks/trainer_speed.py [--json FILE] [--threads 1] [--passes 3]
+    python benchmarks/trainer_speed.py --device cuda [--hidden 1024 --layers 28 ...] [--json FILE]
+
+Two loads of groups of eight: one with a long tail of response lengths, one of long prompts and
+short responses. A row is the best of `--passes` updates (forward, backward, clipping, AdamW) after
+one that warms up; rows take turns, so that a noisy moment hits all of them alike. Tokens are those
+of the samples, prompts included, however they are fed. `trainer` is everything that the trainer
+does with a leased batch: checks, advantages, packing, loss, metrics, step.
+
+On a GPU the model is a Qwen3 with random weights (0.6 B by default) in bf16, TRL is left out, and
+`mfu` is the model's floating-point operations per second over those of a large matrix product on
+the same GPU. Counted are 6 operations per weight and token (the output layer: per learned token),
+and 6 L^2 per head dimension, head and layer for the causal attention of a sequence of L tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from report import Report
+from trainer_peers import PlainPacked, PlainPadded, TrlStep
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from umbra.proto.records import Sampling, Trajectory, VersionSpan, pack_float32, pack_int32
+from umbra.services.modeling.packing import pack
+from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.config_loader import load_config
+from umbra.services.trainer.batch import Batch, make_batch
+from umbra.services.trainer.learner import Learner
+from umbra.services.trainer.make_model import make_model
+from umbra.services.trainer.policy import load_policy
+from umbra.services.trainer.update import PolicyUpdate
+
+GROUP = 8
+SPEED_GOAL, MFU_GOAL, SHARED_GOAL = 0.95, 0.45, 1.9
+MATRIX = 8192  # rows of the product that gives the ceiling
+
+
+def make_load(groups: int, prompt: int, mean: int, longest: int, vocab: int) -> list[Trajectory]:
+    """Groups of responses whose lengths are exponential around `mean`, each cut at `longest`."""
+    source = random.Random(1)
+    made: list[Trajectory] = []
+    for group in range(groups):
+        head = [source.randrange(5, vocab) for _ in range(source.randint(prompt // 2, prompt))]
+        for member in range(GROUP):
+            length = min(longest, 2 + int(source.expovariate(1 / mean)))
+            made.append(
+                Trajectory(
+                    sample_id=f"{group}-{member}",
+                    group_id=str(group),
+                    prompt_id=str(group),
+                    attempt=1,
+                    prompt_ids=pack_int32(head),
+                    response_ids=pack_int32([source.randrange(5, vocab) for _ in range(length)]),
+                    loss_mask=bytes([1] * length),
+                    logprobs=pack_float32([-4.0 - source.random() for _ in range(length)]),
+                    spans=[VersionSpan(version=0, start=0, end=length)],
+                    finish_reason="stop",
+                    reward=float(member % 2),
+                    sampling=Sampling(),
+                )
+            )
+    return made
+
+
+class TrainerStep:
+    """The trainer's own update of a leased batch."""
+
+    def __init__(self, model: PreTrainedModel, config: RunConfig, load: list[Trajectory]) -> None:
+        self._learner = Learner(model, config.trainer, steps=1000)
+        self._update = PolicyUpdate(config, self._learner)
+        self._load = load
+
+    def __call__(self) -> None:
+        """One update."""
+        batch = make_batch(self._load, self._learner.model.config.vocab_size)
+        assert self._update(batch, 0, lambda: True) is not None
+
+
+def best_of(steps: dict[str, Callable[[], None]], passes: int, cuda: bool) -> dict[str, float]:
+    """Seconds of the fastest of `passes` calls of each, in turns, after one that warms up."""
+    best = dict.fromkeys(steps, float("inf"))
+    for number in range(passes + 1):
+        for name, step in steps.items():
+            begin = time.perf_counter()
+            step()
+            if cuda:
+                torch.cuda.synchronize()
+            if number:
+                best[name] = min(best[name], time.perf_counter() - begin)
+    return best
+
+
+def settings(args: argparse.Namespace, **trainer: Any) -> RunConfig:
+    """The run's configuration; all else is the default."""
+    keys = {
+        "device": args.device,
+        "threads": args.threads,
+        "pack_tokens": args.pack_tokens,
+        "micro_tokens": args.micro_tokens,
+        "precision": "bf16" if args.device == "cuda" else "no",
+        "compile": str(args.compile).lower(),
+        "activation_checkpointing": str(args.checkpointing).lower(),
+        "learning_rate": 1e-5,
+    } | trainer
+    return load_config(overrides=[f"trainer.{k}={v}" for k, v in keys.items()], environ={})
+
+
+def ceiling(device: torch.device) -> float:
+    """Operations per second of a bf16 product of two square matrices, the best of ten."""
+    a = torch.randn(MATRIX, MATRIX, device=device, dtype=torch.bfloat16)
+    best = float("inf")
+    for _ in range(12):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        torch.mm(a, a)
+        torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - begin)
+    return 2 * MATRIX**3 / best
+
+
+def operations(model: PreTrainedModel, batch: Batch) -> float:
+    """Floating-point operations of one update, as counted above."""
+    config: Any = model.config
+    body = sum(p.numel() for name, p in model.named_parameters() if "embed" not in name)
+    if not config.tie_word_embeddings:
+        body -= config.vocab_size * config.hidden_size
+    head = config.vocab_size * config.hidden_size
+    squares = float(batch.tokens.lengths.double().square().sum())
+    heads = config.num_attention_heads * config.head_dim * config.num_hidden_layers
+    fed = float(batch.tokens.lengths.sum())
+    return 6 * body * fed + 6 * head * len(batch.tokens.learned) + 6 * heads * squares
+
+
+def on_cpu(args: argparse.Namespace, report: Report) -> None:
+    """All peers on a small model."""
+    torch.set_num_threads(args.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model"
+        make_model(path, hidden=192, layers=4, heads=4, kv_heads=2, ff=576)
+
+        def model() -> PreTrainedModel:
+            return load_policy(path)[0]
+
+        vocab = model().config.vocab_size
+        loads = {
+            "long tail": make_load(args.groups, 48, 60, 250, vocab),
+            "long prompts": make_load(args.groups, 300, 16, 60, vocab),
+        }
+        shared, apart = settings(args), settings(args, share_prompts="false")
+        for name, load in loads.items():
+            batch = make_batch(load, vocab)
+            micros = pack(
+                batch.tokens, pack_tokens=args.pack_tokens, micro_tokens=args.micro_tokens
+            )
+            steps: dict[str, Callable[[], None]] = {
+                "trainer": TrainerStep(model(), shared, load),
+                "trainer, prompts not shared": TrainerStep(model(), apart, load),
+                "plain torch, the same packed rows": PlainPacked(model(), batch, micros),
+                "plain torch, padded": PlainPadded(model(), batch),
+                "TRL GRPOTrainer": TrlStep(path, load, Path(folder)),
+            }
+            seconds = best_of(steps, args.passes, cuda=False)
+            tokens = int(batch.tokens.lengths.sum())
+            for who, spent in seconds.items():
+                report.add(
+                    load=name, who=who, tokens=tokens, seconds=spent, tokens_s=tokens / spent
+                )
+            first, second, plain, padded, trl = seconds.values()
+            report.goal(
+                f"{name}: trainer / plain torch, same rows", plain / second, ">=", SPEED_GOAL
+            )
+            report.goal(f"{name}: packed / padded, plain torch", padded / plain, ">", 1.0)
+            report.goal(f"{name}: trainer / TRL", trl / first, ">", 1.0)
+            if name == "long prompts":
+                report.goal(f"{name}: shared / not shared", second / first, ">=", SHARED_GOAL)
+
+
+def on_cuda(args: argparse.Namespace, report: Report) -> None:
+    """A model of half a billion to a billion weights, and its MFU."""
+    device = torch.device("cuda")
+    config = Qwen3Config(
+        vocab_size=args.vocab,
+        hidden_size=args.hidden,
+        intermediate_size=args.ff,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.heads,
+        num_key_value_heads=max(1, args.heads // 2),
+        head_dim=128,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+        attn_implementation="sdpa",
+    )
+
+    def model() -> PreTrainedModel:
+        torch.manual_seed(0)
+        with device:
+            return Qwen3ForCausalLM(config)
+
+    top = ceiling(device)
+    loads = {
+        # A response as long as a row has it alone: no mask, so that the fast causal kernel runs.
+        "full rows": make_load(
+            args.groups, 512, 10 * args.pack_tokens, args.pack_tokens - 511, 1000
+        ),
+        "long tail": make_load(args.groups, 512, 1000, args.pack_tokens - 512, 1000),
+        "long prompts": make_load(args.groups, 2048, 120, 400, 1000),
+    }
+    shared, apart = settings(args), settings(args, share_prompts="false")
+    for name, load in loads.items():
+        batch = make_batch(load, args.vocab)
+        tokens = int(batch.tokens.lengths.sum())
+        micros = pack(batch.tokens, pack_tokens=args.pack_tokens, micro_tokens=args.micro_tokens)
+        steps: dict[str, Callable[[], Callable[[], None]]] = {
+            "trainer": lambda load=load: TrainerStep(model(), shared, load),
+            "trainer, prompts not shared": lambda load=load: TrainerStep(model(), apart, load),
+            "plain torch, the same packed rows": lambda batch=batch, micros=micros: PlainPacked(
+                model(), batch, micros, bf16=True
+            ),
+        }
+        seconds: dict[str, float] = {}
+        for who, make in steps.items():  # one at a time: each holds a model and its optimizer
+            seconds |= best_of({who: make()}, args.passes, cuda=True)
+            torch.cuda.empty_cache()
+        work = operations(model(), batch)
+        for who, spent in seconds.items():
+            mfu = work / spent / top if who != "trainer" else float("nan")
+            report.add(
+                load=name,
+                who=who,
+                tokens=tokens,
+                seconds=spent,
+                tokens_s=tokens / spent,
+                mfu=mfu,
+                ceiling_tflops=top / 1e12,
+                peak_gib=torch.cuda.max_memory_allocated() / 2**30,
+            )
+        first, second, plain = seconds.values()
+        report.goal(f"{name}: trainer / plain torch, same rows", plain / second, ">=", SPEED_GOAL)
+        if name == "full rows":
+            report.goal("full rows: MFU", work / second / top, ">=", MFU_GOAL)
+        if name == "long prompts":
+            report.goal(f"{name}: shared / not shared", second / first, ">=", SHARED_GOAL)
+
+
+def main() -> None:
+    """Measure, print, and write JSON if asked to."""
+    parser = argparse.ArgumentParser(description="Tokens per second of the trainer.")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--passes", type=int, default=3)
+    parser.add_argument("--groups", type=int, default=6)
+    parser.add_argument("--pack-tokens", type=int)
+    parser.add_argument("--micro-tokens", type=int)
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--ff", type=int, default=3072)
+    parser.add_argument("--vocab", type=int, default=151_936)
+    args = parser.parse_args()
+    on_gpu = args.device == "cuda"
+    args.pack_tokens = args.pack_tokens or (4096 if on_gpu else 512)
+    args.micro_tokens = args.micro_tokens or (8192 if on_gpu else 4096)
+    report = Report("trainer_speed")
+    (on_cuda if on_gpu else on_cpu)(args, report)
+    report.show(args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""Tasks of the package `reasoning-gym`: generated puzzles with verifiers of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from umbra.proto.errors import UsageError
+from umbra.services.environments.protocol import Row, SampleError, StepResult
+from umbra.services.environments.single_turn import SingleTurn
+
+
+class ReasoningGym(SingleTurn):
+    """Scores answers by the verifier of the dataset that made the row (`gym_rows`)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._library = _library()
+
+    def step(self, response: str) -> StepResult:
+        entry = self.row.get("entry")
+        if not isinstance(entry, dict):
+            raise SampleError(
+                'environment "reasoning-gym" needs rows made by `umbra make-task gym:NAME`'
+            )
+        name = entry["metadata"]["source_dataset"]
+        score = self._library.get_score_answer_fn(name)
+        return StepResult(reward=float(score(response.strip(), entry)))
+
+
+def gym_rows(name: str, count: int, seed: int) -> list[Row]:
+    """`count` rows of the dataset `name`, each with the entry that its verifier needs.
+
+    Raises:
+        UsageError: the package is missing, or has no such dataset.
+    """
+    library = _library()
+    try:
+        dataset = library.create_dataset(name, size=count, seed=seed)
+    except ValueError as error:
+        raise UsageError(f"reasoning-gym has no dataset {name!r}: {error}") from error
+    return [
+        {"prompt": entry["question"], "answer": entry["answer"], "entry": entry}
+        for entry in dataset
+    ]
+
+
+def _library() -> Any:
+    try:
+        import reasoning_gym
+    except ModuleNotFoundError:
+        raise UsageError(
+            'environment.kind = "reasoning-gym" needs it: pip install "umbra-rl[tasks]"'
+        ) from None
+    return reasoning_gym

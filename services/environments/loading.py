@@ -1,0 +1,145 @@
+"""Finds the environment that a configuration names, with errors a person can act on."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from umbra.proto.errors import UsageError
+from umbra.services.environments.guess import Guess
+from umbra.services.environments.gym import ReasoningGym
+from umbra.services.environments.protocol import Environment, EnvironmentFactory
+from umbra.services.environments.single_turn import (
+    ExactMatch,
+    MathVerify,
+    NumericMatch,
+    RewardFunction,
+    Unrewarded,
+)
+from umbra.services.environments.tools import BUILT_IN, ToolUse
+from umbra.services.runtime.config import Environment as EnvironmentConfig
+
+UNREWARDED = "none"
+"""The kind that a generator runs while a scoring stage gives the rewards."""
+
+_KINDS: dict[str, Callable[..., Environment]] = {
+    "exact": ExactMatch,
+    "numeric": NumericMatch,
+    "math": MathVerify,
+    "guess": Guess,
+    "tools": ToolUse,
+    "reasoning-gym": ReasoningGym,
+    UNREWARDED: Unrewarded,
+}
+_INSTANT = {"exact", "numeric", "guess", UNREWARDED}
+
+
+def runs_inline(config: EnvironmentConfig) -> bool:
+    """Whether all that runs is ours and takes microseconds: then it needs no process of its own."""
+    if config.kind == "tools":
+        return set(config.options.get("tools", BUILT_IN)) <= set(BUILT_IN)
+    return config.kind in _INSTANT
+
+
+def load_environment(config: EnvironmentConfig) -> EnvironmentFactory:
+    """The factory of the configured environment.
+
+    Raises:
+        UsageError: unknown kind, module or name, or options the constructor does not take.
+    """
+    options = dict(config.options)
+    if config.kind == "reward":
+        if not config.reward:
+            raise UsageError(
+                'environment.kind = "reward" needs environment.reward = "module:function"'
+            )
+        function = _load(config.reward, "environment.reward")
+        return _checked(
+            lambda: RewardFunction(function, f"reward {config.reward}", **options), config
+        )
+    if config.kind == "tools" and "tools" in options:
+        options["tools"] = [_tool(name) for name in _names(options["tools"])]
+    if config.kind in _KINDS:
+        make: Callable[..., Any] = _KINDS[config.kind]
+    elif ":" in config.kind:
+        make = _load(config.kind, "environment.kind")
+        missing = [name for name in ("reset", "step") if not callable(getattr(make, name, None))]
+        if missing:
+            raise UsageError(
+                f"environment.kind {config.kind!r} has no method {' and no '.join(missing)}"
+            )
+    else:
+        known = [*_KINDS, "reward"]
+        raise UsageError(
+            f"environment.kind {config.kind!r} is unknown{_nearest(config.kind, known)}; use "
+            f'{", ".join(known)}, or a class as "module:Class"'
+        )
+    return _checked(lambda: make(**options), config)
+
+
+def _names(tools: Any) -> list[str]:
+    if isinstance(tools, list) and tools and all(isinstance(name, str) for name in tools):
+        return tools
+    raise UsageError(
+        f'environment.options.tools must be a list of {", ".join(BUILT_IN)} or "module:function", '
+        f"not {tools!r}"
+    )
+
+
+def _tool(name: str) -> Callable[..., Any]:
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    if ":" not in name:
+        raise UsageError(
+            f"environment.options.tools: {name!r} is unknown{_nearest(name, BUILT_IN)}; use "
+            f'{", ".join(BUILT_IN)}, or a function as "module:function"'
+        )
+    return _load(name, "environment.options.tools")
+
+
+def _checked(factory: EnvironmentFactory, config: EnvironmentConfig) -> EnvironmentFactory:
+    try:
+        factory()
+    except TypeError as error:
+        raise UsageError(f"environment.options do not fit {config.kind!r}: {error}") from error
+    return factory
+
+
+def _load(target: str, key: str) -> Callable[..., Any]:
+    """The callable "module:name"; modules in the working directory are found as well."""
+    module_name, separator, name = target.partition(":")
+    if not separator or not module_name or not name:
+        raise UsageError(f'{key} {target!r}: write it as "module:name"')
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name != module_name.split(".")[0] and error.name != module_name:
+            raise UsageError(f"{key} {target!r}: importing it failed: {error}") from error
+        files = [path.stem for path in Path(here).glob("*.py")]
+        raise UsageError(
+            f"{key} {target!r}: no module {module_name!r} is installed or lies in {here}"
+            f"{_nearest(module_name, files)}"
+        ) from error
+    except Exception as error:
+        raise UsageError(
+            f"{key} {target!r}: importing it failed: {type(error).__name__}: {error}"
+        ) from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise UsageError(
+            f"{key} {target!r}: {module_name} has no callable {name!r}"
+            f"{_nearest(name, vars(module))}"
+        )
+    return found
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""

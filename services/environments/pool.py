@@ -1,0 +1,161 @@
+"""Runs environments beside the engine: user code in processes of its own, ours right here.
+
+A reward that raises, hangs or floods memory costs the sample that it was for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from umbra.services.environments.crew import START_S, Crew
+from umbra.services.environments.loading import load_environment, runs_inline
+from umbra.services.environments.plays import Plays, Result
+from umbra.services.environments.protocol import EnvironmentFactory, Row, SampleError
+from umbra.services.runtime.config import Environment as EnvironmentConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a play ended with: an answer, or the reason why there is none."""
+
+    key: str
+    value: Result | None = None
+    error: str = ""
+
+
+class EnvironmentPool(Protocol):
+    """Plays many conversations at once."""
+
+    def play(self, key: str, row: Row, responses: Sequence[str]) -> None:
+        """Ask sample `key`'s environment to answer the last of `responses`, or to open.
+
+        At most one play of a sample at a time.
+        """
+        ...
+
+    def forget(self, key: str) -> None:
+        """The sample is over; an answer that is under way goes nowhere, or comes for nobody."""
+        ...
+
+    def collect(self) -> list[Outcome]:
+        """The outcomes since the last call."""
+        ...
+
+    def close(self) -> None:
+        """End what runs."""
+        ...
+
+
+def open_pool(
+    config: EnvironmentConfig, *, wake: Callable[[], None] = lambda: None
+) -> EnvironmentPool:
+    """The pool that fits the configured environment.
+
+    Args:
+        config: which environment, its limits, and how many processes.
+        wake: called, from any thread, whenever an outcome is there.
+
+    Raises:
+        UsageError: the environment can't be loaded.
+        DeadlineError: loading it took too long.
+    """
+    if runs_inline(config):
+        return InlinePool(load_environment(config), f"environment {config.kind}")
+    return ProcessPool(config, wake=wake)
+
+
+class InlinePool:
+    """Environments that only compute, within the call.
+
+    Args:
+        make: a fresh environment, whose coroutines, if it has some, never wait.
+        name: what the user calls it, for errors.
+    """
+
+    def __init__(self, make: EnvironmentFactory, name: str = "environment") -> None:
+        self._plays = Plays(make, name)
+        self._outcomes: list[Outcome] = []
+
+    def play(self, key: str, row: Row, responses: Sequence[str]) -> None:
+        try:
+            answers = _at_once(self._plays.play(key, row, responses))
+            self._outcomes.append(Outcome(key, answers[-1]))
+        except SampleError as error:
+            self._outcomes.append(Outcome(key, error=str(error)))
+
+    def forget(self, key: str) -> None:
+        self._plays.forget(key)
+
+    def collect(self) -> list[Outcome]:
+        found, self._outcomes = self._outcomes, []
+        return found
+
+    def close(self) -> None:
+        pass
+
+
+class ProcessPool:
+    """Environments in processes of their own; arguments and errors as of `open_pool`."""
+
+    def __init__(
+        self, config: EnvironmentConfig, *, wake: Callable[[], None] = lambda: None
+    ) -> None:
+        self._wake = wake
+        self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="environments", daemon=True)
+        self._thread.start()
+        self._crew = Crew(config, self._deliver)
+        try:
+            self._await(self._crew.start())
+        except BaseException:
+            self.close()
+            raise
+
+    def play(self, key: str, row: Row, responses: Sequence[str]) -> None:
+        self._loop.call_soon_threadsafe(self._crew.play, key, row, list(responses))
+
+    def forget(self, key: str) -> None:
+        self._loop.call_soon_threadsafe(self._crew.forget, key)
+
+    def collect(self) -> list[Outcome]:
+        found: list[Outcome] = []
+        while True:
+            try:
+                found.append(self._outcomes.get_nowait())
+            except queue.Empty:
+                return found
+
+    def close(self) -> None:
+        if self._loop.is_closed():
+            return
+        self._await(self._crew.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _deliver(self, key: str, value: Result | None, error: str) -> None:
+        self._outcomes.put(Outcome(key, value, error))
+        self._wake()
+
+    def _await(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(START_S + 10.0)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+
+def _at_once(play: Coroutine[Any, Any, list[Result]]) -> list[Result]:
+    """The result of a coroutine that never waits."""
+    try:
+        play.send(None)
+    except StopIteration as end:
+        return end.value
+    play.close()
+    raise SampleError("an environment that runs inline must not wait")

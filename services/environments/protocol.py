@@ -1,0 +1,80 @@
+"""What an environment is: one conversation with the model, and what it is worth.
+
+An environment is an object per sample: `reset(row)` opens the conversation, `step(response)`
+answers the model's turn. Both may be plain or async methods. A user's class runs in processes of
+its own (`pool.py`), where it may block, for `environment.timeout_s` seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+import msgspec
+
+from umbra.proto.errors import UmbraError
+
+Message = dict[str, Any]
+"""A chat message: {"role": ..., "content": ...}."""
+
+Row = dict[str, Any]
+"""A line of the prompts file."""
+
+
+class Opening(msgspec.Struct, frozen=True, tag="opening"):
+    """What the model is told first: `messages`, and the JSON schemas of the `tools` it may call."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] = msgspec.field(default_factory=list)
+
+
+class StepResult(msgspec.Struct, frozen=True, tag="step"):
+    """The answer to one turn of the model: the end (`done`), or `messages` to go on from.
+
+    Rewards of the turns add up. `reason` is the finish reason of a finished sample: "turns" if the
+    environment's turns ran out, "stop" otherwise.
+    """
+
+    reward: float = 0.0
+    done: bool = True
+    messages: list[Message] = msgspec.field(default_factory=list)
+    reward_parts: dict[str, float] = msgspec.field(default_factory=dict)
+    reason: str = "stop"
+
+
+class Environment(Protocol):
+    """One conversation."""
+
+    def reset(
+        self, row: Row
+    ) -> list[Message] | Opening | Awaitable[list[Message]] | Awaitable[Opening]:
+        """The messages that the model answers first."""
+        ...
+
+    def step(self, response: str) -> StepResult | Awaitable[StepResult]:
+        """The answer to the text that the model said."""
+        ...
+
+
+EnvironmentFactory = Callable[[], Environment]
+
+
+class SampleError(UmbraError):
+    """One sample failed because of its data or its environment; the others go on."""
+
+
+def prompt_messages(row: Row) -> list[Message]:
+    """The messages in a row's "prompt": a list of them, or the text of one."""
+    prompt = row.get("prompt")
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    if isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt):
+        return list(prompt)
+    raise SampleError('a row of data.prompts has no "prompt" that is a text or a list of messages')
+
+
+def expected_answer(row: Row, kind: str) -> str:
+    """The row's "answer" as text."""
+    if "answer" not in row:
+        raise SampleError(f'environment "{kind}" needs "answer" in every row of data.prompts')
+    return str(row["answer"]).strip()

@@ -1,0 +1,131 @@
+"""Environments of one turn: the row's prompt, the model's answer, a reward."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from umbra.proto.errors import UsageError
+from umbra.services.environments.protocol import (
+    Message,
+    Row,
+    SampleError,
+    StepResult,
+    expected_answer,
+    prompt_messages,
+)
+
+_NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+
+
+class SingleTurn:
+    """Base: the row's prompt is put to the model, and its answer ends the sample."""
+
+    def __init__(self) -> None:
+        self.row: Row = {}
+
+    def reset(self, row: Row) -> list[Message]:
+        self.row = row
+        return prompt_messages(row)
+
+
+class Unrewarded(SingleTurn):
+    """Ends with the model's answer, without a reward: a scoring stage gives it later."""
+
+    def step(self, response: str) -> StepResult:
+        del response
+        return StepResult()
+
+
+class ExactMatch(SingleTurn):
+    """Reward 1 if the response, stripped, is the row's "answer"."""
+
+    def step(self, response: str) -> StepResult:
+        return StepResult(reward=float(response.strip() == expected_answer(self.row, "exact")))
+
+
+class NumericMatch(SingleTurn):
+    """Reward 1 if the last number of the response is the row's "answer".
+
+    Args:
+        tolerance: difference that still counts as equal, relative to the answer.
+    """
+
+    def __init__(self, tolerance: float = 1e-6) -> None:
+        super().__init__()
+        if not tolerance >= 0:
+            raise TypeError(f"tolerance must be 0 or more, not {tolerance}")
+        self._tolerance = tolerance
+
+    def step(self, response: str) -> StepResult:
+        wanted = last_number(expected_answer(self.row, "numeric"))
+        if wanted is None:
+            raise SampleError(
+                f'environment "numeric" needs a number as "answer", not {self.row["answer"]!r}'
+            )
+        return StepResult(reward=float(same_number(last_number(response), wanted, self._tolerance)))
+
+
+class MathVerify(SingleTurn):
+    """Reward 1 if `math-verify` finds the response equal to the row's "answer" (LaTeX or plain)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        try:
+            import math_verify
+        except ModuleNotFoundError:
+            raise UsageError(
+                'environment.kind = "math" needs math-verify: pip install "umbra-rl[tasks]"'
+            ) from None
+        # It warns in every call that its own time limits are off: the pool's limit holds instead.
+        logging.getLogger("math_verify").setLevel(logging.ERROR)
+        self._library = math_verify
+
+    def step(self, response: str) -> StepResult:
+        library = self._library
+        wanted = library.parse(expected_answer(self.row, "math"), parsing_timeout=0)
+        given = library.parse(response, parsing_timeout=0)
+        return StepResult(reward=float(library.verify(wanted, given, timeout_seconds=0)))
+
+
+class RewardFunction(SingleTurn):
+    """The reward is what `function(prompt=..., completion=..., row=...)` returns."""
+
+    def __init__(self, function: Callable[..., Any], name: str) -> None:
+        super().__init__()
+        self._function = function
+        self._name = name
+        self.concurrent = inspect.iscoroutinefunction(function)
+
+    def step(self, response: str) -> StepResult | Awaitable[StepResult]:
+        value = self._function(prompt=self.row["prompt"], completion=response, row=self.row)
+        return self._later(value) if inspect.isawaitable(value) else self._result(value)
+
+    async def _later(self, value: Awaitable[Any]) -> StepResult:
+        return self._result(await value)
+
+    def _result(self, value: Any) -> StepResult:
+        try:
+            if not isinstance(value, str) and math.isfinite(value):
+                return StepResult(reward=float(value))
+        except TypeError:
+            pass
+        raise SampleError(f"{self._name} returned {value!r}, which is not a finite number")
+
+
+def last_number(text: str) -> float | None:
+    """The last number in `text`; commas between digits are skipped."""
+    found = _NUMBER.findall(text)
+    try:
+        return float(found[-1].replace(",", "")) if found else None
+    except ValueError:
+        return None
+
+
+def same_number(given: float | None, wanted: float, tolerance: float) -> bool:
+    """Whether `given` is `wanted`, but for `tolerance` relative to it."""
+    return given is not None and math.isclose(given, wanted, rel_tol=tolerance, abs_tol=1e-12)

@@ -1,0 +1,149 @@
+"""Tool use: the model calls functions until it answers in plain text.
+
+A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes and Qwen models
+write it. What is wrong with a call is told to the model in one sentence, and costs a turn.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from umbra.services.environments.calculator import calculator
+from umbra.services.environments.protocol import (
+    Message,
+    Opening,
+    Row,
+    StepResult,
+    expected_answer,
+    prompt_messages,
+)
+from umbra.services.environments.single_turn import last_number, same_number
+
+BUILT_IN: dict[str, Callable[..., Any]] = {"calculator": calculator}
+
+_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|$)", re.DOTALL)
+_TYPES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean"}
+
+
+class ToolCallError(Exception):
+    """What is wrong with a call, in words for the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that the model wrote."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+def parse_tool_calls(response: str) -> list[ToolCall | ToolCallError]:
+    """The calls in `response`, in order; a malformed one as its error."""
+    return [_parse(text, bool(closed)) for text, closed in _CALL.findall(response)]
+
+
+def _parse(text: str, closed: bool) -> ToolCall | ToolCallError:
+    if not closed:
+        return ToolCallError("the tool call is not closed by </tool_call>")
+    try:
+        call = json.loads(text)
+    except ValueError as error:
+        return ToolCallError(f"the tool call is not valid JSON: {error}")
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return ToolCallError('the tool call must be an object with "name" and "arguments"')
+    arguments = call.get("arguments", {})
+    if not isinstance(arguments, dict):
+        return ToolCallError('"arguments" of the tool call must be an object')
+    return ToolCall(call["name"], arguments)
+
+
+def schema(function: Callable[..., Any]) -> dict[str, Any]:
+    """The JSON schema of a function, as chat templates take it."""
+    properties: dict[str, Any] = {}
+    required: list[str] = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        kind = parameter.annotation
+        type_name = kind if isinstance(kind, str) else getattr(kind, "__name__", "str")
+        properties[name] = {"type": _TYPES.get(type_name, "string")}
+        if parameter.default is parameter.empty:
+            required.append(name)
+    return {
+        "type": "function",
+        "function": {
+            "name": function.__name__,
+            "description": (inspect.getdoc(function) or "").partition("\n")[0],
+            "parameters": {"type": "object", "properties": properties, "required": required},
+        },
+    }
+
+
+class ToolUse:
+    """Answer the row's prompt with the help of tools; reward 1 for the row's "answer".
+
+    The answer is the first response without a tool call: its last number, if the row's answer is
+    one, else its stripped text.
+
+    Args:
+        tools: what may be called; the functions' names are the tools' names.
+        calls: turns with tool calls until the sample ends without a reward.
+        tolerance: difference of numbers that still counts as equal, relative to the answer.
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[Callable[..., Any]] = (calculator,),
+        calls: int = 8,
+        tolerance: float = 1e-6,
+    ) -> None:
+        self._tools = {tool.__name__: tool for tool in tools}
+        self._calls = calls
+        self._left = calls
+        self._tolerance = tolerance
+        self._answer = ""
+
+    def reset(self, row: Row) -> Opening:
+        self._left, self._answer = self._calls, expected_answer(row, "tools")
+        return Opening(prompt_messages(row), [schema(tool) for tool in self._tools.values()])
+
+    async def step(self, response: str) -> StepResult:
+        calls = parse_tool_calls(response)
+        if not calls:
+            return StepResult(reward=float(self._right(response)))
+        self._left -= 1
+        answers = [await self._call(call) for call in calls]
+        malformed = float(sum(isinstance(answer, ToolCallError) for answer in answers))
+        parts = {"tool_calls": float(len(calls)), "malformed_calls": malformed}
+        if self._left <= 0:
+            return StepResult(reward_parts=parts, reason="turns")
+        messages: list[Message] = [
+            {"role": "tool", "content": f"error: {a}" if isinstance(a, ToolCallError) else a}
+            for a in answers
+        ]
+        return StepResult(done=False, messages=messages, reward_parts=parts)
+
+    def _right(self, response: str) -> bool:
+        wanted = last_number(self._answer)
+        if wanted is None:
+            return response.strip() == self._answer
+        return same_number(last_number(response), wanted, self._tolerance)
+
+    async def _call(self, call: ToolCall | ToolCallError) -> str | ToolCallError:
+        if isinstance(call, ToolCallError):
+            return call
+        tool = self._tools.get(call.name)
+        if tool is None:
+            return ToolCallError(f"there is no tool {call.name!r}, only {', '.join(self._tools)}")
+        try:
+            bound = inspect.signature(tool).bind(**call.arguments)
+        except TypeError as error:
+            return ToolCallError(f"{call.name}: {error}")
+        try:
+            value = tool(*bound.args, **bound.kwargs)
+            return str(await value if inspect.isawaitable(value) else value)
+        except Exception as error:  # noqa: BLE001 - a tool may raise anything; the model is told
+            return ToolCallError(f"{call.name}: {error}")

@@ -1,0 +1,138 @@
+"""The tensors of one forward pass: rows in which sequences lie side by side and do not meet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """S sequences laid end to end, and the M tokens of them that are learned.
+
+    A learned token is predicted from what precedes it in its sequence, so it is never the first.
+    Sequences of one `family` begin with the same `prompts[s]` tokens, none of which is learned.
+    """
+
+    ids: Tensor  # int64 [sum of lengths]
+    lengths: Tensor  # int64 [S]
+    learned: Tensor  # int64 [M], indices into ids, ascending
+    owner: Tensor  # int64 [M], the sequence that each learned token belongs to
+    prompts: Tensor | None = None  # int64 [S], at least 1 and less than the length
+    family: Tensor | None = None  # int64 [S]
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Sequences that lie together in a row: one alone, or several behind one copy of a prompt."""
+
+    sequences: tuple[int, ...]
+    prompt: int  # tokens that they share; 0: nothing is shared
+    fed: int  # tokens in the row
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """R rows of L tokens for one forward pass, in which N learned tokens are predicted.
+
+    A position sees what is before it in its own segment and in the one that is its prefix.
+    """
+
+    input_ids: Tensor  # int64 [R, L]
+    position_ids: Tensor  # int64 [R, L], from 0 in every sequence
+    index: Tensor  # int64 [N], flat positions in [R * L] that predict the learned tokens
+    targets: Tensor  # int64 [N], the learned tokens
+    source: Tensor  # int64 [N], which of the M learned tokens these are; on the CPU
+    segment: Tensor | None = None  # int32 [R, L], -1 for padding; None: one sequence in each row
+    prefix: Tensor | None = None  # int32 [R, L], segment of the prompt; its own if not shared
+    tokens: int = 0  # of R * L, those that are not padding
+
+    @property
+    def mask(self) -> Tensor | None:
+        """Bool [R, 1, L, L], True = attend; None: plain causal attention is exact."""
+        if self.segment is None or self.prefix is None:
+            return None
+        keys = self.segment[:, None, :]
+        # Padding attends within itself: a row of the mask without any True would give NaN.
+        seen = (self.segment[:, :, None] == keys) | (self.prefix[:, :, None] == keys)
+        return seen.tril().unsqueeze(1)
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same on `device`."""
+        return replace(
+            self,
+            input_ids=self.input_ids.to(device),
+            position_ids=self.position_ids.to(device),
+            index=self.index.to(device),
+            targets=self.targets.to(device),
+            segment=None if self.segment is None else self.segment.to(device),
+            prefix=None if self.prefix is None else self.prefix.to(device),
+        )
+
+
+def lay_out(tokens: Tokens, rows: list[list[Unit]]) -> MicroBatch:
+    """`rows` as tensors, as wide as the longest; without any row a single cell, nothing learned."""
+    width = max((sum(unit.fed for unit in row) for row in rows), default=1)
+    width = max(1, width)
+    count = max(1, len(rows))
+    offset = (tokens.lengths.cumsum(0) - tokens.lengths).tolist()
+    length = tokens.lengths.tolist()
+    # What lies where: first cell, first token, number of tokens, first position, segment, prefix.
+    pieces: list[tuple[int, int, int, int, int, int]] = []
+    sequences: list[int] = []
+    homes: list[tuple[int, int, int]] = []  # of each sequence: its prompt's cell, own cell, prompt
+    for number, row in enumerate(rows):
+        cell = number * width
+        for unit in row:
+            home = cell
+            prefix = len(pieces)
+            if unit.prompt:
+                first = offset[unit.sequences[0]]
+                pieces.append((cell, first, unit.prompt, 0, prefix, prefix))
+                cell += unit.prompt
+            for item in unit.sequences:
+                fed = length[item] - 1 - unit.prompt
+                at = len(pieces)
+                start = offset[item] + unit.prompt
+                pieces.append((cell, start, fed, unit.prompt, at, prefix))
+                sequences.append(item)
+                homes.append((home, cell, unit.prompt))
+                cell += fed
+    table = torch.tensor(pieces, dtype=torch.int64).view(-1, 6)
+    sizes = table[:, 2]
+    within = torch.arange(int(sizes.sum())) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+    spread = table.repeat_interleave(sizes, dim=0)  # [tokens, 6]
+    place = spread[:, 0] + within
+    input_ids = torch.zeros(count * width, dtype=torch.int64)
+    input_ids[place] = tokens.ids[spread[:, 1] + within]
+    # Padding goes on counting, so that a row of one sequence looks like an ordinary one.
+    position_ids = torch.arange(width).repeat(count)
+    position_ids[place] = spread[:, 3] + within
+
+    segment = prefix_of = None
+    if len(pieces) > len(rows):
+        segment = torch.full((count * width,), -1, dtype=torch.int32)
+        segment[place] = spread[:, 4].int()
+        prefix_of = torch.full((count * width,), -1, dtype=torch.int32)
+        prefix_of[place] = spread[:, 5].int()
+        segment, prefix_of = segment.view(count, width), prefix_of.view(count, width)
+
+    home_of = torch.full((len(tokens.lengths), 3), -1)
+    home_of[sequences] = torch.tensor(homes, dtype=torch.int64).view(-1, 3)
+    source = (home_of[tokens.owner, 0] >= 0).nonzero().squeeze(1)
+    learned, owner = tokens.learned[source], tokens.owner[source]
+    before = learned - 1 - torch.tensor(offset)[owner]  # position that predicts, in its sequence
+    prompt_cell, own_cell, prompt = home_of[owner].unbind(1)
+    index = torch.where(before < prompt, prompt_cell + before, own_cell + before - prompt)
+    return MicroBatch(
+        input_ids=input_ids.view(count, width),
+        position_ids=position_ids.view(count, width),
+        index=index,
+        targets=tokens.ids[learned],
+        source=source,
+        segment=segment,
+        prefix=prefix_of,
+        tokens=len(place),
+    )

@@ -1,0 +1,326 @@
+"""CUDA for the planes `nccl` and `cuda_ipc`: memory, streams, communicators. All CuPy is in here.
+
+CuPy is imported when something here is first used, never with this module. NCCL is entered by agent
+processes only (`agent`): a communicator whose peer is gone may block for ever inside C code, and
+then only the end of its process helps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import weakref
+from functools import cache
+from typing import Any
+
+import xxhash
+
+from umbra.proto.errors import PeerLostError, StartupError
+from umbra.proto.records import GpuFacts
+
+INSTALL = "cupy is not installed: pip install 'umbra-rl[nccl]' (CUDA 12) or [nccl-cuda13]"
+# What decides how ranks talk to each other, and so must be the same in all of them.
+SHARED_VARIABLES = (
+    "NCCL_ALGO", "NCCL_PROTO", "NCCL_BUFFSIZE", "NCCL_MAX_CTAS", "NCCL_MIN_CTAS", "NCCL_NET",
+    "NCCL_NTHREADS", "NCCL_CUMEM_ENABLE", "NCCL_MNNVL_ENABLE", "NCCL_NVLS_ENABLE",
+    "NCCL_MULTI_RANK_GPU_ENABLE",
+)  # fmt: skip
+ABORT_DEADLINE_S = 5.0  # an abort may block in turn
+HOST_REGISTER_PORTABLE = 1
+DEVICE_ALIGN_BYTES = 512
+
+
+@cache
+def cuda_unavailable() -> str | None:
+    """Why there is no CUDA device for us here; None if there is one."""
+    try:
+        from cupy import cuda
+    except ImportError:
+        return INSTALL
+    try:
+        count = cuda.runtime.getDeviceCount()
+    except cuda.runtime.CUDARuntimeError as error:
+        return f"CUDA does not work here: {error}"
+    return None if count else "there is no CUDA device"
+
+
+@cache
+def nccl_unavailable() -> str | None:
+    """Why NCCL cannot be used here; None if it can."""
+    if (reason := cuda_unavailable()) is not None:
+        return reason
+    from cupy.cuda import nccl
+
+    return None if nccl.available else "CuPy finds no libnccl.so.2: pip install nvidia-nccl-cu12"
+
+
+def facts(device: int) -> GpuFacts:
+    """What must agree before two processes enter NCCL together, and where this one runs.
+
+    Raises:
+        StartupError: there is no such GPU.
+    """
+    if (reason := cuda_unavailable()) is not None:
+        raise StartupError(f"the GPU cannot be used: {reason}")
+    from cupy.cuda import nccl, runtime
+
+    if not 0 <= device < (count := runtime.getDeviceCount()):
+        raise StartupError(f"there is no GPU {device}: {count} can be seen")
+    shared = {name: os.environ[name] for name in SHARED_VARIABLES if name in os.environ}
+    return GpuFacts(
+        nccl=nccl.get_version() if nccl.available else 0,
+        cuda_major=runtime.runtimeGetVersion() // 1000,
+        environment=xxhash.xxh3_64_hexdigest(repr(sorted(shared.items())).encode()),
+        variables=shared,
+        device=bytes(runtime.getDeviceProperties(device)["uuid"]).hex(),
+    )
+
+
+def unique_id() -> bytes:
+    """A fresh id for one communicator; each serves once.
+
+    Made by rank 0: the process that makes it listens for the others.
+    """
+    from cupy.cuda import nccl
+
+    made = nccl.get_unique_id()
+    return made if isinstance(made, bytes) else bytes(byte & 0xFF for byte in made)  # CuPy < 14
+
+
+def device_stride(slot_bytes: int) -> int:
+    """Bytes from one slot to the next in device memory."""
+    return -(-slot_bytes // DEVICE_ALIGN_BYTES) * DEVICE_ALIGN_BYTES
+
+
+class Mark:
+    """A point in a stream: `done` once everything before it has happened."""
+
+    def __init__(self) -> None:
+        from cupy import cuda
+
+        self.event = cuda.Event(disable_timing=True)
+
+    @property
+    def done(self) -> bool:
+        """Whether the stream has come to it."""
+        return self.event.done
+
+
+class Device:
+    """A GPU, with a stream for copies and one for collectives.
+
+    Memory comes from CUDA itself and not from a pool: NCCL and IPC want whole allocations. CUDA
+    remembers the current device by thread: a thread that was not the one to make this calls `use`.
+    """
+
+    def __init__(self, index: int) -> None:
+        from cupy import cuda
+
+        self.index = index
+        self._device = cuda.Device(index)
+        self._runtime = cuda.runtime
+        self.use()
+        self.copies = cuda.Stream(non_blocking=True)
+        self.collectives = cuda.Stream(non_blocking=True)
+
+    def use(self) -> None:
+        """Make it the current device of the calling thread."""
+        self._device.use()
+
+    def allocate(self, size: int) -> int:
+        """The address of `size` bytes of device memory.
+
+        Raises:
+            StartupError: there is too little.
+        """
+        try:
+            return self._runtime.malloc(size)
+        except self._runtime.CUDARuntimeError as error:
+            raise StartupError(
+                f"GPU {self.index} has no room for {size} bytes of weights ({error}); set "
+                'weight_hub.plane = "shm" or "tcp", which need none'
+            ) from error
+
+    def free(self, address: int) -> None:
+        """Give memory back."""
+        self._runtime.free(address)
+
+    def pin(self, memory: memoryview) -> int:
+        """Register host memory (writable) with the driver, so that copies run at full speed."""
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self._runtime.hostRegister(address, len(memory), HOST_REGISTER_PORTABLE)
+        return address
+
+    def unpin(self, address: int) -> None:
+        """Undo `pin`."""
+        self._runtime.hostUnregister(address)
+
+    def to_device(self, target: int, source: int, size: int) -> None:
+        """Begin a copy from pinned host memory."""
+        kind = self._runtime.memcpyHostToDevice
+        self._runtime.memcpyAsync(target, source, size, kind, self.copies.ptr)
+
+    def to_host(self, target: int, source: int, size: int) -> None:
+        """Begin a copy to pinned host memory."""
+        kind = self._runtime.memcpyDeviceToHost
+        self._runtime.memcpyAsync(target, source, size, kind, self.copies.ptr)
+
+    def within(self, target: int, source: int, size: int) -> None:
+        """Begin a copy inside of the device."""
+        kind = self._runtime.memcpyDeviceToDevice
+        self._runtime.memcpyAsync(target, source, size, kind, self.copies.ptr)
+
+    def mark_copies(self) -> Mark:
+        """A mark after the copies so far; later collectives wait for it."""
+        mark = Mark()
+        mark.event.record(self.copies)
+        self.collectives.wait_event(mark.event)
+        return mark
+
+    def mark_collectives(self) -> Mark:
+        """A mark after the collectives so far; later copies wait for it."""
+        mark = Mark()
+        mark.event.record(self.collectives)
+        self.copies.wait_event(mark.event)
+        return mark
+
+    def drain(self) -> None:
+        """Wait until nothing that was begun can touch any memory any more."""
+        self.collectives.synchronize()
+        self.copies.synchronize()
+
+    def export(self, address: int) -> bytes:
+        """A handle with which another process on this machine can map an allocation; do it once."""
+        return self._runtime.ipcGetMemHandle(address)
+
+    def open(self, handle: bytes) -> int:
+        """Map another process's allocation; once per handle, since opening is slow.
+
+        Raises:
+            StartupError: it cannot be mapped: another GPU or machine, or its owner is gone.
+        """
+        try:
+            return self._runtime.ipcOpenMemHandle(handle)
+        except self._runtime.CUDARuntimeError as error:
+            raise StartupError(f"the hub's device memory cannot be mapped: {error}") from error
+
+    def close(self, address: int) -> None:
+        """Unmap what `open` mapped."""
+        self._runtime.ipcCloseMemHandle(address)
+
+
+class DeviceMemory:
+    """`size` bytes on a GPU, given back when nobody refers to them any more.
+
+    Torch and CuPy take it as an array of bytes without a copy (`__cuda_array_interface__`).
+
+    Raises:
+        StartupError: there is too little memory.
+    """
+
+    def __init__(self, device: Device, size: int) -> None:
+        self.device = device
+        self.size = size
+        self.address = device.allocate(size)
+        # Not at exit: the driver may be gone by then, and takes everything back anyway.
+        weakref.finalize(self, device.free, self.address).atexit = False
+
+    def __len__(self) -> int:
+        return self.size
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": (self.size,),
+            "typestr": "|u1",
+            "data": (self.address, False),
+            "version": 3,
+        }
+
+    def __bytes__(self) -> bytes:
+        """A copy in host memory."""
+        self.device.use()
+        host = ctypes.create_string_buffer(self.size)
+        self.device.to_host(ctypes.addressof(host), self.address, self.size)
+        self.device.copies.synchronize()
+        return host.raw
+
+
+class NcclCommunicator:
+    """A communicator of one epoch.
+
+    Making it blocks until all ranks are there, for ever if one never comes: that is what the agent
+    is killed for. Once made, nothing here blocks. Bytes travel as UINT8, for NCCL needs no dtype.
+
+    Args:
+        device: whose stream `collectives` is used.
+        size: number of ranks.
+        uid: from `unique_id`, the same in all ranks.
+        rank: of this process; 0 sends.
+    """
+
+    def __init__(self, device: Device, size: int, uid: bytes, rank: int) -> None:
+        import cupy
+        from cupy.cuda import nccl
+
+        self._nccl = nccl
+        self._stream = device.collectives
+        given = uid if int(cupy.__version__.split(".")[0]) >= 14 else _signed(uid)
+        self._comm: nccl.NcclCommunicator | None = nccl.NcclCommunicator(size, given, rank)
+        # The first collective connects the ranks, which may block; later ones are only enqueued.
+        warm_up = device.allocate(1)
+        try:
+            self.broadcast(warm_up, 1)
+            self._stream.synchronize()
+        except BaseException:
+            self.abort()
+            raise
+        finally:
+            device.free(warm_up)
+
+    def broadcast(self, address: int, size: int) -> None:
+        """Enqueue: `size` bytes at `address` go from rank 0 to the same place in all others.
+
+        Raises:
+            PeerLostError: the communicator was aborted, or NCCL refuses.
+        """
+        comm = self._comm
+        if comm is None:
+            raise PeerLostError("the NCCL communicator was aborted")
+        try:
+            comm.bcast(address, size, self._nccl.NCCL_UINT8, 0, self._stream.ptr)
+        except self._nccl.NcclError as error:
+            raise PeerLostError(f"NCCL broadcast: {error}") from error
+
+    def check(self) -> None:
+        """See whether NCCL has noticed that something is wrong.
+
+        Raises:
+            PeerLostError: it has.
+        """
+        comm = self._comm
+        if comm is None:
+            raise PeerLostError("the NCCL communicator was aborted")
+        try:
+            comm.check_async_error()
+        except self._nccl.NcclError as error:
+            raise PeerLostError(f"NCCL: {error}") from error
+
+    def abort(self) -> bool:
+        """End it, without the other ranks; False if even that hangs, and the process has to go.
+
+        Never left to the garbage collector: it would `destroy`, which waits for the other ranks.
+        """
+        comm, self._comm = self._comm, None
+        if comm is None:
+            return True
+        thread = threading.Thread(target=comm.abort, name="nccl-abort", daemon=True)
+        thread.start()
+        thread.join(ABORT_DEADLINE_S)
+        return not thread.is_alive()
+
+
+def _signed(uid: bytes) -> tuple[int, ...]:
+    """As CuPy before 14 takes it."""
+    return tuple(byte - 256 if byte > 127 else byte for byte in uid)

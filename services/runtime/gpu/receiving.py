@@ -1,0 +1,142 @@
+"""What a receiver needs for planes `nccl` and `cuda_ipc`: its GPU, an agent, memory to fill."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import msgspec
+
+from umbra.proto.errors import UmbraError, UsageError
+from umbra.proto.messages import Subscribed
+from umbra.proto.records import GpuFacts
+from umbra.services.runtime.arena import Arena
+from umbra.services.runtime.config import WeightHub
+from umbra.services.runtime.fetch import BucketIntake
+from umbra.services.runtime.gpu.agent_process import START_S, AgentProcess
+from umbra.services.runtime.gpu.cuda import (
+    Device,
+    DeviceMemory,
+    cuda_unavailable,
+    nccl_unavailable,
+)
+from umbra.services.runtime.gpu.ipc_intake import IpcIntake, open_memory
+from umbra.services.runtime.gpu.nccl_intake import NcclIntake
+from umbra.services.runtime.intake import Intake
+from umbra.services.runtime.staging import BUFFERS
+
+GpuPlane = Literal["nccl", "cuda_ipc"]
+REASONS: dict[GpuPlane, Callable[[], str | None]] = {
+    "nccl": nccl_unavailable,
+    "cuda_ipc": cuda_unavailable,
+}
+
+log = logging.getLogger(__name__)
+
+
+class GpuReceiving:
+    """A receiver's GPU.
+
+    Args:
+        device: index of the GPU.
+        planes: to be offered to the hub, out of "nccl" and "cuda_ipc".
+        chunk_bytes: of device memory, two of which plane `nccl` takes.
+
+    Raises:
+        UmbraError: the GPU cannot be used.
+    """
+
+    def __init__(self, device: int, planes: Sequence[GpuPlane], chunk_bytes: int) -> None:
+        self.planes = list(planes)
+        self._device = device
+        self._chunk_bytes = chunk_bytes
+        self.agent = AgentProcess(device)
+        try:
+            found = self.agent.call("facts", START_S)["facts"]
+        except UmbraError:
+            self.agent.kill()
+            raise
+        self.facts = msgspec.convert(found, GpuFacts)
+
+    def open(
+        self, reply: Subscribed, name: str, frame_bytes: int
+    ) -> tuple[Intake, Sequence[memoryview | DeviceMemory]]:
+        """The intake for the layout and plane in `reply`, and the buffers that it fills.
+
+        Raises:
+            StartupError: there is too little memory, here or on the GPU.
+        """
+        size = reply.manifest.total_bytes
+        if reply.plane == "cuda_ipc":
+            memory = open_memory(self._device, size)
+            return IpcIntake(reply.manifest, memory), [memory]
+        arena = Arena.anonymous(slot_bytes=size, slots=BUFFERS)
+        buffers = [arena.slot(index) for index in range(BUFFERS)]
+        pull = BucketIntake(name, reply.manifest, buffers, frame_bytes)
+        return self.broadcasts(arena, pull, Device(self._device)), buffers
+
+    def broadcasts(
+        self, arena: Arena, pull: BucketIntake, device: Device | None = None
+    ) -> NcclIntake:
+        """An intake of plane `nccl` into `arena`, whose slots are also those that `pull` fills.
+
+        `device`: where this process loads them from there.
+        """
+        return NcclIntake(self.agent, arena, self._chunk_bytes, pull, device)
+
+    def close(self) -> None:
+        """End the agent."""
+        self.agent.kill()
+
+
+def gpu_for(config: WeightHub, device: str) -> GpuReceiving | None:
+    """The GPU of a receiver that computes on `device` (torch's name: cpu, cuda, cuda:1).
+
+    With `weight_hub.plane` "auto" None where there is none; with a plane that needs no GPU, None.
+
+    Raises:
+        UsageError: a GPU plane is set by name and cannot be used here.
+    """
+    kind, _, index = device.partition(":")
+    if config.plane == "cuda_ipc" and kind != "cuda":
+        raise UsageError(
+            f'weight_hub.plane = "cuda_ipc" needs a receiver on a GPU, and this one computes on '
+            f'{device}: set its device to "cuda", or weight_hub.plane to "auto"'
+        )
+    asked: list[GpuPlane] = ["cuda_ipc", "nccl"]
+    if config.plane == "auto" and kind != "cuda":
+        asked = []
+    return find_gpu(config, asked, int(index or 0))
+
+
+def find_gpu(config: WeightHub, asked: Sequence[GpuPlane], device: int) -> GpuReceiving | None:
+    """GPU `device` for those of the planes `asked` that `weight_hub.plane` allows.
+
+    Raises:
+        UsageError: one of them is set by name and cannot be used here.
+    """
+    by_name = config.plane != "auto"
+    asked = [plane for plane in asked if not by_name or config.plane == plane]
+    reasons = {plane: REASONS[plane]() for plane in asked}
+    planes: list[GpuPlane] = [plane for plane in asked if reasons[plane] is None]
+    reason = "; ".join(text for text in reasons.values() if text)
+    if planes:
+        try:
+            return GpuReceiving(device, planes, config.chunk_bytes)
+        except UmbraError as error:
+            reason = str(error)
+            log.warning("no GPU planes for weights: %s", error)
+    if asked and by_name:
+        raise UsageError(
+            f'weight_hub.plane = "{config.plane}" cannot be used here: {reason}; set "auto", "shm" '
+            'or "tcp"'
+        )
+    return None
+
+
+def host_planes(configured: str) -> list[str]:
+    """What a receiver offers besides its GPU's planes, by `weight_hub.plane`."""
+    if configured == "auto":
+        return ["shm", "tcp"]
+    return [] if configured in REASONS else [configured]

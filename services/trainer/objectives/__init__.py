@@ -1,0 +1,1 @@
+"""Policy losses, composed of pieces; `objective.py` puts them together."""

@@ -1,0 +1,162 @@
+"""The loss of every token: advantage x ratio x clip x mask x correction, plus KL, less entropy.
+
+For a token with behaviour probability mu (recorded by the generator), proximal probability p (the
+trainer's weights before this batch), current probability pi and advantage A:
+
+    loss = -keep * w * gain(r, A) + kl_coef * KL - entropy_coef * H
+
+    r     pi / mu or pi / p, of the token or of its sequence    ratios.py
+    gain  how r and A are combined and clipped                  clips.py
+    w     constant weight p / mu, bounded                       corrections.py
+    keep  0 or 1                                                masks.py
+    KL    of pi to the reference, or to mu                      kl.py
+
+`aggregation.py` makes one number of the tokens' losses. `services/runtime/config/presets.py` has
+the combinations that have names.
+
+The trust region of an objective with anchor "behaviour" is around the policy that sampled. With
+"proximal" it is around p, and with one update per batch pi = p, so that nothing is ever clipped:
+give those `minibatches` > 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from umbra.services.runtime.config.presets import Pieces
+from umbra.services.trainer.objectives import clips, corrections, masks
+from umbra.services.trainer.objectives.kl import ESTIMATORS
+from umbra.services.trainer.objectives.ratios import Sequences, ratio, sequence_ratio
+
+
+@dataclass(frozen=True, slots=True)
+class TokenInputs:
+    """N tokens of whole sequences."""
+
+    logprobs: Tensor  # log pi [N], with gradient
+    behaviour: Tensor  # log mu [N]
+    advantages: Tensor  # A [N]
+    sequences: Sequences
+    entropy: Tensor  # H [N], with gradient if it is part of the loss
+    reference: Tensor | None = None  # log of the reference policy [N]
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """What depends on p and mu alone, [N] each."""
+
+    proximal: Tensor  # log p
+    weight: Tensor  # w
+    keep: Tensor  # bool
+
+    def at(self, source: Tensor, device: torch.device) -> Constants:
+        """Those of some of the tokens, on `device`."""
+        parts = (self.proximal, self.weight, self.keep)
+        return Constants(*(part[source].to(device) for part in parts))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLosses:
+    """The losses, and what led to them (no gradient), [N] each."""
+
+    losses: Tensor
+    ratio: Tensor
+    clipped: Tensor  # bool
+    kept: Tensor  # bool, neither masked nor of weight 0
+    kl: Tensor | None  # to the reference or the behaviour policy, if it is known
+
+
+class Objective:
+    """A policy loss composed of `pieces`."""
+
+    def __init__(self, pieces: Pieces) -> None:
+        self.pieces = pieces
+
+    def constants(self, proximal: Tensor, behaviour: Tensor, sequences: Sequences) -> Constants:
+        """Weights and masks of the tokens given; mask "m2po" wants all those of the batch at once.
+
+        Args:
+            proximal: log p [N].
+            behaviour: log mu [N].
+            sequences: whose tokens they are.
+        """
+        pieces = self.pieces
+        log_ratio = proximal - behaviour
+        weight = torch.ones_like(proximal)
+        if pieces.correction != "none":
+            bound = corrections.truncated if pieces.correction == "truncate" else corrections.masked
+            weight = corrections.importance_weights(proximal, behaviour, sequences, pieces.is_level)
+            weight = bound(weight, pieces.is_floor, pieces.is_cap)
+        match pieces.mask:
+            case "token":
+                keep = masks.within(log_ratio, pieces.mask_low, pieces.mask_high)
+            case "sequence":
+                keep = masks.within(sequences.sum(log_ratio), pieces.mask_low, pieces.mask_high)
+            case "geometric":
+                keep = masks.within(sequences.mean(log_ratio), pieces.mask_low, pieces.mask_high)
+            case "m2po":
+                keep = masks.m2po(log_ratio, pieces.mask_threshold)
+            case _:
+                keep = torch.ones_like(weight, dtype=torch.bool)
+        return Constants(proximal, weight, keep)
+
+    def __call__(self, tokens: TokenInputs, constants: Constants) -> TokenLosses:
+        """The losses of `tokens`; `constants` are theirs."""
+        pieces, advantages = self.pieces, tokens.advantages
+        anchor = constants.proximal if pieces.anchor == "proximal" else tokens.behaviour
+        if pieces.ratio_level == "sequence":
+            free = sequence_ratio(tokens.logprobs, anchor, tokens.sequences)
+        else:
+            free = ratio(tokens.logprobs, anchor)
+        gain, clipped = self._gain(free, tokens)
+        keep = constants.keep & self._keep_now(tokens)
+        kept = keep & (constants.weight > 0)
+        if pieces.correction != "none":
+            gain = gain * constants.weight
+        if pieces.mask != "none":
+            gain = torch.where(keep, gain, 0.0)
+        losses = -gain
+        kl = self._kl(tokens)
+        if pieces.kl_coef and pieces.kl_in == "loss":
+            assert kl is not None
+            losses = losses + pieces.kl_coef * (kl * free if pieces.kl_unbiased else kl)
+        if pieces.entropy_coef:
+            losses = losses - pieces.entropy_coef * tokens.entropy
+        known = None if kl is None else kl.detach()
+        return TokenLosses(losses, free.detach(), clipped.detach() & (advantages != 0), kept, known)
+
+    def _gain(self, free: Tensor, tokens: TokenInputs) -> tuple[Tensor, Tensor]:
+        pieces, advantages = self.pieces, tokens.advantages
+        match pieces.clip:
+            case "ppo":
+                low, high = pieces.clip_low, pieces.clip_high
+                return clips.ppo(free, advantages, low, high, pieces.dual_clip)
+            case "cispo":
+                return clips.cispo(
+                    free, advantages, tokens.logprobs, pieces.clip_low, pieces.clip_high
+                )
+            case "sapo":
+                return clips.sapo(free, advantages)
+            case "none":
+                return clips.unclipped(free, advantages)
+
+    def _keep_now(self, tokens: TokenInputs) -> Tensor:
+        """The masks that look at the current policy."""
+        now, mu, threshold = tokens.logprobs, tokens.behaviour, self.pieces.mask_threshold
+        match self.pieces.mask:
+            case "opsm":
+                return masks.opsm(now, mu, tokens.advantages, tokens.sequences, threshold)
+            case "probability":
+                return masks.probability(now, mu, tokens.advantages, threshold)
+            case _:
+                return torch.ones_like(now, dtype=torch.bool)
+
+    def _kl(self, tokens: TokenInputs) -> Tensor | None:
+        to_reference = self.pieces.kl_to == "reference"
+        other = tokens.reference if to_reference else tokens.behaviour
+        if other is None:
+            return None
+        return ESTIMATORS[self.pieces.kl_estimator](tokens.logprobs, other)

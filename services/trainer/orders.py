@@ -1,0 +1,73 @@
+"""What rank 0 has the other ranks do. Each does exactly what rank 0 does at that moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from umbra.proto.records import Trajectory
+from umbra.services.trainer.batch import make_batch
+from umbra.services.trainer.learner import Learner
+from umbra.services.trainer.ranks import Ranks
+from umbra.services.trainer.shards import Snapshots
+from umbra.services.trainer.update import PolicyUpdate
+
+
+class Wait(msgspec.Struct, frozen=True, tag=True):
+    """Rank 0 is alive and has nothing to do yet."""
+
+
+class Train(msgspec.Struct, frozen=True, tag=True):
+    """Update the policy, which is at `version`, on this batch."""
+
+    version: int
+    trajectories: list[Trajectory]
+
+
+class Snapshot(msgspec.Struct, frozen=True, tag=True):
+    """Write the own rows of the current weights into the slot that rank 0 names."""
+
+
+class Gather(msgspec.Struct, frozen=True, tag=True):
+    """Help rank 0 to the whole weights."""
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """Leave."""
+
+    reason: str
+
+
+Order = Wait | Train | Snapshot | Gather | Stop
+
+
+def give(ranks: Ranks, order: Order) -> None:
+    """Rank 0: have the others do `order`, if there are others."""
+    if ranks.world > 1:
+        ranks.broadcast(msgspec.msgpack.encode(order))
+
+
+def follow(
+    ranks: Ranks,
+    learner: Learner,
+    update: PolicyUpdate,
+    snapshots: Snapshots,
+    say: Callable[[str], None],
+) -> None:
+    """All other ranks: do what rank 0 orders until it says to stop."""
+    decoder = msgspec.msgpack.Decoder(Order)
+    while True:
+        match decoder.decode(ranks.broadcast()):
+            case Wait():
+                pass
+            case Train(version, trajectories):
+                batch = make_batch(trajectories, learner.model.config.vocab_size)
+                update(batch, version, lambda: True)
+            case Snapshot():
+                snapshots.write()
+            case Gather():
+                learner.weights()
+            case Stop(reason):
+                say(reason)
+                return

@@ -1,0 +1,148 @@
+"""The ranks of a trainer: rank 0 leads, and all do the same things in the same order.
+
+Rank 0 alone is a member of the run. What it decides reaches the others as bytes over the process
+group; while it waits it says so every second, so that a rank which hears nothing for
+`trainer.rank_timeout_s` knows that something is wrong. A rank that dies closes its connections,
+which the others notice in the collective that they are in, or in the next one.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from umbra.proto.errors import PeerLostError, UsageError
+from umbra.services.runtime.config import Trainer
+
+MAX_BYTES = 1 << 31  # of one message of rank 0
+# How torch's backends say that a peer is gone; they raise plain RuntimeErrors.
+_SIGNS = ("gloo", "nccl", "connection", "timed out", "timeout", "socket", "broken pipe")
+
+
+class Ranks:
+    """This process among `world` ranks; `Ranks()` is a trainer of one process.
+
+    Args:
+        store: where the ranks meet, needed if there are several.
+    """
+
+    def __init__(
+        self, rank: int = 0, world: int = 1, store: Store | None = None, timeout_s: float = 0.0
+    ) -> None:
+        self.rank = rank
+        self.world = world
+        self.local_rank = int(os.environ.get("LOCAL_RANK", rank)) if world > 1 else 0
+        self.store = store
+        self.timeout_s = timeout_s
+
+    def broadcast(self, data: bytes = b"") -> bytes:
+        """What rank 0 gave as `data`, on every rank.
+
+        Raises:
+            ValueError: more than `MAX_BYTES`.
+        """
+        if self.world == 1:
+            return data
+        if len(data) > MAX_BYTES:
+            raise ValueError(f"{len(data)} bytes for the other ranks: at most {MAX_BYTES}")
+        size = torch.tensor([len(data)])
+        dist.broadcast(size, 0)
+        if self.rank == 0:
+            content = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        else:
+            content = torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(content, 0)
+        return content.numpy().tobytes()
+
+    def agree(self, flag: bool) -> bool:
+        """`flag` as rank 0 has it."""
+        if self.world == 1:
+            return flag
+        value = torch.tensor([flag], dtype=torch.uint8)
+        dist.broadcast(value, 0)
+        return bool(value)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks of a tensor on the CPU, in place."""
+        if self.world > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+
+@contextmanager
+def join_ranks(config: Trainer, listener: socket.socket | None = None) -> Iterator[Ranks]:
+    """Meet the other ranks that torchrun, accelerate or `launch` started, if there are any.
+
+    `listener` is where rank 0 waits for them, if `launch` started them.
+
+    Raises:
+        UsageError: another number of ranks than configured.
+        PeerLostError: in the block or before: a rank is gone, or silent for too long.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if config.ranks not in (1, world):
+        raise UsageError(
+            f"trainer.ranks = {config.ranks}, but WORLD_SIZE is {world}: give torchrun or "
+            "accelerate launch as many processes, or leave trainer.ranks at 1 there"
+        )
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+        raise UsageError(
+            "accelerate launch --use_fsdp: the trainer shards the policy by itself; leave it out"
+        )
+    if world == 1:
+        yield Ranks()
+        return
+    try:
+        yield _meet(config, world, listener)
+    except RuntimeError as error:
+        if not _is_lost(error):
+            raise
+        first = str(error).strip().splitlines()[0]
+        raise PeerLostError(
+            f"trainer rank {os.environ['RANK']} lost another rank: it ended, or was silent for "
+            f"{config.rank_timeout_s:g} s (trainer.rank_timeout_s): {first}"
+        ) from error
+    dist.destroy_process_group()
+
+
+def _meet(config: Trainer, world: int, listener: socket.socket | None) -> Ranks:
+    rank = int(os.environ["RANK"])
+    timeout = timedelta(seconds=config.rank_timeout_s)
+    if listener is not None:
+        host, port = listener.getsockname()
+        store: Store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+            host,
+            port,
+            world,
+            is_master=True,
+            timeout=timeout,
+            master_listen_fd=listener.detach(),
+        )
+    else:
+        store, _, _ = next(rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    on_gpu = config.device != "cpu" and torch.cuda.is_available()
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        store=PrefixStore("group", store),
+        rank=rank,
+        world_size=world,
+        timeout=timeout,
+    )
+    return Ranks(rank, world, PrefixStore("snapshots", store), config.rank_timeout_s)
+
+
+def _is_lost(error: RuntimeError) -> bool:
+    if isinstance(error, dist.DistError):
+        return True
+    text = str(error).lower()
+    return any(sign in text for sign in _SIGNS)

@@ -1,0 +1,50 @@
+"""What trajectories say of their learned tokens beyond the behaviour logprobs, [M] each."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from umbra.services.trainer.batch import Batch, BatchError
+
+STAGES = {"ref_logprobs": "ref_logp", "proximal_logprobs": "logp"}
+
+
+def recorded_logprobs(batch: Batch, field: Literal["ref_logprobs", "proximal_logprobs"]) -> Tensor:
+    """Logprobs that a scoring stage found, float32 [M].
+
+    Raises:
+        BatchError: a sample has none, or they do not fit its tokens; it names the sample.
+    """
+    parts: list[np.ndarray] = []
+    for trajectory in batch.trajectories:
+        data: bytes | None = getattr(trajectory, field)
+        mask = np.frombuffer(trajectory.loss_mask, "u1").astype(bool)
+        if data is None:
+            raise BatchError(
+                f"sample {trajectory.sample_id} has no {field}, which the objective needs: "
+                f"put {STAGES[field]} into buffer.stages"
+            )
+        if len(data) != 4 * len(mask):
+            raise BatchError(
+                f"sample {trajectory.sample_id}: {len(data)} bytes in {field} for {len(mask)} "
+                "tokens"
+            )
+        values = np.frombuffer(data, "<f4")[mask]
+        if not np.isfinite(values).all():
+            raise BatchError(f"sample {trajectory.sample_id}: one of its {field} is not finite")
+        parts.append(values)
+    return torch.from_numpy(np.concatenate(parts))
+
+
+def token_versions(batch: Batch) -> Tensor:
+    """The policy version that sampled each token, int64 [M]."""
+    parts: list[np.ndarray] = []
+    for trajectory in batch.trajectories:
+        mask = np.frombuffer(trajectory.loss_mask, "u1").astype(bool)
+        lengths = [span.end - span.start for span in trajectory.spans]
+        parts.append(np.repeat([span.version for span in trajectory.spans], lengths)[mask])
+    return torch.from_numpy(np.concatenate(parts))

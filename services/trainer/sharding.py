@@ -1,0 +1,61 @@
+"""Layers of a policy compiled, recomputed in the backward pass, and sharded over the ranks.
+
+Accelerate shards by FSDP2 only where there are GPUs and falls back to copies (DDP) elsewhere, so
+`fully_shard` is called here: the path that the tests run on a CPU is the one that runs on GPUs.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from umbra.proto.errors import UsageError
+from umbra.services.runtime.config import Trainer
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The repeated blocks of `model`, as its class names them.
+
+    Raises:
+        UsageError: the class names none.
+    """
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    if not layers:
+        raise UsageError(
+            f"model.path: {type(model).__name__} does not say what its layers are, so it can "
+            "neither be sharded nor compiled nor recomputed by layers"
+        )
+    return layers
+
+
+def prepare_layers(model: PreTrainedModel, config: Trainer) -> None:
+    """Apply `trainer.compile` and `trainer.activation_checkpointing`; names stay as they are."""
+    if not (config.compile or config.activation_checkpointing):
+        return
+    for layer in decoder_layers(model):
+        if config.compile:
+            # By layers: they are all alike, so one is compiled and the others reuse it.
+            layer.forward = torch.compile(layer.forward, dynamic=True)
+        if config.activation_checkpointing:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def shard(model: PreTrainedModel, device: torch.device, world: int, precision: str) -> None:
+    """Divide the rows of every parameter over `world` ranks (FSDP2, ZeRO 3), layer by layer.
+
+    Gradients are reduced in float32, whatever the compute dtype.
+    """
+    mesh = init_device_mesh(device.type, (world,))
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if precision == "bf16" else None, reduce_dtype=torch.float32
+    )
+    for layer in decoder_layers(model):
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)

@@ -1,0 +1,80 @@
+"""Memory of the double: each allocation is a file that other processes can map."""
+
+from __future__ import annotations
+
+import ctypes
+import uuid
+from typing import Any
+
+from fakes.cuda_double import machine
+
+memcpyHostToDevice = 1  # noqa: N816 - CUDA's names
+memcpyDeviceToHost = 2  # noqa: N816
+memcpyDeviceToDevice = 3  # noqa: N816
+HANDLE_BYTES = 64
+
+_pinned: set[int] = set()
+
+
+class CUDARuntimeError(RuntimeError):
+    status = 2
+
+
+def getDeviceCount() -> int:  # noqa: N802
+    return machine.setting("FAKE_CUDA_DEVICES", 2)
+
+
+def getDeviceProperties(device: int) -> dict[str, Any]:  # noqa: N802
+    return {"uuid": bytes([device]) * 16}
+
+
+def runtimeGetVersion() -> int:  # noqa: N802
+    return machine.setting("FAKE_CUDA_VERSION", 13000)
+
+
+def malloc(size: int) -> int:
+    if size > machine.setting("FAKE_CUDA_MEMORY", 1 << 40):
+        raise CUDARuntimeError("cudaErrorMemoryAllocation: out of memory")
+    file = f"memory-{uuid.uuid4().hex[:16]}"
+    with (machine.folder() / file).open("w+b") as opened:
+        opened.truncate(size)
+    return machine.map_file(file)
+
+
+def free(ptr: int) -> None:
+    machine.names.pop(ptr)
+
+
+def hostRegister(ptr: int, size: int, flags: int) -> None:  # noqa: N802
+    if ptr in _pinned:
+        raise CUDARuntimeError("cudaErrorHostMemoryAlreadyRegistered")
+    _pinned.add(ptr)
+
+
+def hostUnregister(ptr: int) -> None:  # noqa: N802
+    _pinned.remove(ptr)
+
+
+def memcpyAsync(dst: int, src: int, size: int, kind: int, stream: int) -> None:  # noqa: N802
+    machine.enqueue(stream, lambda: ctypes.memmove(dst, src, size))
+
+
+def ipcGetMemHandle(ptr: int) -> bytes:  # noqa: N802
+    return machine.names[ptr].encode().ljust(HANDLE_BYTES, b"\0")
+
+
+def ipcOpenMemHandle(handle: bytes, flags: int = 1) -> int:  # noqa: N802
+    assert len(handle) == HANDLE_BYTES
+    file = handle.rstrip(b"\0").decode()
+    with (machine.folder() / "ipc-opened").open("a") as log:
+        log.write(f"{machine.name()} {file}\n")
+    try:
+        if machine.setting("FAKE_CUDA_IPC", 1) == 0:
+            raise OSError("another container")
+        return machine.map_file(file)
+    except OSError as error:
+        raise CUDARuntimeError(f"cudaErrorInvalidResourceHandle: {file}") from error
+
+
+def ipcCloseMemHandle(ptr: int) -> None:  # noqa: N802
+    machine.names.pop(ptr)

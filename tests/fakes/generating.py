@@ -1,0 +1,167 @@
+"""A trainer of a tiny model, and generators that decode while its versions are pushed to them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from fakes.hub_bench import WAIT_S, Bench
+
+from umbra.proto.errors import UmbraError
+from umbra.proto.records import Manifest, Sampling
+from umbra.services.generator.engine import EngineRequest
+from umbra.services.generator.streaming import BrokenOffError, Streaming
+from umbra.services.generator.torch_engine import TorchEngine
+from umbra.services.modeling.models import load_model
+from umbra.services.modeling.weights import tensors_in
+from umbra.services.runtime.manifest import build_manifest
+from umbra.services.runtime.publisher import Publisher
+from umbra.services.runtime.receiver import Receiver, StagedVersion
+from umbra.services.trainer.snapshot import tensor_layout, write_shards
+
+CPU = torch.device("cpu")
+DTYPE = torch.bfloat16
+BUCKET_BYTES = 1 << 10
+TOKENS = 8
+Data = Callable[[StagedVersion], memoryview]
+
+
+def checksum_of(model: Any, manifest: Manifest) -> int:
+    """Over the bytes of the model's own tensors, as they are served."""
+    state = model.state_dict()
+    digest = xxhash.xxh3_64()
+    for entry in manifest.tensors:
+        digest.update(state[entry.name].to(DTYPE).contiguous().view(torch.uint8).numpy())
+    return digest.intdigest()
+
+
+class Policy:
+    """A float32 model whose versions differ by some of their weights; it is served as bfloat16."""
+
+    def __init__(self, model_dir: Path) -> None:
+        torch.manual_seed(0)
+        self._model = load_model(model_dir, CPU, torch.float32)
+        self.manifest = build_manifest(tensor_layout(self._model, "bfloat16"), BUCKET_BYTES)
+        self.checksums: list[int] = []
+
+    @torch.no_grad()
+    def write(self, publisher: Publisher) -> int:
+        """Learn something, write the next version into its slot; the version."""
+        version = len(self.checksums)
+        for parameter in self._model.parameters():
+            parameter.add_(torch.randn_like(parameter) * (torch.rand_like(parameter) < 0.02))
+        self.checksums.append(checksum_of(self._model, self.manifest))
+        write_shards(self._model, self.manifest, publisher.slot(version, WAIT_S))
+        return version
+
+    def publish(self, publisher: Publisher) -> int:
+        """As `write`; publish."""
+        version = self.write(publisher)
+        publisher.publish(version, 0.0)
+        return version
+
+
+class Generating:
+    """An engine that always decodes, and takes every version that its receiver has.
+
+    After each load the bytes of the engine's own weights are compared with the trainer's.
+
+    Args:
+        receiver: subscribed.
+        streaming: makes what loads when nothing is staged; else the staged bytes are loaded.
+        data: where the bytes of a staged version are, if not in it.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        model_dir: Path,
+        receiver: Receiver,
+        streaming: Callable[[TorchEngine], Streaming] | None = None,
+        data: Data = lambda staged: staged.data,
+    ) -> None:
+        self.model = load_model(model_dir, CPU, DTYPE)
+        self.engine = TorchEngine(self.model, stop_ids=set(), slots=2, max_context=64, seed=0)
+        self.failure: Exception | None = None
+        self.restored = 0
+        self._policy = policy
+        self._receiver = receiver
+        self._streaming = streaming(self.engine) if streaming else None
+        self._data = data
+        self._changed = threading.Condition()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._main, name="generating")
+        self._thread.start()
+
+    def until(self, version: int) -> None:
+        """Wait until it serves `version`, and decodes with it."""
+        self.wait(lambda: self.engine.version >= version, f"version {version}")
+        self.goes_on()
+
+    def goes_on(self) -> None:
+        """Wait until it has decoded some more."""
+        goal = self.engine.decoded_tokens + 3 * TOKENS
+        self.wait(lambda: self.engine.decoded_tokens >= goal, "tokens")
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive(), "the generator hangs"
+
+    def wait(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait until `condition` holds."""
+        with self._changed:
+            met = self._changed.wait_for(lambda: condition() or self.failure is not None, WAIT_S)
+        if self.failure is not None:
+            raise self.failure
+        assert met, f"no {what} within {WAIT_S:g} s; version {self.engine.version} is served"
+
+    def _main(self) -> None:
+        try:
+            while not self._stop.is_set():
+                self._turn()
+                with self._changed:
+                    self._changed.notify_all()
+        except Exception as error:  # noqa: BLE001 - raised in the test's own thread
+            self.failure = error
+            with self._changed:
+                self._changed.notify_all()
+
+    def _turn(self) -> None:
+        staged = self._receiver.poll()
+        if staged is not None:
+            self._load(staged)
+        if self.engine.version < 0:
+            self._receiver.wait(0.01)
+            return
+        if not self.engine.busy:
+            self.engine.submit([EngineRequest("r", [5, 6, 7], Sampling(), TOKENS)])
+        self.engine.poll(0.0)
+
+    def _load(self, staged: StagedVersion) -> None:
+        error = ""
+        try:
+            if self._streaming is not None:
+                self._streaming.load(staged, "keep")
+            else:
+                tensors = tensors_in(staged.manifest, self._data(staged))
+                self.engine.load_weights(tensors, staged.version, "keep")
+        except BrokenOffError as problem:
+            self.restored += 1
+            error = str(problem)
+        except UmbraError as problem:
+            self._receiver.committed(staged, 0.0, str(problem))
+            raise
+        if self.engine.version >= 0:
+            held = checksum_of(self.model, self._policy.manifest)
+            assert held == self._policy.checksums[self.engine.version], "not the trainer's weights"
+        self._receiver.committed(staged, 0.0, error)
+
+
+def publisher_of(bench: Bench, policy: Policy) -> Publisher:
+    """A registered publisher of the policy's layout."""
+    return bench.publisher(policy.manifest)

@@ -1,0 +1,156 @@
+"""A machine with fake GPUs: the hub's, relays' and receivers' agents are real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from fakes.hub_bench import LAYOUT, WAIT_S, Bench
+
+from umbra.services.runtime.config import WeightHub as WeightHubConfig
+from umbra.services.runtime.gpu import cuda
+from umbra.services.runtime.gpu.receiving import GpuPlane, GpuReceiving, find_gpu
+from umbra.services.runtime.receiver import Receiver
+
+DOUBLE = Path(__file__).parent / "cuda_double"
+CHUNK = 4096
+
+
+class GpuWorld:
+    """Receivers on fake GPUs around a hub; `deadline_s` is the hub's."""
+
+    def __init__(self, bench: Bench, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.bench = bench
+        self.folder = folder
+        self._patch = patch
+        self.gpus: dict[str, GpuReceiving] = {}
+
+    def start(self, plane: str, **config: Any) -> None:
+        """Start the hub."""
+        options: dict[str, Any] = {"deadline_s": 8.0, "chunk_bytes": CHUNK, **config}
+        self.bench.start(plane=plane, **options)
+
+    def gpu(
+        self,
+        name: str,
+        plane: str = "auto",
+        device: int = 0,
+        planes: tuple[GpuPlane, ...] = ("cuda_ipc", "nccl"),
+        **environ: str,
+    ) -> GpuReceiving:
+        """The GPU of a receiver; its agent has `environ`."""
+        with self._patch.context() as patch:
+            for key, value in {"FAKE_CUDA_NAME": name, **environ}.items():
+                patch.setenv(key, value)
+            config = msgspec.convert({"plane": plane, "chunk_bytes": CHUNK}, WeightHubConfig)
+            found = find_gpu(config, planes, device)
+        assert found is not None
+        self.gpus[name] = found
+        self.bench.closers.append(found.close)
+        return found
+
+    def receiver(
+        self, name: str, plane: str, planes: tuple[str, ...] = (), *, host: str = "", **gpu: Any
+    ) -> Receiver:
+        """A subscribed receiver that offers `plane`, and `planes` without a GPU."""
+        receiver = Receiver(
+            self.bench.channel(name),
+            host,
+            planes,
+            gpu=self.gpu(name, plane, **gpu),
+            check_s=0.05,
+            retry_s=0.02,
+        )
+        self.bench.closers.append(receiver.close)
+        receiver.subscribe(WAIT_S)
+        return receiver
+
+    def rows(self, count: int) -> list[dict[str, object]]:
+        """The rows of the hub's metrics, when there are `count`."""
+        look = threading.Event()
+        while len(self.bench.rows()) < count:
+            look.wait(0.01)
+        return self.bench.rows()
+
+    def hub_agent(self, plane: str) -> int:
+        """Process id of the hub's agent for a plane."""
+        pid = self.bench.hub.planes.agent_pid(plane)
+        assert pid is not None
+        return pid
+
+    def await_subscriber(self, name: str) -> None:
+        """Wait until the hub knows a receiver."""
+        look = threading.Event()
+        while name not in self.bench.hub.protocol.serving:
+            look.wait(0.01)
+
+    def leave(self, name: str) -> None:
+        """The link of a receiver that was closed goes as well."""
+        self.bench.links[name].close()
+
+    def fault(self, what: str) -> None:
+        """Make a file that the double looks for, such as hang-init-NAME."""
+        (self.folder / what).touch()
+
+    def await_file(self, name: str) -> None:
+        """Wait until the double has made a file."""
+        look = threading.Event()
+        while not (self.folder / name).exists():
+            look.wait(0.01)
+
+    @property
+    def communicators(self) -> list[tuple[str, ...]]:
+        """Who was in each communicator that came about, in the order of their making."""
+        members: dict[str, dict[int, str]] = {}
+        path = self.folder / "communicators"
+        for line in path.read_text().splitlines() if path.exists() else []:
+            name, uid, rank, _ = line.split()
+            members.setdefault(uid, {})[int(rank)] = name
+        return [tuple(ranks[rank] for rank in sorted(ranks)) for ranks in members.values()]
+
+    @property
+    def uids(self) -> list[str]:
+        """Ids of the communicators."""
+        lines = (self.folder / "communicators").read_text().splitlines()
+        return list(dict.fromkeys(line.split()[1] for line in lines))
+
+
+def kill_agent(gpu: GpuReceiving) -> None:
+    """Kill a receiver's agent behind its owner's back."""
+    pid = gpu.agent.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def gpu_world(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuWorld]:
+    """A machine with two fake GPUs."""
+    folder = tmp_path / "gpu"
+    folder.mkdir()
+    paths = [str(DOUBLE), str(DOUBLE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.setenv("FAKE_CUDA_DIR", str(folder))
+    monkeypatch.setenv("FAKE_CUDA_NAME", "hub")
+    monkeypatch.syspath_prepend(str(DOUBLE))
+    _forget_cupy()
+    yield GpuWorld(bench, folder, monkeypatch)
+    bench.close()
+    bench.closers.clear()
+    _forget_cupy()
+
+
+def _forget_cupy() -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "cupy"]:
+        del sys.modules[name]
+    cuda.cuda_unavailable.cache_clear()
+    cuda.nccl_unavailable.cache_clear()
+
+
+TOTAL = LAYOUT.total_bytes

@@ -1,0 +1,80 @@
+"""Trajectories whose recorded logprobs are off by noise, and a learner that keeps gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from umbra.proto.records import Sampling, Trajectory, VersionSpan, pack_float32, pack_int32
+from umbra.services.trainer.learner import Learner
+from umbra.services.trainer.metrics import Row
+
+TEMPERATURE = 0.7
+
+
+class Recorder(Learner):
+    """A learner that keeps the gradients instead of using them."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.gradients: dict[str, Tensor] = {}
+
+    def update(self, step: int) -> Row:
+        del step
+        named = self.model.named_parameters()
+        self.gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
+        self.model.zero_grad()
+        return {"grad_norm": 0.0, "lr": 0.0, "skipped": 0.0}
+
+
+@torch.no_grad()
+def noisy_trajectories(
+    model: Any, *, groups: int = 3, size: int = 4, spread: float = 0.3, version: int = 2
+) -> list[Trajectory]:
+    """Groups of random responses of 2 to 7 tokens, every third cut off at the limit.
+
+    Behaviour, proximal and reference logprobs are the model's plus noise of deviation `spread`
+    each. The last token of each is of `version`, the others of the one before.
+    """
+    generator = torch.Generator().manual_seed(7)
+
+    def draw(low: int, high: int, count: int) -> list[int]:
+        return torch.randint(low, high, (count,), generator=generator).tolist()
+
+    def noisy(logprobs: Tensor) -> bytes:
+        noise = spread * torch.randn(len(logprobs), generator=generator)
+        return pack_float32((logprobs + noise).tolist())
+
+    made: list[Trajectory] = []
+    for group in range(groups):
+        prompt = draw(5, 30, 2 + group)
+        for member in range(size):
+            response = draw(5, 30, draw(2, 8, 1)[0])
+            logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+            distribution = (logits.float() / TEMPERATURE).log_softmax(-1)
+            logprobs = distribution.gather(1, torch.tensor(response)[:, None])[:, 0]
+            last = len(response) - 1
+            made.append(
+                Trajectory(
+                    sample_id=f"s{group}-{member}",
+                    group_id=f"g{group}",
+                    prompt_id=f"p{group}",
+                    attempt=1,
+                    prompt_ids=pack_int32(prompt),
+                    response_ids=pack_int32(response),
+                    loss_mask=bytes([1] * len(response)),
+                    logprobs=noisy(logprobs),
+                    ref_logprobs=noisy(logprobs),
+                    proximal_logprobs=noisy(logprobs),
+                    spans=[
+                        VersionSpan(version=version - 1, start=0, end=last),
+                        VersionSpan(version=version, start=last, end=last + 1),
+                    ],
+                    finish_reason="length" if len(made) % 3 == 0 else "stop",
+                    reward=draw(0, 100, 1)[0] / 7,  # none is its group's mean
+                    sampling=Sampling(temperature=TEMPERATURE),
+                )
+            )
+    return made

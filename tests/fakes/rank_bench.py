@@ -1,0 +1,106 @@
+"""Updates of a policy on given batches, as one rank of a trainer does them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from umbra.proto.records import Sampling, Trajectory, VersionSpan, pack_float32, pack_int32
+from umbra.services.runtime.config_loader import load_config
+from umbra.services.trainer.batch import make_batch
+from umbra.services.trainer.learner import Learner
+from umbra.services.trainer.policy import load_policy
+from umbra.services.trainer.ranks import Ranks
+from umbra.services.trainer.update import PolicyUpdate
+
+# Plain descent: Adam would turn rounding in near-zero gradients into full steps.
+PLAIN = {
+    "optimizer": "sgd",
+    "betas": [0.0, 0.9],
+    "learning_rate": 0.1,
+    "warmup_steps": 0,
+    "device": "cpu",
+    "threads": 1,
+    "pack_tokens": 48,
+    "micro_tokens": 48,
+}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What came of it; `weights` are empty but on rank 0."""
+
+    rows: list[dict[str, Any]]
+    weights: dict[str, Tensor]
+    local: dict[str, tuple[int, int]]  # elements of each parameter here, and in all
+
+
+def train(
+    directory: Path, batches: list[list[Trajectory]], ranks: Ranks, **trainer: Any
+) -> Trained:
+    """One update after another, from the model in `directory`."""
+    settings = PLAIN | trainer
+    overrides = [f"trainer.{key}={as_text(value)}" for key, value in settings.items()]
+    config = load_config(
+        overrides=[*overrides, f"model.path={directory}", f"run.steps={len(batches)}"], environ={}
+    )
+    model, _ = load_policy(directory)
+    learner = Learner(model, config.trainer, config.run.steps, ranks)
+    update = PolicyUpdate(config, learner)
+    rows: list[dict[str, Any]] = []
+    for version, trajectories in enumerate(batches):
+        row = update(make_batch(trajectories, model.config.vocab_size), version, lambda: True)
+        assert row is not None
+        rows.append(row)
+    local = {
+        name: (p.to_local().numel() if isinstance(p, DTensor) else p.numel(), p.numel())
+        for name, p in learner.model.named_parameters()
+    }
+    return Trained(rows, learner.weights(), local)
+
+
+def as_text(value: object) -> str:
+    """As `--set` takes it."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def make_batches(count: int, *, groups: int = 3, size: int = 4) -> list[list[Trajectory]]:
+    """Groups of random responses of different lengths; each group has its prompt."""
+    generator = torch.Generator().manual_seed(3)
+
+    def tokens(length: int) -> list[int]:
+        return torch.randint(5, 100, (length,), generator=generator).tolist()
+
+    batches: list[list[Trajectory]] = []
+    for step in range(count):
+        made: list[Trajectory] = []
+        for group in range(groups):
+            prompt = tokens(4 + 5 * group)
+            for member in range(size):
+                length = 2 + 3 * member + group
+                mask = [int(at % 4 != 2) for at in range(length)]
+                logprobs = (-4.6 + 0.2 * torch.randn(length, generator=generator)).tolist()
+                made.append(
+                    Trajectory(
+                        sample_id=f"s{step}-{group}-{member}",
+                        group_id=f"g{step}-{group}",
+                        prompt_id=f"p{group}",
+                        attempt=1,
+                        prompt_ids=pack_int32(prompt),
+                        response_ids=pack_int32(tokens(length)),
+                        loss_mask=bytes(mask),
+                        logprobs=pack_float32(logprobs),
+                        spans=[VersionSpan(version=0, start=0, end=length)],
+                        finish_reason="stop",
+                        reward=float(member % 3) + 0.1 * group,
+                        sampling=Sampling(temperature=0.8),
+                    )
+                )
+        batches.append(made)
+    return batches

@@ -1,0 +1,143 @@
+"""The hub over `nccl` and `cuda_ipc` on a real GPU: from the trainer's tensors to the engine's.
+
+Over `nccl` all ranks share the one GPU: correctness only, never bandwidth.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+from fakes.hub_bench import WAIT_S, Bench, take
+from fakes.one_gpu import SHARED
+
+from umbra.services.runtime.config import WeightHub as WeightHubConfig
+from umbra.services.runtime.gpu import cuda
+from umbra.services.runtime.gpu.receiving import find_gpu
+from umbra.services.runtime.manifest import build_manifest
+from umbra.services.runtime.publisher import Publisher
+from umbra.services.runtime.receiver import Receiver
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from umbra.services.modeling.models import load_model  # noqa: E402
+from umbra.services.modeling.weights import WeightTable, tensors_in  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(cuda.nccl_unavailable() is not None, reason=str(cuda.nccl_unavailable())),
+]
+BUCKET, CHUNK, DEADLINE_S = 1 << 16, 1 << 18, 60.0
+
+
+class Models:
+    """One that is trained and those that are served, all of the same layout."""
+
+    def __init__(self, path: Path, bench: Bench) -> None:
+        self._path, self._bench = path, bench
+        self.trained = load_model(str(path), torch.device("cuda"), torch.float32)
+        names = dict(self.trained.named_parameters())
+        self.manifest = build_manifest(
+            [(name, "F32", list(tensor.shape)) for name, tensor in names.items()], BUCKET
+        )
+        self.publisher = Publisher(bench.channel("trainer"), self.manifest)
+        bench.closers.append(self.publisher.close)
+        self.publisher.register(WAIT_S)
+        self.version = -1
+
+    def publish(self) -> None:
+        """Change all weights and publish them."""
+        self.version += 1
+        with torch.no_grad():
+            for parameter in self.trained.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.01)
+        slot = self.publisher.slot(self.version, WAIT_S)
+        places = dict(tensors_in(self.manifest, slot))
+        for name, parameter in self.trained.named_parameters():
+            places[name].copy_(parameter.detach())
+        self.publisher.publish(self.version, 0.0)
+
+
+class Engine:
+    """A served model with its receiver; `name` tells NCCL's ranks apart."""
+
+    def __init__(self, models: Models, bench: Bench, name: str, plane: str) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("NCCL_HOSTID", name)
+            config = msgspec.convert({"plane": plane, "chunk_bytes": CHUNK}, WeightHubConfig)
+            gpu = find_gpu(config, ["cuda_ipc", "nccl"], 0)
+        assert gpu is not None
+        self.gpu, self._models = gpu, models
+        self._table = WeightTable(model := load_model(
+            str(models._path), torch.device("cuda"), torch.float32
+        ))  # fmt: skip
+        self._model = model
+        self.receiver = Receiver(bench.channel(name), gpu=gpu, check_s=0.5, retry_s=0.2)
+        bench.closers.append(self.receiver.close)
+        self.receiver.subscribe(WAIT_S)
+
+    def load(self) -> None:
+        """Load versions until the newest; then all weights are the trainer's, bit for bit."""
+        while True:
+            staged = take(self.receiver)
+            self._table.load(tensors_in(staged.manifest, staged.data))
+            torch.cuda.synchronize()
+            self.receiver.committed(staged, 0.0)
+            if staged.version == self._models.version:
+                break
+        ours = dict(self._model.named_parameters())
+        for name, parameter in self._models.trained.named_parameters():
+            assert torch.equal(ours[name], parameter), name
+
+
+def planes_used(bench: Bench, count: int) -> set[object]:
+    look = threading.Event()
+    while len(bench.rows()) < count:
+        look.wait(0.01)
+    return {row["plane"] for row in bench.rows()}
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**SHARED, "NCCL_HOSTID": "hub"}.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("plane", ["nccl", "cuda_ipc"])
+def test_the_engines_weights_are_the_trainers(
+    bench: Bench, tiny_model_dir: Path, shared: None, plane: str
+) -> None:
+    bench.start(plane=plane, deadline_s=DEADLINE_S, chunk_bytes=CHUNK)
+    models = Models(tiny_model_dir, bench)
+    engine = Engine(models, bench, "gen-0", plane)
+    for _ in range(4):
+        models.publish()
+        engine.load()
+    assert planes_used(bench, 4) == {plane}
+    assert all(row["wire_bytes"] == row["bytes"] for row in bench.rows())
+    assert bench.hub.protocol.counters["failed"] == 0
+
+
+@pytest.mark.parametrize("plane", ["nccl", "cuda_ipc"])
+def test_an_agent_that_is_killed_costs_one_attempt(
+    bench: Bench, tiny_model_dir: Path, shared: None, plane: str
+) -> None:
+    """The hub's agent dies between two versions: the next two arrive, whole."""
+    bench.start(plane=plane, deadline_s=DEADLINE_S, chunk_bytes=CHUNK)
+    models = Models(tiny_model_dir, bench)
+    engine = Engine(models, bench, "gen-0", plane)
+    models.publish()
+    engine.load()
+    pid = bench.hub.planes.agent_pid(plane)
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    for _ in range(2):
+        models.publish()
+        engine.load()
+    assert bench.hub.protocol.counters["dropped"] == 0

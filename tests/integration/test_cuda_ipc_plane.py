@@ -1,0 +1,153 @@
+"""Plane `cuda_ipc`, whole, and which plane is chosen; all is real but CuPy, which is a double."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from fakes.gpu_world import TOTAL, GpuWorld
+from fakes.hub_bench import content, load, publish, take
+
+from umbra.proto.errors import RejectedError, UsageError
+from umbra.services.runtime.gpu.cuda import DeviceMemory
+
+NAMES = ("gen-0", "gen-1")
+
+
+def test_on_one_gpu_versions_are_copied_from_the_hubs_device_memory(gpu_world: GpuWorld) -> None:
+    gpu_world.start("auto")
+    publisher = gpu_world.bench.publisher()
+    receivers = [gpu_world.receiver(name, "auto", ("shm", "tcp")) for name in NAMES]
+    for version in range(4):
+        publish(publisher, version)
+        for receiver in receivers:
+            staged = take(receiver)
+            assert isinstance(staged.data, DeviceMemory)
+            assert bytes(staged.data) == content(version)
+            receiver.committed(staged, 0.0)
+    assert {row["plane"] for row in gpu_world.rows(8)} == {"cuda_ipc"}
+    opened = (gpu_world.folder / "ipc-opened").read_text().splitlines()
+    assert len(opened) == 2 and len(set(opened)) == 1, "each receiver maps the one export once"
+
+
+def test_what_the_engine_loads_from_a_gpu_is_left_alone(gpu_world: GpuWorld) -> None:
+    gpu_world.start("cuda_ipc", deadline_s=0.5)  # who takes long to load is dropped
+    publisher = gpu_world.bench.publisher()
+    receiver = gpu_world.receiver("gen-0", "cuda_ipc")
+    publish(publisher, 0)
+    loading = take(receiver)
+    for version in range(1, 5):
+        publish(publisher, version)
+        assert receiver.poll() is None
+        assert bytes(loading.data) == content(0)
+    receiver.committed(loading, 0.0)
+    load(receiver, 4)
+
+
+def test_a_killed_agent_of_the_hub_costs_cuda_ipc_one_attempt(gpu_world: GpuWorld) -> None:
+    gpu_world.start("cuda_ipc")
+    publisher = gpu_world.bench.publisher()
+    receiver = gpu_world.receiver("gen-0", "cuda_ipc")
+    publish(publisher, 0)
+    load(receiver, 0)
+    os.kill(gpu_world.hub_agent("cuda_ipc"), signal.SIGKILL)
+    for version in (1, 2):
+        publish(publisher, version)
+        load(receiver, version)
+    assert gpu_world.bench.hub.protocol.counters["dropped"] == 0
+    opened = (gpu_world.folder / "ipc-opened").read_text().splitlines()
+    assert len(set(opened)) == 2, "another export, mapped instead of the one before"
+
+
+def test_spoiled_device_memory_is_never_loaded(gpu_world: GpuWorld) -> None:
+    gpu_world.start("cuda_ipc")
+    publisher = gpu_world.bench.publisher()
+    publish(publisher, 0)
+    spoiled = gpu_world.receiver("gen-0", "cuda_ipc")
+    load(spoiled, 0)
+    for path in gpu_world.folder.glob("memory-*"):
+        if path.stat().st_size > TOTAL:
+            path.write_bytes(b"\0" * path.stat().st_size)  # the memory that the hub exports
+    late = gpu_world.receiver("gen-1", "cuda_ipc")
+    publish(publisher, 1)
+    load(spoiled, 1)
+    load(late, 1)
+    assert gpu_world.bench.hub.protocol.counters["failed"] >= 1
+
+
+def test_a_gpu_without_room_is_no_reason_to_stop(gpu_world: GpuWorld) -> None:
+    """The receiver cannot allocate: it goes on over shared memory, and says so."""
+    gpu_world.start("auto")
+    publisher = gpu_world.bench.publisher()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FAKE_CUDA_MEMORY", str(TOTAL - 1))
+        receiver = gpu_world.receiver("gen-0", "auto", ("shm", "tcp"))
+        for version in range(2):
+            publish(publisher, version)
+            load(receiver, version)
+    assert gpu_world.rows(2)[-1]["plane"] == "shm"
+
+
+def test_memory_that_cannot_be_mapped_is_no_reason_to_stop(
+    gpu_world: GpuWorld, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("FAKE_CUDA_IPC", "0")
+    gpu_world.start("auto")
+    publisher = gpu_world.bench.publisher()
+    receiver = gpu_world.receiver("gen-0", "auto", ("shm", "tcp"))
+    for version in range(2):
+        publish(publisher, version)
+        load(receiver, version)
+    assert gpu_world.rows(2)[-1]["plane"] == "shm"
+    assert "without plane cuda_ipc from now on: the hub's device memory cannot be" in caplog.text
+
+
+def test_a_hub_without_room_on_its_gpu_names_the_reason(
+    gpu_world: GpuWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu_world.start("auto")
+    publisher = gpu_world.bench.publisher()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FAKE_CUDA_MEMORY", str(TOTAL))  # one version, not the hub's two
+        receiver = gpu_world.receiver("gen-0", "auto", ("shm", "tcp"))
+        publish(publisher, 0)
+        load(receiver, 0)
+    assert "GPU 0 has no room" in caplog.text
+    assert gpu_world.rows(1)[-1]["plane"] == "shm"
+
+
+def test_planes_are_chosen_by_gpu_and_host(gpu_world: GpuWorld) -> None:
+    gpu_world.start("auto")
+    publisher = gpu_world.bench.publisher()
+    receivers = {
+        "same": gpu_world.receiver("same", "auto", ("shm", "tcp")),
+        "other-gpu": gpu_world.receiver("other-gpu", "auto", ("shm", "tcp"), device=1),
+        "other-host": gpu_world.receiver(
+            "other-host", "auto", ("shm", "tcp"), device=1, host="elsewhere"
+        ),
+        "other-nccl": gpu_world.receiver(
+            "other-nccl", "auto", ("shm", "tcp"), device=1, host="far", FAKE_NCCL_VERSION="23007"
+        ),
+    }
+    publish(publisher, 0)
+    for receiver in receivers.values():
+        load(receiver, 0)
+    assert {row["receiver"]: row["plane"] for row in gpu_world.rows(4)} == {
+        "same": "cuda_ipc",
+        "other-gpu": "shm",
+        "other-host": "nccl",
+        "other-nccl": "tcp",
+    }
+
+
+def test_a_receiver_on_another_gpu_is_told_so(gpu_world: GpuWorld) -> None:
+    gpu_world.start("cuda_ipc")
+    gpu_world.bench.publisher()
+    with pytest.raises(RejectedError, match="the receiver is on another GPU"):
+        gpu_world.receiver("gen-0", "cuda_ipc", device=1)
+
+
+def test_a_gpu_that_is_not_there_is_the_users_mistake(gpu_world: GpuWorld) -> None:
+    with pytest.raises(UsageError, match=r'"nccl" cannot be used here: .*there is no GPU 7: 2 can'):
+        gpu_world.gpu("gen-0", "nccl", device=7)

@@ -1,0 +1,73 @@
+"""The environment of docs/environments.md, as it stands there."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes.engine import ScriptedEngine
+
+from umbra.proto.records import SampleTask, Sampling
+from umbra.services.environments.loading import load_environment
+from umbra.services.environments.pool import InlinePool, open_pool
+from umbra.services.generator.rollout import RolloutSettings
+from umbra.services.generator.runner import RolloutRunner
+from umbra.services.modeling.chat import Chat
+from umbra.services.modeling.models import load_tokenizer
+from umbra.services.runtime.config import Environment
+
+DOC = Path(__file__).parents[2] / "docs" / "environments.md"
+STOP = 3
+
+
+@pytest.fixture
+def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    blocks = re.findall(r"```python\n(.*?)```", DOC.read_text(encoding="utf-8"), re.DOTALL)
+    (tmp_path / "counting.py").write_text(blocks[0])
+    (tmp_path / "scoring.py").write_text(blocks[1])
+    monkeypatch.chdir(tmp_path)
+    return blocks
+
+
+@pytest.mark.e2e
+def test_the_environment_runs_in_a_rollout(code: list[str], tiny_model_dir: Path) -> None:
+    assert len(code[0].splitlines()) <= 25
+    tokenizer = load_tokenizer(tiny_model_dir)
+    assistant = tokenizer.convert_tokens_to_ids("<|assistant|>")
+    turns = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("1", "7", "2")]
+
+    def script(ids: Any) -> list[int]:
+        said = len(ids) - 1 - max(i for i, token in enumerate(ids) if token == assistant)
+        return [*turns[list(ids).count(STOP)], STOP][said:]
+
+    pool = open_pool(Environment(kind="counting:Counting", options={"patience": 3}))
+    try:
+        runner = RolloutRunner(
+            ScriptedEngine(script, max_context=256),
+            pool,
+            RolloutSettings(Chat(tokenizer, {STOP}), Sampling(max_tokens=8), 256),
+        )
+        row = {"prompt": "count", "answer": 2}
+        runner.add(
+            [
+                SampleTask(
+                    sample_id="s", group_id="g", prompt_id="p", attempt=0, row=row, lease_s=9.0
+                )
+            ]
+        )
+        while runner.active:  # each answer of the environment has a deadline
+            runner.poll(0.0)
+        (trajectory,), failed = runner.results()
+    finally:
+        pool.close()
+    assert not failed
+    assert (trajectory.reward, trajectory.turns) == (1.0, 3)
+    assert trajectory.reward_parts == {"steps": 2.0}
+
+
+def test_the_reward_function_scores(code: list[str]) -> None:
+    pool = InlinePool(load_environment(Environment(kind="reward", reward="scoring:score")))
+    pool.play("s", {"prompt": "p", "word": "sun"}, ["the sun"])
+    (outcome,) = pool.collect()
+    assert outcome.value is not None, outcome.error
+    assert getattr(outcome.value, "reward", None) == 1.0

@@ -1,0 +1,270 @@
+"""Plane `nccl`, whole: hub, agent processes, receivers; only CuPy is a double."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+from fakes.gpu_world import TOTAL, GpuWorld, kill_agent
+from fakes.hub_bench import OTHER_LAYOUT, WAIT_S, content, load, publish, take
+
+from umbra.proto.errors import RejectedError
+from umbra.services.runtime.metrics import MetricsFile
+from umbra.services.runtime.receiver import Receiver
+from umbra.services.weight_hub.relay import Relay
+
+NAMES = ("gen-0", "gen-1")
+
+
+def test_a_broadcast_brings_every_version_to_every_receiver(gpu_world: GpuWorld) -> None:
+    gpu_world.start("nccl")
+    publisher = gpu_world.bench.publisher()
+    receivers = [gpu_world.receiver(name, "nccl") for name in NAMES]
+    for version in range(4):
+        publish(publisher, version)
+        for receiver in receivers:
+            load(receiver, version)
+    assert gpu_world.communicators == [("hub", *NAMES)]
+    rows = gpu_world.rows(8)
+    assert {row["plane"] for row in rows} == {"nccl"}
+    assert all(row["wire_bytes"] == row["bytes"] == TOTAL for row in rows)
+
+
+def test_a_late_joiner_fetches_and_is_in_the_next_communicator(gpu_world: GpuWorld) -> None:
+    gpu_world.start("nccl")
+    publisher = gpu_world.bench.publisher()
+    first = gpu_world.receiver("gen-0", "nccl")
+    publish(publisher, 0)
+    load(first, 0)
+    late = gpu_world.receiver("gen-1", "nccl")
+    load(late, 0)
+    assert gpu_world.communicators == [("hub", "gen-0")], "it must not disturb the other"
+    publish(publisher, 1)
+    for receiver in (first, late):
+        load(receiver, 1)
+    assert gpu_world.communicators == [("hub", "gen-0"), ("hub", *NAMES)]
+    assert len(set(gpu_world.uids)) == 2
+
+
+def test_one_that_hangs_in_init_is_killed_and_the_others_go_on(gpu_world: GpuWorld) -> None:
+    """1. gen-1's agent hangs whenever it enters a communicator. 2. Five versions are published.
+
+    Result: both get each of them; gen-0 by broadcast as soon as it is known who hangs, gen-1 never;
+    when its process is another, and hangs no more, it is in again.
+    """
+    gpu_world.start("nccl", deadline_s=4.0)
+    publisher = gpu_world.bench.publisher()
+    gpu_world.fault("stay-hang-init-gen-1")
+    receivers = {name: gpu_world.receiver(name, "nccl") for name in NAMES}
+    pids = {name: gpu_world.gpus[name].agent.pid for name in NAMES}
+    for version in range(5):
+        publish(publisher, version)
+        for receiver in receivers.values():
+            load(receiver, version)
+    assert set(gpu_world.communicators) == {("hub", "gen-0")}
+    assert gpu_world.gpus["gen-1"].agent.pid != pids["gen-1"], "it was killed"
+    assert gpu_world.bench.hub.protocol.counters["dropped"] == 0
+    # In the round for version 0 both hung, in one of the next gen-1 was the only new one.
+    assert gpu_world.bench.hub.protocol.counters["failed"] == 4
+    receivers.pop("gen-1").close()
+    (gpu_world.folder / "stay-hang-init-gen-1").unlink()
+    receivers["gen-1"] = gpu_world.receiver("gen-1", "nccl")
+    load(receivers["gen-1"], 4)
+    publish(publisher, 5)
+    for receiver in receivers.values():
+        load(receiver, 5)
+    assert gpu_world.communicators[-1] == ("hub", *NAMES)
+
+
+@pytest.mark.parametrize("notices", [False, True])
+def test_an_agent_that_is_killed_in_a_broadcast(
+    gpu_world: GpuWorld,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    notices: bool,
+) -> None:
+    """1. Version 1 is under way; gen-1's agent is killed. 2. More versions.
+
+    Result: both have version 1, whole; the others abort their communicator (the double would end a
+    process that drops one without) and the next one has a fresh id.
+    """
+    if notices:
+        monkeypatch.setenv("FAKE_NCCL_NOTICES", "1")  # NCCL reports an asynchronous error
+    gpu_world.start("nccl")
+    publisher = gpu_world.bench.publisher()
+    receivers = [gpu_world.receiver(name, "nccl") for name in NAMES]
+    publish(publisher, 0)
+    for receiver in receivers:
+        load(receiver, 0)
+    starts = gpu_world.gpus["gen-0"].agent.starts
+    gpu_world.fault("hang-bcast-gen-1")
+    publish(publisher, 1)
+    gpu_world.await_file("hang-bcast-reached-gen-1")
+    kill_agent(gpu_world.gpus["gen-1"])
+    for receiver in receivers:
+        load(receiver, 1)
+    for version in (2, 3):
+        publish(publisher, version)
+        for receiver in receivers:
+            load(receiver, version)
+    assert gpu_world.communicators == [("hub", *NAMES), ("hub", *NAMES)]
+    assert len(gpu_world.uids) == 2
+    assert gpu_world.gpus["gen-0"].agent.starts == starts, "an abort is enough for the living"
+    assert gpu_world.bench.hub.protocol.counters["dropped"] == 0
+    assert "the GPU agent has ended" in caplog.text
+
+
+def test_an_asynchronous_error_is_reported_before_any_deadline(
+    gpu_world: GpuWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu_world.start("nccl", deadline_s=60.0)
+    publisher = gpu_world.bench.publisher()
+    receivers = [gpu_world.receiver(name, "nccl") for name in NAMES]
+    gpu_world.fault("error-bcast-gen-0")
+    for version in range(2):
+        publish(publisher, version)
+        for receiver in receivers:
+            load(receiver, version)
+    assert "to gen-0 failed while staging: GPU agent: NCCL: NCCL_ERROR_REMOTE" in caplog.text
+    assert gpu_world.bench.hub.protocol.counters["deadline"] == 0
+
+
+def test_the_hubs_own_agent_is_killed_in_a_broadcast(gpu_world: GpuWorld) -> None:
+    gpu_world.start("nccl", deadline_s=60.0)
+    publisher = gpu_world.bench.publisher()
+    receiver = gpu_world.receiver("gen-0", "nccl")
+    publish(publisher, 0)
+    load(receiver, 0)
+    gpu_world.fault("hang-bcast-hub")
+    publish(publisher, 1)
+    gpu_world.await_file("hang-bcast-reached-hub")
+    os.kill(gpu_world.hub_agent("nccl"), signal.SIGKILL)
+    load(receiver, 1)
+    publish(publisher, 2)
+    load(receiver, 2)
+    assert gpu_world.communicators == [("hub", "gen-0"), ("hub", "gen-0")]
+    assert gpu_world.bench.hub.protocol.counters["deadline"] == 0
+
+
+def test_a_receiver_that_dies_costs_the_others_a_new_communicator(gpu_world: GpuWorld) -> None:
+    gpu_world.start("nccl")
+    publisher = gpu_world.bench.publisher()
+    receivers = {name: gpu_world.receiver(name, "nccl") for name in NAMES}
+    publish(publisher, 0)
+    for receiver in receivers.values():
+        load(receiver, 0)
+    receivers["gen-1"].close()
+    gpu_world.leave("gen-1")
+    for version in (1, 2):
+        publish(publisher, version)
+        load(receivers["gen-0"], version)
+    assert gpu_world.communicators[-1] == ("hub", "gen-0")
+
+
+def test_one_that_loads_slowly_holds_up_nobody(gpu_world: GpuWorld) -> None:
+    """gen-1 is loading version 0 while 1 and 2 come: it fetches the newest later."""
+    gpu_world.start("nccl", deadline_s=30.0)
+    publisher = gpu_world.bench.publisher()
+    receivers = {name: gpu_world.receiver(name, "nccl") for name in NAMES}
+    publish(publisher, 0)
+    load(receivers["gen-0"], 0)
+    slow = take(receivers["gen-1"])
+    for version in (1, 2):
+        publish(publisher, version)
+        load(receivers["gen-0"], version)
+        assert bytes(slow.data) == content(0)
+    receivers["gen-1"].committed(slow, 0.0)
+    load(receivers["gen-1"], 2)
+    publish(publisher, 3)
+    for receiver in receivers.values():
+        load(receiver, 3)
+    assert gpu_world.communicators == [("hub", *NAMES)], "nothing was built anew"
+
+
+def test_bytes_that_a_broadcast_spoils_are_never_loaded(
+    gpu_world: GpuWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu_world.start("nccl")
+    publisher = gpu_world.bench.publisher()
+    gpu_world.fault("spoil-bcast-gen-0")
+    receiver = gpu_world.receiver("gen-0", "nccl")
+    publish(publisher, 0)
+    load(receiver, 0)
+    assert gpu_world.bench.hub.protocol.counters["failed"] == 1
+    (row,) = gpu_world.rows(1)
+    assert row["wire_bytes"] != TOTAL, "only the bucket that was wrong was fetched"
+
+
+@pytest.mark.parametrize(
+    ("environ", "reason"),
+    [
+        ({"FAKE_NCCL_VERSION": "23007"}, "nccl: NCCL 23007 there, 22809 here: install the same"),
+        ({"FAKE_CUDA_VERSION": "12080"}, "nccl: CUDA 12 there, 13 here"),
+        ({"NCCL_PROTO": "LL"}, "nccl: other environment variables: NCCL_PROTO"),
+    ],
+)
+def test_who_would_hang_the_others_is_refused_at_its_join(
+    gpu_world: GpuWorld, environ: dict[str, str], reason: str
+) -> None:
+    gpu_world.start("nccl")
+    publisher = gpu_world.bench.publisher()
+    with pytest.raises(RejectedError, match=reason) as caught:
+        gpu_world.receiver("gen-0", "nccl", (), **environ)
+    assert caught.value.code == "no_plane"
+    receiver = gpu_world.receiver("gen-1", "nccl")
+    publish(publisher, 0)
+    load(receiver, 0)
+
+
+def test_another_layout_and_another_hub(gpu_world: GpuWorld) -> None:
+    gpu_world.start("nccl")
+    publisher = gpu_world.bench.publisher()
+    receiver = gpu_world.receiver("gen-0", "nccl")
+    publish(publisher, 0)
+    load(receiver, 0)
+    publisher.close()
+    publisher = gpu_world.bench.publisher(OTHER_LAYOUT, "trainer-2")
+    for version in (1, 2):
+        publish(publisher, version)
+        load(receiver, version)
+    gpu_world.start("nccl")
+    for version in (3, 4):
+        publish(publisher, version)
+        load(receiver, version)
+    assert gpu_world.communicators == [("hub", "gen-0")] * 3
+
+
+def test_a_relay_receives_a_broadcast_and_serves_its_node(gpu_world: GpuWorld) -> None:
+    """The hub is on one node, a relay and a generator on another; a generator elsewhere fetches."""
+    bench = gpu_world.bench
+    gpu_world.start("auto")
+    publisher = bench.publisher()
+    metrics = MetricsFile(None, "relay")
+    relay = Relay(
+        "relay-1",
+        bench.endpoint,
+        "tcp://127.0.0.1:*",
+        bench.config(deadline_s=8.0, chunk_bytes=4096),
+        metrics,
+        host="node-1",
+        gpu=gpu_world.gpu("relay-1", device=1, planes=("nccl",)),
+    )
+    stopping = threading.Event()
+    thread = threading.Thread(target=relay.run, args=(stopping, WAIT_S))
+    thread.start()
+    try:
+        gpu_world.await_subscriber("relay-1")
+        local = Receiver(bench.channel("gen-0"), "node-1", ["shm", "tcp"], check_s=0.05)
+        bench.closers.append(local.close)
+        local.subscribe(WAIT_S)
+        for version in range(3):
+            publish(publisher, version)
+            load(local, version)
+    finally:
+        stopping.set()
+        thread.join(WAIT_S)
+        metrics.close()
+    assert gpu_world.communicators == [("hub", "relay-1")]
+    assert {row["plane"] for row in gpu_world.rows(3)} == {"nccl"}

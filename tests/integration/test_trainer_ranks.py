@@ -1,0 +1,145 @@
+"""A trainer of several ranks, really sharded (FSDP2 over gloo), against the same in one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from fakes.rank_bench import make_batches, train
+from safetensors.torch import load_file
+
+from umbra.proto.errors import PeerLostError
+from umbra.proto.records import Trajectory
+from umbra.services.trainer.make_model import make_model
+from umbra.services.trainer.ranks import Ranks
+
+WAIT_S = 100.0
+TESTS = Path(__file__).parents[1]
+CASES: dict[str, dict[str, Any]] = {
+    "token_mean": {"aggregation": "token_mean", "minibatches": 2, "objective": "decoupled"},
+    "sequence_mean": {"aggregation": "sequence_mean"},
+    "constant": {"aggregation": "constant", "micro_tokens": 200},
+    "adamw": {"optimizer": "adamw", "betas": [0.9, 0.95], "learning_rate": 1e-3},
+    "clipped": {"max_grad_norm": 1e-2, "share_prompts": False},
+    "recomputed": {"activation_checkpointing": True},
+    "lora": {"lora_rank": 4, "learning_rate": 1.0},
+}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    path: Path = tmp_path_factory.mktemp("models") / "tiny"
+    make_model(path, hidden=32, ff=64, init_std=0.1)
+    return path
+
+
+@pytest.fixture(scope="module")
+def batches() -> list[list[Trajectory]]:
+    return make_batches(3)
+
+
+def start(
+    directory: Path, folder: Path, world: int, cases: dict[str, Any], batches: Any
+) -> list[subprocess.Popen[str]]:
+    """The ranks as processes, with the variables that torchrun sets."""
+    folder.mkdir(exist_ok=True)
+    (folder / "cases.json").write_text(json.dumps(cases))
+    (folder / "batches.msgpack").write_bytes(msgspec.msgpack.encode(batches))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    place = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path]),
+    }
+    return [
+        subprocess.Popen(
+            [sys.executable, str(TESTS / "programs/trainer_rank.py"), str(directory), str(folder)],
+            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def sharded(
+    request: pytest.FixtureRequest,
+    directory: Path,
+    batches: list[list[Trajectory]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[int, Path]:
+    """The number of ranks, and the folder with what they left."""
+    folder = tmp_path_factory.mktemp("ranks")
+    ranks = start(directory, folder, request.param, CASES, batches)
+    try:
+        for rank in ranks:
+            _, errors = rank.communicate(timeout=WAIT_S)
+            assert rank.returncode == 0, errors
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    return request.param, folder
+
+
+@pytest.mark.timeout(WAIT_S + 20)
+@pytest.mark.parametrize("case", CASES)
+def test_the_number_of_ranks_does_not_change_what_is_learned(
+    sharded: tuple[int, Path], case: str, directory: Path, batches: list[list[Trajectory]]
+) -> None:
+    world, folder = sharded
+    alone = train(directory, batches, Ranks(), **CASES[case])
+    found = [json.loads((folder / f"{case}.{rank}.json").read_text()) for rank in range(world)]
+    assert all(one["rows"] == found[0]["rows"] for one in found), "all ranks know the same"
+    for row, expected in zip(found[0]["rows"], alone.rows, strict=True):
+        for key in ("loss", "grad_norm", "entropy", "mismatch/k3", "ess", "clip_fraction", "lr"):
+            assert row[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-6), key
+    for name, tensor in load_file(folder / f"{case}.safetensors").items():
+        torch.testing.assert_close(tensor, alone.weights[name], atol=2e-5, rtol=1e-3)
+    # Rows [start, end) of rank r, as torch.chunk divides them; nobody holds a whole matrix.
+    for name, (_, elements) in found[0]["local"].items():
+        parts = [one["local"][name][0] for one in found]
+        assert sum(parts) == elements == alone.local[name][0]
+        if "layernorm" not in name and "lora" not in name:
+            assert max(parts) < elements, f"{name} is not sharded: {parts}"
+
+
+def test_a_rank_may_hold_nothing_of_a_small_parameter(sharded: tuple[int, Path]) -> None:
+    world, folder = sharded
+    last = json.loads((folder / f"lora.{world - 1}.json").read_text())["local"]
+    of_a = [held for name, (held, _) in last.items() if ".lora_A." in name]
+    assert of_a
+    assert all((held == 0) == (world == 3) for held in of_a), "4 rows: 2, 2 and 0"
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(("case", "told"), [("dies", "lost another rank"), ("hangs", "silent for")])
+def test_the_others_end_when_a_rank_is_gone(
+    case: str, told: str, directory: Path, batches: list[list[Trajectory]], tmp_path: Path
+) -> None:
+    """1. Two ranks train. 2. One is killed, or stops. Result: the other says so and ends."""
+    first, second = start(directory, tmp_path, 2, {case: {}}, batches)
+    try:
+        _, errors = first.communicate(timeout=WAIT_S)
+        assert first.returncode == PeerLostError.exit_code, errors
+        assert "trainer rank 0 lost another rank" in errors
+        assert told in errors
+    finally:
+        for rank in (first, second):
+            rank.kill()
+            rank.communicate()

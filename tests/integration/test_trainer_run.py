@@ -1,0 +1,158 @@
+"""Whole runs by `umbra up` whose trainer has two ranks: hub, buffer and generator for real."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from umbra.proto.records import Trajectory
+from umbra.services.buffer.store_report import StoreReader
+from umbra.services.runtime.config_loader import load_config
+from umbra.services.trainer.batch import make_batch
+from umbra.services.trainer.learner import Learner
+from umbra.services.trainer.policy import load_policy
+from umbra.services.trainer.update import PolicyUpdate
+
+DEADLINE_S = 150.0
+RANKS = ("--set", "trainer.ranks=2")
+
+
+def start(project: Path, *settings: str) -> subprocess.Popen[str]:
+    """`umbra up` in a project folder."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "umbra", "up", "run.toml", *RANKS, *settings],
+        cwd=project,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+
+
+def run(project: Path, *settings: str) -> Path:
+    """A run from beginning to end; its folder."""
+    process = start(project, *settings)
+    try:
+        output, _ = process.communicate(timeout=DEADLINE_S)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 0, output
+    (folder,) = (project / "runs").iterdir()
+    return folder
+
+
+def steps(folder: Path) -> list[dict[str, Any]]:
+    """The rows of the trainer's steps."""
+    path = folder / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    rows = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return [row for row in rows if row["kind"] == "step"]
+
+
+def batch(folder: Path, step: int) -> list[Trajectory]:
+    """What was trained on in `step`, out of the run's store."""
+    reader = StoreReader(folder / "store")
+    names = [
+        sample["sample_id"] for g in reader.read(f"b/{step}")["groups"] for sample in g["samples"]
+    ]
+    stored = [reader.get(f"t/{name}") for name in names]
+    return [msgspec.msgpack.decode(one, type=Trajectory) for one in stored if one is not None]
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(DEADLINE_S + 30)
+def test_two_ranks_learn_what_one_would_have_learned(project: Path) -> None:
+    """1. A run with two ranks. 2. One process learns from the very same batches. Result: equal."""
+    folder = run(project, "--set", "run.steps=5")
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["mismatch_k3_on_policy"] < 1e-6, "the generators have the ranks' weights"
+    assert summary["ledger"]["balance"] == 0
+    assert set(summary["seconds"]["services"]) == {
+        "buffer", "weight-hub", "trainer", "generator-0",
+    }  # fmt: skip
+    torch.set_num_threads(1)
+    config = load_config(folder / "config.json", environ={})
+    assert config.trainer.ranks == 2
+    model, _ = load_policy(project / "model")
+    learner = Learner(model, config.trainer, config.run.steps)
+    update = PolicyUpdate(config, learner)
+    rows = steps(folder)
+    assert len(rows) == 5
+    for version, row in enumerate(rows):
+        trajectories = batch(folder, version + 1)
+        assert len(trajectories) == 16
+        alone = update(make_batch(trajectories, model.config.vocab_size), version, lambda: True)
+        assert alone is not None
+        for key in ("loss", "grad_norm", "entropy", "clip_fraction", "mismatch/k1", "ess"):
+            assert row[key] == pytest.approx(alone[key], rel=1e-3, abs=1e-5), (version, key)
+    exported = load_file(folder / "model" / "model.safetensors")
+    for name, tensor in learner.weights().items():
+        torch.testing.assert_close(exported[name], tensor, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(DEADLINE_S + 30)
+def test_an_adapter_is_trained_and_goes_out_merged(project: Path) -> None:
+    lora = ("--set", "trainer.lora_rank=2", "--set", "trainer.learning_rate=0.02")
+    folder = run(project, *lora, "--set", "run.steps=4")
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["mismatch_k3_on_policy"] < 1e-6, "what generates is what is trained"
+    before = load_file(project / "model" / "model.safetensors")
+    after = load_file(folder / "model" / "model.safetensors")
+    assert before.keys() == after.keys()
+    for name, tensor in after.items():
+        change = (tensor - before[name]).double()
+        if name.endswith("proj.weight"):
+            sizes = torch.linalg.svdvals(change)
+            assert sizes[1] > 1e-4, name
+            assert sizes[2:].max() < 1e-5, f"{name}: only an update of rank 2 was trained"
+        else:
+            assert not change.any(), name
+
+
+@pytest.mark.e2e
+@pytest.mark.fault
+@pytest.mark.timeout(DEADLINE_S + 30)
+def test_a_killed_rank_ends_the_trainer_which_is_started_again(project: Path) -> None:
+    """1. Two ranks train. 2. The second is killed. Result: both start again, the run ends well."""
+    process = start(project, "--set", "run.steps=30")
+    try:
+        deadline = time.monotonic() + DEADLINE_S
+        while not (folders := list(project.glob("runs/*"))) or len(steps(folders[0])) < 2:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        os.kill(second_rank(folders[0]), signal.SIGKILL)
+        output, _ = process.communicate(timeout=DEADLINE_S)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 0, output
+    log = (folders[0] / "logs" / "trainer.log").read_text()
+    assert "trainer rank 1 was killed by signal 9" in log
+    summary = json.loads((folders[0] / "summary.json").read_text())
+    assert summary["restarts"] == {"trainer": 1}
+    assert summary["ledger"]["trained"] == 30 * 16
+
+
+def second_rank(folder: Path) -> int:
+    """The process of rank 1 of the run in `folder`."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if b"trainer-rank1" in words and bytes(folder) in words:
+            return int(path.parent.name)
+    raise AssertionError("no second rank")

@@ -1,0 +1,241 @@
+"""Evaluations within a run: pinned to one version, first in line, never lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fakes.broker_world import World, trajectory
+
+from umbra.proto.messages import (
+    FinishRun,
+    LeaseSamples,
+    LeaseScoring,
+    ReturnedSample,
+    ReturnSamples,
+    RunFinished,
+    SampleLeases,
+    ScoringLeases,
+    SubmitScores,
+)
+from umbra.proto.records import EvalReport, SampleTask, Score
+from umbra.services.buffer.prompts import Prompt
+from umbra.services.runtime.config import Eval
+
+SAMPLES = 3
+
+
+def evaluated(mode: Any, **options: Any) -> World:
+    """Version 2 is reached, whose evaluation of three samples is due."""
+    prompts = [Prompt(str(n), {"prompt": f"held out {n}"}) for n in range(2)]
+    config = Eval(every=2, mode=mode, run_samples=SAMPLES, timeout_s=50, prompts="x")
+    fixed = {"dead_after_s": 1000, "lease_s": 1000, **options}
+    run = World(eval_config=config, eval_prompts=prompts, durable=True, **fixed)
+    for name in "ab":
+        run.join("generator", name)
+    run.join("trainer", "trainer")
+    for number in (1, 2):
+        run.produce("a", number - 1)
+        step(run, number)
+    return run
+
+
+def step(run: World, number: int) -> None:
+    assert run.batch(number).trajectories
+    run.commit(number)
+
+
+def answer(run: World, name: str, tasks: list[SampleTask], version: int, *rewards: float) -> None:
+    given = rewards or (1.0,)
+    made = [
+        trajectory(task, version, reward=given[index % len(given)])
+        for index, task in enumerate(tasks)
+    ]
+    assert not run.submit(name, *made).refused
+
+
+def report(run: World) -> EvalReport:
+    return run.broker.status(run.now).evals[-1]
+
+
+def pinned(tasks: list[SampleTask]) -> list[SampleTask]:
+    return [task for task in tasks if task.pinned_version >= 0]
+
+
+def test_training_pauses_for_an_evaluation() -> None:
+    run = evaluated("pause")
+    assert run.lease("a", 9, 1) == []  # serves another version
+    tasks = run.lease("a", 9, 2)
+    assert [(t.pinned_version, t.row["prompt"]) for t in tasks] == [
+        (2, "held out 0"), (2, "held out 1"), (2, "held out 0"),
+    ]  # fmt: skip
+    reply = run.batch(3)
+    assert not reply.trajectories and "evaluation" in reply.waiting_for
+    before = run.pool.ledger.issued
+    answer(run, "a", tasks, 2, 1.0, 0.0)
+    (found,) = run.broker.status(run.now).evals
+    assert (found.version, found.done, found.answered) == (2, True, SAMPLES)
+    assert found.accuracy == pytest.approx(2 / 3)
+    assert run.pool.ledger.issued == before  # a ledger of their own
+    assert run.broker.status(run.now).eval_ledger.ended == {"evaluated": SAMPLES}
+    assert run.lease("a", 9, 2)
+    assert [row.fields["version"] for row in run.rows if row.kind == "eval"] == [2]
+
+
+@pytest.mark.parametrize("mode", ["pause", "concurrent"])
+def test_an_evaluation_goes_on_when_the_buffer_starts_again(mode: str) -> None:
+    """One sample is answered, one is held, one waits; nothing of that is lost or done twice."""
+    run = evaluated(mode)
+    first, second = run.lease("a", 2, 2)
+    answer(run, "a", [first], 2)
+    back = ReturnedSample(sample_id=second.sample_id, attempt=1, reason="x", failed=True)
+    run.ask("a", ReturnSamples(samples=[back]))
+    before, ledger = report(run), run.broker.status(run.now).eval_ledger
+    assert (before.answered, before.ended) == (1, {"failed": 1})
+    run.restart_broker()
+    assert report(run) == before
+    assert run.broker.status(run.now).eval_ledger == ledger
+    (third,) = pinned(run.lease("a", 1, 2))
+    run.restart_broker()
+    answer(run, "a", [third], 2)  # its lease has outlived the buffer
+    assert (report(run).done, report(run).answered) == (True, 2)
+    assert run.broker.status(run.now).eval_ledger.balance == 0
+    assert not run.store.keys("t/e") and not run.store.keys("s/e") and not run.store.keys("g/e")
+    run.restart_broker()
+    assert [one.done for one in run.broker.status(run.now).evals] == [True]
+
+
+def test_the_answer_to_a_question_for_work_outlives_the_buffer() -> None:
+    """The reply is lost with the buffer; the resent question gets the very same samples."""
+    run = evaluated("concurrent")
+    body = LeaseSamples(capacity=2, version=2, wait_s=0)
+    run.ask("a", body)
+    number = next(iter(run.broker.works.evals.pool.held["a"].values())).asked
+    run.restart_broker()
+    again = run.ask("a", body, number=number)
+    assert isinstance(again, SampleLeases)
+    assert [(t.sample_id, t.attempt, t.pinned_version) for t in again.tasks] == [
+        ("es-0", 1, 2), ("es-1", 1, 2),
+    ]  # fmt: skip
+    assert again.more_pinned
+
+
+def test_a_generator_is_told_to_keep_its_version_while_samples_wait() -> None:
+    run = evaluated("concurrent")
+    ask = LeaseSamples(capacity=2, version=2, wait_s=0)
+    assert run.get("a", ask, SampleLeases).more_pinned
+    assert not run.get("b", ask, SampleLeases).more_pinned  # it has the last one
+
+
+def test_training_goes_on_beside_an_evaluation() -> None:
+    run = evaluated("concurrent")
+    tasks = run.lease("a", 2, 2)
+    assert [t.pinned_version for t in tasks] == [2, 2]
+    run.produce("b", 1)
+    step(run, 3)
+    assert not pinned(run.lease("b", 9, 3))  # newer weights than those it is pinned to
+    answer(run, "a", tasks, 2)
+    answer(run, "a", pinned(run.lease("a", 9, 2)), 2)
+    assert (report(run).version, report(run).done, report(run).answered) == (2, True, SAMPLES)
+
+
+def test_an_evaluation_is_pinned_to_the_first_version_that_is_served() -> None:
+    """No generator happens to load the version that is due."""
+    run = evaluated("concurrent")
+    assert not pinned(run.lease("b", 4, 1))
+    run.produce("a", 1)
+    step(run, 3)
+    tasks = pinned(run.lease("a", 9, 3))
+    assert [t.pinned_version for t in tasks] == [3] * SAMPLES
+    assert not pinned(run.lease("b", 9, 2))
+    refused = run.submit("a", trajectory(tasks[0], 2, 3)).refused
+    assert "of another version" in refused[tasks[0].sample_id]
+    answer(run, "a", tasks[1:], 3)
+    answer(run, "a", pinned(run.lease("a", 9, 3)), 3)
+    assert (report(run).version, report(run).done, report(run).ended) == (3, True, {})
+
+
+def test_an_evaluation_that_nobody_can_finish_begins_again_with_newer_weights() -> None:
+    """The generator that kept the version dies; the other serves a newer one already."""
+    run = evaluated("concurrent")
+    tasks = run.lease("a", 2, 2)
+    answer(run, "a", tasks[:1], 2)
+    run.produce("b", 1)
+    step(run, 3)
+    run.lease("b", 1, 3)
+    run.join("generator", "a", "a-2")
+    assert run.lease("a", 0, 3) == []
+    run.pass_time(0.1)
+    assert run.broker.counters["evaluations_begun_again"] == 1
+    assert report(run).answered == 0
+    run.restart_broker()
+    answer(run, "a", pinned(run.lease("a", 9, 3)), 3)
+    assert (report(run).version, report(run).done, report(run).answered) == (3, True, SAMPLES)
+    ledger = run.broker.status(run.now).eval_ledger
+    assert (ledger.ended, ledger.balance) == ({"evaluated": SAMPLES}, 0)
+
+
+def test_an_evaluation_is_scored_by_the_reward_stage_alone() -> None:
+    prompts = [Prompt("1", {"prompt": "held out"})]
+    config = Eval(every=1, run_samples=1, prompts="x")
+    run = World(eval_config=config, eval_prompts=prompts, stages=["ref_logp"], durable=True)
+    assert not run.broker.works.evals.pool.unscored
+    run = World(eval_config=config, eval_prompts=prompts, stages=["reward"], durable=True,
+                batch_groups=1, group_size=1)  # fmt: skip
+    for role, name in (("generator", "a"), ("trainer", "trainer"), ("scorer", "r")):
+        run.join(role, name)  # type: ignore[arg-type]
+    answer(run, "a", run.lease("a", 1, 0), 0)
+    score(run)
+    step(run, 1)
+    answer(run, "a", pinned(run.lease("a", 1, 1)), 1)
+    run.restart_broker()  # while it waits for its reward
+    score(run)
+    assert (report(run).done, report(run).accuracy) == (True, 1.5)
+
+
+def score(run: World) -> None:
+    ask = LeaseScoring(stage="reward", capacity=1, wait_s=0)
+    (task,) = run.get("r", ask, ScoringLeases).tasks
+    scores = [Score(sample_id=task.sample_id, attempt=task.attempt, reward=0.5)]
+    run.ask("r", SubmitScores(stage="reward", scores=scores))
+
+
+def test_an_evaluation_that_hangs_ends_as_overdue() -> None:
+    run = evaluated("pause")
+    run.lease("a", 2, 2)
+    run.pass_time(51)
+    assert report(run).ended == {"overdue": SAMPLES}
+
+
+def test_a_run_ends_after_its_evaluation_even_if_the_buffer_starts_again() -> None:
+    run = evaluated("concurrent", steps=2)
+    assert run.ask("trainer", FinishRun(reason="x")) is None
+    tasks = run.lease("a", 9, 2)
+    run.restart_broker()
+    assert run.ask("trainer", FinishRun(reason="x")) is None  # sent again
+    answer(run, "a", tasks, 2)
+    (reply,) = [m for m in run.late["trainer"] if isinstance(m, RunFinished)]
+    assert reply.ledger.balance == 0
+    assert report(run).done
+
+
+def test_an_evaluation_of_a_version_that_is_taken_back_is_cancelled() -> None:
+    """The trainer starts again before it; the version comes once more, and its evaluation too."""
+    run = evaluated("concurrent")
+    answer(run, "a", run.lease("a", 1, 2), 2)
+    run.join("trainer", "trainer", "trainer-2")
+    run.batch(1)
+    assert run.broker.status(run.now).eval_ledger.ended == {"cancelled": SAMPLES}
+    assert not run.broker.works.evals.pool.groups
+    for number in (1, 2):
+        step(run, number)
+    answer(run, "a", pinned(run.lease("a", 9, 2)), 2)
+    assert (report(run).version, report(run).answered) == (2, SAMPLES)
+
+
+def test_stuck_names_an_evaluation_that_takes_long() -> None:
+    run = evaluated("pause", stall_s=5)
+    run.lease("a", 2, 2)
+    run.pass_time(6)
+    stuck = run.broker.status(run.now).stuck
+    assert any("evaluation of version 2" in s.what and s.holder == "a" for s in stuck)

@@ -1,0 +1,225 @@
+"""User code in processes of its own: raising, hanging, dying or out of memory costs one sample."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from umbra.proto.errors import UsageError
+from umbra.services.environments.pool import Outcome, ProcessPool, open_pool
+from umbra.services.environments.protocol import Opening, StepResult
+from umbra.services.runtime.config import Environment
+
+pytestmark = pytest.mark.e2e
+
+USER_CODE = """
+import asyncio, os, signal, sys, time
+
+def score(prompt, completion, row):
+    print("hello from a reward")
+    if completion == "raise":
+        raise KeyError("gold")
+    if completion == "hang":
+        time.sleep(600)
+    if completion == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if completion == "exit":
+        sys.exit(3)
+    if completion == "flood":
+        return len(bytearray(8 << 30))
+    if completion == "text":
+        return "1.0"
+    return float(os.getpid()) if completion == "pid" else 0.5
+
+async def slow_score(prompt, completion, row):
+    await asyncio.sleep(600 if completion == "hang" else 0)
+    return 0.25
+
+class Count:
+    # Answers with the sum of all turns; which process it is in does not matter.
+    def __init__(self):
+        self.sum = 0
+    def reset(self, row):
+        return [{"role": "user", "content": row["prompt"]}]
+    def step(self, response):
+        from umbra.services.environments.protocol import StepResult
+        if response == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.sum += int(response)
+        return StepResult(reward=1.0, done=False,
+                          messages=[{"role": "user", "content": str(self.sum)}])
+
+class Moody(Count):
+    # There is chance in it.
+    def step(self, response):
+        result = super().step(response)
+        result.messages[0]["content"] += os.urandom(4).hex()
+        return result
+
+MEETING = {}
+
+class Meeting:
+    # A turn ends when as many samples have come as the row says.
+    def reset(self, row):
+        self.row = row
+        return []
+    async def step(self, response):
+        from umbra.services.environments.protocol import StepResult
+        if response == "die":
+            os._exit(1)
+        if "flag" in self.row:
+            if not os.path.exists(self.row["flag"]):
+                open(self.row["flag"], "w").close()
+                await asyncio.sleep(600)
+            return StepResult(reward=2.0)
+        MEETING.setdefault("n", 0)
+        MEETING["n"] += 1
+        while MEETING["n"] < self.row["size"]:
+            await asyncio.sleep(0.001)
+        return StepResult(reward=2.0)
+"""
+
+
+class Player:
+    """Plays and waits for what comes of it."""
+
+    def __init__(self, config: Environment) -> None:
+        self._event = threading.Event()
+        self.pool = ProcessPool(config, wake=self._event.set)
+
+    def outcomes(self, count: int) -> dict[str, Outcome]:
+        found: dict[str, Outcome] = {}
+        while len(found) < count:
+            assert self._event.wait(30)
+            self._event.clear()
+            found |= {outcome.key: outcome for outcome in self.pool.collect()}
+        return found
+
+    def play(self, key: str, responses: list[str], **row: Any) -> Outcome:
+        self.pool.play(key, {"prompt": "p", **row}, responses)
+        return self.outcomes(1)[key]
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    name = f"user_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(USER_CODE)
+    monkeypatch.chdir(tmp_path)
+    return name
+
+
+@pytest.fixture
+def start(module: str) -> Iterator[Callable[..., Player]]:
+    players: list[Player] = []
+
+    def make(kind: str, **changes: Any) -> Player:
+        values: dict[str, Any] = {"timeout_s": 20.0, "workers": 2, **changes}
+        if kind[0].islower():
+            config = Environment(kind="reward", reward=f"{module}:{kind}", **values)
+        else:
+            config = Environment(kind=f"{module}:{kind}", **values)
+        players.append(Player(config))
+        return players[-1]
+
+    yield make
+    for player in players:
+        player.pool.close()
+
+
+def text(outcome: Outcome) -> str:
+    assert isinstance(outcome.value, StepResult), outcome.error
+    return outcome.value.messages[0]["content"]
+
+
+def test_what_it_prints_does_no_harm(start: Callable[..., Player]) -> None:
+    player = start("score")
+    opened = player.play("a", [])
+    assert opened.value == Opening([{"role": "user", "content": "p"}])
+    assert player.play("a", ["fine"]).value == StepResult(reward=0.5)
+
+
+@pytest.mark.parametrize(
+    ("said", "error"),
+    [
+        ("raise", "raised KeyError: 'gold'"),
+        ("exit", "raised SystemExit: 3"),
+        ("text", "returned '1.0', which is not a finite number"),
+        ("flood", "raised MemoryError"),
+        ("die", "the process of its environment ended with signal 9"),
+    ],
+)
+def test_a_faulty_reward_costs_its_sample_only(
+    start: Callable[..., Player], said: str, error: str
+) -> None:
+    player = start("score", workers=1, memory_mb=2048)
+    for name, completion in (("bad", said), ("good", "fine"), ("better", "fine")):
+        player.pool.play(name, {"prompt": "p"}, [completion])
+    outcomes = player.outcomes(3)
+    assert error in outcomes["bad"].error
+    assert outcomes["good"].value == outcomes["better"].value == StepResult(reward=0.5)
+
+
+@pytest.mark.parametrize("kind", ["score", "slow_score"])
+def test_a_reward_that_hangs_costs_its_sample_only(start: Callable[..., Player], kind: str) -> None:
+    player = start(kind, workers=1, timeout_s=1.0)
+    player.pool.play("bad", {"prompt": "p"}, ["hang"])
+    player.pool.play("good", {"prompt": "p"}, ["fine"])
+    outcomes = player.outcomes(2)
+    assert "took longer than environment.timeout_s = 1 s" in outcomes["bad"].error
+    assert isinstance(outcomes["good"].value, StepResult)
+
+
+def test_rewards_that_block_run_in_several_processes(start: Callable[..., Player]) -> None:
+    player = start("score", workers=2, timeout_s=5.0)
+    player.pool.play("blocked", {"prompt": "p"}, ["hang"])
+    assert player.play("a", ["fine"]).value == StepResult(reward=0.5)
+
+
+def test_async_environments_share_a_process(start: Callable[..., Player]) -> None:
+    player = start("Meeting", workers=1)
+    for index in range(20):
+        player.pool.play(str(index), {"size": 20}, ["x"])
+    assert len(player.outcomes(20)) == 20
+
+
+def test_one_of_many_in_a_process_kills_it(start: Callable[..., Player], tmp_path: Path) -> None:
+    """The others are played again; the one that does it twice, alone, is the one."""
+    player = start("Meeting", workers=1)
+    player.pool.play("hangs once", {"flag": str(tmp_path / "flag")}, ["x"])
+    player.pool.play("bad", {"size": 1}, ["die"])
+    player.pool.play("late", {"size": 1}, ["x"])
+    outcomes = player.outcomes(3)
+    assert "ended with exit code 1" in outcomes["bad"].error
+    assert outcomes["hangs once"].value == outcomes["late"].value == StepResult(reward=2.0)
+
+
+def test_a_conversation_survives_its_process(start: Callable[..., Player]) -> None:
+    player = start("Count", workers=1)
+    player.play("a", [])
+    assert text(player.play("a", ["1"])) == "1"
+    assert text(player.play("a", ["1", "2"])) == "3"
+    assert "signal 9" in player.play("b", ["die"]).error
+    assert text(player.play("a", ["1", "2", "4"])) == "7"
+    player.pool.forget("a")
+    assert text(player.play("a", ["5"])) == "5"
+
+
+def test_chance_is_noticed_when_a_conversation_moves(start: Callable[..., Player]) -> None:
+    player = start("Moody", workers=1)
+    player.play("a", [])
+    text(player.play("a", ["1"]))
+    assert "signal 9" in player.play("b", ["die"]).error
+    assert "there is chance in the environment" in player.play("a", ["1", "2"]).error
+
+
+def test_an_environment_that_cannot_be_loaded_is_refused_at_once(module: str) -> None:
+    with pytest.raises(UsageError, match="no callable 'scor'; did you mean 'score'"):
+        open_pool(Environment(kind="reward", reward=f"{module}:scor"))
+
+
+def test_a_module_that_ends_the_process_is_named(tmp_path: Path, module: str) -> None:
+    (tmp_path / f"{module}_exits.py").write_text("import os; os._exit(7)")
+    with pytest.raises(UsageError, match="ended with exit code 7 when it was started"):
+        open_pool(Environment(kind="reward", reward=f"{module}_exits:score"))

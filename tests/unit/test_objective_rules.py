@@ -1,0 +1,84 @@
+"""Objectives that cannot work are refused before a run, in a sentence that says what to change."""
+
+import pytest
+
+from umbra.proto.errors import UsageError
+from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.config.presets import PRESETS
+from umbra.services.runtime.config_loader import load_config
+from umbra.services.runtime.feasibility import check_feasible
+from umbra.services.runtime.objective_rules import implied
+
+
+def trainer(*keys: str) -> RunConfig:
+    overrides = [key if "." in key.partition("=")[0] else f"trainer.{key}" for key in keys]
+    return load_config(overrides=overrides, environ={})
+
+
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "ppo_critic"])
+def test_a_preset_works_by_itself(preset: str) -> None:
+    check_feasible(trainer(f"objective={preset}"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        (["kl_coef=0.1"], "trainer.kl_coef = 0.1 needs logprobs of the reference model: add ref_"),
+        (
+            ["objective=decoupled", "proximal=stage"],
+            "trainer.proximal = stage needs the logprobs of that stage: add logp to buffer.stages",
+        ),
+        (
+            ["objective=m2po", "proximal=interpolate"],
+            "trainer.mask = m2po looks at the whole batch",
+        ),
+        (["objective=ppo", "correction=truncate"], "for the behaviour policy a second time"),
+        (["objective=icepop", "is_cap=0.4"], "is_floor = 0.5 must be less than trainer.is_cap"),
+        (["mask=token", "mask_low=3"], "mask_low = 3 must be less than trainer.mask_high = 2"),
+        (["advantage=gae"], "trainer.advantage = gae needs a value model"),
+        (["objective=rloo", "buffer.group_size=1"], "set buffer.group_size to 2 or more"),
+        (["dual_clip=1.1"], "trainer.dual_clip = 1.1 must be more than 1 + clip_high = 1.2"),
+        (["overlong_buffer=300"], "overlong_buffer = 300 is more than the longest response (256"),
+        (
+            ["kl_coef=0.1", "kl_in=reward", "kl_to=behaviour"],
+            "compares the policy that sampled with itself",
+        ),
+        (
+            ["kl_coef=0.1", "kl_in=reward", "kl_unbiased=true", 'buffer.stages=["ref_logp"]'],
+            "trainer.kl_unbiased changes the gradient of a KL in the loss",
+        ),
+        (["is_cap=3"], "trainer.is_cap does nothing with objective ppo: it needs a correction"),
+        (["objective=sapo", "clip_low=0.1"], "trainer.clip_low does nothing with objective sapo"),
+        (["objective=dr_grpo", "denominator=all"], "trainer.denominator does nothing"),
+        (["proximal=stage"], "trainer.proximal does nothing with objective ppo: it needs anchor"),
+    ],
+)
+def test_what_cannot_work_is_refused(keys: list[str], told: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        check_feasible(trainer(*keys))
+    message = str(caught.value)
+    assert told in message
+    assert "\n" not in message
+    assert "; " not in message, "one fault, one sentence"
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ["kl_coef=0.1", 'buffer.stages=["ref_logp"]'],
+        ["objective=decoupled", "proximal=stage", 'buffer.stages=["logp"]'],
+        ["objective=tis", "proximal=interpolate"],
+        ["objective=reinforce_pp", "kl_coef=0.01", 'buffer.stages=["ref_logp"]'],
+        ["objective=icepop", "dual_clip=3"],
+        ["overlong_buffer=16", "overlong_factor=0.5", "overlong_filter=true"],
+    ],
+)
+def test_combinations_that_work(keys: list[str]) -> None:
+    check_feasible(trainer(*keys))
+
+
+def test_what_a_preset_implies_is_what_no_key_says_and_something_reads() -> None:
+    shown = implied(trainer("objective=dapo", "clip_low=0.1"))
+    assert shown["clip_high"] == 0.28
+    assert shown["denominator"] == "all"
+    assert not shown.keys() & {"clip_low", "is_cap", "kl_to", "gamma"}

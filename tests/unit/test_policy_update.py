@@ -1,0 +1,255 @@
+"""A batch's update as the configuration combines the pieces: what reaches the gradient."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from fakes.noisy_batch import Recorder, noisy_trajectories
+from torch import Tensor
+
+from umbra.proto.errors import UsageError
+from umbra.proto.records import Trajectory, pack_float32
+from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.config.presets import PRESETS
+from umbra.services.runtime.config_loader import load_config
+from umbra.services.trainer.batch import Batch, BatchError, make_batch
+from umbra.services.trainer.make_model import make_model
+from umbra.services.trainer.metrics import Row
+from umbra.services.trainer.objectives.values import gae
+from umbra.services.trainer.policy import load_policy
+from umbra.services.trainer.update import PolicyUpdate
+
+VERSION = 3
+Gradients = dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    path: Path = tmp_path_factory.mktemp("models") / "tiny"
+    make_model(path, hidden=32, ff=64)
+    return path
+
+
+@pytest.fixture(scope="module")
+def trajectories(directory: Path) -> list[Trajectory]:
+    return noisy_trajectories(load_policy(directory)[0])
+
+
+def settings(directory: Path, *stages: str, **keys: Any) -> RunConfig:
+    common = {"threads": 1, "device": "cpu", "response_limit": 8}
+    overrides = [f"trainer.{key}={value}" for key, value in (common | keys).items()]
+    listed = ", ".join(f'"{stage}"' for stage in stages)
+    return load_config(
+        overrides=[*overrides, f"buffer.stages=[{listed}]", f"model.path={directory}"], environ={}
+    )
+
+
+def update(
+    directory: Path, trajectories: list[Trajectory], *stages: str, critic: Any = None, **keys: Any
+) -> tuple[Gradients, Row]:
+    """The gradients of the last update, and the row."""
+    config = settings(directory, *stages, **keys)
+    learner = Recorder(load_policy(directory)[0], config.trainer, steps=1)
+    batch = make_batch(trajectories, learner.model.config.vocab_size)
+    row = PolicyUpdate(config, learner, critic)(batch, VERSION, lambda: True)
+    assert row is not None
+    return learner.gradients, row
+
+
+def assert_equal(one: Gradients, other: Gradients) -> None:
+    for name, gradient in one.items():
+        torch.testing.assert_close(gradient, other[name], rtol=1e-4, atol=1e-6)
+
+
+def differ(one: Gradients, other: Gradients) -> bool:
+    return any(not torch.allclose(g, other[n], rtol=1e-2, atol=1e-4) for n, g in one.items())
+
+
+def changed(trajectories: list[Trajectory], index: int, **fields: Any) -> list[Trajectory]:
+    made = list(trajectories)
+    made[index] = msgspec.structs.replace(made[index], **fields)
+    return made
+
+
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "ppo_critic"])
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_micro_batches_change_nothing(
+    preset: str, minibatches: int, directory: Path, trajectories: list[Trajectory]
+) -> None:
+    keys = {"objective": preset, "minibatches": minibatches}
+    if preset != "prime_rl":
+        keys["kl_coef"] = 0.1
+    whole, row = update(directory, trajectories, "ref_logp", **keys, pack_tokens=64)
+    cut, other = update(directory, trajectories, "ref_logp", **keys, pack_tokens=8, micro_tokens=8)
+    assert_equal(whole, cut)
+    for key, value in row.items():
+        assert (other[key] is None) == (value is None), key
+        assert (other[key] or 0.0) == pytest.approx(value or 0.0, rel=1e-4, abs=1e-5), key
+    assert row["updates"] == minibatches
+    assert row["ratio/max"] is not None
+    assert row["kl"] is not None
+
+
+def test_stage_logp_stands_in_for_a_pass_of_the_trainer(
+    directory: Path, trajectories: list[Trajectory]
+) -> None:
+    """Where the stage found what the trainer would, the update is the same."""
+    noiseless = noisy_trajectories(load_policy(directory)[0], spread=0.0)
+    same = [
+        msgspec.structs.replace(noisy, proximal_logprobs=plain.logprobs)
+        for noisy, plain in zip(trajectories, noiseless, strict=True)
+    ]
+    for objective in ("decoupled", "icepop", "m2po", "sequence_mask"):
+        keys = {"objective": objective, "minibatches": 2}
+        if objective == "sequence_mask":
+            keys |= {"mask_low": 0.8, "mask_high": 1.2}
+        passed, row = update(directory, same, **keys)
+        staged, _ = update(directory, same, "logp", **keys, proximal="stage")
+        assert_equal(passed, staged)
+        assert row["mask_fraction"] is not None
+        if objective in ("m2po", "sequence_mask"):
+            assert 0 < row["mask_fraction"] < 1
+    other, _ = update(
+        directory, trajectories, "logp", objective="tis", minibatches=2, proximal="stage"
+    )
+    passed, _ = update(directory, trajectories, objective="tis", minibatches=2)
+    assert differ(passed, other), "the stage's logprobs are what is used"
+
+
+def test_interpolation_weighs_by_age(directory: Path, trajectories: list[Trajectory]) -> None:
+    """Of the newest version p = mu; an older token's p lies between mu and pi."""
+    fresh = [
+        msgspec.structs.replace(
+            one, spans=[msgspec.structs.replace(one.spans[-1], version=VERSION, start=0)]
+        )
+        for one in trajectories
+    ]
+    near, row = update(directory, fresh, objective="tis", proximal="interpolate", is_cap=9.0)
+    ppo, _ = update(directory, fresh, objective="ppo")
+    assert_equal(near, ppo)  # w = 1 and r = pi / mu
+    assert row["mask_fraction"] == 0
+    old, _ = update(directory, trajectories, objective="tis", proximal="interpolate", is_cap=9.0)
+    recomputed, _ = update(directory, trajectories, objective="tis", is_cap=9.0)
+    assert differ(old, near)
+    assert differ(old, recomputed)
+
+
+@pytest.mark.parametrize(
+    ("field", "keys"),
+    [
+        ("ref_logprobs", {"objective": "grpo", "kl_coef": 0.1}),
+        ("ref_logprobs", {"objective": "reinforce_pp", "kl_coef": 0.1}),
+        ("proximal_logprobs", {"objective": "decoupled", "proximal": "stage"}),
+    ],
+)
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (None, r"sample s1-1 has no {field}, which the objective needs: put .* buffer.stages"),
+        (b"1234" * 99, r"sample s1-1: 396 bytes in {field} for \d tokens"),
+        (..., r"sample s1-1: one of its {field} is not finite"),
+    ],
+)
+def test_logprobs_that_are_missing_or_wrong_are_named(
+    field: str,
+    keys: dict[str, Any],
+    value: Any,
+    told: str,
+    directory: Path,
+    trajectories: list[Trajectory],
+) -> None:
+    if value is ...:
+        value = pack_float32([float("nan")] * trajectories[5].response_tokens)
+    broken = changed(trajectories, 5, **{field: value})
+    with pytest.raises(BatchError, match=told.format(field=field)):
+        update(directory, broken, "ref_logp", "logp", **keys)
+
+
+def level(trajectories: list[Trajectory]) -> list[Trajectory]:
+    """The same with a second group that has nothing to compare."""
+    return [
+        msgspec.structs.replace(one, reward=1.0) if one.group_id == "g1" else one
+        for one in trajectories
+    ]
+
+
+def test_samples_without_advantage_are_trained_only_if_the_loss_has_more_than_advantages(
+    directory: Path, trajectories: list[Trajectory]
+) -> None:
+    flat = level(trajectories)
+    assert update(directory, flat)[1]["trained_samples"] == 8
+    assert update(directory, flat, entropy_coef=0.01)[1]["trained_samples"] == 12
+    assert update(directory, flat, "ref_logp", kl_coef=0.01)[1]["trained_samples"] == 12
+    rewarded = update(directory, flat, "ref_logp", kl_coef=0.01, kl_in="reward")
+    assert rewarded[1]["trained_samples"] == 12, "the KL in the reward makes them differ"
+
+
+def test_the_denominator_counts_the_trained_samples_or_all(
+    directory: Path, trajectories: list[Trajectory]
+) -> None:
+    flat = level(trajectories)
+    trained, _ = update(directory, flat, aggregation="sequence_mean")
+    everything, _ = update(directory, flat, aggregation="sequence_mean", denominator="all")
+    assert_equal({name: g * 8 / 12 for name, g in trained.items()}, everything)
+
+
+def test_filtered_samples_reach_neither_gradient_nor_token_count(
+    directory: Path, trajectories: list[Trajectory]
+) -> None:
+    """Their rewards still count in the group's mean."""
+    keys = {"objective": "dapo", "overlong_filter": "true"}
+    gradients, row = update(directory, trajectories, **keys)
+    cut = [one.finish_reason == "length" for one in trajectories]
+    assert row["trained_samples"] == 12 - sum(cut)
+    noisier = [
+        msgspec.structs.replace(one, logprobs=one.ref_logprobs) if gone else one
+        for one, gone in zip(trajectories, cut, strict=True)
+    ]
+    same, _ = update(directory, noisier, **keys)
+    assert_equal(gradients, same)
+    with_all, _ = update(directory, trajectories, objective="dapo")
+    assert differ(gradients, with_all)
+
+
+def test_overlong_responses_lose_reward(directory: Path, trajectories: list[Trajectory]) -> None:
+    flat = [msgspec.structs.replace(one, reward=1.0) for one in trajectories]
+    assert update(directory, flat)[1]["trained_samples"] == 0
+    # Of 2 to 7 tokens; the last four before the limit of 8 cost.
+    _, row = update(directory, flat, overlong_buffer=4)
+    assert (row["trained_samples"] or 0) > 8
+
+
+class FakeCritic:
+    def __init__(self) -> None:
+        self.learned: tuple[Tensor, Tensor] | None = None
+
+    def values(self, batch: Batch) -> Tensor:
+        return batch.behaviour / 2
+
+    def learn(self, batch: Batch, values: Tensor, returns: Tensor) -> Row:
+        del batch
+        self.learned = values, returns
+        return {"value_loss": 0.5}
+
+
+def test_a_critic_gives_values_and_gets_returns(
+    directory: Path, trajectories: list[Trajectory]
+) -> None:
+    with pytest.raises(UsageError, match=r"trainer\.advantage = gae needs a value model"):
+        update(directory, trajectories, objective="ppo_critic")
+    critic = FakeCritic()
+    _, row = update(directory, trajectories, critic=critic, objective="ppo_critic")
+    assert row["value_loss"] == 0.5
+    assert row["trained_samples"] == 12
+    assert critic.learned is not None
+    values, returns = critic.learned
+    batch = make_batch(trajectories, vocab_size=1000)
+    rewards = torch.zeros(len(batch.behaviour), dtype=torch.float64)
+    last = torch.tensor([t.response_tokens for t in trajectories]).cumsum(0) - 1
+    rewards[last] = batch.rewards
+    torch.testing.assert_close(returns, gae(rewards, values, batch.tokens.owner, 1.0, 0.95)[1])

@@ -1,0 +1,116 @@
+"""Parquet files and data sets as prompts, read by the real libraries; no network."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from umbra.proto.errors import UsageError
+from umbra.services.buffer.readers import read_source
+from umbra.services.buffer.sources import open_prompts
+from umbra.services.runtime.config import Data
+
+parquet = pytest.importorskip("pyarrow.parquet")
+pyarrow = pytest.importorskip("pyarrow")
+datasets = pytest.importorskip("datasets")
+
+ROWS = [
+    {"prompt": f"sort {n}", "answer": str(n), "weight": n / 2, "tags": ["a", "b"][: n % 3]}
+    for n in range(5)
+]
+CHAT = [{"prompt": [{"role": "user", "content": f"row {n}"}], "answer": n} for n in range(3)]
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]]) -> str:
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return str(path)
+
+
+def write_folder(folder: Path, **splits: list[dict[str, Any]]) -> str:
+    """A folder of JSON files, one per split."""
+    folder.mkdir()
+    for split, rows in splits.items():
+        (folder / f"{split}.json").write_text("\n".join(map(json.dumps, rows)))
+    return f"datasets:{folder}"
+
+
+@pytest.mark.parametrize("rows", [ROWS, CHAT])
+def test_a_parquet_file(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    found = read_source(write_parquet(tmp_path / "p.parquet", rows))
+    assert [prompt.row for prompt in found] == rows
+    assert [prompt.prompt_id for prompt in found] == [str(n + 1) for n in range(len(rows))]
+
+
+def test_a_folder_of_json_files_and_its_splits(tmp_path: Path) -> None:
+    name = write_folder(tmp_path / "set", train=ROWS[:3], test=ROWS[3:])
+    assert [p.row for p in read_source(name)] == ROWS[:3]
+    assert [p.row for p in read_source(f"{name}:test")] == ROWS[3:]
+
+
+def test_what_save_to_disk_wrote(tmp_path: Path) -> None:
+    one = datasets.Dataset.from_list(ROWS)
+    one.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict(train=one, heldout=one.select([1])).save_to_disk(str(tmp_path / "two"))
+    assert [p.row for p in read_source(f"datasets:{tmp_path}/one")] == ROWS
+    assert [p.row for p in read_source(f"datasets:{tmp_path}/two")] == ROWS
+    assert [p.row for p in read_source(f"datasets:{tmp_path}/two:heldout")] == ROWS[1:2]
+
+
+def test_a_mixture_of_formats_takes_up_where_it_was(tmp_path: Path) -> None:
+    lines = tmp_path / "p.jsonl"
+    lines.write_text("\n".join(map(json.dumps, CHAT)))
+    data = Data(sources={
+        str(lines): 1.0,
+        write_parquet(tmp_path / "p.parquet", ROWS): 2.0,
+        write_folder(tmp_path / "set", train=ROWS): 1.0,
+    })  # fmt: skip
+    feed = open_prompts(data, seed=3)
+    drawn = [next(feed).prompt_id for _ in range(10)]
+    position = feed.position()
+    rest = [next(feed).prompt_id for _ in range(20)]
+    assert {name[0] for name in drawn + rest} == {"0", "1", "2"}
+    again = open_prompts(data, seed=3)
+    again.seek(position, {})
+    assert [next(again).prompt_id for _ in range(20)] == rest
+
+
+def mistakes(folder: Path) -> dict[str, tuple[str, str]]:
+    """What is wrong: a source, and what is said about it."""
+    (folder / "text.parquet").write_text("no parquet at all")
+    other = [{"question": "x", "answer": "y"}]
+    saved = folder / "saved"
+    datasets.DatasetDict(test=datasets.Dataset.from_list(ROWS)).save_to_disk(str(saved))
+    when = datetime.datetime(2026, 1, 1)
+    return {
+        "missing file": (str(folder / "no.parquet"), "there is no such file"),
+        "no Parquet": (str(folder / "text.parquet"), "no Parquet file"),
+        "no rows": (write_parquet(folder / "empty.parquet", ROWS[:1] * 0 or []), "has no rows"),
+        "missing column": (write_parquet(folder / "a.parquet", other), "only question, answer"),
+        "bad row": (write_parquet(folder / "b.parquet", [ROWS[0], {"prompt": None}]), "row 2"),
+        "bad type": (
+            write_parquet(folder / "c.parquet", [{"prompt": "x", "at": when}]),
+            "datetime",
+        ),
+        "missing set": (f"datasets:{folder}/nothing", "cannot be loaded"),
+        "unknown split": (write_folder(folder / "d", train=ROWS) + ":dev", "dev"),
+        "unknown saved split": (f"datasets:{saved}", "no split train, only test"),
+        "column of a set": (write_folder(folder / "e", train=other), "only question, answer"),
+    }
+
+
+def test_mistakes_are_told_in_one_sentence(tmp_path: Path) -> None:
+    for what, (name, said) in mistakes(tmp_path).items():
+        with pytest.raises(UsageError) as caught:
+            read_source(name)
+        text = str(caught.value)
+        assert said in text and "\n" not in text, (what, text)
+        assert str(tmp_path) in text, (what, text)

@@ -1,0 +1,84 @@
+"""Limits of turns, tokens and time, and tools within a rollout."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes.engine import ScriptedEngine
+from fakes.rollouts import STOP, finish, sample, says, settings
+
+from umbra.proto.records import Sampling, unpack_int32
+from umbra.services.environments.guess import Guess
+from umbra.services.environments.pool import InlinePool
+from umbra.services.environments.tools import ToolUse
+from umbra.services.generator.rollout import Limits
+from umbra.services.generator.runner import RolloutRunner
+from umbra.services.modeling.chat import Chat
+from umbra.services.modeling.models import load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model_dir: Path) -> Any:
+    return load_tokenizer(tiny_model_dir)
+
+
+@pytest.fixture
+def chat(tokenizer: Any) -> Chat:
+    return Chat(tokenizer, {STOP})
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason", "turns", "tokens"),
+    [
+        (Limits(turns=2), "turns", 2, 7),
+        (Limits(tokens=5), "length", 1, 2),
+        (Limits(tokens=6), "length", 2, 6),
+        (Limits(tokens=7), "length", 2, 7),
+        (Limits(), "stop", 3, 12),
+    ],
+)
+def test_limits_end_a_sample(
+    chat: Chat, tokenizer: Any, limits: Limits, reason: str, turns: int, tokens: int
+) -> None:
+    engine = ScriptedEngine(says(tokenizer, "2", "3", "6"))
+    runner = RolloutRunner(engine, InlinePool(Guess), settings(chat, limits=limits))
+    runner.add([sample({"prompt": "g", "answer": "6"})])
+    (trajectory,) = finish(runner)
+    assert (trajectory.finish_reason, trajectory.turns) == (reason, turns)
+    assert trajectory.response_tokens == tokens
+
+
+@pytest.mark.parametrize("polls", [0, 3])
+def test_a_samples_time_runs_out(chat: Chat, tokenizer: Any, polls: int) -> None:
+    now = [5.0]
+    engine = ScriptedEngine(says(tokenizer, "2", "3", "6"))
+    limited = settings(chat, limits=Limits(seconds=10.0), clock=lambda: now[0])
+    runner = RolloutRunner(engine, InlinePool(Guess), limited)
+    runner.add([sample({"prompt": "g", "answer": "6"})])
+    for _ in range(polls):
+        runner.poll(0.0)
+    now[0] = 16.0
+    runner.poll(0.0)
+    finished, failed = runner.results()
+    assert not runner.active
+    if polls:
+        assert [t.finish_reason for t in finished] == ["time"]
+    else:
+        assert "no token within environment.max_s = 10 s" in failed[0].reason
+
+
+def test_a_tool_is_used_within_a_rollout(chat: Chat, tokenizer: Any) -> None:
+    call = '<tool_call>{"name": "calculator", "arguments": {"expression": "2*3"}}</tool_call>'
+    engine = ScriptedEngine(says(tokenizer, "<tool_call>{", call, "6"), max_context=1024)
+    wide = settings(chat, sampling=Sampling(max_tokens=128), max_context=1024)
+    runner = RolloutRunner(engine, InlinePool(ToolUse), wide)
+    runner.add([sample({"prompt": "2*3?", "answer": "6"})])
+    (trajectory,) = finish(runner)
+    prompt = tokenizer.decode(unpack_int32(trajectory.prompt_ids))
+    assert '"name": "calculator"' in prompt  # the template knows no tools: a message tells of them
+    assert prompt.endswith("<|user|>2*3?<|assistant|>")
+    response = tokenizer.decode(unpack_int32(trajectory.response_ids))
+    assert "<|user|><tool_response>error: the tool call is not closed" in response
+    assert response.endswith("<|user|><tool_response>6</tool_response><|assistant|>6<|end|>")
+    assert (trajectory.reward, trajectory.turns) == (1.0, 3)
+    assert trajectory.reward_parts == {"tool_calls": 2.0, "malformed_calls": 1.0}

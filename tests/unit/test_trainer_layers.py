@@ -1,0 +1,161 @@
+"""What may be done to the layers of a policy without changing what it learns; adapters."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes.rank_bench import Trained, make_batches, train
+from transformers import AutoModelForCausalLM
+
+from umbra.proto.errors import UsageError
+from umbra.proto.records import Trajectory
+from umbra.services.modeling.packing import pack
+from umbra.services.modeling.weights import WeightTable, tensors_in
+from umbra.services.runtime.config import Trainer
+from umbra.services.runtime.manifest import build_manifest
+from umbra.services.trainer.batch import make_batch
+from umbra.services.trainer.learner import Learner
+from umbra.services.trainer.make_model import make_model
+from umbra.services.trainer.policy import export_policy, load_policy
+from umbra.services.trainer.ranks import Ranks
+from umbra.services.trainer.snapshot import tensor_layout, write_shards
+
+WAIT_S = 300.0  # torch.compile takes its time on a busy machine
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    path: Path = tmp_path_factory.mktemp("models") / "tiny"
+    make_model(path, hidden=32, ff=64, init_std=0.1)
+    return path
+
+
+@pytest.fixture(scope="module")
+def batches() -> list[list[Trajectory]]:
+    return make_batches(2)
+
+
+@pytest.fixture(scope="module")
+def plain(directory: Path, batches: list[list[Trajectory]]) -> Trained:
+    return train(directory, batches, Ranks())
+
+
+def assert_same(found: Trained, expected: Trained) -> None:
+    for one, other in zip(found.rows, expected.rows, strict=True):
+        for key in ("loss", "grad_norm", "entropy"):
+            assert one[key] == pytest.approx(other[key], rel=1e-4), key
+    assert found.weights.keys() == expected.weights.keys(), "the names stay as they are"
+    for name, tensor in found.weights.items():
+        torch.testing.assert_close(tensor, expected.weights[name], atol=1e-5, rtol=1e-4)
+
+
+def test_recomputing_layers_changes_nothing(
+    directory: Path,
+    batches: list[list[Trajectory]],
+    plain: Trained,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+
+    passes: list[bool] = []
+    forward = Qwen3DecoderLayer.forward
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        passes.append(True)
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(Qwen3DecoderLayer, "forward", counted)
+    train(directory, batches, Ranks())
+    once = len(passes)
+    passes.clear()
+    assert_same(train(directory, batches, Ranks(), activation_checkpointing=True), plain)
+    assert len(passes) == 2 * once, "every layer was computed again in the backward pass"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(WAIT_S)
+@pytest.mark.filterwarnings("default")  # those of the compiler are not ours
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_compiled_layers_change_nothing(
+    directory: Path, batches: list[list[Trajectory]], plain: Trained, recomputed: bool
+) -> None:
+    torch.compiler.reset()
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    found = train(directory, batches, Ranks(), compile=True, activation_checkpointing=recomputed)
+    assert_same(found, plain)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > before, "something was compiled"
+
+
+def test_prompts_shared_or_not_the_update_is_the_same(
+    directory: Path, batches: list[list[Trajectory]], plain: Trained
+) -> None:
+    assert_same(train(directory, batches, Ranks(), share_prompts=False), plain)
+
+
+# -- adapters --------------------------------------------------------------------------------------
+
+
+def test_generators_get_the_policy_with_the_adapter_merged(
+    directory: Path, batches: list[list[Trajectory]], tmp_path: Path
+) -> None:
+    """What is published, and what is exported, gives the logprobs that the trainer sees."""
+    model, tokenizer = load_policy(directory)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    config = Trainer(lora_rank=4, learning_rate=0.02, warmup_steps=0, device="cpu")
+    learner = Learner(model, config, steps=1)
+    batch = make_batch(batches[0], model.config.vocab_size)
+    micros = pack(batch.tokens, pack_tokens=64, micro_tokens=1000)
+
+    def logprobs(learner: Learner) -> torch.Tensor:
+        return learner.logprobs(micros, batch.temperature)
+
+    untouched = Learner(load_policy(directory)[0], Trainer(device="cpu"), steps=1)
+    torch.testing.assert_close(logprobs(learner), logprobs(untouched), msg="B starts at zero")
+    for _ in range(2):
+        for micro in micros:
+            found, _ = learner.score(micro, batch.temperature[micro.source])
+            learner.backward(-found.mean())
+        learner.update(0)
+    trained = logprobs(learner)
+    assert (trained - logprobs(untouched)).abs().max() > 0.1
+
+    for name, parameter in learner.model.named_parameters():
+        if "lora" not in name:
+            assert not parameter.requires_grad
+            assert torch.equal(parameter, before[name.replace(".base_layer", "")]), name
+    manifest = build_manifest(tensor_layout(learner.model, "float32"), 4096)
+    assert [entry.name for entry in manifest.tensors] == list(before)
+    slot = memoryview(bytearray(manifest.total_bytes))
+    write_shards(learner.model, manifest, slot)
+    WeightTable(untouched.model).load(tensors_in(manifest, slot))
+    torch.testing.assert_close(logprobs(untouched), trained, atol=1e-5, rtol=0)
+
+    export_policy(learner.model, tokenizer, tmp_path / "out", learner.weights())
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out", local_files_only=True)
+    again = Learner(exported, Trainer(device="cpu"), steps=1)
+    torch.testing.assert_close(logprobs(again), trained, atol=1e-5, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")  # peft says it as well
+def test_adapters_that_cannot_be_are_refused(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def learner(**config: Any) -> Learner:
+        return Learner(load_policy(directory)[0], Trainer(device="cpu", **config), steps=1)
+
+    few = learner(lora_rank=2, lora_targets=["q_proj"])
+    names = [name for name, p in few.model.named_parameters() if p.requires_grad]
+    assert len(names) == 2 * 2, "A and B in each of two layers"
+    with pytest.raises(UsageError, match=r"trainer\.lora_targets: .*no_such_layer"):
+        learner(lora_rank=2, lora_targets=["no_such_layer"])
+    for shared in ("lm_head", "embed_tokens"):
+        with pytest.raises(UsageError, match="share their weight"):
+            learner(lora_rank=2, lora_targets=[shared])
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(UsageError, match=r"umbra-rl\[lora\]"):
+        learner(lora_rank=2)
