@@ -97,8 +97,9 @@ class Archive:
     ) -> tuple[list[Batch], list[str]]:
         """The formed batches, and what a repair has taken from them; `steps` is the committed ones.
 
-        Groups are looked up in `live`, which those lose that were trained already, and among those that are held for replay; the samples of
-        formed batches are in training from here on.
+        Groups are looked up in `live`, which those lose that were trained already, and among
+        those that are held for replay; the samples of formed batches are in training from here
+        on.
         """
         known = {**self._replays.groups, **live}
         batches: list[Batch] = []

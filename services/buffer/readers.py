@@ -60,7 +60,7 @@ def _read_dataset(name: str) -> list[dict[str, Any]]:
     datasets.disable_progress_bars()
     if any(file.exists() for file in saved):
         found = _attempt(name, lambda: datasets.load_from_disk(path))
-        if isinstance(found, dict):
+        if isinstance(found, datasets.DatasetDict):
             if split not in found:
                 raise UsageError(f"{name}: there is no split {split}, only {', '.join(found)}")
             found = found[split]

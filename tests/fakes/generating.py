@@ -18,6 +18,7 @@ from umbra.services.generator.streaming import BrokenOffError, Streaming
 from umbra.services.generator.torch_engine import TorchEngine
 from umbra.services.modeling.models import load_model
 from umbra.services.modeling.weights import tensors_in
+from umbra.services.runtime.gpu.cuda import DeviceMemory
 from umbra.services.runtime.manifest import build_manifest
 from umbra.services.runtime.publisher import Publisher
 from umbra.services.runtime.receiver import Receiver, StagedVersion
@@ -27,7 +28,7 @@ CPU = torch.device("cpu")
 DTYPE = torch.bfloat16
 BUCKET_BYTES = 1 << 10
 TOKENS = 8
-Data = Callable[[StagedVersion], memoryview]
+Data = Callable[[StagedVersion], memoryview | DeviceMemory]
 
 
 def checksum_of(model: Any, manifest: Manifest) -> int:

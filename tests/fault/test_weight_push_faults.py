@@ -22,6 +22,7 @@ from umbra.proto.messages import Prepare, Subscribed
 from umbra.proto.records import Manifest
 from umbra.services.runtime.arena import SHM, Arena, private_memory
 from umbra.services.runtime.fetch import BucketIntake
+from umbra.services.runtime.gpu.cuda import DeviceMemory
 from umbra.services.runtime.intake import ArenaIntake, Intake, Intaken
 from umbra.services.runtime.link import Link
 from umbra.services.runtime.publisher import Publisher
@@ -132,7 +133,9 @@ class _WatchedIntake:
         self._real.close()
 
 
-def _data_of(watched: Watched | Detour | None) -> Callable[[StagedVersion], memoryview]:
+def _data_of(
+    watched: Watched | Detour | None,
+) -> Callable[[StagedVersion], memoryview | DeviceMemory]:
     if watched is None:
         return lambda staged: staged.data
     return lambda staged: watched.buffers[staged.candidate.buffer]

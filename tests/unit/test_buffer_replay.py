@@ -159,9 +159,9 @@ def test_the_check_of_a_configuration_knows_replay() -> None:
     def config(**buffer: Any) -> RunConfig:
         return RunConfig(buffer=Buffer(sampling="replay", **buffer))
 
-    with pytest.raises(UsageError, match="buffer.sampling = replay"):
+    with pytest.raises(UsageError, match=r"buffer.sampling = replay"):
         check_feasible(config(run_ahead=0))
-    with pytest.raises(UsageError, match="buffer.replay_times = 5"):
+    with pytest.raises(UsageError, match=r"buffer.replay_times = 5"):
         check_feasible(config(replay_times=5, max_staleness=2))
     good = config(run_ahead=1, max_staleness=3, replay_times=2)
     check_feasible(good)

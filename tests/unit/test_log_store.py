@@ -22,7 +22,7 @@ SMALL = 4096  # bytes of a segment here
 
 def contents(store: LogStore) -> dict[str, bytes]:
     """Everything in the store."""
-    return {key: store.get(key) for key in store.keys("")}
+    return {key: bytes(store.get(key)) for key in store.keys("")}
 
 
 def reopen(store: LogStore) -> LogStore:
@@ -138,7 +138,7 @@ def test_a_flipped_bit_anywhere_before_the_last_group_is_refused(tmp_path: Path)
     whole = path.read_bytes()
     for offset in range(0, end, 11):
         path.write_bytes(whole[:offset] + bytes([whole[offset] ^ 16]) + whole[offset + 1 :])
-        with pytest.raises(StoreError, match=r"damaged: 0.*umbra store repair|schema"):
+        with pytest.raises(StoreError, match=r"damaged: 0.*umbra buffer --repair|schema"):
             LogStore(tmp_path)
 
 

@@ -125,7 +125,7 @@ def test_a_prompt_without_tokens_fails(tiny_model_dir: Path) -> None:
     runner.poll(0.0)
     finished, (failed,) = runner.results()
     assert (finished, failed.failed) == ([], True)
-    assert failed.reason == "sample s: prompt p has no tokens"
+    assert failed.reason == "prompt p has no tokens"
 
 
 def test_what_the_engine_refuses_costs_that_sample_only(tiny_model_dir: Path, chat: Chat) -> None:
@@ -142,7 +142,7 @@ def test_what_the_engine_refuses_costs_that_sample_only(tiny_model_dir: Path, ch
         some, more = runner.results()
         finished, failed = finished + some, failed + more
     assert [t.sample_id for t in finished] == ["t"]
-    assert "sample s: prompt p: its prompt has token 99, but the model knows 90" in failed[0].reason
+    assert "prompt p: its prompt has token 99, but the model knows 90" in failed[0].reason
 
 
 class Faulty(ExactMatch):
