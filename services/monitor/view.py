@@ -17,6 +17,7 @@ from umbra.proto.records import EvalReport
 from umbra.services.monitor.rates import Rates
 
 BARS = "▁▂▃▄▅▆▇█"
+REFUSED_SHOWN = 3
 SLOW_S = 10.0  # idle or silent for longer than this is pointed out
 STATE_STYLES = {
     "ready": "green", "running": "green", "done": "dim", "stopped": "dim", "failed": "bold red",
@@ -141,6 +142,7 @@ def plain(status: Status, rates: Rates) -> str:
     lines += [f"stuck: {stuck_text(status, i)}" for i in range(len(status.stuck))]
     if counters := _counters(status):
         lines.append(f"counters: {counters}")
+    lines += [f"refused: {text}" for text in _refused(status)]
     return "\n".join(lines)
 
 
@@ -183,6 +185,8 @@ def render(
         facts.add_row("evals", evals)
     if counters := _counters(status):
         facts.add_row("counters", counters)
+    for text in _refused(status)[:REFUSED_SHOWN]:
+        facts.add_row("refused", Text(text, style="yellow"))
     parts: list[RenderableType] = [title, bar, facts, _member_table(status, rates, processes)]
     parts += [
         Text(f"stuck: {stuck_text(status, i)}", style="bold red") for i in range(len(status.stuck))
@@ -211,6 +215,12 @@ def _state(member: Member) -> str:
 
 def _counters(status: Status) -> str:
     return "  ".join(f"{key} {count}" for key, count in sorted(status.counters.items()) if count)
+
+
+def _refused(status: Status) -> list[str]:
+    """Who lacked the right key for what, the most frequent first."""
+    most = sorted(status.refused.items(), key=lambda item: -item[1])
+    return [f"{what}: {count} times" for what, count in most]
 
 
 def _number(value: float) -> str:
