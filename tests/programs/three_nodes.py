@@ -98,6 +98,9 @@ class Node:
         for service in file["services"].values():
             for volume in service["volumes"]:
                 self._mount(folder, volume, file["volumes"], volumes)
+            for secret in service.get("secrets", []):
+                source = file["secrets"][secret["source"]]["file"]
+                self._bind((folder / source).resolve(), secret["target"])
         self.services = [
             self._service(folder, name, service) for name, service in file["services"].items()
         ]
@@ -119,6 +122,9 @@ class Node:
             source.mkdir(parents=True, exist_ok=True)
         else:
             source = (folder / volume["source"]).resolve()
+        self._bind(source, target)
+
+    def _bind(self, source: Path, target: str) -> None:
         if str(source) == target:
             return
         make = (
