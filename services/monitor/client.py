@@ -9,7 +9,15 @@ from types import TracebackType
 import zmq
 
 from umbra.proto.errors import DeadlineError, UsageError
-from umbra.proto.messages import Interrupted, InterruptRequest, Ping, Pong, Status, StatusRequest
+from umbra.proto.messages import (
+    Interrupted,
+    InterruptRequest,
+    Ping,
+    Pong,
+    Role,
+    Status,
+    StatusRequest,
+)
 from umbra.services.runtime.keys import OPEN, Security
 from umbra.services.runtime.link import Link
 
@@ -19,17 +27,20 @@ ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:]+\]|[^\s:/]+):(\d{1,5})|ipc://.+")
 class StatusClient:
     """A connection to the buffer at `broker`; a context manager.
 
+    A hub, and a relay, can be asked for a sign of life too: then `server` is "weight_hub".
+
     Raises:
         UsageError: `broker` is no address.
     """
 
-    def __init__(self, broker: str, security: Security = OPEN) -> None:
+    def __init__(self, broker: str, security: Security = OPEN, *, server: Role = "buffer") -> None:
         if not ADDRESS.fullmatch(broker):
-            raise UsageError(f"--broker {broker}: write it as tcp://host:port")
+            flag = "--broker" if server == "buffer" else "--hub"
+            raise UsageError(f"{flag} {broker}: write it as tcp://host:port")
         self.broker = broker
         incarnation = uuid.uuid4().hex[:12]
         self._link = Link(f"monitor-{incarnation}", incarnation, security=security)
-        self._channel = self._link.channel(broker, "buffer")
+        self._channel = self._link.channel(broker, server.replace("_", " "), server=server)
         # Nothing that we send is worth waiting for at the end.
         self._link.run(lambda: self._channel.socket.set(zmq.LINGER, 0))
 
