@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from umbra.deploy.stage import (
     run_stage,
     run_stages,
 )
-from umbra.deploy.summary import Outcome, summarise, write_summary
+from umbra.deploy.summary import Outcome, read_status, summarise, write_summary
 from umbra.deploy.supervisor import Program, Supervisor
 from umbra.proto.errors import EXIT_DONE, StartupError, UmbraError
 from umbra.services.runtime.arena import remove_leftovers
@@ -32,6 +33,7 @@ from umbra.services.runtime.config_loader import to_json
 POLL_S = 0.05
 START_S = 60.0  # for the buffer to bind; a store has to be opened, prompts to be read
 LOG_LINES = 15
+EXIT_DRAINED = 128 + signal.SIGTERM  # `umbra drain` is as if it had got this signal
 
 
 class Up:
@@ -203,6 +205,9 @@ class Up:
                     self._view.say(f"   {line}")
             return failure.reason, failure.exit_code
         if supervisor.done:
+            ended = read_status(self.folder)
+            if ended.get("ending") and not ended.get("finished"):
+                return f"drained: {ended['ending']}", EXIT_DRAINED
             return "finished", EXIT_DONE
         return "interrupted", self._interrupts.exit_code
 

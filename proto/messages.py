@@ -2,7 +2,8 @@
 
 A request names what it wants; its reply carries the request's id in `Header.reply_to`. Messages
 that a server sends unasked (`Command`, `Interrupt`, `Prepare`, `Commit`, `Abort`) have
-`reply_to = None`. Those of the weights socket are in `weight_messages.py`.
+`reply_to = None`. Those of the weights socket are in `weights.py`, those by which a person operates
+a run in `operator.py`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,15 @@ from typing import Any, Literal
 
 from umbra.proto.base import Header as Header
 from umbra.proto.base import Message, Role, State
+from umbra.proto.operator import (
+    DrainRequest,
+    EvalBegun,
+    EvalRequest,
+    Interrupted,
+    InterruptRequest,
+    PauseRequest,
+    ResumeRequest,
+)
 from umbra.proto.records import (
     EvalReport,
     Ledger,
@@ -175,19 +185,9 @@ class Status(Message, frozen=True, kw_only=True):
     weights: str = ""  # endpoint of the hub
     evals: list[EvalReport] = []  # oldest first
     eval_ledger: Ledger = Ledger()  # of eval samples, which the other one leaves out
-
-
-class InterruptRequest(Message, frozen=True, kw_only=True):
-    """Have `samples` (empty: all) come back as partials from where they are being generated."""
-
-    samples: list[str] = []
-    reason: str = ""
-
-
-class Interrupted(Message, frozen=True, kw_only=True):
-    """How many samples their generators were asked to hand back."""
-
-    samples: int
+    paused: str = ""  # why nothing is handed out, if so
+    ending: str = ""  # why the run ends, once it does
+    finished: bool = False  # it ends because all steps are done
 
 
 # -- data socket (buffer: ROUTER) ---------------------------------------------------------------
@@ -299,6 +299,7 @@ class BatchLease(Message, frozen=True, kw_only=True):
     step: int
     trajectories: list[Trajectory]
     waiting_for: str = ""
+    paused: bool = False  # it is not late: the run was paused
 
 
 class CommitBatch(Message, frozen=True, kw_only=True):
@@ -345,7 +346,7 @@ class Event(Message, frozen=True, kw_only=True):
 
 CONTROL: tuple[type[Message], ...] = (
     Join, Welcome, Heartbeat, HeartbeatAck, Leave, Command, Ping, Pong, StatusRequest, Status,
-    InterruptRequest, Interrupted,
+    DrainRequest, PauseRequest, ResumeRequest, EvalRequest, EvalBegun, InterruptRequest, Interrupted,
 )  # fmt: skip
 DATA: tuple[type[Message], ...] = (
     LeaseSamples, SampleLeases, SubmitTrajectories, SubmitAck, ReturnSamples, RenewLeases, RenewAck,

@@ -32,6 +32,7 @@ class Peer:
     activity: str = ""
     progress: int = 0
     idle_s: float = 0.0  # as of its last heartbeat
+    drained: str = ""  # why it was asked to leave, if so
     stats: dict[str, float] = field(default_factory=dict[str, float])
 
     def record(self, now: float) -> Member:
@@ -159,6 +160,12 @@ class Membership:
     def find(self, role: Role) -> Peer | None:
         """The member of a role of which a run has one."""
         return self._single.get(role)
+
+    @property
+    def hub(self) -> tuple[str, str]:
+        """Endpoint and incarnation of the weight hub; empty until there is one."""
+        hub = self.find("weight_hub")
+        return ("", "") if hub is None else (hub.endpoints.get("weights", ""), hub.incarnation)
 
     def stuck(self, now: float) -> list[Stuck]:
         """Members that are silent or that beat without moving."""

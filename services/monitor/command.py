@@ -13,22 +13,11 @@ import click
 from umbra.proto.errors import EXIT_DONE, PeerLostError
 from umbra.proto.messages import Status
 from umbra.services.monitor.client import StatusClient
+from umbra.services.monitor.options import broker_option, timeout_option
 from umbra.services.monitor.rates import RateMeter, Rates
 from umbra.services.monitor.view import headline, plain, render, status_dict
 from umbra.services.runtime.signals import stop_on_signals
 
-broker_option = click.option(
-    "--broker", envvar="UMBRA_BROKER", required=True, help="Address of the buffer: tcp://host:port."
-)
-timeout_option = click.option(
-    "--timeout",
-    "timeout_s",
-    type=click.FloatRange(0, min_open=True),
-    default=5.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="How long to wait for an answer.",
-)
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
 
 
@@ -88,18 +77,6 @@ def monitor(broker: str, timeout_s: float, as_json: bool, once: bool, interval_s
             _live(client, current, stopping, interval_s, timeout_s)
         else:
             _follow(client, current, stopping, interval_s, timeout_s, _echo_line)
-    return EXIT_DONE
-
-
-@click.command()
-@broker_option
-@timeout_option
-@click.option("--sample", "samples", multiple=True, metavar="ID", help="Only this one.")
-def interrupt(broker: str, timeout_s: float, samples: tuple[str, ...]) -> int:
-    """Have generators hand unfinished samples back; they go on later as partials."""
-    with StatusClient(broker) as client:
-        count = client.interrupt(list(samples), timeout_s)
-    click.echo(f"{count} samples were asked back")
     return EXIT_DONE
 
 

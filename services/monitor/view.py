@@ -53,6 +53,13 @@ def staleness_text(staleness: Mapping[str, float]) -> str:
     return f"staleness {staleness['mean']:.2f} (max {staleness.get('max', 0):g}{bound})"
 
 
+def notice_text(status: Status) -> str:
+    """What an operator must know before anything else; empty if there is nothing."""
+    if status.ending:
+        return f"ENDING: {status.ending}"
+    return f"PAUSED: {status.paused} (`umbra resume` goes on)" if status.paused else ""
+
+
 def eval_text(report: EvalReport) -> str:
     """An evaluation: how far it is, or what came of it."""
     text = f"eval of version {report.version}: "
@@ -129,6 +136,8 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
 def plain(status: Status, rates: Rates) -> str:
     """The whole status as lines of plain text."""
     lines = [f"run {status.run_id}: {status.state}, up {_clock(status.uptime_s)}"]
+    if notice := notice_text(status):
+        lines.append(notice)
     lines.append(headline(status, rates))
     lines.append(f"ledger: {ledger_text(status)}")
     if evals := evals_text(status):
@@ -183,7 +192,14 @@ def render(
         facts.add_row("evals", evals)
     if counters := _counters(status):
         facts.add_row("counters", counters)
-    parts: list[RenderableType] = [title, bar, facts, _member_table(status, rates, processes)]
+    notice = [Text(notice, style="bold yellow")] if (notice := notice_text(status)) else []
+    parts: list[RenderableType] = [
+        title,
+        *notice,
+        bar,
+        facts,
+        _member_table(status, rates, processes),
+    ]
     parts += [
         Text(f"stuck: {stuck_text(status, i)}", style="bold red") for i in range(len(status.stuck))
     ]

@@ -52,8 +52,16 @@ COMMANDS: dict[str, SubCommand] = {
     "env": SubCommand(
         "umbra.deploy.env_command:command", "Show versions, devices and what is available."
     ),
+    "pause": SubCommand("umbra.services.monitor.operate:pause", "Hand out no more work."),
+    "resume": SubCommand("umbra.services.monitor.operate:resume", "Go on after a pause."),
+    "drain": SubCommand(
+        "umbra.services.monitor.operate:drain", "End a run in order, or have a member leave."
+    ),
     "interrupt": SubCommand(
-        "umbra.services.monitor.command:interrupt", "Have unfinished samples handed back."
+        "umbra.services.monitor.operate:interrupt", "Have unfinished samples handed back."
+    ),
+    "rollback": SubCommand(
+        "umbra.services.weight_hub.weights_command:rollback", "Push an earlier version again."
     ),
     "config": SubCommand("umbra.deploy.command:config", "Check and show a run file."),
     "make-model": SubCommand(

@@ -22,6 +22,7 @@ from umbra.proto.messages import (
     Message,
     Nack,
     Ok,
+    PauseRequest,
     Ping,
     Pong,
     Status,
@@ -136,14 +137,23 @@ def test_a_resent_request_is_answered_once_more_but_done_once(
     broker: Broker, zmq_context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
     socket = sockets.dealer(zmq_context, broker.endpoint, b"twice")
-    _, frames = Encoder("twice", "i1").encode(Ping())
+    _, frames = Encoder("twice", "i1").encode(PauseRequest())
     for _ in range(3):
         socket.send_multipart(frames)
         assert socket.poll(WAIT_MS)
         assert isinstance(decode(socket.recv_multipart()).body, Pong)
-    assert broker.seen == [Ping()]
+    assert broker.seen == [PauseRequest()]
     assert broker.server.counters["resent"] == 2
     socket.close()
+
+
+def test_of_those_who_only_look_nothing_is_remembered(broker: Broker) -> None:
+    for number in range(20):
+        watcher = Link(f"watcher-{number}", "i1")
+        channel = watcher.channel(broker.endpoint, "broker")
+        channel.call(Ping(), Pong, timeout_s=WAIT_S)
+        watcher.close()
+    assert broker.server.remembered == 0
 
 
 def test_bad_frames_are_counted_answered_and_forgotten(
