@@ -105,6 +105,9 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     progress: int
     idle_s: float
     stats: dict[str, float] = {}
+    shares: dict[str, float] = {}  # of its recent time, by activity
+    clock_offset_s: float = 0.0  # add it to a time of the sender to get the buffer's
+    clock_error_s: float = -1.0  # of the offset, at most; negative = not measured yet
 
 
 class HeartbeatAck(Message, frozen=True, kw_only=True):
@@ -113,6 +116,7 @@ class HeartbeatAck(Message, frozen=True, kw_only=True):
     version: int
     weights: str = ""
     weights_incarnation: str = ""  # another one says that the hub was restarted
+    received_at: float = 0.0  # when the heartbeat came in, by the buffer's clock
 
 
 class Leave(Message, frozen=True, kw_only=True):
@@ -157,6 +161,9 @@ class Member(Record, frozen=True, kw_only=True):
     idle_s: float
     silent_s: float  # since its last message
     stats: dict[str, float] = {}
+    shares: dict[str, float] = {}
+    clock_offset_s: float = 0.0
+    clock_error_s: float = -1.0
 
 
 class Stuck(Record, frozen=True, kw_only=True):
@@ -166,6 +173,13 @@ class Stuck(Record, frozen=True, kw_only=True):
     holder: str
     age_s: float
     action: str
+
+
+class Curves(Record, frozen=True, kw_only=True):
+    """Figures of the steps so far, as means over stretches of them, so that they stay few."""
+
+    steps: list[int] = []  # the last one of each stretch
+    values: dict[str, list[float | None]] = {}  # by name
 
 
 class Status(Message, frozen=True, kw_only=True):
@@ -185,6 +199,9 @@ class Status(Message, frozen=True, kw_only=True):
     weights: str = ""  # endpoint of the hub
     evals: list[EvalReport] = []  # oldest first
     eval_ledger: Ledger = Ledger()  # of eval samples, which the other one leaves out
+    staleness_counts: list[int] = []  # trained samples by staleness, from 0
+    curves: Curves = Curves()
+    events: str = ""  # endpoint for those who watch telemetry
     paused: str = ""  # why nothing is handed out, if so
     ending: str = ""  # why the run ends, once it does
     finished: bool = False  # it ends because all steps are done
@@ -346,7 +363,8 @@ class Event(Message, frozen=True, kw_only=True):
 
 CONTROL: tuple[type[Message], ...] = (
     Join, Welcome, Heartbeat, HeartbeatAck, Leave, Command, Ping, Pong, StatusRequest, Status,
-    DrainRequest, PauseRequest, ResumeRequest, EvalRequest, EvalBegun, InterruptRequest, Interrupted,
+    DrainRequest, PauseRequest, ResumeRequest, EvalRequest, EvalBegun,
+    InterruptRequest, Interrupted,
 )  # fmt: skip
 DATA: tuple[type[Message], ...] = (
     LeaseSamples, SampleLeases, SubmitTrajectories, SubmitAck, ReturnSamples, RenewLeases, RenewAck,

@@ -147,6 +147,7 @@ class Broker:
             report,
             self.room,
             run_id=run_id,
+            events=endpoints.events_out,
             steps=config.run.steps,
             started_at=now,
             wire_counters={} if wire_counters is None else wire_counters,
@@ -318,7 +319,10 @@ class Broker:
         self.members.beat(peer, request.identity, body)
         weights, incarnation = self.members.hub
         ack = HeartbeatAck(
-            version=self.batches.version, weights=weights, weights_incarnation=incarnation
+            version=self.batches.version,
+            weights=weights,
+            weights_incarnation=incarnation,
+            received_at=request.received_at,
         )
         self._outbox.reply(request, ack)
         reason = "the run is ending" if self.state == "draining" else peer.drained

@@ -31,6 +31,7 @@ class Overview:
         room: Room,
         *,
         run_id: str,
+        events: str,
         steps: int,
         started_at: float,
         wire_counters: Mapping[str, int],
@@ -42,6 +43,7 @@ class Overview:
         self._report = report
         self._room = room
         self._run_id = run_id
+        self._events = events
         self._steps = steps
         self._started_at = started_at
         self._wire_counters = wire_counters
@@ -89,6 +91,9 @@ class Overview:
             evals=works.evals.status(),
             eval_ledger=works.evals.pool.ledger.snapshot(),
             weights=self._members.hub[0],
+            staleness_counts=list(works.batches.trained.counts),
+            curves=works.training.curves.record(),
+            events=self._events,
             paused=works.gate.reason,
             ending=self.ending,
             finished=finished,

@@ -17,6 +17,7 @@ from umbra.proto.messages import (
     Ok,
 )
 from umbra.services.buffer.batches import Batches
+from umbra.services.buffer.curves import StepCurves
 from umbra.services.buffer.effects import Outbox
 from umbra.services.buffer.gate import Gate
 from umbra.services.buffer.samples import Pool
@@ -61,6 +62,7 @@ class Training:
         outbox: Outbox,
     ) -> None:
         self.closed = False
+        self.curves = StepCurves()
         self.committer = ""  # incarnation of the trainer that made the last commit
         self.wanted_since: float | None = None  # when the missing batch was first asked for
         self._pool = pool
@@ -111,6 +113,7 @@ class Training:
         if leased is not None and leased.step == body.step:
             batch = self._batches.commit()
             self.committer = request.header.incarnation
+            self.curves.add(body.step, body.metrics)
             self._counters["mixed_version"] += batch.staleness.mixed
         elif 1 <= body.step <= self._batches.version:
             self._counters["repeated_commits"] += 1
@@ -189,6 +192,7 @@ class Training:
         )  # fmt: skip
         self._counters["steps_repeated"] += lost
         self._batches.rewind(step, now)
+        self.curves.cut(step)
 
     def _answer_parked(self, waiting_for: str) -> None:
         if self._question is not None:

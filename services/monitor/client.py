@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import uuid
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TypeVar
 
@@ -12,6 +13,8 @@ import zmq
 from umbra.proto.errors import DeadlineError, RejectedError, UsageError
 from umbra.proto.messages import (
     DrainRequest,
+    Event,
+    Header,
     Interrupted,
     InterruptRequest,
     Message,
@@ -20,9 +23,13 @@ from umbra.proto.messages import (
     Ping,
     Pong,
     ResumeRequest,
+    RollBack,
     Status,
     StatusRequest,
+    Versions,
+    VersionsRequest,
 )
+from umbra.services.runtime.channel import Channel
 from umbra.services.runtime.link import Link
 
 ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:]+\]|[^\s:/]+):(\d{1,5})|ipc://.+")
@@ -45,6 +52,7 @@ class StatusClient:
         incarnation = uuid.uuid4().hex[:12]
         self._link = Link(f"monitor-{incarnation}", incarnation)
         self._channel = self._link.channel(broker, "buffer")
+        self._hub: Channel | None = None
         # Nothing that we send is worth waiting for at the end.
         self._link.run(lambda: self._channel.socket.set(zmq.LINGER, 0))
 
@@ -103,6 +111,28 @@ class StatusClient:
                 raise UsageError(str(error)) from error
             raise
 
+    def versions(self, hub: str, timeout_s: float) -> Versions:
+        """The versions of the weights that the hub at `hub` holds.
+
+        Raises:
+            UmbraError: the hub does not answer, or refuses.
+        """
+        return self._at_hub(hub).call(VersionsRequest(), Versions, timeout_s=timeout_s)
+
+    def roll_back(self, hub: str, version: int, timeout_s: float) -> None:
+        """Have `version` pushed to all generators.
+
+        Raises:
+            UmbraError: the hub does not answer, or refuses.
+        """
+        self._at_hub(hub).call(RollBack(version=version), Ok, timeout_s=timeout_s)
+
+    def subscribe(
+        self, endpoint: str, topics: Sequence[bytes], on_event: Callable[[Header, Event], None]
+    ) -> None:
+        """Watch telemetry; `on_event` runs on another thread, and must be quick."""
+        self._link.subscribe(endpoint, topics, on_event)
+
     def close(self) -> None:
         """Close the connection."""
         self._link.close()
@@ -117,6 +147,13 @@ class StatusClient:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _at_hub(self, hub: str) -> Channel:
+        if self._hub is None:
+            self._hub = self._link.channel(hub, "weight hub")
+        elif self._hub.endpoint != hub:
+            self._hub.move(hub)
+        return self._hub
 
     def _ask(self, body: Message, reply: type[M], timeout_s: float) -> M:
         try:

@@ -11,11 +11,12 @@ from collections.abc import Callable
 import click
 
 from umbra.proto.errors import EXIT_DONE, PeerLostError
-from umbra.proto.messages import Status
 from umbra.services.monitor.client import StatusClient
+from umbra.services.monitor.live import LiveView
 from umbra.services.monitor.options import broker_option, timeout_option
-from umbra.services.monitor.rates import RateMeter, Rates
-from umbra.services.monitor.view import headline, plain, render, status_dict
+from umbra.services.monitor.rates import Rates
+from umbra.services.monitor.view import headline, plain, status_dict
+from umbra.services.monitor.watch import Look, Watch, look_dict
 from umbra.services.runtime.signals import stop_on_signals
 
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
@@ -63,64 +64,46 @@ def status(broker: str, timeout_s: float, as_json: bool) -> int:
 def monitor(broker: str, timeout_s: float, as_json: bool, once: bool, interval_s: float) -> int:
     """Watch a run live: its members, ledger, staleness and what is stuck.
 
-    A table on a terminal, one line per look when piped. Ends with code 0 when the run ends or at
-    Ctrl-C, and with 5 when no buffer answers at the start.
+    A screen with keys to pause, drain and roll back on a terminal, one line per look when piped.
+    Ends with code 0 when the run ends or at Ctrl-C, and with 5 when no buffer answers at the start.
+    Any number may watch; none of them changes the run by being there.
     """
     stopping = threading.Event()
-    with StatusClient(broker) as client, stop_on_signals(stopping):
-        current = client.status(timeout_s)
+    with Watch(broker) as watch, stop_on_signals(stopping):
+        look = watch.look(timeout_s)
         if once:
-            click.echo(json.dumps(status_dict(current)) if as_json else plain(current, Rates()))
-        elif as_json:
-            _follow(client, current, stopping, interval_s, timeout_s, _echo_json)
-        elif sys.stdout.isatty():
-            _live(client, current, stopping, interval_s, timeout_s)
+            _echo_json(look) if as_json else click.echo(plain(look.status, look.rates))
+        elif sys.stdout.isatty() and not as_json:
+            LiveView(watch, interval_s, timeout_s).run(look, stopping)
         else:
-            _follow(client, current, stopping, interval_s, timeout_s, _echo_line)
+            show = _echo_json if as_json else _echo_line
+            _follow(watch, look, stopping, interval_s, timeout_s, show)
     return EXIT_DONE
 
 
-def _echo_json(status: Status, _rates: Rates) -> None:
-    click.echo(json.dumps(status_dict(status)))
+def _echo_json(look: Look) -> None:
+    click.echo(json.dumps(look_dict(look)))
 
 
-def _echo_line(status: Status, rates: Rates) -> None:
-    click.echo(headline(status, rates))
-
-
-def _live(
-    client: StatusClient,
-    first: Status,
-    stopping: threading.Event,
-    interval_s: float,
-    timeout_s: float,
-) -> None:
-    from rich.live import Live
-
-    with Live(render(first, Rates()), auto_refresh=False) as live:
-
-        def show(status: Status, rates: Rates) -> None:
-            live.update(render(status, rates), refresh=True)
-
-        _follow(client, first, stopping, interval_s, timeout_s, show)
+def _echo_line(look: Look) -> None:
+    click.echo(headline(look.status, look.rates))
 
 
 def _follow(
-    client: StatusClient,
-    status: Status,
+    watch: Watch,
+    look: Look,
     stopping: threading.Event,
     interval_s: float,
     timeout_s: float,
-    show: Callable[[Status, Rates], None],
+    show: Callable[[Look], None],
 ) -> None:
-    """Show one status after the other until the run or the user ends it."""
-    meter = RateMeter()
+    """Show one look after the other until the run or the user ends it."""
     while True:
-        show(status, meter.update(status))
+        show(look)
         if stopping.wait(interval_s):
             return
         try:
-            status = client.status(timeout_s)
+            look = watch.look(timeout_s)
         except PeerLostError:
-            click.echo(f"umbra: run {status.run_id} does not answer any more", err=True)
+            click.echo(f"umbra: run {look.status.run_id} does not answer any more", err=True)
             return

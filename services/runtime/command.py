@@ -46,6 +46,7 @@ class ServiceContext:
             endpoints=endpoints,
             stopping=self.stopping,
             grace_s=self.config.run.broker_grace_s,
+            metrics=self.metrics,
         )
 
     def ready(self, facts: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import logging
 import threading
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -42,6 +43,7 @@ class Request:
     identity: bytes
     header: Header
     body: Message
+    received_at: float = 0.0  # seconds since the epoch
 
 
 @dataclass(slots=True)
@@ -227,7 +229,7 @@ class Server:
             return None
         if is_kept:
             self._peers[channel.name, identity].asked(header.id)
-        return Request(channel.name, identity, header, envelope.body)
+        return Request(channel.name, identity, header, envelope.body, time.time())
 
     def _refuse(
         self, channel: _Channel, identity: bytes, frames: list[bytes], error: WireError
