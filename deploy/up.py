@@ -14,6 +14,7 @@ from umbra.deploy.preflight import check_run
 from umbra.deploy.process import Process, child_environ
 from umbra.deploy.programs import BUFFER, TRAINER, buffer_program, other_programs
 from umbra.deploy.progress import Progress
+from umbra.deploy.report.command import write_report
 from umbra.deploy.run_folder import RunFolder, last_lines
 from umbra.deploy.stage import (
     FORESEEN_CODES,
@@ -85,7 +86,16 @@ class Up:
         if code == EXIT_DONE and (bad := _contradiction(summary)):
             summary["exit_reason"], summary["exit_code"] = bad, UmbraError.exit_code
         write_summary(self.folder, summary)
+        self._report()
         return summary
+
+    def _report(self) -> None:
+        """Leave a page and a timeline; a run without metrics has none."""
+        if self.folder.metrics.exists():
+            try:
+                write_report(self.folder)
+            except OSError as error:
+                self._view.say(f"no report was written: {error}")
 
     def check(self) -> None:
         """Write the resolved configuration and try everything that can be tried beforehand."""

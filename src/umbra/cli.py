@@ -48,6 +48,9 @@ COMMANDS: dict[str, SubCommand] = {
     ),
     "monitor": SubCommand("umbra.services.monitor.command:monitor", "Watch a run live."),
     "status": SubCommand("umbra.services.monitor.command:status", "Print the state of a run once."),
+    "report": SubCommand(
+        "umbra.deploy.report.command:command", "Write a run as a page, and its timeline."
+    ),
     "ping": SubCommand("umbra.services.monitor.command:ping", "Check that a service answers."),
     "env": SubCommand(
         "umbra.deploy.env_command:command", "Show versions, devices and what is available."
