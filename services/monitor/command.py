@@ -7,6 +7,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
 
 import click
 
@@ -17,6 +19,8 @@ from umbra.services.monitor.options import broker_option, timeout_option
 from umbra.services.monitor.rates import Rates
 from umbra.services.monitor.view import headline, plain, status_dict
 from umbra.services.monitor.watch import Look, Watch, look_dict
+from umbra.services.monitor.web.board import Board
+from umbra.services.monitor.web.server import HttpServer, Resource, parse_address
 from umbra.services.runtime.signals import stop_on_signals
 
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
@@ -61,7 +65,23 @@ def status(broker: str, timeout_s: float, as_json: bool) -> int:
     metavar="SECONDS",
     help="Time between two looks.",
 )
-def monitor(broker: str, timeout_s: float, as_json: bool, once: bool, interval_s: float) -> int:
+@click.option(
+    "--web", metavar="[HOST]:PORT", help="Serve a page; stays until Ctrl-C.  [host: 127.0.0.1]"
+)
+@click.option(
+    "--prometheus",
+    metavar="[HOST]:PORT",
+    help="Serve /metrics; stays until Ctrl-C.  [host: 127.0.0.1]",
+)
+def monitor(
+    broker: str,
+    timeout_s: float,
+    as_json: bool,
+    once: bool,
+    interval_s: float,
+    web: str | None,
+    prometheus: str | None,
+) -> int:
     """Watch a run live: its members, ledger, staleness and what is stuck.
 
     A screen with keys to pause, drain and roll back on a terminal, one line per look when piped.
@@ -69,16 +89,34 @@ def monitor(broker: str, timeout_s: float, as_json: bool, once: bool, interval_s
     Any number may watch; none of them changes the run by being there.
     """
     stopping = threading.Event()
-    with Watch(broker) as watch, stop_on_signals(stopping):
+    board = Board()
+    with Watch(broker) as watch, stop_on_signals(stopping), ExitStack() as stack:
         look = watch.look(timeout_s)
+        board.show(look)
+        served = [
+            _serve(stack, address, resources)
+            for address, resources in ((web, board.page()), (prometheus, board.metrics()))
+            if address is not None
+        ]
         if once:
             _echo_json(look) if as_json else click.echo(plain(look.status, look.rates))
-        elif sys.stdout.isatty() and not as_json:
+        elif sys.stdout.isatty() and not as_json and not served:
             LiveView(watch, interval_s, timeout_s).run(look, stopping)
         else:
             show = _echo_json if as_json else _echo_line
-            _follow(watch, look, stopping, interval_s, timeout_s, show)
+            follow = _Follow(watch, board, interval_s, timeout_s, stays=bool(served))
+            follow.run(look, stopping, show)
     return EXIT_DONE
+
+
+def _serve(stack: ExitStack, address: str, resources: dict[str, Resource]) -> HttpServer:
+    server = stack.enter_context(HttpServer(*parse_address(address), resources))
+    path = "/" if "/" in resources else next(iter(resources))
+    host = address.rpartition(":")[0] or "127.0.0.1"
+    click.echo(f"http://{host}:{server.port}{path}", err=True)
+    if not server.is_local:
+        click.echo("umbra: whoever reaches that address can read prompts and samples", err=True)
+    return server
 
 
 def _echo_json(look: Look) -> None:
@@ -89,21 +127,33 @@ def _echo_line(look: Look) -> None:
     click.echo(headline(look.status, look.rates))
 
 
-def _follow(
-    watch: Watch,
-    look: Look,
-    stopping: threading.Event,
-    interval_s: float,
-    timeout_s: float,
-    show: Callable[[Look], None],
-) -> None:
-    """Show one look after the other until the run or the user ends it."""
-    while True:
-        show(look)
-        if stopping.wait(interval_s):
-            return
-        try:
-            look = watch.look(timeout_s)
-        except PeerLostError:
-            click.echo(f"umbra: run {look.status.run_id} does not answer any more", err=True)
-            return
+@dataclass(frozen=True, slots=True)
+class _Follow:
+    """Shows one look after the other until the run or the user ends it; one that `stays` waits for
+    a run that does not answer."""
+
+    watch: Watch
+    board: Board
+    interval_s: float
+    timeout_s: float
+    stays: bool
+
+    def run(self, look: Look, stopping: threading.Event, show: Callable[[Look], None]) -> None:
+        """Show `look` and what follows."""
+        lost = False
+        while True:
+            if not lost:
+                self.board.show(look)
+                show(look)
+            if stopping.wait(self.interval_s):
+                return
+            try:
+                look, lost = self.watch.look(self.timeout_s), False
+            except PeerLostError:
+                if not lost:
+                    run_id = look.status.run_id
+                    click.echo(f"umbra: run {run_id} does not answer any more", err=True)
+                if not self.stays:
+                    return
+                lost = True
+                self.board.lose()
