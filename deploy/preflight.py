@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 
+from umbra.proto.access import KeyRole
 from umbra.proto.errors import UsageError
+from umbra.proto.messages import Role
 from umbra.services.buffer.readers import DATASETS, read_source
 from umbra.services.buffer.sources import open_prompts
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.feasibility import check_feasible
+from umbra.services.runtime.keys import FOLDER, open_security
 from umbra.services.runtime.model_dir import check_model_dir
 
 
@@ -36,7 +40,14 @@ def resolve_paths(config: RunConfig, run_file: Path) -> RunConfig:
         scorer=replace(config.scorer, model=resolve(config.scorer.model)),
         generator=replace(config.generator, replay=resolve(config.generator.replay)),
         eval=replace(config.eval, prompts=resolve(config.eval.prompts)),
+        security=replace(config.security, keys=resolve(_keys(config))),
     )
+
+
+def _keys(config: RunConfig) -> str:
+    """The folder of keys: the one that is named, else the one in `run.dir`, if there is one."""
+    usual = Path(config.run.dir) / FOLDER
+    return config.security.keys or (str(usual) if usual.is_dir() else "")
 
 
 def search_path(run_file: Path) -> list[Path]:
@@ -53,6 +64,7 @@ def check_run(config: RunConfig) -> None:
             what it should be; names it.
     """
     check_feasible(config)
+    _check_security(config)
     check_model_dir(config.model.path)
     open_prompts(config.data, seed=config.run.seed)
     if config.eval.prompts:
@@ -62,6 +74,15 @@ def check_run(config: RunConfig) -> None:
     folder = Path(config.run.dir)
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"run.dir: {folder} is a file; name a folder")
+
+
+def _check_security(config: RunConfig) -> None:
+    """All keys that processes here need are there, and nothing is bound in public without."""
+    roles: tuple[KeyRole, ...] = get_args(Role)
+    for role in roles:
+        security = open_security(config.security, [role])
+        for endpoint in (config.run.broker, config.weight_hub.listen):
+            security.check_bind(endpoint)
 
 
 def _check_eval(path: str) -> None:

@@ -10,6 +10,7 @@ from umbra.proto.errors import UmbraError
 from umbra.proto.messages import Status
 from umbra.services.monitor.client import StatusClient
 from umbra.services.monitor.rates import RateMeter, Rates
+from umbra.services.runtime.keys import Security
 
 POLL_S = 0.5
 ANSWER_S = 2.0
@@ -18,9 +19,9 @@ ANSWER_S = 2.0
 class StatusWatcher:
     """Asks for the status in a thread, so that a slow buffer never slows its supervisor."""
 
-    def __init__(self, broker: str) -> None:
+    def __init__(self, broker: str, security: Security) -> None:
         self.latest: Status | None = None
-        self._client = StatusClient(broker)
+        self._client = StatusClient(broker, security)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._main, name="status-watcher", daemon=True)
         self._thread.start()
@@ -50,9 +51,9 @@ class Progress:
         self._meter = RateMeter()
         self._watcher: StatusWatcher | None = None
 
-    def watch(self, broker: str) -> None:
+    def watch(self, broker: str, security: Security) -> None:
         """Begin to poll the buffer at `broker`."""
-        self._watcher = StatusWatcher(broker)
+        self._watcher = StatusWatcher(broker, security)
 
     def poll(self) -> None:
         """Take in what is new; never blocks."""

@@ -30,6 +30,7 @@ from umbra.proto.errors import EXIT_DONE, StartupError, UmbraError
 from umbra.services.runtime.arena import remove_leftovers
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config_loader import to_json
+from umbra.services.runtime.keys import open_security
 
 POLL_S = 0.05
 START_S = 60.0  # for the buffer to bind; a store has to be opened, prompts to be read
@@ -182,8 +183,9 @@ class Up:
                 raise StartupError(f"the buffer was not up within {START_S:g} s")
             self._turn(supervisor, progress)
         broker = str(facts["broker"])
-        progress.watch(broker)
-        self._view.say(f"run {self.folder.id}: umbra monitor --broker {broker}")
+        progress.watch(broker, open_security(self.config.security, ["monitor"]))
+        keys = f" --keys {self.config.security.keys}" if self.config.security.keys else ""
+        self._view.say(f"run {self.folder.id}: umbra monitor --broker {broker}{keys}")
         for program in other_programs(self.config, self.folder, broker):
             supervisor.start(program)
 

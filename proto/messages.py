@@ -205,6 +205,7 @@ class Status(Message, frozen=True, kw_only=True):
     paused: str = ""  # why nothing is handed out, if so
     ending: str = ""  # why the run ends, once it does
     finished: bool = False  # it ends because all steps are done
+    refused: dict[str, int] = {}  # who was refused what for lack of the right key, in words
 
 
 # -- data socket (buffer: ROUTER) ---------------------------------------------------------------

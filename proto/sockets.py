@@ -3,19 +3,21 @@
 HWM bounds memory per peer; LINGER is bounded so that no process hangs at exit; heartbeats find dead
 TCP peers: the connecting side sends them, with a time to live for the binding one, so that a server
 of a thousand connections answers and need not ask as well; ROUTER_MANDATORY turns a send to an
-unknown peer into an error instead of a silent drop; ROUTER_HANDOVER lets a restarted peer take over
-its identity.
+unknown peer into an error instead of a silent drop; ROUTER_HANDOVER lets a peer whose connection
+broke come back under its identity before the old connection is known to be dead.
 """
 
 from __future__ import annotations
 
 import errno
+import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import zmq
 
 from umbra.proto.codec import DEFAULT_LIMITS
-from umbra.proto.errors import StartupError
+from umbra.proto.errors import StartupError, UmbraError, UsageError
 
 LINGER_MS = 1_000
 HEARTBEAT_INTERVAL_MS = 4_000
@@ -26,15 +28,46 @@ TELEMETRY_HWM_MESSAGES = 10_000
 RECONNECT_MS = 50
 BINDING = (zmq.ROUTER, zmq.XSUB, zmq.XPUB)
 RECONNECT_MAX_MS = 1_000
+HANDSHAKE_MS = 10_000  # for a peer to show its key; whoever is slower is disconnected
+HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
 
 
-def router(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> tuple[zmq.Socket[bytes], str]:
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """CURVE keys of one end of connections, 40 characters of Z85 each.
+
+    The connecting end names the server that it expects; a binding one has `domain`, by which its
+    allow-list is asked (`services/runtime/zap.py`), and takes in nobody while there is no list.
+    """
+
+    public: bytes
+    secret: bytes = field(repr=False)
+    server: bytes = b""
+    domain: str = ""
+
+
+def unguessable(name: str) -> bytes:
+    """An identity for the sockets of process `name`.
+
+    A ROUTER sends to whoever has an identity, and lets others take it over: so it is a secret.
+    """
+    return f"{name}.{secrets.token_hex(8)}".encode()
+
+
+def router(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, curve: Curve | None = None
+) -> tuple[zmq.Socket[bytes], str]:
     """A bound ROUTER and the endpoint it really has (port `*` or 0 picks a free one).
 
     Raises:
-        StartupError: the address is taken or not ours.
+        StartupError: the address is taken.
+        UsageError: it is not ours, or none.
     """
-    socket = _socket(context, zmq.ROUTER)
+    socket = _socket(context, zmq.ROUTER, curve=curve)
     socket.set(zmq.RCVHWM, ROUTER_RECEIVE_HWM)
     socket.set(zmq.ROUTER_MANDATORY, 1)
     socket.set(zmq.ROUTER_HANDOVER, 1)
@@ -42,55 +75,48 @@ def router(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> tuple[zmq.
 
 
 def dealer(
-    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, identity: bytes
+    context: zmq.Context[zmq.Socket[bytes]],
+    endpoint: str,
+    identity: bytes,
+    curve: Curve | None = None,
 ) -> zmq.Socket[bytes]:
     """A DEALER that connects to `endpoint` under `identity`; not yet if `endpoint` is empty.
 
     Raises:
-        StartupError: `endpoint` is no address; whether somebody listens there shows later.
+        UsageError: `endpoint` is no address; whether somebody listens there shows later.
     """
-    socket = _socket(context, zmq.DEALER)
+    socket = _socket(context, zmq.DEALER, curve=curve)
     socket.set(zmq.IDENTITY, identity)
     if endpoint:
         connect(socket, endpoint)
     return socket
 
 
-def connect(socket: zmq.Socket[bytes], endpoint: str) -> None:
-    """Connect to `endpoint`; whether somebody listens there shows later.
-
-    Raises:
-        StartupError: it is no address. The socket is closed then.
-    """
-    try:
-        socket.connect(endpoint)
-    except zmq.ZMQError as error:
-        socket.close(linger=0)
-        raise StartupError(
-            f"cannot connect to {endpoint!r}: {error}; write it as tcp://host:port"
-        ) from error
-
-
-def publisher(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
+def publisher(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, curve: Curve | None = None
+) -> zmq.Socket[bytes]:
     """A PUB that connects to the relay; never blocks, may drop.
 
     Raises:
-        StartupError: `endpoint` is no address.
+        UsageError: `endpoint` is no address.
     """
-    socket = _socket(context, zmq.PUB, TELEMETRY_HWM_MESSAGES)
+    socket = _socket(context, zmq.PUB, TELEMETRY_HWM_MESSAGES, curve)
     connect(socket, endpoint)
     return socket
 
 
 def subscriber(
-    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, topics: Sequence[bytes] = (b"",)
+    context: zmq.Context[zmq.Socket[bytes]],
+    endpoint: str,
+    topics: Sequence[bytes] = (b"",),
+    curve: Curve | None = None,
 ) -> zmq.Socket[bytes]:
     """A SUB that connects to the relay.
 
     Raises:
-        StartupError: `endpoint` is no address.
+        UsageError: `endpoint` is no address.
     """
-    socket = _socket(context, zmq.SUB, TELEMETRY_HWM_MESSAGES)
+    socket = _socket(context, zmq.SUB, TELEMETRY_HWM_MESSAGES, curve)
     for topic in topics:
         socket.set(zmq.SUBSCRIBE, topic)
     connect(socket, endpoint)
@@ -98,19 +124,24 @@ def subscriber(
 
 
 def relay(
-    context: zmq.Context[zmq.Socket[bytes]], endpoint_in: str, endpoint_out: str
+    context: zmq.Context[zmq.Socket[bytes]],
+    endpoint_in: str,
+    endpoint_out: str,
+    curve_in: Curve | None = None,
+    curve_out: Curve | None = None,
 ) -> tuple[zmq.Socket[bytes], str, zmq.Socket[bytes], str]:
     """The XSUB that publishers connect to and the XPUB that subscribers connect to, both bound.
 
     Raises:
-        StartupError: an address is taken or not ours.
+        StartupError: an address is taken.
+        UsageError: one is not ours, or none.
     """
-    inward = _socket(context, zmq.XSUB, TELEMETRY_HWM_MESSAGES)
+    inward = _socket(context, zmq.XSUB, TELEMETRY_HWM_MESSAGES, curve_in)
     actual_in = _bind(inward, endpoint_in)
-    outward = _socket(context, zmq.XPUB, TELEMETRY_HWM_MESSAGES)
+    outward = _socket(context, zmq.XPUB, TELEMETRY_HWM_MESSAGES, curve_out)
     try:
         actual_out = _bind(outward, endpoint_out)
-    except StartupError:
+    except UmbraError:
         inward.close(linger=0)
         raise
     return inward, actual_in, outward, actual_out
@@ -127,8 +158,32 @@ def pair(
     return bound, connected
 
 
+def allow_list(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+    """A REP that libzmq asks about every peer that shows a key in `context` (ZAP, RFC 27)."""
+    socket = _socket(context, zmq.REP)
+    socket.bind("inproc://zeromq.zap.01")
+    return socket
+
+
+def handshakes(socket: zmq.Socket[bytes], events: int = HANDSHAKE_FAILED) -> zmq.Socket[bytes]:
+    """A PAIR that receives the `events` of the connections of `socket` (`recv_monitor_message`).
+
+    Close it after `socket.disable_monitor()`.
+    """
+    address = f"inproc://handshakes-{socket.underlying:x}"
+    socket.monitor(address, events)
+    monitor = socket.context.socket(zmq.PAIR)
+    monitor.set(zmq.LINGER, 0)
+    monitor.set(zmq.RCVHWM, 0)  # a full one would hold up the thread that does all input and output
+    monitor.connect(address)
+    return monitor
+
+
 def _socket(
-    context: zmq.Context[zmq.Socket[bytes]], kind: int, hwm: int = HWM_MESSAGES
+    context: zmq.Context[zmq.Socket[bytes]],
+    kind: int,
+    hwm: int = HWM_MESSAGES,
+    curve: Curve | None = None,
 ) -> zmq.Socket[bytes]:
     socket = context.socket(kind)
     socket.set(zmq.LINGER, LINGER_MS)
@@ -141,6 +196,16 @@ def _socket(
         socket.set(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
     socket.set(zmq.RECONNECT_IVL, RECONNECT_MS)
     socket.set(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
+    socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    if curve is not None:
+        socket.set(zmq.CURVE_PUBLICKEY, curve.public)
+        socket.set(zmq.CURVE_SECRETKEY, curve.secret)
+        if curve.server:
+            socket.set(zmq.CURVE_SERVERKEY, curve.server)
+        else:
+            socket.set(zmq.CURVE_SERVER, 1)
+            socket.set(zmq.ZAP_DOMAIN, curve.domain.encode())
+            socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # closed while nobody answers for the domain
     return socket
 
 
@@ -153,7 +218,22 @@ def _bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
             raise StartupError(
                 f"{endpoint} is in use by another process: stop it or choose another port"
             ) from error
-        raise StartupError(
+        raise UsageError(
             f"cannot bind {endpoint!r}: {error}; write it as tcp://address-of-this-host:port"
         ) from error
     return socket.get_string(zmq.LAST_ENDPOINT)
+
+
+def connect(socket: zmq.Socket[bytes], endpoint: str) -> None:
+    """Connect `socket`; it is closed if `endpoint` is no address.
+
+    Raises:
+        UsageError: it is none; whether somebody listens there shows later.
+    """
+    try:
+        socket.connect(endpoint)
+    except zmq.ZMQError as error:
+        socket.close(linger=0)
+        raise UsageError(
+            f"cannot connect to {endpoint!r}: {error}; write it as tcp://host:port"
+        ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -26,10 +27,13 @@ class Addresses:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    def before(self, host: str, port: str) -> Bound:
-        """Where the buffer was on `host`, if it was there and `port` asks for nothing else."""
-        anywhere = f"tcp://{host}:*"
-        fresh = Bound(f"tcp://{host}:{port}", anywhere, anywhere, anywhere)
+    def before(self, host: str, port: str, ports: Sequence[int]) -> Bound:
+        """Where the buffer was on `host`, if it was there and nothing else is asked for.
+
+        `port` is that of control, `ports` those of the others; 0 is any.
+        """
+        others = (f"tcp://{host}:{number or '*'}" for number in ports)
+        fresh = Bound(f"tcp://{host}:{port}", *others)
         try:
             record = msgspec.msgpack.decode(self._store.get(KEY))
         except KeyError:
@@ -37,7 +41,8 @@ class Addresses:
         bound = Bound(*record["endpoints"])
         if record["host"] != host or (port not in ("*", "0") and not bound.control.endswith(port)):
             return fresh
-        return bound
+        pairs = zip(fresh[1:], bound[1:], strict=True)
+        return Bound(bound.control, *(old if new.endswith("*") else new for new, old in pairs))
 
     def keep(self, host: str, endpoints: list[str]) -> None:
         """Remember them for the next start."""

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from umbra.proto.access import SENDERS, may_send
 from umbra.proto.messages import (
     CheckpointSaved,
     Command,
@@ -48,12 +49,12 @@ from umbra.services.buffer.overview import Overview
 from umbra.services.buffer.prompts import Prompt, Prompts
 from umbra.services.buffer.recovery import Recovery
 from umbra.services.buffer.report import Report
-from umbra.services.buffer.roles import ROLES
 from umbra.services.buffer.room import Room
 from umbra.services.buffer.store import Store
 from umbra.services.buffer.works import Works
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.server import Request
+from umbra.services.runtime.zap import Refusals
 
 FINISH_S = 10.0  # what members get to leave after FinishRun
 STOP_S = 8.0  # the same after a signal: supervisors kill after 10 s
@@ -82,6 +83,7 @@ class Broker:
         endpoints: of the data and telemetry sockets.
         now: the time, seconds.
         wire_counters: counted by the sockets' side; shown with the broker's own.
+        refusals: of those who lack the right key.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class Broker:
         endpoints: Endpoints,
         now: float,
         wire_counters: Mapping[str, int] | None = None,
+        refusals: Refusals | None = None,
     ) -> None:
         buffer = config.buffer
         self.counters: Counter[str] = Counter()
@@ -103,6 +106,7 @@ class Broker:
             dead_after_s=buffer.dead_after_s,
             stall_s=buffer.stall_s,
         )
+        self._refusals = refusals or Refusals()
         self._outbox = Outbox()
         works = Works(
             config,
@@ -151,6 +155,7 @@ class Broker:
             steps=config.run.steps,
             started_at=now,
             wire_counters={} if wire_counters is None else wire_counters,
+            refusals=self._refusals,
         )
         self._resume(now)
 
@@ -183,7 +188,7 @@ class Broker:
             case Join() as body:
                 self._join(request, body, now)
             case _:
-                peer = self.members.hear(request.header, now)
+                peer = self.members.hear(request, now)
                 if isinstance(peer, Nack):
                     self._refuse(request, peer)
                 else:
@@ -249,11 +254,15 @@ class Broker:
             reason = f"{request.header.sender!r} cannot join as {body.name!r}"
             self._refuse(request, Nack(code="wrong_name", reason=reason, path="name"))
             return
+        if request.role not in (None, body.role):
+            reason = f"the {request.role} key does not allow to join as a {body.role}"
+            self._refuse(request, Nack(code="not_allowed", reason=reason, path="role"))
+            return
         if self.state != "ready":
             self._refuse(request, Nack(code="run_ending", reason="the run is ending", path="role"))
             return
         before = self.members.peers.get(body.name)
-        peer = self.members.join(request.header, request.identity, body, now)
+        peer = self.members.join(request, body, now)
         if isinstance(peer, Nack):
             self._refuse(request, peer)
             return
@@ -274,10 +283,10 @@ class Broker:
         self._outbox.reply(request, welcome)
 
     def _handle_member(self, request: Request, peer: Peer, now: float) -> None:
-        needed = ROLES.get(type(request.body))
-        if needed is not None and peer.role not in needed:
-            kind = type(request.body).__name__
-            reason = f"{kind} is for a {' or a '.join(needed)}, {peer.name} is a {peer.role}"
+        kind = type(request.body)
+        if kind in SENDERS and not may_send(peer.role, kind):
+            needed = " or a ".join(SENDERS[kind])
+            reason = f"{kind.__name__} is for a {needed}, {peer.name} is a {peer.role}"
             self._refuse(request, Nack(code="wrong_role", reason=reason, path="type"))
             return
         match request.body:
@@ -316,7 +325,7 @@ class Broker:
                 self._refuse(request, Nack(code="unexpected", reason=reason, path="type"))
 
     def _beat(self, request: Request, peer: Peer, body: Heartbeat) -> None:
-        self.members.beat(peer, request.identity, body)
+        self.members.beat(peer, body)
         weights, incarnation = self.members.hub
         ack = HeartbeatAck(
             version=self.batches.version,
@@ -381,6 +390,9 @@ class Broker:
 
     def _refuse(self, request: Request, nack: Nack) -> None:
         self.counters[nack.code] += 1
+        if nack.code == "not_allowed":
+            kind = type(request.body).__name__
+            self._refusals.add(f"{kind} of {request.header.sender!r}: {nack.reason}")
         log.debug("refused %s: %s", type(request.body).__name__, nack.reason)
         self._outbox.reply(request, nack)
 

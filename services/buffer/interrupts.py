@@ -10,6 +10,7 @@ from umbra.proto.messages import Interrupt, Interrupted, InterruptRequest
 from umbra.services.buffer.batches import Batches
 from umbra.services.buffer.effects import Outbox
 from umbra.services.buffer.groups import Sample
+from umbra.services.buffer.membership import Membership
 from umbra.services.buffer.samples import Pool
 from umbra.services.buffer.staleness import StalenessPolicy
 from umbra.services.runtime.server import Request
@@ -29,6 +30,7 @@ class Interrupts:
         pool: Pool,
         batches: Batches,
         policy: StalenessPolicy,
+        members: Membership,
         *,
         on_batch: str,
         counters: Counter[str],
@@ -37,6 +39,7 @@ class Interrupts:
         self._pool = pool
         self._batches = batches
         self._policy = policy
+        self._members = members
         self._on_batch = on_batch
         self._counters = counters
         self._outbox = outbox
@@ -66,8 +69,9 @@ class Interrupts:
         for sample in samples:
             leases[sample.holder].append((sample.sample_id, sample.attempt))
         for holder, held in leases.items():
-            # The identity of a connector's socket is its name.
-            self._outbox.push(holder.encode(), Interrupt(leases=held, reason=reason), "data")
+            if holder in self._members.peers:
+                identity = self._members.peers[holder].identity
+                self._outbox.push(identity, Interrupt(leases=held, reason=reason), "data")
         self._counters["interrupted"] += len(samples)
         return len(samples)
 

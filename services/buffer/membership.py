@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from umbra.proto.messages import Header, Heartbeat, Join, Member, Nack, Role, State, Stuck
+from umbra.proto.messages import Heartbeat, Join, Member, Nack, Role, State, Stuck
+from umbra.services.runtime.server import Request
 
 SKEW_S = 1.0  # clocks that differ by more are pointed out
 SINGLE: tuple[Role, ...] = ("trainer", "weight_hub")  # roles of which a run has one
@@ -23,7 +24,7 @@ class Peer:
     name: str
     role: Role
     incarnation: str
-    identity: bytes  # of its control socket, for pushes
+    identity: bytes  # of its sockets, for pushes; nobody else knows it
     pid: int
     host: str
     endpoints: dict[str, str]
@@ -78,8 +79,9 @@ class Membership:
         self._stall_s = stall_s
         self._superseded: set[tuple[str, str]] = set()
 
-    def join(self, header: Header, identity: bytes, body: Join, now: float) -> Peer | Nack:
+    def join(self, request: Request, body: Join, now: float) -> Peer | Nack:
         """Let a process in, or say why not. Its older incarnation, if any, is out from now on."""
+        header = request.header
         if (body.name, header.incarnation) in self._superseded:
             return self._stale(body.name)
         for other in self.peers.values():
@@ -95,13 +97,19 @@ class Membership:
                     path="role",
                 )
         before = self.peers.get(body.name)
+        if before is not None and before.role != body.role:
+            return Nack(
+                code="name_taken",
+                reason=f"{body.name!r} is the name of a {before.role} of this run: choose another",
+                path="name",
+            )
         if before is not None and before.incarnation != header.incarnation:
             self._superseded.add((body.name, before.incarnation))
         peer = Peer(
             name=body.name,
             role=body.role,
             incarnation=header.incarnation,
-            identity=identity,
+            identity=request.identity,
             pid=body.pid,
             host=body.host,
             endpoints=dict(body.endpoints),
@@ -113,10 +121,20 @@ class Membership:
         self.changed.add(body.name)
         return peer
 
-    def hear(self, header: Header, now: float) -> Peer | Nack:
-        """The member that sent `header`, which thereby lives; or why it is none."""
+    def hear(self, request: Request, now: float) -> Peer | Nack:
+        """The member that sent `request`, which thereby lives; or why it is none.
+
+        Names and incarnations are known to all, the identity of its sockets only to itself.
+        """
+        header = request.header
         peer = self.peers.get(header.sender)
         if peer is not None and peer.incarnation == header.incarnation:
+            if request.identity != peer.identity or request.role not in (None, peer.role):
+                return Nack(
+                    code="not_allowed",
+                    reason=f"{peer.name!r} has joined over another connection",
+                    path="sender",
+                )
             peer.heard_at = now
             peer.confirmed = True
             return peer
@@ -127,9 +145,8 @@ class Membership:
             code="not_member", reason=f"{header.sender!r} is not a member: {why}", path="sender"
         )
 
-    def beat(self, peer: Peer, identity: bytes, body: Heartbeat) -> None:
+    def beat(self, peer: Peer, body: Heartbeat) -> None:
         """Take over what a heartbeat tells."""
-        peer.identity = identity
         peer.state = body.state
         peer.activity = body.activity
         peer.progress = body.progress

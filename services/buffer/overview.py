@@ -12,6 +12,7 @@ from umbra.services.buffer.membership import Membership
 from umbra.services.buffer.report import Report
 from umbra.services.buffer.room import Room
 from umbra.services.buffer.works import Works
+from umbra.services.runtime.zap import Refusals
 
 FRESH_S = 0.2  # all who ask within this time get the same: any number may watch
 
@@ -21,6 +22,7 @@ class Overview:
 
     Args:
         wire_counters: counted by the sockets' side; shown with the broker's own.
+        refusals: of those who lack the right key.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class Overview:
         steps: int,
         started_at: float,
         wire_counters: Mapping[str, int],
+        refusals: Refusals,
     ) -> None:
         self.state: State = "ready"
         self.ending = ""  # why the run ends, once it does
@@ -47,6 +50,7 @@ class Overview:
         self._steps = steps
         self._started_at = started_at
         self._wire_counters = wire_counters
+        self._refusals = refusals
         self._last: Status | None = None
         self._last_at = 0.0
 
@@ -94,6 +98,7 @@ class Overview:
             staleness_counts=list(works.batches.trained.counts),
             curves=works.training.curves.record(),
             events=self._events,
+            refused=dict(self._refusals.counts),
             paused=works.gate.reason,
             ending=self.ending,
             finished=finished,

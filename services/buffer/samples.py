@@ -8,13 +8,11 @@ answers under an older one are told apart. A sample that is taken back is queued
 nobody has had yet, oldest first, and keeps its last partial. Groups are trained as a whole; they
 end as a whole too, unless they may go on with the survivors.
 
-Every operation costs O(1) or O(log n) on average: outdated entries of the heaps are skipped when
-they come up, or dropped together once they are most.
+Every operation costs O(1) or O(log n) on average.
 """
 
 from __future__ import annotations
 
-import heapq
 import logging
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Sequence
@@ -23,10 +21,10 @@ from umbra.proto.records import SampleTask, Trajectory
 from umbra.services.buffer.groups import Group, GroupRules, Outcome, Sample, State
 from umbra.services.buffer.ledger import RunningLedger
 from umbra.services.buffer.prompts import GroupEnd, Prompt
+from umbra.services.buffer.queueing import Deadlines, Queue
 from umbra.services.buffer.shelf import Shelf
 
 REMEMBERED = 65_536  # finished samples whose late answers are still told apart
-DEADLINES_SLACK = 1024  # outdated deadlines that are no matter
 
 log = logging.getLogger(__name__)
 
@@ -73,8 +71,8 @@ class Pool:
         self.prefix = prefix
         self._lease_s = lease_s
         self._max_attempts = max_attempts
-        self._queue: list[tuple[int, Sample]] = []  # heap by serial: oldest first
-        self._deadlines: list[tuple[float, int, int, Sample]] = []  # heap; serial, attempt: ties
+        self._queue = Queue()
+        self._deadlines = Deadlines()
         self._waiting: dict[str, Group] = {}  # groups of which some samples are ready
         self.filtered_in_a_row = 0
         self.next_group = 0
@@ -91,7 +89,7 @@ class Pool:
             self._touch(sample)
             group.samples.append(sample)
             self.samples[sample.sample_id] = sample
-            heapq.heappush(self._queue, (sample.serial, sample))
+            self._queue.add(sample)
         self.groups[group.group_id] = group
         self.ledger.issue(self._rules.size)
         self._touch_group(group)
@@ -99,17 +97,11 @@ class Pool:
 
     def next_queued(self) -> Sample | None:
         """The sample that is to be leased next, left where it is."""
-        while self._queue:
-            sample = self._queue[0][1]
-            if sample.state is State.QUEUED:
-                return sample
-            heapq.heappop(self._queue)
-        return None
+        return self._queue.first()
 
     def lease(self, sample: Sample, holder: str, version: int, now: float) -> SampleTask:
         """Give `sample`, the `next_queued`, to `holder`, which serves `version`."""
-        entry = heapq.heappop(self._queue)
-        assert entry[1] is sample
+        self._queue.take(sample)
         self._move(sample, State.GENERATING)
         sample.attempt += 1
         sample.holder = holder
@@ -119,8 +111,7 @@ class Pool:
             sample.begun_at = now
         sample.deadline = now + self._lease_s
         self.held[holder][sample.sample_id] = sample
-        heapq.heappush(self._deadlines, (sample.deadline, sample.serial, sample.attempt, sample))
-        self._clear_deadlines()
+        self._deadlines.add(sample, self.ledger.count("generating"))
         return self.task(sample)
 
     def task(self, sample: Sample) -> SampleTask:
@@ -146,17 +137,11 @@ class Pool:
 
     def expire(self, now: float) -> None:
         """Take back the leases whose deadline is over; cut off the stragglers of groups."""
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, serial, attempt, sample = heapq.heappop(self._deadlines)
-            if sample.state is not State.GENERATING or sample.attempt != attempt:
-                continue
-            if sample.deadline > now:  # renewed meanwhile
-                heapq.heappush(self._deadlines, (sample.deadline, serial, attempt, sample))
-                continue
+        for sample in self._deadlines.expired(now):
             self.counters["expired_leases"] += 1
             log.warning(
                 "the lease of %s on %s (attempt %d) has expired",
-                sample.holder, sample.sample_id, attempt,
+                sample.holder, sample.sample_id, sample.attempt,
             )  # fmt: skip
             self.take_back(sample, lost=True)
         for group in [g for g in self._waiting.values() if self._rules.overdue(g, now)]:
@@ -164,16 +149,6 @@ class Pool:
             log.info("%s goes on without %d stragglers", group.group_id, len(slow))
             self.counters["stragglers_cut"] += len(slow)
             self.cut(group, slow, "cancelled")
-
-    def _clear_deadlines(self) -> None:
-        """Drop what is outdated once that is most: a deadline may be far, and answers come fast."""
-        if len(self._deadlines) > 2 * self.ledger.count("generating") + DEADLINES_SLACK:
-            self._deadlines = [
-                entry
-                for entry in self._deadlines
-                if entry[3].state is State.GENERATING and entry[3].attempt == entry[2]
-            ]
-            heapq.heapify(self._deadlines)
 
     def take_all_back(self, holder: str, *, lost: bool) -> int:
         """Take back whatever `holder` has; how many samples that was."""
@@ -308,14 +283,13 @@ class Pool:
                 sample.leased_at = sample.begun_at = sample.unscored_since = now
                 self.ledger.restore(sample.state)
                 if sample.state is State.QUEUED:
-                    heapq.heappush(self._queue, (sample.serial, sample))
+                    self._queue.add(sample)
                 elif sample.state is State.SCORING:
                     self.unscored[self._stages[sample.stage]].append(sample)
                 elif sample.state is State.GENERATING:
                     sample.deadline = now + self._lease_s
                     self.held[sample.holder][sample.sample_id] = sample
-                    entry = (sample.deadline, sample.serial, sample.attempt, sample)
-                    heapq.heappush(self._deadlines, entry)
+                    self._deadlines.add(sample, self.ledger.count("generating"))
             if not any(sample.state is State.TRAINING for sample in group.samples):
                 self.groups[group.group_id] = group
                 if group.ready and not group.completed:
@@ -368,7 +342,7 @@ class Pool:
     def _requeue(self, sample: Sample) -> None:
         self._move(sample, State.QUEUED)
         self._release(sample)
-        heapq.heappush(self._queue, (sample.serial, sample))
+        self._queue.add(sample)
         self.openings += 1
 
     def _end(self, sample: Sample, reason: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import socket
 import time
 import uuid
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -22,7 +21,9 @@ from umbra.services.buffer.log_store import LogStore
 from umbra.services.buffer.readers import read_source
 from umbra.services.buffer.sources import open_prompts
 from umbra.services.buffer.store import MemoryStore, Store, StoreFullError
+from umbra.services.runtime.advertise import reachable
 from umbra.services.runtime.command import ServiceContext
+from umbra.services.runtime.config import Buffer
 from umbra.services.runtime.feasibility import check_feasible
 from umbra.services.runtime.server import Server
 
@@ -30,14 +31,13 @@ POLL_S = 0.1  # how late a deadline may be noticed
 TICK_S = 0.05
 WAITING_BYTES = 16 << 20  # for the next commit; beyond that nothing more is taken in
 GC_THRESHOLD = 50_000  # new objects between collections: thousands are made per poll, and live on
-WILDCARDS = ("*", "0.0.0.0", "[::]")
 
 
 def serve(context: ServiceContext) -> int:
     """Bind, serve until the run is over, write the final status; the exit code.
 
     Raises:
-        UsageError: bad prompts, an address that is none, or the store of another run.
+        UsageError: bad prompts, an address that cannot be bound, or the store of another run.
         StartupError: the address is taken.
         StoreError: the store is damaged, foreign, or in use.
     """
@@ -52,9 +52,9 @@ def serve(context: ServiceContext) -> int:
     with (
         closing(open_store(context)) as store,
         zmq_context,
-        closing(Server(zmq_context, context.name, incarnation)) as server,
+        closing(Server(zmq_context, context.name, incarnation, context.security)) as server,
     ):
-        control, endpoints = bind(server, config.run.broker, Addresses(store))
+        control, endpoints = bind(server, config.run.broker, config.buffer, Addresses(store))
         broker = Broker(
             config,
             run_id=_run_id(context),
@@ -64,6 +64,7 @@ def serve(context: ServiceContext) -> int:
             endpoints=endpoints,
             now=time.monotonic(),
             wire_counters=server.counters,
+            refusals=server.refusals,
         )
         context.log.info("%d prompts; %s", len(prompts), broker.policy.describe())
         broker.save()
@@ -112,32 +113,29 @@ def _where(context: ServiceContext) -> str:
     return str(context.run_dir / "store") if not where and context.run_dir else where
 
 
-def bind(server: Server, address: str, addresses: Addresses) -> tuple[str, Endpoints]:
+def bind(
+    server: Server, address: str, settings: Buffer, addresses: Addresses
+) -> tuple[str, Endpoints]:
     """Open all sockets on the host of `address`; what to connect to, control first.
 
     A buffer that starts again binds where it was before, so that the others find it there.
 
     Raises:
-        UsageError: `address` is not of the form tcp://host:port.
-        StartupError: it is taken, or not ours.
+        UsageError: `address` is not of the form tcp://host:port, is not ours, or other machines can
+            reach it and there are no keys.
+        StartupError: it is taken.
     """
     host, separator, port = address.removeprefix("tcp://").rpartition(":")
     if not address.startswith("tcp://") or not separator or not host:
         raise UsageError(f"--broker {address}: write it as tcp://host:port (port * picks one)")
-    before = addresses.before(host, port)
+    before = addresses.before(host, port, settings.ports)
     control = server.bind("control", before.control, CONTROL)
     data = server.bind("data", before.data, DATA)
     events_in, events_out = server.relay_events(before.events_in, before.events_out)
-    addresses.keep(host, [control, data, events_in, events_out])
-    return _reachable(control), Endpoints(
-        data=_reachable(data), events_in=_reachable(events_in), events_out=_reachable(events_out)
-    )
-
-
-def _reachable(endpoint: str) -> str:
-    """`endpoint` as others can connect to it: a wildcard becomes this machine's name."""
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    return f"tcp://{socket.gethostname() if host in WILDCARDS else host}:{port}"
+    bound = [control, data, events_in, events_out]
+    addresses.keep(host, bound)
+    told = [reachable(endpoint, settings.advertise) for endpoint in bound]
+    return told[0], Endpoints(data=told[1], events_in=told[2], events_out=told[3])
 
 
 class Service:

@@ -123,6 +123,7 @@ class Works:
             self.pool,
             self.batches,
             self.policy,
+            members,
             on_batch=buffer.on_batch,
             counters=counters,
             outbox=outbox,

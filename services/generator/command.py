@@ -16,9 +16,10 @@ import msgspec
 from umbra.proto.errors import UsageError
 from umbra.proto.messages import EvalBegun, EvalRequest
 from umbra.services.generator.tasks import task_named, write_task
-from umbra.services.runtime.command import ServiceContext, service_command
+from umbra.services.runtime.command import ServiceContext, keys_of, service_command
 from umbra.services.runtime.config_loader import load_config
 from umbra.services.runtime.jsonl import read_jsonl
+from umbra.services.runtime.keys import Security
 from umbra.services.runtime.link import Link
 
 ANSWER_S = 10.0
@@ -68,6 +69,7 @@ def make_task(task: str, out: Path, **counts: int) -> None:
 @click.command("eval")
 @click.argument("model", type=click.Path(path_type=Path), required=False)
 @click.option("--broker", envvar="UMBRA_BROKER", help="Address of a run, instead of MODEL.")
+@keys_of("operator", "monitor")
 @click.option("--prompts", type=click.Path(path_type=Path), help="JSONL file of prompts.")
 @click.option("--task", help="Held-out prompts of a task of `umbra make-task` instead.")
 @click.option("--config", help="Run file whose environment, sampling and generator are used.")
@@ -84,6 +86,7 @@ def make_task(task: str, out: Path, **counts: int) -> None:
 def evaluate(
     model: Path | None,
     broker: str | None,
+    security: Security,
     prompts: Path | None,
     task: str | None,
     config: str | None,
@@ -99,7 +102,7 @@ def evaluate(
     `eval.prompts`; `umbra status` shows the outcome.
     """
     if model is None:
-        _ask_run(broker)
+        _ask_run(broker, security)
         return
     if (prompts is None) == (task is None):
         raise UsageError("give either --prompts FILE or --task NAME")
@@ -121,11 +124,11 @@ def evaluate(
         click.echo(_sentence(result, decoding))
 
 
-def _ask_run(broker: str | None) -> None:
+def _ask_run(broker: str | None, security: Security) -> None:
     if not broker:
         raise UsageError("name a model directory, or a run by --broker tcp://host:port")
     incarnation = uuid.uuid4().hex[:12]
-    with closing(Link(f"eval-{incarnation}", incarnation)) as link:
+    with closing(Link(f"eval-{incarnation}", incarnation, security=security)) as link:
         buffer = link.channel(broker, "buffer")
         begun = buffer.call(EvalRequest(), EvalBegun, timeout_s=ANSWER_S)
     click.echo(f"evaluation of version {begun.version} begins: {begun.samples} samples")

@@ -22,6 +22,7 @@ class Scorer(nn.Module):
         super().__init__()
         self.model = model
         self._index: Tensor | None = None
+        self._hidden: Tensor | None = None
         head = model.get_output_embeddings()
         assert head is not None, f"{type(model).__name__} has no output embeddings"
         head.register_forward_pre_hook(self._select)
@@ -41,17 +42,8 @@ class Scorer(nn.Module):
 
         `temperature` [N] divides the logits, as it did when the tokens were sampled.
         """
-        self._index = batch.index
-        try:
-            output: Any = self.model(
-                input_ids=batch.input_ids,
-                position_ids=batch.position_ids,
-                attention_mask=batch.mask,
-                use_cache=False,
-            )
-        finally:
-            self._index = None
-        logits = output.logits.float() / temperature.unsqueeze(-1)  # [N, V]
+        logits = self._run(batch).logits.float() / temperature.unsqueeze(-1)  # [N, V]
+        self._hidden = None
         distribution = logits.log_softmax(-1)
         logprobs = distribution.gather(-1, batch.targets.unsqueeze(-1)).squeeze(-1)
         entropy = torch.zeros_like(logprobs)
@@ -59,6 +51,25 @@ class Scorer(nn.Module):
             with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
                 entropy = -(distribution.exp() * distribution).sum(-1)
         return logprobs, entropy
+
+    def hidden(self, batch: MicroBatch) -> Tensor:
+        """What the output layer is given at the positions that predict a learned token, [N, H]."""
+        self._run(batch)
+        hidden, self._hidden = self._hidden, None
+        assert hidden is not None
+        return hidden
+
+    def _run(self, batch: MicroBatch) -> Any:
+        self._index = batch.index
+        try:
+            return self.model(
+                input_ids=batch.input_ids,
+                position_ids=batch.position_ids,
+                attention_mask=batch.mask,
+                use_cache=False,
+            )
+        finally:
+            self._index = None
 
     def _select(self, _head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         """Let the head see only the positions that predict a learned token.
@@ -68,4 +79,6 @@ class Scorer(nn.Module):
         """
         if self._index is None:
             return None
-        return (args[0].flatten(0, 1)[self._index], *args[1:])
+        selected = args[0].flatten(0, 1)[self._index]
+        self._hidden = selected.detach()
+        return (selected, *args[1:])

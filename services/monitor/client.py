@@ -30,6 +30,7 @@ from umbra.proto.messages import (
     VersionsRequest,
 )
 from umbra.services.runtime.channel import Channel
+from umbra.services.runtime.keys import OPEN, Security
 from umbra.services.runtime.link import Link
 
 ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:]+\]|[^\s:/]+):(\d{1,5})|ipc://.+")
@@ -45,12 +46,12 @@ class StatusClient:
         UsageError: `broker` is no address.
     """
 
-    def __init__(self, broker: str) -> None:
+    def __init__(self, broker: str, security: Security = OPEN) -> None:
         if not ADDRESS.fullmatch(broker):
             raise UsageError(f"--broker {broker}: write it as tcp://host:port")
         self.broker = broker
         incarnation = uuid.uuid4().hex[:12]
-        self._link = Link(f"monitor-{incarnation}", incarnation)
+        self._link = Link(f"monitor-{incarnation}", incarnation, security=security)
         self._channel = self._link.channel(broker, "buffer")
         self._hub: Channel | None = None
         # Nothing that we send is worth waiting for at the end.
@@ -150,7 +151,7 @@ class StatusClient:
 
     def _at_hub(self, hub: str) -> Channel:
         if self._hub is None:
-            self._hub = self._link.channel(hub, "weight hub")
+            self._hub = self._link.channel(hub, "weight hub", server="weight_hub")
         elif self._hub.endpoint != hub:
             self._hub.move(hub)
         return self._hub

@@ -15,12 +15,18 @@ import click
 from umbra.proto.errors import EXIT_DONE, PeerLostError
 from umbra.services.monitor.client import StatusClient
 from umbra.services.monitor.live import LiveView
-from umbra.services.monitor.options import broker_option, timeout_option
+from umbra.services.monitor.options import (
+    broker_option,
+    operating_keys,
+    timeout_option,
+    watching_keys,
+)
 from umbra.services.monitor.rates import Rates
 from umbra.services.monitor.view import headline, plain, status_dict
 from umbra.services.monitor.watch import Look, Watch, look_dict
 from umbra.services.monitor.web.board import Board
 from umbra.services.monitor.web.server import HttpServer, Resource, parse_address
+from umbra.services.runtime.keys import Security
 from umbra.services.runtime.signals import stop_on_signals
 
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
@@ -28,24 +34,50 @@ json_option = click.option("--json", "as_json", is_flag=True, help="One JSON obj
 
 @click.command()
 @broker_option
+@watching_keys
 @timeout_option
-def ping(broker: str, timeout_s: float) -> int:
-    """Check that the buffer answers: exit code 0 if it does, 5 if not."""
+@click.option("--member", metavar="NAME", help="Check a member of the run instead.")
+def ping(broker: str, security: Security, timeout_s: float, member: str | None) -> int:
+    """Check that the buffer answers, or that it hears a member: exit code 0 if so, 5 if not.
+
+    A weight hub and a relay answer at their own addresses too: give theirs as --broker.
+    """
     started = time.monotonic()
-    with StatusClient(broker) as client:
+    with StatusClient(broker, security) as client:
+        if member is not None:
+            click.echo(_hear(client, member, timeout_s))
+            return EXIT_DONE
         pong = client.ping(timeout_s)
     milliseconds = (time.monotonic() - started) * 1000
     click.echo(f"{pong.role} at {broker} is {pong.state} ({milliseconds:.1f} ms)")
     return EXIT_DONE
 
 
+def _hear(client: StatusClient, name: str, timeout_s: float) -> str:
+    """What the buffer knows of the member `name`.
+
+    Raises:
+        PeerLostError: it is no member.
+    """
+    status = client.status(timeout_s)
+    for member in status.members:
+        if member.name == name:
+            return (
+                f"{member.role} {name} is {member.state}, {member.activity}; heard of "
+                f"{member.silent_s:.1f} s ago"
+            )
+    left = status.departed.get(name)
+    raise PeerLostError(f"{name} is no member of the run" + (f": {left}" if left else ""))
+
+
 @click.command()
 @broker_option
+@watching_keys
 @timeout_option
 @json_option
-def status(broker: str, timeout_s: float, as_json: bool) -> int:
+def status(broker: str, security: Security, timeout_s: float, as_json: bool) -> int:
     """Print the state of a run once."""
-    with StatusClient(broker) as client:
+    with StatusClient(broker, security) as client:
         current = client.status(timeout_s)
     click.echo(json.dumps(status_dict(current)) if as_json else plain(current, Rates()))
     return EXIT_DONE
@@ -53,6 +85,7 @@ def status(broker: str, timeout_s: float, as_json: bool) -> int:
 
 @click.command()
 @broker_option
+@operating_keys
 @timeout_option
 @json_option
 @click.option("--once", is_flag=True, help="Print the state once and exit.")
@@ -75,6 +108,7 @@ def status(broker: str, timeout_s: float, as_json: bool) -> int:
 )
 def monitor(
     broker: str,
+    security: Security,
     timeout_s: float,
     as_json: bool,
     once: bool,
@@ -90,7 +124,7 @@ def monitor(
     """
     stopping = threading.Event()
     board = Board()
-    with Watch(broker) as watch, stop_on_signals(stopping), ExitStack() as stack:
+    with Watch(broker, security) as watch, stop_on_signals(stopping), ExitStack() as stack:
         look = watch.look(timeout_s)
         board.show(look)
         served = [

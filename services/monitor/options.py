@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from umbra.services.runtime.command import keys_of
+
 broker_option = click.option(
     "--broker", envvar="UMBRA_BROKER", required=True, help="Address of the buffer: tcp://host:port."
 )
@@ -16,3 +18,6 @@ timeout_option = click.option(
     metavar="SECONDS",
     help="How long to wait for an answer.",
 )
+# The folder of an operator holds all keys, that of a monitor just its own.
+watching_keys = keys_of("monitor", "operator")
+operating_keys = keys_of("operator", "monitor")

@@ -13,6 +13,7 @@ from umbra.services.monitor.client import StatusClient
 from umbra.services.monitor.feed import TOPICS, Feed, PushSeen, SampleSeen, SpanSeen
 from umbra.services.monitor.rates import RateMeter, Rates
 from umbra.services.monitor.view import status_dict
+from umbra.services.runtime.keys import OPEN, Security
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,8 @@ class Watch:
         UsageError: `broker` is no address.
     """
 
-    def __init__(self, broker: str) -> None:
-        self.client = StatusClient(broker)
+    def __init__(self, broker: str, security: Security = OPEN) -> None:
+        self.client = StatusClient(broker, security)
         self._feed = Feed()
         self._meter = RateMeter()
         self._endpoint = ""

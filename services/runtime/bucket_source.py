@@ -9,22 +9,27 @@ from zmq.utils.monitor import recv_monitor_message
 
 from umbra.proto import sockets
 from umbra.proto.codec import Encoder
-from umbra.proto.errors import StartupError
+from umbra.proto.errors import UsageError
 from umbra.proto.messages import Message
 from umbra.services.runtime.heap import keep_freed_memory
+from umbra.services.runtime.keys import OPEN, Security
+
+CONNECTIONS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 
 class BucketSource:
     """Connects to one source after another, and knows whether it is there. One thread at a time.
 
     Args:
-        name: identity on the socket; the newest connection under a name is the one that is served.
+        name: of the receiver.
+        security: keys of this process.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, security: Security = OPEN) -> None:
         keep_freed_memory()
         self.connected = False
-        self._name = name
+        self._identity = sockets.unguessable(name)
+        self._curve = security.connecting("weight_hub")
         self._encoder = Encoder(name, uuid.uuid4().hex[:12])
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._endpoint = ""
@@ -36,19 +41,16 @@ class BucketSource:
         """Begin to connect to `endpoint`; nothing happens if that was begun before.
 
         Raises:
-            StartupError: it is no address.
+            UsageError: it is no address.
         """
         if endpoint == self._endpoint:
             return
         self._disconnect()
-        # The monitor comes before the connection.
-        socket = self._socket = sockets.dealer(self._context, "", self._name.encode())
-        self._monitor = socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-        )
+        socket = self._socket = sockets.dealer(self._context, "", self._identity, self._curve)
+        self._monitor = sockets.handshakes(socket, CONNECTIONS)  # before there is a connection
         try:
             sockets.connect(socket, endpoint)
-        except StartupError:
+        except UsageError:
             self._socket = None  # closed already
             self._disconnect()
             raise

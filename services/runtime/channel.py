@@ -14,7 +14,9 @@ import zmq
 
 from umbra.proto.codec import Envelope
 from umbra.proto.errors import DeadlineError, RejectedError, UmbraError, WireError
-from umbra.proto.messages import Message, Nack
+from umbra.proto.messages import Message, Nack, Role
+from umbra.services.runtime.handshake import Handshake
+from umbra.services.runtime.keys import Security
 
 if TYPE_CHECKING:
     from umbra.services.runtime.link import Link
@@ -49,14 +51,17 @@ class Channel:
         peer: str,
         endpoint: str,
         *,
+        server: Role = "buffer",
         insists: bool = False,
     ) -> None:
         self.endpoint = endpoint
+        self.handshake = Handshake(socket)
         self.pushes: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.socket = socket
         self.on_moved: Callable[[], None] | None = None  # on the link's thread: it must be quick
         self._peer = peer
         self._link = link
+        self._server: Role = server
         self._insists = insists
         self._pending: dict[int, _Pending] = {}
 
@@ -69,6 +74,11 @@ class Channel:
     def sender(self) -> str:
         """This process, as the server knows it."""
         return self._link.name
+
+    @property
+    def security(self) -> Security:
+        """Keys of this process."""
+        return self._link.security
 
     def call(
         self,
@@ -85,7 +95,7 @@ class Channel:
 
         Raises:
             DeadlineError: no reply within `timeout_s` seconds, or none before we stop.
-            RejectedError: the server answered with a Nack.
+            RejectedError: the server answered with a Nack, or does not let us in.
             WireError: the server answered with another type.
         """
         future = self.request(body, timeout_s=timeout_s)
@@ -122,7 +132,7 @@ class Channel:
 
     def beside(self, endpoint: str, peer: str) -> Channel:
         """Another channel of this process; `peer` names its server in errors."""
-        return self._link.channel(endpoint, peer)
+        return self._link.channel(endpoint, peer, server=self._server)
 
     def move(self, endpoint: str) -> None:
         """The server was restarted, and is at `endpoint` now: ask it whatever is still open."""
@@ -149,6 +159,9 @@ class Channel:
 
     def _start(self, body: Message, future: Future[Message], timeout_s: float) -> None:
         now = self._link.clock()
+        if self.handshake.problem:
+            _fail(future, self._locked_out())
+            return
         try:
             number, frames = self._link.encoder.encode(body)
         except WireError as error:
@@ -210,11 +223,27 @@ class Channel:
             next_at = min(next_at, pending.deadline, pending.resend_at)
         return next_at
 
+    def shook_hands(self) -> None:
+        """A connection was made, or was not."""
+        self.handshake.read()
+        if self.handshake.problem:
+            self.fail_all(self._locked_out())
+
+    def close(self) -> None:
+        """Close the socket."""
+        self.handshake.close()
+
     def fail_all(self, error: UmbraError) -> None:
         """End every open request with `error`."""
         for pending in self._pending.values():
             _fail(pending.future, error)
         self._pending.clear()
+
+    def _locked_out(self) -> RejectedError:
+        return RejectedError(
+            f"{self.peer} {self.handshake.problem}: check security.keys (--keys) on both sides",
+            code="locked_out",
+        )
 
     def _overdue(self, pending: _Pending) -> DeadlineError:
         return DeadlineError(

@@ -9,14 +9,17 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, cast, get_type_hints
 
 import click
 import msgspec
 
+from umbra.proto.access import KeyRole
 from umbra.proto.messages import Role
 from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.config import Security as SecurityConfig
 from umbra.services.runtime.config_loader import bare, load_config
+from umbra.services.runtime.keys import OPEN, Security, open_security
 from umbra.services.runtime.logs import setup_logging
 from umbra.services.runtime.metrics import MetricsFile
 from umbra.services.runtime.session import Session
@@ -36,6 +39,7 @@ class ServiceContext:
     stopping: threading.Event
     log: logging.Logger
     metrics: MetricsFile
+    security: Security = OPEN
 
     def join(self, role: Role, endpoints: dict[str, str] | None = None) -> Session:
         """Join the run; see `Session.join`."""
@@ -47,6 +51,7 @@ class ServiceContext:
             stopping=self.stopping,
             grace_s=self.config.run.broker_grace_s,
             metrics=self.metrics,
+            security=self.security,
         )
 
     def ready(self, facts: dict[str, Any]) -> None:
@@ -61,6 +66,37 @@ def tell_ready(facts: dict[str, Any]) -> None:
     if fd is not None:
         os.write(int(fd), msgspec.json.encode(facts) + b"\n")
         os.close(int(fd))
+
+
+KEYS: dict[str, Any] = {
+    "metavar": "FOLDER",
+    "help": "Keys of the run, from `umbra keys` (security.keys).",
+}
+INSECURE: dict[str, Any] = {
+    "is_flag": True,
+    "default": None,
+    "help": "Bind addresses that other machines can reach without keys (security.insecure).",
+}
+keys_option = click.option("--keys", **KEYS)
+insecure_option = click.option("--insecure", **INSECURE)
+
+
+def keys_of(*roles: KeyRole) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The option --keys of a command that is no service: it gets a `Security` called `security`.
+
+    The key is that of the first of `roles` whose secret half is in the folder.
+    """
+
+    def read(_ctx: click.Context, _param: click.Parameter, value: str | None) -> Security:
+        return open_security(SecurityConfig(keys=value or ""), roles)
+
+    return click.option("--keys", "security", envvar="UMBRA_SECURITY__KEYS", callback=read, **KEYS)
+
+
+def security_overrides(keys: str | None, insecure: bool | None = None) -> list[str]:
+    """What these two options say, as `--set` would."""
+    chosen = [] if keys is None else [f"security.keys={keys}"]
+    return chosen if insecure is None else [*chosen, f"security.insecure={str(insecure).lower()}"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +117,7 @@ def service_command(
 ) -> click.Command:
     """The command of a service: common flags plus one per field of its configuration section."""
     service = name or section.replace("_", "-")
+    role = cast(Role, section)
     cls: type[Any] = get_type_hints(RunConfig)[section]
     fields = msgspec.structs.fields(cls)
 
@@ -93,11 +130,12 @@ def service_command(
                 overrides.append(f"log.{key}={text}")
         if values["broker"] is not None:
             overrides.append(f"run.broker={values['broker']}")
+        overrides += security_overrides(values["keys"], values["insecure"])
         config = load_config(values["config"], overrides=overrides)
         chosen_run = run
         if alternative is not None and values[alternative.flag]:
             chosen_run = alternative.run
-        code = _run_service(chosen_run, config, values["name"] or service, values["run_dir"])
+        code = _run_service(chosen_run, role, config, values["name"] or service, values["run_dir"])
         raise SystemExit(code)
 
     params: list[click.Parameter] = [
@@ -108,6 +146,8 @@ def service_command(
         click.Option(["--run-dir"], type=click.Path(path_type=Path), help="Folder for results."),
         click.Option(["--log-level"], help="debug, info, warning or error."),
         click.Option(["--log-format"], help="console or json."),
+        click.Option(["--keys"], **KEYS),
+        click.Option(["--insecure"], **INSECURE),
         *(_flag(field, cls) for field in fields),
     ]
     if alternative is not None:
@@ -116,9 +156,14 @@ def service_command(
 
 
 def _run_service(
-    run: Callable[[ServiceContext], int], config: RunConfig, name: str, run_dir: Path | None
+    run: Callable[[ServiceContext], int],
+    role: Role,
+    config: RunConfig,
+    name: str,
+    run_dir: Path | None,
 ) -> int:
     setup_logging(config.log, name)
+    security = open_security(config.security, [role], run_dir)
     if run_dir is not None:
         run_dir.mkdir(parents=True, exist_ok=True)
     stopping = threading.Event()
@@ -133,6 +178,7 @@ def _run_service(
                 stopping=stopping,
                 log=logging.getLogger(f"umbra.{name}"),
                 metrics=metrics,
+                security=security,
             )
         )
 

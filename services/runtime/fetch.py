@@ -6,13 +6,14 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from umbra.proto.errors import StartupError, WireError
+from umbra.proto.errors import UsageError, WireError
 from umbra.proto.messages import Prepare
 from umbra.proto.records import Manifest
 from umbra.services.runtime import delta
 from umbra.services.runtime.assembly import Assembly, Holdings
 from umbra.services.runtime.bucket_source import BucketSource
 from umbra.services.runtime.intake import Intaken
+from umbra.services.runtime.keys import OPEN, Security
 from umbra.services.runtime.manifest import checksum
 from umbra.services.runtime.transfer import DeltaCame, SourceLostError, Transfer
 
@@ -41,13 +42,14 @@ class BucketIntake:
         frame_bytes: int,
         arrived: Arrived | None = None,
         delta_came: DeltaCame | None = None,
+        security: Security = OPEN,
     ) -> None:
         self._holdings = Holdings(manifest, buffers)
         self._frame_bytes = frame_bytes
         self._arrived = arrived
         self._delta_came = delta_came
         self._deltas = delta.available()
-        self._source = BucketSource(name)
+        self._source = BucketSource(name, security)
 
     def take(self, message: Prepare, target: int, interrupted: Callable[[], bool]) -> Intaken:
         """Fetch what is missing of a version into buffer `target`."""
@@ -66,7 +68,7 @@ class BucketIntake:
                     self._done(bucket)
         except SourceLostError as problem:
             error, lost = f"{message.source} is gone: {problem}", True
-        except (WireError, StartupError, InterruptedError) as problem:
+        except (WireError, UsageError, InterruptedError) as problem:
             error = str(problem)
         if assembly.corrupted:
             log.warning("%d buckets of version %d came wrong", assembly.corrupted, message.version)

@@ -10,6 +10,7 @@ from umbra.services.runtime.fetch import BucketIntake
 from umbra.services.runtime.gpu.cuda import DeviceMemory
 from umbra.services.runtime.gpu.receiving import GpuReceiving
 from umbra.services.runtime.intake import ArenaIntake, Intake
+from umbra.services.runtime.keys import Security
 from umbra.services.runtime.staging import BUFFERS
 
 GPU_PLANES = {"nccl", "cuda_ipc"}
@@ -27,6 +28,7 @@ class Intakes:
         gpu: for planes `nccl` and `cuda_ipc`.
         own: takes the place of all planes', with memory of its own.
         streamed: `own` keeps nothing from one subscription to the next.
+        security: keys of this process.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class Intakes:
         gpu: GpuReceiving | None,
         own: Callable[[Subscribed], Intake] | None,
         streamed: bool,
+        security: Security,
     ) -> None:
         self.current: Intake | None = None
         self.buffers: Buffers = []
@@ -44,6 +47,7 @@ class Intakes:
         self._gpu = gpu
         self._own = own
         self._streamed = streamed
+        self._security = security
         self._reply: Subscribed | None = None  # what `current` was opened for
         self._private: list[memoryview] = []  # for planes shm and tcp
 
@@ -86,10 +90,12 @@ class Intakes:
             return intake, self._private
         if self._gpu is not None and reply.plane in GPU_PLANES:
             self._private = []
-            return self._gpu.open(reply, self._name, self._frame_bytes)
+            return self._gpu.open(reply, self._name, self._frame_bytes, self._security)
         if not self._private:
             self._private = [private_memory(manifest.total_bytes) for _ in range(BUFFERS)]
         if reply.plane == "tcp":
-            intake = BucketIntake(self._name, manifest, self._private, self._frame_bytes)
+            intake = BucketIntake(
+                self._name, manifest, self._private, self._frame_bytes, security=self._security
+            )
             return intake, self._private
         return ArenaIntake(reply.path, manifest, self._private), self._private

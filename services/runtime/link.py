@@ -13,9 +13,10 @@ import zmq
 
 from umbra.proto import sockets
 from umbra.proto.codec import Encoder, decode
-from umbra.proto.errors import DeadlineError, RejectedError, StartupError, WireError
-from umbra.proto.messages import Event, Header
+from umbra.proto.errors import DeadlineError, RejectedError, UsageError, WireError
+from umbra.proto.messages import Event, Header, Role
 from umbra.services.runtime.channel import Channel
+from umbra.services.runtime.keys import OPEN, Security
 
 CLOSE_DEADLINE_S = 5.0
 HEARD_AT_ONCE = 256  # events taken from one subscription before the others get their turn
@@ -27,19 +28,28 @@ class Link:
     """Sockets of one process, polled by one thread; other threads talk to it through `run`.
 
     Args:
-        name: this process in the run; also its identity on every socket.
+        name: this process in the run.
         incarnation: of this process.
+        security: keys of this process.
         clock: monotonic seconds.
     """
 
     def __init__(
-        self, name: str, incarnation: str, *, clock: Callable[[], float] = time.monotonic
+        self,
+        name: str,
+        incarnation: str,
+        *,
+        security: Security = OPEN,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
+        self.security = security
         self.clock = clock
+        self._identity = sockets.unguessable(name)  # the same on every socket
         self.encoder = Encoder(name, incarnation)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._channels: dict[zmq.Socket[bytes], Channel] = {}
+        self._channels: list[Channel] = []
+        self._by_socket: dict[zmq.Socket[bytes], Channel] = {}
         self._subscriptions: dict[zmq.Socket[bytes], Callable[[Header, Event], None]] = {}
         self._publisher: zmq.Socket[bytes] | None = None
         self._timers: list[tuple[float, float, Callable[[], None]]] = []
@@ -63,25 +73,33 @@ class Link:
             except zmq.Again:
                 pass  # it is awake already, with plenty to do
 
-    def channel(self, endpoint: str, peer: str, *, insists: bool = False) -> Channel:
-        """A channel to the server at `endpoint`; `peer` names it in errors.
+    def channel(
+        self, endpoint: str, peer: str, *, server: Role = "buffer", insists: bool = False
+    ) -> Channel:
+        """A channel to the server at `endpoint`, which must have the key of role `server`.
 
-        One that `insists` repeats what was refused because we are no member: we join again.
+        `peer` names it in errors. A channel that `insists` repeats what was refused because we are
+        no member: we join again.
 
         Raises:
-            StartupError: `endpoint` is no address.
+            UsageError: `endpoint` is no address.
         """
         made: Future[Channel] = Future()
 
         def connect() -> None:
+            curve = self.security.connecting(server)
+            socket = sockets.dealer(self._context, "", self._identity, curve)
+            channel = Channel(self, socket, peer, endpoint, server=server, insists=insists)
             try:
-                socket = sockets.dealer(self._context, endpoint, self.name.encode())
-            except StartupError as error:
+                sockets.connect(socket, endpoint)
+            except UsageError as error:
+                channel.close()
                 made.set_exception(error)
                 return
-            channel = Channel(self, socket, peer, endpoint, insists=insists)
-            self._channels[socket] = channel
-            self._poller.register(socket, zmq.POLLIN)
+            self._channels.append(channel)
+            for one in (socket, channel.handshake.events):
+                self._by_socket[one] = channel
+                self._poller.register(one, zmq.POLLIN)
             made.set_result(channel)
 
         self.run(connect)
@@ -93,7 +111,8 @@ class Link:
         def connect() -> None:
             if self._publisher is not None:
                 self._publisher.close()
-            self._publisher = sockets.publisher(self._context, endpoint)
+            curve = self.security.connecting("buffer")
+            self._publisher = sockets.publisher(self._context, endpoint, curve)
 
         self.run(connect)
 
@@ -118,7 +137,8 @@ class Link:
         """Watch telemetry at `endpoint`; `on_event` runs on the link's thread: it must be quick."""
 
         def connect() -> None:
-            socket = sockets.subscriber(self._context, endpoint, topics)
+            curve = self.security.connecting("buffer")
+            socket = sockets.subscriber(self._context, endpoint, topics, curve)
             self._subscriptions[socket] = on_event
             self._poller.register(socket, zmq.POLLIN)
 
@@ -143,12 +163,15 @@ class Link:
         while not self._closing.is_set():
             timeout_s = max(0.0, next_tick - self.clock())
             for socket, _ in self._poller.poll(timeout=round(timeout_s * 1000) + 1):
-                if socket is self._wake_in:
-                    self._drain_wakes()
-                elif socket in self._subscriptions:
+                channel = self._by_socket.get(socket)
+                if socket in self._subscriptions:
                     self._hear(socket)
+                elif channel is None:
+                    self._drain_wakes()
+                elif socket is channel.socket:
+                    self._receive(channel)
                 else:
-                    self._receive(self._channels[socket])
+                    channel.shook_hands()
             while self._jobs:
                 self._jobs.popleft()()
             next_tick = self._tick()
@@ -197,18 +220,18 @@ class Link:
                 due = now + period_s
                 self._timers[index] = (due, period_s, job)
             next_at = min(next_at, due)
-        for channel in list(self._channels.values()):
+        for channel in self._channels:
             next_at = min(next_at, channel.tick(now))
         return next_at
 
     def _shut(self) -> None:
         while self._jobs:  # what was posted before the close is still sent
             self._jobs.popleft()()
-        for socket, channel in self._channels.items():
+        for channel in self._channels:
             channel.fail_all(
                 DeadlineError(f"the process is closing while waiting for {channel.peer}")
             )
-            socket.close()
+            channel.close()
         for socket in self._subscriptions:
             socket.close(linger=0)
         if self._publisher is not None:

@@ -10,12 +10,15 @@ WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-def check_model_dir(path: str | Path, source: str = "model.path") -> Path:
+def check_model_dir(
+    path: str | Path, source: str = "model.path", *, tokenizer: bool = True
+) -> Path:
     """`path` as a directory with config, tokenizer and safetensors weights.
 
     Args:
         path: the directory.
         source: the key or flag it came from, for the error.
+        tokenizer: False if it does not need one.
 
     Raises:
         UsageError: what is missing, and where.
@@ -30,7 +33,7 @@ def check_model_dir(path: str | Path, source: str = "model.path") -> Path:
         )
     for what, files in (
         ("config", ("config.json",)),
-        ("tokenizer", TOKENIZER_FILES),
+        *([("tokenizer", TOKENIZER_FILES)] if tokenizer else []),
         ("safetensors weights", WEIGHT_FILES),
     ):
         if not any((directory / name).is_file() for name in files):

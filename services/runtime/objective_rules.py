@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.config import Critic, RunConfig
 from umbra.services.runtime.config.presets import Pieces
 
 BY_RATIO = ("token", "sequence", "geometric")  # masks with bounds
@@ -54,10 +54,10 @@ def objective_faults(config: RunConfig) -> Iterator[str]:
     yield from _sources(config, pieces)
     yield from _corrections(pieces)
     yield from _kl(pieces)
-    if pieces.advantage == "gae":
+    if pieces.advantage != "gae" and config.critic != Critic():
         yield (
-            "trainer.advantage = gae needs a value model, which there is none of yet: choose an "
-            "advantage by groups, such as dr_grpo"
+            f"[critic] is for trainer.advantage = gae, and it is {pieces.advantage}: set "
+            "trainer.objective = ppo_critic, or leave [critic] out"
         )
     if pieces.advantage == "rloo" and config.buffer.group_size < 2:
         yield (

@@ -94,7 +94,9 @@ class Receiver:
         self._host = host or shm_host()
         self._gpu = gpu
         self._planes = [*(gpu.planes if gpu else []), *planes]
-        self._intakes = Intakes(channel.sender, frame_bytes, gpu, open_intake, streamed)
+        self._intakes = Intakes(
+            channel.sender, frame_bytes, gpu, open_intake, streamed, channel.security
+        )
         self._serves = serves
         self._buckets_endpoint = buckets
         self._streamed = streamed

@@ -1,8 +1,9 @@
 """The binding side of the wire: ROUTER sockets of the buffer and of the hub, polled by one thread.
 
 Bad input never gets further than this file: it is counted, answered with a Nack where the sender
-can be told, and dropped. A request that was resent is answered from the last replies, so that a
-lost reply never makes an operation happen twice.
+can be told, and dropped. So is what the key of a connection does not allow (`proto/access.py`). A
+request that was resent is answered from the last replies, so that a lost reply never makes an
+operation happen twice.
 """
 
 from __future__ import annotations
@@ -19,10 +20,14 @@ from dataclasses import dataclass, field
 import zmq
 
 from umbra.proto import sockets
+from umbra.proto.access import KeyRole, may_send
 from umbra.proto.codec import Encoder, decode_body, decode_header, nack
 from umbra.proto.errors import WireError
 from umbra.proto.messages import ANY, Header, Message
+from umbra.services.runtime.keys import OPEN, Security
+from umbra.services.runtime.zap import Gate, Refusals, role_of
 
+PEERS_KEPT = 8192  # senders whose resends are known, the last ones; names cost a stranger nothing
 REPLIES_KEPT = 16  # per peer, to answer resends from
 REPLY_BYTES_KEPT = 256 << 10  # per peer; the last reply is kept at any rate, a batch for example
 PENDING_KEPT = 256  # per peer; one-way messages stay here too, as nobody answers them
@@ -37,12 +42,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A message that arrived, and where its reply goes."""
+    """A message that arrived, where its reply goes, and the role of its key if there are keys."""
 
     channel: str
     identity: bytes
     header: Header
     body: Message
+    role: KeyRole | None = None
     received_at: float = 0.0  # seconds since the epoch
 
 
@@ -87,32 +93,45 @@ class Server:
         context: ZeroMQ context; terminated by its owner.
         name: sender name in the headers of replies.
         incarnation: of this process.
+        security: keys of this process.
     """
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], name: str, incarnation: str
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        name: str,
+        incarnation: str,
+        security: Security = OPEN,
     ) -> None:
         self.counters: Counter[str] = Counter()
+        self.refusals = Refusals()
         self._context = context
         self._encoder = Encoder(name, incarnation)
         self._poller = zmq.Poller()
         self._channels: dict[zmq.Socket[bytes], _Channel] = {}
         self._by_name: dict[str, _Channel] = {}
         self._relay: tuple[zmq.Socket[bytes], zmq.Socket[bytes]] | None = None
-        self._peers: dict[tuple[str, bytes], _Peer] = {}
+        self._peers: OrderedDict[tuple[str, bytes], _Peer] = OrderedDict()
         self._wake: tuple[zmq.Socket[bytes], zmq.Socket[bytes]] | None = None
         self._wake_lock = threading.Lock()
+        self.security = security
+        self._gate: Gate | None = None
+        if security.keys is not None:
+            self._gate = Gate(context, security.keys, self.refusals)
 
     def bind(self, channel: str, endpoint: str, accepts: tuple[type[Message], ...]) -> str:
         """Open `channel` at `endpoint`; the endpoint it really has.
 
         Raises:
             StartupError: the address is taken or not ours.
+            UsageError: other machines can reach it, and there are no keys.
         """
-        socket, actual = sockets.router(self._context, endpoint)
+        self.security.check_bind(endpoint)
+        curve = self.security.binding(channel)
+        socket, actual = sockets.router(self._context, endpoint, curve)
         bound = _Channel(channel, socket, accepts, actual)
         self._channels[socket] = self._by_name[channel] = bound
-        self._poller.register(socket, zmq.POLLIN)
+        self._register(channel, socket)
         return actual
 
     @property
@@ -126,12 +145,18 @@ class Server:
 
     def relay_events(self, endpoint_in: str, endpoint_out: str) -> tuple[str, str]:
         """Relay telemetry from publishers to subscribers; the endpoints of both sides."""
+        for endpoint in (endpoint_in, endpoint_out):
+            self.security.check_bind(endpoint)
         inward, actual_in, outward, actual_out = sockets.relay(
-            self._context, endpoint_in, endpoint_out
+            self._context,
+            endpoint_in,
+            endpoint_out,
+            self.security.binding("events_in"),
+            self.security.binding("events_out"),
         )
         self._relay = (inward, outward)
-        self._poller.register(inward, zmq.POLLIN)
-        self._poller.register(outward, zmq.POLLIN)
+        self._register("events_in", inward)
+        self._register("events_out", outward)
         return actual_in, actual_out
 
     def poll(self, timeout_s: float) -> list[Request]:
@@ -141,10 +166,12 @@ class Server:
             channel = self._channels.get(socket)
             if self._wake and socket is self._wake[0]:
                 _drain(socket)
-            elif channel is None:
-                self._relay_from(socket)
-            else:
+            elif channel is not None:
                 requests.extend(self._receive(channel))
+            elif self._relay and socket in self._relay:
+                self._relay_from(socket)
+            elif self._gate is not None:
+                self._gate.serve(socket)
         return requests
 
     def reply(self, request: Request, body: Message) -> None:
@@ -186,6 +213,8 @@ class Server:
 
     def close(self) -> None:
         """Close all sockets; what is queued for sending gets the bounded LINGER."""
+        if self._gate is not None:
+            self._gate.close()
         for socket in self._channels:
             socket.close()
         for socket in self._relay or ():
@@ -195,23 +224,38 @@ class Server:
                 socket.close(linger=0)
         self._channels.clear()
 
+    def _register(self, name: str, socket: zmq.Socket[bytes]) -> None:
+        self._poller.register(socket, zmq.POLLIN)
+        if self._gate is not None:
+            self._gate.watch(socket, name)
+            for own in self._gate.sockets:
+                self._poller.register(own, zmq.POLLIN)
+
     def _receive(self, channel: _Channel) -> list[Request]:
         requests: list[Request] = []
         left = RECEIVE_BYTES
         for _ in range(RECEIVE_BURST):
             if left <= 0:
                 break
+            role = None
             try:
-                identity, *frames = channel.socket.recv_multipart(zmq.NOBLOCK)
+                if self._gate is None:
+                    identity, *frames = channel.socket.recv_multipart(zmq.NOBLOCK)
+                else:  # a frame that is not copied knows its connection
+                    first = channel.socket.recv(zmq.NOBLOCK, copy=False)
+                    identity, role = first.bytes, role_of(first)
+                    frames = channel.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
             left -= _size(frames)
-            request = self._decode(channel, identity, frames)
+            request = self._decode(channel, identity, frames, role)
             if request is not None:
                 requests.append(request)
         return requests
 
-    def _decode(self, channel: _Channel, identity: bytes, frames: list[bytes]) -> Request | None:
+    def _decode(
+        self, channel: _Channel, identity: bytes, frames: list[bytes], role: KeyRole | None
+    ) -> Request | None:
         try:
             header = decode_header(frames)
             is_kept = header.reply_to is None and header.type not in QUESTIONS
@@ -224,12 +268,19 @@ class Server:
                     path="type",
                     code="wrong_socket",
                 )
+            if self._gate is not None and not (role and may_send(role, type(envelope.body))):
+                self.refusals.add(f"{header.type} of {header.sender!r}, which has the {role} key")
+                raise WireError(
+                    f"{header.type} is nothing that the {role} key allows",
+                    path="type",
+                    code="not_allowed",
+                )
         except WireError as error:
             self._refuse(channel, identity, frames, error)
             return None
         if is_kept:
             self._peers[channel.name, identity].asked(header.id)
-        return Request(channel.name, identity, header, envelope.body, time.time())
+        return Request(channel.name, identity, header, envelope.body, role, time.time())
 
     def _refuse(
         self, channel: _Channel, identity: bytes, frames: list[bytes], error: WireError
@@ -239,7 +290,7 @@ class Server:
         if not count & (count - 1):  # 1st, 2nd, 4th, ...: whoever sends rubbish fills no disk
             log.warning(
                 "refused a message from %r on %s (%s, %d so far): %s",
-                identity, channel.name, error.code, count, error,
+                _name(identity), channel.name, error.code, count, error,
             )  # fmt: skip
         try:
             reply_to = decode_header(frames).id
@@ -253,6 +304,9 @@ class Server:
         peer = self._peers.get(key)
         if peer is None or peer.incarnation != header.incarnation:
             peer = self._peers[key] = _Peer(header.incarnation)
+            if len(self._peers) > PEERS_KEPT:
+                self._peers.popitem(last=False)
+        self._peers.move_to_end(key)
         frames = peer.replies.get(header.id)
         if frames is None and header.id not in peer.pending:
             return False
@@ -293,6 +347,11 @@ class Server:
 
 def _size(frames: Sequence[bytes]) -> int:
     return sum(map(len, frames))
+
+
+def _name(identity: bytes) -> bytes:
+    """An identity without its secret part."""
+    return identity.rpartition(b".")[0] or identity
 
 
 def _drain(socket: zmq.Socket[bytes]) -> None:

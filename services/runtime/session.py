@@ -15,7 +15,14 @@ from types import TracebackType
 from typing import Any
 
 import umbra
-from umbra.proto.errors import DeadlineError, PeerLostError, RejectedError, StartupError, UmbraError
+from umbra.proto.errors import (
+    DeadlineError,
+    PeerLostError,
+    RejectedError,
+    StartupError,
+    UmbraError,
+    UsageError,
+)
 from umbra.proto.messages import (
     Command,
     Event,
@@ -31,6 +38,7 @@ from umbra.proto.messages import (
 )
 from umbra.services.runtime.channel import Channel
 from umbra.services.runtime.clock import ClockOffset, Offset
+from umbra.services.runtime.keys import OPEN, Security
 from umbra.services.runtime.link import Link
 from umbra.services.runtime.metrics import MetricsFile
 
@@ -108,6 +116,7 @@ class Session:
         stopping: threading.Event | None = None,
         deadline_s: float = 60.0,
         grace_s: float = GRACE_S,
+        security: Security = OPEN,
         clock: Callable[[], float] = time.monotonic,
         metrics: MetricsFile | None = None,
         wall: Callable[[], float] = time.time,
@@ -117,15 +126,14 @@ class Session:
         What goes to `metrics` is told to those who watch as well; `wall` is the clock of its rows.
 
         Raises:
-            StartupError: `broker` is no address, or nobody answers within `deadline_s` seconds.
-            RejectedError: the broker refuses us, with its reason, or speaks another protocol.
+            UsageError: `broker` is no address.
+            StartupError: nobody answers within `deadline_s` seconds.
+            RejectedError: the broker refuses us or our key, or speaks another protocol.
         """
         if not broker:
-            raise StartupError(
-                "cannot connect to '', an empty --broker: write it as tcp://host:port"
-            )
+            raise UsageError("cannot connect to '', an empty --broker: write it as tcp://host:port")
         incarnation = uuid.uuid4().hex[:12]
-        link = Link(name, incarnation, clock=clock)
+        link = Link(name, incarnation, security=security, clock=clock)
         hello = Join(
             role=role,
             name=name,
@@ -165,7 +173,7 @@ class Session:
                 raise DeadlineError(f"no weight hub joined the run within {deadline_s:g} s")
         if self._weights is None:
             endpoint, _ = self._hub
-            self._weights = self._link.channel(endpoint, "weight hub")
+            self._weights = self._link.channel(endpoint, "weight hub", server="weight_hub")
             if self._hub[0] != endpoint:  # restarted meanwhile
                 self._weights.move(self._hub[0])
         return self._weights

@@ -61,7 +61,7 @@ class Learner:
             add_adapter(model, config, seed)
         prepare_layers(model, config)
         if self.ranks.world > 1:
-            shard(model, self.device, self.ranks.world, config.precision)
+            shard(model, self.device, self.ranks, config.precision)
         self.model = model.to(self.device)
         # No dropout: these must be the logprobs of the policy that generates.
         self._scorer = Scorer(self.model).eval()
@@ -84,6 +84,15 @@ class Learner:
                 with_entropy=with_entropy,
                 entropy_gradient=entropy_gradient,
             )
+
+    @torch.no_grad()
+    def hidden(self, micro: MicroBatch) -> Tensor:
+        """What the output layer is given at each learned token, no gradient, on the device; [N, H].
+
+        Sharded ranks have to call it together.
+        """
+        with self._accelerator.autocast():
+            return self._scorer.hidden(micro.to(self.device))
 
     @torch.no_grad()
     def logprobs(self, micros: list[MicroBatch], temperature: Tensor) -> Tensor:

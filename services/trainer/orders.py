@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
 from umbra.proto.records import Trajectory
 from umbra.services.trainer.batch import make_batch
+from umbra.services.trainer.critic import LearnedCritic
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.ranks import Ranks
 from umbra.services.trainer.shards import Snapshots
@@ -33,13 +35,19 @@ class Gather(msgspec.Struct, frozen=True, tag=True):
     """Help rank 0 to the whole weights."""
 
 
+class Export(msgspec.Struct, frozen=True, tag=True):
+    """Help rank 0 to write the critic to directory `out`."""
+
+    out: str
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """Leave."""
 
     reason: str
 
 
-Order = Wait | Train | Snapshot | Gather | Stop
+Order = Wait | Train | Snapshot | Gather | Export | Stop
 
 
 def give(ranks: Ranks, order: Order) -> None:
@@ -53,6 +61,7 @@ def follow(
     learner: Learner,
     update: PolicyUpdate,
     snapshots: Snapshots,
+    critic: LearnedCritic | None,
     say: Callable[[str], None],
 ) -> None:
     """All other ranks: do what rank 0 orders until it says to stop."""
@@ -68,6 +77,9 @@ def follow(
                 snapshots.write()
             case Gather():
                 learner.weights()
+            case Export(out):
+                if critic is not None:
+                    critic.export(Path(out))
             case Stop(reason):
                 say(reason)
                 return

@@ -7,11 +7,13 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
@@ -34,27 +36,47 @@ def load_policy(
         UsageError: no such directory, a part of it is missing, or it cannot be loaded.
     """
     directory = check_model_dir(path, source)
-    try:
-        with no_progress_bars():
-            tokenizer = AutoTokenizer.from_pretrained(
-                directory, local_files_only=True, trust_remote_code=False
-            )
-            model = AutoModelForCausalLM.from_pretrained(
-                directory,
-                local_files_only=True,
-                trust_remote_code=False,
-                dtype=torch.float32,
-                attn_implementation="sdpa",
-            )
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-        raise UsageError(f"{source}: {directory} cannot be loaded: {error}") from error
+    with _loading(directory, source):
+        tokenizer = AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
+    return _load(AutoModelForCausalLM, directory, source), tokenizer
+
+
+def load_backbone(path: str | Path, source: str) -> PreTrainedModel:
+    """The float32 transformer in directory `path` without its output layer.
+
+    Raises:
+        UsageError: as `load_policy`; it needs no tokenizer.
+    """
+    return _load(AutoModel, check_model_dir(path, source, tokenizer=False), source)
+
+
+def _load(kind: Any, directory: Path, source: str) -> PreTrainedModel:
+    with _loading(directory, source):
+        model: PreTrainedModel = kind.from_pretrained(
+            directory,
+            local_files_only=True,
+            trust_remote_code=False,
+            dtype=torch.float32,
+            attn_implementation="sdpa",
+        )
     layers = set(getattr(model.config, "layer_types", None) or ["full_attention"])
     if layers != {"full_attention"}:
         raise UsageError(
             f"{source}: {directory} has layers of type {', '.join(sorted(layers))}; packed rows "
             "need full attention in all of them"
         )
-    return model, tokenizer
+    return model
+
+
+@contextmanager
+def _loading(directory: Path, source: str) -> Iterator[None]:
+    try:
+        with no_progress_bars():
+            yield
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        raise UsageError(f"{source}: {directory} cannot be loaded: {error}") from error
 
 
 def export_policy(

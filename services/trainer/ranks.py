@@ -33,16 +33,34 @@ class Ranks:
 
     Args:
         store: where the ranks meet, needed if there are several.
+        group: None is the one of all ranks.
     """
 
     def __init__(
-        self, rank: int = 0, world: int = 1, store: Store | None = None, timeout_s: float = 0.0
+        self,
+        rank: int = 0,
+        world: int = 1,
+        store: Store | None = None,
+        timeout_s: float = 0.0,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self.rank = rank
         self.world = world
         self.local_rank = int(os.environ.get("LOCAL_RANK", rank)) if world > 1 else 0
         self.store = store
         self.timeout_s = timeout_s
+        self.group = group
+
+    def apart(self) -> Ranks:
+        """The same ranks with a process group of their own; all of them have to call it.
+
+        What happens in it may run beside what happens in the other, in another thread.
+        """
+        if self.world == 1:
+            return self
+        group = dist.new_group(timeout=timedelta(seconds=self.timeout_s))
+        assert isinstance(group, dist.ProcessGroup), "all ranks are members"
+        return Ranks(self.rank, self.world, None, self.timeout_s, group)
 
     def broadcast(self, data: bytes = b"") -> bytes:
         """What rank 0 gave as `data`, on every rank.
@@ -74,7 +92,7 @@ class Ranks:
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks of a tensor on the CPU, in place."""
         if self.world > 1:
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=self.group)
         return tensor
 
 

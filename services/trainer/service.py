@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from contextlib import closing
+from contextlib import closing, nullcontext
 
 from transformers import PreTrainedTokenizerBase
 
@@ -14,9 +14,10 @@ from umbra.services.runtime.command import ServiceContext
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.manifest import build_manifest
 from umbra.services.runtime.publisher import Publisher
+from umbra.services.trainer.critic import LearnedCritic, open_critic
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.loop import Loop, Outlet
-from umbra.services.trainer.orders import Gather, Stop, follow, give
+from umbra.services.trainer.orders import Export, Gather, Stop, follow, give
 from umbra.services.trainer.policy import export_policy, load_policy
 from umbra.services.trainer.ranks import join_ranks
 from umbra.services.trainer.shards import Snapshots
@@ -51,12 +52,16 @@ def run(context: ServiceContext, listener: socket.socket | None = None) -> int:
         learner = Learner(model, config.trainer, config.run.steps, ranks, config.run.seed)
         layout = tensor_layout(learner.model, config.weight_hub.dtype)
         manifest = build_manifest(layout, config.weight_hub.bucket_bytes)
-        update = PolicyUpdate(config, learner)
-        with closing(Snapshots(learner.model, manifest, ranks)) as snapshots:
+        critic = open_critic(config, learner)
+        update = PolicyUpdate(config, learner, critic)
+        with (
+            closing(Snapshots(learner.model, manifest, ranks)) as snapshots,
+            closing(critic) if critic is not None else nullcontext(),
+        ):
             if ranks.rank:
-                follow(ranks, learner, update, snapshots, context.log.info)
+                follow(ranks, learner, update, snapshots, critic, context.log.info)
                 return EXIT_DONE
-            code = _lead(context, learner, update, snapshots, manifest, tokenizer)
+            code = _lead(context, learner, update, snapshots, critic, manifest, tokenizer)
             give(ranks, Stop("rank 0 has left the run"))
             return code
 
@@ -66,6 +71,7 @@ def _lead(
     learner: Learner,
     update: PolicyUpdate,
     snapshots: Snapshots,
+    critic: LearnedCritic | None,
     manifest: Manifest,
     tokenizer: PreTrainedTokenizerBase,
 ) -> int:
@@ -86,6 +92,10 @@ def _lead(
                 context.log.info(
                     "model written to %s", export_policy(learner.model, tokenizer, out, weights)
                 )
+                if critic is not None:
+                    out = context.run_dir / "critic"
+                    give(learner.ranks, Export(str(out)))
+                    context.log.info("critic written to %s", critic.export(out))
                 finish = FinishRun(reason="steps reached")
                 ledger = session.data.call(finish, RunFinished, timeout_s=_finish_s(config)).ledger
                 context.log.info("%d samples trained of %d issued", ledger.trained, ledger.issued)

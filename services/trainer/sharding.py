@@ -10,13 +10,14 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from umbra.proto.errors import UsageError
 from umbra.services.runtime.config import Trainer
+from umbra.services.trainer.ranks import Ranks
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -47,15 +48,25 @@ def prepare_layers(model: PreTrainedModel, config: Trainer) -> None:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
-def shard(model: PreTrainedModel, device: torch.device, world: int, precision: str) -> None:
-    """Divide the rows of every parameter over `world` ranks (FSDP2, ZeRO 3), layer by layer.
+def shard(
+    model: PreTrainedModel,
+    device: torch.device,
+    ranks: Ranks,
+    precision: str,
+    root: nn.Module | None = None,
+) -> None:
+    """Divide the rows of every parameter over `ranks` (FSDP2, ZeRO 3), layer by layer.
 
-    Gradients are reduced in float32, whatever the compute dtype.
+    Gradients are reduced in float32, whatever the compute dtype. `root` is what runs `model`, if
+    that is another module.
     """
-    mesh = init_device_mesh(device.type, (world,))
+    if ranks.group is None:
+        mesh = init_device_mesh(device.type, (ranks.world,))
+    else:
+        mesh = DeviceMesh.from_group(ranks.group, device.type)
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if precision == "bf16" else None, reduce_dtype=torch.float32
     )
     for layer in decoder_layers(model):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    fully_shard(root or model, mesh=mesh, mp_policy=policy)

@@ -40,6 +40,7 @@ class PolicyUpdate:
         self._has_reference = "ref_logp" in config.buffer.stages
         self._learner = learner
         self._critic = critic
+        self._warmup = config.critic.warmup_steps
         self._ranks = learner.ranks
         self._objective = Objective(self._pieces)
 
@@ -62,6 +63,8 @@ class PolicyUpdate:
         advantages, returns = token_advantages(earned, pieces)
         own = self._own(batch)
         useful = self._useful(batch, advantages, own)
+        if self._critic is not None and version < self._warmup:
+            useful = useful[:0]
         updates = min(self._config.minibatches, len(useful))
         # Each minibatch takes every n-th sample, so that all have a part of every group.
         parts = [useful[number::updates] for number in range(updates)]

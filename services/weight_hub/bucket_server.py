@@ -12,6 +12,7 @@ from umbra.proto.errors import WireError
 from umbra.proto.messages import Credit, FetchBuckets, Nack
 from umbra.proto.records import Manifest
 from umbra.services.runtime.heap import keep_freed_memory
+from umbra.services.runtime.keys import OPEN, Security
 from umbra.services.runtime.server import Request, Server
 from umbra.services.weight_hub.outbox import Outbox
 from umbra.services.weight_hub.store import BucketStore, Part
@@ -30,18 +31,23 @@ class BucketServer:
         name: sender name in the headers.
         incarnation: of this process.
         endpoint: address to bind; port * picks a free one.
+        security: keys of this process.
 
     Raises:
-        StartupError: the address is taken or not ours.
+        StartupError: the address is taken.
+        UsageError: it is not ours, or other machines can reach it and there are no keys.
     """
 
-    def __init__(self, name: str, incarnation: str, endpoint: str) -> None:
+    def __init__(
+        self, name: str, incarnation: str, endpoint: str, security: Security = OPEN
+    ) -> None:
         keep_freed_memory()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._server = Server(self._context, name, incarnation)
+        self._server = Server(self._context, name, incarnation, security)
         try:
             self.endpoint = self._server.bind(CHANNEL, endpoint, (FetchBuckets, Credit))
         except BaseException:
+            self._server.close()
             self._context.term()
             raise
         self._wake: Callable[[], None] = self._server.waker()
@@ -58,6 +64,11 @@ class BucketServer:
         with self._lock:
             self._outbox = Outbox(len(manifest.buckets), store.parts)
         return store
+
+    @property
+    def refused(self) -> int:
+        """How often somebody was refused for lack of the right key."""
+        return self._server.refusals.counts.total()
 
     def close(self) -> None:
         """Stop serving."""

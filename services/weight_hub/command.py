@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import socket
 import threading
-from contextlib import closing
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import click
 
-from umbra.services.runtime.command import ServiceContext, service_command, tell_ready
+from umbra.services.runtime.command import (
+    ServiceContext,
+    insecure_option,
+    keys_option,
+    security_overrides,
+    service_command,
+    tell_ready,
+)
 from umbra.services.runtime.config_loader import load_config
+from umbra.services.runtime.keys import open_security
 from umbra.services.runtime.logs import setup_logging
 from umbra.services.runtime.metrics import MetricsFile
 from umbra.services.runtime.parent import die_with_parent
@@ -43,16 +51,24 @@ class _Group(click.Group):
 @click.command()
 @click.option("--hub", required=True, help="Weights endpoint of the hub.")
 @click.option("--listen", required=True, help="Address for this node's generators.")
+@click.option(
+    "--broker", envvar="UMBRA_BROKER", default="", help="Address of the buffer: end with its run."
+)
 @click.option("--name", default="", help="Name in the run.  [default: relay-<host name>]")
 @click.option("--config", type=str, help="Run file (TOML): its section weight_hub is used.")
+@keys_option
+@insecure_option
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override.")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Folder for metrics.")
 @click.option("--wait-s", default=600.0, help="Seconds to wait for the hub.  [default: 600]")
 def relay(
     hub: str,
     listen: str,
+    broker: str,
     name: str,
     config: str | None,
+    keys: str | None,
+    insecure: bool | None,
     overrides: tuple[str, ...],
     run_dir: Path | None,
     wait_s: float,
@@ -60,8 +76,10 @@ def relay(
     """Get each version once for this node, serve its generators, hand buckets on."""
     from umbra.services.runtime.gpu.receiving import find_gpu
     from umbra.services.weight_hub.relay import Relay
+    from umbra.services.weight_hub.run_watch import RunWatch
 
-    settings = load_config(config, overrides=list(overrides))
+    settings = load_config(config, overrides=[*overrides, *security_overrides(keys, insecure)])
+    security = open_security(settings.security, ["weight_hub"], run_dir)
     name = name or f"relay-{socket.gethostname()}"
     die_with_parent()
     setup_logging(settings.log, name)
@@ -70,10 +88,20 @@ def relay(
     stopping = threading.Event()
     metrics = MetricsFile(run_dir / "metrics.jsonl" if run_dir else None, name)
     gpu = find_gpu(settings.weight_hub, ["nccl"], settings.weight_hub.device)
-    with closing(metrics), stop_on_signals(stopping):
-        relaying = Relay(name, hub, listen, settings.weight_hub, metrics, gpu=gpu)
+    with ExitStack() as stack:
+        stack.callback(metrics.close)
+        stack.enter_context(stop_on_signals(stopping))
+        relaying = Relay(
+            name, hub, listen, settings.weight_hub, metrics, gpu=gpu, security=security
+        )
         tell_ready({"weights": relaying.endpoint, "buckets": relaying.buckets})
+        watch = None
+        if broker:
+            grace_s = settings.run.broker_grace_s
+            watch = stack.enter_context(RunWatch(name, broker, grace_s, stopping, security))
         relaying.run(stopping, wait_s)
+        if watch is not None and watch.failure is not None:
+            raise watch.failure
 
 
 command = _Group(service_command("weight_hub", _run))

@@ -14,6 +14,7 @@ from umbra.proto.records import GpuFacts, Manifest
 from umbra.services.runtime.arena import Arena
 from umbra.services.runtime.config import WeightHub as WeightHubConfig
 from umbra.services.runtime.gpu.agent_process import START_S, AgentProcess
+from umbra.services.runtime.keys import OPEN, Security
 from umbra.services.weight_hub.effects import Peer
 from umbra.services.weight_hub.held import HeldPlane, Late
 from umbra.services.weight_hub.ipc_plane import IpcPlane
@@ -32,6 +33,7 @@ class HubPlanes:
         host: names the /dev/shm of this process.
         token: of this hub, in names.
         weights_endpoint: where the hub listens; known once it has bound.
+        security: keys of this process.
     """
 
     def __init__(
@@ -40,11 +42,13 @@ class HubPlanes:
         host: str,
         token: str,
         weights_endpoint: Callable[[], str],
+        security: Security = OPEN,
     ) -> None:
         self._config = config
         self._side = Side(host)
         self._token = token
         self._weights_endpoint = weights_endpoint
+        self._security = security
         self._chosen: dict[str, str] = {}
         self._tcp: TcpPlane | None = None
         self._held: dict[str, HeldPlane] = {}  # by plane: nccl, cuda_ipc
@@ -56,6 +60,11 @@ class HubPlanes:
     def busy(self) -> bool:
         """Whether `poll` will have something soon."""
         return any(plane.busy for plane in self._held.values())
+
+    @property
+    def refused(self) -> int:
+        """How often somebody was refused buckets for lack of the right key."""
+        return 0 if self._tcp is None else self._tcp.server.refused
 
     def agent_pid(self, plane: str) -> int | None:
         """Process id of the agent for a GPU plane, if it runs."""
@@ -70,7 +79,8 @@ class HubPlanes:
 
         Raises:
             RejectedError: there is no plane that both ends have.
-            StartupError: the address of plane `tcp` is taken or not ours.
+            StartupError: the address of plane `tcp` is taken.
+            UsageError: it is not ours, or other machines can reach it and there are no keys.
         """
         if message.gpu is not None:
             self._look_at_gpu()
@@ -95,12 +105,13 @@ class HubPlanes:
         """The plane `tcp`, from now on.
 
         Raises:
-            StartupError: its address is taken or not ours.
+            StartupError: its address is taken.
+            UsageError: it is not ours, or other machines can reach it and there are no keys.
         """
         if self._tcp is None:
             host, _, _ = self._weights_endpoint().rpartition(":")
             endpoint = self._config.buckets_listen or f"{host}:*"
-            self._tcp = TcpPlane("weight-hub", self._token, endpoint, self._config)
+            self._tcp = TcpPlane("weight-hub", self._token, endpoint, self._config, self._security)
         return self._tcp
 
     def layout(self, arena: Arena, manifest: Manifest) -> None:

@@ -12,6 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import msgspec
@@ -20,11 +21,13 @@ import zmq
 from umbra.proto.errors import RejectedError, UmbraError
 from umbra.proto.messages import Prepare, Subscribed
 from umbra.proto.records import Piece
+from umbra.services.runtime.advertise import reachable
 from umbra.services.runtime.arena import Arena
 from umbra.services.runtime.config import WeightHub as WeightHubConfig
 from umbra.services.runtime.fetch import BucketIntake
 from umbra.services.runtime.gpu.receiving import GpuReceiving
 from umbra.services.runtime.intake import Intake, Intaken
+from umbra.services.runtime.keys import OPEN, Security
 from umbra.services.runtime.link import Link
 from umbra.services.runtime.metrics import MetricsFile
 from umbra.services.runtime.publisher import Publisher
@@ -49,6 +52,7 @@ class RelayIntake:
         store: of the relay's own buckets socket.
         config: the section `weight_hub`.
         gpu: receives broadcasts, if the relay has one.
+        security: keys of this process.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class RelayIntake:
         store: BucketStore,
         config: WeightHubConfig,
         gpu: GpuReceiving | None = None,
+        security: Security = OPEN,
     ) -> None:
         self._publisher = publisher
         self._store = store
@@ -73,6 +78,7 @@ class RelayIntake:
             config.receive_bucket_bytes,
             self._arrived,
             self._delta_came,
+            security,
         )
         self._buckets: Intake = gpu.broadcasts(self._arena, pull) if gpu else pull
         self._staged: tuple[int, Sequence[int]] = (-1, [])  # version and contents
@@ -128,9 +134,11 @@ class Relay:
         metrics: receives the rows of the pushes to the generators of this node.
         host: names the /dev/shm of this process; empty = find out.
         gpu: for plane `nccl` from the hub; closed with the relay.
+        security: keys of role `weight_hub`.
 
     Raises:
-        StartupError: an address is taken or not ours.
+        StartupError: an address is taken.
+        UsageError: one is not ours, or other machines can reach it and there are no keys.
     """
 
     def __init__(
@@ -142,6 +150,7 @@ class Relay:
         metrics: MetricsFile,
         host: str = "",
         gpu: GpuReceiving | None = None,
+        security: Security = OPEN,
     ) -> None:
         self._name = name
         self._config = config
@@ -151,22 +160,23 @@ class Relay:
         with ExitStack() as stack:
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             stack.callback(context.term)
-            server = Server(context, name, uuid.uuid4().hex[:12])
+            server = Server(context, name, uuid.uuid4().hex[:12], security)
             stack.callback(server.close)
-            self.endpoint = server.bind(CHANNEL, listen, ACCEPTS)
+            self._bound = server.bind(CHANNEL, listen, ACCEPTS)
+            self.endpoint = reachable(self._bound, config.advertise)
             config = msgspec.structs.replace(config, plane="auto")
             self._hub = WeightHub(server, f"relay-{name}", config, metrics, host=host)
             stack.callback(self._hub.close)
             self._tcp = self._hub.planes.open_tcp()
-            self.buckets = self._tcp.server.endpoint
+            self.buckets = self._tcp.endpoint
             self._serving = threading.Thread(target=self._serve, name="umbra-relay", daemon=True)
             self._serving.start()
             stack.callback(self._stop_serving)
-            self._link = Link(name, uuid.uuid4().hex[:12])
+            self._link = Link(name, uuid.uuid4().hex[:12], security=security)
             stack.callback(self._link.close)
             self._gpu = gpu
             self._receiver = Receiver(
-                self._link.channel(hub, "weight hub"),
+                self._link.channel(hub, "weight hub", server="weight_hub"),
                 host,
                 planes=["tcp"],
                 gpu=gpu,
@@ -182,8 +192,14 @@ class Relay:
         Raises:
             UmbraError: the hub does not answer within `patience_s` seconds, or refuses.
         """
+        # In a thread, so that a stop is heard meanwhile; closing the link ends its question.
+        executor = ThreadPoolExecutor(1, thread_name_prefix="subscribe")
         try:
-            self._receiver.subscribe(patience_s)
+            subscribed = executor.submit(self._receiver.subscribe, patience_s)
+            while not subscribed.done():
+                if stopping.wait(LOOK_S):
+                    return
+            subscribed.result()
             while not stopping.is_set():
                 staged = self._receiver.poll()
                 if staged is None:
@@ -197,6 +213,7 @@ class Relay:
                     error = str(problem)
                 self._receiver.committed(staged, time.perf_counter() - began, error)
         finally:
+            executor.shutdown(wait=False)
             self.close()
 
     def close(self) -> None:
@@ -209,11 +226,13 @@ class Relay:
 
     def _open(self, reply: Subscribed) -> Intake:
         """An intake for the layout in `reply`; on the receiver's thread."""
-        local = self._link.channel(self.endpoint, "this relay's own hub")
+        local = self._link.channel(self._bound, "this relay's own hub", server="weight_hub")
         publisher = Publisher(local, reply.manifest)
         publisher.register(REGISTER_TIMEOUT_S)
         store = self._tcp.layout(reply.manifest)
-        self._intake = RelayIntake(self._name, reply, publisher, store, self._config, self._gpu)
+        self._intake = RelayIntake(
+            self._name, reply, publisher, store, self._config, self._gpu, self._link.security
+        )
         return self._intake
 
     def _serve(self) -> None:

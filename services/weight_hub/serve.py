@@ -6,6 +6,7 @@ import uuid
 
 import zmq
 
+from umbra.services.runtime.advertise import reachable
 from umbra.services.runtime.command import ServiceContext
 from umbra.services.runtime.server import Server
 from umbra.services.runtime.session import Session
@@ -17,16 +18,17 @@ def serve(context: ServiceContext) -> int:
     """Run the hub until it is told to stop; the exit code.
 
     Raises:
-        UsageError: the configured plane is not available.
+        UsageError: the configured plane is not available, or an address cannot be bound.
         StartupError: the address is taken, or no broker answers.
         UmbraError: why the run was given up.
     """
     config = context.config.weight_hub
     check_plane(config.plane)
+    context.security.check_bind(config.buckets_listen or config.listen)
     zmq_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    server = Server(zmq_context, context.name, uuid.uuid4().hex[:12])
+    server = Server(zmq_context, context.name, uuid.uuid4().hex[:12], context.security)
     try:
-        endpoint = server.bind(CHANNEL, config.listen, ACCEPTS)
+        endpoint = reachable(server.bind(CHANNEL, config.listen, ACCEPTS), config.advertise)
         with context.join("weight_hub", {CHANNEL: endpoint}) as session:
             hub = WeightHub(
                 server, session.welcome.run_id, config, context.metrics, context.config.model.path

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import cast
 
-from umbra.proto.errors import RejectedError, StartupError, WireError
+from umbra.proto.errors import RejectedError, StartupError, UsageError, WireError
 from umbra.proto.messages import (
     AcquireSlot,
     ArenaReady,
@@ -99,7 +99,11 @@ class WeightHub:
         self._identities: dict[str, bytes] = {}
         self._peers: dict[str, Peer] = {}
         self.planes = HubPlanes(
-            config, host or shm_host(), self._token, lambda: server.endpoint(CHANNEL)
+            config,
+            host or shm_host(),
+            self._token,
+            lambda: server.endpoint(CHANNEL),
+            server.security,
         )
         self._floors = Floors()
         self._registry = Registry(
@@ -129,6 +133,7 @@ class WeightHub:
         return {
             "version": newest.version if newest else -1,
             "receivers": len(self.protocol.serving),
+            "refused": self._server.refusals.counts.total() + self.planes.refused,
             **{key: counters[key] for key in ("pushes", "skipped", "dropped", "failed", "late")},
         }
 
@@ -269,7 +274,7 @@ class WeightHub:
         except RejectedError as error:
             self._server.reply(request, Nack(code=error.code, reason=str(error)))
             return []
-        except StartupError as error:
+        except (StartupError, UsageError) as error:
             self._server.reply(request, Nack(code="no_plane", reason=str(error)))
             return []
         if relay:

@@ -11,7 +11,9 @@ import msgspec
 from umbra.proto.messages import Prepare, Ready, Subscribe
 from umbra.proto.records import Manifest
 from umbra.services.runtime import delta
+from umbra.services.runtime.advertise import reachable
 from umbra.services.runtime.config import WeightHub as WeightHubConfig
+from umbra.services.runtime.keys import OPEN, Security
 from umbra.services.weight_hub.bucket_server import BucketServer
 from umbra.services.weight_hub.chain import Chain
 from umbra.services.weight_hub.encoder import DeltaEncoder
@@ -30,15 +32,25 @@ class TcpPlane:
         incarnation: of the hub.
         endpoint: to bind; port * picks a free one.
         config: the section `weight_hub`.
+        security: keys of the hub.
 
     Raises:
-        StartupError: the address is taken or not ours.
+        StartupError: the address is taken.
+        UsageError: it is not ours, or other machines can reach it and there are no keys.
     """
 
-    def __init__(self, name: str, incarnation: str, endpoint: str, config: WeightHubConfig) -> None:
+    def __init__(
+        self,
+        name: str,
+        incarnation: str,
+        endpoint: str,
+        config: WeightHubConfig,
+        security: Security = OPEN,
+    ) -> None:
         self._config = config
-        self.server = BucketServer(name, incarnation, endpoint)
-        self.chain = Chain(self.server.endpoint)
+        self.server = BucketServer(name, incarnation, endpoint, security)
+        self.endpoint = reachable(self.server.endpoint, config.advertise)
+        self.chain = Chain(self.endpoint)
         self._lock = threading.Lock()  # guards the layout: a relay sets it from another thread
         self._relays: dict[str, Subscribe] = {}
         self._manifest: Manifest | None = None

@@ -26,6 +26,8 @@ from umbra.proto.messages import (
     Versions,
     VersionsRequest,
 )
+from umbra.services.runtime.command import keys_of
+from umbra.services.runtime.keys import Security
 from umbra.services.runtime.link import Link
 
 RETRY_S = 0.1  # while no slot is free for a roll-back
@@ -50,7 +52,7 @@ class HubClient:
             hub = status.weights
         if not hub:
             raise DeadlineError(f"no weight hub has joined the run at {broker} yet")
-        self._channel = link.channel(hub, "weight hub")
+        self._channel = link.channel(hub, "weight hub", server="weight_hub")
 
     def ask(self, body: Message, reply: type[M]) -> M:
         """The hub's answer; asks again while it is busy.
@@ -71,11 +73,13 @@ class HubClient:
 
 
 @contextmanager
-def _client(broker: str, hub: str, timeout_s: float) -> Generator[HubClient, None, None]:
+def _client(
+    broker: str, hub: str, security: Security, timeout_s: float
+) -> Generator[HubClient, None, None]:
     if not broker and not hub:
         raise UsageError("name the run: --broker tcp://host:port, or --hub tcp://host:port")
     incarnation = uuid.uuid4().hex[:12]
-    link = Link(f"weights-{incarnation}", incarnation)
+    link = Link(f"weights-{incarnation}", incarnation, security=security)
     try:
         yield HubClient(link, broker, hub, timeout_s)
     finally:
@@ -92,6 +96,7 @@ def _options(function: Callable[..., int]) -> Callable[..., int]:
         help="Address of the buffer: tcp://host:port.",
     )
     @click.option("--hub", default="", help="Address of the hub itself, instead of --broker.")
+    @keys_of("operator", "monitor")
     @click.option(
         "--timeout",
         "timeout_s",
@@ -102,8 +107,10 @@ def _options(function: Callable[..., int]) -> Callable[..., int]:
         help="How long to wait for an answer.",
     )
     @wraps(function)
-    def invoke(*, broker: str, hub: str, timeout_s: float, **values: Any) -> int:
-        with _client(broker, hub, timeout_s) as client:
+    def invoke(
+        *, broker: str, hub: str, security: Security, timeout_s: float, **values: Any
+    ) -> int:
+        with _client(broker, hub, security, timeout_s) as client:
             return function(client, **values)
 
     return invoke

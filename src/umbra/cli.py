@@ -28,6 +28,10 @@ class SubCommand(NamedTuple):
 COMMANDS: dict[str, SubCommand] = {
     "demo": SubCommand("umbra.deploy.demo:command", "Train a tiny model on this machine's CPU."),
     "up": SubCommand("umbra.deploy.command:up", "Start a whole run on this machine."),
+    "keys": SubCommand("umbra.deploy.keys_command:command", "Make the keys of a run."),
+    "plan": SubCommand(
+        "umbra.deploy.cluster.command:command", "Plan a run over several machines, render files."
+    ),
     "buffer": SubCommand("umbra.services.buffer.command:command", "Serve the buffer (the broker)."),
     "store": SubCommand(
         "umbra.services.buffer.store_command:command", "Look into a run's store, or repair it."

@@ -2,11 +2,12 @@
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from fakes.engine import ScriptedEngine
@@ -17,8 +18,17 @@ from umbra.proto.messages import (
     Message,
     SampleLeases,
 )
-from umbra.proto.records import Manifest, SampleTask, TensorEntry
+from umbra.proto.records import Manifest, SampleTask, Sampling, TensorEntry
+from umbra.services.environments.pool import InlinePool
+from umbra.services.environments.single_turn import ExactMatch
+from umbra.services.generator.buffer_client import BufferClient
 from umbra.services.generator.loop import GeneratorLoop
+from umbra.services.generator.rollout import RolloutSettings
+from umbra.services.generator.runner import RolloutRunner
+from umbra.services.generator.showcase import Showcase
+from umbra.services.modeling.chat import Chat
+from umbra.services.modeling.models import load_tokenizer
+from umbra.services.runtime.metrics import MetricsFile
 
 STOP = 3
 LEASE_S = 30.0
@@ -118,6 +128,11 @@ class Bench:
     metrics: Path
     now: list[float]
 
+    def serve(self) -> None:
+        """Have the loop load its first weights."""
+        self.receiver.staged = version(0)
+        self.turns(1)
+
     def turns(self, count: int) -> None:
         for _ in range(count):
             self.now[0] += 0.01
@@ -143,3 +158,32 @@ class Bench:
         lines = self.metrics.read_bytes().splitlines()
         rows = [msgspec.json.decode(line) for line in lines]
         return [row for row in rows if row["kind"] == "span" and row["name"] == name]
+
+
+@contextmanager
+def open_bench(folder: Path, model_dir: Path) -> Iterator[Bench]:
+    """A bench whose engine says "1", ten times, then ends."""
+    tokenizer = load_tokenizer(model_dir)
+    one = tokenizer("1", add_special_tokens=False)["input_ids"]
+    engine = ScriptedEngine(lambda ids: one if len(ids) < 13 else [STOP], version=-1, slots=4)
+    channel, session, receiver, now = FakeChannel(), FakeSession(), FakeReceiver(), [1000.0]
+    wake = threading.Event()
+    settings = RolloutSettings(
+        Chat(tokenizer, {STOP}), Sampling(max_tokens=32), 256, clock=lambda: now[0]
+    )
+    path = folder / "metrics.jsonl"
+    with closing(MetricsFile(path, "generator")) as metrics:
+        loop = GeneratorLoop(
+            session=cast(Any, session),
+            receiver=cast(Any, receiver),
+            buffer=BufferClient(cast(Any, channel), wake, clock=lambda: now[0]),
+            engine=engine,
+            runner=RolloutRunner(engine, InlinePool(ExactMatch), settings, flush_tokens=4),
+            metrics=metrics,
+            kv_policy="keep",
+            prefetch=2,
+            wake=wake,
+            showcase=Showcase(metrics, settings.chat, clock=lambda: now[0]),
+            clock=lambda: now[0],
+        )
+        yield Bench(channel, session, receiver, engine, loop, path, now)

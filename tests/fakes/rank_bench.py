@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from umbra.proto.records import Sampling, Trajectory, VersionSpan, pack_float32, pack_int32
 from umbra.services.runtime.config_loader import load_config
 from umbra.services.trainer.batch import make_batch
+from umbra.services.trainer.critic import open_critic
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.policy import load_policy
 from umbra.services.trainer.ranks import Ranks
@@ -42,22 +43,37 @@ class Trained:
 
 
 def train(
-    directory: Path, batches: list[list[Trajectory]], ranks: Ranks, **trainer: Any
+    directory: Path,
+    batches: list[list[Trajectory]],
+    ranks: Ranks,
+    out: Path | None = None,
+    **trainer: Any,
 ) -> Trained:
-    """One update after another, from the model in `directory`."""
+    """One update after another, from the model in `directory`; a critic is written to `out`.
+
+    Settings with a point are keys of other sections.
+    """
     settings = PLAIN | trainer
-    overrides = [f"trainer.{key}={as_text(value)}" for key, value in settings.items()]
+    overrides = [
+        f"{key if '.' in key else f'trainer.{key}'}={as_text(value)}"
+        for key, value in settings.items()
+    ]
     config = load_config(
         overrides=[*overrides, f"model.path={directory}", f"run.steps={len(batches)}"], environ={}
     )
     model, _ = load_policy(directory)
     learner = Learner(model, config.trainer, config.run.steps, ranks)
-    update = PolicyUpdate(config, learner)
+    critic = open_critic(config, learner)
+    update = PolicyUpdate(config, learner, critic)
     rows: list[dict[str, Any]] = []
     for version, trajectories in enumerate(batches):
         row = update(make_batch(trajectories, model.config.vocab_size), version, lambda: True)
         assert row is not None
         rows.append(row)
+    if critic is not None:
+        assert out is not None
+        critic.export(out)
+        critic.close()
     local = {
         name: (p.to_local().numel() if isinstance(p, DTensor) else p.numel(), p.numel())
         for name, p in learner.model.named_parameters()

@@ -10,7 +10,7 @@ import zmq
 
 from umbra.proto import sockets
 from umbra.proto.codec import Encoder, decode
-from umbra.proto.errors import RejectedError, StartupError, WireError
+from umbra.proto.errors import RejectedError, UsageError, WireError
 from umbra.proto.messages import (
     CONTROL,
     DATA,
@@ -144,7 +144,7 @@ def test_a_request_that_cannot_be_encoded_fails_and_the_link_lives(
 
 @pytest.mark.parametrize("broker", ["localhost:5555", "tcp://localhost", "http://localhost:80", ""])
 def test_a_broker_that_is_no_address_is_one_clear_sentence(broker: str) -> None:
-    with pytest.raises(StartupError, match=r"write it as tcp://host:port$") as caught:
+    with pytest.raises(UsageError, match=r"write it as tcp://host:port$") as caught:
         Session.join(role="monitor", name="m", broker=broker)
     assert repr(broker) in str(caught.value)
 

@@ -30,8 +30,17 @@ CASES: dict[str, dict[str, Any]] = {
     "adamw": {"optimizer": "adamw", "betas": [0.9, 0.95], "learning_rate": 1e-3},
     "clipped": {"max_grad_norm": 1e-2, "share_prompts": False},
     "recomputed": {"activation_checkpointing": True},
+    "critic": {
+        "objective": "ppo_critic",
+        "critic.learning_rate": 1e-3,
+        "critic.epochs": 2,
+        "critic.max_grad_norm": 1e9,
+    },
+    "value_head": {"objective": "ppo_critic", "critic.kind": "head", "critic.learning_rate": 1e-2},
     "lora": {"lora_rank": 4, "learning_rate": 1.0},
 }
+
+COMPARED = ("loss", "grad_norm", "entropy", "mismatch/k3", "ess", "clip_fraction", "lr")
 
 
 @pytest.fixture(scope="module")
@@ -103,14 +112,22 @@ def test_the_number_of_ranks_does_not_change_what_is_learned(
     sharded: tuple[int, Path], case: str, directory: Path, batches: list[list[Trajectory]]
 ) -> None:
     world, folder = sharded
-    alone = train(directory, batches, Ranks(), **CASES[case])
+    alone = train(directory, batches, Ranks(), folder / "alone.critic", **CASES[case])
     found = [json.loads((folder / f"{case}.{rank}.json").read_text()) for rank in range(world)]
     assert all(one["rows"] == found[0]["rows"] for one in found), "all ranks know the same"
     for row, expected in zip(found[0]["rows"], alone.rows, strict=True):
-        for key in ("loss", "grad_norm", "entropy", "mismatch/k3", "ess", "clip_fraction", "lr"):
+        critic = [
+            key for key in expected if key.startswith("critic/") and expected[key] is not None
+        ]
+        for key in (*COMPARED, *critic):
             assert row[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-6), key
     for name, tensor in load_file(folder / f"{case}.safetensors").items():
         torch.testing.assert_close(tensor, alone.weights[name], atol=2e-5, rtol=1e-3)
+    if "critic" in CASES[case].get("objective", ""):
+        for file in (folder / f"{case}.critic").glob("*.safetensors"):
+            for name, tensor in load_file(file).items():
+                expected = load_file(folder / "alone.critic" / file.name)[name]
+                torch.testing.assert_close(tensor, expected, atol=2e-5, rtol=1e-3)
     # Rows [start, end) of rank r, as torch.chunk divides them; nobody holds a whole matrix.
     for name, (_, elements) in found[0]["local"].items():
         parts = [one["local"][name][0] for one in found]

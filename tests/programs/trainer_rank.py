@@ -37,7 +37,7 @@ def main(model: Path, folder: Path) -> int:
             for name, settings in cases.items():
                 if name in ("dies", "hangs") and ranks.rank == 1:
                     end_in_an_update(signal.SIGKILL if name == "dies" else signal.SIGSTOP)
-                trained = train(model, batches, ranks, **settings)
+                trained = train(model, batches, ranks, folder / f"{name}.critic", **settings)
                 found = {"rows": trained.rows, "local": trained.local}
                 (folder / f"{name}.{ranks.rank}.json").write_text(json.dumps(found))
                 if ranks.rank == 0:

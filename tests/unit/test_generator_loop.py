@@ -1,27 +1,20 @@
 """The generator's loop with a fake buffer, receiver and engine: leases, weights, drain."""
 
 import logging
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
-from fakes.engine import ScriptedEngine
 from fakes.loop_bench import (
     LEASE_S,
-    STOP,
     Bench,
-    FakeChannel,
-    FakeReceiver,
-    FakeSession,
+    open_bench,
     version,
 )
 
 from umbra.proto.errors import DeadlineError, RejectedError, UsageError
 from umbra.proto.messages import (
-    FlushPartials,
-    Interrupt,
     LeaseSamples,
     Ok,
     RenewAck,
@@ -31,59 +24,21 @@ from umbra.proto.messages import (
     SubmitAck,
     SubmitTrajectories,
 )
-from umbra.proto.records import SampleTask, Sampling
-from umbra.services.environments.pool import InlinePool
-from umbra.services.environments.single_turn import ExactMatch
-from umbra.services.generator.buffer_client import BufferClient
+from umbra.proto.records import SampleTask
 from umbra.services.generator.engine import EngineError
-from umbra.services.generator.loop import GeneratorLoop
-from umbra.services.generator.rollout import RolloutSettings
-from umbra.services.generator.runner import RolloutRunner
-from umbra.services.generator.showcase import Showcase
-from umbra.services.modeling.chat import Chat
-from umbra.services.modeling.models import load_tokenizer
-from umbra.services.runtime.metrics import MetricsFile
 
 
 @pytest.fixture
 def bench(tmp_path: Path, tiny_model_dir: Path) -> Iterator[Bench]:
-    tokenizer = load_tokenizer(tiny_model_dir)
-    one = tokenizer("1", add_special_tokens=False)["input_ids"]
-    # Says "1", ten times, then ends.
-    engine = ScriptedEngine(lambda ids: one if len(ids) < 13 else [STOP], version=-1, slots=4)
-    channel, session, receiver, now = FakeChannel(), FakeSession(), FakeReceiver(), [1000.0]
-    wake = threading.Event()
-    metrics = MetricsFile(tmp_path / "metrics.jsonl", "generator")
-    settings = RolloutSettings(
-        Chat(tokenizer, {STOP}), Sampling(max_tokens=32), 256, clock=lambda: now[0]
-    )
-    loop = GeneratorLoop(
-        session=cast(Any, session),
-        receiver=cast(Any, receiver),
-        buffer=BufferClient(cast(Any, channel), wake, clock=lambda: now[0]),
-        engine=engine,
-        runner=RolloutRunner(engine, InlinePool(ExactMatch), settings, flush_tokens=4),
-        metrics=metrics,
-        kv_policy="keep",
-        prefetch=2,
-        wake=wake,
-        showcase=Showcase(metrics, settings.chat, clock=lambda: now[0]),
-        clock=lambda: now[0],
-    )
-    yield Bench(channel, session, receiver, engine, loop, tmp_path / "metrics.jsonl", now)
-    metrics.close()
-
-
-def serve(bench: Bench) -> None:
-    bench.receiver.staged = version(0)
-    bench.turns(1)
+    with open_bench(tmp_path, tiny_model_dir) as opened:
+        yield opened
 
 
 def test_nothing_is_leased_before_there_are_weights(bench: Bench) -> None:
     bench.turns(3)
     assert not bench.channel.open
     assert bench.session.activities[-1] == "waiting for weights"
-    serve(bench)
+    bench.serve()
     assert bench.receiver.answers == [(0, "")]
     assert [load[:2] for load in bench.engine.loads] == [(0, "keep")]
     (asked,) = bench.channel.asked(LeaseSamples)
@@ -92,7 +47,7 @@ def test_nothing_is_leased_before_there_are_weights(bench: Bench) -> None:
 
 
 def test_samples_become_trajectories(bench: Bench) -> None:
-    serve(bench)
+    bench.serve()
     bench.lease("a", "b")
     bench.turns(2)
     (asked,) = bench.channel.asked(LeaseSamples)
@@ -104,7 +59,7 @@ def test_samples_become_trajectories(bench: Bench) -> None:
 
 
 def test_one_question_at_a_time_but_a_new_one_for_new_weights(bench: Bench) -> None:
-    serve(bench)
+    bench.serve()
     bench.turns(3)
     assert len(bench.channel.asked(LeaseSamples)) == 1
     bench.receiver.staged = version(1)
@@ -113,7 +68,7 @@ def test_one_question_at_a_time_but_a_new_one_for_new_weights(bench: Bench) -> N
 
 
 def test_leases_are_renewed_until_the_buffer_has_the_result(bench: Bench) -> None:
-    serve(bench)
+    bench.serve()
     bench.lease("a", attempt=4)
     bench.turns(2)
     assert not bench.channel.asked(RenewLeases)
@@ -132,7 +87,7 @@ def test_leases_are_renewed_until_the_buffer_has_the_result(bench: Bench) -> Non
 
 
 def test_a_lost_lease_is_given_up(bench: Bench) -> None:
-    serve(bench)
+    bench.serve()
     bench.lease("a", "b")
     bench.turns(2)
     bench.now[0] += LEASE_S
@@ -145,7 +100,7 @@ def test_a_lost_lease_is_given_up(bench: Bench) -> None:
 
 def test_a_lease_lost_and_won_again_is_kept(bench: Bench) -> None:
     """Scenario: the sample returns under a newer attempt before the loss of the old one is read."""
-    serve(bench)
+    bench.serve()
     bench.lease("a")
     bench.turns(2)
     bench.now[0] += LEASE_S
@@ -160,7 +115,7 @@ def test_a_lease_lost_and_won_again_is_kept(bench: Bench) -> None:
 def test_unanswered_questions_for_work_are_repeated(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
-    serve(bench)
+    bench.serve()
     with caplog.at_level(logging.WARNING):
         bench.channel.answer(LeaseSamples, DeadlineError("no answer from buffer"))
         bench.turns(2)
@@ -169,14 +124,14 @@ def test_unanswered_questions_for_work_are_repeated(
 
 
 def test_a_refusal_ends_the_loop(bench: Bench) -> None:
-    serve(bench)
+    bench.serve()
     bench.channel.answer(LeaseSamples, RejectedError("not a member", code="unknown_member"))
     with pytest.raises(RejectedError, match="not a member"):
         bench.turns(1)
 
 
 def test_weights_change_under_way(bench: Bench) -> None:
-    serve(bench)
+    bench.serve()
     bench.lease("a")
     bench.turns(5)
     bench.receiver.staged = version(1)
@@ -201,7 +156,7 @@ def test_weights_that_do_not_fit_are_reported_and_end_the_loop(
 
 
 def test_a_failed_sample_is_returned_with_its_reason(bench: Bench) -> None:
-    serve(bench)
+    bench.serve()
     task = SampleTask(
         sample_id="a", group_id="g", prompt_id="p", attempt=1, row={}, lease_s=LEASE_S
     )
@@ -216,7 +171,7 @@ def test_a_failed_sample_is_returned_with_its_reason(bench: Bench) -> None:
 def test_drain_hands_back_partials_and_what_comes_late(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    serve(bench)
+    bench.serve()
     bench.lease("a", "b")
     bench.turns(4)
     late = SampleTask(
@@ -257,7 +212,7 @@ def test_a_failed_session_ends_the_loop_without_a_drain(bench: Bench) -> None:
 
 def test_spans_and_figures_show_what_the_loop_does(bench: Bench) -> None:
     bench.turns(5)
-    serve(bench)
+    bench.serve()
     bench.turns(5)
     bench.lease("a")
     bench.turns(20)
@@ -273,110 +228,13 @@ def test_spans_and_figures_show_what_the_loop_does(bench: Bench) -> None:
     assert bench.session.figures["version"] == 0
 
 
-# -- partials --------------------------------------------------------------------------------------
-
-
-def test_what_there_is_of_a_sample_is_flushed_while_it_goes_on(bench: Bench) -> None:
-    serve(bench)
-    bench.lease("a")
-    bench.turns(12)
-    first, second = bench.channel.asked(FlushPartials)
-    assert [t.response_tokens for t in (*first.partials, *second.partials)] == [4, 8]
-    assert first.partials[0].finish_reason == "partial"
-    assert [(s.version, s.start, s.end) for s in first.partials[0].spans] == [(0, 0, 4)]
-    bench.turns(3)
-    (submitted,) = bench.channel.asked(SubmitTrajectories)
-    assert submitted.trajectories[0].response_tokens == 11  # flushing took nothing away
-
-
-def test_a_lease_that_is_lost_when_it_is_flushed_is_given_up(bench: Bench) -> None:
-    serve(bench)
-    bench.lease("a")
-    bench.turns(6)
-    bench.channel.answer(FlushPartials, RenewAck(lost=["a"]))
-    bench.turns(15)
-    assert not bench.channel.asked(SubmitTrajectories)
-
-
-def test_interrupted_samples_come_back_as_partials(bench: Bench) -> None:
-    serve(bench)
-    bench.lease("a", "b")
-    bench.turns(4)
-    bench.channel.pushes.put(Interrupt(leases=[("a", 1), ("b", 9), ("x", 1)], reason="why"))
-    bench.turns(2)
-    (returned,) = bench.channel.asked(ReturnSamples)
-    (sample,) = returned.samples
-    assert (sample.sample_id, sample.reason, sample.failed) == ("a", "why", False)
-    assert sample.partial.response_tokens == 4
-    bench.turns(12)
-    (submitted,) = bench.channel.asked(SubmitTrajectories)
-    assert [t.sample_id for t in submitted.trajectories] == ["b"]
-
-
-def test_new_weights_wait_for_pinned_samples(bench: Bench) -> None:
-    """Those come even with the answer that is read in the turn in which the weights are there."""
-    serve(bench)
-    bench.lease("a", "b", pinned=0)
-    bench.receiver.staged = version(1)
-    bench.turns(4)
-    bench.lease("c", pinned=7)
-    bench.turns(1)
-    (returned,) = bench.channel.asked(ReturnSamples)
-    assert [s.sample_id for s in returned.samples] == ["c"]
-    bench.turns(12)
-    made = [t for s in bench.channel.asked(SubmitTrajectories) for t in s.trajectories]
-    assert [(t.sample_id, [span.version for span in t.spans]) for t in made] == [
-        ("a", [0]), ("b", [0]),
-    ]  # fmt: skip
-    assert not bench.channel.asked(FlushPartials)
-    assert bench.engine.version == 1
-
-
-def test_new_weights_wait_while_more_pinned_samples_are_to_be_had(bench: Bench) -> None:
-    serve(bench)
-    bench.channel.answer(LeaseSamples, SampleLeases(tasks=[], more_pinned=True))
-    bench.receiver.staged = version(1)
-    bench.turns(3)
-    assert bench.engine.version == 0
-    bench.channel.answer(LeaseSamples, SampleLeases(tasks=[]))
-    bench.turns(2)
-    assert bench.engine.version == 1
-
-
-def test_a_lost_evaluation_holds_up_no_weights(bench: Bench) -> None:
-    serve(bench)
-    bench.lease("a", pinned=0)
-    bench.turns(2)
-    bench.receiver.staged = version(1)
-    bench.now[0] += LEASE_S
-    bench.turns(1)
-    bench.channel.answer(RenewLeases, RenewAck(lost=["a"]))
-    bench.turns(2)
-    assert bench.engine.version == 1
-
-
-def test_no_sample_is_ever_ahead_of_its_partial_by_more_than_is_flushed(bench: Bench) -> None:
-    serve(bench)
-    saved: dict[str, int] = {}
-    for turn in range(60):
-        if turn % 3 == 0 and bench.channel.asked(LeaseSamples):
-            bench.lease(f"s{turn}")
-        bench.turns(1)
-        while bench.channel.asked(FlushPartials):
-            for t in bench.channel.answer(FlushPartials, RenewAck(lost=[])).partials:
-                saved[t.sample_id] = t.response_tokens
-        everything = bench.engine.peek(dict.fromkeys(bench.engine._live, 0))
-        assert all(len(o.token_ids) - saved.get(o.request_id, 0) < 4 for o in everything)
-    assert len(saved) > 5
-
-
 # -- an engine that breaks -------------------------------------------------------------------------
 
 
 def test_a_broken_engine_ends_the_loop_once_all_that_was_finished_is_delivered(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    serve(bench)
+    bench.serve()
     bench.lease("a")
     bench.turns(4)
     bench.lease("b")

@@ -11,7 +11,7 @@ import zmq
 
 from umbra.proto import sockets
 from umbra.proto.codec import DEFAULT_LIMITS
-from umbra.proto.errors import StartupError
+from umbra.proto.errors import StartupError, UsageError
 
 Context = zmq.Context[zmq.Socket[bytes]]
 Socket = zmq.Socket[bytes]
@@ -109,7 +109,7 @@ def test_an_occupied_port_is_named_with_a_remedy(zmq_context: Context) -> None:
     ],
 )
 def test_an_impossible_address_is_named(zmq_context: Context, endpoint: str) -> None:
-    with pytest.raises(StartupError, match="cannot bind ") as caught:
+    with pytest.raises(UsageError, match="cannot bind ") as caught:
         sockets.router(zmq_context, endpoint)
     assert endpoint in str(caught.value)
 
@@ -131,7 +131,7 @@ def test_an_impossible_address_to_connect_to_is_named(zmq_context: Context, endp
         lambda: sockets.publisher(zmq_context, endpoint),
         lambda: sockets.subscriber(zmq_context, endpoint),
     ):
-        with pytest.raises(StartupError, match="cannot connect to ") as caught:
+        with pytest.raises(UsageError, match="cannot connect to ") as caught:
             connect()
         assert endpoint in str(caught.value)
 

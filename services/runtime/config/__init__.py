@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from umbra.services.runtime.config.base import Section
 from umbra.services.runtime.config.buffer import Buffer
+from umbra.services.runtime.config.critic import Critic
 from umbra.services.runtime.config.generation import Environment, Generator, SamplingConfig, Scorer
 from umbra.services.runtime.config.run import Data, Log, Model, Run
+from umbra.services.runtime.config.security import Security
 from umbra.services.runtime.config.training import Eval, Trainer
 from umbra.services.runtime.config.weights import WeightHub
 
 __all__ = [
     "Buffer",
+    "Critic",
     "Data",
     "Environment",
     "Eval",
@@ -27,6 +30,7 @@ __all__ = [
     "SamplingConfig",
     "Scorer",
     "Section",
+    "Security",
     "Trainer",
     "WeightHub",
 ]
@@ -43,7 +47,9 @@ class RunConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     buffer: Buffer = Buffer()
     generator: Generator = Generator()
     trainer: Trainer = Trainer()
+    critic: Critic = Critic()
     weight_hub: WeightHub = WeightHub()
     scorer: Scorer = Scorer()
     eval: Eval = Eval()
+    security: Security = Security()
     log: Log = Log()

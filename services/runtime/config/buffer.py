@@ -8,10 +8,23 @@ from msgspec import Meta
 
 from umbra.services.runtime.config.base import Section
 
+Port = Annotated[int, Meta(ge=0, le=65535)]
+
 
 class Buffer(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The broker: groups, batches, staleness and leases."""
 
+    ports: Annotated[
+        tuple[Port, Port, Port],
+        Meta(description="of data, events in and events out, beside run.broker; 0 = any free one"),
+    ] = (0, 0, 0)
+    advertise: Annotated[
+        str,
+        Meta(
+            description="host name or address by which others reach these ports, where it is not "
+            "the one that is bound (containers); empty = the bound one, or this host's name"
+        ),
+    ] = ""
     group_size: Annotated[int, Meta(description="samples per prompt", ge=1)] = 8
     batch_groups: Annotated[int, Meta(description="groups per optimizer step", ge=1)] = 32
     run_ahead: Annotated[

@@ -15,6 +15,13 @@ class WeightHub(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     listen: Annotated[str, Meta(description="address the hub binds; port * picks a free one")] = (
         "tcp://127.0.0.1:*"
     )
+    advertise: Annotated[
+        str,
+        Meta(
+            description="host name or address by which others reach the hub, where it is not the "
+            "one that is bound (containers); empty = the bound one, or this host's name"
+        ),
+    ] = ""
     plane: Annotated[
         Literal["auto", "shm", "tcp", "nccl", "cuda_ipc"],
         Meta(description="how weights travel; auto = best that both sides have"),

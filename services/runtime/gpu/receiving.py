@@ -24,6 +24,7 @@ from umbra.services.runtime.gpu.cuda import (
 from umbra.services.runtime.gpu.ipc_intake import IpcIntake, open_memory
 from umbra.services.runtime.gpu.nccl_intake import NcclIntake
 from umbra.services.runtime.intake import Intake
+from umbra.services.runtime.keys import Security
 from umbra.services.runtime.staging import BUFFERS
 
 GpuPlane = Literal["nccl", "cuda_ipc"]
@@ -60,7 +61,7 @@ class GpuReceiving:
         self.facts = msgspec.convert(found, GpuFacts)
 
     def open(
-        self, reply: Subscribed, name: str, frame_bytes: int
+        self, reply: Subscribed, name: str, frame_bytes: int, security: Security
     ) -> tuple[Intake, Sequence[memoryview | DeviceMemory]]:
         """The intake for the layout and plane in `reply`, and the buffers that it fills.
 
@@ -73,7 +74,7 @@ class GpuReceiving:
             return IpcIntake(reply.manifest, memory), [memory]
         arena = Arena.anonymous(slot_bytes=size, slots=BUFFERS)
         buffers = [arena.slot(index) for index in range(BUFFERS)]
-        pull = BucketIntake(name, reply.manifest, buffers, frame_bytes)
+        pull = BucketIntake(name, reply.manifest, buffers, frame_bytes, security=security)
         return self.broadcasts(arena, pull, Device(self._device)), buffers
 
     def broadcasts(

@@ -1,0 +1,96 @@
+"""The files of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from umbra.deploy.cluster.compose import (
+    CONFIG_FILE,
+    ENVIRONMENT_FILE,
+    compose_file,
+    container_paths,
+    environment_file,
+)
+from umbra.deploy.cluster.invocation import Paths
+from umbra.deploy.cluster.kubernetes import manifests
+from umbra.deploy.cluster.plan import Plan
+from umbra.deploy.cluster.slurm import slurm_script
+from umbra.deploy.toml import to_toml
+from umbra.proto.errors import UsageError
+from umbra.services.runtime.config_loader import as_dict
+
+FORMATS = ("compose", "slurm", "kubernetes")
+COMPOSE_FILE = "compose.yaml"
+SLURM_FILE = "run.sbatch"
+KUBERNETES_FILE = "kubernetes.yaml"
+
+
+class Bundle:
+    """Renders a plan into texts, by their path below `out`.
+
+    Args:
+        modules: folder of the user's own Python modules; empty if there are none.
+        out: absolute.
+    """
+
+    def __init__(self, plan: Plan, modules: str, out: Path) -> None:
+        self._plan = plan
+        self._modules = modules
+        self._out = out
+
+    def render(self, formats: Iterable[str]) -> dict[str, str]:
+        """The texts of `formats`.
+
+        Raises:
+            UsageError: the plan cannot be rendered so.
+        """
+        files: dict[str, str] = {}
+        for name in formats:
+            files |= getattr(self, f"_{name}")()
+        return files
+
+    def write(self, files: dict[str, str]) -> None:
+        """Write `files` below `out`.
+
+        Raises:
+            UsageError: that cannot be written to.
+        """
+        for name, text in files.items():
+            path = self._out / name
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text, encoding="utf-8")
+            except OSError as error:
+                raise UsageError(
+                    f"cannot write {path}: {error.strerror}; choose another --out"
+                ) from error
+
+    def _compose(self) -> dict[str, str]:
+        plan, config = self._plan, self._config()
+        paths = container_paths(plan, self._modules)
+        files: dict[str, str] = {}
+        for node in plan.nodes:
+            if plan.on(node):
+                files[f"{node.name}/{COMPOSE_FILE}"] = compose_file(plan, node, paths)
+                files[f"{node.name}/{ENVIRONMENT_FILE}"] = environment_file(plan, paths)
+                files[f"{node.name}/{CONFIG_FILE}"] = config
+        return files
+
+    def _slurm(self) -> dict[str, str]:
+        results = Path(self._plan.config.run.dir).resolve() / self._plan.run_id
+        paths = Paths(
+            config=str(self._out / CONFIG_FILE),
+            results=str(results),
+            store=str(results / "store"),
+            modules=self._modules,
+        )
+        script = slurm_script(self._plan, paths, str(self._out / SLURM_FILE))
+        return {SLURM_FILE: script, CONFIG_FILE: self._config()}
+
+    def _kubernetes(self) -> dict[str, str]:
+        paths = container_paths(self._plan, self._modules)
+        return {KUBERNETES_FILE: manifests(self._plan, paths, self._config())}
+
+    def _config(self) -> str:
+        return to_toml(as_dict(self._plan.config))

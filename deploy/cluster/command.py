@@ -1,0 +1,62 @@
+"""`umbra plan`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from umbra.deploy.cluster.bundle import FORMATS, Bundle
+from umbra.deploy.cluster.cluster_file import load_cluster
+from umbra.deploy.cluster.invocation import modules_of
+from umbra.deploy.cluster.plan import make_plan
+from umbra.deploy.cluster.table import as_json as plan_as_json
+from umbra.deploy.cluster.table import table
+from umbra.deploy.command import load_run, run_file_argument, set_option
+from umbra.deploy.run_folder import new_run_id
+from umbra.proto.errors import EXIT_DONE
+from umbra.services.runtime.feasibility import check_feasible
+
+
+@click.command()
+@click.argument("cluster_file", type=click.Path(path_type=Path))
+@run_file_argument
+@set_option
+@click.option(
+    "--out", type=click.Path(path_type=Path), default=Path("plan"), show_default=True,
+    help="Folder that receives the files.",
+)  # fmt: skip
+@click.option(
+    "--format", "formats", multiple=True, type=click.Choice(FORMATS), default=("compose",),
+    show_default=True, help="What to render; may be given several times.",
+)  # fmt: skip
+@click.option("--run-id", help="Id of the run.  [default: <run.name>-<date>-<time>-<4 digits>]")
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
+@click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
+def command(
+    cluster_file: Path,
+    run_file: Path,
+    overrides: tuple[str, ...],
+    out: Path,
+    formats: tuple[str, ...],
+    run_id: str | None,
+    as_json: bool,
+    dry_run: bool,
+) -> int:
+    """Plan the run of RUN_FILE on the nodes of CLUSTER_FILE, and render what starts it there.
+
+    Writes a folder per node with a compose file, an environment file and the run's configuration;
+    or a script for SLURM, or manifests for Kubernetes. Paths in RUN_FILE must be good on the nodes.
+    """
+    cluster = load_cluster(cluster_file)
+    config = load_run(run_file, overrides)
+    check_feasible(config)
+    plan = make_plan(cluster, config, run_id or new_run_id(config.run.name))
+    bundle = Bundle(plan, modules_of(config, run_file), out.resolve())
+    files = bundle.render(formats)
+    click.echo(json.dumps(plan_as_json(plan), indent=2) if as_json else table(plan), nl=as_json)
+    if not dry_run:
+        bundle.write(files)
+        click.echo(f"{len(files)} files written to {out}", err=as_json)
+    return EXIT_DONE

@@ -1,0 +1,116 @@
+"""A plan as one compose file and one environment file per node."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from umbra.deploy.cluster import invocation
+from umbra.deploy.cluster.cluster_file import Node
+from umbra.deploy.cluster.invocation import Paths
+from umbra.deploy.cluster.plan import Plan, Process
+from umbra.deploy.cluster.yaml import to_yaml
+
+ROOT = "/srv/umbra"
+CONFIG_FILE = "run.toml"
+ENVIRONMENT_FILE = "umbra.env"
+GRACE = "40s"  # a trainer may have to end its step
+START_PERIOD = "600s"  # large models load for minutes
+
+
+def container_paths(plan: Plan, modules: str) -> Paths:
+    """Where the files of a run are in every container."""
+    return Paths(
+        config=f"{ROOT}/{CONFIG_FILE}",
+        results=f"{ROOT}/results/{plan.run_id}",
+        store=f"{ROOT}/store/{plan.run_id}",
+        modules=modules,
+    )
+
+
+def compose_file(plan: Plan, node: Node, paths: Paths) -> str:
+    """The compose file of `node`."""
+    processes = plan.on(node)
+    volumes: dict[str, Any] = {"results": {}, "shm": _shared_memory(plan)}
+    if any(process.task == "buffer" for process in processes):
+        volumes["store"] = {}
+    return to_yaml(
+        {
+            "name": f"umbra-{node.name}",
+            "services": {p.name: _service(plan, p, processes, paths) for p in processes},
+            "volumes": volumes,
+        }
+    )
+
+
+def environment_file(plan: Plan, paths: Paths) -> str:
+    """The variables of every container of a node."""
+    variables = invocation.environment(plan, paths)
+    return "".join(f"{name}={value}\n" for name, value in variables.items())
+
+
+def _service(plan: Plan, process: Process, beside: list[Process], paths: Paths) -> dict[str, Any]:
+    service: dict[str, Any] = {
+        "image": invocation.image(plan, process),
+        "command": invocation.command(plan, process, paths),
+        "env_file": [ENVIRONMENT_FILE],
+        "user": plan.cluster.user,
+        "init": True,
+        "restart": f"on-failure:{invocation.restarts(process)}",
+        "stop_grace_period": GRACE,
+        "cap_drop": ["ALL"],
+        "security_opt": ["no-new-privileges:true"],
+        "healthcheck": {
+            "test": ["CMD", "umbra", *invocation.health(plan, process)],
+            "interval": "15s",
+            "timeout": "10s",
+            "retries": 4,
+            "start_period": START_PERIOD,
+            "start_interval": "3s",
+        },
+        "volumes": _volumes(plan, process, paths),
+    }
+    ports = invocation.ports(plan, process)
+    if plan.cluster.network == "host":
+        service["network_mode"] = "host"
+    elif ports:
+        service["ports"] = [
+            {"target": port, "published": str(port), "protocol": "tcp"} for port in ports
+        ]
+    if process.task != "buffer" and any(other.task == "buffer" for other in beside):
+        service["depends_on"] = {"buffer": {"condition": "service_healthy"}}
+    if process.gpus:
+        device = {
+            "driver": "nvidia",
+            "device_ids": [str(gpu) for gpu in process.gpus],
+            "capabilities": ["gpu"],
+        }
+        service["deploy"] = {"resources": {"reservations": {"devices": [device]}}}
+    return service
+
+
+def _volumes(plan: Plan, process: Process, paths: Paths) -> list[dict[str, Any]]:
+    volumes = [_bind(f"./{CONFIG_FILE}", paths.config)]
+    volumes += [_bind(path, path) for path in invocation.inputs(plan, process, paths)]
+    volumes.append({"type": "volume", "source": "results", "target": f"{ROOT}/results"})
+    if process.task == "buffer":
+        volumes.append({"type": "volume", "source": "store", "target": f"{ROOT}/store"})
+    else:
+        # The hub's versions: trainer, hub and generators of a node see the same memory.
+        volumes.append({"type": "volume", "source": "shm", "target": "/dev/shm"})
+    return volumes
+
+
+def _bind(source: str, target: str) -> dict[str, Any]:
+    return {
+        "type": "bind",
+        "source": source,
+        "target": target,
+        "read_only": True,
+        "bind": {"create_host_path": False},
+    }
+
+
+def _shared_memory(plan: Plan) -> dict[str, Any]:
+    user, _, group = plan.cluster.user.partition(":")
+    options = f"size={plan.cluster.shm_gib}g,uid={user},gid={group or user},mode=0700"
+    return {"driver_opts": {"type": "tmpfs", "device": "tmpfs", "o": options}}

@@ -1,0 +1,130 @@
+"""How a planned process is started: command, environment, ports, what it reads and writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from umbra.deploy.cluster.plan import Plan, Process, Task
+from umbra.services.buffer.readers import DATASETS
+from umbra.services.runtime.config import RunConfig
+
+# The run's ports, counted from cluster.base_port; hub and relay are never on one node.
+CONTROL, DATA, EVENTS_IN, EVENTS_OUT, WEIGHTS, BUCKETS = range(6)
+PORTS: dict[Task, tuple[int, ...]] = {
+    "buffer": (CONTROL, DATA, EVENTS_IN, EVENTS_OUT),
+    "weight_hub": (WEIGHTS, BUCKETS),
+    "relay": (WEIGHTS, BUCKETS),
+}
+# How often a process is started again. A trainer repeats its steps since the last checkpoint.
+RESTARTS: dict[Task, int] = {"train": 3}
+MORE_RESTARTS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """Where a process finds and leaves its files; `modules` is empty if there are none."""
+
+    config: str
+    results: str
+    store: str
+    modules: str
+
+
+def command(plan: Plan, process: Process, paths: Paths) -> list[str]:
+    """The arguments of `umbra` for `process`; the address of the buffer is in the environment."""
+    common = ["--name", process.name, "--config", paths.config, "--run-dir", paths.results]
+    advertise = process.node.address
+    everywhere = {offset: f"tcp://0.0.0.0:{_port(plan, offset)}" for offset in range(6)}
+    device = "cuda" if process.gpus else "cpu"
+    match process.task:
+        case "buffer":
+            ports = [_port(plan, offset) for offset in (DATA, EVENTS_IN, EVENTS_OUT)]
+            own = ["buffer", "--broker", everywhere[CONTROL], "--ports", str(ports)]
+            own += ["--advertise", advertise, "--store", paths.store]
+        case "weight_hub":
+            own = ["weight-hub", "--listen", everywhere[WEIGHTS], "--advertise", advertise]
+            own += ["--buckets-listen", everywhere[BUCKETS]]
+        case "relay":
+            hub = f"tcp://{plan.the('weight_hub').node.address}:{_port(plan, WEIGHTS)}"
+            own = ["weight-hub", "relay", "--hub", hub, "--listen", everywhere[WEIGHTS]]
+            own += ["--set", f"weight_hub.advertise={advertise}"]
+            own += ["--set", f"weight_hub.buckets_listen={everywhere[BUCKETS]}"]
+        case "train":
+            ranks = len(process.gpus) or plan.config.trainer.ranks
+            own = ["trainer", "--device", device, "--ranks", str(ranks)]
+        case "generate":
+            own = ["generator", "--device", device]
+        case "ref_logp" | "logp" | "reward":
+            own = ["scorer", "--stage", process.task, "--device", device]
+    return [*own, *common]
+
+
+def environment(plan: Plan, paths: Paths) -> dict[str, str]:
+    """What all processes of a node find in their environment."""
+    broker = plan.the("buffer").node.address
+    variables = {
+        "UMBRA_BROKER": f"tcp://{broker}:{_port(plan, CONTROL)}",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    return variables | ({"PYTHONPATH": paths.modules} if paths.modules else {})
+
+
+def health(plan: Plan, process: Process) -> list[str]:
+    """The arguments of `umbra` that check `process` from beside it."""
+    if process.task in PORTS:
+        return ["ping", "--broker", f"tcp://127.0.0.1:{ports(plan, process)[0]}"]
+    return ["ping", "--member", process.name]
+
+
+def ports(plan: Plan, process: Process) -> list[int]:
+    """The ports that `process` binds."""
+    return [_port(plan, offset) for offset in PORTS.get(process.task, ())]
+
+
+def image(plan: Plan, process: Process) -> str:
+    """The image that has what `process` needs."""
+    on_gpu = plan.config.weight_hub.plane == "nccl" and bool(process.gpus)
+    if process.task in PORTS and not on_gpu:
+        target = "broker"
+    elif not plan.on_gpus:
+        target = "cpu"
+    else:
+        target = "generator" if process.task == "generate" else "trainer"
+    return f"{plan.cluster.image}-{target}:{plan.cluster.tag}"
+
+
+def restarts(process: Process) -> int:
+    """How often `process` is started again when it fails."""
+    return RESTARTS.get(process.task, MORE_RESTARTS)
+
+
+def inputs(plan: Plan, process: Process, paths: Paths) -> list[str]:
+    """Files and folders that `process` reads, which lie at the same place on every node."""
+    config = plan.config
+    model = config.model.path
+    found: list[str]
+    match process.task:
+        case "buffer":
+            found = [config.data.prompts, *config.data.sources]
+            found += [config.eval.prompts] if config.eval.every else []
+        case "relay":
+            found = []
+        case "ref_logp":
+            found = [config.scorer.model or model]
+        case _:
+            found = [model]
+    if process.task in ("buffer", "generate", "reward"):
+        found.append(paths.modules)
+    return sorted({path for path in found if path and not path.startswith(DATASETS)})
+
+
+def modules_of(config: RunConfig, run_file: Path) -> str:
+    """The folder of the user's own modules; empty if the run names none."""
+    named = (config.environment.kind, config.environment.reward, config.data.curriculum)
+    return str(run_file.resolve().parent) if any(":" in name for name in named) else ""
+
+
+def _port(plan: Plan, offset: int) -> int:
+    return plan.cluster.base_port + offset

@@ -1,0 +1,178 @@
+"""Which nodes, and which of their GPUs, each group of tasks gets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from umbra.deploy.cluster.cluster_file import FOREIGN_TASKS, ClusterFile, Node
+from umbra.deploy.cluster.shares import check_ratios, divide
+from umbra.proto.errors import UsageError
+from umbra.services.runtime.config import RunConfig
+
+TASKS = ("train", "generate", "ref_logp", "logp", "reward")
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Tasks that share nodes: each task may use all GPUs of the group.
+
+    `gpus[i]` are those on `nodes[i]`, none on a cluster without any. `arithmetic` says how many
+    units the group got, and why.
+    """
+
+    tasks: tuple[str, ...]
+    nodes: tuple[Node, ...]
+    gpus: tuple[tuple[int, ...], ...]
+    arithmetic: str
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether its tasks run on GPUs."""
+        return any(self.gpus)
+
+    def describe(self) -> str:
+        """The group as people name it."""
+        return f"group [{', '.join(self.tasks)}]"
+
+
+def place_groups(file: ClusterFile, config: RunConfig) -> list[Group]:
+    """The groups with what they get, in the order of the cluster file.
+
+    Nodes are given out in the order of the file. Where GPUs are divided the group that trains comes
+    first and gets its GPUs on the first node that has as many free.
+
+    Raises:
+        UsageError: tasks and ratios do not fit the run or the nodes; the sentence has the numbers.
+    """
+    tasks = [(group,) if isinstance(group, str) else tuple(group) for group in file.cluster.groups]
+    _check_tasks(tasks, config)
+    ratios = check_ratios(file.cluster.ratios, len(tasks))
+    with_gpus = [node for node in file.nodes if node.gpus]
+    unit = file.cluster.unit
+    if not with_gpus:
+        if unit == "gpu":
+            raise UsageError(
+                "cluster.unit = gpu, but no node has GPUs: write gpus = N in [[nodes]]"
+            )
+        if len(file.nodes) >= len(tasks):
+            return _by_node(tasks, ratios, file.nodes)
+        return _in_turn(tasks, file.nodes)
+    if unit == "node" or (unit == "auto" and len(with_gpus) >= len(tasks)):
+        return _by_node(tasks, ratios, with_gpus)
+    return _by_gpu(tasks, ratios, with_gpus)
+
+
+def _check_tasks(groups: Sequence[tuple[str, ...]], config: RunConfig) -> None:
+    named = [task for group in groups for task in group]
+    for task in named:
+        if task in FOREIGN_TASKS:
+            raise UsageError(f"cluster.groups: {task} is called {FOREIGN_TASKS[task]} here")
+        if task not in TASKS:
+            raise UsageError(f"cluster.groups: unknown task {task!r}; known: {', '.join(TASKS)}")
+        if named.count(task) > 1:
+            raise UsageError(f"cluster.groups names {task} twice")
+        if task not in ("train", "generate", *config.buffer.stages):
+            raise UsageError(
+                f"cluster.groups names {task}, but buffer.stages = {config.buffer.stages}: remove "
+                "it, or add the stage to the run file"
+            )
+    needed = ["train", "generate", *(s for s in config.buffer.stages if s != "reward")]
+    for task in needed:
+        if task not in named:
+            raise UsageError(f"cluster.groups lacks {task}: add it as a group, or to one")
+    if not all(groups):
+        raise UsageError("cluster.groups has an empty group")
+    if ("reward",) in groups:
+        raise UsageError(
+            "cluster.groups gives nodes to reward alone, which needs no GPU: leave it out, and its "
+            "scorers run on the buffer's node"
+        )
+
+
+def _by_node(
+    groups: Sequence[tuple[str, ...]], ratios: Sequence[Fraction], nodes: Sequence[Node]
+) -> list[Group]:
+    """Whole nodes."""
+    if len(nodes) < len(groups):
+        raise UsageError(
+            f"{len(groups)} groups need {len(groups)} nodes with GPUs, and there are {len(nodes)}: "
+            "set cluster.unit to gpu, or join groups"
+        )
+    limits = [1 if "train" in tasks else None for tasks in groups]
+    for tasks, ratio in zip(groups, ratios, strict=True):
+        if "train" in tasks and ratio * len(nodes) >= 2:
+            raise UsageError(
+                f"group [{', '.join(tasks)}] is due {float(ratio):g} x {len(nodes)} nodes = "
+                f"{float(ratio * len(nodes)):g}, but the trainer's ranks share one memory and so "
+                f"one node: give it a ratio below {2 / len(nodes):.3g}, or fewer nodes to the run"
+            )
+    counts = divide(ratios, len(nodes), limits)
+    placed: list[Group] = []
+    start = 0
+    for tasks, ratio, count in zip(groups, ratios, counts, strict=True):
+        own = tuple(nodes[start : start + count])
+        start += count
+        arithmetic = _arithmetic(ratio, len(nodes), count, "nodes")
+        gpus = tuple(tuple(range(node.gpus)) for node in own)
+        placed.append(Group(tasks, own, gpus, arithmetic))
+    return placed
+
+
+def _by_gpu(
+    groups: Sequence[tuple[str, ...]], ratios: Sequence[Fraction], nodes: Sequence[Node]
+) -> list[Group]:
+    """GPUs, wherever they are; but those of the trainer on one node."""
+    total = sum(node.gpus for node in nodes)
+    if total < len(groups):
+        raise UsageError(
+            f"{len(groups)} groups need {len(groups)} GPUs at least, and the nodes have {total}: "
+            "join groups in one list, so that they share"
+        )
+    most = max(node.gpus for node in nodes)
+    counts = divide(ratios, total, [None] * len(groups))
+    free = {node.name: list(range(node.gpus)) for node in nodes}
+    order = sorted(range(len(groups)), key=lambda i: "train" not in groups[i])
+    placed: dict[int, Group] = {}
+    for index in order:
+        tasks, count = groups[index], counts[index]
+        arithmetic = _arithmetic(ratios[index], total, count, "GPUs")
+        if "train" in tasks:
+            home = next((node for node in nodes if node.gpus >= count), None)
+            if home is None:
+                raise UsageError(
+                    f"group [{', '.join(tasks)}] gets {count} GPUs ({arithmetic}), but the "
+                    "trainer's ranks share one memory and so one node, and the largest node has "
+                    f"{most}: lower its ratio"
+                )
+            taken = {home.name: _take(free[home.name], count)}
+        else:
+            taken = {}
+            for node in nodes:
+                taken[node.name] = _take(free[node.name], count - sum(map(len, taken.values())))
+        own = tuple(node for node in nodes if taken.get(node.name))
+        gpus = tuple(tuple(taken[node.name]) for node in own)
+        placed[index] = Group(tasks, own, gpus, arithmetic)
+    return [placed[index] for index in range(len(groups))]
+
+
+def _in_turn(groups: Sequence[tuple[str, ...]], nodes: Sequence[Node]) -> list[Group]:
+    """Without GPUs and with fewer nodes than groups nothing can be divided: nodes in turn."""
+    return [
+        Group(tasks, (node,), ((),), f"node {node.name}, as there are no GPUs to divide")
+        for index, tasks in enumerate(groups)
+        for node in [nodes[index % len(nodes)]]
+    ]
+
+
+def _take(free: list[int], count: int) -> list[int]:
+    taken = free[:count]
+    del free[:count]
+    return taken
+
+
+def _arithmetic(ratio: Fraction, units: int, count: int, what: str) -> str:
+    due = ratio * units
+    rounded = "" if due == count else f", rounded to {count}"
+    return f"ratio {float(ratio):.3g} x {units} {what} = {float(due):.3g}{rounded}"

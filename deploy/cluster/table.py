@@ -1,0 +1,82 @@
+"""A plan for people, and for programs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from umbra.deploy.cluster import invocation
+from umbra.deploy.cluster.plan import Plan, Process
+
+HEADINGS = ("node", "address", "GPUs", "process", "task", "ports")
+
+
+def table(plan: Plan) -> str:
+    """The plan as lines of columns, and below it what each group got and what is idle."""
+    rows: list[tuple[str, ...]] = [HEADINGS]
+    for node in plan.nodes:
+        node_cells = [node.name, node.address]
+        for process in plan.on(node):
+            rows.append((*node_cells, *_cells(plan, process)))
+            node_cells = ["", ""]
+        if idle := plan.idle(node):
+            rows.append((*node_cells, _span(tuple(idle)), "-", "idle", ""))
+        elif not plan.on(node):
+            rows.append((*node_cells, "", "-", "idle", ""))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    groups = [f"{group.describe()}: {group.arithmetic}" for group in plan.groups]
+    return "\n".join([*lines, "", *groups]) + "\n"
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """The plan as plain values."""
+    return {
+        "run": plan.run_id,
+        "groups": [
+            {
+                "tasks": list(group.tasks),
+                "nodes": [node.name for node in group.nodes],
+                "arithmetic": group.arithmetic,
+            }
+            for group in plan.groups
+        ],
+        "nodes": [
+            {
+                "name": node.name,
+                "address": node.address,
+                "gpus": node.gpus,
+                "idle_gpus": plan.idle(node),
+                "processes": [
+                    {
+                        "name": process.name,
+                        "task": process.task,
+                        "gpus": list(process.gpus),
+                        "ports": invocation.ports(plan, process),
+                    }
+                    for process in plan.on(node)
+                ],
+            }
+            for node in plan.nodes
+        ],
+    }
+
+
+def _cells(plan: Plan, process: Process) -> tuple[str, ...]:
+    ports = invocation.ports(plan, process)
+    return (
+        _span(process.gpus),
+        process.name,
+        process.task.replace("_", "-"),
+        f"{ports[0]}-{ports[-1]}" if ports else "",
+    )
+
+
+def _span(gpus: tuple[int, ...]) -> str:
+    """Numbers that follow one another as a range."""
+    if len(gpus) > 2 and gpus[-1] - gpus[0] == len(gpus) - 1:
+        return f"{gpus[0]}-{gpus[-1]}"
+    return ",".join(map(str, gpus)) or "-"

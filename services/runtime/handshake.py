@@ -1,0 +1,45 @@
+"""What became of the connections of one DEALER: whether its server will ever take it in."""
+
+from __future__ import annotations
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from umbra.proto import sockets
+
+FAILURES = 5  # broken handshakes in a row, before the first that succeeds, that are no accident
+EVENTS = sockets.HANDSHAKE_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+
+
+class Handshake:
+    """The handshakes of `socket`, which is not connected yet."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self._failures = 0
+        self._succeeded = False
+        self.events = sockets.handshakes(socket, EVENTS)
+        self.problem = ""  # why it cannot be connected, to follow the name of the server
+
+    def read(self) -> None:
+        """Take in what has happened."""
+        while self.events.poll(0):
+            event = recv_monitor_message(self.events)
+            if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._succeeded, self._failures, self.problem = True, 0, ""
+            elif event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:  # it does not try again
+                self.problem = "does not know our key, or has no use for one of our role"
+            else:
+                self._failures += 1
+                if self._failures >= FAILURES and not self._succeeded:
+                    self.problem = (
+                        "breaks off the connection: it needs keys that we lack, has none, or has "
+                        "those of another run"
+                    )
+
+    def close(self) -> None:
+        """Close the socket and what watches it."""
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+        self.events.close(linger=0)
+        self._socket.close()

@@ -1,0 +1,174 @@
+"""The CURVE keys of a run: a folder with a certificate per role, and what a process uses of it.
+
+A certificate is a file in ZeroMQ's own format: `<role>.key` with the public half, which everyone
+may know, and `<role>.key_secret` with both halves, which only the processes of that role need. So
+a folder with all public files and one secret file is what a node of that role gets.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq
+from zmq.auth import load_certificate
+
+from umbra.proto.access import KEY_ROLES, KeyRole
+from umbra.proto.errors import UsageError
+from umbra.proto.messages import Role
+from umbra.proto.sockets import Curve
+from umbra.services.runtime.config import Security as SecurityConfig
+
+PUBLIC, SECRET = ".key", ".key_secret"
+FOLDER = "keys"  # inside of a run's folder, or beside the folders of runs
+KEY_CHARACTERS = 40  # 32 bytes in Z85
+LOOPBACK = ("127.", "localhost", "[::1]", "::1")
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """What one process needs: its own pair, and the public keys of all roles."""
+
+    role: KeyRole
+    public: bytes
+    secret: bytes = field(repr=False)
+    roles: Mapping[KeyRole, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Security:
+    """How the sockets of a process are protected; as it is by default, not at all.
+
+    Args:
+        keys: of this process; without them nothing is encrypted and nobody is asked for a key.
+        insecure: bind where other machines can connect nevertheless.
+    """
+
+    keys: Keys | None = None
+    insecure: bool = False
+
+    def connecting(self, server: Role) -> Curve | None:
+        """Options of a socket that connects to a server of role `server`."""
+        if self.keys is None:
+            return None
+        return Curve(self.keys.public, self.keys.secret, server=self.keys.roles[server])
+
+    def binding(self, socket: str) -> Curve | None:
+        """Options of the socket called `socket` that is bound."""
+        if self.keys is None:
+            return None
+        return Curve(self.keys.public, self.keys.secret, domain=socket)
+
+    def check_bind(self, endpoint: str) -> None:
+        """Whether `endpoint` may be bound.
+
+        Raises:
+            UsageError: other machines could connect to it, and there are no keys.
+        """
+        if self.keys is not None or self.insecure or is_local(endpoint):
+            return
+        raise UsageError(
+            f"{endpoint} can be reached from other machines, and this run has no keys: make them "
+            f"with `umbra keys FOLDER` and give every process --keys FOLDER (--insecure binds it "
+            "without, for a network in which everyone is trusted)"
+        )
+
+
+OPEN = Security()
+
+
+def is_local(endpoint: str) -> bool:
+    """Whether only this machine can connect to `endpoint`."""
+    return not endpoint.startswith("tcp://") or endpoint[6:].startswith(LOOPBACK)
+
+
+def make_keys(
+    folder: Path, roles: Sequence[KeyRole] = KEY_ROLES, *, force: bool = False
+) -> Sequence[KeyRole]:
+    """Make a pair for each of `roles`, which are returned; the folder is for its owner only.
+
+    Raises:
+        UsageError: there are keys already and `force` is not set, or it cannot be written to.
+    """
+    names = [f"{role}{suffix}" for role in roles for suffix in (PUBLIC, SECRET)]
+    there = [name for name in names if (folder / name).exists()]
+    if there and not force:
+        raise UsageError(
+            f"{folder} already holds {', '.join(there)}: name another folder, or replace them with "
+            "--force, after which every process of the run needs the new ones"
+        )
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.chmod(0o700)
+        for role in roles:
+            public, secret = zmq.curve_keypair()
+            _write(folder / f"{role}{PUBLIC}", {"public-key": public})
+            _write(folder / f"{role}{SECRET}", {"public-key": public, "secret-key": secret})
+    except OSError as error:
+        raise UsageError(f"cannot write keys to {folder}: {error.strerror}") from error
+    return roles
+
+
+def load_keys(folder: Path, role: KeyRole) -> Keys:
+    """The keys in `folder` for a process of `role`.
+
+    Raises:
+        UsageError: a file is missing, is no certificate, or everyone on this machine can read it.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"security.keys: there is no folder {folder}; make it with `umbra keys`")
+    public, secret = _read(folder / f"{role}{SECRET}", secret=True)
+    roles = {one: _read(folder / f"{one}{PUBLIC}")[0] for one in KEY_ROLES}
+    if roles[role] != public:
+        raise UsageError(
+            f"{folder}: {role}{PUBLIC} and {role}{SECRET} are not of one pair: make both anew with "
+            f"`umbra keys {folder} --role {role} --force`"
+        )
+    return Keys(role, public, secret, roles)
+
+
+def open_security(
+    config: SecurityConfig, roles: Sequence[KeyRole], run_dir: Path | None = None
+) -> Security:
+    """What `[security]` says, for a process that may have the key of any of `roles`, best first.
+
+    Without `security.keys`, the folder `keys` in `run_dir` counts if it is there.
+
+    Raises:
+        UsageError: see `load_keys`.
+    """
+    where = Path(config.keys) if config.keys else None
+    if where is None and run_dir is not None and (run_dir / FOLDER).is_dir():
+        where = run_dir / FOLDER
+    if where is None:
+        return Security(insecure=config.insecure)
+    role = next((one for one in roles if (where / f"{one}{SECRET}").exists()), roles[-1])
+    return Security(load_keys(where, role), config.insecure)
+
+
+def _write(path: Path, keys: Mapping[str, bytes]) -> None:
+    lines = [f'    {name} = "{key.decode()}"\n' for name, key in keys.items()]
+    part = path.with_name(path.name + ".part")
+    part.unlink(missing_ok=True)
+    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write("".join(["metadata\n", "curve\n", *lines]))
+    part.replace(path)
+
+
+def _read(path: Path, *, secret: bool = False) -> tuple[bytes, bytes]:
+    """Public and secret key in a certificate; the latter is empty where none is asked for."""
+    try:
+        if secret and stat.S_IMODE(path.stat().st_mode) & 0o007:
+            raise UsageError(f"{path} is open to every user of this machine: chmod 600 {path}")
+        public, private = load_certificate(path)
+    except (OSError, ValueError) as error:
+        reason = "cannot be read" if path.exists() else "is missing"
+        raise UsageError(
+            f"security.keys: {path} {reason}; `umbra keys` makes a run's keys"
+        ) from error
+    if len(public) != KEY_CHARACTERS or (secret and len(private or b"") != KEY_CHARACTERS):
+        raise UsageError(f"security.keys: {path} holds no CURVE key of {KEY_CHARACTERS} characters")
+    return public, private or b"" if secret else b""

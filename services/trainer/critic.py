@@ -1,0 +1,146 @@
+"""The critic: values for advantages, learned from the same batches beside everything else.
+
+It learns a batch in a thread of its own while the policy's update is committed, published and the
+next batch waited for; the next batch's values wait for it. Its ranks have a process group of their
+own, so that its collectives and the policy's never meet in different orders.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from umbra.services.modeling.packing import pack
+from umbra.services.runtime.config import RunConfig
+from umbra.services.trainer.batch import Batch
+from umbra.services.trainer.learner import Learner
+from umbra.services.trainer.metrics import Row
+from umbra.services.trainer.objectives.values import value_loss
+from umbra.services.trainer.ranks import Ranks
+from umbra.services.trainer.value_model import OwnModel, PolicyHead, Values
+
+
+class LearnedCritic:
+    """A value model and its optimizer (AdamW, no weight decay).
+
+    Args:
+        source: gives values.
+        config: its section and the packing of the policy are read.
+        ranks: those of `source`, with a process group that nobody else uses.
+    """
+
+    def __init__(self, source: Values, config: RunConfig, ranks: Ranks) -> None:
+        self._source = source
+        self._config = config.critic
+        self._packing = config.trainer
+        self._ranks = ranks
+        self._optimizer = torch.optim.AdamW(
+            source.parameters, lr=config.critic.learning_rate, weight_decay=0.0
+        )
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="umbra-critic")
+        self._learning: Future[Row] | None = None
+        self._outcome: Row = {"critic/loss": None, "critic/grad_norm": None}
+
+    def values(self, batch: Batch) -> Tensor:
+        """V before each learned token under all that was learned so far, float32 [M]."""
+        self.settle()
+        micros = pack(
+            batch.tokens,
+            pack_tokens=self._packing.pack_tokens,
+            micro_tokens=self._packing.micro_tokens,
+            share_prompts=self._packing.share_prompts,
+            rank=self._ranks.rank,
+            world=self._ranks.world,
+        )
+        self._source.look(micros)
+        return self._thread.submit(self._values, len(batch.behaviour)).result()
+
+    def learn(self, batch: Batch, values: Tensor, returns: Tensor) -> Row:
+        """Begin to learn `returns`; `values` are those of this batch.
+
+        The loss and the gradient's norm come a batch later, as this does not wait for them.
+        """
+        del batch  # `values` has looked at it
+        spread = returns.var(correction=0)
+        left = (returns - values.to(returns)).var(correction=0)
+        row: Row = {
+            "critic/value_mean": float(values.mean()),
+            "critic/return_mean": float(returns.mean()),
+            "critic/explained_variance": float(1 - left / spread) if spread > 0 else None,
+        }
+        row |= self.settle()
+        self._learning = self._thread.submit(self._learn, values, returns.float())
+        return row
+
+    def settle(self) -> Row:
+        """Wait until nothing is being learned; what came of the last batch."""
+        if self._learning is not None:
+            self._outcome = self._learning.result()
+            self._learning = None
+        return self._outcome
+
+    def export(self, out: Path) -> Path:
+        """Write it to directory `out`, whole or not at all; all ranks have to call it."""
+        self.settle()
+        keep = self._ranks.rank == 0
+        scratch = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+        shutil.rmtree(scratch, ignore_errors=True)
+        self._source.save(scratch, keep=keep)
+        if keep:
+            shutil.rmtree(out, ignore_errors=True)
+            scratch.rename(out)
+        return out
+
+    def close(self) -> None:
+        """End its thread, after what it is learning."""
+        self._thread.shutdown()
+
+    @torch.no_grad()
+    def _values(self, count: int) -> Tensor:
+        values = torch.zeros(count)
+        for source, own in self._source.passes():
+            values[source] = own.cpu()
+        return self._ranks.sum(values)
+
+    def _learn(self, values: Tensor, returns: Tensor) -> Row:
+        config, norms = self._config, 0.0
+        total = torch.zeros(1, dtype=torch.float64)
+        for _ in range(config.epochs):
+            for source, now in self._source.passes():
+                target, old = returns[source].to(now), values[source].to(now)
+                loss = value_loss(now, target, old, config.value_clip).sum() / len(values)
+                # FSDP takes the mean over the ranks; ours is a sum.
+                (loss * self._ranks.world).backward()
+                total += float(loss.detach())
+            self._source.sync()
+            norm = torch.nn.utils.clip_grad_norm_(self._source.parameters, config.max_grad_norm)
+            if isinstance(norm, DTensor):
+                norm = norm.full_tensor()
+            if torch.isfinite(norm):
+                self._optimizer.step()
+            self._optimizer.zero_grad()
+            norms += float(norm)
+        loss = float(self._ranks.sum(total))
+        return {"critic/loss": loss / config.epochs, "critic/grad_norm": norms / config.epochs}
+
+
+def open_critic(config: RunConfig, learner: Learner) -> LearnedCritic | None:
+    """The configured critic, if the advantages need one.
+
+    Raises:
+        UsageError: it cannot be loaded.
+    """
+    if config.trainer.pieces.advantage != "gae":
+        return None
+    given = Path(config.critic.path) if config.critic.path else None
+    apart = learner.ranks.apart()
+    if config.critic.kind == "head":
+        return LearnedCritic(PolicyHead(given, learner, apart), config, apart)
+    model = OwnModel(given or Path(config.model.path), config.trainer, learner.device, apart)
+    return LearnedCritic(model, config, apart)

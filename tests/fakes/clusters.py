@@ -1,0 +1,59 @@
+"""Clusters and runs to plan with."""
+
+from __future__ import annotations
+
+from umbra.deploy.cluster.cluster_file import Cluster, ClusterFile, Node
+from umbra.deploy.cluster.plan import Plan, make_plan
+from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.config_loader import load_config
+
+RUN_ID = "demo-20261121-120000-abcd"
+
+
+def cluster(*gpus: int, **settings: object) -> ClusterFile:
+    """Nodes a, b, c ... with `gpus` each, and `settings` of [cluster]."""
+    nodes = [
+        Node(name=chr(ord("a") + index), address=f"10.0.0.{index + 1}", gpus=count)
+        for index, count in enumerate(gpus)
+    ]
+    return ClusterFile(cluster=Cluster(**settings), nodes=nodes)  # pyright: ignore[reportArgumentType]
+
+
+def run_config(*overrides: str, stages: tuple[str, ...] = ()) -> RunConfig:
+    """A run with `stages`, on files that need not be there."""
+    listed = ", ".join(f'"{stage}"' for stage in stages)
+    files = ["model.path=/models/m", "data.prompts=/data/prompts.jsonl"]
+    return load_config(overrides=[*files, f"buffer.stages=[{listed}]", *overrides], environ={})
+
+
+def plan_of(
+    *gpus: int, stages: tuple[str, ...] = (), overrides: tuple[str, ...] = (), **settings: object
+) -> Plan:
+    """A plan on nodes with `gpus`."""
+    return make_plan(cluster(*gpus, **settings), run_config(*overrides, stages=stages), RUN_ID)
+
+
+SEPARATE = {"groups": ["logp", "ref_logp", "train", "generate"], "ratios": [0.25] * 4}
+HYBRID = {"groups": [["logp", "train"], "ref_logp", "generate"], "ratios": [0.25, 0.25, 0.5]}
+BOTH = ("ref_logp", "logp")
+
+# Plans of every mode, by name.
+PLANS: dict[str, Plan] = {
+    "separate": plan_of(8, 8, 8, 8, stages=BOTH, **SEPARATE),
+    "hybrid": plan_of(4, 4, 4, 4, stages=BOTH, **HYBRID),
+    "two nodes, GPUs divided": plan_of(
+        8, 8, stages=("ref_logp",), groups=["train", "ref_logp", "generate"], ratios=[0.5, 0.2, 0.3]
+    ),
+    "one node": plan_of(8, stages=BOTH, **SEPARATE),
+    "one GPU": plan_of(1, groups=[["train", "generate"]]),
+    "host network": plan_of(
+        2, 2, groups=["train", "generate"], network="host", overrides=("weight_hub.plane=nccl",)
+    ),
+    "head without GPUs": plan_of(0, 8, 8, stages=("reward",), overrides=("scorer.reward=3",)),
+    "no GPUs": plan_of(
+        0, 0, 0, stages=("reward", "ref_logp"), groups=["train", "ref_logp", "generate"]
+    ),
+    "own modules": plan_of(
+        0, 0, overrides=("environment.kind=reward", "environment.reward=reward:score")
+    ),
+}

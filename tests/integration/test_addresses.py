@@ -1,0 +1,115 @@
+"""What is bound where, what others are told of it, and how a relay learns of the run's end."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+import zmq
+
+from umbra.proto.messages import CONTROL, Ping, Pong, State
+from umbra.services.buffer.addresses import Addresses
+from umbra.services.buffer.service import bind
+from umbra.services.buffer.store import MemoryStore
+from umbra.services.runtime.advertise import reachable
+from umbra.services.runtime.config import Buffer
+from umbra.services.runtime.server import Server
+from umbra.services.weight_hub.run_watch import RunWatch
+
+WAIT_S = 20.0
+
+
+@pytest.mark.parametrize(
+    ("bound", "advertise", "told"),
+    [
+        ("tcp://127.0.0.1:5555", "", "tcp://127.0.0.1:5555"),
+        ("tcp://0.0.0.0:5555", "", f"tcp://{socket.gethostname()}:5555"),
+        ("tcp://0.0.0.0:5555", "10.0.0.7", "tcp://10.0.0.7:5555"),
+        ("tcp://[::]:5555", "fd00::7", "tcp://[fd00::7]:5555"),
+        ("tcp://[fd00::1]:5555", "", "tcp://[fd00::1]:5555"),
+    ],
+)
+def test_what_others_are_told(bound: str, advertise: str, told: str) -> None:
+    assert reachable(bound, advertise) == told
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody uses now."""
+    with ExitStack() as stack:
+        taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [server.getsockname()[1] for server in taken]
+
+
+def test_the_buffer_binds_the_ports_that_it_is_given(
+    zmq_context: zmq.Context[zmq.Socket[bytes]],
+) -> None:
+    control, *others = free_ports(4)
+    settings = Buffer(ports=(others[0], others[1], others[2]), advertise="node-a")
+    addresses = Addresses(MemoryStore())
+    for _ in range(2):  # and again when it starts again
+        server = Server(zmq_context, "buffer", "b1")
+        told, endpoints = bind(server, f"tcp://127.0.0.1:{control}", settings, addresses)
+        server.close()
+        assert told == f"tcp://node-a:{control}"
+        assert [endpoints.data, endpoints.events_in, endpoints.events_out] == [
+            f"tcp://node-a:{port}" for port in others
+        ]
+
+
+def test_a_port_that_is_given_outranks_the_one_of_before(
+    zmq_context: zmq.Context[zmq.Socket[bytes]],
+) -> None:
+    data, control = free_ports(2)
+    addresses = Addresses(MemoryStore())
+    any_port = Server(zmq_context, "buffer", "b1")
+    _, first = bind(any_port, f"tcp://127.0.0.1:{control}", Buffer(), addresses)
+    any_port.close()
+    given = Server(zmq_context, "buffer", "b2")
+    _, second = bind(given, f"tcp://127.0.0.1:{control}", Buffer(ports=(data, 0, 0)), addresses)
+    given.close()
+    assert second.data == f"tcp://127.0.0.1:{data}"
+    assert (second.events_in, second.events_out) == (first.events_in, first.events_out)
+
+
+@contextmanager
+def broker(context: zmq.Context[zmq.Socket[bytes]], state: State) -> Iterator[str]:
+    """A buffer that says how it is when asked."""
+    server = Server(context, "broker", "b1")
+    endpoint = server.bind("control", "tcp://127.0.0.1:*", CONTROL)
+    ended = threading.Event()
+
+    def main() -> None:
+        while not ended.is_set():
+            for request in server.poll(0.02):
+                if isinstance(request.body, Ping):
+                    server.reply(request, Pong(role="buffer", state=state))
+
+    thread = threading.Thread(target=main)
+    thread.start()
+    yield endpoint
+    ended.set()
+    thread.join(WAIT_S)
+    server.close()
+
+
+def test_a_relay_ends_with_its_run(zmq_context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    stopping = threading.Event()
+    with (
+        broker(zmq_context, "draining") as address,
+        RunWatch("relay-b", address, WAIT_S, stopping) as watch,
+    ):
+        assert stopping.wait(WAIT_S)
+        assert watch.failure is None
+
+
+def test_a_relay_that_lost_the_buffer_fails(
+    zmq_context: zmq.Context[zmq.Socket[bytes]],
+) -> None:
+    stopping = threading.Event()
+    (port,) = free_ports(1)
+    with RunWatch("relay-b", f"tcp://127.0.0.1:{port}", 0.1, stopping) as watch:
+        assert stopping.wait(WAIT_S)
+        assert "is silent for 0.1 s" in str(watch.failure)

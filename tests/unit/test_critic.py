@@ -1,0 +1,169 @@
+"""The critic on one process: what it learns, when, and how it comes back from a directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes.rank_bench import make_batches
+from torch import Tensor
+
+from umbra.proto.errors import UsageError
+from umbra.proto.records import Trajectory
+from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.config_loader import load_config
+from umbra.services.runtime.feasibility import check_feasible
+from umbra.services.trainer.batch import Batch, make_batch
+from umbra.services.trainer.critic import LearnedCritic, open_critic
+from umbra.services.trainer.learner import Learner
+from umbra.services.trainer.make_model import make_model
+from umbra.services.trainer.policy import load_policy
+from umbra.services.trainer.update import PolicyUpdate
+from umbra.services.trainer.value_model import HEAD_FILE
+
+KINDS = ("model", "head")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    path: Path = tmp_path_factory.mktemp("models") / "tiny"
+    make_model(path, hidden=32, ff=64, init_std=0.1)
+    return path
+
+
+@pytest.fixture
+def trajectories() -> list[Trajectory]:
+    return make_batches(1)[0]
+
+
+def configured(directory: Path, **keys: Any) -> RunConfig:
+    base = {
+        "model.path": directory,
+        "trainer.objective": "ppo_critic",
+        "trainer.device": "cpu",
+        "trainer.threads": 1,
+        "critic.learning_rate": 1e-2,
+    }
+    chosen = base | {name.replace("__", "."): value for name, value in keys.items()}
+    return load_config(overrides=[f"{k}={v}" for k, v in chosen.items()], environ={})
+
+
+def opened(config: RunConfig) -> tuple[Learner, LearnedCritic]:
+    model, _ = load_policy(config.model.path)
+    learner = Learner(model, config.trainer, 10)
+    critic = open_critic(config, learner)
+    assert critic is not None
+    return learner, critic
+
+
+def constant_returns(batch: Batch) -> Tensor:
+    return torch.full((len(batch.behaviour),), 0.7, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_begin_at_zero_and_approach_the_returns(
+    kind: str, directory: Path, trajectories: list[Trajectory]
+) -> None:
+    config = configured(directory, critic__kind=kind, critic__epochs=4, critic__value_clip=0.0)
+    _, critic = opened(config)
+    batch = make_batch(trajectories, 1000)
+    values = critic.values(batch)
+    assert not values.any()
+    losses = []
+    for _ in range(8):
+        losses.append(critic.learn(batch, values, constant_returns(batch))["critic/loss"])
+        values = critic.values(batch)
+    assert losses[0] is None, "the loss of a batch comes with the next"
+    assert losses[1] is not None
+    assert 0.02 < losses[1] <= 0.7**2 / 2, "the first passes begin at values of 0"
+    assert losses[-1] is not None
+    assert losses[-1] < losses[1] / 2
+    assert (values - 0.7).abs().mean() < 0.3
+    critic.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_value_of_a_token_depends_on_what_came_before_it_alone(
+    kind: str, directory: Path, trajectories: list[Trajectory]
+) -> None:
+    """Packing many samples into a row changes no value."""
+    batch = make_batch(trajectories, 1000)
+    found = []
+    for pack_tokens in (16, 128):
+        config = configured(directory, critic__kind=kind, trainer__pack_tokens=pack_tokens)
+        _, critic = opened(config)
+        critic.learn(batch, critic.values(batch), batch.behaviour.double())
+        found.append(critic.values(batch))
+        critic.close()
+    torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=1e-3)
+    assert found[0].std() > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_critic_comes_back_from_its_directory(
+    kind: str, directory: Path, trajectories: list[Trajectory], tmp_path: Path
+) -> None:
+    batch = make_batch(trajectories, 1000)
+    _, critic = opened(configured(directory, critic__kind=kind))
+    critic.learn(batch, critic.values(batch), constant_returns(batch))
+    out = critic.export(tmp_path / "critic")
+    assert (out / HEAD_FILE).exists()
+    _, again = opened(configured(directory, critic__kind=kind, critic__path=out))
+    torch.testing.assert_close(again.values(batch), critic.values(batch))
+    critic.close()
+    again.close()
+
+
+def test_it_warms_up_before_the_policy_learns(
+    directory: Path, trajectories: list[Trajectory]
+) -> None:
+    config = configured(directory, critic__warmup_steps=1)
+    learner, critic = opened(config)
+    update = PolicyUpdate(config, learner, critic)
+    before = learner.weights()["model.embed_tokens.weight"].clone()
+    batch = make_batch(trajectories, 1000)
+    first = update(batch, 0, lambda: True)
+    assert first is not None
+    assert (first["updates"], first["critic/loss"]) == (0, None)
+    assert torch.equal(learner.weights()["model.embed_tokens.weight"], before)
+    second = update(batch, 1, lambda: True)
+    assert second is not None
+    assert (second["updates"], second["critic/loss"] is not None) == (1, True)
+    assert not torch.equal(learner.weights()["model.embed_tokens.weight"], before)
+    critic.close()
+
+
+def test_a_failure_while_it_learns_is_raised_by_the_next_batch(
+    directory: Path, trajectories: list[Trajectory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> Tensor:
+        raise RuntimeError("out of memory")
+
+    _, critic = opened(configured(directory))
+    batch = make_batch(trajectories, 1000)
+    values = critic.values(batch)
+    monkeypatch.setattr("umbra.services.trainer.critic.value_loss", broken)
+    critic.learn(batch, values, constant_returns(batch))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        critic.values(batch)
+    critic.close()
+
+
+def test_the_head_of_another_model_is_refused(directory: Path, tmp_path: Path) -> None:
+    make_model(tmp_path / "wide", hidden=48, ff=64)
+    _, critic = opened(configured(tmp_path / "wide", critic__kind="head"))
+    out = critic.export(tmp_path / "critic")
+    critic.close()
+    with pytest.raises(UsageError, match="belongs to another model"):
+        opened(configured(directory, critic__kind="head", critic__path=out))
+    with pytest.raises(UsageError, match=r"critic\.path: .*config"):
+        opened(configured(directory, critic__path=out))
+
+
+def test_settings_of_a_critic_without_one_are_refused(directory: Path) -> None:
+    config = configured(directory, trainer__objective="grpo")
+    with pytest.raises(UsageError, match=r"\[critic\] is for trainer\.advantage = gae"):
+        check_feasible(config)

@@ -1,0 +1,268 @@
+"""The cluster planner: who gets what, by which rule, and what is refused with which arithmetic."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from fakes.clusters import BOTH, HYBRID, PLANS, SEPARATE, plan_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from umbra.deploy.cluster.cluster_file import load_cluster
+from umbra.deploy.cluster.plan import Plan
+from umbra.deploy.cluster.shares import check_ratios, divide
+from umbra.deploy.cluster.table import as_json, table
+from umbra.proto.errors import UsageError
+
+
+def by_task(plan: Plan) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
+    """Node and GPUs of every process, by task."""
+    found: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+    for process in plan.processes:
+        found.setdefault(process.task, []).append((process.node.name, process.gpus))
+    return found
+
+
+# -- the rule -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ratios", "units", "counts"),
+    [
+        ([0.5, 0.5], 4, [2, 2]),
+        ([0.5, 0.25, 0.25], 4, [2, 1, 1]),
+        ([0.5, 0.25, 0.25], 5, [3, 1, 1]),  # 2.5 1.25 1.25: the first is furthest below
+        ([0.25, 0.25, 0.5], 6, [2, 1, 3]),  # 1.5 1.5 3: of equals the first
+        ([0.9, 0.05, 0.05], 4, [2, 1, 1]),  # 3.6 0.2 0.2: everyone gets one
+        ([0.4, 0.4, 0.1, 0.1], 4, [1, 1, 1, 1]),
+        ([0.45, 0.45, 0.05, 0.05], 5, [2, 1, 1, 1]),  # 2.25 2.25: the last of equals gives
+        ([0.333, 0.333, 0.333], 3, [1, 1, 1]),
+    ],
+)
+def test_units_are_divided(ratios: list[float], units: int, counts: list[int]) -> None:
+    exact = check_ratios(ratios, len(ratios))
+    assert divide(exact, units, [None] * len(ratios)) == counts
+
+
+@given(
+    st.lists(st.integers(1, 50), min_size=1, max_size=6).flatmap(
+        lambda parts: st.tuples(st.just(parts), st.integers(len(parts), 300))
+    )
+)
+def test_all_units_are_given_and_nobody_is_far_from_its_due(case: tuple[list[int], int]) -> None:
+    parts, units = case
+    ratios = [Fraction(part, sum(parts)) for part in parts]
+    counts = divide(ratios, units, [None] * len(parts))
+    assert sum(counts) == units
+    assert min(counts) >= 1
+    forced = sum(1 for ratio in ratios if ratio * units < 1)
+    for ratio, count in zip(ratios, counts, strict=True):
+        assert count < ratio * units + 1
+        assert count > ratio * units - 1 - forced
+
+
+def test_what_nobody_can_use_stays_idle() -> None:
+    assert divide([Fraction(1, 3), Fraction(2, 3)], 4, [1, None]) == [1, 3]
+    assert divide([Fraction(1)], 1, [1]) == [1]
+
+
+@pytest.mark.parametrize(
+    ("ratios", "groups", "told"),
+    [
+        ([0.5, 0.25], 2, "0.5 + 0.25 = 0.75, and not 1"),
+        ([0.5, 0.5], 3, "2 numbers for 3 groups"),
+    ],
+)
+def test_bad_ratios(ratios: list[float], groups: int, told: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        check_ratios(ratios, groups)
+    assert told in str(caught.value)
+
+
+# -- modes ----------------------------------------------------------------------------------------
+
+
+def test_complete_separation() -> None:
+    assert by_task(PLANS["separate"]) == {
+        "buffer": [("a", ())],
+        "weight_hub": [("c", ())],  # beside the trainer
+        "relay": [("a", ()), ("d", ())],  # where new weights are needed
+        "train": [("c", tuple(range(8)))],
+        "generate": [("d", (gpu,)) for gpu in range(8)],
+        "ref_logp": [("b", (gpu,)) for gpu in range(8)],
+        "logp": [("a", (gpu,)) for gpu in range(8)],
+    }
+
+
+def test_a_group_shares_its_gpus() -> None:
+    plan = PLANS["hybrid"]
+    found = by_task(plan)
+    assert found["train"] == [("a", (0, 1, 2, 3))]
+    assert found["logp"] == [("a", (gpu,)) for gpu in range(4)]
+    assert found["generate"] == [(node, (gpu,)) for node in "cd" for gpu in range(4)]
+    assert plan.shares_gpus()
+    assert not PLANS["separate"].shares_gpus()
+
+
+def test_fewer_nodes_than_groups_are_divided_by_gpus() -> None:
+    plan = PLANS["two nodes, GPUs divided"]  # 16 GPUs: 8, 3.2, 4.8
+    found = by_task(plan)
+    assert found["train"] == [("a", tuple(range(8)))]
+    assert found["ref_logp"] == [("b", (gpu,)) for gpu in (0, 1, 2)]
+    assert found["generate"] == [("b", (gpu,)) for gpu in (3, 4, 5, 6, 7)]
+    assert "ratio 0.3 x 16 GPUs = 4.8, rounded to 5" in table(plan)
+
+
+def test_one_node() -> None:
+    found = by_task(PLANS["one node"])
+    assert found["train"] == [("a", (0, 1))]  # it is placed first
+    assert found["logp"] == [("a", (2,)), ("a", (3,))]
+    assert "relay" not in found
+    assert by_task(PLANS["one GPU"])["generate"] == [("a", (0,))]
+
+
+def test_without_gpus_processes_are_dealt() -> None:
+    found = by_task(PLANS["no GPUs"])
+    assert found["train"] == [("a", ())]
+    assert found["ref_logp"] == [("b", ())]
+    assert found["generate"] == [("c", ())]
+    assert found["reward"] == [("a", ())]
+    several = plan_of(0, 0, 0, 0, overrides=("generator.count=4",), ratios=[0.25, 0.75])
+    names = [process.name for process in several.processes if process.task == "generate"]
+    assert names == ["generator-b-0", "generator-c-0", "generator-d-0", "generator-b-1"]
+    assert by_task(plan_of(0))["generate"] == [("a", ())]
+
+
+def test_a_node_without_gpus_holds_the_buffer_and_rewards() -> None:
+    plan = PLANS["head without GPUs"]
+    assert [process.task for process in plan.on(plan.nodes[0])] == ["buffer"] + ["reward"] * 3
+    placed = plan_of(4, 4, broker="b")
+    assert placed.the("buffer").node.name == "b"
+
+
+def test_fewer_ranks_than_gpus_leave_some_idle() -> None:
+    plan = plan_of(8, 8, overrides=("trainer.ranks=4",))
+    assert plan.the("train").gpus == (0, 1, 2, 3)
+    assert plan.idle(plan.nodes[0]) == [4, 5, 6, 7]
+    assert "4-7   -              idle" in table(plan)
+
+
+def test_names_are_unique_and_gpus_exist() -> None:
+    for plan in PLANS.values():
+        names = [process.name for process in plan.processes]
+        assert len(names) == len(set(names))
+        for process in plan.processes:
+            assert set(process.gpus) <= set(range(process.node.gpus))
+        listed = as_json(plan)["nodes"]
+        assert sum(len(node["processes"]) for node in listed) == len(names)
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gpus", "stages", "overrides", "settings", "told"),
+    [
+        (
+            (8, 8, 8, 8),
+            BOTH,
+            (),
+            {**HYBRID, "ratios": [0.5, 0.25, 0.25]},
+            "group [logp, train] is due 0.5 x 4 nodes = 2, but the trainer's ranks share one "
+            "memory and so one node: give it a ratio below 0.5, or fewer nodes to the run",
+        ),
+        (
+            (4, 4),
+            ("ref_logp",),
+            (),
+            {"groups": ["train", "ref_logp", "generate"], "ratios": [0.75, 0.125, 0.125]},
+            "group [train] gets 6 GPUs (ratio 0.75 x 8 GPUs = 6), but the trainer's ranks share "
+            "one memory and so one node, and the largest node has 4: lower its ratio",
+        ),
+        ((2,), BOTH, (), SEPARATE, "4 groups need 4 GPUs at least, and the nodes have 2"),
+        (
+            (4, 4),
+            BOTH,
+            (),
+            {**SEPARATE, "unit": "node"},
+            "4 groups need 4 nodes with GPUs, and there are 2: set cluster.unit to gpu",
+        ),
+        (
+            (8, 8),
+            (),
+            ("trainer.ranks=16",),
+            {},
+            "trainer.ranks = 16, but group [train] has 8 GPUs (ratio 0.5 x 2 nodes = 1)",
+        ),
+        ((0,), (), (), {"unit": "gpu"}, "cluster.unit = gpu, but no node has GPUs"),
+        ((8,), ("logp",), (), {}, "cluster.groups lacks logp"),
+        ((8,), (), (), {"groups": ["train", "generate", "logp"]}, "names logp, but buffer.stages"),
+        ((8,), (), (), {"groups": ["actor-train", "generate"]}, "actor-train is called train here"),
+        ((8,), (), (), {"groups": ["train", "generate", "train"]}, "names train twice"),
+        ((8,), (), (), {"groups": ["train", "sleep"]}, "unknown task 'sleep'; known: train"),
+        (
+            (8,),
+            ("reward",),
+            (),
+            {"groups": ["train", "generate", "reward"]},
+            "gives nodes to reward alone, which needs no GPU",
+        ),
+        ((8,), (), ("weight_hub.plane=nccl",), {}, "set cluster.network to host"),
+        ((8,), (), ("weight_hub.plane=cuda_ipc",), {}, "leave it on auto"),
+    ],
+)
+def test_a_plan_that_cannot_be_met_is_refused_with_the_numbers(
+    gpus: tuple[int, ...],
+    stages: tuple[str, ...],
+    overrides: tuple[str, ...],
+    settings: dict[str, object],
+    told: str,
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        plan_of(*gpus, stages=stages, overrides=overrides, **settings)
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+# -- the file -------------------------------------------------------------------------------------
+
+GOOD = '[cluster]\ngroups = ["train", "generate"]\n[[nodes]]\nname = "a"\naddress = "h"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (GOOD.replace("groups", "gruops"), "cluster: unknown key gruops; did you mean groups?"),
+        (
+            GOOD.replace("groups", "sperated_node_tasks"),
+            "cluster.sperated_node_tasks is async-rl's: write groups",
+        ),
+        (GOOD + "gpu = 3\n", "nodes[0]: unknown key gpu; did you mean gpus?"),
+        (GOOD + "gpus = 'x'\n", "nodes[0].gpus: expected `int`, got `str`"),
+        (GOOD + "gpus = -1\n", "nodes[0].gpus: expected `int` >= 0"),
+        (GOOD.replace('"a"', '"A b"'), "nodes[0].name: expected `str` matching regex"),
+        (
+            GOOD.replace("[cluster]", "[clutser]"),
+            "unknown section [clutser]; did you mean cluster?",
+        ),
+        (GOOD + '[[nodes]]\nname = "a"\naddress = "i"\n', "two nodes have the name a"),
+        (GOOD + '[[nodes]]\nname = "b"\naddress = "h"\n', "two nodes have the address h"),
+        (GOOD.replace("groups", "broker = 'c'\ngroups"), "cluster.broker = c is no node"),
+        ("[cluster]\n", "there are no nodes"),
+        (GOOD.replace("address", "#"), "nodes[0]: object missing required field `address`"),
+        ("[[nodes", "is not valid TOML"),
+    ],
+)
+def test_a_bad_cluster_file(text: str, told: str, tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(UsageError) as caught:
+        load_cluster(path)
+    assert told in str(caught.value)
+
+
+def test_a_cluster_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="does not exist"):
+        load_cluster(tmp_path / "none.toml")
