@@ -36,7 +36,7 @@ def bar_chart(counts: Sequence[int], *, title: str) -> str:
     """A histogram over 0, 1, 2, ...; an empty text if there is nothing to draw."""
     if not any(counts):
         return ""
-    x_of, y_of, axes = _frame(-0.5, len(counts) - 0.5, 0.0, float(max(counts)), whole=True)
+    x_of, y_of, axes = _frame(-0.5, len(counts) - 0.5, 0.0, 1.1 * max(counts), whole=True)
     parts = [axes]
     total = sum(counts)
     for value, count in enumerate(counts):

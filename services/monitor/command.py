@@ -6,8 +6,8 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 import click
@@ -106,6 +106,7 @@ def status(broker: str, security: Security, timeout_s: float, as_json: bool) -> 
     metavar="[HOST]:PORT",
     help="Serve /metrics; stays until Ctrl-C.  [host: 127.0.0.1]",
 )
+@click.option("--otlp", metavar="URL", help="Send to an OpenTelemetry receiver, http://host:4318.")
 def monitor(
     broker: str,
     security: Security,
@@ -115,6 +116,7 @@ def monitor(
     interval_s: float,
     web: str | None,
     prometheus: str | None,
+    otlp: str | None,
 ) -> int:
     """Watch a run live: its members, ledger, staleness and what is stuck.
 
@@ -132,14 +134,20 @@ def monitor(
             for address, resources in ((web, board.page()), (prometheus, board.metrics()))
             if address is not None
         ]
+        sinks = [board.show]
+        if otlp is not None:
+            from umbra.services.monitor.telemetry import Telemetry  # an extra
+
+            telemetry = stack.enter_context(closing(Telemetry.over_http(look.status.run_id, otlp)))
+            sinks.append(telemetry.show)
         if once:
             _echo_json(look) if as_json else click.echo(plain(look.status, look.rates))
-        elif sys.stdout.isatty() and not as_json and not served:
+        elif sys.stdout.isatty() and not as_json and not served and not otlp:
             LiveView(watch, interval_s, timeout_s).run(look, stopping)
         else:
             show = _echo_json if as_json else _echo_line
-            follow = _Follow(watch, board, interval_s, timeout_s, stays=bool(served))
-            follow.run(look, stopping, show)
+            follow = _Follow(watch, board, interval_s, timeout_s, stays=bool(served or otlp))
+            follow.run(look, stopping, [*sinks, show])
     return EXIT_DONE
 
 
@@ -172,13 +180,15 @@ class _Follow:
     timeout_s: float
     stays: bool
 
-    def run(self, look: Look, stopping: threading.Event, show: Callable[[Look], None]) -> None:
-        """Show `look` and what follows."""
+    def run(
+        self, look: Look, stopping: threading.Event, sinks: Sequence[Callable[[Look], None]]
+    ) -> None:
+        """Show `look` and what follows to `sinks`."""
         lost = False
         while True:
             if not lost:
-                self.board.show(look)
-                show(look)
+                for show in sinks:
+                    show(look)
             if stopping.wait(self.interval_s):
                 return
             try:

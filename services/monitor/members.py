@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from umbra.proto.messages import Member, Status
@@ -10,6 +10,7 @@ from umbra.services.monitor.rates import Rates
 
 SLOW_S = 10.0  # idle or silent for longer than this is pointed out
 IDLE = ("idle", "wait")  # what activities begin with that are idleness
+INCARNATION_SHOWN = 6  # characters, enough to see that it is another one
 SHOWN_APART = ("version", "step", "tok_s", "tokens_per_s")
 
 
@@ -18,6 +19,7 @@ class MemberRow(NamedTuple):
 
     name: str
     state: str
+    incarnation: str = ""
     version: str = ""
     lag: str = ""
     tokens_s: str = ""
@@ -49,6 +51,16 @@ def member_rows(
         if name not in present
     ]
     return rows
+
+
+def most_telling(rows: Sequence[MemberRow], count: int) -> list[MemberRow]:
+    """At most `count` of `rows`, in their order: those that are not just fine before the others."""
+    if len(rows) <= count:
+        return list(rows)
+    by_need = sorted(rows, key=lambda row: (row.state == "ready", not row.idle.startswith("still")))
+    kept = set(by_need[: count - 1])
+    shown = [row for row in rows if row in kept]
+    return [*shown, MemberRow(f"and {len(rows) - len(shown)} more", "")]
 
 
 def idle_shares(shares: Mapping[str, float]) -> dict[str, float]:
@@ -92,6 +104,7 @@ def _row(member: Member, newest: int, rates: Rates) -> MemberRow:
     return MemberRow(
         name=member.name,
         state=f"silent {member.silent_s:.0f} s" if member.silent_s >= SLOW_S else member.state,
+        incarnation=member.incarnation[:INCARNATION_SHOWN],
         version="" if version is None or version < 0 else f"{version:.0f}",
         lag="" if version is None or version < 0 else f"{max(0.0, newest - version):.0f}",
         tokens_s="" if tokens_s is None else f"{tokens_s:,.0f}",

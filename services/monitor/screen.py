@@ -33,10 +33,12 @@ BAR_WIDTH = 24
 SAMPLE_CHARS = 300
 
 
-def screen(look: Look, footer: str = "") -> RenderableType:
-    """The whole view; `footer` tells of the keys."""
+def screen(look: Look, keys: str = "") -> RenderableType:
+    """The whole view; `keys` tells of them."""
     status = look.status
     parts: list[RenderableType] = [_title(look)]
+    if keys:  # up here, where no small window cuts it off
+        parts.append(Text(keys, style="dim"))
     if notice := notice_text(status):
         parts.append(Text(notice, style="bold yellow"))
     parts += [
@@ -53,8 +55,6 @@ def screen(look: Look, footer: str = "") -> RenderableType:
         parts += [Rule("a sample", style="dim"), _sample(look.samples[-1])]
     if counters := counters_text(status):
         parts += [Rule("counters", style="dim"), Text(counters, style="dim")]
-    if footer:
-        parts.append(Text(footer, style="reverse"))
     return Group(*parts)
 
 

@@ -14,13 +14,15 @@ from rich.text import Text
 
 from umbra.proto.messages import Status
 from umbra.proto.records import EvalReport
-from umbra.services.monitor.members import MemberRow, member_rows
+from umbra.services.monitor.members import MemberRow, member_rows, most_telling
 from umbra.services.monitor.rates import Rates
 
 BARS = "▁▂▃▄▅▆▇█"
 COLUMNS = (
-    "service", "state", "version", "lag", "tokens/s", "busy", "idle", "activity", "figures",
+    "service", "state", "incarnation", "version", "lag", "tokens/s", "busy", "idle", "activity",
+    "figures",
 )  # fmt: skip
+MEMBERS_SHOWN = 24
 NUMBERS = ("version", "lag", "tokens/s", "busy")
 STATE_STYLES = {
     "ready": "green", "running": "green", "done": "dim", "stopped": "dim", "failed": "bold red",
@@ -192,7 +194,7 @@ def member_table(
             no_wrap=column != "figures",
             justify="right" if column in NUMBERS else "left",
         )
-    for row in member_rows(status, rates, processes):
+    for row in most_telling(member_rows(status, rates, processes), MEMBERS_SHOWN):
         cells = [Text(cell) for cell in row]
         cells[1].stylize(STATE_STYLES.get(row.state, "yellow"))
         table.add_row(*cells)

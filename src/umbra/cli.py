@@ -100,6 +100,7 @@ EXTRAS: dict[str, str] = {
     "cupy": "nccl",
     "tensorboard": "tensorboard",
     "wandb": "wandb",
+    "opentelemetry": "otel",
     "reasoning_gym": "tasks",
     "math_verify": "tasks",
     "datasets": "tasks",

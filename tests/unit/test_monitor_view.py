@@ -13,7 +13,7 @@ from umbra.deploy.progress import Progress
 from umbra.deploy.run_folder import RunFolder
 from umbra.proto.messages import Member, Status, Stuck
 from umbra.proto.records import EvalReport, Ledger
-from umbra.services.monitor.members import MemberRow, idle_text, member_rows
+from umbra.services.monitor.members import MemberRow, idle_text, member_rows, most_telling
 from umbra.services.monitor.rates import RateMeter, Rates
 from umbra.services.monitor.view import (
     headline,
@@ -109,12 +109,30 @@ def test_members_gone_and_processes_without_membership_are_shown() -> None:
     )
     assert rows == [
         MemberRow(
-            "generator-0", "ready", "3", "37", "1,234", "75%", "25% (work)", "decoding", "live 8"
+            "generator-0",
+            "ready",
+            "a",
+            "3",
+            "37",
+            "1,234",
+            "75%",
+            "25% (work)",
+            "decoding",
+            "live 8",
         ),
         MemberRow("generator-1", "gone", activity="silent for 15 s"),
         MemberRow("generator-2", "restarts in 0.5 s"),
         MemberRow("trainer", "starting"),
     ]
+
+
+def test_of_many_members_those_in_trouble_are_shown() -> None:
+    many = [member(f"generator-{i:03}", state="failed" if i == 77 else "ready") for i in range(90)]
+    rows = most_telling(member_rows(status(members=many), Rates()), 10)
+    assert len(rows) == 10
+    assert "generator-077" in [row.name for row in rows]
+    assert rows[-1].name == "and 81 more"
+    assert [row.name for row in rows[:-1]] == sorted(row.name for row in rows[:-1])
 
 
 def test_silence_and_idleness_are_pointed_out() -> None:

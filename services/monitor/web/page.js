@@ -27,15 +27,17 @@ function number(value) {
   const size = Math.abs(value);
   if (size >= 1e6) return (value / 1e6).toPrecision(3) + "M";
   if (size >= 1e4) return (value / 1e3).toPrecision(3) + "k";
-  return Number.isInteger(value) ? String(value) : value.toPrecision(3);
+  if (size >= 100 || Number.isInteger(value)) return value.toFixed(0);
+  return size && size < 1e-3 ? value.toExponential(1) : value.toPrecision(3);
 }
 
 function table(target, columns, rows) {
   const cell = (tag) => (value) => value instanceof Node ? element(tag, {}, value)
     : element(tag, typeof value === "number" ? { class: "n" } : {},
       typeof value === "number" ? number(value) : String(value));
+  const right = (i) => rows.length && typeof rows[0][i] === "number" ? { class: "n" } : {};
   target.replaceChildren(
-    element("tr", {}, ...columns.map(cell("th"))),
+    element("tr", {}, ...columns.map((column, i) => element("th", right(i), column))),
     ...rows.map((row) => element("tr", {}, ...row.map(cell("td")))));
 }
 
@@ -70,7 +72,7 @@ function bar(shares, classes) {
 function lineChart(name, steps, values) {
   const points = steps.map((step, i) => [step, values[i]]).filter(([, value]) => value !== null);
   if (!points.length) return null;
-  const W = 320, H = 110, L = 40, R = 4, T = 6, B = 16;
+  const W = 320, H = 110, L = 46, R = 4, T = 6, B = 16;
   const xs = points.map((p) => p[0]), ys = points.map((p) => p[1]);
   let [low, high] = [Math.min(...ys), Math.max(...ys)];
   if (high - low < 1e-12) { low -= 0.5; high += 0.5; }
@@ -140,7 +142,7 @@ function drawServices(look) {
     const clock = m.clock_error_s < 0 ? "" : `${(1e3 * m.clock_offset_s).toFixed(1)} ± ${(1e3 * m.clock_error_s).toFixed(1)} ms`;
     return [m.name, m.silent_s >= 10 ? `silent ${m.silent_s.toFixed(0)} s` : m.state, m.incarnation,
       version ?? "", version === undefined ? "" : Math.max(0, look.version - version),
-      m.stats.tok_s ?? m.stats.tokens_per_s ?? "", bar(m.shares, colours(Object.keys(m.shares))),
+      Math.round(m.stats.tok_s ?? m.stats.tokens_per_s ?? 0) || "", bar(m.shares, colours(Object.keys(m.shares))),
       known ? (100 * share).toFixed(0) + "%" + why : "", m.activity, m.host, clock];
   });
   for (const [name, why] of Object.entries(look.departed)) {
@@ -205,7 +207,7 @@ function draw(look) {
   drawTimeline(look);
   table($("pushes"), ["version", "receiver", "plane", "snapshot", "wire", "stage", "commit", "total"],
     look.pushes.slice(-8).reverse().map((p) => [p.version, p.receiver, p.plane,
-      ...[p.snapshot_s, p.wire_s, p.stage_s, p.commit_s, p.total_s].map((s) => (1e3 * s).toFixed(1))]));
+      ...[p.snapshot_s, p.wire_s, p.stage_s, p.commit_s, p.total_s].map((s) => Number((1e3 * s).toFixed(1)))]));
   drawSamples(look);
   $("counters").textContent = Object.entries(look.counters).filter(([, n]) => n).map(([k, n]) => `${k} ${n}`).join(", ");
 }
