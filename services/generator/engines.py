@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -17,30 +19,73 @@ from umbra.services.modeling.models import (
     load_model,
     load_tokenizer,
     named_tokens,
+    outline_model,
     pick_device,
     stop_ids,
 )
+from umbra.services.runtime.arena import private_memory
 from umbra.services.runtime.config import RunConfig
 
 
 @dataclass(frozen=True, slots=True)
 class OpenEngine:
-    """An engine, its chat, and the device that it computes on (torch's name)."""
+    """An engine, its chat, and where new weights are put for it.
+
+    `device` is torch's name of it; on "cpu" they are put into memory that `allocate` gives.
+    """
 
     engine: StreamingEngine
     chat: Chat
     device: str
+    allocate: Callable[[int], memoryview] = private_memory
 
 
 def open_engine(config: RunConfig, name: str) -> OpenEngine:
     """The engine of the generator called `name`.
 
     Raises:
-        UsageError: a model, tokenizer or replay model that can't be used.
+        UsageError: a model, tokenizer or replay model that can't be used, or settings that the
+            engine does not have.
+        StartupError: vLLM's processes did not come up.
     """
-    if config.generator.engine == "replay":
-        return _replay(config)
-    return _torch(config, name)
+    generator = config.generator
+    if generator.engine == "vllm":
+        return _vllm(config, name)
+    for key, given in (
+        ("engine_args", bool(generator.engine_args)),
+        ("tensor_parallel", generator.tensor_parallel > 1),
+    ):
+        if given:
+            raise UsageError(
+                f'generator.{key} is for vLLM: leave it out, or set generator.engine = "vllm"'
+            )
+    return _replay(config) if generator.engine == "replay" else _torch(config, name)
+
+
+def _vllm(config: RunConfig, name: str) -> OpenEngine:
+    from umbra.services.generator.vllm_options import require_vllm, set_environment
+
+    require_vllm()
+    tokenizer = load_tokenizer(config.model.path)
+    outline = outline_model(config.model.path)
+    stops = stop_ids(outline, tokenizer) | named_tokens(tokenizer, config.sampling.stop_tokens)
+    set_environment(config.generator)
+    from umbra.services.generator.vllm_engine import VllmEngine  # brings vLLM
+
+    engine = VllmEngine(
+        Path(config.model.path),
+        outline,
+        config.generator,
+        dtype=config.weight_hub.dtype,  # it computes in what it is served
+        stop_ids=stops,
+        seed=_seed(config, name),
+    )
+    return OpenEngine(engine, Chat(tokenizer, stops), "cpu", engine.memory.allocate)
+
+
+def _seed(config: RunConfig, name: str) -> int:
+    """Generators of one run must not draw the same numbers."""
+    return zlib.crc32(f"{config.run.seed}/{name}".encode())
 
 
 def _torch(config: RunConfig, name: str) -> OpenEngine:
@@ -56,8 +101,7 @@ def _torch(config: RunConfig, name: str) -> OpenEngine:
         stop_ids=stops,
         slots=config.generator.slots,
         max_context=config.generator.max_context,
-        # Generators of one run must not draw the same numbers.
-        seed=zlib.crc32(f"{config.run.seed}/{name}".encode()),
+        seed=_seed(config, name),
     )
     return OpenEngine(engine, Chat(tokenizer, stops), str(device))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
@@ -38,9 +39,7 @@ def run(ctx: ServiceContext) -> int:
     if "reward" in config.buffer.stages:
         environment = msgspec.structs.replace(environment, kind=UNREWARDED, options={})
     opened = open_engine(config, ctx.name)
-    engine = opened.engine
     wake = threading.Event()
-    pool = open_pool(environment, wake=wake.set)
     settings = RolloutSettings(
         chat=opened.chat,
         sampling=sampling_of(config.sampling),
@@ -51,7 +50,11 @@ def run(ctx: ServiceContext) -> int:
     # An eighth early: so much is decoded at most while what is flushed is on its way.
     flush_tokens = config.generator.partial_flush_tokens
     flush_tokens -= flush_tokens // 8
-    with ctx.join("generator") as session:
+    with (
+        closing(opened.engine) as engine,
+        closing(open_pool(environment, wake=wake.set)) as pool,
+        ctx.join("generator") as session,
+    ):
         ctx.ready({"role": "generator", "name": ctx.name})
         hub = config.weight_hub
         stream = (
@@ -60,10 +63,10 @@ def run(ctx: ServiceContext) -> int:
             else None
         )
         gpu = gpu_for(hub, opened.device) if stream is None else None
-        receiver = _subscribe(session, hub, stream, gpu)
+        receiver = _subscribe(session, hub, stream, gpu, opened.allocate)
         if receiver is None:
             return _end(session)
-        with closing(receiver), closing(pool), closing(engine):
+        with closing(receiver):
             GeneratorLoop(
                 session=session,
                 receiver=receiver,
@@ -92,7 +95,11 @@ def _end(session: Session) -> int:
 
 
 def _subscribe(
-    session: Session, config: WeightHub, stream: WeightStream | None, gpu: GpuReceiving | None
+    session: Session,
+    config: WeightHub,
+    stream: WeightStream | None,
+    gpu: GpuReceiving | None,
+    allocate: Callable[[int], memoryview],
 ) -> Receiver | None:
     """A receiver of weights; None if we are stopped before there is a hub with a model.
 
@@ -104,6 +111,7 @@ def _subscribe(
     receiver = Receiver(
         channel,
         planes=host_planes(config.plane),
+        allocate=allocate,
         gpu=gpu,
         frame_bytes=config.receive_bucket_bytes,
         open_intake=stream.open if stream is not None else None,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from umbra.proto.errors import UsageError
@@ -60,6 +60,26 @@ def load_model(
             "engine serves models with full attention only"
         )
     return model.to(device).eval()
+
+
+def outline_model(path: str | Path, source: str = "model.path") -> Any:
+    """The model in `path` without its weights: names, shapes and generation config.
+
+    Raises:
+        UsageError: not a model directory, or an unknown architecture.
+    """
+    directory = check_model_dir(path, source)
+    try:
+        config = AutoConfig.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise UsageError(f"{source}: {directory} cannot be loaded: {error}") from error
+    if (directory / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
+    return model
 
 
 def load_tokenizer(path: str | Path, source: str = "model.path") -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -88,7 +88,7 @@ class WeightTable:
             UsageError: a name is missing or unknown, or a shape differs; nothing was changed then.
         """
         given = dict(tensors)
-        self._check(given)
+        self.check(given)
         for name, tensor in given.items():
             self._places[name].copy_(tensor)
         # Copies inside of a GPU are only begun by then, and the memory of `tensors` is used again.
@@ -103,17 +103,30 @@ class WeightTable:
             UsageError: as `load`; nothing was changed then.
             UmbraError: `buckets` broke off; the weights are part old, part new then.
         """
-        self._check(
+        self.check_manifest(manifest)
+        for name, first, piece in pieces_in(manifest, buckets):
+            flat = self._places[name].detach().view(-1)
+            flat[first : first + len(piece)].copy_(piece)
+
+    def check_manifest(self, manifest: Manifest) -> None:
+        """Check that versions of this layout fit.
+
+        Raises:
+            UsageError: as `load`.
+        """
+        self.check(
             {
                 entry.name: torch.empty(entry.shape, dtype=_dtype(entry), device="meta")
                 for entry in manifest.tensors
             }
         )
-        for name, first, piece in pieces_in(manifest, buckets):
-            flat = self._places[name].detach().view(-1)
-            flat[first : first + len(piece)].copy_(piece)
 
-    def _check(self, given: dict[str, torch.Tensor]) -> None:
+    def check(self, given: Mapping[str, torch.Tensor]) -> None:
+        """Check that `given` is a version of this model.
+
+        Raises:
+            UsageError: as `load`.
+        """
         missing = [
             names[0] for names in self._aliases.values() if not any(n in given for n in names)
         ]

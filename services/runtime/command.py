@@ -124,7 +124,11 @@ def service_command(
     def invoke(**values: Any) -> None:
         overrides = list(values.pop("set"))
         chosen = {field.name: values.pop(field.name) for field in fields}
-        overrides += [f"{section}.{key}={text}" for key, text in chosen.items() if text is not None]
+        for key, given in chosen.items():
+            if isinstance(given, tuple):  # a table: KEY=VALUE, any number of times
+                overrides += [f"{section}.{key}.{text}" for text in given]
+            elif given is not None:
+                overrides.append(f"{section}.{key}={given}")
         for key in ("level", "format"):
             if (text := values[f"log_{key}"]) is not None:
                 overrides.append(f"log.{key}={text}")
@@ -188,6 +192,13 @@ def _flag(field: msgspec.structs.FieldInfo, section: type[Any]) -> click.Option:
     schema = getattr(info, "extra_json_schema", None) or {}
     default = "" if field.default in ("", None) else f"  [default: {field.default}]"
     kind = bare(info)
+    if isinstance(kind, msgspec.inspect.DictType):
+        return click.Option(
+            [f"--{field.encode_name.replace('_', '-').removesuffix('s')}", field.name],
+            metavar="KEY=VALUE",
+            multiple=True,
+            help=str(schema.get("description", "")) + "; can be repeated",
+        )
     choices = getattr(kind, "values", None)
     metavar = "|".join(map(str, choices)) if choices else type(kind).__name__.removesuffix("Type")
     return click.Option(

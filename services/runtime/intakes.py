@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from umbra.proto.messages import Subscribed
-from umbra.services.runtime.arena import private_memory
 from umbra.services.runtime.fetch import BucketIntake
 from umbra.services.runtime.gpu.cuda import DeviceMemory
 from umbra.services.runtime.gpu.receiving import GpuReceiving
@@ -25,6 +24,7 @@ class Intakes:
     Args:
         name: of this receiver.
         frame_bytes: of one message, at most, where weights come over a socket.
+        allocate: gives the memory to fill, so many writable bytes, but for the planes of `gpu`.
         gpu: for planes `nccl` and `cuda_ipc`.
         own: takes the place of all planes', with memory of its own.
         streamed: `own` keeps nothing from one subscription to the next.
@@ -35,6 +35,7 @@ class Intakes:
         self,
         name: str,
         frame_bytes: int,
+        allocate: Callable[[int], memoryview],
         gpu: GpuReceiving | None,
         own: Callable[[Subscribed], Intake] | None,
         streamed: bool,
@@ -44,6 +45,7 @@ class Intakes:
         self.buffers: Buffers = []
         self._name = name
         self._frame_bytes = frame_bytes
+        self._allocate = allocate
         self._gpu = gpu
         self._own = own
         self._streamed = streamed
@@ -92,7 +94,7 @@ class Intakes:
             self._private = []
             return self._gpu.open(reply, self._name, self._frame_bytes, self._security)
         if not self._private:
-            self._private = [private_memory(manifest.total_bytes) for _ in range(BUFFERS)]
+            self._private = [self._allocate(manifest.total_bytes) for _ in range(BUFFERS)]
         if reply.plane == "tcp":
             intake = BucketIntake(
                 self._name, manifest, self._private, self._frame_bytes, security=self._security

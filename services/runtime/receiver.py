@@ -27,7 +27,7 @@ from umbra.proto.messages import (
     Subscribed,
 )
 from umbra.proto.records import Manifest
-from umbra.services.runtime.arena import shm_host
+from umbra.services.runtime.arena import private_memory, shm_host
 from umbra.services.runtime.channel import Channel
 from umbra.services.runtime.gpu.cuda import DeviceMemory
 from umbra.services.runtime.gpu.receiving import GpuReceiving
@@ -69,6 +69,7 @@ class Receiver:
         serves: endpoint at which a relay serves others; stated to the hub.
         buckets: endpoint at which a relay hands buckets on; stated to the hub.
         streamed: `open_intake` keeps nothing: the hub's slot is read until `committed`.
+        allocate: gives the memory in which versions are staged, so many writable bytes.
         gpu: for planes `nccl` and `cuda_ipc`, which are then offered as well; closed with this.
         check_s: seconds of silence after which it asks the hub whether it is still subscribed.
         retry_s: seconds between being dropped and subscribing again.
@@ -85,6 +86,7 @@ class Receiver:
         serves: str = "",
         buckets: str = "",
         streamed: bool = False,
+        allocate: Callable[[int], memoryview] = private_memory,
         gpu: GpuReceiving | None = None,
         check_s: float = 5.0,
         retry_s: float = 1.0,
@@ -95,7 +97,7 @@ class Receiver:
         self._gpu = gpu
         self._planes = [*(gpu.planes if gpu else []), *planes]
         self._intakes = Intakes(
-            channel.sender, frame_bytes, gpu, open_intake, streamed, channel.security
+            channel.sender, frame_bytes, allocate, gpu, open_intake, streamed, channel.security
         )
         self._serves = serves
         self._buckets_endpoint = buckets

@@ -70,7 +70,9 @@ class Generator(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
             ge=1,
         ),
     ] = 1
-    engine: Annotated[Literal["torch", "replay"], Meta(description="inference engine")] = "torch"
+    engine: Annotated[Literal["torch", "vllm", "replay"], Meta(description="inference engine")] = (
+        "torch"
+    )
     replay: Annotated[
         str, Meta(description='file of `umbra replay-model`, for engine "replay"')
     ] = ""
@@ -95,6 +97,12 @@ class Generator(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Literal["keep", "recompute", "abort"],
         Meta(description="what new weights do to sequences under way"),
     ] = "keep"
+    tensor_parallel: Annotated[
+        int, Meta(description="GPUs (on CPUs: processes) of one engine; vLLM only", ge=1)
+    ] = 1
+    engine_args: Annotated[
+        dict[str, Any], Meta(description="vLLM's own engine arguments, by their names")
+    ] = {}
     receive: Annotated[
         Literal["staged", "streamed"],
         Meta(description="hold new weights beside the old ones, or load them from the hub's host"),

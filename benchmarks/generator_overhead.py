@@ -1,0 +1,249 @@
+"""Tokens per second through the generator's loop over those of bare calls of its engine.
+
+    python benchmarks/generator_overhead.py [--json FILE] [--engines vllm,torch] [--requests 512]
+                                            [--slots 64] [--passes 4] [--hidden 256] [--layers 4]
+
+The same prompts and lengths' distribution: once handed to the engine all at once (for vLLM: one
+`AsyncLLM.generate` each, gathered; for torch: one `submit`), once leased from a buffer in this
+process by the generator's loop, which tokenises, rolls out, rewards and delivers trajectories.
+A token in a hundred ends an answer, so slots are refilled all the time. Passes take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import queue
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from report import Report
+
+from umbra.proto.messages import (
+    LeaseSamples,
+    Message,
+    Ok,
+    SampleLeases,
+    SubmitAck,
+    SubmitTrajectories,
+)
+from umbra.proto.records import SampleTask, Sampling
+from umbra.services.environments.pool import open_pool
+from umbra.services.environments.protocol import Limits
+from umbra.services.generator.buffer_client import BufferClient
+from umbra.services.generator.engine import EngineRequest, StreamingEngine
+from umbra.services.generator.loop import GeneratorLoop
+from umbra.services.generator.rollout import RolloutSettings
+from umbra.services.generator.runner import RolloutRunner
+from umbra.services.generator.torch_engine import TorchEngine
+from umbra.services.modeling.chat import Chat
+from umbra.services.modeling.models import load_model, load_tokenizer, outline_model
+from umbra.services.runtime.config import Generator
+from umbra.services.runtime.metrics import MetricsFile
+from umbra.services.trainer.make_model import make_model
+
+LONGEST = 256
+CONTEXT = 320
+STOP = 3
+GOAL = 0.97
+
+
+class InProcessBuffer:
+    """A channel that answers at once: leases from a list, accepts all."""
+
+    def __init__(self, rows: Sequence[dict[str, Any]]) -> None:
+        self.pushes: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.delivered = self.tokens = 0
+        self._rows = list(enumerate(rows))
+
+    def request(
+        self,
+        body: Message,
+        *,
+        timeout_s: float,
+        on_done: Callable[[Future[Message]], None] | None = None,
+    ) -> Future[Message]:
+        """As a `Channel`, but answered when it returns; a question without work stays open."""
+        del timeout_s
+        future: Future[Message] = Future()
+        if on_done is not None:
+            future.add_done_callback(on_done)
+        if isinstance(body, LeaseSamples):
+            granted, self._rows = self._rows[: body.capacity], self._rows[body.capacity :]
+            if granted:
+                future.set_result(SampleLeases(tasks=[_task(i, row) for i, row in granted]))
+        elif isinstance(body, SubmitTrajectories):
+            self.delivered += len(body.trajectories)
+            self.tokens += sum(t.response_tokens for t in body.trajectories)
+            future.set_result(SubmitAck(accepted=len(body.trajectories)))
+        else:
+            future.set_result(Ok())
+        return future
+
+
+def _task(index: int, row: dict[str, Any]) -> SampleTask:
+    name = str(index)
+    return SampleTask(
+        sample_id=name, group_id=name, prompt_id=name, attempt=0, row=row, lease_s=600.0
+    )
+
+
+class Outside:
+    """What the loop expects of a session and of a receiver, with nothing behind it."""
+
+    def __init__(self) -> None:
+        self.stopping = threading.Event()
+
+    def progress(self, activity: str, count: int = 1) -> None:
+        """Nobody watches."""
+
+    def stats(self, **values: float) -> None:
+        """Nobody watches."""
+
+    def poll(self) -> None:
+        """No new weights."""
+
+
+def through_the_loop(
+    engine: StreamingEngine, chat: Chat, rows: Sequence[dict[str, Any]], folder: Path
+) -> tuple[int, float]:
+    """Tokens, and seconds from the first question for work to the last delivery."""
+    outside: Any = Outside()
+    buffer = InProcessBuffer(rows)
+    channel: Any = buffer
+    wake = threading.Event()
+    pool = EnvironmentPool(timeout_s=30.0, wake=wake.set)
+    metrics = MetricsFile(folder / "metrics.jsonl", "generator")
+    settings = RolloutSettings(chat, Sampling(max_tokens=LONGEST), CONTEXT)
+    loop = GeneratorLoop(
+        session=outside,
+        receiver=outside,
+        buffer=BufferClient(channel, wake),
+        engine=engine,
+        runner=RolloutRunner(engine, pool, ExactMatch, settings, flush_tokens=448),
+        metrics=metrics,
+        kv_policy="keep",
+        prefetch=32,
+        wake=wake,
+    )
+    began = time.perf_counter()
+    while buffer.delivered < len(rows):
+        loop.turn()
+    seconds = time.perf_counter() - began
+    pool.close()
+    metrics.close()
+    return buffer.tokens, seconds
+
+
+def bare_torch(engine: StreamingEngine, prompts: Sequence[list[int]]) -> tuple[int, float]:
+    """One `submit`, and `poll` until all is done."""
+    began, before = time.perf_counter(), engine.decoded_tokens
+    sampling = Sampling(max_tokens=LONGEST)
+    engine.submit(EngineRequest(str(i), p, sampling, LONGEST) for i, p in enumerate(prompts))
+    while engine.busy:
+        engine.poll(0.0)
+    return engine.decoded_tokens - before, time.perf_counter() - began
+
+
+def bare_vllm(engine: Any, prompts: Sequence[list[int]]) -> tuple[int, float]:
+    """One `AsyncLLM.generate` for each prompt, gathered, in vLLM's own event loop."""
+    from vllm.inputs import tokens_input
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    server = engine._server
+
+    async def one(index: int, prompt: list[int]) -> int:
+        params = SamplingParams(
+            max_tokens=LONGEST,
+            stop_token_ids=[STOP],
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        count = 0
+        async for output in server._llm.generate(tokens_input(prompt), params, f"bare-{index}"):
+            count = len(output.outputs[0].token_ids)
+        return count
+
+    async def all_of_them() -> int:
+        return sum(await asyncio.gather(*(one(i, p) for i, p in enumerate(prompts))))
+
+    began = time.perf_counter()
+    tokens = asyncio.run_coroutine_threadsafe(all_of_them(), server._loop).result(300)
+    return tokens, time.perf_counter() - began
+
+
+def make_engine(name: str, path: Path, slots: int) -> StreamingEngine:
+    """The engine called `name`, serving the model in `path` as version 0."""
+    if name == "torch":
+        model = load_model(path, torch.device("cpu"), torch.float32)
+        return TorchEngine(model, stop_ids={STOP}, slots=slots, max_context=CONTEXT, version=0)
+    from umbra.services.generator.vllm_options import set_environment
+
+    config = Generator(engine="vllm", threads=1, slots=slots, max_context=CONTEXT)
+    set_environment(config)
+    from umbra.services.generator.vllm_engine import VllmEngine
+
+    outline = outline_model(path)
+    return VllmEngine(path, outline, config, dtype="float32", stop_ids={STOP}, version=0)
+
+
+def main() -> int:
+    """Measure and print; 0 if the goal is met."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--engines", default="vllm,torch")
+    parser.add_argument("--requests", type=int, default=512)
+    parser.add_argument("--slots", type=int, default=64)
+    parser.add_argument("--passes", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    report = Report("generator_overhead")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_model(folder / "model", hidden=args.hidden, layers=args.layers, ff=2 * args.hidden)
+        chat = Chat(load_tokenizer(folder / "model"), {STOP})
+        rows = [{"prompt": f"{i} " * (1 + i % 9), "answer": ""} for i in range(args.requests)]
+        prompts = [chat.prompt_ids([{"role": "user", "content": r["prompt"]}]) for r in rows]
+        for engine_name in args.engines.split(","):
+            engine = make_engine(engine_name, folder / "model", args.slots)
+            bare = bare_vllm if engine_name == "vllm" else bare_torch
+            try:
+                bare(engine, prompts[: args.slots])  # what is compiled or cached once
+                rates: dict[str, list[float]] = {"bare": [], "loop": []}
+                for _ in range(args.passes):
+                    tokens, seconds = bare(engine, prompts)
+                    rates["bare"].append(tokens / seconds)
+                    tokens, seconds = through_the_loop(engine, chat, rows, folder)
+                    rates["loop"].append(tokens / seconds)
+            finally:
+                engine.close()
+            ratio = median(
+                loop / plain for loop, plain in zip(rates["loop"], rates["bare"], strict=True)
+            )
+            report.add(
+                engine=engine_name,
+                bare_tok_s=median(rates["bare"]),
+                loop_tok_s=median(rates["loop"]),
+                ratio=ratio,
+                best_ratio=max(rates["loop"]) / max(rates["bare"]),
+            )
+            report.goal(f"{engine_name}: loop over bare", ratio, ">=", GOAL)
+    return 0 if report.show(args.json) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

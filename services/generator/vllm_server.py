@@ -1,0 +1,345 @@
+"""vLLM's `AsyncLLM` in an event loop of its own thread, for a driver that is no coroutine.
+
+Whole outputs are asked for, not a stream, which costs the frontend least. What there is of a
+request under way is read off vLLM's own records of it: the one place where we look behind its
+interface, along with the pause, whose public form sleeps for 20 ms more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import signal
+import threading
+import time
+from collections.abc import Coroutine, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferInitRequest,
+    WeightTransferUpdateRequest,
+)
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.inputs import tokens_input
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from umbra.proto.errors import (
+    DeadlineError,
+    PeerLostError,
+    StartupError,
+    UmbraError,
+    UsageError,
+)
+from umbra.proto.records import VersionSpan
+from umbra.services.generator.engine import (
+    EngineError,
+    EngineOutput,
+    FinishReason,
+    KvPolicy,
+)
+
+_REPLY_S = 60.0  # of a request's abort
+_LOAD_S = 600.0  # of a version's load
+_CLOSE_S = 5.0
+AGAIN = {"path": "", "manifest": b""}  # of `UpdateInfo`: the version begins anew
+_REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request; `key` is never used twice."""
+
+    key: str
+    prompt_ids: list[int]
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Seconds that a change of weights took from the driver's view, and their parts."""
+
+    total_s: float
+    stop_s: float  # until no step was under way
+    load_s: float
+
+
+class VllmServer:
+    """Runs jobs; `done` gets an output for each, or the error that ended it.
+
+    Args:
+        arguments: of `AsyncEngineArgs`.
+        version: of the weights that it starts with.
+
+    Raises:
+        UsageError: vLLM refuses an argument.
+        StartupError: its engine core did not come up.
+    """
+
+    def __init__(self, arguments: dict[str, Any], version: int) -> None:
+        self.done: queue.SimpleQueue[EngineOutput | Exception] = queue.SimpleQueue()
+        self._loads = 0
+        self._loading = False  # from the pause until a version is in place
+        self._salt = ""  # of the prefix cache, another one after each load
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._restarting: set[str] = set()
+        try:
+            args = AsyncEngineArgs(**arguments)
+            args.create_engine_config()
+        except (ValueError, TypeError, KeyError, AssertionError, NotImplementedError) as error:
+            raise UsageError(f"vLLM refuses its engine arguments: {_sentence(error)}") from error
+        try:
+            self._llm = AsyncLLM.from_engine_args(args)
+        except (RuntimeError, ValueError, OSError) as error:
+            raise StartupError(
+                f"vLLM's engine core did not start: {_sentence(error)} (its own lines above say "
+                "more; memory for the KV cache is generator.engine_args.kv_cache_memory_bytes)"
+            ) from error
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="umbra-vllm")
+        self._thread.start()
+        self._states = self._llm.output_processor.request_states
+        try:
+            self._wait(self._begin(version), _REPLY_S)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def died(self) -> EngineError | None:
+        """Why there will be no more outputs, once that is so."""
+        if self._loop.is_closed() or not self._llm.errored:
+            return None
+        manager = self._llm.engine_core.resources.engine_manager
+        codes = manager.finished_procs() if manager is not None else {}
+        ends = [f"{name} {_ended(code)}" for name, code in codes.items()]
+        return EngineError(
+            f"vLLM's engine core died ({', '.join(ends) or 'no exit code yet'}); if it said why, "
+            "it did so above"
+        )
+
+    def lengths(self) -> dict[str, int]:
+        """Tokens sampled so far for each job that is not done."""
+        # Made into a list at once, because the loop's thread adds and removes.
+        states = list(self._states.values())
+        return {state.external_req_id: len(state.detokenizer.output_token_ids) for state in states}
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Start `jobs`."""
+        self._loop.call_soon_threadsafe(self._start, jobs)
+
+    def abort(self, keys: Iterable[str]) -> list[EngineOutput]:
+        """End these jobs; what there is of each is in `done` then, or returned if vLLM has died."""
+        wanted = list(keys)
+        if self._llm.errored:
+            return self.peek(wanted)
+        try:
+            self._wait(self._abort(wanted), _REPLY_S)
+        except EngineDeadError:
+            return self.peek(wanted)
+        return []
+
+    def peek(self, keys: Iterable[str]) -> list[EngineOutput]:
+        """What there is so far of these jobs, as aborted."""
+        return self._wait(self._look(set(keys)), _REPLY_S)
+
+    def update(self, parts: Iterable[dict[str, Any]], version: int, kv_policy: KvPolicy) -> Pause:
+        """Load a version between two steps. Under "abort", all jobs are in `done` afterwards.
+
+        Args:
+            parts: what `UpdateInfo` says of each; asked for one by one, each good until the next.
+            version: of the weights.
+            kv_policy: what becomes of jobs under way.
+
+        Raises:
+            PeerLostError: `parts` broke off. Nothing is decoded until an update succeeds.
+            EngineError: vLLM died, or the load broke off: it must not be used any more.
+        """
+        began = time.perf_counter()
+        try:
+            stop_s = self._wait(self._pause(kv_policy), _LOAD_S)
+            stopped = time.perf_counter()
+            for part in parts:
+                request = WeightTransferUpdateRequest(update_info=part)
+                self._wait(self._llm.update_weights(request), _LOAD_S)
+            self._wait(self._resume(version, kv_policy), _LOAD_S)
+        except PeerLostError:
+            raise
+        except Exception as error:
+            if (died := self.died) is not None:
+                raise died from error
+            raise EngineError(
+                f"version {version} broke off while vLLM loaded it: {_sentence(error)}; its "
+                "weights are neither it nor the version before, so this generator leaves"
+            ) from error
+        now = time.perf_counter()
+        return Pause(now - began, stop_s, now - stopped)
+
+    def close(self) -> None:
+        """End vLLM's processes and the thread."""
+        if self._loop.is_closed():
+            return
+        with suppress(UmbraError):
+            self._wait(self._end(), _CLOSE_S)
+        with suppress(Exception):  # it may have died half-way; nothing of it is needed any more
+            self._llm.shutdown(timeout=_CLOSE_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_CLOSE_S)
+        if not self._thread.is_alive():
+            self._loop.close()
+        with suppress(Exception):
+            # It leaves its ZeroMQ context open, and the one below it that it shares sockets with.
+            context = self._llm.engine_core.ctx
+            context.destroy(linger=0)
+            context._shadow_obj.destroy(linger=0)
+        # Its destructor must not run when the interpreter has begun to take itself apart.
+        del self._llm
+
+    # -- in the loop's thread ---------------------------------------------------------------------
+
+    async def _begin(self, version: int) -> None:
+        await self._llm.get_supported_tasks()  # so that no job has to ask
+        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+        await self._llm.update_weight_version(str(version))
+        self._new_salt(version)
+
+    async def _end(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        handler = self._llm.output_handler
+        others = [handler] if handler is not None else []
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), *others, return_exceptions=True)
+
+    def _start(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            self._tasks[job.key] = self._loop.create_task(self._run(job))
+
+    async def _run(self, job: Job) -> None:
+        try:
+            while True:
+                output = await self._generate(job)
+                if job.key not in self._restarting:
+                    break
+                self._restarting.discard(job.key)
+            self.done.put(_finished(job.key, output))
+        except EngineDeadError:
+            pass  # `died` says so, and its tokens can be looked at
+        except Exception as error:  # noqa: BLE001 - whatever it is ends the generator, with its name
+            self.done.put(error)
+        finally:
+            del self._tasks[job.key]
+
+    async def _generate(self, job: Job) -> RequestOutput:
+        prompt = tokens_input(job.prompt_ids, cache_salt=self._salt)
+        async for output in self._llm.generate(prompt, job.params, job.key):
+            if output.finished:
+                return output
+        raise UmbraError(f"vLLM ended request {job.key} without an output")
+
+    async def _abort(self, keys: Sequence[str]) -> None:
+        tasks = [self._tasks[key] for key in keys if key in self._tasks]
+        await self._llm.abort(keys)
+        await asyncio.gather(*tasks)
+
+    async def _look(self, keys: set[str]) -> list[EngineOutput]:
+        return [
+            _under_way(state) for state in self._states.values() if state.external_req_id in keys
+        ]
+
+    async def _pause(self, kv_policy: KvPolicy) -> float:
+        """Stop decoding and open the model's layers; seconds until no step was under way."""
+        if self._loading:  # the last update broke off
+            await self._llm.update_weights(WeightTransferUpdateRequest(update_info=AGAIN))
+            return 0.0
+        began = time.perf_counter()
+        clear = kv_policy == "recompute"
+        await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear)
+        stopped = time.perf_counter()
+        self._loading = True
+        await self._llm.start_weight_update()
+        return stopped - began
+
+    async def _resume(self, version: int, kv_policy: KvPolicy) -> None:
+        if kv_policy == "abort":
+            await self._abort(list(self._tasks))
+        await self._llm.finish_weight_update(str(version))
+        self._loading = False
+        self._new_salt(version)
+        await self._restart_unstarted()
+        await self._llm.resume_generation()
+
+    def _new_salt(self, version: int) -> None:
+        # Not the version alone: a trainer that goes back gives a number to other weights.
+        self._loads += 1
+        self._salt = f"{version}.{self._loads}"
+
+    async def _restart_unstarted(self) -> None:
+        """Put jobs without a token under the new salt: theirs would find blocks of old weights."""
+        keys = [
+            state.external_req_id
+            for state in self._states.values()
+            if not state.detokenizer.output_token_ids
+        ]
+        self._restarting.update(keys)
+        await self._llm.abort(keys)
+
+    def _wait(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        try:
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
+        except TimeoutError as error:
+            raise DeadlineError(f"vLLM did not answer within {timeout_s:g} s") from error
+
+
+def _finished(key: str, output: RequestOutput) -> EngineOutput:
+    completion = output.outputs[0]
+    spans = [
+        VersionSpan(version=int(span.version), start=span.start, end=span.end)
+        for span in completion.weight_versions or ()
+        if span.end > span.start
+    ]
+    return EngineOutput(
+        request_id=key,
+        token_ids=list(completion.token_ids),
+        logprobs=_logprobs(completion.logprobs),
+        spans=spans,
+        finish_reason=_REASONS.get(completion.finish_reason, "abort"),
+    )
+
+
+def _under_way(state: Any) -> EngineOutput:
+    """What vLLM's output processor has of a request."""
+    tokens = list(state.detokenizer.output_token_ids)
+    starts: list[tuple[str, int]] = state.weight_version_starts
+    ends = [start for _, start in starts[1:]] + [len(tokens)] * bool(starts)
+    spans = [
+        VersionSpan(version=int(version), start=start, end=end)
+        for (version, start), end in zip(starts, ends, strict=True)
+        if end > start
+    ]
+    logprobs = _logprobs(state.logprobs_processor.logprobs)
+    return EngineOutput(state.external_req_id, tokens, logprobs, spans, "abort")
+
+
+def _logprobs(logprobs: Any) -> list[float]:
+    """Those of the sampled tokens, of which `FlatLogprobs` has nothing else."""
+    return list(logprobs.logprobs) if logprobs is not None else []
+
+
+def _ended(code: int) -> str:
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _sentence(error: BaseException) -> str:
+    """The first line of an error that says something."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return next((line for line in lines if "validation error" not in line), repr(error))

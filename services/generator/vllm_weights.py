@@ -1,0 +1,111 @@
+"""Runs inside of vLLM's workers: loads a version from memory of the generator.
+
+Every worker of a tensor-parallel engine reads the whole version and keeps its part; what is fused
+or packed is left to the model's own loader, layer by layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from umbra.proto.errors import UsageError
+from umbra.proto.records import Manifest
+from umbra.services.modeling.weights import tensors_in
+from umbra.services.runtime.mapped import MappedBlocks
+
+_NAMES_SHOWN = 3
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """Nothing: each update says where it lies."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """Where tensors of a version lie, verified: in a block of the generator's shared memory.
+
+    Without a path: forget those that came before, the version begins anew.
+    """
+
+    path: str
+    manifest: bytes  # msgpack of a `Manifest`, of these tensors alone
+
+
+class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """vLLM's side of a commit: `start_weight_update`, `update_weights`, `finish_weight_update`."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Called once, before the first update."""
+        self._blocks = MappedBlocks()
+        self._loaded: set[str] | None = set()  # parameters; None if the model does not tell
+
+    def start_weight_update(self) -> None:
+        """Bring the model back to how it was before its weights were packed for the kernels."""
+        initialize_layerwise_reload(self.model)
+        self._loaded = set()
+
+    def update_weights(self, update_info: dict[str, object]) -> None:
+        """As in the base class, which would also synchronise where there is no accelerator."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Load these tensors; their memory stays mapped until their layers are complete.
+
+        Raises:
+            StartupError: they are not where they should be.
+        """
+        if not update_info.path:
+            self._begin_anew()
+            return
+        manifest = msgspec.msgpack.decode(update_info.manifest, type=Manifest)
+        loaded = self.model.load_weights(tensors_in(manifest, self._blocks.view(update_info.path)))
+        if loaded is None or self._loaded is None:
+            self._loaded = None
+        else:
+            self._loaded |= loaded
+
+    def finish_weight_update(self) -> None:
+        """Pack what was not packed when its layer was complete.
+
+        Raises:
+            UsageError: the version lacks a parameter of the model.
+        """
+        wanted = {name for name, _ in self.model.named_parameters()}
+        missing = sorted(wanted - self._loaded) if self._loaded is not None else []
+        if missing:
+            raise UsageError(
+                f"vLLM found no weights for {', '.join(missing[:_NAMES_SHOWN])}"
+                + (f" and {len(missing) - _NAMES_SHOWN} more" * (len(missing) > _NAMES_SHOWN))
+                + ": it names the tensors of this architecture differently from the trainer"
+            )
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        """Nothing is held that the end of the process does not free."""
+
+    def _begin_anew(self) -> None:
+        """Layers that were complete are opened again; of others, what came so far is dropped."""
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            info.loaded_weights.clear()
+            info.load_numel = 0
+        self.start_weight_update()

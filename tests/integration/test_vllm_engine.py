@@ -1,0 +1,424 @@
+"""The engine on real vLLM, on the CPU. It starts once: the last test ends it."""
+
+import gc
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from fakes.mixed_cache import logprobs_keeping_cache, logprobs_recomputing_cache
+
+from umbra.proto.errors import PeerLostError, UsageError
+from umbra.proto.records import Sampling, VersionSpan
+from umbra.services.generator.engine import (
+    EngineError,
+    EngineOutput,
+    EngineRequest,
+    StreamingEngine,
+)
+from umbra.services.generator.engines import open_engine
+from umbra.services.modeling.models import load_model
+from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.config_loader import load_config
+from umbra.services.runtime.manifest import build_manifest
+from umbra.services.trainer.make_model import make_model
+
+pytest.importorskip("vllm", reason="vLLM is not installed (make setup)")
+pytestmark = [
+    pytest.mark.timeout(240),  # starting it takes 20 to 40 s
+    pytest.mark.filterwarnings("ignore"),  # vLLM's own
+]
+
+SLOTS = 64
+WAITING = 48  # requests that have no slot at first
+CONTEXT = 192
+STOP = 3
+VERSIONS = 4
+TOLERANCE = 2e-4
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model with heads of a size that vLLM knows."""
+    path = tmp_path_factory.mktemp("models") / "small"
+    make_model(path, heads=2, kv_heads=1)
+    return path
+
+
+@pytest.fixture(scope="module")
+def models(model_dir: Path) -> dict[int, Any]:
+    """The model under four versions of its weights."""
+    torch.set_num_threads(1)  # the engine has the other core
+    found: dict[int, Any] = {}
+    for version in range(VERSIONS):
+        model = load_model(model_dir, torch.device("cpu"), torch.float32)
+        torch.manual_seed(version)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.03 * version * torch.randn_like(parameter))
+        found[version] = model
+    return found
+
+
+@pytest.fixture(scope="module")
+def config(model_dir: Path) -> RunConfig:
+    return load_config(
+        overrides=[
+            f"model.path={model_dir}",
+            "weight_hub.dtype=float32",
+            "generator.engine=vllm",
+            "generator.device=cpu",
+            "generator.threads=1",
+            f"generator.slots={SLOTS}",
+            f"generator.max_context={CONTEXT}",
+            "generator.engine_args.block_size=32",  # so that prefixes are shared in short prompts
+        ],
+        environ={},
+    )
+
+
+@pytest.fixture(scope="module")
+def engine(config: RunConfig) -> Iterator[StreamingEngine]:
+    opened = open_engine(config, "generator-0")
+    yield opened.engine
+    opened.engine.close()
+    assert not cores()
+    del opened
+    gc.collect()  # here, where vLLM's warnings about its own sockets are ignored
+
+
+@pytest.fixture
+def served(engine: StreamingEngine, models: dict[int, Any]) -> StreamingEngine:
+    """The engine, idle, with version 0."""
+    engine.abort()
+    engine.load_weights(weights(models, 0), 0, "keep")
+    return engine
+
+
+def cores() -> list[psutil.Process]:
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if "EngineCore" in " ".join(child.cmdline())]
+
+
+def weights(models: dict[int, Any], version: int) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from models[version].state_dict().items()
+
+
+def prompt(index: int) -> list[int]:
+    return [5 + (index * 7 + k * 3) % 90 for k in range(4 + index % 30)]
+
+
+def request(index: int, max_tokens: int = 100, **sampling: float) -> EngineRequest:
+    how = Sampling(**{"max_tokens": max_tokens, **sampling})  # pyright: ignore[reportArgumentType]
+    return EngineRequest(f"s{index}", prompt(index), how, max_tokens)
+
+
+def finish(engine: StreamingEngine) -> list[EngineOutput]:
+    outputs: list[EngineOutput] = []
+    while engine.busy:
+        outputs += engine.poll(0.05)
+    return outputs
+
+
+def decode(engine: StreamingEngine, tokens: int) -> list[EngineOutput]:
+    """Go on until so many more tokens were sampled."""
+    until, outputs = engine.decoded_tokens + tokens, []
+    while engine.decoded_tokens < until:
+        outputs += engine.poll(0.002)
+    return outputs
+
+
+def updated_in_flight(
+    engine: StreamingEngine, models: dict[int, Any], policy: str
+) -> dict[int, EngineOutput]:
+    """64 requests, and others that wait for a slot; three updates while they run."""
+    engine.submit([request(i, 120) for i in range(SLOTS + WAITING)])
+    outputs: list[EngineOutput] = []
+    for version in range(1, VERSIONS):
+        outputs += decode(engine, SLOTS * 12)
+        assert engine.load_weights(weights(models, version), version, policy) == []  # pyright: ignore[reportArgumentType]
+    outputs += finish(engine)
+    assert sorted(o.request_id for o in outputs) == sorted(f"s{i}" for i in range(SLOTS + WAITING))
+    return {int(o.request_id[1:]): o for o in outputs}
+
+
+def check_spans(outputs: dict[int, EngineOutput]) -> None:
+    for output in outputs.values():
+        assert output.finish_reason in ("stop", "length")
+        assert output.finish_reason == "stop" or len(output.token_ids) == 120
+        assert len(output.logprobs) == len(output.token_ids)
+        ends = [0, *(span.end for span in output.spans)]
+        assert [span.start for span in output.spans] == ends[:-1]
+        assert ends[-1] == len(output.token_ids)
+        versions = [span.version for span in output.spans]
+        assert versions == sorted(set(versions))
+    through_all = [o for o in outputs.values() if len(o.spans) == VERSIONS]
+    assert len(through_all) >= 8
+    late = [o for o in outputs.values() if o.spans[0].version > 0]
+    assert late  # those that waited for a slot
+
+
+def worst(
+    reference: Callable[..., list[float]], models: dict[int, Any], outputs: dict[int, EngineOutput]
+) -> float:
+    """The largest difference between a logprob and the same computed once more."""
+    return max(
+        float(
+            (torch.tensor(o.logprobs) - torch.tensor(reference(models, prompt(i), o))).abs().max()
+        )
+        for i, o in outputs.items()
+    )
+
+
+def test_three_updates_in_flight_keep_every_request(
+    served: StreamingEngine, models: dict[int, Any]
+) -> None:
+    outputs = updated_in_flight(served, models, "keep")
+    check_spans(outputs)
+    assert worst(logprobs_keeping_cache, models, outputs) < TOLERANCE
+    assert worst(logprobs_recomputing_cache, models, outputs) > 100 * TOLERANCE
+
+
+def test_three_updates_in_flight_recompute_what_was_read(
+    served: StreamingEngine, models: dict[int, Any]
+) -> None:
+    outputs = updated_in_flight(served, models, "recompute")
+    check_spans(outputs)
+    assert worst(logprobs_recomputing_cache, models, outputs) < TOLERANCE
+
+
+def test_an_update_that_aborts_hands_back_what_there_is(
+    served: StreamingEngine, models: dict[int, Any]
+) -> None:
+    served.submit([request(i) for i in range(SLOTS + WAITING)])
+    done = decode(served, SLOTS * 10)
+    aborted = served.load_weights(weights(models, 1), 1, "abort")
+    done += served.poll(0.0) if served.busy else []
+    assert sorted(o.request_id for o in done + aborted) == sorted(
+        f"s{i}" for i in range(SLOTS + WAITING)
+    )
+    assert {o.finish_reason for o in aborted} == {"abort"}
+    assert not served.busy
+    assert served.free == SLOTS
+    known = {int(o.request_id[1:]): o for o in aborted if o.token_ids}
+    assert len(known) > SLOTS // 2
+    assert all(span.version == 0 for o in known.values() for span in o.spans)
+    assert worst(logprobs_keeping_cache, models, known) < TOLERANCE
+
+
+def test_new_requests_do_not_read_prefixes_of_older_weights(
+    served: StreamingEngine, models: dict[int, Any]
+) -> None:
+    long = [5 + k % 90 for k in range(100)]
+    for version in (0, 1, 2):
+        if version:
+            served.load_weights(weights(models, version), version, "keep")
+        for attempt in range(2):  # the second one finds the first one's prefix
+            sampling = Sampling(max_tokens=8)
+            served.submit([EngineRequest(f"p{attempt}", long, sampling, 8)])
+            (output,) = finish(served)
+            again = logprobs_recomputing_cache(models, long, output)
+            assert output.logprobs == pytest.approx(again, abs=TOLERANCE)
+
+
+def test_it_agrees_with_a_forward_pass_of_the_trainer(
+    served: StreamingEngine, models: dict[int, Any]
+) -> None:
+    """Mean k3 = r - log r - 1 below 1e-5, r = probability there / probability here."""
+    served.submit([request(i) for i in range(SLOTS)])
+    outputs = {int(o.request_id[1:]): o for o in finish(served)}
+    ours = torch.tensor([lp for o in outputs.values() for lp in o.logprobs])
+    theirs = torch.tensor(
+        [lp for i, o in outputs.items() for lp in logprobs_recomputing_cache(models, prompt(i), o)]
+    )
+    log_ratio = theirs - ours
+    assert float((torch.expm1(log_ratio) - log_ratio).mean()) < 1e-5
+    assert float(ours.mean()) < -1.0  # it did sample
+
+
+def test_greedy_goes_on_after_an_abort_as_if_there_was_none(served: StreamingEngine) -> None:
+    served.submit([request(i, 60, temperature=0.0) for i in range(8)])
+    whole = {o.request_id: o for o in finish(served)}
+    served.submit([request(i, 60, temperature=0.0) for i in range(8)])
+    decode(served, 8 * 20)
+    for half in served.abort():
+        index = int(half.request_id[1:])
+        left = 60 - len(half.token_ids)
+        rest = EngineRequest(
+            half.request_id, [*prompt(index), *half.token_ids], Sampling(temperature=0.0), left
+        )
+        if not left or half.token_ids[-1:] == [STOP]:
+            continue
+        served.submit([rest])
+        (output,) = finish(served)
+        assert half.token_ids + output.token_ids == whole[half.request_id].token_ids
+        assert half.logprobs + output.logprobs == pytest.approx(
+            whole[half.request_id].logprobs, abs=TOLERANCE
+        )
+
+
+def test_a_look_at_requests_does_not_disturb_them(served: StreamingEngine) -> None:
+    served.submit([request(i, 100) for i in range(8)])
+    done = decode(served, 8 * 10)
+    seen = served.peek({"s1": 5, "s2": 10_000, "elsewhere": 0})
+    assert [o.request_id for o in seen] == ["s1"]
+    (part,) = seen
+    assert len(part.token_ids) == len(part.logprobs) >= 5
+    assert part.spans == [VersionSpan(version=0, start=0, end=len(part.token_ids))]
+    ends = {o.request_id: o for o in done + finish(served)}
+    assert len(ends) == 8
+    assert ends["s1"].token_ids[: len(part.token_ids)] == part.token_ids
+
+
+def test_stop_tokens_of_engine_and_request(served: StreamingEngine) -> None:
+    served.submit([request(i) for i in range(32)])
+    for output in finish(served):
+        assert (output.token_ids[-1] == STOP) == (output.finish_reason == "stop")
+        assert STOP not in output.token_ids[:-1]
+    anything = frozenset(range(3, 101))
+    served.submit([EngineRequest("one", prompt(0), Sampling(), 50, anything)])
+    (output,) = finish(served)
+    assert (len(output.token_ids), output.finish_reason) == (1, "stop")
+
+
+def test_the_context_bounds_a_request(served: StreamingEngine) -> None:
+    long = [5 + k % 90 for k in range(CONTEXT - 7)]
+    served.submit([EngineRequest("long", long, Sampling(), 50, frozenset())])
+    (output,) = finish(served)
+    assert len(output.token_ids) <= 7
+
+
+@pytest.mark.parametrize(
+    ("ids", "sampling", "part"),
+    [
+        ([], {}, "no tokens"),
+        ([5] * CONTEXT, {}, f"do not fit a context of {CONTEXT}"),
+        ([5, 101], {}, "token 101"),
+        ([5], {"temperature": 0.001}, "sampling.temperature = 0.001"),
+        ([5], {"temperature": -1.0}, "sampling.temperature = -1"),
+        ([5], {"top_p": 0.0}, "sampling.top_p = 0"),
+        ([5], {"min_p": 2.0}, "sampling.min_p = 2"),
+    ],
+)
+def test_a_bad_request_is_refused_in_one_sentence(
+    served: StreamingEngine, ids: list[int], sampling: dict[str, Any], part: str
+) -> None:
+    with pytest.raises(ValueError, match=part):
+        served.submit([EngineRequest("bad", ids, Sampling(**sampling), 4)])
+    assert not served.busy
+
+
+def test_weights_that_do_not_fit_change_nothing(
+    served: StreamingEngine, models: dict[int, Any]
+) -> None:
+    some = list(weights(models, 1))
+    served.submit([request(0)])
+    with pytest.raises(UsageError, match=r"missing: model\.embed_tokens\.weight"):
+        served.load_weights(
+            [pair for pair in some if "embed" not in pair[0] and "lm_head" not in pair[0]],
+            1,
+            "keep",
+        )
+    (output,) = finish(served)
+    assert served.version == 0
+    assert [span.version for span in output.spans] == [0]
+
+
+def test_staged_weights_are_read_where_they_lie(
+    config: RunConfig, served: StreamingEngine, models: dict[int, Any]
+) -> None:
+    """As the receiver does it: a version in one block of the engine's shared memory."""
+    memory = served.memory  # type: ignore[attr-defined]
+    tensors = dict(weights(models, 2))
+    layout = [(name, "F32", list(t.shape)) for name, t in tensors.items()]
+    manifest = build_manifest(layout, 4096)
+    block = memory.allocate(manifest.total_bytes)
+    staged = write(manifest, tensors, block)
+    before = len(memory._blocks)
+    served.load_weights(staged.items(), 2, "keep")
+    assert len(memory._blocks) == before  # no copy was made
+    check_served(served, models, 2)
+
+
+def write(manifest: Any, tensors: dict[str, torch.Tensor], memory: memoryview) -> dict[str, Any]:
+    views: dict[str, torch.Tensor] = {}
+    for entry in manifest.tensors:
+        view = torch.frombuffer(
+            memory, dtype=torch.float32, count=entry.nbytes // 4, offset=entry.offset
+        ).view(entry.shape)
+        view.copy_(tensors[entry.name])
+        views[entry.name] = view
+    return views
+
+
+def check_served(engine: StreamingEngine, models: dict[int, Any], version: int) -> None:
+    engine.submit([request(0, 12)])
+    (output,) = finish(engine)
+    again = logprobs_recomputing_cache(models, prompt(0), output)
+    assert [span.version for span in output.spans] == [version]
+    assert output.logprobs == pytest.approx(again, abs=TOLERANCE)
+
+
+class Hub:
+    """Versions in buckets that cut tensors; after `good` of them the source is gone."""
+
+    def __init__(self, models: dict[int, Any]) -> None:
+        self._models = models
+        tensors = dict(weights(models, 0))
+        layout = [(name, "F32", list(t.shape)) for name, t in tensors.items()]
+        self.manifest = build_manifest(layout, 4096)
+        assert len(self.manifest.buckets) > len(self.manifest.tensors)
+
+    def buckets(self, version: int, good: int = 1_000_000) -> Iterator[tuple[int, memoryview]]:
+        memory = memoryview(bytearray(self.manifest.total_bytes))
+        write(self.manifest, dict(weights(self._models, version)), memory)
+        lane = memoryview(bytearray(4096))
+        for index, (start, end) in enumerate(self.manifest.buckets):
+            if index == good:
+                raise PeerLostError("the hub is gone")
+            lane[: end - start] = memory[start:end]
+            yield start, lane[: end - start]
+
+
+def test_streamed_weights_come_bucket_by_bucket(
+    served: StreamingEngine, models: dict[int, Any]
+) -> None:
+    hub = Hub(models)
+    served.submit([request(i) for i in range(8)])
+    decode(served, 40)
+    assert served.load_buckets(hub.manifest, hub.buckets(3), 3, "keep") == []
+    assert all(o.spans[-1].version in (0, 3) for o in finish(served))
+    check_served(served, models, 3)
+
+
+def test_a_streamed_load_that_breaks_off_is_undone_by_the_next(
+    served: StreamingEngine, models: dict[int, Any]
+) -> None:
+    hub = Hub(models)
+    served.submit([request(i, 100) for i in range(SLOTS)])
+    early = decode(served, SLOTS * 5)
+    for good in (1, len(hub.manifest.buckets) // 2):
+        with pytest.raises(PeerLostError, match="the hub is gone"):
+            served.load_buckets(hub.manifest, hub.buckets(1, good), 1, "keep")
+    assert served.load_buckets(hub.manifest, hub.buckets(0), 0, "keep") == []
+    outputs = {int(o.request_id[1:]): o for o in early + finish(served)}
+    assert len(outputs) == SLOTS
+    assert {span.version for o in outputs.values() for span in o.spans} == {0}
+    assert worst(logprobs_keeping_cache, models, outputs) < TOLERANCE
+
+
+def test_it_ends_with_a_reason(served: StreamingEngine) -> None:
+    """The last test: its core is killed."""
+    served.submit([request(i) for i in range(8)])
+    decode(served, 8)
+    for core in cores():
+        os.kill(core.pid, signal.SIGKILL)
+    done: list[EngineOutput] = []
+    with pytest.raises(EngineError, match=r"core died \(EngineCore killed by SIGKILL"):
+        while True:
+            done += served.poll(0.05)
+    assert sorted(o.request_id for o in done + served.abort()) == [f"s{i}" for i in range(8)]

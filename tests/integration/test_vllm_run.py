@@ -1,0 +1,70 @@
+"""A whole run by `umbra up` whose generator is vLLM."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import test_up
+from test_up import UpProcess, up  # noqa: F401 - a fixture
+
+from umbra.services.trainer.make_model import make_model
+
+pytest.importorskip("vllm", reason="vLLM is not installed (make setup)")
+DEADLINE_S = 500.0  # vLLM starts twice, on a busy machine
+VLLM = (
+    'generator.engine="vllm"',
+    "generator.engine_args.block_size=32",
+    "sampling.max_tokens=24",
+    "weight_hub.dtype=float32",
+)
+
+
+@pytest.fixture
+def vllm_project(project: Path) -> Path:
+    """The project folder, with a model whose heads vLLM can serve."""
+    (project / "model").unlink()
+    make_model(project / "model", hidden=64, heads=2, kv_heads=1, layers=1, ff=32)
+    return project
+
+
+def cores(project: Path) -> list[psutil.Process]:
+    """vLLM's engine cores below the generators of this project's run."""
+    generators = [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if "generator" in (process.info["cmdline"] or ())
+        and any(str(project) in word for word in process.info["cmdline"])
+    ]
+    children = [child for one in generators for child in one.children()]
+    return [child for child in children if "EngineCore" in " ".join(child.cmdline())]
+
+
+@pytest.mark.e2e
+@pytest.mark.fault
+@pytest.mark.timeout(DEADLINE_S)
+def test_a_run_on_vllm_whose_core_is_killed(
+    vllm_project: Path,
+    up: Callable[..., UpProcess],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """1. A run trains. 2. vLLM's core is killed. Result: named, restarted; the run ends well."""
+    monkeypatch.setattr(test_up, "DEADLINE_S", DEADLINE_S)
+    process = up(*VLLM, "run.steps=6")
+    process.broker()
+    process.until(lambda: len(process.steps()) >= 1, "the first step")
+    (core,) = cores(vllm_project)
+    os.kill(core.pid, signal.SIGKILL)
+    summary = process.finish()
+    assert process.popen.returncode == 0, process.lines
+    assert summary["steps"] == 6
+    assert summary["ledger"]["trained"] == 6 * 16
+    assert summary["ledger"]["balance"] == 0
+    assert sum(summary["ledger"]["in_flight"].values()) == 0
+    assert summary["mismatch_k3_on_policy"] < 1e-5
+    log = (process.run_dir / "logs" / "generator-0.log").read_text()
+    assert "vLLM's engine core died (EngineCore killed by SIGKILL)" in log
+    assert any("generator-0" in line and "restart" in line for line in process.lines)
+    assert len(process.steps()) == 6

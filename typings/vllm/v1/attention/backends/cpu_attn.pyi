@@ -1,0 +1,3 @@
+class CPUAttentionBackend:
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]: ...
