@@ -13,6 +13,7 @@ from typing import Any
 from umbra.proto.messages import Heartbeat, Join, Member, Nack, Role, State, Stuck
 from umbra.services.runtime.server import Request
 
+SKEW_S = 1.0  # clocks that differ by more are pointed out
 SINGLE: tuple[Role, ...] = ("trainer", "weight_hub")  # roles of which a run has one
 
 
@@ -33,7 +34,11 @@ class Peer:
     activity: str = ""
     progress: int = 0
     idle_s: float = 0.0  # as of its last heartbeat
+    drained: str = ""  # why it was asked to leave, if so
     stats: dict[str, float] = field(default_factory=dict[str, float])
+    shares: dict[str, float] = field(default_factory=dict[str, float])
+    clock_offset_s: float = 0.0
+    clock_error_s: float = -1.0
 
     def record(self, now: float) -> Member:
         """The member as others are told of it."""
@@ -49,6 +54,9 @@ class Peer:
             idle_s=self.idle_s,
             silent_s=now - self.heard_at,
             stats=dict(self.stats),
+            shares=dict(self.shares),
+            clock_offset_s=self.clock_offset_s,
+            clock_error_s=self.clock_error_s,
         )
 
 
@@ -144,6 +152,8 @@ class Membership:
         peer.progress = body.progress
         peer.idle_s = body.idle_s
         peer.stats = dict(body.stats)
+        peer.shares = dict(body.shares)
+        peer.clock_offset_s, peer.clock_error_s = body.clock_offset_s, body.clock_error_s
 
     def remove(self, peer: Peer, why: str) -> None:
         """`peer` is gone."""
@@ -177,6 +187,12 @@ class Membership:
         """The member of a role of which a run has one."""
         return self._single.get(role)
 
+    @property
+    def hub(self) -> tuple[str, str]:
+        """Endpoint and incarnation of the weight hub; empty until there is one."""
+        hub = self.find("weight_hub")
+        return ("", "") if hub is None else (hub.endpoints.get("weights", ""), hub.incarnation)
+
     def stuck(self, now: float) -> list[Stuck]:
         """Members that are silent or that beat without moving."""
         found: list[Stuck] = []
@@ -192,6 +208,12 @@ class Membership:
                 what = f"no progress in {peer.activity!r}"
                 action = "none: look at its log, restart it if need be"
                 found.append(Stuck(what=what, holder=peer.name, age_s=idle_s, action=action))
+            skew_s = abs(peer.clock_offset_s)
+            if peer.clock_error_s >= 0 and skew_s - peer.clock_error_s > SKEW_S:
+                side = "behind" if peer.clock_offset_s > 0 else "ahead of"
+                what = f"the clock of {peer.host} is {skew_s:.1f} s {side} the buffer's"
+                action = "none: set the clocks (NTP); timelines are aligned anyway"
+                found.append(Stuck(what=what, holder=peer.name, age_s=0.0, action=action))
         return found
 
     def _index(self) -> None:

@@ -26,6 +26,8 @@ class Report:
         works, wanted = self._works, self._config.batch_groups
         complete = len(works.pool.complete)
         text = f"{min(complete, wanted)} of {wanted} groups complete; "
+        if works.gate.is_shut:
+            return text + f"the run is paused ({works.gate.reason}): `umbra resume`"
         if works.evals.pausing:
             return text + "training waits for an evaluation (eval.mode = pause)"
         late = works.batches.waits_for()
@@ -81,7 +83,8 @@ class Report:
         batches, since = self._works.batches, self._works.training.wanted_since
         trainer = self._members.find("trainer")
         name = trainer.name if trainer is not None else "nobody"
-        if since is not None and now - since > self._config.stall_s:
+        paused = self._works.gate.is_shut
+        if since is not None and now - since > self._config.stall_s and not paused:
             what = f"batch of step {batches.next_step}: {self.missing(now)}"
             yield Stuck(what=what, holder=name, age_s=now - since, action="none: it waits")
         batch = batches.leased

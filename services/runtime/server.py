@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import logging
 import threading
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -30,6 +31,8 @@ PEERS_KEPT = 8192  # senders whose resends are known, the last ones; names cost 
 REPLIES_KEPT = 16  # per peer, to answer resends from
 REPLY_BYTES_KEPT = 256 << 10  # per peer; the last reply is kept at any rate, a batch for example
 PENDING_KEPT = 256  # per peer; one-way messages stay here too, as nobody answers them
+# Questions that may be answered twice: of those who ask nothing else, nothing need be remembered.
+QUESTIONS = ("Ping", "StatusRequest", "HubStatusRequest", "VersionsRequest")
 ZERO_COPY_BYTES = 1 << 20  # replies from this size are sent without a copy
 RECEIVE_BURST = 256  # messages taken from one socket before the others get their turn
 RECEIVE_BYTES = 512 << 10  # the same in bytes: a commit should not wait for a long burst
@@ -46,6 +49,7 @@ class Request:
     header: Header
     body: Message
     role: KeyRole | None = None
+    received_at: float = 0.0  # seconds since the epoch
 
 
 @dataclass(slots=True)
@@ -129,6 +133,11 @@ class Server:
         self._channels[socket] = self._by_name[channel] = bound
         self._register(channel, socket)
         return actual
+
+    @property
+    def remembered(self) -> int:
+        """Number of peers whose resends are known."""
+        return len(self._peers)
 
     def endpoint(self, channel: str) -> str:
         """Where `channel` is bound."""
@@ -249,7 +258,8 @@ class Server:
     ) -> Request | None:
         try:
             header = decode_header(frames)
-            if header.reply_to is None and self._is_resend(channel, identity, header):
+            is_kept = header.reply_to is None and header.type not in QUESTIONS
+            if is_kept and self._is_resend(channel, identity, header):
                 return None  # before its body costs anything: resends come when there is much to do
             envelope = decode_body(header, frames)
             if not isinstance(envelope.body, (*channel.accepts, *ANY)):
@@ -268,9 +278,9 @@ class Server:
         except WireError as error:
             self._refuse(channel, identity, frames, error)
             return None
-        if header.reply_to is None:
+        if is_kept:
             self._peers[channel.name, identity].asked(header.id)
-        return Request(channel.name, identity, header, envelope.body, role)
+        return Request(channel.name, identity, header, envelope.body, role, time.time())
 
     def _refuse(
         self, channel: _Channel, identity: bytes, frames: list[bytes], error: WireError

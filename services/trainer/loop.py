@@ -103,7 +103,7 @@ class Loop:
         """The next batch; None when asked to stop.
 
         Raises:
-            DeadlineError: none came within `trainer.batch_wait_s`.
+            DeadlineError: none came within `trainer.batch_wait_s`, while the run was not paused.
         """
         step, limit_s = self.version + 1, self._config.trainer.batch_wait_s
         deadline = time.monotonic() + limit_s
@@ -122,7 +122,9 @@ class Loop:
                 raise
             if lease.trajectories:
                 return lease.trajectories
-            if time.monotonic() > deadline:
+            if lease.paused:
+                deadline = time.monotonic() + limit_s
+            elif time.monotonic() > deadline:
                 raise DeadlineError(
                     f"no batch for step {step} within {limit_s:g} s (trainer.batch_wait_s): "
                     f"waiting for {lease.waiting_for or 'trajectories'}"

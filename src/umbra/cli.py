@@ -52,12 +52,23 @@ COMMANDS: dict[str, SubCommand] = {
     ),
     "monitor": SubCommand("umbra.services.monitor.command:monitor", "Watch a run live."),
     "status": SubCommand("umbra.services.monitor.command:status", "Print the state of a run once."),
+    "report": SubCommand(
+        "umbra.deploy.report.command:command", "Write a run as a page, and its timeline."
+    ),
     "ping": SubCommand("umbra.services.monitor.command:ping", "Check that a service answers."),
     "env": SubCommand(
         "umbra.deploy.env_command:command", "Show versions, devices and what is available."
     ),
+    "pause": SubCommand("umbra.services.monitor.operate:pause", "Hand out no more work."),
+    "resume": SubCommand("umbra.services.monitor.operate:resume", "Go on after a pause."),
+    "drain": SubCommand(
+        "umbra.services.monitor.operate:drain", "End a run in order, or have a member leave."
+    ),
     "interrupt": SubCommand(
-        "umbra.services.monitor.command:interrupt", "Have unfinished samples handed back."
+        "umbra.services.monitor.operate:interrupt", "Have unfinished samples handed back."
+    ),
+    "rollback": SubCommand(
+        "umbra.services.weight_hub.weights_command:rollback", "Push an earlier version again."
     ),
     "config": SubCommand("umbra.deploy.command:config", "Check and show a run file."),
     "make-model": SubCommand(
@@ -89,6 +100,7 @@ EXTRAS: dict[str, str] = {
     "cupy": "nccl",
     "tensorboard": "tensorboard",
     "wandb": "wandb",
+    "opentelemetry": "otel",
     "reasoning_gym": "tasks",
     "math_verify": "tasks",
     "datasets": "tasks",
