@@ -39,7 +39,6 @@ from umbra.proto.messages import (
 )
 from umbra.proto.records import SampleTask, Sampling
 from umbra.services.environments.pool import open_pool
-from umbra.services.environments.protocol import Limits
 from umbra.services.generator.buffer_client import BufferClient
 from umbra.services.generator.engine import EngineRequest, StreamingEngine
 from umbra.services.generator.loop import GeneratorLoop
@@ -48,7 +47,7 @@ from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.torch_engine import TorchEngine
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_model, load_tokenizer, outline_model
-from umbra.services.runtime.config import Generator
+from umbra.services.runtime.config import Environment, Generator
 from umbra.services.runtime.metrics import MetricsFile
 from umbra.services.trainer.make_model import make_model
 
@@ -122,7 +121,7 @@ def through_the_loop(
     buffer = InProcessBuffer(rows)
     channel: Any = buffer
     wake = threading.Event()
-    pool = EnvironmentPool(timeout_s=30.0, wake=wake.set)
+    pool = open_pool(Environment(), wake=wake.set)
     metrics = MetricsFile(folder / "metrics.jsonl", "generator")
     settings = RolloutSettings(chat, Sampling(max_tokens=LONGEST), CONTEXT)
     loop = GeneratorLoop(
@@ -130,7 +129,7 @@ def through_the_loop(
         receiver=outside,
         buffer=BufferClient(channel, wake),
         engine=engine,
-        runner=RolloutRunner(engine, pool, ExactMatch, settings, flush_tokens=448),
+        runner=RolloutRunner(engine, pool, settings, flush_tokens=448),
         metrics=metrics,
         kv_policy="keep",
         prefetch=32,

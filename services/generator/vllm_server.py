@@ -196,9 +196,10 @@ class VllmServer:
         if not self._thread.is_alive():
             self._loop.close()
         with suppress(Exception):
-            # It leaves its ZeroMQ context open, and the one below it that it shares sockets with.
+            # It leaves its ZeroMQ context open, of which it has two objects, each with sockets.
             context = self._llm.engine_core.ctx
-            context.destroy(linger=0)
+            for socket in list(context._sockets):
+                socket.close(linger=0)
             context._shadow_obj.destroy(linger=0)
         # Its destructor must not run when the interpreter has begun to take itself apart.
         del self._llm

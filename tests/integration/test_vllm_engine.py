@@ -3,7 +3,7 @@
 import gc
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch
 from fakes.mixed_cache import logprobs_keeping_cache, logprobs_recomputing_cache
+from fakes.versions import Hub, decode, finish, prompt, request, weights, worst, write
 
 from umbra.proto.errors import PeerLostError, UsageError
 from umbra.proto.records import Sampling, VersionSpan
@@ -104,34 +105,6 @@ def cores() -> list[psutil.Process]:
     return [child for child in children if "EngineCore" in " ".join(child.cmdline())]
 
 
-def weights(models: dict[int, Any], version: int) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from models[version].state_dict().items()
-
-
-def prompt(index: int) -> list[int]:
-    return [5 + (index * 7 + k * 3) % 90 for k in range(4 + index % 30)]
-
-
-def request(index: int, max_tokens: int = 100, **sampling: float) -> EngineRequest:
-    how = Sampling(**{"max_tokens": max_tokens, **sampling})  # pyright: ignore[reportArgumentType]
-    return EngineRequest(f"s{index}", prompt(index), how, max_tokens)
-
-
-def finish(engine: StreamingEngine) -> list[EngineOutput]:
-    outputs: list[EngineOutput] = []
-    while engine.busy:
-        outputs += engine.poll(0.05)
-    return outputs
-
-
-def decode(engine: StreamingEngine, tokens: int) -> list[EngineOutput]:
-    """Go on until so many more tokens were sampled."""
-    until, outputs = engine.decoded_tokens + tokens, []
-    while engine.decoded_tokens < until:
-        outputs += engine.poll(0.002)
-    return outputs
-
-
 def updated_in_flight(
     engine: StreamingEngine, models: dict[int, Any], policy: str
 ) -> dict[int, EngineOutput]:
@@ -160,18 +133,6 @@ def check_spans(outputs: dict[int, EngineOutput]) -> None:
     assert len(through_all) >= 8
     late = [o for o in outputs.values() if o.spans[0].version > 0]
     assert late  # those that waited for a slot
-
-
-def worst(
-    reference: Callable[..., list[float]], models: dict[int, Any], outputs: dict[int, EngineOutput]
-) -> float:
-    """The largest difference between a logprob and the same computed once more."""
-    return max(
-        float(
-            (torch.tensor(o.logprobs) - torch.tensor(reference(models, prompt(i), o))).abs().max()
-        )
-        for i, o in outputs.items()
-    )
 
 
 def test_three_updates_in_flight_keep_every_request(
@@ -344,44 +305,12 @@ def test_staged_weights_are_read_where_they_lie(
     check_served(served, models, 2)
 
 
-def write(manifest: Any, tensors: dict[str, torch.Tensor], memory: memoryview) -> dict[str, Any]:
-    views: dict[str, torch.Tensor] = {}
-    for entry in manifest.tensors:
-        view = torch.frombuffer(
-            memory, dtype=torch.float32, count=entry.nbytes // 4, offset=entry.offset
-        ).view(entry.shape)
-        view.copy_(tensors[entry.name])
-        views[entry.name] = view
-    return views
-
-
 def check_served(engine: StreamingEngine, models: dict[int, Any], version: int) -> None:
     engine.submit([request(0, 12)])
     (output,) = finish(engine)
     again = logprobs_recomputing_cache(models, prompt(0), output)
     assert [span.version for span in output.spans] == [version]
     assert output.logprobs == pytest.approx(again, abs=TOLERANCE)
-
-
-class Hub:
-    """Versions in buckets that cut tensors; after `good` of them the source is gone."""
-
-    def __init__(self, models: dict[int, Any]) -> None:
-        self._models = models
-        tensors = dict(weights(models, 0))
-        layout = [(name, "F32", list(t.shape)) for name, t in tensors.items()]
-        self.manifest = build_manifest(layout, 4096)
-        assert len(self.manifest.buckets) > len(self.manifest.tensors)
-
-    def buckets(self, version: int, good: int = 1_000_000) -> Iterator[tuple[int, memoryview]]:
-        memory = memoryview(bytearray(self.manifest.total_bytes))
-        write(self.manifest, dict(weights(self._models, version)), memory)
-        lane = memoryview(bytearray(4096))
-        for index, (start, end) in enumerate(self.manifest.buckets):
-            if index == good:
-                raise PeerLostError("the hub is gone")
-            lane[: end - start] = memory[start:end]
-            yield start, lane[: end - start]
 
 
 def test_streamed_weights_come_bucket_by_bucket(
