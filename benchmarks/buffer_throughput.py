@@ -43,7 +43,6 @@ batch_groups = {batch_groups}
 run_ahead = {run_ahead}
 max_staleness = 1000000
 lease_s = 120.0
-dead_after_s = 120.0
 store_max_bytes = {store_max_bytes}
 """
 SCALE_RATE = 2000.0  # trajectories per second from any number of generators

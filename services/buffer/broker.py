@@ -55,6 +55,7 @@ from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.server import Request
 
 FINISH_S = 10.0  # what members get to leave after FinishRun
+STILL = (Heartbeat, Ping, StatusRequest, Ok, Nack)  # move nothing that is kept
 STOP_S = 8.0  # the same after a signal: supervisors kill after 10 s
 
 log = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ class Broker:
             prompts,
             eval_prompts,
             self.members,
-            missing=self._missing,
+            missing=lambda now: self._report.missing(now),
             counters=self.counters,
             outbox=self._outbox,
         )
@@ -122,9 +123,9 @@ class Broker:
         self._run_id = run_id
         self._endpoints = endpoints
         self._started_at = now
-        self._wire_counters: Mapping[str, int] = {} if wire_counters is None else wire_counters
         self._deadline = 0.0  # for the others to leave, once the run is ending
         self._finish_request: Request | None = None  # waits for an evaluation
+        self._moved = True  # anything, since the last `save`
         self._recovery = Recovery(
             works.journal,
             run={
@@ -146,7 +147,9 @@ class Broker:
 
     def save(self) -> None:
         """Put what has changed into the store; the caller commits it."""
-        self._recovery.save()
+        if self._moved:
+            self._moved = False
+            self._recovery.save()
 
     @property
     def finished(self) -> bool:
@@ -172,7 +175,7 @@ class Broker:
                     self._refuse(request, peer)
                 else:
                     self._handle_member(request, peer, now)
-        return self._settle(now)
+        return self._outbox.take() if isinstance(request.body, STILL) else self._settle(now)
 
     def tick(self, now: float) -> list[Effect]:
         """The effects of time: expired leases, dead members, waits that are over."""
@@ -324,6 +327,7 @@ class Broker:
         self.members.beat(peer, request.identity, body)
         ack = HeartbeatAck(
             version=self.batches.version,
+            heartbeat_s=self.members.pace_s,
             weights=self._weights,
             weights_incarnation=self._weights_incarnation,
         )
@@ -380,6 +384,7 @@ class Broker:
 
     def _settle(self, now: float) -> list[Effect]:
         """Serve what is parked with whatever the event has opened up; the event's effects."""
+        self._moved = True
         self.works.settle(now)
         request = self._finish_request
         if request is not None and not self.works.evals.is_open:
@@ -392,6 +397,3 @@ class Broker:
         self.counters[nack.code] += 1
         log.debug("refused %s: %s", type(request.body).__name__, nack.reason)
         self._outbox.reply(request, nack)
-
-    def _missing(self, now: float) -> str:
-        return self._report.missing(now)

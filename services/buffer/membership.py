@@ -12,6 +12,8 @@ from typing import Any
 
 from umbra.proto.messages import Header, Heartbeat, Join, Member, Nack, Role, State, Stuck
 
+BEATS_PER_S = 64  # heartbeats of all members together, about: each costs as much as a trajectory
+BEATS_UNTIL_DEAD = 4  # but so many of a member have to be missing until it counts as dead
 SINGLE: tuple[Role, ...] = ("trainer", "weight_hub")  # roles of which a run has one
 
 
@@ -55,7 +57,7 @@ class Membership:
     """The members of a run.
 
     Args:
-        heartbeat_s: seconds between heartbeats.
+        heartbeat_s: seconds between heartbeats, the least.
         dead_after_s: seconds of silence until a member counts as dead.
         stall_s: seconds without progress until a member counts as stuck.
     """
@@ -69,6 +71,12 @@ class Membership:
         self._dead_after_s = dead_after_s
         self._stall_s = stall_s
         self._superseded: set[tuple[str, str]] = set()
+
+    @property
+    def pace_s(self) -> float:
+        """Seconds between heartbeats of a member: `heartbeat_s`, or more when there are many."""
+        slower = min(len(self.peers) / BEATS_PER_S, self._dead_after_s / BEATS_UNTIL_DEAD)
+        return max(self._heartbeat_s, slower)
 
     def join(self, header: Header, identity: bytes, body: Join, now: float) -> Peer | Nack:
         """Let a process in, or say why not. Its older incarnation, if any, is out from now on."""
@@ -166,7 +174,7 @@ class Membership:
         for peer in self.peers.values():
             silent_s = now - peer.heard_at
             idle_s = peer.idle_s + silent_s
-            if silent_s > 3 * self._heartbeat_s:
+            if silent_s > 3 * self.pace_s:
                 action = f"counts as dead after {self._dead_after_s:g} s"
                 found.append(
                     Stuck(what="no heartbeat", holder=peer.name, age_s=silent_s, action=action)
