@@ -283,6 +283,21 @@ def test_the_status_names_what_is_overdue() -> None:
     assert "waiting for sample s-0 held by a for 40.0 s" in batch.what and batch.age_s == 40
 
 
+def test_what_was_done_about_an_overdue_sample_is_told() -> None:
+    run = world(lease_s=10, dead_after_s=1000)
+    run.lease("a", 1, 0)
+    run.pass_time(11)  # taken back, and queued again
+    (task,) = run.lease("b", 1, 0)
+    for _ in range(5):
+        run.pass_time(5)
+        run.ask("b", RenewLeases(leases=[(task.sample_id, 2)]))
+    found = {item.holder: item for item in run.broker.status(run.now).stuck if "s-0" in item.what}
+    assert found["b"].what == "sample s-0 of group g-0, attempt 2"
+    assert (
+        found["b"].action == "leases lost before: 1; goes to another after 10 s without a renewal"
+    )
+
+
 def test_a_batch_that_is_not_committed_is_overdue() -> None:
     run = world(batch_lease_s=20, dead_after_s=1000)
     run.produce("a", 0)
