@@ -114,6 +114,7 @@ class HeartbeatAck(Message, frozen=True, kw_only=True):
     """What may have changed since Welcome. `version` is the number of optimizer steps committed."""
 
     version: int
+    heartbeat_s: float = 0.0  # seconds between heartbeats from now on; 0 = as before
     weights: str = ""
     weights_incarnation: str = ""  # another one says that the hub was restarted
     received_at: float = 0.0  # when the heartbeat came in, by the buffer's clock

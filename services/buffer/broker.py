@@ -57,6 +57,7 @@ from umbra.services.runtime.server import Request
 from umbra.services.runtime.zap import Refusals
 
 FINISH_S = 10.0  # what members get to leave after FinishRun
+STILL = (Heartbeat, Ping, StatusRequest, Ok, Nack)  # move nothing that is kept
 STOP_S = 8.0  # the same after a signal: supervisors kill after 10 s
 
 log = logging.getLogger(__name__)
@@ -114,7 +115,7 @@ class Broker:
             prompts,
             eval_prompts,
             self.members,
-            missing=self._missing,
+            missing=lambda now: self._report.missing(now),
             counters=self.counters,
             outbox=self._outbox,
         )
@@ -127,6 +128,7 @@ class Broker:
         self._endpoints = endpoints
         self._deadline = 0.0  # for the others to leave, once the run is ending
         self._finish_request: Request | None = None  # waits for an evaluation
+        self._moved = True  # anything, since the last `save`
         self._recovery = Recovery(
             works.journal,
             run={
@@ -161,7 +163,9 @@ class Broker:
 
     def save(self) -> None:
         """Put what has changed into the store; the caller commits it."""
-        self._recovery.save()
+        if self._moved:
+            self._moved = False
+            self._recovery.save()
 
     @property
     def state(self) -> State:
@@ -193,7 +197,7 @@ class Broker:
                     self._refuse(request, peer)
                 else:
                     self._handle_member(request, peer, now)
-        return self._settle(now)
+        return self._outbox.take() if isinstance(request.body, STILL) else self._settle(now)
 
     def tick(self, now: float) -> list[Effect]:
         """The effects of time: expired leases, dead members, waits that are over."""
@@ -214,14 +218,12 @@ class Broker:
         """Whether the run is ending and all but monitors have left, or had the time for it."""
         if self.state != "draining":
             return False
-        left = any(peer.role != "monitor" for peer in self.members.peers.values())
-        return not left or now >= self._deadline
+        return now >= self._deadline or not self.members.working
 
     def close(self, now: float) -> list[Effect]:
         """End what is still in flight; the final ledger."""
-        for peer in self.members.peers.values():
-            if peer.role != "monitor":
-                log.warning("%s has not left in time", peer.name)
+        for peer in self.members.working:
+            log.warning("%s has not left in time", peer.name)
         self.works.cancel()
         self._overview.state = "stopped"
         ledger = self.pool.ledger.snapshot()
@@ -329,6 +331,7 @@ class Broker:
         weights, incarnation = self.members.hub
         ack = HeartbeatAck(
             version=self.batches.version,
+            heartbeat_s=self.members.pace_s,
             weights=weights,
             weights_incarnation=incarnation,
             received_at=request.received_at,
@@ -380,6 +383,7 @@ class Broker:
 
     def _settle(self, now: float) -> list[Effect]:
         """Serve what is parked with whatever the event has opened up; the event's effects."""
+        self._moved = True
         self.works.settle(now)
         request = self._finish_request
         if request is not None and not self.works.evals.is_open:
@@ -395,6 +399,3 @@ class Broker:
             self._refusals.add(f"{kind} of {request.header.sender!r}: {nack.reason}")
         log.debug("refused %s: %s", type(request.body).__name__, nack.reason)
         self._outbox.reply(request, nack)
-
-    def _missing(self, now: float) -> str:
-        return self._report.missing(now)

@@ -14,6 +14,8 @@ from umbra.proto.messages import Heartbeat, Join, Member, Nack, Role, State, Stu
 from umbra.services.runtime.server import Request
 
 SKEW_S = 1.0  # clocks that differ by more are pointed out
+BEATS_PER_S = 64  # heartbeats of all members together, about: each costs as much as a trajectory
+BEATS_UNTIL_DEAD = 4  # but so many of a member have to be missing until it counts as dead
 SINGLE: tuple[Role, ...] = ("trainer", "weight_hub")  # roles of which a run has one
 
 
@@ -64,7 +66,7 @@ class Membership:
     """The members of a run.
 
     Args:
-        heartbeat_s: seconds between heartbeats.
+        heartbeat_s: seconds between heartbeats, the least.
         dead_after_s: seconds of silence until a member counts as dead.
         stall_s: seconds without progress until a member counts as stuck.
     """
@@ -78,6 +80,17 @@ class Membership:
         self._dead_after_s = dead_after_s
         self._stall_s = stall_s
         self._superseded: set[tuple[str, str]] = set()
+
+    @property
+    def working(self) -> list[Peer]:
+        """All but those who only watch."""
+        return [peer for peer in self.peers.values() if peer.role != "monitor"]
+
+    @property
+    def pace_s(self) -> float:
+        """Seconds between heartbeats of a member: `heartbeat_s`, or more when there are many."""
+        slower = min(len(self.peers) / BEATS_PER_S, self._dead_after_s / BEATS_UNTIL_DEAD)
+        return max(self._heartbeat_s, slower)
 
     def join(self, request: Request, body: Join, now: float) -> Peer | Nack:
         """Let a process in, or say why not. Its older incarnation, if any, is out from now on."""
@@ -199,7 +212,7 @@ class Membership:
         for peer in self.peers.values():
             silent_s = now - peer.heard_at
             idle_s = peer.idle_s + silent_s
-            if silent_s > 3 * self._heartbeat_s:
+            if silent_s > 3 * self.pace_s:
                 action = f"counts as dead after {self._dead_after_s:g} s"
                 found.append(
                     Stuck(what="no heartbeat", holder=peer.name, age_s=silent_s, action=action)

@@ -105,7 +105,7 @@ class Report:
                 f"attempt {sample.attempt}",
                 holder=sample.holder,
                 age_s=now - sample.leased_at,
-                action=f"goes to another after {lease_s:g} s without a renewal",
+                action=_taken_back(sample.lost, lease_s),
             )
 
     def _groups(self, now: float) -> Iterator[Stuck]:
@@ -138,7 +138,7 @@ class Report:
                 f"attempt {lease.attempt}",
                 holder=lease.holder,
                 age_s=now - lease.leased_at,
-                action=f"goes to another after {lease_s:g} s without a renewal",
+                action=_taken_back(lease.sample.score_losses, lease_s),
             )
         for stage in self._config.stages:
             since = self._works.scoring.waiting_since(stage)
@@ -153,6 +153,12 @@ class Report:
                 continue
             holder = ", ".join(sorted(at_work)[:SHOWN]) or "nobody"
             yield Stuck(what=what, holder=holder, age_s=now - since, action=action)
+
+
+def _taken_back(times: int, lease_s: float) -> str:
+    """What was done about a lease that takes long, and what will be."""
+    before = "" if not times else f"leases lost before: {times}; "
+    return f"{before}goes to another after {lease_s:g} s without a renewal"
 
 
 def _oldest_open(group: Group) -> Sample:

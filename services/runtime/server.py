@@ -29,7 +29,7 @@ from umbra.services.runtime.zap import Gate, Refusals, role_of
 
 PEERS_KEPT = 8192  # senders whose resends are known, the last ones; names cost a stranger nothing
 REPLIES_KEPT = 16  # per peer, to answer resends from
-REPLY_BYTES_KEPT = 256 << 10  # per peer; the last reply is kept at any rate, a batch for example
+REPLY_BYTES_KEPT = 16 << 20  # of all peers, in equal shares; the last one of each at any rate
 PENDING_KEPT = 256  # per peer; one-way messages stay here too, as nobody answers them
 # Questions that may be answered twice: of those who ask nothing else, nothing need be remembered.
 QUESTIONS = ("Ping", "StatusRequest", "HubStatusRequest", "VersionsRequest")
@@ -75,13 +75,13 @@ class _Peer:
         while len(self.pending) > PENDING_KEPT:
             self.pending.popitem(last=False)
 
-    def answered(self, number: int, frames: list[bytes]) -> None:
-        """A request was answered with `frames`."""
+    def answered(self, number: int, frames: list[bytes], share: int) -> None:
+        """A request was answered with `frames`; replies of `share` bytes may be kept."""
         self.pending.pop(number, None)
         self.replies[number] = frames
         self.reply_bytes += _size(frames)
         while len(self.replies) > 1 and (
-            len(self.replies) > REPLIES_KEPT or self.reply_bytes > REPLY_BYTES_KEPT
+            len(self.replies) > REPLIES_KEPT or self.reply_bytes > share
         ):
             self.reply_bytes -= _size(self.replies.popitem(last=False)[1])
 
@@ -184,7 +184,8 @@ class Server:
             _, frames = self._encoder.encode(nack(error), reply_to=request.header.id)
         peer = self._peers.get((request.channel, request.identity))
         if peer is not None and peer.incarnation == request.header.incarnation:
-            peer.answered(request.header.id, frames)
+            share = REPLY_BYTES_KEPT // len(self._peers)
+            peer.answered(request.header.id, frames, share)
         self._send(self._by_name[request.channel], request.identity, frames)
 
     def push(

@@ -90,7 +90,8 @@ class Session:
         self._state: State = "ready"
         self._activity = "starting"
         self._progress = 0
-        self._moved_at = self._heard_at = link.clock()
+        self._moved_at = self._heard_at = self._beat_at = link.clock()
+        self._pace_s = welcome.heartbeat_s
         self._stats: dict[str, float] = {}
         self._metrics = metrics
         self._wall = wall
@@ -233,6 +234,9 @@ class Session:
     def _beat(self) -> None:
         self._take_commands()
         now = self._link.clock()
+        if now < self._beat_at:
+            return  # the broker has asked for fewer
+        self._beat_at = now + self._pace_s - self.welcome.heartbeat_s / 2
         if now - self._heard_at > self._grace_s:
             self.fail(PeerLostError(f"{self._control.peer} is silent for {self._grace_s:g} s"))
             return
@@ -265,6 +269,7 @@ class Session:
             self._heard_at = self._link.clock()
             self.version = ack.version
             self._compare_clocks(sent, ack.received_at)
+            self._pace_s = ack.heartbeat_s or self._pace_s
             if ack.weights:
                 self._hub_is(ack.weights, ack.weights_incarnation)
         self._take_commands()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
@@ -184,6 +185,27 @@ def test_bad_frames_are_counted_answered_and_forgotten(
         assert answer.code == code
         assert broker.server.counters[code] == 1
     socket.close()
+
+
+def test_a_session_beats_as_seldom_as_it_is_asked_to(broker: Broker) -> None:
+    def answer(request: Request) -> Message | None:
+        if isinstance(request.body, Heartbeat):
+            counts[request.header.sender] += 1
+            if counts["fast"] >= 20 and counts["slow"]:
+                done.set()
+            is_slow = request.header.sender == "slow"
+            return HeartbeatAck(version=0, heartbeat_s=3600.0 if is_slow else 0.0)
+        return broker.default_answer(request)
+
+    counts: Counter[str] = Counter()
+    done = threading.Event()
+    broker.answer = answer
+    with (
+        Session.join(role="monitor", name="slow", broker=broker.endpoint),
+        Session.join(role="monitor", name="fast", broker=broker.endpoint),
+    ):
+        assert done.wait(WAIT_S)
+    assert counts["slow"] < 10  # one, and what was under way before its answer came
 
 
 def test_a_session_joins_beats_and_leaves(broker: Broker) -> None:
