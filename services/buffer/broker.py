@@ -102,11 +102,7 @@ class Broker:
     ) -> None:
         buffer = config.buffer
         self.counters: Counter[str] = Counter()
-        self.members = Membership(
-            heartbeat_s=buffer.heartbeat_s,
-            dead_after_s=buffer.dead_after_s,
-            stall_s=buffer.stall_s,
-        )
+        self.members = Membership(buffer)
         self._refusals = refusals or Refusals()
         self._outbox = Outbox()
         works = Works(
@@ -115,7 +111,7 @@ class Broker:
             prompts,
             eval_prompts,
             self.members,
-            missing=lambda now: self._report.missing(now),
+            missing=self._missing,
             counters=self.counters,
             outbox=self._outbox,
         )
@@ -391,6 +387,9 @@ class Broker:
             assert isinstance(request.body, FinishRun)
             self._finish(request, request.body, now)
         return self._outbox.take()
+
+    def _missing(self, now: float) -> str:
+        return self._report.missing(now)
 
     def _refuse(self, request: Request, nack: Nack) -> None:
         self.counters[nack.code] += 1

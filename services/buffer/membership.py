@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from umbra.proto.messages import Heartbeat, Join, Member, Nack, Role, State, Stuck
+from umbra.services.runtime.config import Buffer
 from umbra.services.runtime.server import Request
 
 SKEW_S = 1.0  # clocks that differ by more are pointed out
@@ -66,19 +67,17 @@ class Membership:
     """The members of a run.
 
     Args:
-        heartbeat_s: seconds between heartbeats, the least.
-        dead_after_s: seconds of silence until a member counts as dead.
-        stall_s: seconds without progress until a member counts as stuck.
+        config: how often they send heartbeats, and from when on one is dead or stuck.
     """
 
-    def __init__(self, *, heartbeat_s: float, dead_after_s: float, stall_s: float) -> None:
+    def __init__(self, config: Buffer) -> None:
         self.peers: dict[str, Peer] = {}
         self.departed: dict[str, str] = {}  # name -> why
         self.changed: set[str] = set()  # who came or went since the journal last took note
         self._single: dict[Role, Peer] = {}  # asked for at every heartbeat
-        self._heartbeat_s = heartbeat_s
-        self._dead_after_s = dead_after_s
-        self._stall_s = stall_s
+        self._heartbeat_s = config.heartbeat_s
+        self._dead_after_s = config.dead_after_s
+        self._stall_s = config.stall_s
         self._superseded: set[tuple[str, str]] = set()
 
     @property
