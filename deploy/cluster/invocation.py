@@ -77,11 +77,7 @@ def command(plan: Plan, process: Process, paths: Paths) -> list[str]:
 def environment(plan: Plan, paths: Paths) -> dict[str, str]:
     """What all processes of a node find in their environment."""
     broker = plan.the("buffer").node.address
-    variables = {
-        "UMBRA_BROKER": f"tcp://{broker}:{_port(plan, CONTROL)}",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
+    variables = {"UMBRA_BROKER": f"tcp://{broker}:{_port(plan, CONTROL)}"}
     if paths.keys:
         variables["UMBRA_SECURITY__KEYS"] = paths.keys
     if paths.modules:

@@ -34,6 +34,25 @@ def test_a_wrong_name_is_refused(
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "whom to ask? Give --broker tcp://host:port, or --hub"),
+        (["--hub", "nowhere"], "--hub nowhere: write it as tcp://host:port"),
+        (["--hub", "tcp://h:1", "--member", "trainer"], "a hub knows no members"),
+    ],
+)
+def test_a_ping_to_nobody(
+    words: list[str],
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("UMBRA_BROKER", raising=False)
+    assert cli.main(["ping", *words]) == 2
+    assert told in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_scripts_for_completion(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     if shell == "bash" and shutil.which("bash") is None:
