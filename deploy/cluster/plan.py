@@ -78,6 +78,8 @@ def make_plan(file: ClusterFile, config: RunConfig, run_id: str) -> Plan:
     Raises:
         UsageError: it cannot be done; the sentence has the numbers.
     """
+    if not config.model.path:
+        raise UsageError("model.path is empty: name the model's directory in the run file")
     plane = config.weight_hub.plane
     if plane == "cuda_ipc":
         raise UsageError(

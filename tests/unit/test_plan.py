@@ -226,6 +226,7 @@ def test_names_are_unique_and_gpus_exist() -> None:
             "gives nodes to reward alone, which needs no GPU",
         ),
         ((8,), (), ("weight_hub.plane=nccl",), {}, "set cluster.network to host"),
+        ((8,), (), ("model.path=",), {}, "model.path is empty"),
         ((8,), (), ("weight_hub.plane=cuda_ipc",), {}, "leave it on auto"),
     ],
 )
