@@ -77,11 +77,7 @@ def command(plan: Plan, process: Process, paths: Paths) -> list[str]:
 def environment(plan: Plan, paths: Paths) -> dict[str, str]:
     """What all processes of a node find in their environment."""
     broker = plan.the("buffer").node.address
-    variables = {
-        "UMBRA_BROKER": f"tcp://{broker}:{_port(plan, CONTROL)}",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
+    variables = {"UMBRA_BROKER": f"tcp://{broker}:{_port(plan, CONTROL)}"}
     if paths.keys:
         variables["UMBRA_SECURITY__KEYS"] = paths.keys
     if paths.modules:
@@ -133,21 +129,19 @@ def restarts(process: Process) -> int:
 def inputs(plan: Plan, process: Process, paths: Paths) -> list[str]:
     """Files and folders that `process` reads, which lie at the same place on every node."""
     config = plan.config
-    model = config.model.path
-    found: list[str]
-    match process.task:
-        case "buffer":
-            found = [config.data.prompts, *config.data.sources]
-            found += [config.eval.prompts] if config.eval.every else []
-        case "relay":
-            found = []
-        case "ref_logp":
-            found = [config.scorer.model or model]
-        case _:
-            found = [model]
+    found: dict[Task, list[str]] = {
+        "buffer": [config.data.prompts, *config.data.sources],
+        "relay": [],
+        "train": [config.model.path, config.critic.path],
+        "generate": [config.model.path, config.generator.replay],
+        "ref_logp": [config.model.path, config.scorer.model],
+    }
+    paths_in = found.get(process.task, [config.model.path])
+    if process.task == "buffer" and config.eval.every:
+        paths_in.append(config.eval.prompts)
     if process.task in ("buffer", "generate", "reward"):
-        found.append(paths.modules)
-    return sorted({path for path in found if path and not path.startswith(DATASETS)})
+        paths_in.append(paths.modules)
+    return sorted({path for path in paths_in if path and not path.startswith(DATASETS)})
 
 
 def modules_of(config: RunConfig, run_file: Path) -> str:

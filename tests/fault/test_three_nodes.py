@@ -24,7 +24,15 @@ SPACES = ("unshare", "--user", "--map-root-user", "--net", "--mount", "--kill-ch
 NODES = {"a": "10.77.0.1", "b": "10.77.0.2", "c": "10.77.0.3"}
 CUT_S = 20.0
 LIMIT_S = 300.0
-STEPS = 300
+STEPS = 70
+# The demo's reward, at a pace that lets no machine be done before the node is back.
+REWARD = """
+import time
+
+def score(prompt, completion, row):
+    time.sleep(0.015)
+    return float(completion.strip() == row["answer"])
+"""
 CLUSTER = """
 [cluster]
 groups = ["train", "generate"]
@@ -51,10 +59,16 @@ def plan(tmp_path: Path) -> Path:
     project = tmp_path / "project"
     project.mkdir()
     shutil.copy(EXAMPLES / "sort.toml", project / "run.toml")
+    (project / "paced.py").write_text(REWARD, encoding="utf-8")
     nodes = [f'[[nodes]]\nname = "{n}"\naddress = "{a}"\n' for n, a in NODES.items()]
     (project / "cluster.toml").write_text(CLUSTER + "".join(nodes), encoding="utf-8")
     sizes = ("--prompts", "512", "--heldout", "64", "--demos", "1")
-    overrides = (f"run.steps={STEPS}", "run.broker_grace_s=120")
+    overrides = (
+        f"run.steps={STEPS}",
+        "run.broker_grace_s=120",
+        "environment.kind=reward",
+        "environment.reward=paced:score",
+    )
     for command in (
         ("make-model", "sort/base"),
         ("make-task", "sort", "--out", "sort", *sizes),
@@ -81,7 +95,7 @@ def rows(plan: Path, node: str, kind: str) -> list[dict[str, Any]]:
 def test_a_node_is_cut_off_and_comes_back(plan: Path) -> None:
     if reason := why_not():
         pytest.skip(reason)
-    settings = {"nodes": NODES, "cut": "b", "after_step": 20, "cut_s": CUT_S, "limit_s": LIMIT_S}
+    settings = {"nodes": NODES, "cut": "b", "after_step": 5, "cut_s": CUT_S, "limit_s": LIMIT_S}
     done = subprocess.run(
         [*SPACES, sys.executable, PROGRAM, plan, json.dumps(settings)],
         capture_output=True,
@@ -93,6 +107,7 @@ def test_a_node_is_cut_off_and_comes_back(plan: Path) -> None:
     outcome = json.loads(done.stdout)
     # Everyone was well before, nobody had to be started again, and everyone left in order.
     assert all(outcome["healthy"].values()), outcome
+    assert not any(outcome["strangers_answered"].values()), "CURVE should be on"
     assert all(codes == [0] for codes in outcome["codes"].values()), outcome
     assert outcome["steps_while_cut"] > 0, "the other generator should have gone on"
     results = plan / "volumes" / "c" / "results" / "three" / "buffer.json"

@@ -66,9 +66,11 @@ class Service:
                 self.start()
         return self.process is not None
 
-    def is_healthy(self) -> bool:
+    def is_healthy(self, *, keys: bool = True) -> bool:
+        """What its health check says; a stranger on the node has no `keys` to ask with."""
+        environ = {k: v for k, v in self.environ.items() if keys or k != "UMBRA_SECURITY__KEYS"}
         done = subprocess.run(
-            self.health, env=self.environ, capture_output=True, timeout=60, check=False
+            self.health, env=environ, capture_output=True, timeout=60, check=False
         )
         return done.returncode == 0
 
@@ -166,7 +168,6 @@ class World:
         }
         self.settings = settings
         self.deadline = time.monotonic() + settings["limit_s"]
-        self.health: dict[str, bool] = {}
 
     def run(self) -> dict[str, Any]:
         """The run from start to end; what became of it."""
@@ -175,7 +176,8 @@ class World:
             for service in node.services:
                 service.start()
         self._until(lambda: self.step() >= self.settings["after_step"], "the step before the cut")
-        self.health = {s.name: s.is_healthy() for s in self._services()}
+        healthy = {s.name: s.is_healthy() for s in self._services()}
+        strangers = {s.name: s.is_healthy(keys=False) for s in cut.services}
         began, before = time.monotonic(), self.step()
         cut.connect(connected=False)
         self._until(lambda: time.monotonic() - began >= self.settings["cut_s"], "the cut's end")
@@ -184,7 +186,8 @@ class World:
         self._until(lambda: not any([s.poll() for s in self._services()]), "the end of the run")
         return {
             "codes": {service.name: service.codes for service in self._services()},
-            "healthy": self.health,
+            "healthy": healthy,
+            "strangers_answered": strangers,
             "steps_while_cut": during,
         }
 

@@ -175,6 +175,32 @@ def test_images() -> None:
     assert images(PLANS["host network"])["relay"] == "umbra-trainer:latest"
 
 
+def test_what_is_read_is_mounted_where_it_is_read() -> None:
+    plan = plan_of(
+        *(1, 1, 1),
+        stages=("ref_logp",),
+        groups=["train", "ref_logp", "generate"],
+        overrides=(
+            "scorer.model=/models/reference",
+            "critic.path=/models/critic",
+            "eval.prompts=/data/heldout.jsonl",
+            "eval.every=5",
+            'data.sources={"/data/a.jsonl" = 1, "datasets:name:train" = 2}',
+            "data.prompts=",
+        ),
+    )
+    paths = container_paths(plan, "", keys=False)
+    read = {process.task: invocation.inputs(plan, process, paths) for process in plan.processes}
+    assert read == {
+        "buffer": ["/data/a.jsonl", "/data/heldout.jsonl"],
+        "weight_hub": ["/models/m"],
+        "relay": [],
+        "train": ["/models/critic", "/models/m"],
+        "ref_logp": ["/models/m", "/models/reference"],
+        "generate": ["/models/m"],
+    }
+
+
 def test_own_modules_are_mounted_and_found() -> None:
     plan = PLANS["own modules"]
     files = render(plan, "compose")
