@@ -92,8 +92,9 @@ class Loop:
         with self._phases("snapshot"):
             begin = time.perf_counter()
             give(self._learner.ranks, Snapshot())
-            sums = self._outlet.snapshots.write(slot, self._outlet.publisher.place)
-            self._outlet.publisher.publish_soon(self.version, time.perf_counter() - begin, sums)
+            publisher = self._outlet.publisher
+            sums = self._outlet.snapshots.write(slot, publisher.place, publisher.wrote)
+            publisher.publish_soon(self.version, time.perf_counter() - begin, sums)
 
     def _keep_going(self) -> bool:
         self._session.progress(f"training step {self.version + 1}")
