@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import zmq
 from fakes.hub_bench import Bench, load, publish
+from fakes.keys import of
 
 from umbra.proto import sockets
 from umbra.proto.access import KeyRole
@@ -39,7 +37,7 @@ from umbra.proto.messages import (
     VersionsRequest,
 )
 from umbra.services.runtime.channel import Channel
-from umbra.services.runtime.keys import OPEN, Security, load_keys, make_keys
+from umbra.services.runtime.keys import OPEN, Security, load_keys
 from umbra.services.runtime.link import Link
 from umbra.services.runtime.receiver import Receiver
 from umbra.services.runtime.server import Server
@@ -47,22 +45,6 @@ from umbra.services.runtime.server import Server
 Context = zmq.Context[zmq.Socket[bytes]]
 ANY_PORT = "tcp://127.0.0.1:*"
 WAIT_S = 20.0
-UMBRA = (sys.executable, "-m", "umbra")
-
-
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("run") / "keys"
-    make_keys(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The keys of another run."""
-    folder = tmp_path_factory.mktemp("other") / "keys"
-    make_keys(folder)
-    return folder
 
 
 class Served:
@@ -107,8 +89,12 @@ def served(zmq_context: Context, keys: Path) -> Iterator[Served]:
     made.close()
 
 
-def of(folder: Path, role: KeyRole) -> Security:
-    return Security(load_keys(folder, role))
+def until(condition: Callable[[], bool], what: str) -> None:
+    """A peer that is refused may know before the server has taken note of it."""
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {WAIT_S:g} s: {what}"
+        threading.Event().wait(0.01)
 
 
 # -- who gets in ----------------------------------------------------------------------------------
@@ -126,8 +112,9 @@ def test_a_stranger_without_keys_is_told_at_once(served: Served) -> None:
     channel = served.channel(served.control, OPEN)
     with pytest.raises(RejectedError, match=r": it needs keys that we lack.*--keys"):
         channel.call(Ping(), Pong, timeout_s=WAIT_S)
-    assert all(what.endswith(" on control") for what in served.server.refusals.counts)
-    assert served.server.refusals.counts.total() > 0
+    counts = served.server.refusals.counts
+    until(lambda: counts.total() > 0, "a refusal is counted")
+    assert all(what.endswith(" on control") for what in counts)
     assert served.reached == []
 
 
@@ -135,8 +122,8 @@ def test_keys_of_another_run(served: Served, others: Path) -> None:
     channel = served.channel(served.control, of(others, "trainer"))
     with pytest.raises(RejectedError, match="or has those of another run"):
         channel.call(Ping(), Pong, timeout_s=WAIT_S)
-    counts = served.server.refusals.counts
-    assert counts["a connection with keys of another run on control"] > 0
+    what = "a connection with keys of another run on control"
+    until(lambda: served.server.refusals.counts[what] > 0, what)
 
 
 def test_a_key_that_the_run_does_not_know(served: Served, keys: Path, others: Path) -> None:
@@ -204,7 +191,7 @@ def test_telemetry_is_for_members_to_send_and_for_monitors_to_see(
         socket.close(linger=0)
     counts = served.server.refusals.counts
     assert counts["the generator key from 127.0.0.1 on events_out"] == 1
-    assert any(what.endswith(" on events_in") for what in counts)
+    until(lambda: any(what.endswith(" on events_in") for what in list(counts)), "it is counted")
 
 
 # -- what a key allows ----------------------------------------------------------------------------
@@ -337,94 +324,4 @@ def test_buckets_are_for_receivers(
         bench.closers.append(link.close)
         with pytest.raises(RejectedError):
             link.channel(endpoint, "hub", server="weight_hub").call(Ping(), Pong, timeout_s=WAIT_S)
-    assert bench.hub.stats()["refused"] >= 2
-
-
-# -- the command line -----------------------------------------------------------------------------
-
-
-def umbra(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*UMBRA, *arguments], cwd=cwd, capture_output=True, text=True, timeout=50, check=False
-    )
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("buffer", "--broker", "tcp://0.0.0.0:*", "--set", "data.prompts=p.jsonl"),
-        ("weight-hub", "--listen", "tcp://*:*", "--broker", "tcp://127.0.0.1:9"),
-        ("weight-hub", "relay", "--hub", "tcp://127.0.0.1:9", "--listen", "tcp://0.0.0.0:*"),
-    ],
-)
-def test_what_others_can_reach_is_not_bound_without_keys(
-    tmp_path: Path, arguments: tuple[str, ...]
-) -> None:
-    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
-    done = umbra(*arguments, cwd=tmp_path)
-    assert done.returncode == 2, done
-    line = [line for line in done.stderr.splitlines() if line.startswith("umbra: error: ")]
-    assert len(line) == 1
-    assert "`umbra keys FOLDER` and give every process --keys FOLDER" in line[0]
-
-
-@pytest.fixture
-def buffer(tmp_path: Path, keys: Path) -> Iterator[str]:
-    """A buffer process with keys, bound in public; the address of its control socket."""
-    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
-    read, write = os.pipe()
-    log = (tmp_path / "buffer.log").open("wb")
-    process = subprocess.Popen(
-        [
-            *UMBRA, "buffer", "--broker", "tcp://0.0.0.0:*", "--keys", str(keys), "--run-dir",
-            "run", "--log-level", "debug", "--set", "data.prompts=p.jsonl",
-        ],
-        cwd=tmp_path,
-        pass_fds=[write],
-        env={**os.environ, "UMBRA_READY_FD": str(write)},
-        stdout=log,
-        stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    os.close(write)
-    log.close()
-    with open(read) as pipe:
-        line = pipe.readline()
-    assert line, (tmp_path / "buffer.log").read_text()
-    port = json.loads(line)["broker"].rpartition(":")[2]
-    for name in ("cmdline", "environ"):
-        shown = Path(f"/proc/{process.pid}/{name}").read_bytes()
-        assert load_keys(keys, "buffer").secret not in shown
-    yield f"tcp://127.0.0.1:{port}"
-    process.terminate()
-    process.wait(WAIT_S)
-    secrets = [load_keys(keys, role).secret for role in ("buffer", "monitor", "operator")]
-    files = [tmp_path / "buffer.log", *(tmp_path / "run").rglob("*")]
-    written = b"".join(path.read_bytes() for path in files if path.is_file())
-    assert b"refused" in written, "the log is not there"
-    assert not any(secret in written for secret in secrets)
-
-
-def test_the_monitor_commands_use_keys(buffer: str, keys: Path, tmp_path: Path) -> None:
-    """Its fixture looks for secrets in the process list, the log and the run's folder."""
-    stranger = umbra("status", "--broker", buffer, cwd=tmp_path)
-    assert stranger.returncode == 4
-    assert len(stranger.stderr.splitlines()) == 1
-    assert "--keys" in stranger.stderr
-    shown = umbra("status", "--broker", buffer, "--keys", str(keys), "--json", cwd=tmp_path)
-    refused = json.loads(shown.stdout)["refused"]
-    assert any(what.endswith(" on control") for what in refused)
-    plain = umbra("status", "--broker", buffer, "--keys", str(keys), cwd=tmp_path)
-    assert f"refused: {next(iter(refused))}" in plain.stdout
-    (tmp_path / "m").mkdir()
-    for path in keys.glob("*.key"):
-        (tmp_path / "m" / path.name).write_bytes(path.read_bytes())
-    secret = tmp_path / "m" / "monitor.key_secret"
-    secret.touch(0o600)
-    secret.write_bytes((keys / secret.name).read_bytes())
-    looks = umbra("ping", "--broker", buffer, "--keys", "m", cwd=tmp_path)
-    assert looks.returncode == 0, looks
-    changes = umbra("interrupt", "--broker", buffer, "--keys", "m", cwd=tmp_path)
-    assert changes.returncode == 4
-    assert "nothing that the monitor key allows" in changes.stderr
-    allowed = umbra("interrupt", "--broker", buffer, "--keys", str(keys), cwd=tmp_path)
-    assert allowed.returncode == 0, allowed
+    until(lambda: bench.hub.stats()["refused"] >= 2, "both are counted")
