@@ -248,14 +248,6 @@ class Broker:
     # -- members -----------------------------------------------------------------------------------
 
     def _join(self, request: Request, body: Join, now: float) -> None:
-        if body.name != request.header.sender:
-            reason = f"{request.header.sender!r} cannot join as {body.name!r}"
-            self._refuse(request, Nack(code="wrong_name", reason=reason, path="name"))
-            return
-        if request.role not in (None, body.role):
-            reason = f"the {request.role} key does not allow to join as a {body.role}"
-            self._refuse(request, Nack(code="not_allowed", reason=reason, path="role"))
-            return
         if self.state != "ready":
             self._refuse(request, Nack(code="run_ending", reason="the run is ending", path="role"))
             return

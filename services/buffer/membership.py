@@ -94,6 +94,12 @@ class Membership:
     def join(self, request: Request, body: Join, now: float) -> Peer | Nack:
         """Let a process in, or say why not. Its older incarnation, if any, is out from now on."""
         header = request.header
+        if body.name != header.sender:
+            reason = f"{header.sender!r} cannot join as {body.name!r}"
+            return Nack(code="wrong_name", reason=reason, path="name")
+        if request.role not in (None, body.role):
+            reason = f"the {request.role} key does not allow to join as a {body.role}"
+            return Nack(code="not_allowed", reason=reason, path="role")
         if (body.name, header.incarnation) in self._superseded:
             return self._stale(body.name)
         for other in self.peers.values():

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import zmq
 from fakes.hub_bench import Bench, load, publish
+from fakes.keys import of
 
 from umbra.proto import sockets
 from umbra.proto.access import KeyRole
@@ -36,7 +37,7 @@ from umbra.proto.messages import (
     VersionsRequest,
 )
 from umbra.services.runtime.channel import Channel
-from umbra.services.runtime.keys import OPEN, Security, load_keys, make_keys
+from umbra.services.runtime.keys import OPEN, Security, load_keys
 from umbra.services.runtime.link import Link
 from umbra.services.runtime.receiver import Receiver
 from umbra.services.runtime.server import Server
@@ -44,22 +45,6 @@ from umbra.services.runtime.server import Server
 Context = zmq.Context[zmq.Socket[bytes]]
 ANY_PORT = "tcp://127.0.0.1:*"
 WAIT_S = 20.0
-UMBRA = (sys.executable, "-m", "umbra")
-
-
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("run") / "keys"
-    make_keys(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The keys of another run."""
-    folder = tmp_path_factory.mktemp("other") / "keys"
-    make_keys(folder)
-    return folder
 
 
 class Served:
@@ -104,8 +89,12 @@ def served(zmq_context: Context, keys: Path) -> Iterator[Served]:
     made.close()
 
 
-def of(folder: Path, role: KeyRole) -> Security:
-    return Security(load_keys(folder, role))
+def until(condition: Callable[[], bool], what: str) -> None:
+    """A peer that is refused may know before the server has taken note of it."""
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {WAIT_S:g} s: {what}"
+        threading.Event().wait(0.01)
 
 
 # -- who gets in ----------------------------------------------------------------------------------
@@ -123,8 +112,9 @@ def test_a_stranger_without_keys_is_told_at_once(served: Served) -> None:
     channel = served.channel(served.control, OPEN)
     with pytest.raises(RejectedError, match=r": it needs keys that we lack.*--keys"):
         channel.call(Ping(), Pong, timeout_s=WAIT_S)
-    assert all(what.endswith(" on control") for what in served.server.refusals.counts)
-    assert served.server.refusals.counts.total() > 0
+    counts = served.server.refusals.counts
+    until(lambda: counts.total() > 0, "a refusal is counted")
+    assert all(what.endswith(" on control") for what in counts)
     assert served.reached == []
 
 
@@ -132,8 +122,8 @@ def test_keys_of_another_run(served: Served, others: Path) -> None:
     channel = served.channel(served.control, of(others, "trainer"))
     with pytest.raises(RejectedError, match="or has those of another run"):
         channel.call(Ping(), Pong, timeout_s=WAIT_S)
-    counts = served.server.refusals.counts
-    assert counts["a connection with keys of another run on control"] > 0
+    what = "a connection with keys of another run on control"
+    until(lambda: served.server.refusals.counts[what] > 0, what)
 
 
 def test_a_key_that_the_run_does_not_know(served: Served, keys: Path, others: Path) -> None:
@@ -201,7 +191,7 @@ def test_telemetry_is_for_members_to_send_and_for_monitors_to_see(
         socket.close(linger=0)
     counts = served.server.refusals.counts
     assert counts["the generator key from 127.0.0.1 on events_out"] == 1
-    assert any(what.endswith(" on events_in") for what in counts)
+    until(lambda: any(what.endswith(" on events_in") for what in list(counts)), "it is counted")
 
 
 # -- what a key allows ----------------------------------------------------------------------------
@@ -334,4 +324,4 @@ def test_buckets_are_for_receivers(
         bench.closers.append(link.close)
         with pytest.raises(RejectedError):
             link.channel(endpoint, "hub", server="weight_hub").call(Ping(), Pong, timeout_s=WAIT_S)
-    assert bench.hub.stats()["refused"] >= 2
+    until(lambda: bench.hub.stats()["refused"] >= 2, "both are counted")

@@ -1,4 +1,4 @@
-"""The commands with keys: what is bound, what is refused, and that no secret is shown anywhere."""
+"""Commands of a run with keys: what they refuse, and where its secrets never show."""
 
 from __future__ import annotations
 
@@ -11,17 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from umbra.services.runtime.keys import load_keys, make_keys
+from umbra.services.runtime.keys import load_keys
 
 WAIT_S = 20.0
 UMBRA = (sys.executable, "-m", "umbra")
-
-
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("run") / "keys"
-    make_keys(folder)
-    return folder
 
 
 def umbra(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
