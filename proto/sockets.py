@@ -165,14 +165,18 @@ def allow_list(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
     return socket
 
 
-def handshakes(socket: zmq.Socket[bytes], events: int = HANDSHAKE_FAILED) -> zmq.Socket[bytes]:
+def handshakes(
+    context: zmq.Context[zmq.Socket[bytes]],
+    socket: zmq.Socket[bytes],
+    events: int = HANDSHAKE_FAILED,
+) -> zmq.Socket[bytes]:
     """A PAIR that receives the `events` of the connections of `socket` (`recv_monitor_message`).
 
     Close it after `socket.disable_monitor()`.
     """
     address = f"inproc://handshakes-{socket.underlying:x}"
     socket.monitor(address, events)
-    monitor = socket.context.socket(zmq.PAIR)
+    monitor = context.socket(zmq.PAIR)
     monitor.set(zmq.LINGER, 0)
     monitor.set(zmq.RCVHWM, 0)  # a full one would hold up the thread that does all input and output
     monitor.connect(address)

@@ -23,6 +23,7 @@ from umbra.proto.messages import (
     Ping,
     Pong,
     ResumeRequest,
+    Role,
     RollBack,
     Status,
     StatusRequest,
@@ -42,17 +43,20 @@ M = TypeVar("M", bound=Message)
 class StatusClient:
     """A connection to the buffer at `broker`; a context manager.
 
+    A hub, and a relay, can be asked for a sign of life too: then `server` is "weight_hub".
+
     Raises:
         UsageError: `broker` is no address.
     """
 
-    def __init__(self, broker: str, security: Security = OPEN) -> None:
+    def __init__(self, broker: str, security: Security = OPEN, *, server: Role = "buffer") -> None:
         if not ADDRESS.fullmatch(broker):
-            raise UsageError(f"--broker {broker}: write it as tcp://host:port")
+            flag = "--broker" if server == "buffer" else "--hub"
+            raise UsageError(f"{flag} {broker}: write it as tcp://host:port")
         self.broker = broker
         incarnation = uuid.uuid4().hex[:12]
         self._link = Link(f"monitor-{incarnation}", incarnation, security=security)
-        self._channel = self._link.channel(broker, "buffer")
+        self._channel = self._link.channel(broker, server.replace("_", " "), server=server)
         self._hub: Channel | None = None
         # Nothing that we send is worth waiting for at the end.
         self._link.run(lambda: self._channel.socket.set(zmq.LINGER, 0))

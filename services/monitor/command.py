@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import click
 
-from umbra.proto.errors import EXIT_DONE, PeerLostError
+from umbra.proto.errors import EXIT_DONE, PeerLostError, UsageError
+from umbra.proto.messages import Role
 from umbra.services.monitor.client import StatusClient
 from umbra.services.monitor.live import LiveView
 from umbra.services.monitor.options import (
@@ -33,23 +34,29 @@ json_option = click.option("--json", "as_json", is_flag=True, help="One JSON obj
 
 
 @click.command()
-@broker_option
+@click.option("--broker", envvar="UMBRA_BROKER", help="Address of the buffer: tcp://host:port.")
+@click.option("--hub", help="Address of a weight hub or relay, to check that instead.")
 @watching_keys
 @timeout_option
-@click.option("--member", metavar="NAME", help="Check a member of the run instead.")
-def ping(broker: str, security: Security, timeout_s: float, member: str | None) -> int:
-    """Check that the buffer answers, or that it hears a member: exit code 0 if so, 5 if not.
-
-    A weight hub and a relay answer at their own addresses too: give theirs as --broker.
-    """
+@click.option("--member", metavar="NAME", help="Check that the buffer hears a member instead.")
+def ping(
+    broker: str | None, hub: str | None, security: Security, timeout_s: float, member: str | None
+) -> int:
+    """Check that the buffer, a hub, a relay or a member is there: exit code 0 if so, 5 if not."""
     started = time.monotonic()
-    with StatusClient(broker, security) as client:
+    address = hub or broker
+    if address is None:
+        raise UsageError("whom to ask? Give --broker tcp://host:port, or --hub tcp://host:port")
+    if hub is not None and member is not None:
+        raise UsageError("a hub knows no members: give --hub or --member")
+    server: Role = "buffer" if hub is None else "weight_hub"
+    with StatusClient(address, security, server=server) as client:
         if member is not None:
             click.echo(_hear(client, member, timeout_s))
             return EXIT_DONE
         pong = client.ping(timeout_s)
     milliseconds = (time.monotonic() - started) * 1000
-    click.echo(f"{pong.role} at {broker} is {pong.state} ({milliseconds:.1f} ms)")
+    click.echo(f"{pong.role} at {address} is {pong.state} ({milliseconds:.1f} ms)")
     return EXIT_DONE
 
 

@@ -24,6 +24,7 @@ COLUMNS = (
 )  # fmt: skip
 MEMBERS_SHOWN = 24
 NUMBERS = ("version", "lag", "tokens/s", "busy")
+REFUSED_SHOWN = 3
 STATE_STYLES = {
     "ready": "green", "running": "green", "done": "dim", "stopped": "dim", "failed": "bold red",
 }  # fmt: skip
@@ -126,6 +127,7 @@ def plain(status: Status, rates: Rates) -> str:
     lines += [f"stuck: {stuck_text(status, i)}" for i in range(len(status.stuck))]
     if counters := counters_text(status):
         lines.append(f"counters: {counters}")
+    lines += [f"refused: {text}" for text in refused_texts(status)]
     return "\n".join(lines)
 
 
@@ -168,6 +170,8 @@ def render(
         facts.add_row("evals", evals)
     if counters := counters_text(status):
         facts.add_row("counters", counters)
+    for text in refused_texts(status)[:REFUSED_SHOWN]:
+        facts.add_row("refused", Text(text, style="yellow"))
     notice = [Text(notice, style="bold yellow")] if (notice := notice_text(status)) else []
     parts: list[RenderableType] = [
         title,
@@ -204,6 +208,12 @@ def member_table(
 def counters_text(status: Status) -> str:
     """What was counted, in words."""
     return "  ".join(f"{key} {count}" for key, count in sorted(status.counters.items()) if count)
+
+
+def refused_texts(status: Status) -> list[str]:
+    """Who lacked the right key for what, the most frequent first."""
+    most = sorted(status.refused.items(), key=lambda item: -item[1])
+    return [f"{what}: {count} times" for what, count in most]
 
 
 def clock_text(seconds: float) -> str:

@@ -16,6 +16,7 @@ from umbra.proto.codec import Encoder, decode
 from umbra.proto.errors import DeadlineError, RejectedError, UsageError, WireError
 from umbra.proto.messages import Event, Header, Role
 from umbra.services.runtime.channel import Channel
+from umbra.services.runtime.handshake import Handshake
 from umbra.services.runtime.keys import OPEN, Security
 
 CLOSE_DEADLINE_S = 5.0
@@ -89,7 +90,10 @@ class Link:
         def connect() -> None:
             curve = self.security.connecting(server)
             socket = sockets.dealer(self._context, "", self._identity, curve)
-            channel = Channel(self, socket, peer, endpoint, server=server, insists=insists)
+            handshake = Handshake(self._context, socket)  # before there is a connection
+            channel = Channel(
+                self, socket, handshake, peer, endpoint, server=server, insists=insists
+            )
             try:
                 sockets.connect(socket, endpoint)
             except UsageError as error:
