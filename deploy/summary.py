@@ -10,7 +10,8 @@ from typing import Any
 
 from umbra.deploy.overlap import Interval, overlap
 from umbra.deploy.process import Usage
-from umbra.deploy.run_folder import RunFolder, read_rows
+from umbra.deploy.report.recording import Recording
+from umbra.deploy.run_folder import RunFolder
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class Outcome:
 
 def summarise(folder: RunFolder, outcome: Outcome) -> dict[str, Any]:
     """The summary of the run in `folder`; what is not known is None."""
-    measured = measure(read_rows(folder.metrics))
+    measured = measure(Recording([folder.path]).aligned_rows() if folder.metrics.exists() else [])
     status = read_status(folder)
     ledger = status.get("ledger")
     if ledger is not None:

@@ -82,6 +82,15 @@ class Recording:
         for path in self._paths:
             yield from read_rows(path)
 
+    def aligned_rows(self) -> Iterator[dict[str, Any]]:
+        """All rows; `start` and `end` of spans by the buffer's clock."""
+        for row in self.rows():
+            if row["kind"] == "span":
+                begin, end = (self.clocks.align(row["service"], row[k]) for k in ("start", "end"))
+                yield {**row, "start": begin, "end": end}
+            else:
+                yield row
+
     def spans(self, row: Mapping[str, Any]) -> Iterator[Span]:
         """What `row` says that a service did."""
         service, align = row["service"], self.clocks.align

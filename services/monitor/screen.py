@@ -13,6 +13,7 @@ from umbra.proto.messages import Status
 from umbra.services.monitor.feed import SampleSeen
 from umbra.services.monitor.members import number
 from umbra.services.monitor.view import (
+    REFUSED_SHOWN,
     clock_text,
     counters_text,
     eta_text,
@@ -20,6 +21,7 @@ from umbra.services.monitor.view import (
     ledger_text,
     member_table,
     notice_text,
+    refused_texts,
     sparkline,
     staleness_text,
     stuck_text,
@@ -53,6 +55,9 @@ def screen(look: Look, keys: str = "") -> RenderableType:
         parts += [Rule("last pushes, ms", style="dim"), _pushes(look)]
     if look.samples:
         parts += [Rule("a sample", style="dim"), _sample(look.samples[-1])]
+    parts += [
+        Text(f"refused: {text}", style="yellow") for text in refused_texts(status)[:REFUSED_SHOWN]
+    ]
     if counters := counters_text(status):
         parts += [Rule("counters", style="dim"), Text(counters, style="dim")]
     return Group(*parts)

@@ -127,7 +127,7 @@ def plain(status: Status, rates: Rates) -> str:
     lines += [f"stuck: {stuck_text(status, i)}" for i in range(len(status.stuck))]
     if counters := counters_text(status):
         lines.append(f"counters: {counters}")
-    lines += [f"refused: {text}" for text in _refused(status)]
+    lines += [f"refused: {text}" for text in refused_texts(status)]
     return "\n".join(lines)
 
 
@@ -170,9 +170,9 @@ def render(
         facts.add_row("evals", evals)
     if counters := counters_text(status):
         facts.add_row("counters", counters)
-    notice = [Text(notice, style="bold yellow")] if (notice := notice_text(status)) else []
-    for text in _refused(status)[:REFUSED_SHOWN]:
+    for text in refused_texts(status)[:REFUSED_SHOWN]:
         facts.add_row("refused", Text(text, style="yellow"))
+    notice = [Text(notice, style="bold yellow")] if (notice := notice_text(status)) else []
     parts: list[RenderableType] = [
         title,
         *notice,
@@ -210,7 +210,7 @@ def counters_text(status: Status) -> str:
     return "  ".join(f"{key} {count}" for key, count in sorted(status.counters.items()) if count)
 
 
-def _refused(status: Status) -> list[str]:
+def refused_texts(status: Status) -> list[str]:
     """Who lacked the right key for what, the most frequent first."""
     most = sorted(status.refused.items(), key=lambda item: -item[1])
     return [f"{what}: {count} times" for what, count in most]

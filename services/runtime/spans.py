@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 WINDOW_S = 10.0  # shares are of so much time
-KEPT = 512  # spans that nobody has taken yet
+KEPT = 256  # spans that nobody has taken yet
 JOIN_S = 0.001  # two of one name that are closer are one
 
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import select
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +25,7 @@ from umbra.proto.messages import (
     Join,
     Message,
     Ok,
+    PauseRequest,
     StatusRequest,
     Welcome,
 )
@@ -54,7 +60,7 @@ class Buffer:
         self.events_in, self.events_out = self.server.relay_events(
             "tcp://127.0.0.1:*", "tcp://127.0.0.1:*"
         )
-        self.asked = 0
+        self.asked: list[Message] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._main)
         self._thread.start()
@@ -70,9 +76,9 @@ class Buffer:
                 self.server.reply(request, self._answer(request.body))
 
     def _answer(self, body: Message) -> Message:
+        self.asked.append(body)
         match body:
             case StatusRequest():
-                self.asked += 1
                 return status(events=self.events_out)
             case Join():
                 return Welcome(
@@ -142,3 +148,44 @@ def test_who_watches_may_not_operate(buffer: Buffer, security: SecurityOf) -> No
         else:
             with pytest.raises(RejectedError, match="monitor key"):
                 watch.client.pause("lunch", WAIT_S)
+
+
+def test_the_screen_and_its_keys(zmq_context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    """On a terminal: the run is shown, `p y` pauses it, `q` leaves with code 0."""
+    buffer = Buffer(zmq_context, OPEN)
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "umbra", "monitor", "--broker", buffer.endpoint],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TERM": "xterm",
+             "COLUMNS": "150", "LINES": "60"},
+    )  # fmt: skip
+    os.close(theirs)
+    shown = b""
+
+    def read_until(text: bytes) -> None:
+        nonlocal shown
+        deadline = time.monotonic() + WAIT_S
+        while text not in shown:
+            assert time.monotonic() < deadline, shown
+            if select.select([ours], [], [], 0.5)[0]:
+                shown += os.read(ours, 65536)
+
+    try:
+        read_until(b"q leave")
+        assert b"100 issued = 80 trained" in shown
+        os.write(ours, b"p")
+        read_until(b"pause the run?")
+        os.write(ours, b"y")
+        read_until(b"pause: done")
+        assert any(isinstance(body, PauseRequest) for body in buffer.asked)
+        os.write(ours, b"q")
+        read_until(b"left run-1 at step 40")
+        assert process.wait(WAIT_S) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+        buffer.close()

@@ -34,7 +34,7 @@ def test_spans_and_figures_are_exported_once() -> None:
 
     sent = [
         (
-            span.resource.attributes["service.name"],
+            str(span.resource.attributes["service.name"]),
             span.name,
             (span.start_time or 0) / 1e9,
             (span.end_time or 0) / 1e9,
@@ -46,10 +46,8 @@ def test_spans_and_figures_are_exported_once() -> None:
         ("trainer", "commit", 11.5, 11.75),
         ("trainer", "train_step", 10.0, 11.5),
     ]
-    assert all(
-        span.resource.attributes["service.namespace"] == "run-1"
-        for span in exporter.get_finished_spans()
-    )
+    finished = exporter.get_finished_spans()
+    assert {str(span.resource.attributes["service.namespace"]) for span in finished} == {"run-1"}
     assert metrics is not None
     figures = {
         (metric.name, *sorted((point.attributes or {}).items())): getattr(point, "value", None)

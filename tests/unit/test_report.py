@@ -15,6 +15,7 @@ from umbra.deploy.report.figures import SLOWEST, gather
 from umbra.deploy.report.recording import Recording
 from umbra.deploy.report.svg import bar_chart, line_chart
 from umbra.deploy.run_folder import RunFolder
+from umbra.deploy.summary import measure
 from umbra.proto.errors import UsageError
 
 T0 = 1_700_000_000.0
@@ -146,6 +147,19 @@ def test_a_clock_that_drifts_is_followed(tmp_path: Path) -> None:
     assert clocks.align("trainer", begin + 20.0) == begin + 23.0
     assert clocks.align("buffer", begin) == begin
     assert clocks.worst == {"trainer": (3.0, 0.001)}
+
+
+def test_the_overlap_is_by_one_clock(tmp_path: Path) -> None:
+    """Generation and training take turns; by their own clocks they would seem to overlap."""
+    folder = RunFolder.create(tmp_path, "run")
+    rows = [clock("generator-0", 0.0, -5.0), clock("trainer", 0.0, 2.0)]
+    for turn in range(6):
+        rows.append(span("generator-0", "decode", 2.0 * turn, 2.0 * turn + 1.0))
+        rows.append(span("trainer", "train_step", 2.0 * turn + 1.0, 2.0 * turn + 2.0))
+    folder.metrics.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    overlap = measure(Recording([folder.path]).aligned_rows())["overlap"]
+    assert overlap["both_busy"] == pytest.approx(0.0, abs=1e-6)
+    assert overlap["generator_busy"] == pytest.approx(4 / 9)
 
 
 def test_figures(folder: RunFolder) -> None:
