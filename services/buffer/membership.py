@@ -13,7 +13,7 @@ from typing import Any
 from umbra.proto.messages import Header, Heartbeat, Join, Member, Nack, Role, State, Stuck
 
 BEATS_PER_S = 64  # heartbeats of all members together, about: each costs as much as a trajectory
-BEATS_UNTIL_DEAD = 4  # but so many of a member have to be missing until it counts as dead
+BEATS_UNTIL_DEAD = 3  # but so many of a member have to be missing until it counts as dead
 SINGLE: tuple[Role, ...] = ("trainer", "weight_hub")  # roles of which a run has one
 
 
