@@ -12,6 +12,7 @@ from typing import Any
 
 from umbra.proto.messages import Header, Heartbeat, Join, Member, Nack, Role, State, Stuck
 
+DEPARTED_KEPT = 1024  # names and incarnations that are remembered after their end
 BEATS_PER_S = 64  # heartbeats of all members together, about: each costs as much as a trajectory
 BEATS_UNTIL_DEAD = 3  # but so many of a member have to be missing until it counts as dead
 SINGLE: tuple[Role, ...] = ("trainer", "weight_hub")  # roles of which a run has one
@@ -70,7 +71,7 @@ class Membership:
         self._heartbeat_s = heartbeat_s
         self._dead_after_s = dead_after_s
         self._stall_s = stall_s
-        self._superseded: set[tuple[str, str]] = set()
+        self._superseded: dict[tuple[str, str], None] = {}
 
     @property
     def pace_s(self) -> float:
@@ -96,7 +97,8 @@ class Membership:
                 )
         before = self.peers.get(body.name)
         if before is not None and before.incarnation != header.incarnation:
-            self._superseded.add((body.name, before.incarnation))
+            self._superseded[body.name, before.incarnation] = None
+            _forget_oldest(self._superseded)
         peer = Peer(
             name=body.name,
             role=body.role,
@@ -141,6 +143,7 @@ class Membership:
         del self.peers[peer.name]
         self._index()
         self.departed[peer.name] = why
+        _forget_oldest(self.departed)
         self.changed.add(peer.name)
 
     def record(self, name: str) -> dict[str, Any] | None:
@@ -194,3 +197,8 @@ class Membership:
             reason=f"another process has joined as {name!r} since: names must be unique",
             path="incarnation",
         )
+
+
+def _forget_oldest(kept: dict[Any, Any]) -> None:
+    if len(kept) > DEPARTED_KEPT:
+        del kept[next(iter(kept))]

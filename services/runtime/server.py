@@ -24,6 +24,7 @@ from umbra.proto.messages import ANY, Header, Message
 
 REPLIES_KEPT = 16  # per peer, to answer resends from
 REPLY_BYTES_KEPT = 16 << 20  # of all peers, in equal shares; the last one of each at any rate
+PEERS_KEPT = 8192  # known senders; a flood of made-up names takes no more memory than these
 PENDING_KEPT = 256  # per peer; one-way messages stay here too, as nobody answers them
 ZERO_COPY_BYTES = 1 << 20  # replies from this size are sent without a copy
 RECEIVE_BURST = 256  # messages taken from one socket before the others get their turn
@@ -243,7 +244,10 @@ class Server:
         key = (channel.name, identity)
         peer = self._peers.get(key)
         if peer is None or peer.incarnation != header.incarnation:
+            self._peers.pop(key, None)
             peer = self._peers[key] = _Peer(header.incarnation)
+            if len(self._peers) > PEERS_KEPT:
+                del self._peers[next(iter(self._peers))]
         frames = peer.replies.get(header.id)
         if frames is None and header.id not in peer.pending:
             return False
