@@ -48,6 +48,7 @@ def load_model(
             directory,
             local_files_only=True,
             trust_remote_code=False,
+            use_safetensors=True,
             dtype=dtype,
             attn_implementation="sdpa",
         )
