@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import threading
 from collections.abc import Callable
 from contextlib import closing
@@ -25,6 +26,7 @@ from umbra.services.runtime.metrics import MetricsFile
 from umbra.services.runtime.session import Session
 from umbra.services.runtime.signals import stop_on_signals
 
+OPEN_FILES = 65_536
 READY_FD_VARIABLE = "UMBRA_READY_FD"
 
 
@@ -167,6 +169,7 @@ def _run_service(
     run_dir: Path | None,
 ) -> int:
     setup_logging(config.log, name)
+    allow_connections()
     security = open_security(config.security, [role], run_dir)
     if run_dir is not None:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -185,6 +188,16 @@ def _run_service(
                 security=security,
             )
         )
+
+
+def allow_connections() -> None:
+    """Raise the limit on open files to what is allowed; by default it is 1,024 at most places.
+
+    Each generator takes three connections of the buffer, each stranger who knocks takes one.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if most == resource.RLIM_INFINITY else min(OPEN_FILES, most)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def _flag(field: msgspec.structs.FieldInfo, section: type[Any]) -> click.Option:
