@@ -139,6 +139,10 @@ def test_a_run_with_own_model_prompts_and_reward(
     }  # fmt: skip
     assert all(used["cpu"] > 0 for used in summary["seconds"]["services"].values())
     assert generates(summary["model"])
+    trace = json.loads((process.run_dir / "trace.json").read_text())["traceEvents"]
+    spans = {(event["cat"], event["name"]) for event in trace if event["ph"] == "X"}
+    assert {("trainer", "train_step"), ("generator-0", "decode"), ("weight-hub", "push 4")} <= spans
+    assert summary["run_id"] in (process.run_dir / "report.html").read_text()
 
 
 def generates(model_dir: str) -> bool:
