@@ -180,6 +180,9 @@ class HubInTest:
         self.memory = bytearray(self.manifest.total_bytes)
         return memoryview(self.memory)
 
+    def wrote(self, end: int) -> None:
+        assert 0 < end <= len(self.memory)
+
     def publish(self, version: int, snapshot_s: float, sums: list[int] | None = None) -> None:
         assert sums is None, "one rank leaves them to the publisher"
         weights: dict[str, Tensor] = {}
