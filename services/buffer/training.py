@@ -20,6 +20,7 @@ from umbra.services.buffer.batches import Batches
 from umbra.services.buffer.curves import StepCurves
 from umbra.services.buffer.effects import Outbox
 from umbra.services.buffer.gate import Gate
+from umbra.services.buffer.run_ahead import RunAhead
 from umbra.services.buffer.samples import Pool
 from umbra.services.buffer.shelf import digest
 from umbra.services.runtime.server import Request
@@ -46,6 +47,7 @@ class Training:
         gate: while it is shut no batch is handed out.
         evaluating: whether no new batch may be formed because of an evaluation.
         formed: called when a new batch was formed.
+        run_ahead: hears what the trainer says of each batch.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Training:
         gate: Gate,
         evaluating: Callable[[], bool],
         formed: Callable[[], None],
+        run_ahead: RunAhead,
         counters: Counter[str],
         outbox: Outbox,
     ) -> None:
@@ -72,6 +75,7 @@ class Training:
         self._gate = gate
         self._evaluating = evaluating
         self._formed = formed
+        self._run_ahead = run_ahead
         self._counters = counters
         self._outbox = outbox
         self._question: _Question | None = None
@@ -115,6 +119,7 @@ class Training:
             self.committer = request.header.incarnation
             self.curves.add(body.step, body.metrics)
             self._counters["mixed_version"] += batch.staleness.mixed
+            self._heard(body)
         elif 1 <= body.step <= self._batches.version:
             self._counters["repeated_commits"] += 1
         else:
@@ -193,6 +198,16 @@ class Training:
         self._counters["steps_repeated"] += lost
         self._batches.rewind(step, now)
         self.curves.cut(step)
+
+    def _heard(self, body: CommitBatch) -> None:
+        """What the trainer has measured of a batch."""
+        if body.metrics.get("skipped") == 1.0:
+            self._counters["batches_skipped"] += 1
+        ess = body.metrics.get("ess")
+        if self._run_ahead.heard(ess, body.step):
+            self._outbox.measure(
+                "run_ahead", step=body.step, ess=ess, run_ahead=self._run_ahead.now
+            )
 
     def _answer_parked(self, waiting_for: str) -> None:
         if self._question is not None:

@@ -52,6 +52,10 @@ COMMANDS: dict[str, SubCommand] = {
         "umbra.services.weight_hub.weights_command:command",
         "List, pin, roll back and export versions of the weights.",
     ),
+    "export": SubCommand(
+        "umbra.services.trainer.checkpoints.export:command",
+        "Write a checkpoint as a Hugging Face model.",
+    ),
     "scorer": SubCommand(
         "umbra.services.scorer.command:command", "Serve a scoring stage of a run."
     ),

@@ -13,14 +13,23 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from umbra.proto.errors import DeadlineError, PeerLostError, UmbraError, UsageError
+from umbra.proto.errors import (
+    DeadlineError,
+    DivergedError,
+    PeerLostError,
+    RejectedError,
+    UmbraError,
+    UsageError,
+)
 from umbra.proto.messages import (
     BatchLease,
+    CheckpointSaved,
     CommitAck,
     CommitBatch,
     FinishRun,
     LeaseBatch,
     Message,
+    Ok,
     RunFinished,
 )
 from umbra.proto.records import (
@@ -101,6 +110,7 @@ class World:
         self.model = load_policy(directory)[0].eval()
         self.level = level
         self.starve = False
+        self.refuses_checkpoints = False
         self.asked: list[Message] = []
         self.published: dict[int, dict[str, Tensor]] = {}
         self.stopping = threading.Event()
@@ -156,6 +166,10 @@ class World:
             case CommitBatch(step=step):
                 assert all(isinstance(value, float) for value in body.metrics.values())
                 return CommitAck(version=step, ledger=Ledger())
+            case CheckpointSaved() if self.refuses_checkpoints:
+                raise RejectedError("no such step", code="wrong_step")
+            case CheckpointSaved():
+                return Ok()
             case FinishRun():
                 return RunFinished(ledger=Ledger(issued=1, trained=1))
             case _:
@@ -267,10 +281,11 @@ def test_two_steps_then_an_export_that_loads(directory: Path, start: Any, tmp_pa
         "wait_batch",
         "train_step",
         "commit",
+        "checkpoint",
         "wait_slot",
         "snapshot",
     }
-    assert [event["step"] for event in world.events] == [1, 2]
+    assert [event["step"] for event in world.events if event["kind"] == "step"] == [1, 2]
 
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model", local_files_only=True)
     assert torch.equal(exported.state_dict()[name], world.published[2][name])
@@ -330,6 +345,48 @@ def test_a_batch_that_never_comes_is_an_error_that_says_what_is_missing(
     with pytest.raises(DeadlineError, match=r"step 1 within 1e-06 s .* waiting for 2 groups"):
         start(world, batch_wait_s=1e-6)
     assert world.left
+
+
+def test_a_run_that_diverges_ends_with_a_sentence(
+    directory: Path, start: Any, tmp_path: Path
+) -> None:
+    """Every update is left out: the batches are committed as skipped, the weights stay."""
+    world = World(directory)
+    with pytest.raises(DivergedError, match=r"stopped at step 2: .* of the last 2 batches"):
+        start(world, max_ratio=1e-9, max_skipped=2)
+    assert world.committed() == [1, 2]
+    commits = [body for body in world.asked if isinstance(body, CommitBatch)]
+    assert [body.metrics["skipped"] for body in commits] == [1, 1]
+    assert [row["skipped/ratio"] for row in rows(tmp_path, "step")] == [1, 1]
+    for name, tensor in world.published[0].items():
+        assert torch.equal(tensor, world.published[2][name])
+    assert not (tmp_path / "model").exists()
+
+
+def test_it_goes_on_from_its_checkpoint(directory: Path, start: Any, tmp_path: Path) -> None:
+    """1. A trainer is asked to stop in its second step. 2. Another one. Result: it makes step 2."""
+    first = World(directory)
+    first.stop_at = "training step 2"
+    assert start(first) == 0
+    assert (tmp_path / "checkpoints" / "step-1").is_dir(), "what is committed is saved on leaving"
+    second = World(directory)
+    assert start(second) == 0
+    assert second.asked[0] == CheckpointSaved(step=0), "the beginning is as good as the first one"
+    assert second.committed() == [2]
+    assert sorted(second.published) == [1, 2]
+    for name, tensor in second.published[1].items():
+        assert torch.equal(tensor, first.published[1][name])
+    assert [row["error"] for row in rows(tmp_path, "checkpoint")] == ["", ""]
+
+
+def test_a_checkpoint_of_another_run_is_told(directory: Path, start: Any) -> None:
+    world = World(directory)
+    world.stop_at = "training step 2"
+    assert start(world) == 0
+    other = World(directory)
+    other.refuses_checkpoints = True
+    with pytest.raises(UsageError, match=r"step-1 is not of the run that the buffer has .*no such"):
+        start(other)
 
 
 def test_a_run_directory_is_needed(directory: Path) -> None:
