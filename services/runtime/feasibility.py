@@ -98,6 +98,11 @@ def _groups(config: RunConfig) -> Iterator[str]:
 def _staleness(config: RunConfig) -> Iterator[str]:
     buffer = config.buffer
     bound = implied_staleness(config).bound
+    if buffer.min_ess and not buffer.run_ahead:
+        yield (
+            "buffer.min_ess has nothing to lower with buffer.run_ahead = 0: set run_ahead to 1 or "
+            "more, or leave min_ess out"
+        )
     if buffer.sampling == "replay" and not bound:
         yield (
             "buffer.sampling = replay finds nothing that is fresh enough to train on again: set "

@@ -80,7 +80,8 @@ def test_the_demos_trainer_gets_the_same_batches_again(
     up: Callable[..., UpProcess], sampling: str
 ) -> None:
     """Its bytes are told by their checksum, which the buffer notes whenever it hands one out."""
-    process = up(f"run.steps={STEPS}", f"buffer.sampling={sampling}", flags=("--no-eval",))
+    settings = (f"buffer.sampling={sampling}", "checkpoint.every=0")
+    process = up(f"run.steps={STEPS}", *settings, flags=("--no-eval",))
     process.broker()
     process.until(lambda: len(process.steps()) >= 8, "step 8")
     kill(process, "trainer")

@@ -13,14 +13,23 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from umbra.proto.errors import DeadlineError, PeerLostError, UmbraError, UsageError
+from umbra.proto.errors import (
+    DeadlineError,
+    DivergedError,
+    PeerLostError,
+    RejectedError,
+    UmbraError,
+    UsageError,
+)
 from umbra.proto.messages import (
     BatchLease,
+    CheckpointSaved,
     CommitAck,
     CommitBatch,
     FinishRun,
     LeaseBatch,
     Message,
+    Ok,
     RunFinished,
 )
 from umbra.proto.records import (
@@ -38,6 +47,7 @@ from umbra.services.runtime.config_loader import load_config
 from umbra.services.runtime.metrics import MetricsFile
 from umbra.services.trainer import service
 from umbra.services.trainer.batch import make_batch
+from umbra.services.trainer.checkpoints.folder import CheckpointFolder
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.make_model import make_model
 from umbra.services.trainer.policy import load_policy
@@ -101,6 +111,8 @@ class World:
         self.model = load_policy(directory)[0].eval()
         self.level = level
         self.starve = False
+        self.refuses_checkpoints = False
+        self.wants_checkpoint = False
         self.asked: list[Message] = []
         self.published: dict[int, dict[str, Tensor]] = {}
         self.stopping = threading.Event()
@@ -151,11 +163,18 @@ class World:
                 asked = sum(isinstance(a, LeaseBatch) and a.step == step for a in self.asked)
                 if self.starve or asked == 1:
                     return BatchLease(step=step, trajectories=[], waiting_for="2 groups")
+                if self.wants_checkpoint and step > 1:
+                    return BatchLease(step=step, trajectories=[], checkpoint=True)
                 made = rollouts(self.model, step - 1, level=self.level, seed=step)
                 return BatchLease(step=step, trajectories=made)
             case CommitBatch(step=step):
                 assert all(isinstance(value, float) for value in body.metrics.values())
                 return CommitAck(version=step, ledger=Ledger())
+            case CheckpointSaved() if self.refuses_checkpoints:
+                raise RejectedError("no such step", code="wrong_step")
+            case CheckpointSaved(newest=newest, error=error):
+                self.wants_checkpoint = self.wants_checkpoint and newest < 1 and not error
+                return Ok()
             case FinishRun():
                 return RunFinished(ledger=Ledger(issued=1, trained=1))
             case _:
@@ -270,10 +289,11 @@ def test_two_steps_then_an_export_that_loads(directory: Path, start: Any, tmp_pa
         "wait_batch",
         "train_step",
         "commit",
+        "checkpoint",
         "wait_slot",
         "snapshot",
     }
-    assert [event["step"] for event in world.events] == [1, 2]
+    assert [event["step"] for event in world.events if event["kind"] == "step"] == [1, 2]
 
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model", local_files_only=True)
     assert torch.equal(exported.state_dict()[name], world.published[2][name])
@@ -333,6 +353,77 @@ def test_a_batch_that_never_comes_is_an_error_that_says_what_is_missing(
     with pytest.raises(DeadlineError, match=r"step 1 within 1e-06 s .* waiting for 2 groups"):
         start(world, batch_wait_s=1e-6)
     assert world.left
+
+
+def test_a_run_that_diverges_ends_with_a_sentence(
+    directory: Path, start: Any, tmp_path: Path
+) -> None:
+    """Every update is left out: the batches are committed as skipped, the weights stay."""
+    world = World(directory)
+    with pytest.raises(DivergedError, match=r"stopped at step 2: .* of the last 2 batches"):
+        start(world, max_ratio=1e-9, max_skipped=2)
+    assert world.committed() == [1, 2]
+    commits = [body for body in world.asked if isinstance(body, CommitBatch)]
+    assert [body.metrics["skipped"] for body in commits] == [1, 1]
+    assert [row["skipped/ratio"] for row in rows(tmp_path, "step")] == [1, 1]
+    for name, tensor in world.published[0].items():
+        assert torch.equal(tensor, world.published[2][name])
+    assert not (tmp_path / "model").exists()
+
+
+def test_it_goes_on_from_its_checkpoint(directory: Path, start: Any, tmp_path: Path) -> None:
+    """1. A trainer is asked to stop in its second step. 2. Another one. Result: it makes step 2."""
+    first = World(directory)
+    first.stop_at = "training step 2"
+    assert start(first) == 0
+    assert (tmp_path / "checkpoints" / "step-1").is_dir(), "what is committed is saved on leaving"
+    second = World(directory)
+    assert start(second) == 0
+    told = CheckpointSaved(step=0, newest=1)
+    assert second.asked[0] == told, "the beginning is as good as the first one"
+    assert second.committed() == [2]
+    assert sorted(second.published) == [1, 2]
+    for name, tensor in second.published[1].items():
+        assert torch.equal(tensor, first.published[1][name])
+    assert [row["error"] for row in rows(tmp_path, "checkpoint")] == ["", ""]
+
+
+def test_a_checkpoint_on_request(directory: Path, start: Any, tmp_path: Path) -> None:
+    """The buffer holds the second batch back until the state after the first step is saved."""
+    world = World(directory)
+    world.wants_checkpoint = True
+    assert start(world) == 0
+    told = world.asked.index(CheckpointSaved(step=0, newest=1))
+    assert told < next(
+        index
+        for index, body in enumerate(world.asked)
+        if isinstance(body, CommitBatch) and body.step == 2
+    )
+    assert [row["step"] for row in rows(tmp_path, "checkpoint")] == [1, 2]
+
+
+def test_a_checkpoint_that_fails_is_told_to_whoever_asked(
+    directory: Path, start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(CheckpointFolder, "begin", full)
+    world = World(directory)
+    world.wants_checkpoint = True
+    assert start(world) == 0
+    errors = [body.error for body in world.asked if isinstance(body, CheckpointSaved)]
+    assert "No space left" in errors[0]
+
+
+def test_a_checkpoint_of_another_run_is_told(directory: Path, start: Any) -> None:
+    world = World(directory)
+    world.stop_at = "training step 2"
+    assert start(world) == 0
+    other = World(directory)
+    other.refuses_checkpoints = True
+    with pytest.raises(UsageError, match=r"step-1 is not of the run that the buffer has .*no such"):
+        start(other)
 
 
 def test_a_run_directory_is_needed(directory: Path) -> None:

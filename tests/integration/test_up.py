@@ -277,6 +277,8 @@ def test_a_run_is_paused_goes_on_and_is_drained(up: Callable[..., UpProcess]) ->
     assert json.loads(umbra("status", "--json"))["paused"] == "lunch"
     assert "PAUSED: lunch" in umbra("status")
     steps = len(process.steps())
+    assert f"saved its state after step {steps}\n" in umbra("checkpoint")
+    assert (process.run_dir / "checkpoints" / f"step-{steps}").is_dir()
     umbra("resume")
     process.until(lambda: len(process.steps()) > steps, "a step after the pause")
     assert umbra("drain", "--reason", "enough") == "the run is draining\n"

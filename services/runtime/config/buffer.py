@@ -30,6 +30,15 @@ class Buffer(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     run_ahead: Annotated[
         int, Meta(description="batches generation may be ahead; 0 = synchronous", ge=0)
     ] = 1
+    min_ess: Annotated[
+        float,
+        Meta(
+            description="run_ahead is lowered while the trainer's effective share of samples (ess) "
+            "is below this, and raised again after; 0 = never",
+            ge=0,
+            lt=1,
+        ),
+    ] = 0.0
     max_staleness: Annotated[
         int, Meta(description="bound on trainer version - version of a sample's oldest token", ge=0)
     ] = 2
