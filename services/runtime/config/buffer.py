@@ -131,7 +131,12 @@ class Buffer(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
         int, Meta(description="leases of one sample until it ends as failed", ge=1)
     ] = 5
     heartbeat_s: Annotated[
-        float, Meta(description="seconds between heartbeats of every service", gt=0)
+        float,
+        Meta(
+            description="seconds between heartbeats of a service; longer with many members, "
+            "up to a third of dead_after_s",
+            gt=0,
+        ),
     ] = 1.0
     dead_after_s: Annotated[
         float, Meta(description="seconds of silence until a member counts as dead", gt=0)
