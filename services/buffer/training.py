@@ -23,6 +23,7 @@ from umbra.services.buffer.gate import Gate
 from umbra.services.buffer.run_ahead import RunAhead
 from umbra.services.buffer.samples import Pool
 from umbra.services.buffer.shelf import digest
+from umbra.services.buffer.wishes import Wishes
 from umbra.services.runtime.server import Request
 
 log = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ class Training:
     ) -> None:
         self.closed = False
         self.curves = StepCurves()
+        self.wishes = Wishes(batches, outbox)
         self.committer = ""  # incarnation of the trainer that made the last commit
         self.wanted_since: float | None = None  # when the missing batch was first asked for
         self._pool = pool
@@ -103,7 +105,7 @@ class Training:
             self._outbox.reply(request, Nack(code="wrong_step", reason=reason, path="step"))
             return
         if self.closed:
-            self._outbox.reply(request, _nothing(body.step, "nothing: the run is ending"))
+            self._outbox.reply(request, self._nothing(body.step, "nothing: the run is ending"))
             return
         if self.wanted_since is None:
             self.wanted_since = now
@@ -143,6 +145,13 @@ class Training:
             return
         self._batches.cover(body.step)
         self._outbox.reply(request, Ok())
+        self.wishes.told(body)
+
+    def checkpoint_wanted(self, request: Request, now: float) -> None:
+        """An operator wants a checkpoint: the trainer hears of it at once, if it is waiting."""
+        self.wishes.add(request, now)
+        if self.wishes.open:
+            self._answer_parked("a checkpoint is wanted first")
 
     def serve(self, now: float) -> None:
         """Answer the parked question if its batch is full."""
@@ -172,12 +181,14 @@ class Training:
         trajectories = [self._pool.shelf.packed(name) for name in batch.sample_ids]
         # Shows, also when it is handed out again, that step and bytes belong together.
         self._outbox.measure("handed_out", step=batch.step, digest=digest(trajectories))
-        self._outbox.reply(question.request, BatchLease(step=batch.step, trajectories=trajectories))
+        lease = BatchLease(step=batch.step, trajectories=trajectories, checkpoint=self.wishes.open)
+        self._outbox.reply(question.request, lease)
 
     def expire(self, now: float) -> None:
         """Answer the parked question if its wait is over."""
         if self._question is not None and self._question.deadline <= now:
             self._answer_parked(self._missing(now))
+        self.wishes.expire(now)
 
     def forget(self) -> None:
         """The trainer is gone; its batch stays leased for the next one."""
@@ -187,6 +198,7 @@ class Training:
         """No more batches."""
         self.closed = True
         self._answer_parked("nothing: the run is ending")
+        self.wishes.close()
         self.wanted_since = None
 
     def _rewind(self, trainer: str, step: int, now: float) -> None:
@@ -198,6 +210,7 @@ class Training:
         self._counters["steps_repeated"] += lost
         self._batches.rewind(step, now)
         self.curves.cut(step)
+        self.wishes.forget_after(step - 1)
 
     def _heard(self, body: CommitBatch) -> None:
         """What the trainer has measured of a batch."""
@@ -212,9 +225,13 @@ class Training:
     def _answer_parked(self, waiting_for: str) -> None:
         if self._question is not None:
             question, self._question = self._question, None
-            nothing = _nothing(question.step, waiting_for, paused=self._gate.is_shut)
-            self._outbox.reply(question.request, nothing)
+            self._outbox.reply(question.request, self._nothing(question.step, waiting_for))
 
-
-def _nothing(step: int, waiting_for: str, *, paused: bool = False) -> BatchLease:
-    return BatchLease(step=step, trajectories=[], waiting_for=waiting_for, paused=paused)
+    def _nothing(self, step: int, waiting_for: str) -> BatchLease:
+        return BatchLease(
+            step=step,
+            trajectories=[],
+            waiting_for=waiting_for,
+            paused=self._gate.is_shut,
+            checkpoint=self.wishes.open,
+        )

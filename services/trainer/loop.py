@@ -172,6 +172,8 @@ class Loop:
                 if self._session.stopping.is_set():
                     return None
                 raise
+            if lease.checkpoint:
+                self._save_on_request()
             if lease.trajectories:
                 return lease.trajectories
             if lease.paused:
@@ -218,6 +220,16 @@ class Loop:
                 "step %d: an update was left out, because %s", self.version, why
             )
 
+    def _save_on_request(self) -> None:
+        """An operator wants the state saved; the buffer says so until it hears that it was.
+
+        Before the first step of this process there is nothing to save that is not there already.
+        """
+        row = self._row
+        with self._phases("checkpoint"):
+            if row is None or not self._saver.wanted(self.version, row):
+                self._tell_covered()
+
     def _saved(self, outcome: Outcome | None) -> None:
         """Report what came of a checkpoint, and have the buffer let go of what it covers."""
         if outcome is None:
@@ -232,6 +244,8 @@ class Loop:
                 outcome.error,
                 f"the newest is that of step {steps[-1]}" if steps else "there is none yet",
             )
+            if not self._session.stopping.is_set():
+                self._tell_covered(outcome.error)
             return
         self._context.log.info(
             "checkpoint of step %d: %.1f MB, training waited %.3f s, written after %.2f s",
@@ -243,8 +257,10 @@ class Loop:
         if not self._session.stopping.is_set():
             self._tell_covered()
 
-    def _tell_covered(self) -> None:
-        covered = CheckpointSaved(step=self._saver.folder.covered)
+    def _tell_covered(self, error: str = "") -> None:
+        folder = self._saver.folder
+        newest = max(folder.steps(), default=-1)
+        covered = CheckpointSaved(step=folder.covered, newest=newest, error=error)
         self._session.data.call(covered, Ok, timeout_s=self._grace_s)
 
     def _report(self, row: Row) -> None:

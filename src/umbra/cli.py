@@ -70,6 +70,9 @@ COMMANDS: dict[str, SubCommand] = {
     ),
     "pause": SubCommand("umbra.services.monitor.operate:pause", "Hand out no more work."),
     "resume": SubCommand("umbra.services.monitor.operate:resume", "Go on after a pause."),
+    "checkpoint": SubCommand(
+        "umbra.services.monitor.operate:checkpoint", "Have the trainer save its state now."
+    ),
     "drain": SubCommand(
         "umbra.services.monitor.operate:drain", "End a run in order, or have a member leave."
     ),

@@ -47,6 +47,7 @@ from umbra.services.runtime.config_loader import load_config
 from umbra.services.runtime.metrics import MetricsFile
 from umbra.services.trainer import service
 from umbra.services.trainer.batch import make_batch
+from umbra.services.trainer.checkpoints.folder import CheckpointFolder
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.make_model import make_model
 from umbra.services.trainer.policy import load_policy
@@ -111,6 +112,7 @@ class World:
         self.level = level
         self.starve = False
         self.refuses_checkpoints = False
+        self.wants_checkpoint = False
         self.asked: list[Message] = []
         self.published: dict[int, dict[str, Tensor]] = {}
         self.stopping = threading.Event()
@@ -161,6 +163,8 @@ class World:
                 asked = sum(isinstance(a, LeaseBatch) and a.step == step for a in self.asked)
                 if self.starve or asked == 1:
                     return BatchLease(step=step, trajectories=[], waiting_for="2 groups")
+                if self.wants_checkpoint and step > 1:
+                    return BatchLease(step=step, trajectories=[], checkpoint=True)
                 made = rollouts(self.model, step - 1, level=self.level, seed=step)
                 return BatchLease(step=step, trajectories=made)
             case CommitBatch(step=step):
@@ -168,7 +172,8 @@ class World:
                 return CommitAck(version=step, ledger=Ledger())
             case CheckpointSaved() if self.refuses_checkpoints:
                 raise RejectedError("no such step", code="wrong_step")
-            case CheckpointSaved():
+            case CheckpointSaved(newest=newest, error=error):
+                self.wants_checkpoint = self.wants_checkpoint and newest < 1 and not error
                 return Ok()
             case FinishRun():
                 return RunFinished(ledger=Ledger(issued=1, trained=1))
@@ -193,6 +198,9 @@ class HubInTest:
     def slot(self, version: int, timeout_s: float) -> memoryview:
         self.memory = bytearray(self.manifest.total_bytes)
         return memoryview(self.memory)
+
+    def wrote(self, end: int) -> None:
+        assert 0 < end <= len(self.memory)
 
     def publish(self, version: int, snapshot_s: float, sums: list[int] | None = None) -> None:
         assert sums is None, "one rank leaves them to the publisher"
@@ -371,12 +379,41 @@ def test_it_goes_on_from_its_checkpoint(directory: Path, start: Any, tmp_path: P
     assert (tmp_path / "checkpoints" / "step-1").is_dir(), "what is committed is saved on leaving"
     second = World(directory)
     assert start(second) == 0
-    assert second.asked[0] == CheckpointSaved(step=0), "the beginning is as good as the first one"
+    told = CheckpointSaved(step=0, newest=1)
+    assert second.asked[0] == told, "the beginning is as good as the first one"
     assert second.committed() == [2]
     assert sorted(second.published) == [1, 2]
     for name, tensor in second.published[1].items():
         assert torch.equal(tensor, first.published[1][name])
     assert [row["error"] for row in rows(tmp_path, "checkpoint")] == ["", ""]
+
+
+def test_a_checkpoint_on_request(directory: Path, start: Any, tmp_path: Path) -> None:
+    """The buffer holds the second batch back until the state after the first step is saved."""
+    world = World(directory)
+    world.wants_checkpoint = True
+    assert start(world) == 0
+    told = world.asked.index(CheckpointSaved(step=0, newest=1))
+    assert told < next(
+        index
+        for index, body in enumerate(world.asked)
+        if isinstance(body, CommitBatch) and body.step == 2
+    )
+    assert [row["step"] for row in rows(tmp_path, "checkpoint")] == [1, 2]
+
+
+def test_a_checkpoint_that_fails_is_told_to_whoever_asked(
+    directory: Path, start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(CheckpointFolder, "begin", full)
+    world = World(directory)
+    world.wants_checkpoint = True
+    assert start(world) == 0
+    errors = [body.error for body in world.asked if isinstance(body, CheckpointSaved)]
+    assert "No space left" in errors[0]
 
 
 def test_a_checkpoint_of_another_run_is_told(directory: Path, start: Any) -> None:

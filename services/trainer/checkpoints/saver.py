@@ -121,6 +121,14 @@ class Saver:
             return
         self._begin(step, row)
 
+    def wanted(self, step: int, row: Row) -> bool:
+        """Begin a checkpoint of `step` because somebody wants one; False if there is one."""
+        if self._writing is None:
+            if step in self.folder.steps():
+                return False
+            self._begin(step, row)
+        return True
+
     def settled(self) -> Outcome | None:
         """What came of a checkpoint, once and when that is known."""
         writing = self._writing
