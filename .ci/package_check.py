@@ -72,7 +72,7 @@ def expected_names(names: list[str]) -> set[str]:
     for name in names:
         if name.startswith("src/") and name.endswith(".py"):
             expected.add(name.removeprefix("src/"))
-        elif name.split("/")[0] in LINKED and name.endswith(".py"):
+        elif name.split("/")[0] in LINKED and name.endswith((".py", ".html", ".css", ".js")):
             expected.add(f"umbra/{name}")
     if "proto/README.md" in names:
         expected.add("umbra/proto/README.md")

@@ -1,6 +1,6 @@
 """Trajectories through the real buffer process, acknowledged and durable, beside other transports.
 
-    python benchmarks/buffer_throughput.py [--json FILE] [--ray] [--seconds 8]
+    python benchmarks/buffer_throughput.py [--json FILE] [--ray] [--seconds 8] [--only PART ...]
 
 Producers and consumer are processes of their own, over tcp loopback. Every transport carries the
 same 9 KB records: 200 prompt tokens, 1,000 response tokens with logprobs and version spans. The
@@ -43,7 +43,6 @@ batch_groups = {batch_groups}
 run_ahead = {run_ahead}
 max_staleness = 1000000
 lease_s = 120.0
-dead_after_s = 120.0
 store_max_bytes = {store_max_bytes}
 """
 SCALE_RATE = 2000.0  # trajectories per second from any number of generators
@@ -265,6 +264,66 @@ def show_transports(report: Report, args: argparse.Namespace, folder: Path) -> N
         report.goal("times the Ray queue", round(ours / rates[peers.RAY], 2), ">=", 20)
 
 
+def show_latency(report: Report, args: argparse.Namespace, folder: Path) -> None:
+    """From submit to ack and to the trainer, at 1,000 trajectories/s."""
+    paced = measure_buffer(
+        folder / "paced", generators=4, seconds=args.seconds, rate=1000.0,
+        group_size=1, batch_groups=8, run_ahead=64, per_submit=4,
+    )  # fmt: skip
+    for name, values in (("submit to ack", paced["ack"]), ("submit to trainer", paced["end"])):
+        report.add(
+            what=f"at {paced['per_s']:.0f}/s: {name}",
+            per_s=round(paced["per_s"]),
+            cpu_s_per_1k=round(paced["cpu_s_per_1k"], 3),
+            p50_ms=round(percentile(values, 0.5), 2),
+            p99_ms=round(percentile(values, 0.99), 2),
+        )
+        report.goal(f"p99 ms, {name}", round(percentile(values, 0.99), 2), "<", 50)
+
+
+def show_scale(report: Report, args: argparse.Namespace, folder: Path) -> None:
+    """What a trajectory costs the buffer with few and with many generators, in turns; medians."""
+    costs: dict[int, list[float]] = {4: [], 512: []}
+    for round_number in range(args.rounds):
+        for generators, values in costs.items():
+            measured = measure_buffer(
+                folder / f"scale-{generators}-{round_number}",
+                generators=generators,
+                seconds=2 * args.seconds,
+                rate=SCALE_RATE,
+                capacity=16,
+            )
+            values.append(measured["buffer_us"])
+    found = {generators: statistics.median(values) for generators, values in costs.items()}
+    for generators, cost_us in found.items():
+        add_text(report, f"{generators} generators: {cost_us:.1f} us of the buffer", cost_us)
+    report.goal("cost at 512 / cost at 4 generators", round(found[512] / found[4], 3), "<=", 1.2)
+
+
+def show_memory(report: Report, args: argparse.Namespace, folder: Path) -> None:
+    """Memory and disk while many trajectories pass, and with many generators flat out."""
+    early, late, disk = measure_memory(folder / "memory", args.trajectories)
+    add_text(report, f"{args.trajectories} trajectories: {late:.0f} MB memory, {disk:.0f} MB disk")
+    report.goal("memory growth over the last 30 %, MB", round(late - early, 1), "<", 20)
+    report.goal("MB on the disk", round(disk, 1), "<=", STORE_MAX_BYTES / 1e6)
+    many = measure_buffer(folder / "many", generators=512, seconds=args.seconds)
+    add_text(report, f"512 generators flat out: {many['rss_mb']:.0f} MB memory")
+
+
+def add_text(report: Report, what: str, cost_us: float | None = None) -> None:
+    """A row that has no rate."""
+    cost = "" if cost_us is None else round(cost_us / 1e3, 4)
+    report.add(what=what, per_s="", cpu_s_per_1k=cost, p50_ms="", p99_ms="")
+
+
+PARTS = {
+    "transports": show_transports,
+    "latency": show_latency,
+    "scale": show_scale,
+    "memory": show_memory,
+}
+
+
 def main() -> int:
     """All parts; 0 if every goal is met."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -273,55 +332,13 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=8.0, help="per measurement")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--trajectories", type=int, default=100_000, help="of the memory test")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts")
     parser.add_argument("--dir", type=Path, help="where the stores go  [default: a new folder]")
     args = parser.parse_args()
     report = Report("buffer_throughput")
     with tempfile.TemporaryDirectory(dir=args.dir) as folder_name:
-        folder = Path(folder_name)
-        show_transports(report, args, folder)
-
-        paced = measure_buffer(
-            folder / "paced", generators=4, seconds=args.seconds, rate=1000.0,
-            group_size=1, batch_groups=8, run_ahead=64, per_submit=4,
-        )  # fmt: skip
-        for name, values in (("submit to ack", paced["ack"]), ("submit to trainer", paced["end"])):
-            report.add(
-                what=f"at {paced['per_s']:.0f}/s: {name}",
-                per_s=round(paced["per_s"]),
-                cpu_s_per_1k=round(paced["cpu_s_per_1k"], 3),
-                p50_ms=round(percentile(values, 0.5), 2),
-                p99_ms=round(percentile(values, 0.99), 2),
-            )
-            report.goal(f"p99 ms, {name}", round(percentile(values, 0.99), 2), "<", 50)
-
-        costs: dict[int, list[float]] = {4: [], 512: []}
-        for round_number in range(args.rounds):
-            for generators, values in costs.items():
-                where = folder / f"scale-{generators}-{round_number}"
-                measured = measure_buffer(
-                    where,
-                    generators=generators,
-                    seconds=2 * args.seconds,
-                    rate=SCALE_RATE,
-                    capacity=16,
-                )
-                values.append(measured["buffer_us"])
-        for generators, values in costs.items():
-            report.add(
-                what=f"{generators} generators: {statistics.median(values):.1f} us of the buffer",
-                per_s="", cpu_s_per_1k=round(statistics.median(values) / 1e3, 4), p50_ms="",
-                p99_ms="",
-            )  # fmt: skip
-        ratio = statistics.median(costs[512]) / statistics.median(costs[4])
-        report.goal("cost at 512 / cost at 4 generators", round(ratio, 3), "<=", 1.2)
-
-        early, late, disk = measure_memory(folder / "memory", args.trajectories)
-        report.add(
-            what=f"{args.trajectories} trajectories: {late:.0f} MB memory, {disk:.0f} MB disk",
-            per_s="", cpu_s_per_1k="", p50_ms="", p99_ms="",
-        )  # fmt: skip
-        report.goal("memory growth over the last 30 %, MB", round(late - early, 1), "<", 20)
-        report.goal("MB on the disk", round(disk, 1), "<=", STORE_MAX_BYTES / 1e6)
+        for part in args.only:
+            PARTS[part](report, args, Path(folder_name))
     return 0 if report.show(args.json) else 1
 
 

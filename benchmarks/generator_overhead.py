@@ -44,6 +44,7 @@ from umbra.services.generator.engine import EngineRequest, StreamingEngine
 from umbra.services.generator.loop import GeneratorLoop
 from umbra.services.generator.rollout import RolloutSettings
 from umbra.services.generator.runner import RolloutRunner
+from umbra.services.generator.showcase import Showcase
 from umbra.services.generator.torch_engine import TorchEngine
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_model, load_tokenizer, outline_model
@@ -134,6 +135,7 @@ def through_the_loop(
         kv_policy="keep",
         prefetch=32,
         wake=wake,
+        showcase=Showcase(metrics, chat),
     )
     began = time.perf_counter()
     while buffer.delivered < len(rows):

@@ -220,20 +220,24 @@ def measure_ray(seconds: float) -> dict[str, float]:
     one = record()
 
     @ray.remote
-    def produce(queue: Any, seconds: float) -> None:
-        under_way: deque[Any] = deque()
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            under_way.append(queue.put.remote(msgpack.packb(one)))
-            if len(under_way) >= 16:
-                ray.get(under_way.popleft())
+    class Generator:
+        def is_up(self) -> bool:
+            return True
+
+        def produce(self, queue: Any, seconds: float) -> None:
+            under_way: deque[Any] = deque()
+            until = time.monotonic() + seconds
+            while time.monotonic() < until:
+                under_way.append(queue.put.remote(msgpack.packb(one)))
+                if len(under_way) >= 16:
+                    ray.get(under_way.popleft())
 
     queue = Queue.remote()
-    ray.get(queue.put.remote(b""))
-    ray.get(queue.get.remote())
-    for _ in range(PRODUCERS):
-        produce.remote(queue, seconds + 2)
-    for _ in range(64):  # they are up
+    generators = [Generator.remote() for _ in range(PRODUCERS)]
+    ray.get([generator.is_up.remote() for generator in generators])
+    for generator in generators:
+        generator.produce.remote(queue, seconds + 2)
+    for _ in range(2 * RAY_QUEUE):  # the queue is full, and nothing starts any more
         ray.get(queue.get.remote())
     began, count, until = family_cpu_s(), 0, time.monotonic() + seconds
     while time.monotonic() < until:

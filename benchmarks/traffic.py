@@ -23,6 +23,7 @@ from umbra.proto.messages import (
     CommitAck,
     CommitBatch,
     Heartbeat,
+    HeartbeatAck,
     Join,
     LeaseBatch,
     LeaseSamples,
@@ -39,7 +40,6 @@ PROMPT_TOKENS = 200
 RESPONSE_TOKENS = 1000
 VOCABULARY = range(32_000)
 RESEND_S = 3.0
-BEAT_S = 2.0
 
 
 def template() -> Trajectory:
@@ -84,6 +84,7 @@ class Wire:
     encoder: Encoder
     control: zmq.Socket[bytes]
     data: zmq.Socket[bytes]
+    pace_s: float  # between heartbeats, as the buffer asks for
     beat_at: float = 0.0
     open: dict[int, tuple[list[bytes], float]] = field(default_factory=dict)  # frames, sent at
 
@@ -109,11 +110,13 @@ class Wire:
     def upkeep(self, now: float) -> None:
         """Heartbeats, and what was not answered once more."""
         if now >= self.beat_at:
-            self.beat_at = now + BEAT_S
+            self.beat_at = now + self.pace_s
             beat = Heartbeat(state="ready", activity="bench", progress=0, idle_s=0.0)
             self.control.send_multipart(self.encoder.encode(beat)[1])
-            while self.control.poll(0):
-                self.control.recv_multipart()
+        while self.control.poll(0):
+            ack = decode(self.control.recv_multipart()).body
+            if isinstance(ack, HeartbeatAck):
+                self.pace_s = ack.heartbeat_s
         for number, (frames, sent_at) in self.open.items():
             if now - sent_at > RESEND_S:
                 self.open[number] = (frames, now)
@@ -136,7 +139,8 @@ def join(context: zmq.Context[zmq.Socket[bytes]], broker: str, role: str, name: 
     welcome = decode(control.recv_multipart()).body
     if not isinstance(welcome, Welcome):
         raise TypeError(f"{name} was refused: {welcome}")
-    return Wire(name, encoder, control, sockets.dealer(context, welcome.data, name.encode()))
+    data = sockets.dealer(context, welcome.data, name.encode())
+    return Wire(name, encoder, control, data, welcome.heartbeat_s)
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -62,11 +63,12 @@ class Model:
                 old.copy_(new)
         return changed / sum(tensor.numel() for tensor in self.tensors)
 
-    def write(self, manifest: Manifest, slot: memoryview) -> None:
-        """Copy all tensors to their places."""
+    def write(self, manifest: Manifest, slot: memoryview, wrote: Callable[[int], None]) -> None:
+        """Copy all tensors to their places; `wrote` is told how far it is."""
         for entry, tensor in zip(manifest.tensors, self.tensors, strict=True):
             area = slot[entry.offset : entry.offset + entry.nbytes]
             torch.frombuffer(area, dtype=torch.bfloat16).copy_(tensor.view(-1))
+            wrote(entry.offset + entry.nbytes)
 
     def load(self, manifest: Manifest, data: memoryview) -> None:
         """Copy all tensors from their places."""

@@ -132,7 +132,7 @@ def _push(
     changed = model.learn(lr) if version else 0.0
     began = time.monotonic()
     slot = publisher.slot(version, DEADLINE_S)
-    model.write(publisher.manifest, slot)
+    model.write(publisher.manifest, slot, publisher.wrote)
     publisher.publish_soon(version, time.monotonic() - began)
     snapshot_s = time.monotonic() - began
     heard = [receiver.hear() for receiver in receivers]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import click
 from umbra.deploy.interrupts import Interrupts
 from umbra.deploy.live import LogView, choose_view
 from umbra.deploy.preflight import check_run, resolve_paths, search_path
+from umbra.deploy.programs import buffer_program, other_programs
 from umbra.deploy.run_folder import RunFolder
 from umbra.deploy.summary import summary_rows
 from umbra.deploy.toml import to_toml
@@ -44,6 +46,7 @@ def load_run(run_file: Path, overrides: tuple[str, ...]) -> RunConfig:
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 @click.option("--quiet", is_flag=True, help="Show only the outcome.")
 @click.option("--logs", is_flag=True, help="Show the logs of all processes as they come.")
+@click.option("--dry-run", is_flag=True, help="Check all, print what would be started, and end.")
 def up(
     run_file: Path,
     overrides: tuple[str, ...],
@@ -51,6 +54,7 @@ def up(
     as_json: bool,
     quiet: bool,
     logs: bool,
+    dry_run: bool,
 ) -> int:
     """Start a whole run on this machine and see it through.
 
@@ -60,6 +64,8 @@ def up(
     """
     config = load_run(run_file, overrides)
     check_run(config)  # before a folder is made
+    if dry_run:
+        return _print_programs(config)
     view = choose_view(quiet=quiet, as_json=as_json)
     with Interrupts() as interrupts:
         folder = RunFolder.create(config.run.dir, config.run.name)
@@ -78,6 +84,18 @@ def up(
         finally:
             view.close()
     return finish(summary, as_json=as_json)
+
+
+def _print_programs(config: RunConfig) -> int:
+    """The commands of the run, in the order in which they start."""
+    folder = RunFolder(Path(config.run.dir).resolve() / f"{config.run.name}-...")
+    programs = [
+        buffer_program(config, folder),
+        *other_programs(config, folder, config.run.broker),
+    ]
+    for program in programs:
+        click.echo(f"{program.name}: {shlex.join(program.argv)}")
+    return EXIT_DONE
 
 
 def finish(summary: dict[str, Any], *, as_json: bool) -> int:

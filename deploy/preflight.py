@@ -39,6 +39,7 @@ def resolve_paths(config: RunConfig, run_file: Path) -> RunConfig:
         ),
         scorer=replace(config.scorer, model=resolve(config.scorer.model)),
         generator=replace(config.generator, replay=resolve(config.generator.replay)),
+        critic=replace(config.critic, path=resolve(config.critic.path)),
         eval=replace(config.eval, prompts=resolve(config.eval.prompts)),
         security=replace(config.security, keys=resolve(_keys(config))),
     )

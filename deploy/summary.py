@@ -10,7 +10,8 @@ from typing import Any
 
 from umbra.deploy.overlap import Interval, overlap
 from umbra.deploy.process import Usage
-from umbra.deploy.run_folder import RunFolder, read_rows
+from umbra.deploy.report.recording import Recording
+from umbra.deploy.run_folder import RunFolder
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +29,8 @@ class Outcome:
 
 def summarise(folder: RunFolder, outcome: Outcome) -> dict[str, Any]:
     """The summary of the run in `folder`; what is not known is None."""
-    measured = measure(read_rows(folder.metrics))
-    status = _read_status(folder)
+    measured = measure(Recording([folder.path]).aligned_rows() if folder.metrics.exists() else [])
+    status = read_status(folder)
     ledger = status.get("ledger")
     if ledger is not None:
         ended, flight = sum(ledger["ended"].values()), sum(ledger["in_flight"].values())
@@ -167,7 +168,8 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def _read_status(folder: RunFolder) -> dict[str, Any]:
+def read_status(folder: RunFolder) -> dict[str, Any]:
+    """The last status of the buffer; empty if it left none."""
     try:
         return json.loads(folder.buffer.read_text(encoding="utf-8"))
     except FileNotFoundError:

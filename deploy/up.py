@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from umbra.deploy.preflight import check_run
 from umbra.deploy.process import Process, child_environ
 from umbra.deploy.programs import BUFFER, TRAINER, buffer_program, other_programs
 from umbra.deploy.progress import Progress
+from umbra.deploy.report.command import write_report
 from umbra.deploy.run_folder import RunFolder, last_lines
 from umbra.deploy.stage import (
     FORESEEN_CODES,
@@ -22,7 +24,7 @@ from umbra.deploy.stage import (
     run_stage,
     run_stages,
 )
-from umbra.deploy.summary import Outcome, summarise, write_summary
+from umbra.deploy.summary import Outcome, read_status, summarise, write_summary
 from umbra.deploy.supervisor import Program, Supervisor
 from umbra.proto.errors import EXIT_DONE, StartupError, UmbraError
 from umbra.services.runtime.arena import remove_leftovers
@@ -33,6 +35,7 @@ from umbra.services.runtime.keys import open_security
 POLL_S = 0.05
 START_S = 60.0  # for the buffer to bind; a store has to be opened, prompts to be read
 LOG_LINES = 15
+EXIT_DRAINED = 128 + signal.SIGTERM  # `umbra drain` is as if it had got this signal
 
 
 class Up:
@@ -84,7 +87,16 @@ class Up:
         if code == EXIT_DONE and (bad := _contradiction(summary)):
             summary["exit_reason"], summary["exit_code"] = bad, UmbraError.exit_code
         write_summary(self.folder, summary)
+        self._report()
         return summary
+
+    def _report(self) -> None:
+        """Leave a page and a timeline; a run without metrics has none."""
+        if self.folder.metrics.exists():
+            try:
+                write_report(self.folder)
+            except OSError as error:
+                self._view.say(f"no report was written: {error}")
 
     def check(self) -> None:
         """Write the resolved configuration and try everything that can be tried beforehand."""
@@ -205,6 +217,9 @@ class Up:
                     self._view.say(f"   {line}")
             return failure.reason, failure.exit_code
         if supervisor.done:
+            ended = read_status(self.folder)
+            if ended.get("ending") and not ended.get("finished"):
+                return f"drained: {ended['ending']}", EXIT_DRAINED
             return "finished", EXIT_DONE
         return "interrupted", self._interrupts.exit_code
 

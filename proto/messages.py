@@ -2,7 +2,8 @@
 
 A request names what it wants; its reply carries the request's id in `Header.reply_to`. Messages
 that a server sends unasked (`Command`, `Interrupt`, `Prepare`, `Commit`, `Abort`) have
-`reply_to = None`. Those of the weights socket are in `weight_messages.py`.
+`reply_to = None`. Those of the weights socket are in `weights.py`, those by which a person operates
+a run in `operator.py`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,15 @@ from typing import Any, Literal
 
 from umbra.proto.base import Header as Header
 from umbra.proto.base import Message, Role, State
+from umbra.proto.operator import (
+    DrainRequest,
+    EvalBegun,
+    EvalRequest,
+    Interrupted,
+    InterruptRequest,
+    PauseRequest,
+    ResumeRequest,
+)
 from umbra.proto.records import (
     EvalReport,
     Ledger,
@@ -95,14 +105,19 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     progress: int
     idle_s: float
     stats: dict[str, float] = {}
+    shares: dict[str, float] = {}  # of its recent time, by activity
+    clock_offset_s: float = 0.0  # add it to a time of the sender to get the buffer's
+    clock_error_s: float = -1.0  # of the offset, at most; negative = not measured yet
 
 
 class HeartbeatAck(Message, frozen=True, kw_only=True):
     """What may have changed since Welcome. `version` is the number of optimizer steps committed."""
 
     version: int
+    heartbeat_s: float = 0.0  # seconds between heartbeats from now on; 0 = as before
     weights: str = ""
     weights_incarnation: str = ""  # another one says that the hub was restarted
+    received_at: float = 0.0  # when the heartbeat came in, by the buffer's clock
 
 
 class Leave(Message, frozen=True, kw_only=True):
@@ -147,6 +162,9 @@ class Member(Record, frozen=True, kw_only=True):
     idle_s: float
     silent_s: float  # since its last message
     stats: dict[str, float] = {}
+    shares: dict[str, float] = {}
+    clock_offset_s: float = 0.0
+    clock_error_s: float = -1.0
 
 
 class Stuck(Record, frozen=True, kw_only=True):
@@ -156,6 +174,13 @@ class Stuck(Record, frozen=True, kw_only=True):
     holder: str
     age_s: float
     action: str
+
+
+class Curves(Record, frozen=True, kw_only=True):
+    """Figures of the steps so far, as means over stretches of them, so that they stay few."""
+
+    steps: list[int] = []  # the last one of each stretch
+    values: dict[str, list[float | None]] = {}  # by name
 
 
 class Status(Message, frozen=True, kw_only=True):
@@ -175,20 +200,13 @@ class Status(Message, frozen=True, kw_only=True):
     weights: str = ""  # endpoint of the hub
     evals: list[EvalReport] = []  # oldest first
     eval_ledger: Ledger = Ledger()  # of eval samples, which the other one leaves out
+    staleness_counts: list[int] = []  # trained samples by staleness, from 0
+    curves: Curves = Curves()
+    events: str = ""  # endpoint for those who watch telemetry
+    paused: str = ""  # why nothing is handed out, if so
+    ending: str = ""  # why the run ends, once it does
+    finished: bool = False  # it ends because all steps are done
     refused: dict[str, int] = {}  # who was refused what for lack of the right key, in words
-
-
-class InterruptRequest(Message, frozen=True, kw_only=True):
-    """Have `samples` (empty: all) come back as partials from where they are being generated."""
-
-    samples: list[str] = []
-    reason: str = ""
-
-
-class Interrupted(Message, frozen=True, kw_only=True):
-    """How many samples their generators were asked to hand back."""
-
-    samples: int
 
 
 # -- data socket (buffer: ROUTER) ---------------------------------------------------------------
@@ -300,6 +318,7 @@ class BatchLease(Message, frozen=True, kw_only=True):
     step: int
     trajectories: list[Trajectory]
     waiting_for: str = ""
+    paused: bool = False  # it is not late: the run was paused
 
 
 class CommitBatch(Message, frozen=True, kw_only=True):
@@ -346,6 +365,7 @@ class Event(Message, frozen=True, kw_only=True):
 
 CONTROL: tuple[type[Message], ...] = (
     Join, Welcome, Heartbeat, HeartbeatAck, Leave, Command, Ping, Pong, StatusRequest, Status,
+    DrainRequest, PauseRequest, ResumeRequest, EvalRequest, EvalBegun,
     InterruptRequest, Interrupted,
 )  # fmt: skip
 DATA: tuple[type[Message], ...] = (

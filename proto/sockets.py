@@ -24,7 +24,7 @@ HEARTBEAT_INTERVAL_MS = 4_000
 HEARTBEAT_TIMEOUT_MS = 10_000
 HWM_MESSAGES = 1_000
 ROUTER_RECEIVE_HWM = 2  # of each peer: a server of many must not take in what it cannot work on yet
-TELEMETRY_HWM_MESSAGES = 10_000
+TELEMETRY_HWM_MESSAGES = 1_000  # of some KB each: what a watcher that does not read may cost
 RECONNECT_MS = 50
 BINDING = (zmq.ROUTER, zmq.XSUB, zmq.XPUB)
 RECONNECT_MAX_MS = 1_000
@@ -165,14 +165,18 @@ def allow_list(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
     return socket
 
 
-def handshakes(socket: zmq.Socket[bytes], events: int = HANDSHAKE_FAILED) -> zmq.Socket[bytes]:
+def handshakes(
+    context: zmq.Context[zmq.Socket[bytes]],
+    socket: zmq.Socket[bytes],
+    events: int = HANDSHAKE_FAILED,
+) -> zmq.Socket[bytes]:
     """A PAIR that receives the `events` of the connections of `socket` (`recv_monitor_message`).
 
     Close it after `socket.disable_monitor()`.
     """
     address = f"inproc://handshakes-{socket.underlying:x}"
     socket.monitor(address, events)
-    monitor = socket.context.socket(zmq.PAIR)
+    monitor = context.socket(zmq.PAIR)
     monitor.set(zmq.LINGER, 0)
     monitor.set(zmq.RCVHWM, 0)  # a full one would hold up the thread that does all input and output
     monitor.connect(address)

@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 TERM_DEADLINE_S = 5.0
-pytest_plugins = ["fakes.fixtures", "fakes.gpu_world"]
+pytest_plugins = ["fakes.fixtures", "fakes.gpu_world", "fakes.keys"]
 
 
 @pytest.fixture(scope="session")

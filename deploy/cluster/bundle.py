@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
+
+import msgspec
 
 from umbra.deploy.cluster.compose import (
     CONFIG_FILE,
     ENVIRONMENT_FILE,
+    KEYS_FOLDER,
     compose_file,
     container_paths,
     environment_file,
 )
-from umbra.deploy.cluster.invocation import Paths
+from umbra.deploy.cluster.invocation import Paths, key_files
 from umbra.deploy.cluster.kubernetes import manifests
 from umbra.deploy.cluster.plan import Plan
 from umbra.deploy.cluster.slurm import slurm_script
@@ -32,12 +36,14 @@ class Bundle:
     Args:
         modules: folder of the user's own Python modules; empty if there are none.
         out: absolute.
+        keys: folder of the run's keys; None if it has none.
     """
 
-    def __init__(self, plan: Plan, modules: str, out: Path) -> None:
+    def __init__(self, plan: Plan, modules: str, out: Path, keys: Path | None) -> None:
         self._plan = plan
         self._modules = modules
         self._out = out
+        self._keys = keys
 
     def render(self, formats: Iterable[str]) -> dict[str, str]:
         """The texts of `formats`.
@@ -66,9 +72,31 @@ class Bundle:
                     f"cannot write {path}: {error.strerror}; choose another --out"
                 ) from error
 
+    def copy_keys(self) -> None:
+        """Put into each node's folder the keys that it needs, readable by their owner alone.
+
+        Raises:
+            UsageError: one is missing, or the folder cannot be written to.
+        """
+        if self._keys is None:
+            return
+        for node in self._plan.nodes:
+            names = {name for process in self._plan.on(node) for name in key_files(process)}
+            folder = self._out / node.name / KEYS_FOLDER
+            try:
+                if names:
+                    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                for name in sorted(names):
+                    _copy_private(self._keys / name, folder / name)
+            except OSError as error:
+                raise UsageError(
+                    f"cannot copy the run's keys from {self._keys} to {folder}: {error.strerror}: "
+                    f"{error.filename}; `umbra keys` makes them"
+                ) from error
+
     def _compose(self) -> dict[str, str]:
         plan, config = self._plan, self._config()
-        paths = container_paths(plan, self._modules)
+        paths = container_paths(plan, self._modules, keys=self._keys is not None)
         files: dict[str, str] = {}
         for node in plan.nodes:
             if plan.on(node):
@@ -83,14 +111,24 @@ class Bundle:
             config=str(self._out / CONFIG_FILE),
             results=str(results),
             store=str(results / "store"),
+            keys=str(self._keys or ""),
             modules=self._modules,
         )
         script = slurm_script(self._plan, paths, str(self._out / SLURM_FILE))
         return {SLURM_FILE: script, CONFIG_FILE: self._config()}
 
     def _kubernetes(self) -> dict[str, str]:
-        paths = container_paths(self._plan, self._modules)
+        paths = container_paths(self._plan, self._modules, keys=self._keys is not None)
         return {KUBERNETES_FILE: manifests(self._plan, paths, self._config())}
 
     def _config(self) -> str:
-        return to_toml(as_dict(self._plan.config))
+        """The run file for the nodes, whose environment says where their keys are."""
+        config = self._plan.config
+        replace = msgspec.structs.replace
+        return to_toml(as_dict(replace(config, security=replace(config.security, keys=""))))
+
+
+def _copy_private(source: Path, target: Path) -> None:
+    target.unlink(missing_ok=True)
+    with os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(source.read_bytes())

@@ -10,13 +10,16 @@ import click
 from umbra.deploy.cluster.bundle import FORMATS, Bundle
 from umbra.deploy.cluster.cluster_file import load_cluster
 from umbra.deploy.cluster.invocation import modules_of
+from umbra.deploy.cluster.kubernetes import keys_secret
 from umbra.deploy.cluster.plan import make_plan
 from umbra.deploy.cluster.table import as_json as plan_as_json
 from umbra.deploy.cluster.table import table
 from umbra.deploy.command import load_run, run_file_argument, set_option
 from umbra.deploy.run_folder import new_run_id
 from umbra.proto.errors import EXIT_DONE
+from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.feasibility import check_feasible
+from umbra.services.runtime.keys import FOLDER, make_keys
 
 
 @click.command()
@@ -53,10 +56,32 @@ def command(
     config = load_run(run_file, overrides)
     check_feasible(config)
     plan = make_plan(cluster, config, run_id or new_run_id(config.run.name))
-    bundle = Bundle(plan, modules_of(config, run_file), out.resolve())
+    bundle = Bundle(plan, modules_of(config, run_file), out.resolve(), _keys(config, out))
     files = bundle.render(formats)
     click.echo(json.dumps(plan_as_json(plan), indent=2) if as_json else table(plan), nl=as_json)
     if not dry_run:
         bundle.write(files)
+        _make_missing_keys(config, out)
+        if "compose" in formats:
+            bundle.copy_keys()
         click.echo(f"{len(files)} files written to {out}", err=as_json)
+        if "kubernetes" in formats and (keys := _keys(config, out)):
+            click.echo(
+                f"the keys: kubectl create secret generic {keys_secret(plan)} --from-file={keys}",
+                err=as_json,
+            )
     return EXIT_DONE
+
+
+def _keys(config: RunConfig, out: Path) -> Path | None:
+    """The folder of the run's keys: the one that the run file names, or one of the plan's own."""
+    if config.security.insecure and not config.security.keys:
+        return None
+    return Path(config.security.keys) if config.security.keys else out.resolve() / FOLDER
+
+
+def _make_missing_keys(config: RunConfig, out: Path) -> None:
+    """Make the plan's own keys, if it needs any and does not have them from before."""
+    keys = _keys(config, out)
+    if keys is not None and not config.security.keys and not keys.exists():
+        make_keys(keys)

@@ -6,23 +6,25 @@ from typing import Any
 
 from umbra.deploy.cluster import invocation
 from umbra.deploy.cluster.cluster_file import Node
-from umbra.deploy.cluster.invocation import Paths
+from umbra.deploy.cluster.invocation import Paths, key_files
 from umbra.deploy.cluster.plan import Plan, Process
 from umbra.deploy.cluster.yaml import to_yaml
 
 ROOT = "/srv/umbra"
 CONFIG_FILE = "run.toml"
 ENVIRONMENT_FILE = "umbra.env"
+KEYS_FOLDER = "keys"
 GRACE = "40s"  # a trainer may have to end its step
 START_PERIOD = "600s"  # large models load for minutes
 
 
-def container_paths(plan: Plan, modules: str) -> Paths:
-    """Where the files of a run are in every container."""
+def container_paths(plan: Plan, modules: str, *, keys: bool) -> Paths:
+    """Where the files of a run are in every container; `keys`: whether it has keys."""
     return Paths(
         config=f"{ROOT}/{CONFIG_FILE}",
         results=f"{ROOT}/results/{plan.run_id}",
         store=f"{ROOT}/store/{plan.run_id}",
+        keys=f"{ROOT}/{KEYS_FOLDER}" if keys else "",
         modules=modules,
     )
 
@@ -33,13 +35,15 @@ def compose_file(plan: Plan, node: Node, paths: Paths) -> str:
     volumes: dict[str, Any] = {"results": {}, "shm": _shared_memory(plan)}
     if any(process.task == "buffer" for process in processes):
         volumes["store"] = {}
-    return to_yaml(
-        {
-            "name": f"umbra-{node.name}",
-            "services": {p.name: _service(plan, p, processes, paths) for p in processes},
-            "volumes": volumes,
-        }
-    )
+    tree: dict[str, Any] = {
+        "name": f"umbra-{node.name}",
+        "services": {p.name: _service(plan, p, processes, paths) for p in processes},
+        "volumes": volumes,
+    }
+    if paths.keys:
+        names = sorted({name for process in processes for name in key_files(process)})
+        tree["secrets"] = {name: {"file": f"./{KEYS_FOLDER}/{name}"} for name in names}
+    return to_yaml(tree)
 
 
 def environment_file(plan: Plan, paths: Paths) -> str:
@@ -78,6 +82,10 @@ def _service(plan: Plan, process: Process, beside: list[Process], paths: Paths) 
         ]
     if process.task != "buffer" and any(other.task == "buffer" for other in beside):
         service["depends_on"] = {"buffer": {"condition": "service_healthy"}}
+    if paths.keys:
+        service["secrets"] = [
+            {"source": name, "target": f"{paths.keys}/{name}"} for name in key_files(process)
+        ]
     if process.gpus:
         device = {
             "driver": "nvidia",

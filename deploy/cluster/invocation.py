@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from umbra.deploy.cluster.plan import Plan, Process, Task
+from umbra.proto.access import KEY_ROLES, KeyRole
 from umbra.services.buffer.readers import DATASETS
 from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.keys import PUBLIC, SECRET
 
 # The run's ports, counted from cluster.base_port; hub and relay are never on one node.
 CONTROL, DATA, EVENTS_IN, EVENTS_OUT, WEIGHTS, BUCKETS = range(6)
@@ -16,6 +18,17 @@ PORTS: dict[Task, tuple[int, ...]] = {
     "weight_hub": (WEIGHTS, BUCKETS),
     "relay": (WEIGHTS, BUCKETS),
 }
+# Whose key a process has; besides, all have the monitor's, for their health checks.
+KEYS: dict[Task, KeyRole] = {
+    "buffer": "buffer",
+    "weight_hub": "weight_hub",
+    "relay": "weight_hub",
+    "train": "trainer",
+    "generate": "generator",
+    "ref_logp": "scorer",
+    "logp": "scorer",
+    "reward": "scorer",
+}
 # How often a process is started again. A trainer repeats its steps since the last checkpoint.
 RESTARTS: dict[Task, int] = {"train": 3}
 MORE_RESTARTS = 20
@@ -23,11 +36,12 @@ MORE_RESTARTS = 20
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """Where a process finds and leaves its files; `modules` is empty if there are none."""
+    """Where a process finds and leaves its files; `keys` and `modules` may be empty: none."""
 
     config: str
     results: str
     store: str
+    keys: str
     modules: str
 
 
@@ -63,19 +77,31 @@ def command(plan: Plan, process: Process, paths: Paths) -> list[str]:
 def environment(plan: Plan, paths: Paths) -> dict[str, str]:
     """What all processes of a node find in their environment."""
     broker = plan.the("buffer").node.address
-    variables = {
-        "UMBRA_BROKER": f"tcp://{broker}:{_port(plan, CONTROL)}",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    return variables | ({"PYTHONPATH": paths.modules} if paths.modules else {})
+    variables = {"UMBRA_BROKER": f"tcp://{broker}:{_port(plan, CONTROL)}"}
+    if paths.keys:
+        variables["UMBRA_SECURITY__KEYS"] = paths.keys
+    if paths.modules:
+        variables["PYTHONPATH"] = paths.modules
+    return variables
 
 
 def health(plan: Plan, process: Process) -> list[str]:
     """The arguments of `umbra` that check `process` from beside it."""
-    if process.task in PORTS:
-        return ["ping", "--broker", f"tcp://127.0.0.1:{ports(plan, process)[0]}"]
-    return ["ping", "--member", process.name]
+    here = [f"tcp://127.0.0.1:{port}" for port in ports(plan, process)[:1]]
+    match process.task:
+        case "buffer":
+            return ["ping", "--broker", *here]
+        case "weight_hub" | "relay":
+            return ["ping", "--hub", *here]
+        case _:
+            return ["ping", "--member", process.name]
+
+
+def key_files(process: Process) -> list[str]:
+    """The files of the run's keys that `process` needs: all public ones, and few secret ones."""
+    secret = {KEYS[process.task], "monitor"}
+    public = [f"{role}{PUBLIC}" for role in KEY_ROLES]
+    return [*public, *(f"{role}{SECRET}" for role in sorted(secret))]
 
 
 def ports(plan: Plan, process: Process) -> list[int]:
@@ -103,21 +129,19 @@ def restarts(process: Process) -> int:
 def inputs(plan: Plan, process: Process, paths: Paths) -> list[str]:
     """Files and folders that `process` reads, which lie at the same place on every node."""
     config = plan.config
-    model = config.model.path
-    found: list[str]
-    match process.task:
-        case "buffer":
-            found = [config.data.prompts, *config.data.sources]
-            found += [config.eval.prompts] if config.eval.every else []
-        case "relay":
-            found = []
-        case "ref_logp":
-            found = [config.scorer.model or model]
-        case _:
-            found = [model]
+    found: dict[Task, list[str]] = {
+        "buffer": [config.data.prompts, *config.data.sources],
+        "relay": [],
+        "train": [config.model.path, config.critic.path],
+        "generate": [config.model.path, config.generator.replay],
+        "ref_logp": [config.model.path, config.scorer.model],
+    }
+    paths_in = found.get(process.task, [config.model.path])
+    if process.task == "buffer" and config.eval.every:
+        paths_in.append(config.eval.prompts)
     if process.task in ("buffer", "generate", "reward"):
-        found.append(paths.modules)
-    return sorted({path for path in found if path and not path.startswith(DATASETS)})
+        paths_in.append(paths.modules)
+    return sorted({path for path in paths_in if path and not path.startswith(DATASETS)})
 
 
 def modules_of(config: RunConfig, run_file: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ import msgspec
 from umbra.deploy.cluster import invocation
 from umbra.deploy.cluster.cluster_file import Node
 from umbra.deploy.cluster.compose import CONFIG_FILE, ROOT
-from umbra.deploy.cluster.invocation import Paths
+from umbra.deploy.cluster.invocation import KEYS, Paths, key_files
 from umbra.deploy.cluster.plan import Plan, Process
 from umbra.deploy.cluster.yaml import to_yaml
 from umbra.proto.errors import UsageError
@@ -19,6 +20,12 @@ from umbra.proto.errors import UsageError
 STORAGE = "100Gi"  # of each claim, until the user says otherwise
 RESTARTS = 20  # of all containers of a pod together
 GRACE_S = 40
+KEY_MODE = 0o440  # for the group of the pod
+
+
+def keys_secret(plan: Plan) -> str:
+    """The name of the Secret that holds the run's keys, which is made by hand."""
+    return _name(plan, "keys")
 
 
 def manifests(plan: Plan, paths: Paths, config: str) -> str:
@@ -127,6 +134,9 @@ def _mounts(plan: Plan, process: Process, paths: Paths) -> list[dict[str, Any]]:
         mounts.append({"name": "store", "mountPath": f"{ROOT}/store"})
     else:
         mounts.append({"name": "shm", "mountPath": "/dev/shm"})
+    if paths.keys:
+        name = _keys_volume(process)
+        mounts.append({"name": name, "mountPath": paths.keys, "readOnly": True})
     all_inputs = _inputs(plan, plan.on(process.node), paths)
     for path in invocation.inputs(plan, process, paths):
         name = f"input-{all_inputs.index(path)}"
@@ -149,7 +159,20 @@ def _volumes(
             {"name": f"input-{index}", "hostPath": {"path": path}}
             for index, path in enumerate(_inputs(plan, processes, paths))
         ),
+        *(_keys(plan, processes) if paths.keys else ()),
     ]
+
+
+def _keys(plan: Plan, processes: list[Process]) -> Iterator[dict[str, Any]]:
+    """A volume per role on the node, with the files that it needs of the run's keys."""
+    for name, process in {_keys_volume(process): process for process in processes}.items():
+        items = [{"key": file, "path": file} for file in key_files(process)]
+        secret = {"secretName": keys_secret(plan), "defaultMode": KEY_MODE, "items": items}
+        yield {"name": name, "secret": secret}
+
+
+def _keys_volume(process: Process) -> str:
+    return f"keys-{KEYS[process.task].replace('_', '-')}"
 
 
 def _inputs(plan: Plan, processes: list[Process], paths: Paths) -> list[str]:

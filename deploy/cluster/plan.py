@@ -78,6 +78,8 @@ def make_plan(file: ClusterFile, config: RunConfig, run_id: str) -> Plan:
     Raises:
         UsageError: it cannot be done; the sentence has the numbers.
     """
+    if not config.model.path:
+        raise UsageError("model.path is empty: name the model's directory in the run file")
     plane = config.weight_hub.plane
     if plane == "cuda_ipc":
         raise UsageError(
@@ -139,14 +141,23 @@ def _trainer_gpus(config: RunConfig, group: Group) -> tuple[int, ...]:
 
 
 def _generators(config: RunConfig, groups: list[Group]) -> Iterator[Process]:
-    """One per GPU, or generator.count in all without GPUs."""
+    """As many as the GPUs of each node allow, or generator.count in all without GPUs."""
     (group,) = (group for group in groups if "generate" in group.tasks)
     if not group.has_gpus:
         yield from _dealt(group, "generate", "generator", config.generator.count)
         return
+    size = config.generator.replicas * config.generator.tensor_parallel
+    most = max(map(len, group.gpus))
+    if most < size:
+        raise UsageError(
+            f"a generator needs {size} GPUs (generator.replicas x tensor_parallel), but "
+            f"{group.describe()} has at most {most} on one node ({group.arithmetic}): raise its "
+            "ratio, or lower them"
+        )
     for node, gpus in zip(group.nodes, group.gpus, strict=True):
-        for index, gpu in enumerate(gpus):
-            yield Process(f"generator-{node.name}-{index}", "generate", node, (gpu,))
+        for index in range(len(gpus) // size):
+            own = gpus[index * size : (index + 1) * size]
+            yield Process(f"generator-{node.name}-{index}", "generate", node, own)
 
 
 def _scorers(config: RunConfig, groups: list[Group], broker: Node) -> Iterator[Process]:

@@ -23,7 +23,6 @@ from umbra.proto.messages import (
     FlushPartials,
     Heartbeat,
     HeartbeatAck,
-    InterruptRequest,
     Join,
     LeaseBatch,
     LeaseSamples,
@@ -45,6 +44,8 @@ from umbra.proto.messages import (
 )
 from umbra.services.buffer.effects import Effect, Outbox
 from umbra.services.buffer.membership import Membership, Peer
+from umbra.services.buffer.operations import OPERATIONS, Operations
+from umbra.services.buffer.overview import Overview
 from umbra.services.buffer.prompts import Prompt, Prompts
 from umbra.services.buffer.recovery import Recovery
 from umbra.services.buffer.report import Report
@@ -56,6 +57,7 @@ from umbra.services.runtime.server import Request
 from umbra.services.runtime.zap import Refusals
 
 FINISH_S = 10.0  # what members get to leave after FinishRun
+STILL = (Heartbeat, Ping, StatusRequest, Ok, Nack)  # move nothing that is kept
 STOP_S = 8.0  # the same after a signal: supervisors kill after 10 s
 
 log = logging.getLogger(__name__)
@@ -77,7 +79,7 @@ class Broker:
         config: of the run.
         run_id: told to everyone.
         prompts: endless.
-        eval_prompts: held-out ones, if `eval.every` is set.
+        eval_prompts: held-out ones, if there are any.
         store: keeps all of it; a run that it holds goes on.
         endpoints: of the data and telemetry sockets.
         now: the time, seconds.
@@ -100,13 +102,8 @@ class Broker:
     ) -> None:
         buffer = config.buffer
         self.counters: Counter[str] = Counter()
-        self.state: State = "ready"
-        self.members = Membership(
-            heartbeat_s=buffer.heartbeat_s,
-            dead_after_s=buffer.dead_after_s,
-            stall_s=buffer.stall_s,
-        )
-        self._wire_counters: Mapping[str, int] = {} if wire_counters is None else wire_counters
+        self.members = Membership(buffer)
+        self._refusals = refusals or Refusals()
         self._outbox = Outbox()
         works = Works(
             config,
@@ -120,14 +117,14 @@ class Broker:
         )
         self.works = works
         self.policy, self.pool, self.batches = works.policy, works.pool, works.batches
-        self._report = Report(works, self.members, buffer)
+        report = self._report = Report(works, self.members, buffer)
+        self._operations = Operations(works, self.members, self._outbox, end=self._stop)
         self._config = config
         self._run_id = run_id
         self._endpoints = endpoints
-        self._started_at = now
-        self._refusals = refusals or Refusals()
         self._deadline = 0.0  # for the others to leave, once the run is ending
         self._finish_request: Request | None = None  # waits for an evaluation
+        self._moved = True  # anything, since the last `save`
         self._recovery = Recovery(
             works.journal,
             run={
@@ -141,15 +138,35 @@ class Broker:
             members=self.members,
             training=works.training,
             evals=works.evals,
+            gate=works.gate,
             prompts=prompts,
             counters=self.counters,
         )
         self.room = Room(store, self.pool, self.batches, buffer.store_max_bytes)
+        self._overview = Overview(
+            works,
+            self.members,
+            report,
+            self.room,
+            run_id=run_id,
+            events=endpoints.events_out,
+            steps=config.run.steps,
+            started_at=now,
+            wire_counters={} if wire_counters is None else wire_counters,
+            refusals=self._refusals,
+        )
         self._resume(now)
 
     def save(self) -> None:
         """Put what has changed into the store; the caller commits it."""
-        self._recovery.save()
+        if self._moved:
+            self._moved = False
+            self._recovery.save()
+
+    @property
+    def state(self) -> State:
+        """Where this process is in its life."""
+        return self._overview.state
 
     @property
     def finished(self) -> bool:
@@ -164,9 +181,10 @@ class Broker:
             case Ping():
                 self._outbox.reply(request, Pong(role="buffer", state=self.state))
             case StatusRequest():
-                self._outbox.reply(request, self.status(now))
-            case InterruptRequest() as body:
-                self.works.interrupts.requested(request, body)
+                status = self._overview.recent(now, finished=self.finished)
+                self._outbox.reply(request, status)
+            case body if isinstance(body, OPERATIONS):
+                self._operations.handle(request, now)
             case Join() as body:
                 self._join(request, body, now)
             case _:
@@ -175,7 +193,7 @@ class Broker:
                     self._refuse(request, peer)
                 else:
                     self._handle_member(request, peer, now)
-        return self._settle(now)
+        return self._outbox.take() if isinstance(request.body, STILL) else self._settle(now)
 
     def tick(self, now: float) -> list[Effect]:
         """The effects of time: expired leases, dead members, waits that are over."""
@@ -189,23 +207,21 @@ class Broker:
 
     def drain(self, reason: str, now: float) -> list[Effect]:
         """Ask everyone to hand back what they have and to leave."""
-        self._begin_end(reason, now, STOP_S)
+        self._stop(reason, now)
         return self._settle(now)
 
     def is_over(self, now: float) -> bool:
         """Whether the run is ending and all but monitors have left, or had the time for it."""
         if self.state != "draining":
             return False
-        left = any(peer.role != "monitor" for peer in self.members.peers.values())
-        return not left or now >= self._deadline
+        return now >= self._deadline or not self.members.working
 
     def close(self, now: float) -> list[Effect]:
         """End what is still in flight; the final ledger."""
-        for peer in self.members.peers.values():
-            if peer.role != "monitor":
-                log.warning("%s has not left in time", peer.name)
+        for peer in self.members.working:
+            log.warning("%s has not left in time", peer.name)
         self.works.cancel()
-        self.state = "stopped"
+        self._overview.state = "stopped"
         ledger = self.pool.ledger.snapshot()
         self._outbox.measure(
             "ledger", issued=ledger.issued, trained=ledger.trained, ended=ledger.ended
@@ -214,30 +230,7 @@ class Broker:
 
     def status(self, now: float) -> Status:
         """The whole state of the run."""
-        last = self.batches.last.figures()
-        return Status(
-            run_id=self._run_id,
-            state=self.state,
-            uptime_s=now - self._started_at,
-            version=self.batches.version,
-            steps=self._config.run.steps,
-            ledger=self.pool.ledger.snapshot(),
-            members=[peer.record(now) for peer in self.members.peers.values()],
-            departed=dict(self.members.departed),
-            staleness={
-                **self.batches.trained.figures(),
-                "last_mean": last["mean"],
-                "last_max": last["max"],
-                "bound": float(self.policy.bound),
-                "typical": float(self.policy.typical),
-            },
-            counters=dict(Counter(self.counters) + Counter(self._wire_counters)),
-            stuck=[*self.members.stuck(now), *self.room.stuck(now), *self._report.stuck(now)],
-            evals=self.works.evals.status(),
-            eval_ledger=self.works.evals.pool.ledger.snapshot(),
-            weights=self._weights,
-            refused=dict(self._refusals.counts),
-        )
+        return self._overview.status(now, finished=self.finished)
 
     def _resume(self, now: float) -> None:
         """Go on with the run in the store, if there is one."""
@@ -255,14 +248,6 @@ class Broker:
     # -- members -----------------------------------------------------------------------------------
 
     def _join(self, request: Request, body: Join, now: float) -> None:
-        if body.name != request.header.sender:
-            reason = f"{request.header.sender!r} cannot join as {body.name!r}"
-            self._refuse(request, Nack(code="wrong_name", reason=reason, path="name"))
-            return
-        if request.role not in (None, body.role):
-            reason = f"the {request.role} key does not allow to join as a {body.role}"
-            self._refuse(request, Nack(code="not_allowed", reason=reason, path="role"))
-            return
         if self.state != "ready":
             self._refuse(request, Nack(code="run_ending", reason="the run is ending", path="role"))
             return
@@ -275,14 +260,15 @@ class Broker:
             self.counters["superseded"] += 1
             self.works.take_back(before, lost=True)
         log.info("%s has joined (%s, pid %d on %s)", peer.name, peer.role, peer.pid, peer.host)
+        weights, incarnation = self.members.hub
         welcome = Welcome(
             run_id=self._run_id,
             heartbeat_s=self._config.buffer.heartbeat_s,
             data=self._endpoints.data,
             events_in=self._endpoints.events_in,
             events_out=self._endpoints.events_out,
-            weights=self._weights,
-            weights_incarnation=self._weights_incarnation,
+            weights=weights,
+            weights_incarnation=incarnation,
         )
         self._outbox.reply(request, welcome)
 
@@ -330,14 +316,18 @@ class Broker:
 
     def _beat(self, request: Request, peer: Peer, body: Heartbeat) -> None:
         self.members.beat(peer, body)
+        weights, incarnation = self.members.hub
         ack = HeartbeatAck(
             version=self.batches.version,
-            weights=self._weights,
-            weights_incarnation=self._weights_incarnation,
+            heartbeat_s=self.members.pace_s,
+            weights=weights,
+            weights_incarnation=incarnation,
+            received_at=request.received_at,
         )
         self._outbox.reply(request, ack)
-        if self.state == "draining" and body.state != "draining":
-            self._outbox.push(peer.identity, Command(kind="drain", reason="the run is ending"))
+        reason = "the run is ending" if self.state == "draining" else peer.drained
+        if reason and body.state != "draining":
+            self._outbox.push(peer.identity, Command(kind="drain", reason=reason))
 
     def _remove(self, peer: Peer, why: str, *, lost: bool) -> None:
         self.members.remove(peer, why)
@@ -350,16 +340,6 @@ class Broker:
             return {}
         buffer = self._config.buffer
         return {trainer.name: max(buffer.batch_lease_s, buffer.dead_after_s)}
-
-    @property
-    def _weights(self) -> str:
-        hub = self.members.find("weight_hub")
-        return hub.endpoints.get("weights", "") if hub is not None else ""
-
-    @property
-    def _weights_incarnation(self) -> str:
-        hub = self.members.find("weight_hub")
-        return hub.incarnation if hub is not None else ""
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -374,11 +354,14 @@ class Broker:
         self._outbox.reply(request, RunFinished(ledger=self.pool.ledger.snapshot()))
         self._begin_end(self._recovery.finished, now, FINISH_S)
 
+    def _stop(self, reason: str, now: float) -> None:
+        self._begin_end(reason, now, STOP_S)
+
     def _begin_end(self, reason: str, now: float, patience_s: float) -> None:
         if self.state != "ready":
             return
         log.info("the run ends: %s", reason)
-        self.state = "draining"
+        self._overview.state, self._overview.ending = "draining", reason
         self._deadline = now + patience_s
         self.works.close(now)
         for peer in self.members.peers.values():
@@ -388,6 +371,7 @@ class Broker:
 
     def _settle(self, now: float) -> list[Effect]:
         """Serve what is parked with whatever the event has opened up; the event's effects."""
+        self._moved = True
         self.works.settle(now)
         request = self._finish_request
         if request is not None and not self.works.evals.is_open:
@@ -396,6 +380,9 @@ class Broker:
             self._finish(request, request.body, now)
         return self._outbox.take()
 
+    def _missing(self, now: float) -> str:
+        return self._report.missing(now)
+
     def _refuse(self, request: Request, nack: Nack) -> None:
         self.counters[nack.code] += 1
         if nack.code == "not_allowed":
@@ -403,6 +390,3 @@ class Broker:
             self._refusals.add(f"{kind} of {request.header.sender!r}: {nack.reason}")
         log.debug("refused %s: %s", type(request.body).__name__, nack.reason)
         self._outbox.reply(request, nack)
-
-    def _missing(self, now: float) -> str:
-        return self._report.missing(now)

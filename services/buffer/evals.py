@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from umbra.proto.errors import RejectedError
 from umbra.proto.messages import Stuck
 from umbra.proto.records import EvalReport, SampleTask, Trajectory
 from umbra.services.buffer.answers import Answers
@@ -102,6 +103,7 @@ class Evals:
         self._outbox = outbox
         self._open: _Open | None = None
         self._begun_at = 0.0
+        self._asked = False  # somebody wants one now
         self._serving: dict[str, int] = {}  # version that each generator serves
 
     @property
@@ -118,6 +120,21 @@ class Evals:
         """All reports, that of the one under way included."""
         return [*self.reports, self._report(self._open)] if self._open else list(self.reports)
 
+    def ask(self) -> int:
+        """Have the policy evaluated as it is now; the number of samples.
+
+        Raises:
+            RejectedError: there is nothing to evaluate on, or an evaluation is under way.
+        """
+        if not self._prompts:
+            reason = "the run has no held-out prompts: set eval.prompts before it starts"
+            raise RejectedError(reason, code="no_eval")
+        if self._open is not None:
+            reason = f"the evaluation of version {self._open.version} is under way: wait for it"
+            raise RejectedError(reason, code="no_eval")
+        self._asked = True
+        return self._config.run_samples
+
     def advance(self, now: float) -> None:
         """Begin what is due at the version reached, and end what is over; called at every event."""
         version, every = self._batches.version, self._config.every
@@ -125,7 +142,8 @@ class Evals:
             self._end_all("cancelled")  # the trainer starts again before that version
             self._open = None
             self.pool.openings += 1
-        if self._open is None and every and version % every == 0 and 0 < version > self.done:
+        is_due = every and version % every == 0 and 0 < version > self.done
+        if self._open is None and (is_due or self._asked):
             self._begin(version, now)
         if self._open is not None:
             self._cut(self._open, now)
@@ -226,6 +244,7 @@ class Evals:
         for index in range(size):
             self.pool.issue(self._prompts[index % count], version)
         self._open = _Open(version, size, dict(self.pool.ledger.ended))
+        self._asked = False
         self._begun_at = now
         self.pool.openings += 1
         log.info("evaluation of version %d begins: %d samples", version, size)

@@ -16,16 +16,19 @@ what was promised.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import msgspec
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 SCHEMA = 3  # of the records and of what the broker puts into them
 SEGMENT_MAGIC = b"UMBRASTO"
 RECORD_MAGIC = b"\xf5uR\xfa"
 DELETE, END = 1, 2
+
+Value: TypeAlias = bytes | memoryview
 
 _encode_keys = msgspec.msgpack.Encoder().encode
 _decode_keys = msgspec.msgpack.Decoder(list[str]).decode
@@ -76,21 +79,35 @@ def header_fault(data: memoryview, number: int) -> str:
     return "" if found == number else f"it says that it is segment {found}"
 
 
-def pack_record(
-    commit: int, key: str, value: bytes | memoryview, *, is_last: bool = False
-) -> bytes:
-    """The record of one key and its value."""
-    return _pack(commit, key.encode(), value, END if is_last else 0)
+def pack_group(
+    commit: int, values: Mapping[str, Value], deleted: Sequence[str]
+) -> list[tuple[bytes, Value]]:
+    """The records of one group commit, each as what comes before its value and the value.
+
+    Those of `values` come first, in order.
+    """
+    records: list[tuple[bytes, Value, int]] = [(key.encode(), v, 0) for key, v in values.items()]
+    if deleted:
+        records.append((b"", _encode_keys(deleted), DELETE))
+    name, value, kind = records[-1]
+    records[-1] = (name, value, kind | END)
+    return [(_pack_head(commit, *record), record[1]) for record in records]
 
 
-def pack_deletion(commit: int, keys: Sequence[str], *, is_last: bool = False) -> bytes:
-    """The record that deletes `keys`."""
-    return _pack(commit, b"", _encode_keys(keys), DELETE | (END if is_last else 0))
+def _pack_head(commit: int, name: bytes, value: Value, kind: int) -> bytes:
+    rest = _REST.pack(commit, len(value), len(name), kind) + name
+    checksum = xxh3_64(rest)
+    checksum.update(value)
+    return _PREFIX.pack(RECORD_MAGIC, checksum.intdigest()) + rest
 
 
-def _pack(commit: int, name: bytes, value: bytes | memoryview, kind: int) -> bytes:
-    body = b"".join((_REST.pack(commit, len(value), len(name), kind), name, value))
-    return _PREFIX.pack(RECORD_MAGIC, xxh3_64_intdigest(body)) + body
+def value_of(record: memoryview, key: str) -> memoryview | str:
+    """The value of `key` in the one record that is to hold it, or what is wrong with that."""
+    begin = HEAD_BYTES + len(key.encode())
+    magic, checksum = _PREFIX.unpack_from(record)
+    if magic != RECORD_MAGIC or xxh3_64_intdigest(record[PREFIX_BYTES:]) != checksum:
+        return parse_reason(record, 0) or "another length"
+    return record[begin:] if bytes(record[HEAD_BYTES:begin]) == key.encode() else "another key"
 
 
 def parse(data: memoryview, offset: int) -> Entry | str:

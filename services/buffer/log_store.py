@@ -17,19 +17,16 @@ import fcntl
 import logging
 import os
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
 from umbra.services.buffer.frames import (
-    HEAD_BYTES,
     MAX_VALUE_BYTES,
     SEGMENT_HEADER_BYTES,
-    Entry,
-    pack_deletion,
-    pack_record,
-    parse,
+    Value,
+    pack_group,
     segment_header,
+    value_of,
 )
 from umbra.services.buffer.segments import (
     Place,
@@ -45,7 +42,7 @@ SMALL_BYTES = 1024  # records up to this size stay in memory too, so that moving
 GARBAGE = 1.5  # bytes on disk for each byte that counts, beyond the slack
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
-Group: TypeAlias = dict[str, bytes | memoryview | None]  # None deletes the key
+Group: TypeAlias = dict[str, Value | None]  # None deletes the key
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +104,7 @@ class LogStore:
         self._pending[key] = value
         self.waiting_bytes += len(value)
 
-    def get(self, key: str) -> bytes | memoryview:
+    def get(self, key: str) -> Value:
         """The value of `key`.
 
         Raises:
@@ -122,17 +119,16 @@ class LogStore:
                 return value
         return self._value_at(key, self._places[key])
 
-    def _value_at(self, key: str, place: Place) -> bytes | memoryview:
+    def _value_at(self, key: str, place: Place) -> Value:
         if place.value is not None:
             return place.value
         fd = self._fds[place.segment]
         record = memoryview(os.pread(fd, place.end - place.offset, place.offset))
-        begin = HEAD_BYTES + len(key.encode())
-        entry = parse(record, 0)
-        if not isinstance(entry, Entry) or entry.key != key:
+        value = value_of(record, key)
+        if isinstance(value, str):
             where = f"{segment_path(self.directory, place.segment)}, byte {place.offset}"
-            raise StoreError(f"{where}: {entry if isinstance(entry, str) else 'another key'}")
-        return record[begin:]
+            raise StoreError(f"{where}: {value}")
+        return value
 
     def delete(self, key: str) -> None:
         """Forget `key`."""
@@ -195,11 +191,18 @@ class LogStore:
                 self._add_segment(self._newest + 1)
             self._frozen |= self._still_needed(self._frozen)
         except OSError as error:
+            self._remove(self._take_dead())  # that may be the room which is missing
             self.settle(error)
         number = self._newest
         fd, size = self._fds[number], self._sizes[number]
-        self._append = _Append(self._frozen, self._commit + 1, number, size)
-        return partial(self._append.write, fd, self._write, self._sync)
+        append = self._append = _Append(self._frozen, self._commit + 1, number, size)
+        dead = self._take_dead()
+
+        def write() -> None:
+            self._remove(dead)
+            append.write(fd, self._write, self._sync)
+
+        return write
 
     def settle(self, error: OSError | None = None) -> None:
         """End a commit, whose function has returned or has raised `error`.
@@ -219,7 +222,6 @@ class LogStore:
         assert self._append is not None
         self._index(frozen, self._append)
         self.commits += 1
-        self._drop_dead()
 
     def close(self) -> None:
         """Close the files; what was not committed is gone."""
@@ -277,15 +279,15 @@ class LogStore:
         for key in group:
             before = places.pop(key, None)
             if before is not None:
-                live[before[0]] -= before[2] - before[1]
+                live[before.segment] -= before.end - before.offset
         end = append.offset
-        for key, record in zip(append.keys, append.records, strict=False):
-            offset, end = end, end + len(record)
-            small = group[key] if end - offset <= SMALL_BYTES else None
+        for (key, value), (head, _) in zip(append.values.items(), append.records, strict=False):
+            offset, end = end, end + len(head) + len(value)
+            small = value if end - offset <= SMALL_BYTES else None
             places[key] = Place(number, offset, end, small)
         live[number] += end - append.offset
         self._commit = append.commit
-        self._sizes[number] = append.offset + sum(map(len, append.records))
+        self._sizes[number] = append.offset + append.size
 
     # -- cleaning ---------------------------------------------------------------------------------
 
@@ -307,15 +309,20 @@ class LogStore:
                 moved[key] = self._value_at(key, place)
         return moved
 
-    def _drop_dead(self) -> None:
-        """Remove the oldest segments of which nothing counts any more."""
-        dropped = False
+    def _take_dead(self) -> list[tuple[int, Path]]:
+        """The files, opened, of the oldest segments, as far as nothing in them counts any more."""
+        dead: list[tuple[int, Path]] = []
         while (oldest := self._oldest) != self._newest and not self._live[oldest]:
-            os.close(self._fds.pop(oldest))
-            segment_path(self.directory, oldest).unlink()
+            dead.append((self._fds.pop(oldest), segment_path(self.directory, oldest)))
             del self._sizes[oldest], self._live[oldest]
-            dropped = True
-        if dropped:
+        return dead
+
+    def _remove(self, dead: list[tuple[int, Path]]) -> None:
+        """Remove these files. That takes long."""
+        for fd, path in dead:
+            path.unlink()
+            os.close(fd)
+        if dead:
             sync_directory(self.directory)
 
 
@@ -326,14 +333,10 @@ class _Append:
         self.commit = commit
         self.segment = segment
         self.offset = offset
-        kept = [(key, value) for key, value in group.items() if value is not None]
-        gone = [key for key, value in group.items() if value is None]
-        self.keys = [key for key, _ in kept]
-        self.records = [pack_record(commit, key, value) for key, value in kept]
-        if gone:  # one record without a key, so behind all others
-            self.records.append(pack_deletion(commit, gone, is_last=True))
-        else:
-            self.records[-1] = pack_record(commit, *kept[-1], is_last=True)
+        self.values = {key: value for key, value in group.items() if value is not None}
+        deleted = [key for key, value in group.items() if value is None]
+        self.records = pack_group(commit, self.values, deleted)
+        self.size = sum(len(head) + len(value) for head, value in self.records)
 
     def write(
         self, fd: int, write: Callable[[int, bytes], int], sync: Callable[[int], None]
@@ -344,7 +347,7 @@ class _Append:
             OSError: what the disk says.
         """
         try:
-            _write_all(fd, b"".join(self.records), write)
+            _write_all(fd, b"".join([part for record in self.records for part in record]), write)
             sync(fd)
         except OSError:
             os.ftruncate(fd, self.offset)

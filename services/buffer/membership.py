@@ -11,8 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from umbra.proto.messages import Heartbeat, Join, Member, Nack, Role, State, Stuck
+from umbra.services.runtime.config import Buffer
 from umbra.services.runtime.server import Request
 
+SKEW_S = 1.0  # clocks that differ by more are pointed out
+BEATS_PER_S = 64  # heartbeats of all members together, about: each costs as much as a trajectory
+BEATS_UNTIL_DEAD = 4  # but so many of a member have to be missing until it counts as dead
 SINGLE: tuple[Role, ...] = ("trainer", "weight_hub")  # roles of which a run has one
 
 
@@ -33,7 +37,11 @@ class Peer:
     activity: str = ""
     progress: int = 0
     idle_s: float = 0.0  # as of its last heartbeat
+    drained: str = ""  # why it was asked to leave, if so
     stats: dict[str, float] = field(default_factory=dict[str, float])
+    shares: dict[str, float] = field(default_factory=dict[str, float])
+    clock_offset_s: float = 0.0
+    clock_error_s: float = -1.0
 
     def record(self, now: float) -> Member:
         """The member as others are told of it."""
@@ -49,6 +57,9 @@ class Peer:
             idle_s=self.idle_s,
             silent_s=now - self.heard_at,
             stats=dict(self.stats),
+            shares=dict(self.shares),
+            clock_offset_s=self.clock_offset_s,
+            clock_error_s=self.clock_error_s,
         )
 
 
@@ -56,24 +67,39 @@ class Membership:
     """The members of a run.
 
     Args:
-        heartbeat_s: seconds between heartbeats.
-        dead_after_s: seconds of silence until a member counts as dead.
-        stall_s: seconds without progress until a member counts as stuck.
+        config: how often they send heartbeats, and from when on one is dead or stuck.
     """
 
-    def __init__(self, *, heartbeat_s: float, dead_after_s: float, stall_s: float) -> None:
+    def __init__(self, config: Buffer) -> None:
         self.peers: dict[str, Peer] = {}
         self.departed: dict[str, str] = {}  # name -> why
         self.changed: set[str] = set()  # who came or went since the journal last took note
         self._single: dict[Role, Peer] = {}  # asked for at every heartbeat
-        self._heartbeat_s = heartbeat_s
-        self._dead_after_s = dead_after_s
-        self._stall_s = stall_s
+        self._heartbeat_s = config.heartbeat_s
+        self._dead_after_s = config.dead_after_s
+        self._stall_s = config.stall_s
         self._superseded: set[tuple[str, str]] = set()
+
+    @property
+    def working(self) -> list[Peer]:
+        """All but those who only watch."""
+        return [peer for peer in self.peers.values() if peer.role != "monitor"]
+
+    @property
+    def pace_s(self) -> float:
+        """Seconds between heartbeats of a member: `heartbeat_s`, or more when there are many."""
+        slower = min(len(self.peers) / BEATS_PER_S, self._dead_after_s / BEATS_UNTIL_DEAD)
+        return max(self._heartbeat_s, slower)
 
     def join(self, request: Request, body: Join, now: float) -> Peer | Nack:
         """Let a process in, or say why not. Its older incarnation, if any, is out from now on."""
         header = request.header
+        if body.name != header.sender:
+            reason = f"{header.sender!r} cannot join as {body.name!r}"
+            return Nack(code="wrong_name", reason=reason, path="name")
+        if request.role not in (None, body.role):
+            reason = f"the {request.role} key does not allow to join as a {body.role}"
+            return Nack(code="not_allowed", reason=reason, path="role")
         if (body.name, header.incarnation) in self._superseded:
             return self._stale(body.name)
         for other in self.peers.values():
@@ -144,6 +170,8 @@ class Membership:
         peer.progress = body.progress
         peer.idle_s = body.idle_s
         peer.stats = dict(body.stats)
+        peer.shares = dict(body.shares)
+        peer.clock_offset_s, peer.clock_error_s = body.clock_offset_s, body.clock_error_s
 
     def remove(self, peer: Peer, why: str) -> None:
         """`peer` is gone."""
@@ -177,13 +205,19 @@ class Membership:
         """The member of a role of which a run has one."""
         return self._single.get(role)
 
+    @property
+    def hub(self) -> tuple[str, str]:
+        """Endpoint and incarnation of the weight hub; empty until there is one."""
+        hub = self.find("weight_hub")
+        return ("", "") if hub is None else (hub.endpoints.get("weights", ""), hub.incarnation)
+
     def stuck(self, now: float) -> list[Stuck]:
         """Members that are silent or that beat without moving."""
         found: list[Stuck] = []
         for peer in self.peers.values():
             silent_s = now - peer.heard_at
             idle_s = peer.idle_s + silent_s
-            if silent_s > 3 * self._heartbeat_s:
+            if silent_s > 3 * self.pace_s:
                 action = f"counts as dead after {self._dead_after_s:g} s"
                 found.append(
                     Stuck(what="no heartbeat", holder=peer.name, age_s=silent_s, action=action)
@@ -192,6 +226,12 @@ class Membership:
                 what = f"no progress in {peer.activity!r}"
                 action = "none: look at its log, restart it if need be"
                 found.append(Stuck(what=what, holder=peer.name, age_s=idle_s, action=action))
+            skew_s = abs(peer.clock_offset_s)
+            if peer.clock_error_s >= 0 and skew_s - peer.clock_error_s > SKEW_S:
+                side = "behind" if peer.clock_offset_s > 0 else "ahead of"
+                what = f"the clock of {peer.host} is {skew_s:.1f} s {side} the buffer's"
+                action = "none: set the clocks (NTP); timelines are aligned anyway"
+                found.append(Stuck(what=what, holder=peer.name, age_s=0.0, action=action))
         return found
 
     def _index(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from umbra.proto.errors import UsageError
 from umbra.services.buffer.batches import Batches
 from umbra.services.buffer.evals import Evals
+from umbra.services.buffer.gate import Gate
 from umbra.services.buffer.journal import Journal
 from umbra.services.buffer.membership import Membership
 from umbra.services.buffer.prompts import Prompts
@@ -41,6 +42,7 @@ class Recovery:
         members: Membership,
         training: Training,
         evals: Evals,
+        gate: Gate,
         prompts: Prompts,
         counters: Counter[str],
     ) -> None:
@@ -52,6 +54,7 @@ class Recovery:
         self._members = members
         self._training = training
         self._evals = evals
+        self._gate = gate
         self._prompts = prompts
         self._counters = counters
         self._last: dict[str, Any] = {}
@@ -132,6 +135,7 @@ class Recovery:
             "committer": self._training.committer,
             "prompts": self._prompts.position(),
             "finished": self.finished,
+            "paused": self._gate.reason,
             "counters": dict(self._counters),
         }
 
@@ -152,6 +156,7 @@ class Recovery:
         batches.last = StalenessStats(**record["last_staleness"])
         self._training.committer = record["committer"]
         self.finished = record["finished"]
+        self._gate.shut(record["paused"])
         self._counters.update(record["counters"])
 
     def _settle(self, *, repaired: bool) -> None:

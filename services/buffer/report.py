@@ -26,6 +26,8 @@ class Report:
         works, wanted = self._works, self._config.batch_groups
         complete = len(works.pool.complete)
         text = f"{min(complete, wanted)} of {wanted} groups complete; "
+        if works.gate.is_shut:
+            return text + f"the run is paused ({works.gate.reason}): `umbra resume`"
         if works.evals.pausing:
             return text + "training waits for an evaluation (eval.mode = pause)"
         late = works.batches.waits_for()
@@ -81,7 +83,8 @@ class Report:
         batches, since = self._works.batches, self._works.training.wanted_since
         trainer = self._members.find("trainer")
         name = trainer.name if trainer is not None else "nobody"
-        if since is not None and now - since > self._config.stall_s:
+        paused = self._works.gate.is_shut
+        if since is not None and now - since > self._config.stall_s and not paused:
             what = f"batch of step {batches.next_step}: {self.missing(now)}"
             yield Stuck(what=what, holder=name, age_s=now - since, action="none: it waits")
         batch = batches.leased
@@ -102,7 +105,7 @@ class Report:
                 f"attempt {sample.attempt}",
                 holder=sample.holder,
                 age_s=now - sample.leased_at,
-                action=f"goes to another after {lease_s:g} s without a renewal",
+                action=_taken_back(sample.lost, lease_s),
             )
 
     def _groups(self, now: float) -> Iterator[Stuck]:
@@ -135,7 +138,7 @@ class Report:
                 f"attempt {lease.attempt}",
                 holder=lease.holder,
                 age_s=now - lease.leased_at,
-                action=f"goes to another after {lease_s:g} s without a renewal",
+                action=_taken_back(lease.sample.score_losses, lease_s),
             )
         for stage in self._config.stages:
             since = self._works.scoring.waiting_since(stage)
@@ -150,6 +153,12 @@ class Report:
                 continue
             holder = ", ".join(sorted(at_work)[:SHOWN]) or "nobody"
             yield Stuck(what=what, holder=holder, age_s=now - since, action=action)
+
+
+def _taken_back(times: int, lease_s: float) -> str:
+    """What was done about a lease that takes long, and what will be."""
+    before = "" if not times else f"leases lost before: {times}; "
+    return f"{before}goes to another after {lease_s:g} s without a renewal"
 
 
 def _oldest_open(group: Group) -> Sample:

@@ -22,6 +22,7 @@ from umbra.services.buffer.answers import Answers
 from umbra.services.buffer.batches import Batches
 from umbra.services.buffer.effects import Outbox
 from umbra.services.buffer.evals import Evals
+from umbra.services.buffer.gate import Gate
 from umbra.services.buffer.leases import Leases
 from umbra.services.buffer.samples import Pool
 from umbra.services.runtime.server import Request
@@ -52,6 +53,7 @@ class Rollouts:
         answers: Answers,
         evals: Evals,
         eval_answers: Answers,
+        gate: Gate,
         counters: Counter[str],
         outbox: Outbox,
     ) -> None:
@@ -62,6 +64,7 @@ class Rollouts:
         self._answers = answers
         self._evals = evals
         self._eval_answers = eval_answers
+        self._gate = gate
         self._counters = counters
         self._outbox = outbox
         self._questions: dict[str, _Question] = {}  # by generator, oldest first
@@ -153,7 +156,7 @@ class Rollouts:
         self._questions.clear()
 
     def _give(self, question: _Question, *, waiting: int, now: float) -> bool:
-        if self.closed:
+        if self.closed or self._gate.is_shut:
             return False
         name, body = question.request.header.sender, question.body
         tasks = self._evals.take(name, body.version, body.capacity, now)

@@ -46,7 +46,7 @@ def serve(context: ServiceContext) -> int:
     prompts = open_prompts(
         config.data, seed=config.run.seed, attempts=config.buffer.prompt_attempts
     )
-    eval_prompts = read_source(config.eval.prompts) if config.eval.every else []
+    eval_prompts = read_source(config.eval.prompts) if config.eval.prompts else []
     zmq_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     incarnation = uuid.uuid4().hex[:12]
     with (

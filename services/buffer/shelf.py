@@ -52,5 +52,5 @@ def digest(packed: Iterable[Trajectory]) -> str:
     """A checksum over what `Shelf.packed` gave, all bytes in order."""
     checksum = xxhash.xxh3_64()
     for one in packed:
-        checksum.update(bytes(cast(msgspec.Raw, one)))
+        checksum.update(memoryview(cast(msgspec.Raw, one)))
     return checksum.hexdigest()

@@ -36,7 +36,8 @@ consume-time sweep for the bound; the split in flight / in queue is prime-rl's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from umbra.services.runtime.config import RunConfig
 
@@ -129,6 +130,7 @@ class StalenessStats:
     in_queue: int = 0
     worst: int = 0
     mixed: int = 0  # samples with tokens of more than one version
+    counts: list[int] = field(default_factory=list[int])  # samples by staleness, from 0
 
     def add(self, oldest: int, newest: int, version: int) -> None:
         """Count a sample with tokens of versions `oldest` to `newest`, trained at `version`."""
@@ -139,6 +141,7 @@ class StalenessStats:
         self.in_queue += in_queue
         self.worst = max(self.worst, total)
         self.mixed += newest != oldest
+        self._count(total, 1)
 
     def merge(self, other: StalenessStats) -> None:
         """Add the sums of `other`."""
@@ -148,6 +151,8 @@ class StalenessStats:
         self.in_queue += other.in_queue
         self.worst = max(self.worst, other.worst)
         self.mixed += other.mixed
+        for staleness, samples in enumerate(other.counts):
+            self._count(staleness, samples)
 
     def remove(self, other: StalenessStats) -> None:
         """Take the sums of `other` away again; the worst stays, it did happen."""
@@ -156,10 +161,17 @@ class StalenessStats:
         self.in_flight -= other.in_flight
         self.in_queue -= other.in_queue
         self.mixed -= other.mixed
+        for staleness, samples in enumerate(other.counts):
+            self._count(staleness, -samples)
 
-    def sums(self) -> dict[str, int]:
+    def _count(self, staleness: int, samples: int) -> None:
+        """Bounded, because staleness is: by `max_staleness`."""
+        self.counts += [0] * (staleness + 1 - len(self.counts))
+        self.counts[staleness] += samples
+
+    def sums(self) -> dict[str, Any]:
         """All fields, for the journal."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        return asdict(self)
 
     def figures(self) -> dict[str, float]:
         """`mean`, `max`, `in_flight_mean`, `in_queue_mean` and `mixed_fraction`."""

@@ -17,7 +17,9 @@ from umbra.proto.messages import (
     Ok,
 )
 from umbra.services.buffer.batches import Batches
+from umbra.services.buffer.curves import StepCurves
 from umbra.services.buffer.effects import Outbox
+from umbra.services.buffer.gate import Gate
 from umbra.services.buffer.samples import Pool
 from umbra.services.buffer.shelf import digest
 from umbra.services.runtime.server import Request
@@ -41,7 +43,8 @@ class Training:
     Args:
         steps: of the run.
         missing: tells in words what the batch waits for, at a time.
-        paused: whether no new batch may be formed now.
+        gate: while it is shut no batch is handed out.
+        evaluating: whether no new batch may be formed because of an evaluation.
         formed: called when a new batch was formed.
     """
 
@@ -52,19 +55,22 @@ class Training:
         *,
         steps: int,
         missing: Callable[[float], str],
-        paused: Callable[[], bool],
+        gate: Gate,
+        evaluating: Callable[[], bool],
         formed: Callable[[], None],
         counters: Counter[str],
         outbox: Outbox,
     ) -> None:
         self.closed = False
+        self.curves = StepCurves()
         self.committer = ""  # incarnation of the trainer that made the last commit
         self.wanted_since: float | None = None  # when the missing batch was first asked for
         self._pool = pool
         self._batches = batches
         self._steps = steps
         self._missing = missing
-        self._paused = paused
+        self._gate = gate
+        self._evaluating = evaluating
         self._formed = formed
         self._counters = counters
         self._outbox = outbox
@@ -107,6 +113,7 @@ class Training:
         if leased is not None and leased.step == body.step:
             batch = self._batches.commit()
             self.committer = request.header.incarnation
+            self.curves.add(body.step, body.metrics)
             self._counters["mixed_version"] += batch.staleness.mixed
         elif 1 <= body.step <= self._batches.version:
             self._counters["repeated_commits"] += 1
@@ -135,10 +142,10 @@ class Training:
     def serve(self, now: float) -> None:
         """Answer the parked question if its batch is full."""
         question = self._question
-        if question is None:
+        if question is None or self._gate.is_shut:
             return
         is_new = self._batches.leased is None
-        if is_new and self._paused():
+        if is_new and self._evaluating():
             return
         batch = self._batches.form(now)
         if batch is None:
@@ -185,12 +192,14 @@ class Training:
         )  # fmt: skip
         self._counters["steps_repeated"] += lost
         self._batches.rewind(step, now)
+        self.curves.cut(step)
 
     def _answer_parked(self, waiting_for: str) -> None:
         if self._question is not None:
             question, self._question = self._question, None
-            self._outbox.reply(question.request, _nothing(question.step, waiting_for))
+            nothing = _nothing(question.step, waiting_for, paused=self._gate.is_shut)
+            self._outbox.reply(question.request, nothing)
 
 
-def _nothing(step: int, waiting_for: str) -> BatchLease:
-    return BatchLease(step=step, trajectories=[], waiting_for=waiting_for)
+def _nothing(step: int, waiting_for: str, *, paused: bool = False) -> BatchLease:
+    return BatchLease(step=step, trajectories=[], waiting_for=waiting_for, paused=paused)

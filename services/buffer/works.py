@@ -11,6 +11,7 @@ from umbra.services.buffer.archive import Archive
 from umbra.services.buffer.batches import Batches
 from umbra.services.buffer.effects import Outbox
 from umbra.services.buffer.evals import EvalAnswers, Evals
+from umbra.services.buffer.gate import Gate
 from umbra.services.buffer.groups import GroupRules
 from umbra.services.buffer.interrupts import Interrupts
 from umbra.services.buffer.journal import Journal
@@ -39,7 +40,7 @@ class Works:
         config: of the run.
         store: keeps all samples.
         prompts: to train on.
-        eval_prompts: to evaluate on; may be empty if `eval.every` is 0.
+        eval_prompts: to evaluate on; none, no evaluations.
         members: of the run.
         missing: tells in words what the next batch waits for, at a time.
         counters: of the broker.
@@ -60,6 +61,7 @@ class Works:
     ) -> None:
         buffer = config.buffer
         self.counters = counters
+        self.gate = Gate()
         self.policy = StalenessPolicy.of(config)
         self.pool = Pool(
             rules=GroupRules.of(buffer),
@@ -106,6 +108,7 @@ class Works:
             Answers(self.pool, self.batches, self.policy, counters),
             self.evals,
             EvalAnswers(eval_pool, self.batches, self.policy, counters),
+            self.gate,
             counters,
             outbox,
         )
@@ -130,7 +133,8 @@ class Works:
             self.batches,
             steps=config.run.steps,
             missing=missing,
-            paused=lambda: self.evals.pausing,
+            gate=self.gate,
+            evaluating=lambda: self.evals.pausing,
             formed=self.interrupts.batch_formed,
             counters=counters,
             outbox=outbox,
@@ -158,6 +162,11 @@ class Works:
         self.rollouts.serve(now)
         self.pool.ledger.check()
         self.evals.pool.ledger.check()
+
+    def resume(self) -> None:
+        """Hand out again, after a pause."""
+        self.gate.open()
+        self.pool.openings += 1  # the parked questions are worth another look
 
     def take_back(self, peer: Peer, *, lost: bool) -> None:
         """What `peer` holds goes to others; a batch stays leased for the next trainer."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import tempfile
+import uuid
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,10 +14,15 @@ import click
 import msgspec
 
 from umbra.proto.errors import UsageError
+from umbra.proto.messages import EvalBegun, EvalRequest
 from umbra.services.generator.tasks import task_named, write_task
-from umbra.services.runtime.command import ServiceContext, service_command
+from umbra.services.runtime.command import ServiceContext, keys_of, service_command
 from umbra.services.runtime.config_loader import load_config
 from umbra.services.runtime.jsonl import read_jsonl
+from umbra.services.runtime.keys import Security
+from umbra.services.runtime.link import Link
+
+ANSWER_S = 10.0
 
 if TYPE_CHECKING:
     from umbra.services.generator.evaluate import EvalResult
@@ -60,7 +67,9 @@ def make_task(task: str, out: Path, **counts: int) -> None:
 
 
 @click.command("eval")
-@click.argument("model", type=click.Path(path_type=Path))
+@click.argument("model", type=click.Path(path_type=Path), required=False)
+@click.option("--broker", envvar="UMBRA_BROKER", help="Address of a run, instead of MODEL.")
+@keys_of("operator", "monitor")
 @click.option("--prompts", type=click.Path(path_type=Path), help="JSONL file of prompts.")
 @click.option("--task", help="Held-out prompts of a task of `umbra make-task` instead.")
 @click.option("--config", help="Run file whose environment, sampling and generator are used.")
@@ -75,7 +84,9 @@ def make_task(task: str, out: Path, **counts: int) -> None:
 @click.option("--seed", help="Seed of the sampling.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def evaluate(
-    model: Path,
+    model: Path | None,
+    broker: str | None,
+    security: Security,
     prompts: Path | None,
     task: str | None,
     config: str | None,
@@ -85,7 +96,14 @@ def evaluate(
     as_json: bool,
     **flags: str | None,
 ) -> None:
-    """Measure the accuracy (mean reward) of the model in directory MODEL on held-out prompts."""
+    """Measure the accuracy (mean reward) of the model in directory MODEL on held-out prompts.
+
+    Without MODEL, have the run at --broker evaluate its policy as it is now, on the prompts of its
+    `eval.prompts`; `umbra status` shows the outcome.
+    """
+    if model is None:
+        _ask_run(broker, security)
+        return
     if (prompts is None) == (task is None):
         raise UsageError("give either --prompts FILE or --task NAME")
     if flags["environment"] is None and task is not None:
@@ -104,6 +122,16 @@ def evaluate(
     else:
         decoding = "greedy" if greedy else f"temperature {settings.sampling.temperature:g}"
         click.echo(_sentence(result, decoding))
+
+
+def _ask_run(broker: str | None, security: Security) -> None:
+    if not broker:
+        raise UsageError("name a model directory, or a run by --broker tcp://host:port")
+    incarnation = uuid.uuid4().hex[:12]
+    with closing(Link(f"eval-{incarnation}", incarnation, security=security)) as link:
+        buffer = link.channel(broker, "buffer")
+        begun = buffer.call(EvalRequest(), EvalBegun, timeout_s=ANSWER_S)
+    click.echo(f"evaluation of version {begun.version} begins: {begun.samples} samples")
 
 
 @click.command("replay-model")

@@ -24,6 +24,7 @@ from umbra.services.generator.engine import (
     KvPolicy,
 )
 from umbra.services.generator.runner import RolloutRunner
+from umbra.services.generator.showcase import Showcase
 from umbra.services.generator.streaming import BrokenOffError, Streaming
 from umbra.services.modeling.weights import tensors_in
 from umbra.services.runtime.metrics import MetricsFile
@@ -54,6 +55,7 @@ class GeneratorLoop:
         kv_policy: what new weights do to sequences under way.
         prefetch: samples leased ahead of free slots.
         wake: set by other threads when there may be something to do.
+        showcase: gets what is finished.
         streaming: the receiver keeps no copy: load through this.
         clock: seconds since the epoch.
     """
@@ -70,6 +72,7 @@ class GeneratorLoop:
         kv_policy: KvPolicy,
         prefetch: int,
         wake: threading.Event,
+        showcase: Showcase,
         streaming: Streaming | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -82,6 +85,7 @@ class GeneratorLoop:
         self._kv_policy: KvPolicy = kv_policy
         self._prefetch = prefetch
         self._wake = wake
+        self._showcase = showcase
         self._streaming = streaming
         self._clock = clock
         self._activity = Activity(metrics, clock)
@@ -225,6 +229,7 @@ class GeneratorLoop:
         self._buffer.submit(finished)
         self._buffer.give_back(failed)
         self._finished += len(finished)
+        self._showcase.finished(finished)
         for sample in failed:
             self._failed += 1
             if self._failed <= _FAILURES_LOGGED:

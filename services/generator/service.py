@@ -17,6 +17,7 @@ from umbra.services.generator.engines import open_engine
 from umbra.services.generator.loop import GeneratorLoop
 from umbra.services.generator.rollout import RolloutSettings, limits_of, sampling_of
 from umbra.services.generator.runner import RolloutRunner
+from umbra.services.generator.showcase import Showcase
 from umbra.services.generator.streaming import Streaming
 from umbra.services.runtime.command import ServiceContext
 from umbra.services.runtime.config import WeightHub
@@ -76,6 +77,7 @@ def run(ctx: ServiceContext) -> int:
                 kv_policy=config.generator.kv_policy,
                 prefetch=config.generator.prefetch,
                 wake=wake,
+                showcase=Showcase(ctx.metrics, settings.chat),
                 streaming=Streaming(engine, stream) if stream is not None else None,
             ).run()
         return _end(session)

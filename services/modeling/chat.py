@@ -56,6 +56,10 @@ class Chat:
             list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
 
+    def text(self, token_ids: Sequence[int]) -> str:
+        """All of `token_ids` as text, special tokens included, for people to read."""
+        return self._tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
+
     def _encode_prompt(self, text: str, tools_text: str) -> tuple[int, ...]:
         messages: list[Message] = json.loads(text)
         tools: list[dict[str, Any]] = json.loads(tools_text)

@@ -1,35 +1,63 @@
-"""Asks a run's buffer how things are, without joining the run: looking changes nothing."""
+"""Talks to a run's buffer without joining the run: looking changes nothing, and asking may."""
 
 from __future__ import annotations
 
 import re
 import uuid
+from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import TypeVar
 
 import zmq
 
-from umbra.proto.errors import DeadlineError, UsageError
-from umbra.proto.messages import Interrupted, InterruptRequest, Ping, Pong, Status, StatusRequest
+from umbra.proto.errors import DeadlineError, RejectedError, UsageError
+from umbra.proto.messages import (
+    DrainRequest,
+    Event,
+    Header,
+    Interrupted,
+    InterruptRequest,
+    Message,
+    Ok,
+    PauseRequest,
+    Ping,
+    Pong,
+    ResumeRequest,
+    Role,
+    RollBack,
+    Status,
+    StatusRequest,
+    Versions,
+    VersionsRequest,
+)
+from umbra.services.runtime.channel import Channel
 from umbra.services.runtime.keys import OPEN, Security
 from umbra.services.runtime.link import Link
 
 ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:]+\]|[^\s:/]+):(\d{1,5})|ipc://.+")
 
 
+M = TypeVar("M", bound=Message)
+
+
 class StatusClient:
     """A connection to the buffer at `broker`; a context manager.
+
+    A hub, and a relay, can be asked for a sign of life too: then `server` is "weight_hub".
 
     Raises:
         UsageError: `broker` is no address.
     """
 
-    def __init__(self, broker: str, security: Security = OPEN) -> None:
+    def __init__(self, broker: str, security: Security = OPEN, *, server: Role = "buffer") -> None:
         if not ADDRESS.fullmatch(broker):
-            raise UsageError(f"--broker {broker}: write it as tcp://host:port")
+            flag = "--broker" if server == "buffer" else "--hub"
+            raise UsageError(f"{flag} {broker}: write it as tcp://host:port")
         self.broker = broker
         incarnation = uuid.uuid4().hex[:12]
         self._link = Link(f"monitor-{incarnation}", incarnation, security=security)
-        self._channel = self._link.channel(broker, "buffer")
+        self._channel = self._link.channel(broker, server.replace("_", " "), server=server)
+        self._hub: Channel | None = None
         # Nothing that we send is worth waiting for at the end.
         self._link.run(lambda: self._channel.socket.set(zmq.LINGER, 0))
 
@@ -39,10 +67,7 @@ class StatusClient:
         Raises:
             DeadlineError: nobody answered within `timeout_s` seconds.
         """
-        try:
-            return self._channel.call(StatusRequest(), Status, timeout_s=timeout_s)
-        except DeadlineError as error:
-            raise self._unreachable(timeout_s) from error
+        return self._ask(StatusRequest(), Status, timeout_s)
 
     def ping(self, timeout_s: float) -> Pong:
         """A sign of life.
@@ -50,10 +75,7 @@ class StatusClient:
         Raises:
             DeadlineError: nobody answered within `timeout_s` seconds.
         """
-        try:
-            return self._channel.call(Ping(), Pong, timeout_s=timeout_s)
-        except DeadlineError as error:
-            raise self._unreachable(timeout_s) from error
+        return self._ask(Ping(), Pong, timeout_s)
 
     def interrupt(self, samples: list[str], timeout_s: float) -> int:
         """Have `samples` (empty: all) handed back by their generators; how many that are.
@@ -62,10 +84,59 @@ class StatusClient:
             DeadlineError: nobody answered within `timeout_s` seconds.
         """
         body = InterruptRequest(samples=samples, reason="on request")
+        return self._ask(body, Interrupted, timeout_s).samples
+
+    def pause(self, reason: str, timeout_s: float) -> None:
+        """Have nothing handed out any more, until `resume`.
+
+        Raises:
+            DeadlineError: nobody answered within `timeout_s` seconds.
+        """
+        self._ask(PauseRequest(reason=reason), Ok, timeout_s)
+
+    def resume(self, timeout_s: float) -> None:
+        """Have work handed out again.
+
+        Raises:
+            DeadlineError: nobody answered within `timeout_s` seconds.
+        """
+        self._ask(ResumeRequest(), Ok, timeout_s)
+
+    def drain(self, member: str, reason: str, timeout_s: float) -> None:
+        """Have `member` leave, or if it is empty, end the run in order.
+
+        Raises:
+            UsageError: there is no such member, or the run needs it.
+            DeadlineError: nobody answered within `timeout_s` seconds.
+        """
         try:
-            return self._channel.call(body, Interrupted, timeout_s=timeout_s).samples
-        except DeadlineError as error:
-            raise self._unreachable(timeout_s) from error
+            self._ask(DrainRequest(member=member, reason=reason), Ok, timeout_s)
+        except RejectedError as error:
+            if error.code == "not_drainable":
+                raise UsageError(str(error)) from error
+            raise
+
+    def versions(self, hub: str, timeout_s: float) -> Versions:
+        """The versions of the weights that the hub at `hub` holds.
+
+        Raises:
+            UmbraError: the hub does not answer, or refuses.
+        """
+        return self._at_hub(hub).call(VersionsRequest(), Versions, timeout_s=timeout_s)
+
+    def roll_back(self, hub: str, version: int, timeout_s: float) -> None:
+        """Have `version` pushed to all generators.
+
+        Raises:
+            UmbraError: the hub does not answer, or refuses.
+        """
+        self._at_hub(hub).call(RollBack(version=version), Ok, timeout_s=timeout_s)
+
+    def subscribe(
+        self, endpoint: str, topics: Sequence[bytes], on_event: Callable[[Header, Event], None]
+    ) -> None:
+        """Watch telemetry; `on_event` runs on another thread, and must be quick."""
+        self._link.subscribe(endpoint, topics, on_event)
 
     def close(self) -> None:
         """Close the connection."""
@@ -82,8 +153,18 @@ class StatusClient:
     ) -> None:
         self.close()
 
-    def _unreachable(self, timeout_s: float) -> DeadlineError:
-        return DeadlineError(
-            f"no buffer answers at {self.broker} within {timeout_s:g} s: check --broker, and that "
-            "the run is still up"
-        )
+    def _at_hub(self, hub: str) -> Channel:
+        if self._hub is None:
+            self._hub = self._link.channel(hub, "weight hub", server="weight_hub")
+        elif self._hub.endpoint != hub:
+            self._hub.move(hub)
+        return self._hub
+
+    def _ask(self, body: Message, reply: type[M], timeout_s: float) -> M:
+        try:
+            return self._channel.call(body, reply, timeout_s=timeout_s)
+        except DeadlineError as error:
+            raise DeadlineError(
+                f"no buffer answers at {self.broker} within {timeout_s:g} s: check --broker, and "
+                "that the run is still up"
+            ) from error

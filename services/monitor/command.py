@@ -6,54 +6,57 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
 
 import click
 
-from umbra.proto.errors import EXIT_DONE, PeerLostError
-from umbra.proto.messages import Status
+from umbra.proto.errors import EXIT_DONE, PeerLostError, UsageError
+from umbra.proto.messages import Role
 from umbra.services.monitor.client import StatusClient
-from umbra.services.monitor.rates import RateMeter, Rates
-from umbra.services.monitor.view import headline, plain, render, status_dict
-from umbra.services.runtime.command import keys_of
+from umbra.services.monitor.live import LiveView
+from umbra.services.monitor.options import (
+    broker_option,
+    operating_keys,
+    timeout_option,
+    watching_keys,
+)
+from umbra.services.monitor.rates import Rates
+from umbra.services.monitor.view import headline, plain, status_dict
+from umbra.services.monitor.watch import Look, Watch, look_dict
+from umbra.services.monitor.web.board import Board
+from umbra.services.monitor.web.server import HttpServer, Resource, parse_address
 from umbra.services.runtime.keys import Security
 from umbra.services.runtime.signals import stop_on_signals
 
-broker_option = click.option(
-    "--broker", envvar="UMBRA_BROKER", required=True, help="Address of the buffer: tcp://host:port."
-)
-watching_keys = keys_of("monitor", "operator")
-operating_keys = keys_of("operator", "monitor")
-timeout_option = click.option(
-    "--timeout",
-    "timeout_s",
-    type=click.FloatRange(0, min_open=True),
-    default=5.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="How long to wait for an answer.",
-)
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
 
 
 @click.command()
-@broker_option
+@click.option("--broker", envvar="UMBRA_BROKER", help="Address of the buffer: tcp://host:port.")
+@click.option("--hub", help="Address of a weight hub or relay, to check that instead.")
 @watching_keys
 @timeout_option
-@click.option("--member", metavar="NAME", help="Check a member of the run instead.")
-def ping(broker: str, security: Security, timeout_s: float, member: str | None) -> int:
-    """Check that the buffer answers, or that it hears a member: exit code 0 if so, 5 if not.
-
-    A weight hub and a relay answer at their own addresses too: give theirs as --broker.
-    """
+@click.option("--member", metavar="NAME", help="Check that the buffer hears a member instead.")
+def ping(
+    broker: str | None, hub: str | None, security: Security, timeout_s: float, member: str | None
+) -> int:
+    """Check that the buffer, a hub, a relay or a member is there: exit code 0 if so, 5 if not."""
     started = time.monotonic()
-    with StatusClient(broker, security) as client:
+    address = hub or broker
+    if address is None:
+        raise UsageError("whom to ask? Give --broker tcp://host:port, or --hub tcp://host:port")
+    if hub is not None and member is not None:
+        raise UsageError("a hub knows no members: give --hub or --member")
+    server: Role = "buffer" if hub is None else "weight_hub"
+    with StatusClient(address, security, server=server) as client:
         if member is not None:
             click.echo(_hear(client, member, timeout_s))
             return EXIT_DONE
         pong = client.ping(timeout_s)
     milliseconds = (time.monotonic() - started) * 1000
-    click.echo(f"{pong.role} at {broker} is {pong.state} ({milliseconds:.1f} ms)")
+    click.echo(f"{pong.role} at {address} is {pong.state} ({milliseconds:.1f} ms)")
     return EXIT_DONE
 
 
@@ -89,7 +92,7 @@ def status(broker: str, security: Security, timeout_s: float, as_json: bool) -> 
 
 @click.command()
 @broker_option
-@watching_keys
+@operating_keys
 @timeout_option
 @json_option
 @click.option("--once", is_flag=True, help="Print the state once and exit.")
@@ -102,82 +105,106 @@ def status(broker: str, security: Security, timeout_s: float, as_json: bool) -> 
     metavar="SECONDS",
     help="Time between two looks.",
 )
+@click.option(
+    "--web", metavar="[HOST]:PORT", help="Serve a page; stays until Ctrl-C.  [host: 127.0.0.1]"
+)
+@click.option(
+    "--prometheus",
+    metavar="[HOST]:PORT",
+    help="Serve /metrics; stays until Ctrl-C.  [host: 127.0.0.1]",
+)
+@click.option("--otlp", metavar="URL", help="Send to an OpenTelemetry receiver, http://host:4318.")
 def monitor(
-    broker: str, security: Security, timeout_s: float, as_json: bool, once: bool, interval_s: float
+    broker: str,
+    security: Security,
+    timeout_s: float,
+    as_json: bool,
+    once: bool,
+    interval_s: float,
+    web: str | None,
+    prometheus: str | None,
+    otlp: str | None,
 ) -> int:
     """Watch a run live: its members, ledger, staleness and what is stuck.
 
-    A table on a terminal, one line per look when piped. Ends with code 0 when the run ends or at
-    Ctrl-C, and with 5 when no buffer answers at the start.
+    A screen with keys to pause, drain and roll back on a terminal, one line per look when piped.
+    Ends with code 0 when the run ends or at Ctrl-C, and with 5 when no buffer answers at the start.
+    Any number may watch; none of them changes the run by being there.
     """
     stopping = threading.Event()
-    with StatusClient(broker, security) as client, stop_on_signals(stopping):
-        current = client.status(timeout_s)
+    board = Board()
+    with Watch(broker, security) as watch, stop_on_signals(stopping), ExitStack() as stack:
+        look = watch.look(timeout_s)
+        board.show(look)
+        served = [
+            _serve(stack, address, resources)
+            for address, resources in ((web, board.page()), (prometheus, board.metrics()))
+            if address is not None
+        ]
+        sinks = [board.show]
+        if otlp is not None:
+            from umbra.services.monitor.telemetry import Telemetry  # an extra
+
+            telemetry = stack.enter_context(closing(Telemetry.over_http(look.status.run_id, otlp)))
+            sinks.append(telemetry.show)
         if once:
-            click.echo(json.dumps(status_dict(current)) if as_json else plain(current, Rates()))
-        elif as_json:
-            _follow(client, current, stopping, interval_s, timeout_s, _echo_json)
-        elif sys.stdout.isatty():
-            _live(client, current, stopping, interval_s, timeout_s)
+            _echo_json(look) if as_json else click.echo(plain(look.status, look.rates))
+        elif sys.stdout.isatty() and not as_json and not served and not otlp:
+            LiveView(watch, interval_s, timeout_s).run(look, stopping)
         else:
-            _follow(client, current, stopping, interval_s, timeout_s, _echo_line)
+            show = _echo_json if as_json else _echo_line
+            follow = _Follow(watch, board, interval_s, timeout_s, stays=bool(served or otlp))
+            follow.run(look, stopping, [*sinks, show])
     return EXIT_DONE
 
 
-@click.command()
-@broker_option
-@operating_keys
-@timeout_option
-@click.option("--sample", "samples", multiple=True, metavar="ID", help="Only this one.")
-def interrupt(broker: str, security: Security, timeout_s: float, samples: tuple[str, ...]) -> int:
-    """Have generators hand unfinished samples back; they go on later as partials."""
-    with StatusClient(broker, security) as client:
-        count = client.interrupt(list(samples), timeout_s)
-    click.echo(f"{count} samples were asked back")
-    return EXIT_DONE
+def _serve(stack: ExitStack, address: str, resources: dict[str, Resource]) -> HttpServer:
+    server = stack.enter_context(HttpServer(*parse_address(address), resources))
+    path = "/" if "/" in resources else next(iter(resources))
+    host = address.rpartition(":")[0] or "127.0.0.1"
+    click.echo(f"http://{host}:{server.port}{path}", err=True)
+    if not server.is_local:
+        click.echo("umbra: whoever reaches that address can read prompts and samples", err=True)
+    return server
 
 
-def _echo_json(status: Status, _rates: Rates) -> None:
-    click.echo(json.dumps(status_dict(status)))
+def _echo_json(look: Look) -> None:
+    click.echo(json.dumps(look_dict(look)))
 
 
-def _echo_line(status: Status, rates: Rates) -> None:
-    click.echo(headline(status, rates))
+def _echo_line(look: Look) -> None:
+    click.echo(headline(look.status, look.rates))
 
 
-def _live(
-    client: StatusClient,
-    first: Status,
-    stopping: threading.Event,
-    interval_s: float,
-    timeout_s: float,
-) -> None:
-    from rich.live import Live
+@dataclass(frozen=True, slots=True)
+class _Follow:
+    """Shows one look after the other until the run or the user ends it; one that `stays` waits for
+    a run that does not answer."""
 
-    with Live(render(first, Rates()), auto_refresh=False) as live:
+    watch: Watch
+    board: Board
+    interval_s: float
+    timeout_s: float
+    stays: bool
 
-        def show(status: Status, rates: Rates) -> None:
-            live.update(render(status, rates), refresh=True)
-
-        _follow(client, first, stopping, interval_s, timeout_s, show)
-
-
-def _follow(
-    client: StatusClient,
-    status: Status,
-    stopping: threading.Event,
-    interval_s: float,
-    timeout_s: float,
-    show: Callable[[Status, Rates], None],
-) -> None:
-    """Show one status after the other until the run or the user ends it."""
-    meter = RateMeter()
-    while True:
-        show(status, meter.update(status))
-        if stopping.wait(interval_s):
-            return
-        try:
-            status = client.status(timeout_s)
-        except PeerLostError:
-            click.echo(f"umbra: run {status.run_id} does not answer any more", err=True)
-            return
+    def run(
+        self, look: Look, stopping: threading.Event, sinks: Sequence[Callable[[Look], None]]
+    ) -> None:
+        """Show `look` and what follows to `sinks`."""
+        lost = False
+        while True:
+            if not lost:
+                for show in sinks:
+                    show(look)
+            if stopping.wait(self.interval_s):
+                return
+            try:
+                look, lost = self.watch.look(self.timeout_s), False
+            except PeerLostError:
+                if not lost:
+                    run_id = look.status.run_id
+                    click.echo(f"umbra: run {run_id} does not answer any more", err=True)
+                if not self.stays:
+                    return
+                lost = True
+                self.board.lose()

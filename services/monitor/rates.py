@@ -10,10 +10,12 @@ from umbra.proto.messages import Status
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Per second: optimizer steps, trained samples, and each member's progress."""
+    """Per second: optimizer steps, samples trained, issued and ended, each member's progress."""
 
     steps: float = 0.0
     samples: float = 0.0
+    issued: float = 0.0
+    ended: float = 0.0
     members: dict[str, float] = field(default_factory=dict)
 
 
@@ -41,9 +43,15 @@ class RateMeter:
         return Rates(
             steps=(status.version - first.version) / seconds,
             samples=(status.ledger.trained - first.ledger.trained) / seconds,
+            issued=(status.ledger.issued - first.ledger.issued) / seconds,
+            ended=(_ended(status) - _ended(first)) / seconds,
             members={
                 m.name: (m.progress - before[m.name, m.incarnation]) / seconds
                 for m in status.members
                 if (m.name, m.incarnation) in before
             },
         )
+
+
+def _ended(status: Status) -> int:
+    return sum(status.ledger.ended.values())

@@ -12,12 +12,19 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from umbra.proto.messages import Member, Status
+from umbra.proto.messages import Status
 from umbra.proto.records import EvalReport
+from umbra.services.monitor.members import MemberRow, member_rows, most_telling
 from umbra.services.monitor.rates import Rates
 
 BARS = "▁▂▃▄▅▆▇█"
-SLOW_S = 10.0  # idle or silent for longer than this is pointed out
+COLUMNS = (
+    "service", "state", "incarnation", "version", "lag", "tokens/s", "busy", "idle", "activity",
+    "figures",
+)  # fmt: skip
+MEMBERS_SHOWN = 24
+NUMBERS = ("version", "lag", "tokens/s", "busy")
+REFUSED_SHOWN = 3
 STATE_STYLES = {
     "ready": "green", "running": "green", "done": "dim", "stopped": "dim", "failed": "bold red",
 }  # fmt: skip
@@ -53,6 +60,13 @@ def staleness_text(staleness: Mapping[str, float]) -> str:
     return f"staleness {staleness['mean']:.2f} (max {staleness.get('max', 0):g}{bound})"
 
 
+def notice_text(status: Status) -> str:
+    """What an operator must know before anything else; empty if there is nothing."""
+    if status.ending:
+        return f"ENDING: {status.ending}"
+    return f"PAUSED: {status.paused} (`umbra resume` goes on)" if status.paused else ""
+
+
 def eval_text(report: EvalReport) -> str:
     """An evaluation: how far it is, or what came of it."""
     text = f"eval of version {report.version}: "
@@ -68,37 +82,6 @@ def evals_text(status: Status) -> str:
     done = [one for one in status.evals if one.done][-1:]
     open_ = [one for one in status.evals if not one.done]
     return "; ".join(map(eval_text, [*open_, *done]))
-
-
-def member_rows(
-    status: Status, rates: Rates, processes: Mapping[str, str] | None = None
-) -> list[tuple[str, str, str, str, str, str]]:
-    """Name, state, activity, progress per second, idle and figures of everyone.
-
-    `processes` are the supervisor's words on its children; those that are no members show, too.
-    """
-    rows = [
-        (
-            member.name,
-            _state(member),
-            member.activity,
-            f"{rates.members[member.name]:.1f}/s" if member.name in rates.members else "",
-            f"{member.idle_s:.0f} s" if member.idle_s >= SLOW_S else "",
-            "  ".join(f"{key} {_number(value)}" for key, value in member.stats.items()),
-        )
-        for member in sorted(status.members, key=lambda m: (m.role, m.name))
-    ]
-    present = {member.name for member in status.members}
-    absent = {name: ("gone", why) for name, why in status.departed.items()}
-    for name, state in (processes or {}).items():
-        if name != "buffer" or state != "running":  # the buffer answers, but is no member
-            absent[name] = ("starting", "") if state == "running" else (state, "")
-    rows += [
-        (name, state, why, "", "", "")
-        for name, (state, why) in absent.items()
-        if name not in present
-    ]
-    return rows
 
 
 def ledger_text(status: Status) -> str:
@@ -128,19 +111,23 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
 
 def plain(status: Status, rates: Rates) -> str:
     """The whole status as lines of plain text."""
-    lines = [f"run {status.run_id}: {status.state}, up {_clock(status.uptime_s)}"]
+    lines = [f"run {status.run_id}: {status.state}, up {clock_text(status.uptime_s)}"]
+    if notice := notice_text(status):
+        lines.append(notice)
     lines.append(headline(status, rates))
     lines.append(f"ledger: {ledger_text(status)}")
     if evals := evals_text(status):
         lines.append(f"evals: {evals}")
     rows = member_rows(status, rates)
-    widths = [max((len(row[i]) for row in rows), default=0) for i in range(6)]
+    rows.insert(0, MemberRow(*COLUMNS))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         lines.append("  " + "  ".join(cells).rstrip())
     lines += [f"stuck: {stuck_text(status, i)}" for i in range(len(status.stuck))]
-    if counters := _counters(status):
+    if counters := counters_text(status):
         lines.append(f"counters: {counters}")
+    lines += [f"refused: {text}" for text in refused_texts(status)]
     return "\n".join(lines)
 
 
@@ -163,8 +150,8 @@ def render(
     title = Text.assemble(
         ("umbra ", "bold"),
         status.run_id,
-        f"  {status.state}  {_clock(elapsed)}",
-        _eta(status, rates),
+        f"  {status.state}  {clock_text(elapsed)}",
+        eta_text(status, rates),
     )
     bar = Table.grid(padding=(0, 1))
     bar.add_row(
@@ -181,50 +168,64 @@ def render(
     facts.add_row("ledger", ledger_text(status))
     if evals := evals_text(status):
         facts.add_row("evals", evals)
-    if counters := _counters(status):
+    if counters := counters_text(status):
         facts.add_row("counters", counters)
-    parts: list[RenderableType] = [title, bar, facts, _member_table(status, rates, processes)]
+    for text in refused_texts(status)[:REFUSED_SHOWN]:
+        facts.add_row("refused", Text(text, style="yellow"))
+    notice = [Text(notice, style="bold yellow")] if (notice := notice_text(status)) else []
+    parts: list[RenderableType] = [
+        title,
+        *notice,
+        bar,
+        facts,
+        member_table(status, rates, processes),
+    ]
     parts += [
         Text(f"stuck: {stuck_text(status, i)}", style="bold red") for i in range(len(status.stuck))
     ]
     return Group(*parts)
 
 
-def _member_table(
-    status: Status, rates: Rates, processes: Mapping[str, str] | None
+def member_table(
+    status: Status, rates: Rates, processes: Mapping[str, str] | None = None
 ) -> RenderableType:
+    """Everyone in a table."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("service", "state", "activity", "progress", "idle", "figures"):
-        table.add_column(column, overflow="ellipsis", no_wrap=column != "figures")
-    for row in member_rows(status, rates, processes):
+    for column in COLUMNS:
+        table.add_column(
+            column,
+            overflow="ellipsis",
+            no_wrap=column != "figures",
+            justify="right" if column in NUMBERS else "left",
+        )
+    for row in most_telling(member_rows(status, rates, processes), MEMBERS_SHOWN):
         cells = [Text(cell) for cell in row]
-        cells[1].stylize(STATE_STYLES.get(row[1], "yellow"))
+        cells[1].stylize(STATE_STYLES.get(row.state, "yellow"))
         table.add_row(*cells)
     return table
 
 
-def _state(member: Member) -> str:
-    if member.silent_s >= SLOW_S:
-        return f"silent {member.silent_s:.0f} s"
-    return member.state
-
-
-def _counters(status: Status) -> str:
+def counters_text(status: Status) -> str:
+    """What was counted, in words."""
     return "  ".join(f"{key} {count}" for key, count in sorted(status.counters.items()) if count)
 
 
-def _number(value: float) -> str:
-    return f"{value:.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
+def refused_texts(status: Status) -> list[str]:
+    """Who lacked the right key for what, the most frequent first."""
+    most = sorted(status.refused.items(), key=lambda item: -item[1])
+    return [f"{what}: {count} times" for what, count in most]
 
 
-def _clock(seconds: float) -> str:
+def clock_text(seconds: float) -> str:
+    """`h:mm:ss`."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def _eta(status: Status, rates: Rates) -> str:
+def eta_text(status: Status, rates: Rates) -> str:
+    """How long the rest of the run takes at the speed of now."""
     left = status.steps - status.version
     if rates.steps <= 0 or left <= 0:
         return ""
-    return f"  about {_clock(left / rates.steps)} left"
+    return f"  about {clock_text(left / rates.steps)} left"

@@ -15,7 +15,7 @@ from umbra.proto.errors import WireError
 from umbra.proto.messages import FetchBuckets
 from umbra.proto.records import Manifest, Piece
 from umbra.services.runtime import delta
-from umbra.services.runtime.manifest import checksum
+from umbra.services.runtime.manifest import checksum, copy_and_checksum
 
 FAILURES = 3  # of one bucket until a version is given up
 
@@ -104,11 +104,17 @@ class Assembly:
                     f"piece [{piece.offset}, {until}) of bucket {bucket} is out of order"
                 )
             self._contents[self._target][bucket] = 0
+            if len(raw) == len(area):
+                return self._complete(bucket, copy_and_checksum(raw, area))
             area[piece.offset : until] = raw
             self._filled[bucket] = until
             if until < len(area):
                 return False
-        if checksum(area) != self._wanted[bucket]:
+        return self._complete(bucket, checksum(area))
+
+    def _complete(self, bucket: int, actual: int) -> bool:
+        """All of a bucket is in the target, with checksum `actual`."""
+        if actual != self._wanted[bucket]:
             return self._failed(bucket)
         self._contents[self._target][bucket] = self._wanted[bucket]
         self.awaited.discard(bucket)

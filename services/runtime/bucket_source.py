@@ -47,7 +47,8 @@ class BucketSource:
             return
         self._disconnect()
         socket = self._socket = sockets.dealer(self._context, "", self._identity, self._curve)
-        self._monitor = sockets.handshakes(socket, CONNECTIONS)  # before there is a connection
+        # The monitor comes before the connection.
+        self._monitor = sockets.handshakes(self._context, socket, CONNECTIONS)
         try:
             sockets.connect(socket, endpoint)
         except UsageError:

@@ -48,6 +48,7 @@ class Channel:
         self,
         link: Link,
         socket: zmq.Socket[bytes],
+        handshake: Handshake,
         peer: str,
         endpoint: str,
         *,
@@ -55,7 +56,7 @@ class Channel:
         insists: bool = False,
     ) -> None:
         self.endpoint = endpoint
-        self.handshake = Handshake(socket)
+        self.handshake = handshake
         self.pushes: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.socket = socket
         self.on_moved: Callable[[], None] | None = None  # on the link's thread: it must be quick

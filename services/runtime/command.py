@@ -50,6 +50,7 @@ class ServiceContext:
             endpoints=endpoints,
             stopping=self.stopping,
             grace_s=self.config.run.broker_grace_s,
+            metrics=self.metrics,
             security=self.security,
         )
 

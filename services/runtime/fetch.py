@@ -26,12 +26,13 @@ class BucketIntake:
     """Fetches versions bucket by bucket, and goes on where it was when a connection breaks.
 
     Args:
-        name: of this receiver, its identity on the socket.
+        name: of this receiver.
         manifest: the layout.
         buffers: to be filled, `[manifest.total_bytes]` each.
         frame_bytes: in one message, at most.
         arrived: called with each bucket that is complete and verified (a relay hands it on).
         delta_came: called before that with each delta that led to the bucket.
+        security: keys of this process.
     """
 
     def __init__(

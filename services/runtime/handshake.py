@@ -8,17 +8,18 @@ from zmq.utils.monitor import recv_monitor_message
 from umbra.proto import sockets
 
 FAILURES = 5  # broken handshakes in a row, before the first that succeeds, that are no accident
+MISMATCH = "it needs keys that we lack, has none, or has those of another run"
 EVENTS = sockets.HANDSHAKE_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED
 
 
 class Handshake:
-    """The handshakes of `socket`, which is not connected yet."""
+    """The handshakes of `socket` of `context`, which is not connected yet."""
 
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
         self._failures = 0
         self._succeeded = False
-        self.events = sockets.handshakes(socket, EVENTS)
+        self.events = sockets.handshakes(context, socket, EVENTS)
         self.problem = ""  # why it cannot be connected, to follow the name of the server
 
     def read(self) -> None:
@@ -27,15 +28,14 @@ class Handshake:
             event = recv_monitor_message(self.events)
             if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._succeeded, self._failures, self.problem = True, 0, ""
-            elif event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:  # it does not try again
+            elif event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:  # libzmq does not try again
                 self.problem = "does not know our key, or has no use for one of our role"
+            elif event["event"] == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:  # the same
+                self.problem = f"does not understand us: {MISMATCH}"
             else:
                 self._failures += 1
                 if self._failures >= FAILURES and not self._succeeded:
-                    self.problem = (
-                        "breaks off the connection: it needs keys that we lack, has none, or has "
-                        "those of another run"
-                    )
+                    self.problem = f"breaks off the connection: {MISMATCH}"
 
     def close(self) -> None:
         """Close the socket and what watches it."""

@@ -11,6 +11,7 @@ import os
 import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from pathlib import Path
 
 import zmq
@@ -25,7 +26,6 @@ from umbra.services.runtime.config import Security as SecurityConfig
 PUBLIC, SECRET = ".key", ".key_secret"
 FOLDER = "keys"  # inside of a run's folder, or beside the folders of runs
 KEY_CHARACTERS = 40  # 32 bytes in Z85
-LOOPBACK = ("127.", "localhost", "[::1]", "::1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,13 @@ OPEN = Security()
 
 def is_local(endpoint: str) -> bool:
     """Whether only this machine can connect to `endpoint`."""
-    return not endpoint.startswith("tcp://") or endpoint[6:].startswith(LOOPBACK)
+    if not endpoint.startswith("tcp://"):
+        return True
+    host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def make_keys(
@@ -97,7 +103,7 @@ def make_keys(
     there = [name for name in names if (folder / name).exists()]
     if there and not force:
         raise UsageError(
-            f"{folder} already holds {', '.join(there)}: name another folder, or replace them with "
+            f"{folder / there[0]} is there already: name another folder, or replace the keys with "
             "--force, after which every process of the run needs the new ones"
         )
     try:
@@ -121,7 +127,7 @@ def load_keys(folder: Path, role: KeyRole) -> Keys:
     if not folder.is_dir():
         raise UsageError(f"security.keys: there is no folder {folder}; make it with `umbra keys`")
     public, secret = _read(folder / f"{role}{SECRET}", secret=True)
-    roles = {one: _read(folder / f"{one}{PUBLIC}")[0] for one in KEY_ROLES}
+    roles: dict[KeyRole, bytes] = {one: _read(folder / f"{one}{PUBLIC}")[0] for one in KEY_ROLES}
     if roles[role] != public:
         raise UsageError(
             f"{folder}: {role}{PUBLIC} and {role}{SECRET} are not of one pair: make both anew with "
@@ -145,8 +151,8 @@ def open_security(
         where = run_dir / FOLDER
     if where is None:
         return Security(insecure=config.insecure)
-    role = next((one for one in roles if (where / f"{one}{SECRET}").exists()), roles[-1])
-    return Security(load_keys(where, role), config.insecure)
+    held: list[KeyRole] = [one for one in roles if (where / f"{one}{SECRET}").exists()]
+    return Security(load_keys(where, (held or roles)[0]), config.insecure)
 
 
 def _write(path: Path, keys: Mapping[str, bytes]) -> None:

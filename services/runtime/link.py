@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import zmq
@@ -14,11 +14,13 @@ import zmq
 from umbra.proto import sockets
 from umbra.proto.codec import Encoder, decode
 from umbra.proto.errors import DeadlineError, RejectedError, UsageError, WireError
-from umbra.proto.messages import Event, Role
+from umbra.proto.messages import Event, Header, Role
 from umbra.services.runtime.channel import Channel
+from umbra.services.runtime.handshake import Handshake
 from umbra.services.runtime.keys import OPEN, Security
 
 CLOSE_DEADLINE_S = 5.0
+HEARD_AT_ONCE = 256  # events taken from one subscription before the others get their turn
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +51,7 @@ class Link:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._channels: list[Channel] = []
         self._by_socket: dict[zmq.Socket[bytes], Channel] = {}
+        self._subscriptions: dict[zmq.Socket[bytes], Callable[[Header, Event], None]] = {}
         self._publisher: zmq.Socket[bytes] | None = None
         self._timers: list[tuple[float, float, Callable[[], None]]] = []
         self._jobs: deque[Callable[[], None]] = deque()
@@ -87,7 +90,10 @@ class Link:
         def connect() -> None:
             curve = self.security.connecting(server)
             socket = sockets.dealer(self._context, "", self._identity, curve)
-            channel = Channel(self, socket, peer, endpoint, server=server, insists=insists)
+            handshake = Handshake(self._context, socket)  # before there is a connection
+            channel = Channel(
+                self, socket, handshake, peer, endpoint, server=server, insists=insists
+            )
             try:
                 sockets.connect(socket, endpoint)
             except UsageError as error:
@@ -129,6 +135,19 @@ class Link:
 
         self.run(send)
 
+    def subscribe(
+        self, endpoint: str, topics: Sequence[bytes], on_event: Callable[[Header, Event], None]
+    ) -> None:
+        """Watch telemetry at `endpoint`; `on_event` runs on the link's thread: it must be quick."""
+
+        def connect() -> None:
+            curve = self.security.connecting("buffer")
+            socket = sockets.subscriber(self._context, endpoint, topics, curve)
+            self._subscriptions[socket] = on_event
+            self._poller.register(socket, zmq.POLLIN)
+
+        self.run(connect)
+
     def every(self, period_s: float, job: Callable[[], None]) -> None:
         """Run `job` on the link's thread now and every `period_s` seconds."""
         self.run(lambda: self._timers.append((self.clock(), period_s, job)))
@@ -149,7 +168,9 @@ class Link:
             timeout_s = max(0.0, next_tick - self.clock())
             for socket, _ in self._poller.poll(timeout=round(timeout_s * 1000) + 1):
                 channel = self._by_socket.get(socket)
-                if channel is None:
+                if socket in self._subscriptions:
+                    self._hear(socket)
+                elif channel is None:
                     self._drain_wakes()
                 elif socket is channel.socket:
                     self._receive(channel)
@@ -180,6 +201,20 @@ class Link:
                     channel.fail_all(RejectedError(str(error), code=error.code))
                 log.warning("dropped a message from %s: %s", channel.peer, error)
 
+    def _hear(self, socket: zmq.Socket[bytes]) -> None:
+        for _ in range(HEARD_AT_ONCE):
+            try:
+                _topic, *frames = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                envelope = decode(frames)
+            except WireError as error:
+                log.warning("dropped an event: %s", error)
+                continue
+            if isinstance(envelope.body, Event):
+                self._subscriptions[socket](envelope.header, envelope.body)
+
     def _tick(self) -> float:
         now = self.clock()
         next_at = now + 1.0
@@ -201,6 +236,8 @@ class Link:
                 DeadlineError(f"the process is closing while waiting for {channel.peer}")
             )
             channel.close()
+        for socket in self._subscriptions:
+            socket.close(linger=0)
         if self._publisher is not None:
             self._publisher.close()
         with self._wake_lock:

@@ -20,7 +20,7 @@ from umbra.proto.messages import (
 from umbra.proto.records import Manifest
 from umbra.services.runtime.arena import Arena
 from umbra.services.runtime.channel import Channel
-from umbra.services.runtime.manifest import checksums
+from umbra.services.runtime.manifest import checksum
 
 PUBLISH_TIMEOUT_S = 30.0
 RETRY_S = 1.0  # between attempts to bring a restarted hub up to date
@@ -60,6 +60,7 @@ class Publisher:
         self._channel = channel
         self._arena: Arena | None = None
         self._granted: _Place | None = None
+        self._sums: list[Future[int]] = []  # of the first buckets of what is being written
         self._last: tuple[_Place, Publish] | None = None
         self._lock = threading.Lock()  # one exchange with the hub at a time
         self._moved = threading.Event()
@@ -126,7 +127,24 @@ class Publisher:
                 slot = self._acquire(version, max(0.0, until - time.monotonic()))
             assert self._arena is not None
             self._granted = _Place(self._arena, slot, version)
+            self._sums = []
             return self._granted.data
+
+    def wrote(self, end: int) -> None:
+        """The first `end` bytes of the slot will not change any more.
+
+        Their checksums are computed in a thread from now on, while they are still in the cache;
+        `publish` computes those of the rest.
+
+        Raises:
+            ValueError: no slot is acquired.
+        """
+        place, buckets = self._granted, self.manifest.buckets
+        if place is None:
+            raise ValueError("no slot is acquired")
+        while len(self._sums) < len(buckets) and buckets[len(self._sums)][1] <= end:
+            start, stop = buckets[len(self._sums)]
+            self._sums.append(self._executor.submit(checksum, place.data[start:stop]))
 
     def publish(self, version: int, snapshot_s: float, sums: list[int] | None = None) -> None:
         """Publish what was written into the slot of `version`; returns before it is pushed.
@@ -145,7 +163,7 @@ class Publisher:
             place = self._granted
             if place is None or place.version != version:
                 raise ValueError(f"no slot was acquired for version {version}")
-            sums = checksums(self.manifest, place.data) if sums is None else sums
+            sums = self._all_sums(place.data) if sums is None else sums
             message = Publish(
                 version=version, slot=place.slot, checksums=sums, snapshot_s=snapshot_s
             )
@@ -163,12 +181,17 @@ class Publisher:
                 before[0].arena.close()
 
     def publish_soon(self, version: int, snapshot_s: float, sums: list[int] | None = None) -> None:
-        """As `publish`, in a thread: the trainer goes on while the checksums are computed.
+        """As `publish`, in a thread: the trainer goes on meanwhile.
 
         What goes wrong is raised by the next `slot`, which waits for it.
         """
         self._join()
         self._publishing = self._executor.submit(self.publish, version, snapshot_s, sums)
+
+    def _all_sums(self, data: memoryview) -> list[int]:
+        known = [future.result() for future in self._sums]  # submitted before `publish` was
+        rest = self.manifest.buckets[len(known) :]
+        return known + [checksum(data[start:end]) for start, end in rest]
 
     def _join(self) -> None:
         publishing, self._publishing = self._publishing, None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import logging
 import threading
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -28,8 +29,10 @@ from umbra.services.runtime.zap import Gate, Refusals, role_of
 
 PEERS_KEPT = 8192  # senders whose resends are known, the last ones; names cost a stranger nothing
 REPLIES_KEPT = 16  # per peer, to answer resends from
-REPLY_BYTES_KEPT = 256 << 10  # per peer; the last reply is kept at any rate, a batch for example
+REPLY_BYTES_KEPT = 16 << 20  # of all peers, in equal shares; the last one of each at any rate
 PENDING_KEPT = 256  # per peer; one-way messages stay here too, as nobody answers them
+# Questions that may be answered twice: of those who ask nothing else, nothing need be remembered.
+QUESTIONS = ("Ping", "StatusRequest", "HubStatusRequest", "VersionsRequest")
 ZERO_COPY_BYTES = 1 << 20  # replies from this size are sent without a copy
 RECEIVE_BURST = 256  # messages taken from one socket before the others get their turn
 RECEIVE_BYTES = 512 << 10  # the same in bytes: a commit should not wait for a long burst
@@ -46,6 +49,7 @@ class Request:
     header: Header
     body: Message
     role: KeyRole | None = None
+    received_at: float = 0.0  # seconds since the epoch
 
 
 @dataclass(slots=True)
@@ -71,13 +75,13 @@ class _Peer:
         while len(self.pending) > PENDING_KEPT:
             self.pending.popitem(last=False)
 
-    def answered(self, number: int, frames: list[bytes]) -> None:
-        """A request was answered with `frames`."""
+    def answered(self, number: int, frames: list[bytes], share: int) -> None:
+        """A request was answered with `frames`; replies of `share` bytes may be kept."""
         self.pending.pop(number, None)
         self.replies[number] = frames
         self.reply_bytes += _size(frames)
         while len(self.replies) > 1 and (
-            len(self.replies) > REPLIES_KEPT or self.reply_bytes > REPLY_BYTES_KEPT
+            len(self.replies) > REPLIES_KEPT or self.reply_bytes > share
         ):
             self.reply_bytes -= _size(self.replies.popitem(last=False)[1])
 
@@ -130,6 +134,11 @@ class Server:
         self._register(channel, socket)
         return actual
 
+    @property
+    def remembered(self) -> int:
+        """Number of peers whose resends are known."""
+        return len(self._peers)
+
     def endpoint(self, channel: str) -> str:
         """Where `channel` is bound."""
         return self._by_name[channel].endpoint
@@ -175,7 +184,8 @@ class Server:
             _, frames = self._encoder.encode(nack(error), reply_to=request.header.id)
         peer = self._peers.get((request.channel, request.identity))
         if peer is not None and peer.incarnation == request.header.incarnation:
-            peer.answered(request.header.id, frames)
+            share = REPLY_BYTES_KEPT // len(self._peers)
+            peer.answered(request.header.id, frames, share)
         self._send(self._by_name[request.channel], request.identity, frames)
 
     def push(
@@ -249,7 +259,8 @@ class Server:
     ) -> Request | None:
         try:
             header = decode_header(frames)
-            if header.reply_to is None and self._is_resend(channel, identity, header):
+            is_kept = header.reply_to is None and header.type not in QUESTIONS
+            if is_kept and self._is_resend(channel, identity, header):
                 return None  # before its body costs anything: resends come when there is much to do
             envelope = decode_body(header, frames)
             if not isinstance(envelope.body, (*channel.accepts, *ANY)):
@@ -268,9 +279,9 @@ class Server:
         except WireError as error:
             self._refuse(channel, identity, frames, error)
             return None
-        if header.reply_to is None:
+        if is_kept:
             self._peers[channel.name, identity].asked(header.id)
-        return Request(channel.name, identity, header, envelope.body, role)
+        return Request(channel.name, identity, header, envelope.body, role, time.time())
 
     def _refuse(
         self, channel: _Channel, identity: bytes, frames: list[bytes], error: WireError

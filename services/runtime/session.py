@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -36,11 +37,16 @@ from umbra.proto.messages import (
     Welcome,
 )
 from umbra.services.runtime.channel import Channel
+from umbra.services.runtime.clock import ClockOffset, Offset
 from umbra.services.runtime.keys import OPEN, Security
 from umbra.services.runtime.link import Link
+from umbra.services.runtime.metrics import MetricsFile
 
 GRACE_S = 60.0  # without a sign of the broker: it is gone, or cut off from us
 LEAVE_TIMEOUT_S = 3.0
+SKEW_S = 1.0  # clocks that differ by more are warned of
+OFFSET_CHANGE_S = 0.001  # a smaller one is not noted down
+WATCHED = ("push", "sample", "slow_sample")  # rows of the metrics that go to the watchers, too
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +70,8 @@ class Session:
         incarnation: str,
         stopping: threading.Event,
         grace_s: float,
+        metrics: MetricsFile,
+        wall: Callable[[], float],
     ) -> None:
         self.name = link.name
         self.incarnation = incarnation
@@ -82,8 +90,14 @@ class Session:
         self._state: State = "ready"
         self._activity = "starting"
         self._progress = 0
-        self._moved_at = self._heard_at = link.clock()
+        self._moved_at = self._heard_at = self._beat_at = link.clock()
+        self._pace_s = welcome.heartbeat_s
         self._stats: dict[str, float] = {}
+        self._metrics = metrics
+        self._wall = wall
+        self._clock_offset = ClockOffset()
+        self._noted_offset: Offset | None = None  # the last one in the metrics
+        metrics.on_row = self._row
         self._hub = (welcome.weights, welcome.weights_incarnation)
         self._weights: Channel | None = None
         self._weights_known = threading.Event()
@@ -105,8 +119,12 @@ class Session:
         grace_s: float = GRACE_S,
         security: Security = OPEN,
         clock: Callable[[], float] = time.monotonic,
+        metrics: MetricsFile | None = None,
+        wall: Callable[[], float] = time.time,
     ) -> Session:
         """Join the run whose broker is at `broker`.
+
+        What goes to `metrics` is told to those who watch as well; `wall` is the clock of its rows.
 
         Raises:
             UsageError: `broker` is no address.
@@ -139,7 +157,8 @@ class Session:
             raise
         log.info("joined run %s as %s", welcome.run_id, name)
         stop = stopping or threading.Event()
-        return cls(link, control, hello, welcome, incarnation, stop, grace_s)
+        file = metrics or MetricsFile(None, name)
+        return cls(link, control, hello, welcome, incarnation, stop, grace_s, file, wall)
 
     def weights(self, *, deadline_s: float) -> Channel:
         """The channel to the weight hub, once one has joined; it follows a hub that is restarted.
@@ -215,22 +234,32 @@ class Session:
     def _beat(self) -> None:
         self._take_commands()
         now = self._link.clock()
+        if now < self._beat_at:
+            return  # the broker has asked for fewer
+        self._beat_at = now + self._pace_s - self.welcome.heartbeat_s / 2
         if now - self._heard_at > self._grace_s:
             self.fail(PeerLostError(f"{self._control.peer} is silent for {self._grace_s:g} s"))
             return
         with self._lock:
             if self.stopping.is_set():
                 self._state = "draining"
+            offset = self._clock_offset.best
             beat = Heartbeat(
                 state=self._state,
                 activity=self._activity,
                 progress=self._progress,
                 idle_s=now - self._moved_at,
                 stats=dict(self._stats),
+                shares=self._metrics.spans.shares(),
+                clock_offset_s=offset.seconds if offset else 0.0,
+                clock_error_s=offset.error_s if offset else -1.0,
             )
-        self._control.request(beat, timeout_s=self._grace_s, on_done=self._heard)
+        if spans := self._metrics.spans.take():
+            self.emit("spans", spans=spans)
+        sent = self._wall()
+        self._control.request(beat, timeout_s=self._grace_s, on_done=partial(self._heard, sent))
 
-    def _heard(self, future: Future[Message]) -> None:
+    def _heard(self, sent: float, future: Future[Message]) -> None:
         error = future.exception()
         if isinstance(error, RejectedError) and error.code == "not_member":
             self._rejoin()
@@ -239,9 +268,31 @@ class Session:
         elif error is None and isinstance(ack := future.result(), HeartbeatAck):
             self._heard_at = self._link.clock()
             self.version = ack.version
+            self._compare_clocks(sent, ack.received_at)
+            self._pace_s = ack.heartbeat_s or self._pace_s
             if ack.weights:
                 self._hub_is(ack.weights, ack.weights_incarnation)
         self._take_commands()
+
+    def _compare_clocks(self, sent: float, read: float) -> None:
+        """The buffer read its clock between the time that a heartbeat was sent and now."""
+        if read:
+            self._clock_offset.measured(sent=sent, read=read, received=self._wall())
+        best, noted = self._clock_offset.best, self._noted_offset
+        if best is None or (noted and abs(best.seconds - noted.seconds) < OFFSET_CHANGE_S):
+            return
+        if abs(best.seconds) - best.error_s > SKEW_S:
+            log.warning(
+                "this machine's clock is %.1f s %s the buffer's: set the clocks (NTP); only times "
+                "in logs and files are affected",
+                abs(best.seconds), "behind" if best.seconds > 0 else "ahead of",
+            )  # fmt: skip
+        self._noted_offset = best
+        self._metrics.write("clock", offset_s=best.seconds, error_s=best.error_s)
+
+    def _row(self, kind: str, fields: dict[str, Any]) -> None:
+        if kind in WATCHED:
+            self.emit(kind, **fields)
 
     def _hub_is(self, endpoint: str, incarnation: str) -> None:
         """A heartbeat tells where the hub is."""

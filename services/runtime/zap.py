@@ -89,6 +89,7 @@ class Gate:
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], keys: Keys, refusals: Refusals
     ) -> None:
+        self._context = context
         self._allowed = AllowList(keys, refusals)
         self._refusals = refusals
         self._zap = sockets.allow_list(context)
@@ -101,7 +102,7 @@ class Gate:
 
     def watch(self, socket: zmq.Socket[bytes], name: str) -> None:
         """Take note of handshakes that fail on a bound socket."""
-        self._watched[sockets.handshakes(socket, UNASKED)] = (name, socket)
+        self._watched[sockets.handshakes(self._context, socket, UNASKED)] = (name, socket)
 
     def serve(self, socket: zmq.Socket[bytes]) -> None:
         """Handle what has come on one of `sockets`."""

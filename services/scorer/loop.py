@@ -14,6 +14,7 @@ from umbra.proto.messages import (
     SubmitScores,
 )
 from umbra.proto.records import Score
+from umbra.services.runtime.metrics import MetricsFile
 from umbra.services.runtime.session import Session
 from umbra.services.scorer.worker import Worker
 
@@ -30,6 +31,7 @@ class ScorerLoop:
         stage: name of the stage.
         worker: does the work.
         capacity: trajectories leased at once.
+        metrics: receives spans.
         clock: seconds, monotonic.
     """
 
@@ -39,12 +41,14 @@ class ScorerLoop:
         stage: str,
         worker: Worker,
         capacity: int,
+        metrics: MetricsFile,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._session = session
         self._stage = stage
         self._worker = worker
         self._capacity = capacity
+        self._metrics = metrics
         self._clock = clock
         self._scored = 0
 
@@ -57,9 +61,13 @@ class ScorerLoop:
         """One question for work, and what comes of it."""
         self._session.progress(f"waiting for {self._stage}", 0)
         ask = LeaseScoring(stage=self._stage, capacity=self._capacity, wait_s=WAIT_S)
-        lease = self._session.data.call(ask, ScoringLeases, timeout_s=WAIT_S + ANSWER_S)
-        if not lease.tasks:
-            return
+        with self._metrics.span("wait_work"):
+            lease = self._session.data.call(ask, ScoringLeases, timeout_s=WAIT_S + ANSWER_S)
+        if lease.tasks:
+            with self._metrics.span("score"):
+                self._score(lease)
+
+    def _score(self, lease: ScoringLeases) -> None:
         left = {task.sample_id: task.attempt for task in lease.tasks}
         renew_every = min(task.lease_s for task in lease.tasks) / 3
         renew_at = self._clock() + renew_every

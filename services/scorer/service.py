@@ -30,7 +30,8 @@ def run(context: ServiceContext) -> int:
         if reward is not None:
             context.ready({"stage": stage})
             with closing(reward):
-                ScorerLoop(session, stage, reward, config.scorer.capacity).run()
+                capacity = config.scorer.capacity
+                ScorerLoop(session, stage, reward, capacity, context.metrics).run()
         else:
             _score_logprobs(context, session)
         if session.failure is not None:
@@ -74,7 +75,8 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
     model = load_model(path, device, dtype, source)
     if scorer.stage == "ref_logp":
         context.ready({"stage": scorer.stage, "model": path})
-        ScorerLoop(session, scorer.stage, LogprobWorker(model, scorer), scorer.capacity).run()
+        worker = LogprobWorker(model, scorer)
+        ScorerLoop(session, scorer.stage, worker, scorer.capacity, context.metrics).run()
         return
     channel = session.weights(deadline_s=HUB_DEADLINE_S)
     table = WeightTable(model)
@@ -97,7 +99,7 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
         refresh()
         context.ready({"stage": scorer.stage, "version": version})
         worker = LogprobWorker(model, scorer, refresh)
-        loop = ScorerLoop(session, scorer.stage, worker, scorer.capacity)
+        loop = ScorerLoop(session, scorer.stage, worker, scorer.capacity, context.metrics)
         while not session.stopping.is_set():
             refresh()  # also while there is nothing to score, so that the hub need not wait
             loop.turn()

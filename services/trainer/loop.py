@@ -92,8 +92,9 @@ class Loop:
         with self._phases("snapshot"):
             begin = time.perf_counter()
             give(self._learner.ranks, Snapshot())
-            sums = self._outlet.snapshots.write(slot, self._outlet.publisher.place)
-            self._outlet.publisher.publish_soon(self.version, time.perf_counter() - begin, sums)
+            publisher = self._outlet.publisher
+            sums = self._outlet.snapshots.write(slot, publisher.place, publisher.wrote)
+            publisher.publish_soon(self.version, time.perf_counter() - begin, sums)
 
     def _keep_going(self) -> bool:
         self._session.progress(f"training step {self.version + 1}")
@@ -103,7 +104,7 @@ class Loop:
         """The next batch; None when asked to stop.
 
         Raises:
-            DeadlineError: none came within `trainer.batch_wait_s`.
+            DeadlineError: none came within `trainer.batch_wait_s`, while the run was not paused.
         """
         step, limit_s = self.version + 1, self._config.trainer.batch_wait_s
         deadline = time.monotonic() + limit_s
@@ -122,7 +123,9 @@ class Loop:
                 raise
             if lease.trajectories:
                 return lease.trajectories
-            if time.monotonic() > deadline:
+            if lease.paused:
+                deadline = time.monotonic() + limit_s
+            elif time.monotonic() > deadline:
                 raise DeadlineError(
                     f"no batch for step {step} within {limit_s:g} s (trainer.batch_wait_s): "
                     f"waiting for {lease.waiting_for or 'trajectories'}"

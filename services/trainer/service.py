@@ -108,4 +108,4 @@ def _lead(
 
 def _finish_s(config: RunConfig) -> float:
     """What the end of the run may take: an evaluation under way is completed before."""
-    return FINISH_S + (config.eval.timeout_s if config.eval.every else 0.0)
+    return FINISH_S + (config.eval.timeout_s if config.eval.prompts else 0.0)

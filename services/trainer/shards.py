@@ -9,6 +9,7 @@ collective that hangs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Protocol
 
@@ -148,20 +149,24 @@ class Snapshots:
         self._arena: tuple[str, Arena] | None = None
 
     def write(
-        self, slot: memoryview | None = None, place: tuple[str, int] | None = None
+        self,
+        slot: memoryview | None = None,
+        place: tuple[str, int] | None = None,
+        wrote: Callable[[int], None] | None = None,
     ) -> list[int] | None:
         """Write the current weights; the checksum of every bucket where they are known already.
 
         Args:
             slot: rank 0's memory.
             place: where that is (path of the arena, number of the slot), for the other ranks.
+            wrote: told up to which byte the slot is complete, where there is one rank.
 
         Raises:
             DeadlineError: another rank did not do its part in time.
         """
         if self._sync is None:
             assert slot is not None
-            write_shards(self._model, self._manifest, slot)
+            write_shards(self._model, self._manifest, slot, wrote=wrote)
             return None
         path, number = self._sync.agree(place)
         if slot is None:

@@ -9,6 +9,8 @@ a time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -53,7 +55,12 @@ def tensor_layout(model: nn.Module, dtype: str) -> list[tuple[str, str, tuple[in
 
 @torch.no_grad()
 def write_shards(
-    model: nn.Module, manifest: Manifest, slot: memoryview, rank: int = 0, world: int = 1
+    model: nn.Module,
+    manifest: Manifest,
+    slot: memoryview,
+    rank: int = 0,
+    world: int = 1,
+    wrote: Callable[[int], None] | None = None,
 ) -> int:
     """Cast what `rank` of `world` ranks holds of `model` into `slot`; the bytes written.
 
@@ -63,6 +70,7 @@ def write_shards(
     Args:
         model: as given to `tensor_layout` when `manifest` was built.
         slot: `[manifest.total_bytes]`, the same memory in all ranks.
+        wrote: told after each tensor up to which byte this rank has written all it will.
 
     Raises:
         ValueError: a parameter is sharded other than by rows.
@@ -85,6 +93,8 @@ def write_shards(
         area = slot[begin : begin + own.numel() * dtype.itemsize]
         _cast(torch.frombuffer(area, dtype=dtype).view(own.shape), own, piece)
         written += len(area)
+        if wrote is not None:
+            wrote(begin + len(area))
     return written
 
 

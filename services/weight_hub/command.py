@@ -32,20 +32,21 @@ def _run(context: ServiceContext) -> int:
     return serve(context)
 
 
-class _Group(click.Group):
-    """The service itself when no sub-command is named."""
+def _with_subcommands(service: click.Command) -> click.Group:
+    """`service` as a group that is the service itself when no sub-command is named."""
 
-    def __init__(self, service: click.Command) -> None:
-        super().__init__(
-            service.name, invoke_without_command=True, params=service.params, help=service.help
-        )
-        self._service = service
+    def invoke(**values: Any) -> None:
+        context = click.get_current_context()
+        if context.invoked_subcommand is None:
+            context.invoke(service, **values)
 
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run the service, or the sub-command that was named."""
-        if ctx.protected_args or ctx.args:
-            return super().invoke(ctx)
-        return ctx.invoke(self._service, **ctx.params)
+    return click.Group(
+        service.name,
+        callback=invoke,
+        invoke_without_command=True,
+        params=service.params,
+        help=service.help,
+    )
 
 
 @click.command()
@@ -104,5 +105,5 @@ def relay(
             raise watch.failure
 
 
-command = _Group(service_command("weight_hub", _run))
+command = _with_subcommands(service_command("weight_hub", _run))
 command.add_command(relay)

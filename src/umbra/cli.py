@@ -4,14 +4,19 @@ Nothing heavy (torch, transformers, zmq) may be imported here, so that `umbra --
 a machine that only runs the buffer never needs torch.
 """
 
+from __future__ import annotations
+
 import importlib
 import platform
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
 from umbra import __version__
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 EXIT_DONE = 0
 EXIT_USAGE = 2
@@ -52,14 +57,28 @@ COMMANDS: dict[str, SubCommand] = {
     ),
     "monitor": SubCommand("umbra.services.monitor.command:monitor", "Watch a run live."),
     "status": SubCommand("umbra.services.monitor.command:status", "Print the state of a run once."),
+    "report": SubCommand(
+        "umbra.deploy.report.command:command", "Write a run as a page, and its timeline."
+    ),
     "ping": SubCommand("umbra.services.monitor.command:ping", "Check that a service answers."),
     "env": SubCommand(
         "umbra.deploy.env_command:command", "Show versions, devices and what is available."
     ),
+    "pause": SubCommand("umbra.services.monitor.operate:pause", "Hand out no more work."),
+    "resume": SubCommand("umbra.services.monitor.operate:resume", "Go on after a pause."),
+    "drain": SubCommand(
+        "umbra.services.monitor.operate:drain", "End a run in order, or have a member leave."
+    ),
     "interrupt": SubCommand(
-        "umbra.services.monitor.command:interrupt", "Have unfinished samples handed back."
+        "umbra.services.monitor.operate:interrupt", "Have unfinished samples handed back."
+    ),
+    "rollback": SubCommand(
+        "umbra.services.weight_hub.weights_command:rollback", "Push an earlier version again."
     ),
     "config": SubCommand("umbra.deploy.command:config", "Check and show a run file."),
+    "completion": SubCommand(
+        "umbra.deploy.completion_command:command", "Print what completes commands in a shell."
+    ),
     "make-model": SubCommand(
         "umbra.services.trainer.make_model:command", "Create a small model with random weights."
     ),
@@ -89,6 +108,7 @@ EXTRAS: dict[str, str] = {
     "cupy": "nccl",
     "tensorboard": "tensorboard",
     "wandb": "wandb",
+    "opentelemetry": "otel",
     "reasoning_gym": "tasks",
     "math_verify": "tasks",
     "datasets": "tasks",
@@ -118,6 +138,31 @@ class LazyGroup(click.Group):
         if not isinstance(command, click.Command):
             raise TypeError(f"{entry.target} is no click command")
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As a group does; an unknown name is refused with the nearest one."""
+        name = args[0]
+        if name not in COMMANDS and not name.startswith("-") and not ctx.resilient_parsing:
+            import difflib
+
+            near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            ctx.fail(f"No such command {name!r}.{hint}")
+        return super().resolve_command(ctx, args)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Names to complete `incomplete` with; click's own way would import every sub-command."""
+        if incomplete.startswith("-"):
+            return super().shell_complete(ctx, incomplete)
+        from click.shell_completion import CompletionItem
+
+        return [
+            CompletionItem(name, help=entry.help)
+            for name, entry in COMMANDS.items()
+            if name.startswith(incomplete)
+        ]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the table of sub-commands without importing any of them."""

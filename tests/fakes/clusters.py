@@ -1,12 +1,24 @@
-"""Clusters and runs to plan with."""
+"""Clusters and runs to plan with, and what every rendered file is tried with."""
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
+
+import click
+import pytest
+
+from umbra import cli
+from umbra.deploy.cluster.bundle import Bundle
 from umbra.deploy.cluster.cluster_file import Cluster, ClusterFile, Node
+from umbra.deploy.cluster.invocation import modules_of
 from umbra.deploy.cluster.plan import Plan, make_plan
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config_loader import load_config
 
+SCHEMAS = Path(__file__).parents[1] / "schemas"
+RUN_FILE = Path("/home/me/project/run.toml")
+KEYS = Path("/home/me/keys")
 RUN_ID = "demo-20261121-120000-abcd"
 
 
@@ -57,3 +69,29 @@ PLANS: dict[str, Plan] = {
         0, 0, overrides=("environment.kind=reward", "environment.reward=reward:score")
     ),
 }
+
+plans = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+
+
+def render(plan: Plan, *formats: str, out: Path = Path("/out")) -> dict[str, str]:
+    """The files of a plan with keys."""
+    return Bundle(plan, modules_of(plan.config, RUN_FILE), out, KEYS).render(formats)
+
+
+def parse_planned(arguments: list[str]) -> None:
+    """Parse `arguments` by the real commands, without running them; fails on what they refuse."""
+    command: click.Command = cli.cli
+    context = click.Context(command)
+    name, rest = "umbra", arguments
+    while True:
+        context = command.make_context(name, rest, parent=context, resilient_parsing=False)
+        if not isinstance(command, click.Group):
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # click 9 will have them all in args
+            left = [*context.protected_args, *context.args]
+        if not left:
+            return
+        name, found, rest = command.resolve_command(context, left)
+        assert found is not None
+        command = found

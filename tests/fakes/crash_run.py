@@ -39,6 +39,7 @@ from umbra.proto.messages import (
     Welcome,
 )
 from umbra.proto.records import Trajectory
+from umbra.services.runtime.keys import Security, load_keys
 
 ANSWER_S = 20.0
 RESEND_S = 0.25
@@ -106,15 +107,21 @@ class Peer:
     """A member with one request at a time, resent until it is answered."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], broker: str, role: Role, name: str
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        broker: str,
+        role: Role,
+        name: str,
+        keys: Path | None = None,
     ) -> None:
+        curve = None if keys is None else Security(load_keys(keys, role)).connecting("buffer")
         self.encoder = Encoder(name, uuid.uuid4().hex[:12])
-        self.control = sockets.dealer(context, broker, name.encode())
+        self.control = sockets.dealer(context, broker, name.encode(), curve)
         hello = Join(role=role, name=name, pid=1, host="h", package_version="0")
         welcome = self._exchange(self.control, hello)
         assert isinstance(welcome, Welcome), welcome
         self.data_endpoint = welcome.data
-        self.data = sockets.dealer(context, welcome.data, name.encode())
+        self.data = sockets.dealer(context, welcome.data, name.encode(), curve)
         self._open: dict[int, tuple[list[bytes], float]] = {}
 
     def ask(self, body: Message) -> None:
@@ -186,15 +193,17 @@ class CrashRun:
     batches: dict[int, list[str]] = field(default_factory=dict[int, list[str]])
     version: int = 0
     restarts: int = 0  # of the trainer
+    keys: Path | None = None
 
     def __post_init__(self) -> None:
         self._chance = random.Random(self.seed)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._generators = [
-            Peer(self._context, self.buffer.broker, "generator", f"g{n}") for n in range(3)
+            Peer(self._context, self.buffer.broker, "generator", f"g{n}", self.keys)
+            for n in range(3)
         ]
         self._sent: dict[int, list[Trajectory]] = {}
-        self._trainer = Peer(self._context, self.buffer.broker, "trainer", "trainer")
+        self._trainer = Peer(self._context, self.buffer.broker, "trainer", "trainer", self.keys)
         self._want: Message | None = None
 
     def work(self, seconds: float) -> None:
@@ -223,7 +232,7 @@ class CrashRun:
     def start_trainer_again(self, checkpoint: int) -> None:
         """The trainer dies and goes on after `checkpoint`: the steps since then are not trained."""
         self._trainer.close()
-        self._trainer = Peer(self._context, self.buffer.broker, "trainer", "trainer")
+        self._trainer = Peer(self._context, self.buffer.broker, "trainer", "trainer", self.keys)
         self._want = None
         self.version = checkpoint
         self.restarts += 1

@@ -14,6 +14,7 @@ import zmq
 from umbra.proto.records import Manifest
 from umbra.services.runtime.channel import Channel
 from umbra.services.runtime.config import WeightHub as WeightHubConfig
+from umbra.services.runtime.keys import OPEN, Security
 from umbra.services.runtime.link import Link
 from umbra.services.runtime.manifest import build_manifest
 from umbra.services.runtime.metrics import MetricsFile
@@ -44,13 +45,14 @@ class Bench:
         self._thread: threading.Thread | None = None
         self.server: Server | None = None
         self.endpoint = "tcp://127.0.0.1:*"
+        self.security = OPEN  # of the hub
 
     def start(self, **config: object) -> None:
         """Start a hub; not the first one takes over the address, and knows nobody."""
         self.stop()
         self._stop = threading.Event()
         if self.server is None:
-            self.server = Server(self._context, "weight-hub", uuid.uuid4().hex)
+            self.server = Server(self._context, "weight-hub", uuid.uuid4().hex, self.security)
             self.endpoint = self.server.bind(CHANNEL, self.endpoint, ACCEPTS)
         options = self.config(**config)
         self.hub = WeightHub(self.server, self._run_id, options, self._metrics)
@@ -74,13 +76,18 @@ class Bench:
             self._thread.join(WAIT_S)
             self._thread = None
 
-    def channel(self, name: str) -> Channel:
-        link = self.links[name] = Link(name, uuid.uuid4().hex)
+    def channel(self, name: str, security: Security = OPEN) -> Channel:
+        link = self.links[name] = Link(name, uuid.uuid4().hex, security=security)
         self.closers.append(link.close)
-        return link.channel(self.endpoint, "weight hub")
+        return link.channel(self.endpoint, "weight hub", server="weight_hub")
 
-    def publisher(self, manifest: Manifest = LAYOUT, name: str = "trainer") -> Publisher:
-        publisher = Publisher(self.channel(name), manifest)
+    def publisher(
+        self,
+        manifest: Manifest = LAYOUT,
+        name: str = "trainer",
+        channel: Channel | None = None,
+    ) -> Publisher:
+        publisher = Publisher(channel or self.channel(name), manifest)
         self.closers.append(publisher.close)
         publisher.register(WAIT_S)
         return publisher

@@ -25,6 +25,7 @@ from umbra.services.generator.buffer_client import BufferClient
 from umbra.services.generator.loop import GeneratorLoop
 from umbra.services.generator.rollout import RolloutSettings
 from umbra.services.generator.runner import RolloutRunner
+from umbra.services.generator.showcase import Showcase
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer
 from umbra.services.runtime.metrics import MetricsFile
@@ -182,6 +183,7 @@ def open_bench(folder: Path, model_dir: Path) -> Iterator[Bench]:
             kv_policy="keep",
             prefetch=2,
             wake=wake,
+            showcase=Showcase(metrics, settings.chat, clock=lambda: now[0]),
             clock=lambda: now[0],
         )
         yield Bench(channel, session, receiver, engine, loop, path, now)

@@ -190,7 +190,7 @@ def world(bench: Bench, tiny_model: Path) -> Iterator[Callable[..., World]]:
 
 
 @PLANES
-@pytest.mark.parametrize("phase", ["idle", "prepared", "staging", "staged"])
+@pytest.mark.parametrize("phase", ["idle", "prepared", "staging", "staged", "loaded"])
 def test_a_receiver_that_is_killed_costs_the_others_nothing(
     world: Callable[..., World], plane: str, phase: str
 ) -> None:

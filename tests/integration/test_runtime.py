@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import queue
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import pytest
 import zmq
@@ -15,6 +19,7 @@ from umbra.proto.messages import (
     CONTROL,
     DATA,
     Command,
+    Event,
     Heartbeat,
     HeartbeatAck,
     Join,
@@ -22,12 +27,14 @@ from umbra.proto.messages import (
     Message,
     Nack,
     Ok,
+    PauseRequest,
     Ping,
     Pong,
     Status,
     Welcome,
 )
 from umbra.services.runtime.link import Link
+from umbra.services.runtime.metrics import MetricsFile
 from umbra.services.runtime.server import Request, Server
 from umbra.services.runtime.session import Session
 
@@ -66,7 +73,9 @@ class Broker:
                 )
             case Heartbeat():
                 self.beats.release()
-                return HeartbeatAck(version=7, weights="tcp://127.0.0.1:1")
+                return HeartbeatAck(
+                    version=7, weights="tcp://127.0.0.1:1", received_at=request.received_at
+                )
             case Leave():
                 self.left.set()
                 return Ok()
@@ -136,14 +145,23 @@ def test_a_resent_request_is_answered_once_more_but_done_once(
     broker: Broker, zmq_context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
     socket = sockets.dealer(zmq_context, broker.endpoint, b"twice")
-    _, frames = Encoder("twice", "i1").encode(Ping())
+    _, frames = Encoder("twice", "i1").encode(PauseRequest())
     for _ in range(3):
         socket.send_multipart(frames)
         assert socket.poll(WAIT_MS)
         assert isinstance(decode(socket.recv_multipart()).body, Pong)
-    assert broker.seen == [Ping()]
+    assert broker.seen == [PauseRequest()]
     assert broker.server.counters["resent"] == 2
     socket.close()
+
+
+def test_of_those_who_only_look_nothing_is_remembered(broker: Broker) -> None:
+    for number in range(20):
+        watcher = Link(f"watcher-{number}", "i1")
+        channel = watcher.channel(broker.endpoint, "broker")
+        channel.call(Ping(), Pong, timeout_s=WAIT_S)
+        watcher.close()
+    assert broker.server.remembered == 0
 
 
 def test_bad_frames_are_counted_answered_and_forgotten(
@@ -167,6 +185,27 @@ def test_bad_frames_are_counted_answered_and_forgotten(
         assert answer.code == code
         assert broker.server.counters[code] == 1
     socket.close()
+
+
+def test_a_session_beats_as_seldom_as_it_is_asked_to(broker: Broker) -> None:
+    def answer(request: Request) -> Message | None:
+        if isinstance(request.body, Heartbeat):
+            counts[request.header.sender] += 1
+            if counts["fast"] >= 20 and counts["slow"]:
+                done.set()
+            is_slow = request.header.sender == "slow"
+            return HeartbeatAck(version=0, heartbeat_s=3600.0 if is_slow else 0.0)
+        return broker.default_answer(request)
+
+    counts: Counter[str] = Counter()
+    done = threading.Event()
+    broker.answer = answer
+    with (
+        Session.join(role="monitor", name="slow", broker=broker.endpoint),
+        Session.join(role="monitor", name="fast", broker=broker.endpoint),
+    ):
+        assert done.wait(WAIT_S)
+    assert counts["slow"] < 10  # one, and what was under way before its answer came
 
 
 def test_a_session_joins_beats_and_leaves(broker: Broker) -> None:
@@ -218,6 +257,50 @@ def test_telemetry_reaches_a_subscriber(
         assert topic == b"step"
         assert decode(frames).header.sender == "m"
     subscriber.close()
+
+
+def test_those_who_watch_get_rows_and_spans(broker: Broker, link: Link) -> None:
+    heard: queue.SimpleQueue[tuple[str, Event]] = queue.SimpleQueue()
+    link.subscribe(
+        broker.events_out,
+        [b"spans", b"push"],
+        lambda header, event: heard.put((header.sender, event)),
+    )
+    metrics = MetricsFile(None, "m")
+    seen: dict[str, Event] = {}
+    with Session.join(role="monitor", name="m", broker=broker.endpoint, metrics=metrics):
+        until = time.monotonic() + WAIT_S
+        while set(seen) != {"spans", "push"} and time.monotonic() < until:
+            metrics.write("span", name="work", start=1.0, end=2.0)
+            metrics.write("push", version=3)  # PUB drops until the subscription has reached it
+            with suppress(queue.Empty):
+                sender, event = heard.get(timeout=0.05)
+                assert sender == "m"
+                seen[event.kind] = event
+    assert seen["push"].fields == {"version": 3}
+    assert seen["spans"].fields["spans"][0][0] == "work"
+
+
+@pytest.mark.parametrize("ahead_s", [-100.0, 0.0, 7.5])
+def test_a_session_measures_how_far_its_clock_is_off(broker: Broker, ahead_s: float) -> None:
+    """Both run on this machine; the session's clock is set `ahead_s` ahead."""
+    beats: queue.SimpleQueue[Heartbeat] = queue.SimpleQueue()
+
+    def answer(request: Request) -> Message | None:
+        if isinstance(request.body, Heartbeat):
+            beats.put(request.body)
+        return broker.default_answer(request)
+
+    broker.answer = answer
+    with Session.join(
+        role="monitor", name="m", broker=broker.endpoint, wall=lambda: time.time() + ahead_s
+    ):
+        assert beats.get(timeout=WAIT_S).clock_error_s < 0  # not measured yet
+        beat = beats.get(timeout=WAIT_S)
+        while beat.clock_error_s < 0:
+            beat = beats.get(timeout=WAIT_S)
+    assert abs(beat.clock_offset_s + ahead_s) <= beat.clock_error_s + 1e-4
+    assert beat.clock_error_s < WAIT_S
 
 
 def test_status_is_not_a_request_of_another_socket(

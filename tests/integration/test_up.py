@@ -248,6 +248,42 @@ def test_run_ahead_0_is_strictly_on_policy(up: Callable[..., UpProcess]) -> None
 
 @pytest.mark.e2e
 @pytest.mark.timeout(DEADLINE_S + 30)
+def test_a_run_is_paused_goes_on_and_is_drained(up: Callable[..., UpProcess]) -> None:
+    """An operator's commands; the run ends in order, and as one that can go on."""
+    process = up("run.steps=100000", "buffer.store=memory")
+    broker = process.broker()
+
+    def umbra(*command: str) -> str:
+        done = subprocess.run(
+            [*UMBRA, *command, "--broker", broker],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+        )
+        return done.stdout
+
+    def in_training() -> list[int]:
+        flight = json.loads(umbra("status", "--json"))["ledger"]["in_flight"]
+        return [flight[state] for state in ("generating", "training")]
+
+    process.until(lambda: len(process.steps()) >= 1, "the first step")
+    assert "umbra resume" in umbra("pause", "--reason", "lunch")
+    process.until(lambda: in_training() == [0, 0], "the end of what was under way")
+    assert json.loads(umbra("status", "--json"))["paused"] == "lunch"
+    assert "PAUSED: lunch" in umbra("status")
+    steps = len(process.steps())
+    umbra("resume")
+    process.until(lambda: len(process.steps()) > steps, "a step after the pause")
+    assert umbra("drain", "--reason", "enough") == "the run is draining\n"
+    summary = process.finish()
+    assert process.popen.returncode == 143, process.lines
+    assert summary["exit_reason"] == "drained: enough"
+    assert summary["ledger"]["balance"] == 0
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(DEADLINE_S + 30)
 def test_monitor_status_and_ping_see_a_run(up: Callable[..., UpProcess]) -> None:
     process = up("run.steps=100000")
     broker = process.broker()

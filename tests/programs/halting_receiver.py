@@ -1,6 +1,6 @@
 """A receiver that halts in a phase of the push of a version, says so on stdout, and does no more.
 
-Usage: halting_receiver.py ENDPOINT NAME PLANE VERSION idle|prepared|staging|staged|loading
+Usage: halting_receiver.py ENDPOINT NAME PLANE VERSION idle|prepared|staging|staged|loaded
 
 Versions before VERSION are taken like any others; each is reported.
 """
@@ -64,9 +64,11 @@ never = threading.Event()
 while True:
     staged = receiver.wait_first(60, never)
     assert staged is not None
-    if staged.version >= int(last) and phase in ("staged", "loading"):
+    if staged.version >= int(last) and phase == "staged":
         halt()
     receiver.committed(staged, 0.0)
+    if staged.version >= int(last) and phase == "loaded":
+        halt()
     print(staged.version, flush=True)
     if staged.version + 1 >= int(last) and phase == "idle":
         halt()

@@ -28,6 +28,7 @@ from umbra.proto.messages import (
     SubmitTrajectories,
     Welcome,
 )
+from umbra.services.buffer.membership import BEATS_PER_S, BEATS_UNTIL_DEAD
 
 # -- staleness -------------------------------------------------------------------------------------
 
@@ -245,10 +246,10 @@ def test_the_hub_is_told_to_everyone() -> None:
         endpoints={"weights": "tcp://h:9"},
     )  # fmt: skip
     assert isinstance(run.ask("hub", body), Welcome)
-    ack = HeartbeatAck(version=0, weights="tcp://h:9", weights_incarnation="hub-1")
+    ack = HeartbeatAck(version=0, heartbeat_s=1.0, weights="tcp://h:9", weights_incarnation="hub-1")
     assert run.beat("a") == ack
     run.ask("hub", Leave(reason=""))
-    assert run.beat("a") == HeartbeatAck(version=0, weights="")
+    assert run.beat("a") == HeartbeatAck(version=0, heartbeat_s=1.0, weights="")
 
 
 @pytest.mark.parametrize("role", ["trainer", "weight_hub"])
@@ -280,6 +281,21 @@ def test_the_status_names_what_is_overdue() -> None:
     assert {item.holder for item in stuck.values() if item.what == "no heartbeat"} == {"trainer"}
     (batch,) = [item for item in stuck.values() if item.what.startswith("batch of step 1")]
     assert "waiting for sample s-0 held by a for 40.0 s" in batch.what and batch.age_s == 40
+
+
+def test_what_was_done_about_an_overdue_sample_is_told() -> None:
+    run = world(lease_s=10, dead_after_s=1000)
+    run.lease("a", 1, 0)
+    run.pass_time(11)  # taken back, and queued again
+    (task,) = run.lease("b", 1, 0)
+    for _ in range(5):
+        run.pass_time(5)
+        run.ask("b", RenewLeases(leases=[(task.sample_id, 2)]))
+    found = {item.holder: item for item in run.broker.status(run.now).stuck if "s-0" in item.what}
+    assert found["b"].what == "sample s-0 of group g-0, attempt 2"
+    assert (
+        found["b"].action == "leases lost before: 1; goes to another after 10 s without a renewal"
+    )
 
 
 def test_a_batch_that_is_not_committed_is_overdue() -> None:
@@ -348,3 +364,23 @@ def test_draining_gives_out_nothing_new_but_takes_what_comes_back() -> None:
     run.take(run.broker.close(run.now))
     ledger = run.pool.ledger.snapshot()
     assert (ledger.trained, ledger.ended, ledger.balance) == (4, {"cancelled": 4}, 0)
+
+
+def test_many_members_beat_more_slowly() -> None:
+    run = world(heartbeat_s=1, dead_after_s=12)
+    run.join("generator", "a")
+    ack = run.beat("a")
+    assert isinstance(ack, HeartbeatAck) and ack.heartbeat_s == 1.0
+    for number in range(127):
+        run.join("generator", f"g{number}")
+    ack = run.beat("a")
+    assert (
+        isinstance(ack, HeartbeatAck)
+        and ack.heartbeat_s == len(run.broker.members.peers) / BEATS_PER_S
+    )
+    for number in range(400):
+        run.join("generator", f"more{number}")
+    ack = run.beat("a")
+    assert isinstance(ack, HeartbeatAck) and ack.heartbeat_s == 12 / BEATS_UNTIL_DEAD
+    run.pass_time(8.9)
+    assert not run.get("a", StatusRequest(), Status).stuck  # beats are further apart

@@ -1,10 +1,13 @@
 """The example run files are valid, and their rewards and prompts fit together."""
 
+import re
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
 
+from umbra.cli import main
 from umbra.deploy.demo import DEMOS, RECIPES
 from umbra.deploy.environment_check import check_environment
 from umbra.deploy.preflight import resolve_paths
@@ -15,7 +18,8 @@ from umbra.services.runtime.config_loader import load_config
 from umbra.services.runtime.feasibility import implied_staleness
 
 ROOT = Path(__file__).parents[2]
-RUN_FILES = sorted((ROOT / "examples").rglob("*.toml"))
+CLUSTERS = sorted((ROOT / "examples" / "cluster").glob("*.toml"))
+RUN_FILES = sorted(set((ROOT / "examples").rglob("*.toml")) - set(CLUSTERS))
 
 
 @pytest.mark.parametrize("path", RUN_FILES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -25,6 +29,19 @@ def test_a_run_file_is_valid_and_says_how_to_run_it(path: Path) -> None:
     assert config.data.prompts
     assert implied_staleness(config).bound == config.buffer.max_staleness
     assert f"umbra up {path.relative_to(ROOT)}" in path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.name)
+def test_a_cluster_file_can_be_planned_as_it_says(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    comment = path.read_text(encoding="utf-8").split("\n\n[cluster]")[0]
+    (command,) = re.findall(r"umbra (plan .*?)\n#\n|umbra (plan .*)$", comment, re.S)
+    words = shlex.split(("".join(command)).replace("\\\n#", " "))
+    assert "--dry-run" in words
+    assert main(words) == 0
+    assert "idle" not in capsys.readouterr().out
 
 
 def test_every_demo_task_is_an_example() -> None:

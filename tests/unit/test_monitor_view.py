@@ -13,11 +13,11 @@ from umbra.deploy.progress import Progress
 from umbra.deploy.run_folder import RunFolder
 from umbra.proto.messages import Member, Status, Stuck
 from umbra.proto.records import EvalReport, Ledger
+from umbra.services.monitor.members import MemberRow, idle_text, member_rows, most_telling
 from umbra.services.monitor.rates import RateMeter, Rates
 from umbra.services.monitor.view import (
     headline,
     ledger_text,
-    member_rows,
     plain,
     render,
     sparkline,
@@ -36,7 +36,8 @@ def member(name: str = "generator-0", **changes: Any) -> Member:
         "progress": 100,
         "idle_s": 0.1,
         "silent_s": 0.2,
-        "stats": {"tokens_per_s": 1234.5, "version": 3.0},
+        "stats": {"tokens_per_s": 1234.5, "version": 3.0, "live": 8.0},
+        "shares": {"decode": 0.75, "idle: work": 0.25},
     }
     return Member(name=name, **{**fields, **changes})
 
@@ -107,17 +108,59 @@ def test_members_gone_and_processes_without_membership_are_shown() -> None:
         },
     )
     assert rows == [
-        ("generator-0", "ready", "decoding", "12.3/s", "", "tokens_per_s 1234  version 3"),
-        ("generator-1", "gone", "silent for 15 s", "", "", ""),
-        ("generator-2", "restarts in 0.5 s", "", "", "", ""),
-        ("trainer", "starting", "", "", "", ""),
+        MemberRow(
+            "generator-0",
+            "ready",
+            "a",
+            "3",
+            "37",
+            "1,234",
+            "75%",
+            "25% (work)",
+            "decoding",
+            "live 8",
+        ),
+        MemberRow("generator-1", "gone", activity="silent for 15 s"),
+        MemberRow("generator-2", "restarts in 0.5 s"),
+        MemberRow("trainer", "starting"),
     ]
+
+
+def test_of_many_members_those_in_trouble_are_shown() -> None:
+    many = [member(f"generator-{i:03}", state="failed" if i == 77 else "ready") for i in range(90)]
+    rows = most_telling(member_rows(status(members=many), Rates()), 10)
+    assert len(rows) == 10
+    assert "generator-077" in [row.name for row in rows]
+    assert rows[-1].name == "and 81 more"
+    assert [row.name for row in rows[:-1]] == sorted(row.name for row in rows[:-1])
 
 
 def test_silence_and_idleness_are_pointed_out() -> None:
     rows = member_rows(status(members=[member(silent_s=12.0, idle_s=40.0)]), Rates())
-    assert rows[0][1] == "silent 12 s"
-    assert rows[0][4] == "40 s"
+    assert rows[0].state == "silent 12 s"
+    assert rows[0].idle == "still for 40 s"
+
+
+@pytest.mark.parametrize(
+    ("shares", "text"),
+    [
+        ({}, ""),
+        ({"decode": 1.0}, "0%"),
+        ({"train_step": 0.5, "wait_batch": 0.4, "wait_slot": 0.1}, "50% (batch)"),
+        ({"idle: weights": 0.05, "idle: environment": 0.15}, "20% (environment)"),
+    ],
+)
+def test_idleness_has_a_cause(shares: dict[str, float], text: str) -> None:
+    assert idle_text(member(shares=shares)) == text
+
+
+def test_a_member_without_tokens_shows_its_progress() -> None:
+    (row,) = member_rows(
+        status(members=[member(role="scorer", stats={}, shares={})]),
+        Rates(members={"generator-0": 12.34}),
+    )
+    assert row.figures == "12.3/s"
+    assert (row.version, row.lag, row.busy) == ("", "", "")
 
 
 def test_plain_has_everything() -> None:
@@ -169,9 +212,16 @@ def test_rates_over_a_window() -> None:
     meter = RateMeter(window_s=5.0)
     assert meter.update(status(uptime_s=0.0, version=0)) == Rates()
     rates = meter.update(
-        status(uptime_s=2.0, version=4, ledger=Ledger(trained=280), members=[member(progress=150)])
+        status(
+            uptime_s=2.0,
+            version=4,
+            ledger=Ledger(issued=500, trained=280, ended={"stale": 8}),
+            members=[member(progress=150)],
+        )
     )
-    assert rates == Rates(steps=2.0, samples=100.0, members={"generator-0": 25.0})
+    assert rates == Rates(
+        steps=2.0, samples=100.0, issued=200.0, ended=2.0, members={"generator-0": 25.0}
+    )
     rates = meter.update(status(uptime_s=10.0, version=4, ledger=Ledger(trained=280)))
     assert rates.steps == 0.0  # the first look is out of the window
 

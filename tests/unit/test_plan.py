@@ -149,6 +149,14 @@ def test_fewer_ranks_than_gpus_leave_some_idle() -> None:
     assert "4-7   -              idle" in table(plan)
 
 
+def test_an_engine_may_have_several_gpus() -> None:
+    plan = plan_of(4, 7, overrides=("generator.tensor_parallel=2",))
+    assert by_task(plan)["generate"] == [("b", (0, 1)), ("b", (2, 3)), ("b", (4, 5))]
+    assert plan.idle(plan.nodes[1]) == [6]
+    several = ("generator.tensor_parallel=2", "generator.replicas=2")
+    assert by_task(plan_of(4, 4, overrides=several))["generate"] == [("b", (0, 1, 2, 3))]
+
+
 def test_names_are_unique_and_gpus_exist() -> None:
     for plan in PLANS.values():
         names = [process.name for process in plan.processes]
@@ -196,6 +204,14 @@ def test_names_are_unique_and_gpus_exist() -> None:
             {},
             "trainer.ranks = 16, but group [train] has 8 GPUs (ratio 0.5 x 2 nodes = 1)",
         ),
+        (
+            (8,),
+            (),
+            ("generator.tensor_parallel=4",),
+            {"ratios": [0.75, 0.25]},
+            "a generator needs 4 GPUs (generator.replicas x tensor_parallel), but group [generate] "
+            "has at most 2 on one node (ratio 0.25 x 8 GPUs = 2)",
+        ),
         ((0,), (), (), {"unit": "gpu"}, "cluster.unit = gpu, but no node has GPUs"),
         ((8,), ("logp",), (), {}, "cluster.groups lacks logp"),
         ((8,), (), (), {"groups": ["train", "generate", "logp"]}, "names logp, but buffer.stages"),
@@ -210,6 +226,7 @@ def test_names_are_unique_and_gpus_exist() -> None:
             "gives nodes to reward alone, which needs no GPU",
         ),
         ((8,), (), ("weight_hub.plane=nccl",), {}, "set cluster.network to host"),
+        ((8,), (), ("model.path=",), {}, "model.path is empty"),
         ((8,), (), ("weight_hub.plane=cuda_ipc",), {}, "leave it on auto"),
     ],
 )

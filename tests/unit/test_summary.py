@@ -18,7 +18,7 @@ def step(number: int, **more: Any) -> dict[str, Any]:
 
 
 def span(name: str, start: float, end: float) -> dict[str, Any]:
-    return {"kind": "span", "name": name, "start": start, "end": end}
+    return {"kind": "span", "service": "s", "name": name, "start": start, "end": end}
 
 
 ROWS = [

@@ -1,0 +1,63 @@
+"""`umbra report`: a run as a page, and its timeline as a trace file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from umbra.deploy.report.figures import gather
+from umbra.deploy.report.page import page
+from umbra.deploy.report.recording import Recording
+from umbra.deploy.report.trace import write_trace
+from umbra.deploy.run_folder import RunFolder
+from umbra.deploy.summary import read_status, summary_rows
+from umbra.proto.errors import EXIT_DONE
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option(
+    "--also", "others", multiple=True, type=click.Path(path_type=Path), metavar="FOLDER",
+    help="Folder of the same run from another node; may be given several times.",
+)  # fmt: skip
+def command(run: Path, others: tuple[Path, ...]) -> int:
+    """Write RUN/report.html, a page that needs nothing else, and RUN/trace.json for Perfetto.
+
+    RUN is the folder of a run, which may still be going on.
+    """
+    for path in write_report(RunFolder(run), others):
+        click.echo(str(path))
+    return EXIT_DONE
+
+
+def write_report(folder: RunFolder, others: Sequence[Path] = ()) -> tuple[Path, Path]:
+    """Write the page and the trace of the run in `folder`; where they are.
+
+    Raises:
+        UsageError: a folder is not that of a run.
+    """
+    recording = Recording([folder.path, *others])
+    trace, report = folder.path / "trace.json", folder.path / "report.html"
+    write_trace(recording, trace)
+    summary = _read(folder.summary)
+    text = page(
+        folder.path.resolve().name,
+        gather(recording),
+        facts=summary_rows(summary) if summary else [],
+        status=read_status(folder),
+        config=_read(folder.config),
+        skews=recording.clocks.worst,
+    )
+    report.write_text(text, encoding="utf-8")
+    return report, trace
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}  # the run is going on, or was killed

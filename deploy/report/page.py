@@ -1,0 +1,292 @@
+"""A run as one HTML page that needs nothing else: no scripts, no fonts, nothing from outside."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from html import escape
+from importlib.resources import files
+from statistics import median, quantiles
+from typing import Any
+
+from umbra.deploy.report.figures import EXCERPT_S, Figures, Row, Utilisation
+from umbra.deploy.report.svg import bar_chart, gantt, line_chart, stacked_chart
+from umbra.services.monitor.members import IDLE, cause_of
+
+PHASES = ("snapshot", "wire", "stage", "commit", "total")
+CHARTS: dict[str, tuple[tuple[str, str], ...]] = {  # title -> (label, column) of each line
+    "reward": (("mean", "reward/mean"), ("solved", "solved")),
+    "loss": (("loss", "loss"),),
+    "entropy": (("entropy", "entropy"),),
+    "gradient norm": (("norm", "grad_norm"),),
+    "staleness of a batch, steps": (
+        ("mean", "staleness/total/mean"),
+        ("max", "staleness/total/max"),
+    ),
+    "mismatch k3": (("k3", "mismatch/k3"),),
+    "effective share of samples": (("ess", "ess"),),
+    "response length, tokens": (
+        ("mean", "response_length/mean"),
+        ("p99", "response_length/p99"),
+    ),
+    "tokens/s while training": (("tokens/s", "tokens_per_s"),),
+    "seconds of a step": (
+        ("wait for batch", "seconds/wait_batch"),
+        ("train", "seconds/train_step"),
+    ),
+}
+
+
+def page(
+    title: str,
+    figures: Figures,
+    *,
+    facts: Sequence[tuple[str, str]],
+    status: Mapping[str, Any],
+    config: Mapping[str, Any],
+    skews: Mapping[str, tuple[float, float]],
+) -> str:
+    """The report.
+
+    Args:
+        title: the run's id.
+        facts: name and value of what is said first.
+        status: the last one of the buffer; may be empty.
+        config: the resolved configuration; may be empty.
+        skews: by service, how far its clock was off and the error of that, in seconds.
+    """
+    style = files("umbra.deploy.report").joinpath("page.css").read_text(encoding="utf-8")
+    body = "".join(
+        (
+            f"<h1>{escape(title)}</h1>",
+            _facts(facts),
+            _section("Curves", f'<div class="charts">{"".join(_curves(figures))}</div>'),
+            _section("Samples", _ledger(status)),
+            _section("Where the time went", "".join(_utilisation(figures))),
+            _section(f"Timeline: {EXCERPT_S:g} s from the middle of the run", _timeline(figures)),
+            _section("Weight pushes", _pushes(figures)),
+            _section("Slowest samples", _slowest(figures.slowest)),
+            _section("Samples to read", "".join(map(_sample, figures.samples))),
+            _section("Clocks", _clocks(skews)),
+            _section("Configuration", _config(config)),
+        )
+    )
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width">'
+        f"<title>{escape(title)}</title><style>{style}</style></head><body>{body}</body></html>\n"
+    )
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table; what is a number stands to the right."""
+    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
+    if not body:
+        return ""
+    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
+    return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
+
+
+def _section(title: str, inner: str) -> str:
+    return f"<h2>{escape(title)}</h2>{inner}" if inner.strip() else ""
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f'<td class="n">{value:,.4g}</td>'
+    if isinstance(value, int):
+        return f'<td class="n">{value:,}</td>'
+    return f"<td>{escape(str(value))}</td>"
+
+
+def _facts(facts: Sequence[tuple[str, str]]) -> str:
+    rows = "".join(
+        f"<tr><th>{escape(name)}</th><td>{escape(str(v))}</td></tr>" for name, v in facts
+    )
+    return f"<table>{rows}</table>"
+
+
+def _curves(figures: Figures) -> Iterator[str]:
+    for title, columns in CHARTS.items():
+        lines = {
+            label: [
+                (float(row["step"]), float(row[column]))
+                for row in figures.steps
+                if row.get(column) is not None
+            ]
+            for label, column in columns
+        }
+        yield line_chart(lines, title=title)
+    accuracy = [(float(row["version"]), float(row["accuracy"])) for row in figures.evals]
+    yield line_chart({"accuracy": accuracy}, title="accuracy on held-out prompts, by version")
+
+
+def _ledger(status: Mapping[str, Any]) -> str:
+    ledger = status.get("ledger")
+    if not ledger:
+        return ""
+    parts = {"trained": ledger["trained"], **ledger["ended"], **ledger["in_flight"]}
+    parts = {name: count for name, count in parts.items() if count}
+    total = max(1, sum(parts.values()))
+    bars = "".join(
+        f'<span class="b{index % 8}" style="flex:{count / total:.4f}"></span>'
+        for index, count in enumerate(parts.values())
+    )
+    keys = "  ".join(
+        f'<span class="swatch b{index % 8}"></span>{count:,} {escape(name)} &nbsp;'
+        for index, (name, count) in enumerate(parts.items())
+    )
+    off = ledger["issued"] - sum(parts.values())
+    verdict = f'<span class="bad">off by {off:,}</span>' if off else "balanced"
+    counters = {name: count for name, count in status.get("counters", {}).items() if count}
+    chart = bar_chart(status.get("staleness_counts", []), title="staleness of trained samples")
+    return (
+        f'<div class="bar">{bars}</div><p>{ledger["issued"]:,} issued: {keys} {verdict}</p>'
+        f'<div class="charts">{chart}<div>{table(("counted", ""), counters.items())}</div></div>'
+    )
+
+
+def colours(names: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Classes of fill and background by activity: strong ones for work, pale ones for idleness."""
+    found: dict[str, tuple[str, str]] = {}
+    busy = idle = 0
+    for name in names:
+        if name.startswith(IDLE):
+            found[name] = (f"i{idle % 4}", f"j{idle % 4}")
+            idle += 1
+        else:
+            found[name] = (f"f{busy % 8}", f"b{busy % 8}")
+            busy += 1
+    return found
+
+
+def _utilisation(figures: Figures) -> Iterator[str]:
+    rows: list[tuple[object, ...]] = []
+    charts: list[str] = []
+    for service, used in sorted(figures.utilisation.items()):
+        idle = {
+            cause_of(name): spent for name, spent in used.seconds.items() if name.startswith(IDLE)
+        }
+        causes = sorted(idle.items(), key=lambda item: -item[1])
+        told = ", ".join(
+            f"{cause} {spent / used.total:.0%}" for cause, spent in causes if used.total
+        )
+        busy = 1 - used.idle / used.total if used.total else 0.0
+        rows.append((service, f"{busy:.0%}", f"{used.total:.1f} s", told))
+        charts.append(_stack(service, used, figures.seconds))
+    yield table(("service", "busy", "of", "idle for want of"), rows)
+    yield f'<div class="charts">{"".join(charts)}</div>'
+
+
+def _stack(service: str, used: Utilisation, seconds: float) -> str:
+    classes = colours(used.seconds)
+    width = seconds / max(1, len(next(iter(used.bins.values()), [0.0])))
+    layers = [
+        (name, classes[name][0], [spent / width for spent in bins])
+        for name, bins in sorted(used.bins.items(), key=lambda item: item[0].startswith(IDLE))
+    ]
+    keys = " ".join(
+        f'<span class="swatch {classes[name][1]}"></span>{escape(name)} '
+        f"{spent / used.total:.0%} &nbsp;"
+        for name, spent in sorted(used.seconds.items(), key=lambda item: -item[1])
+    )
+    chart = stacked_chart(layers, seconds=seconds, title=f"{service}, over the run's seconds")
+    return chart.replace("</figure>", f"<div>{keys}</div></figure>")
+
+
+def _timeline(figures: Figures) -> str:
+    tracks: dict[str, list[tuple[str, str, float, float]]] = {}
+    by_service: dict[str, dict[str, tuple[str, str]]] = {
+        service: colours(used.seconds) for service, used in figures.utilisation.items()
+    }
+    since = figures.excerpt_from
+    for span in sorted(figures.excerpt, key=lambda span: (span.service, span.track, span.start)):
+        track = f"{span.service} {span.track}".strip()
+        colour = by_service.get(span.service, {}).get(span.name, ("f7", ""))[0]
+        drawn = (span.name, colour, span.start - since, span.end - since)
+        tracks.setdefault(track, []).append(drawn)
+    if not tracks:
+        return ""
+    hint = (
+        '<p class="dim">The whole timeline is in <code>trace.json</code>: open it at '
+        "ui.perfetto.dev.</p>"
+    )
+    return gantt(tracks, seconds=min(EXCERPT_S, figures.seconds)) + hint
+
+
+def _pushes(figures: Figures) -> str:
+    rows: list[tuple[object, ...]] = []
+    for receiver, pushes in sorted(figures.pushes.items()):
+        for phase in PHASES:
+            spent = [1e3 * float(push.get(f"{phase}_s", 0.0)) for push in pushes]
+            p95 = quantiles(spent, n=20)[-1] if len(spent) > 1 else spent[0]
+            rows.append((receiver, len(pushes), phase, median(spent), p95, max(spent)))
+    if not rows:
+        return ""
+    chart = line_chart(
+        {
+            receiver: [(float(p["version"]), 1e3 * float(p["total_s"])) for p in pushes]
+            for receiver, pushes in list(sorted(figures.pushes.items()))[:8]
+        },
+        title="milliseconds from the snapshot to the commit, by version",
+    )
+    columns = ("receiver", "pushes", "phase", "median ms", "p95 ms", "max ms")
+    return f'<div class="charts">{chart}<div>{table(columns, rows)}</div></div>'
+
+
+def _slowest(rows: Sequence[Row]) -> str:
+    columns = (
+        "sample",
+        "prompt",
+        "seconds",
+        "tokens",
+        "turns",
+        "versions",
+        "reward",
+        "ended by",
+        "generator",
+    )
+    return table(
+        columns,
+        (
+            (
+                row["sample"],
+                row["prompt_id"],
+                float(row["seconds"]),
+                row["tokens"],
+                row["turns"],
+                "-".join(map(str, row["versions"])),
+                float(row["reward"]),
+                row["finish_reason"],
+                row["service"],
+            )
+            for row in rows
+        ),
+    )
+
+
+def _sample(row: Row) -> str:
+    head = (
+        f"{row['sample']}: reward {row['reward']:.3g}, {row['tokens']} tokens, version "
+        f"{'-'.join(map(str, row['versions']))}, {row['finish_reason']}"
+    )
+    text = f'<span class="dim">{escape(row["prompt"])}</span>{escape(row["response"])}'
+    return f"<div>{escape(head)}</div><pre>{text}</pre>"
+
+
+def _clocks(skews: Mapping[str, tuple[float, float]]) -> str:
+    rows = [(name, 1e3 * offset, 1e3 * error) for name, (offset, error) in sorted(skews.items())]
+    return table(("service", "behind the buffer by at most, ms", "known to within, ms"), rows)
+
+
+def _config(config: Mapping[str, Any]) -> str:
+    return "".join(
+        f"<details><summary>{escape(section)}</summary>"
+        f"{table(('key', 'value'), [(k, _value(v)) for k, v in values.items()])}</details>"
+        for section, values in config.items()
+        if isinstance(values, dict) and values
+    )
+
+
+def _value(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

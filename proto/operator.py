@@ -1,0 +1,46 @@
+"""Messages of the control socket by which a person operates a run, without joining it."""
+
+from __future__ import annotations
+
+from umbra.proto.base import Message
+
+
+class DrainRequest(Message, frozen=True, kw_only=True):
+    """Have `member` hand back what it holds and leave; if it is empty, end the run in order."""
+
+    member: str = ""
+    reason: str = ""
+
+
+class PauseRequest(Message, frozen=True, kw_only=True):
+    """Hand out no samples and no batches until `ResumeRequest`."""
+
+    reason: str = ""
+
+
+class ResumeRequest(Message, frozen=True, kw_only=True):
+    """Hand out samples and batches again."""
+
+
+class EvalRequest(Message, frozen=True, kw_only=True):
+    """Evaluate the policy as it is now, on the run's held-out prompts."""
+
+
+class EvalBegun(Message, frozen=True, kw_only=True):
+    """The evaluation of `version`, or of a later one, begins; `Status.evals` tells how it goes."""
+
+    version: int
+    samples: int
+
+
+class InterruptRequest(Message, frozen=True, kw_only=True):
+    """Have `samples` (empty: all) come back as partials from where they are being generated."""
+
+    samples: list[str] = []
+    reason: str = ""
+
+
+class Interrupted(Message, frozen=True, kw_only=True):
+    """How many samples their generators were asked to hand back."""
+
+    samples: int

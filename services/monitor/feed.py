@@ -1,0 +1,114 @@
+"""What members tell those who watch, kept for a while: pushes, samples, spans."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+
+from umbra.proto.messages import Event, Header
+
+TOPICS = (b"push", b"sample", b"slow_sample", b"spans")
+PUSHES_KEPT = 24
+SAMPLES_KEPT = 12
+SPANS_KEPT = 1_500  # of each member
+SENDERS_KEPT = 256
+
+T = TypeVar("T")
+
+
+class PushSeen(msgspec.Struct, frozen=True, kw_only=True):
+    """A version that reached a receiver, with the seconds of each phase."""
+
+    version: int
+    receiver: str
+    plane: str
+    bytes: int
+    snapshot_s: float
+    wire_s: float
+    stage_s: float
+    commit_s: float
+    total_s: float
+
+
+class SampleSeen(msgspec.Struct, frozen=True, kw_only=True):
+    """A finished sample; without texts it is one of the slowest."""
+
+    sample: str
+    prompt_id: str
+    reward: float
+    seconds: float
+    tokens: int
+    turns: int
+    versions: tuple[int, int]
+    finish_reason: str
+    prompt: str = ""
+    response: str = ""
+
+
+class SpanSeen(NamedTuple):
+    """Something that a member did, seconds since the epoch by its own clock."""
+
+    name: str
+    start: float
+    end: float
+
+
+class Feed:
+    """Takes events on one thread, is read on others; what is old goes."""
+
+    def __init__(self) -> None:
+        self.bad = 0  # events that are not what they should be
+        self._lock = threading.Lock()
+        self._pushes: deque[PushSeen] = deque(maxlen=PUSHES_KEPT)
+        self._samples: deque[SampleSeen] = deque(maxlen=SAMPLES_KEPT)
+        self._slow: deque[SampleSeen] = deque(maxlen=SAMPLES_KEPT)
+        self._spans: OrderedDict[str, deque[SpanSeen]] = OrderedDict()
+
+    def heard(self, header: Header, event: Event) -> None:
+        """An event came."""
+        with self._lock:
+            try:
+                self._take(header.sender, event.kind, event.fields)
+            except msgspec.ValidationError:
+                self.bad += 1
+
+    def pushes(self) -> list[PushSeen]:
+        """The last pushes, newest last."""
+        with self._lock:
+            return list(self._pushes)
+
+    def samples(self) -> list[SampleSeen]:
+        """Samples to read, newest last."""
+        with self._lock:
+            return list(self._samples)
+
+    def slow(self) -> list[SampleSeen]:
+        """The slowest of the samples of late, slowest first."""
+        with self._lock:
+            return sorted(self._slow, key=lambda sample: -sample.seconds)
+
+    def spans(self) -> dict[str, list[SpanSeen]]:
+        """What members did, by name; by each one's own clock."""
+        with self._lock:
+            return {name: list(spans) for name, spans in self._spans.items()}
+
+    def _take(self, sender: str, kind: str, fields: dict[str, Any]) -> None:
+        match kind:
+            case "push":
+                self._pushes.append(msgspec.convert(fields, PushSeen, strict=False))
+            case "sample":
+                self._samples.append(msgspec.convert(fields, SampleSeen))
+            case "slow_sample":
+                self._slow.append(msgspec.convert(fields, SampleSeen))
+            case "spans":
+                spans = msgspec.convert(fields.get("spans"), list[SpanSeen])
+                known = self._spans.setdefault(sender, deque(maxlen=SPANS_KEPT))
+                known.extend(spans)
+                self._spans.move_to_end(sender)
+                while len(self._spans) > SENDERS_KEPT:
+                    self._spans.popitem(last=False)
+            case _:
+                pass

@@ -1,0 +1,80 @@
+"""Keys of the terminal view: read one at a time, and made into actions once they are confirmed."""
+
+from __future__ import annotations
+
+import os
+import select
+import termios
+import tty
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+Action = Literal["pause", "resume", "drain", "rollback", "quit"]
+
+HELP = "p pause/resume   d drain the run   r roll back   q leave (the run goes on)"
+
+
+@contextmanager
+def unbuffered(fd: int) -> Iterator[None]:
+    """Have the terminal `fd` hand over every key at once, unseen; restored after."""
+    before = termios.tcgetattr(fd)
+    try:
+        tty.setcbreak(fd)
+        yield
+    finally:
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)
+
+
+def next_key(fd: int, timeout_s: float) -> str:
+    """The key that was pressed within `timeout_s` seconds; empty if none was."""
+    if not select.select([fd], [], [], timeout_s)[0]:
+        return ""
+    return os.read(fd, 16).decode(errors="replace")[:1]
+
+
+@dataclass
+class Keys:
+    """What was pressed, and what it means: actions on the run only after `y`.
+
+    `footer` is what to show.
+    """
+
+    asked: Action | None = None
+    said: str = ""
+
+    @property
+    def footer(self) -> str:
+        """The question that is open, or the keys."""
+        if self.asked is not None:
+            return f"{self.said}  y yes   any other key no"
+        return f"{self.said}   {HELP}" if self.said else HELP
+
+    def press(self, key: str, *, paused: bool, rollback_to: int | None) -> Action | None:
+        """A key was pressed; what is to be done now.
+
+        `rollback_to` is the version that a roll-back would push, None if there is none.
+        """
+        if self.asked is not None:
+            action, self.asked = self.asked, None
+            self.said = ""
+            return action if key == "y" else None
+        self.said = ""
+        match key:
+            case "q":
+                return "quit"
+            case "p":
+                self._ask("resume" if paused else "pause", "go on?" if paused else "pause the run?")
+            case "d":
+                self._ask("drain", "end the run in order?")
+            case "r" if rollback_to is None:
+                self.said = "the hub holds no earlier version"
+            case "r":
+                self._ask("rollback", f"push version {rollback_to} to all generators again?")
+            case _:
+                pass
+        return None
+
+    def _ask(self, action: Action, question: str) -> None:
+        self.asked, self.said = action, question

@@ -1,0 +1,108 @@
+"""The terminal view as it runs: a look, the screen, keys, and what they ask for."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from contextlib import ExitStack
+
+import click
+from rich.console import RenderableType
+from rich.live import Live
+
+from umbra.proto.errors import PeerLostError, UmbraError
+from umbra.services.monitor.keys import Action, Keys, next_key, unbuffered
+from umbra.services.monitor.screen import screen
+from umbra.services.monitor.watch import Look, Watch
+
+KEY_S = 0.1  # how late a stop may be noticed
+
+
+class LiveView:
+    """Shows a run on the terminal until it, or the user, ends that.
+
+    Args:
+        watch: the run.
+        interval_s: seconds between two looks.
+        timeout_s: seconds that an answer may take.
+    """
+
+    def __init__(self, watch: Watch, interval_s: float, timeout_s: float) -> None:
+        self._watch = watch
+        self._interval_s = interval_s
+        self._timeout_s = timeout_s
+        self._keys = Keys()
+        self._has_keys = sys.stdin.isatty()
+        self._rollback_to: int | None = None
+
+    def run(self, first: Look, stopping: threading.Event) -> None:
+        """Show `first` and what follows."""
+        look, due = first, time.monotonic() + self._interval_s
+        with ExitStack() as stack:
+            live = stack.enter_context(Live(self._draw(look), screen=True, auto_refresh=False))
+            if self._has_keys:
+                stack.enter_context(unbuffered(sys.stdin.fileno()))
+            while not stopping.is_set():
+                key = self._key(stopping)
+                if key and self._pressed(key, look) == "quit":
+                    break
+                if time.monotonic() >= due:
+                    due = time.monotonic() + self._interval_s
+                    try:
+                        look = self._watch.look(self._timeout_s)
+                    except PeerLostError:
+                        break
+                elif not key:
+                    continue
+                live.update(self._draw(look), refresh=True)
+        click.echo(f"left {look.status.run_id} at step {look.status.version}")
+
+    def _draw(self, look: Look) -> RenderableType:
+        return screen(look, self._keys.footer if self._has_keys else "")
+
+    def _key(self, stopping: threading.Event) -> str:
+        """The key that was pressed; waits a little for one."""
+        if self._has_keys:
+            return next_key(sys.stdin.fileno(), KEY_S)
+        stopping.wait(KEY_S)
+        return ""
+
+    def _pressed(self, key: str, look: Look) -> Action | None:
+        """Do what the key asks for; what that was."""
+        try:
+            if key == "r":
+                self._rollback_to = self._earlier_version(look)
+            action = self._keys.press(
+                key, paused=bool(look.status.paused), rollback_to=self._rollback_to
+            )
+            if action is not None and action != "quit":
+                self._keys.said = self._do(action, look)
+        except UmbraError as error:
+            self._keys.said = str(error)
+            return None
+        return action
+
+    def _do(self, action: Action, look: Look) -> str:
+        client, reason = self._watch.client, "by a key of the monitor"
+        match action:
+            case "pause":
+                client.pause(reason, self._timeout_s)
+            case "resume":
+                client.resume(self._timeout_s)
+            case "drain":
+                client.drain("", reason, self._timeout_s)
+            case "rollback":
+                assert self._rollback_to is not None
+                client.roll_back(look.status.weights, self._rollback_to, self._timeout_s)
+            case "quit":
+                pass
+        return f"{action}: done"
+
+    def _earlier_version(self, look: Look) -> int | None:
+        """The newest version before the one that generators are brought to."""
+        if not look.status.weights:
+            return None
+        held = self._watch.client.versions(look.status.weights, self._timeout_s).held
+        newest = max((one.version for one in held if one.newest), default=0)
+        return max((one.version for one in held if one.version < newest), default=None)

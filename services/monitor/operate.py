@@ -1,0 +1,74 @@
+"""The commands that change a run from outside: `umbra pause`, `resume`, `drain`, `interrupt`."""
+
+from __future__ import annotations
+
+import click
+
+from umbra.proto.errors import EXIT_DONE
+from umbra.services.monitor.client import StatusClient
+from umbra.services.monitor.options import broker_option, operating_keys, timeout_option
+from umbra.services.runtime.keys import Security
+
+reason_option = click.option(
+    "--reason", default="", metavar="TEXT", help="Why; shown by the monitor and in the logs."
+)
+
+
+@click.command()
+@broker_option
+@operating_keys
+@timeout_option
+@reason_option
+def pause(broker: str, security: Security, timeout_s: float, reason: str) -> int:
+    """Hand out no samples and no batches until `umbra resume`.
+
+    What generators, scorers and trainer have goes on and is taken in. The run stays paused when the
+    buffer is restarted.
+    """
+    with StatusClient(broker, security) as client:
+        client.pause(reason, timeout_s)
+    click.echo("paused: `umbra resume` goes on")
+    return EXIT_DONE
+
+
+@click.command()
+@broker_option
+@operating_keys
+@timeout_option
+def resume(broker: str, security: Security, timeout_s: float) -> int:
+    """Go on after `umbra pause`."""
+    with StatusClient(broker, security) as client:
+        client.resume(timeout_s)
+    click.echo("samples and batches are handed out again")
+    return EXIT_DONE
+
+
+@click.command()
+@broker_option
+@operating_keys
+@timeout_option
+@reason_option
+@click.argument("member", default="")
+def drain(broker: str, security: Security, timeout_s: float, reason: str, member: str) -> int:
+    """End the run in order, or have one MEMBER (a generator or a scorer) leave it.
+
+    Who leaves hands back what it holds, unfinished samples included; no sample is lost. A run with
+    a durable store can go on later.
+    """
+    with StatusClient(broker, security) as client:
+        client.drain(member, reason, timeout_s)
+    click.echo(f"{member or 'the run'} is draining")
+    return EXIT_DONE
+
+
+@click.command()
+@broker_option
+@operating_keys
+@timeout_option
+@click.option("--sample", "samples", multiple=True, metavar="ID", help="Only this one.")
+def interrupt(broker: str, security: Security, timeout_s: float, samples: tuple[str, ...]) -> int:
+    """Have generators hand unfinished samples back; they go on later as partials."""
+    with StatusClient(broker, security) as client:
+        count = client.interrupt(list(samples), timeout_s)
+    click.echo(f"{count} samples were asked back")
+    return EXIT_DONE

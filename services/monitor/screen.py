@@ -1,0 +1,152 @@
+"""The terminal view of `umbra monitor`: everything that is known of a run, on one screen."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from umbra.proto.messages import Status
+from umbra.services.monitor.feed import SampleSeen
+from umbra.services.monitor.members import number
+from umbra.services.monitor.view import (
+    REFUSED_SHOWN,
+    clock_text,
+    counters_text,
+    eta_text,
+    evals_text,
+    ledger_text,
+    member_table,
+    notice_text,
+    refused_texts,
+    sparkline,
+    staleness_text,
+    stuck_text,
+)
+from umbra.services.monitor.watch import Look
+
+CURVES = ("reward/mean", "loss", "response_length/mean", "staleness/total/mean", "entropy")
+PUSHES_SHOWN = 6
+STUCK_SHOWN = 8
+BAR_WIDTH = 24
+SAMPLE_CHARS = 300
+
+
+def screen(look: Look, keys: str = "") -> RenderableType:
+    """The whole view; `keys` tells of them."""
+    status = look.status
+    parts: list[RenderableType] = [_title(look)]
+    if keys:  # up here, where no small window cuts it off
+        parts.append(Text(keys, style="dim"))
+    if notice := notice_text(status):
+        parts.append(Text(notice, style="bold yellow"))
+    parts += [
+        Text(f"stuck: {stuck_text(status, i)}", style="bold red")
+        for i in range(min(len(status.stuck), STUCK_SHOWN))
+    ]
+    top = Table.grid(padding=(0, 3))
+    top.add_row(_curves(status), _staleness(status))
+    parts += [top, Rule("samples", style="dim"), _ledger(look)]
+    parts += [Rule("services", style="dim"), member_table(status, look.rates)]
+    if look.pushes:
+        parts += [Rule("last pushes, ms", style="dim"), _pushes(look)]
+    if look.samples:
+        parts += [Rule("a sample", style="dim"), _sample(look.samples[-1])]
+    parts += [
+        Text(f"refused: {text}", style="yellow") for text in refused_texts(status)[:REFUSED_SHOWN]
+    ]
+    if counters := counters_text(status):
+        parts += [Rule("counters", style="dim"), Text(counters, style="dim")]
+    return Group(*parts)
+
+
+def _title(look: Look) -> RenderableType:
+    status, rates = look.status, look.rates
+    title = Table.grid(padding=(0, 1))
+    title.add_row(
+        Text.assemble(("umbra ", "bold"), status.run_id, f"  {status.state}"),
+        Text(clock_text(status.uptime_s)),
+        ProgressBar(total=max(1, status.steps), completed=status.version, width=30),
+        Text(f"step {status.version}/{status.steps}  {rates.steps:.2f}/s{eta_text(status, rates)}"),
+    )
+    return title
+
+
+def _curves(status: Status) -> RenderableType:
+    table = Table.grid(padding=(0, 1))
+    for name in CURVES:
+        values = [v for v in status.curves.values.get(name, []) if v is not None]
+        if values:
+            line = Text(sparkline(values), style="cyan")
+            table.add_row(name, line, Text(number(values[-1]), style="bold"))
+    if not table.rows:
+        table.add_row(Text("no step is done yet", style="dim"))
+    return table
+
+
+def _staleness(status: Status) -> RenderableType:
+    table = Table.grid(padding=(0, 1))
+    table.add_row(Text(staleness_text(status.staleness)))
+    total = sum(status.staleness_counts)
+    for staleness, count in enumerate(status.staleness_counts):
+        table.add_row(_bar(f"{staleness:>3}", count, total))
+    return table
+
+
+def _ledger(look: Look) -> RenderableType:
+    status = look.status
+    ledger, rates = status.ledger, look.rates
+    table = Table.grid(padding=(0, 1))
+    table.add_row("ledger", Text(ledger_text(status)))
+    flow = f"{rates.issued:.0f}/s issued, {rates.samples:.0f}/s trained, {rates.ended:.0f}/s ended"
+    table.add_row("flow", Text(flow))
+    in_flight = sum(ledger.in_flight.values())
+    for state, count in ledger.in_flight.items():
+        table.add_row("", _bar(f"{state:>10}", count, in_flight))
+    if evals := evals_text(status):
+        table.add_row("evals", Text(evals))
+    return table
+
+
+def _pushes(look: Look) -> RenderableType:
+    columns = ("version", "receiver", "plane", "snapshot", "wire", "stage", "commit", "total")
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column in columns:
+        table.add_column(column, justify="left" if column in columns[1:3] else "right")
+    for push in reversed(look.pushes[-PUSHES_SHOWN:]):
+        phases = (push.snapshot_s, push.wire_s, push.stage_s, push.commit_s, push.total_s)
+        table.add_row(
+            str(push.version),
+            Text(push.receiver),
+            Text(push.plane),
+            *(f"{1e3 * seconds:.1f}" for seconds in phases),
+        )
+    return table
+
+
+def _sample(sample: SampleSeen) -> RenderableType:
+    facts = (
+        f"{sample.sample}  reward {sample.reward:.3g}  {sample.tokens} tokens  {sample.turns} "
+        f"turns  {sample.seconds:.2f} s  versions {sample.versions[0]}-{sample.versions[1]}  "
+        f"{sample.finish_reason}"
+    )
+    text = Text.assemble((_short(sample.prompt), "dim"), "\n", (_short(sample.response), "green"))
+    return Panel(text, title=Text(facts), title_align="left", border_style="dim")
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= SAMPLE_CHARS else f"{text[:SAMPLE_CHARS]}…"
+
+
+def _bar(label: str, count: int, total: int) -> Text:
+    filled = round(BAR_WIDTH * count / total) if total else 0
+    share = f"{count / total:.0%}" if total else ""
+    return Text.assemble(
+        f"{label} ",
+        ("█" * filled, "cyan"),
+        ("·" * (BAR_WIDTH - filled), "dim"),
+        f" {count} {share}",
+    )

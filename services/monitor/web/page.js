@@ -1,0 +1,230 @@
+// The page of `umbra monitor --web`: asks for look.json again and again, and draws it. All text of
+// the run goes in as text, never as markup.
+"use strict";
+
+const EVERY_MS = 1000, WINDOW_S = 20;
+const SVG = "http://www.w3.org/2000/svg";
+const CURVES = ["reward/mean", "loss", "response_length/mean", "staleness/total/mean", "entropy",
+  "grad_norm", "mismatch/k3", "ess"];
+const $ = (id) => document.getElementById(id);
+
+function element(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  made.append(...children);
+  return made;
+}
+
+function shape(tag, attributes, text) {
+  const made = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  if (text !== undefined) made.textContent = text;
+  return made;
+}
+
+function number(value) {
+  if (value === null || value === undefined) return "";
+  const size = Math.abs(value);
+  if (size >= 1e6) return (value / 1e6).toPrecision(3) + "M";
+  if (size >= 1e4) return (value / 1e3).toPrecision(3) + "k";
+  if (size >= 100 || Number.isInteger(value)) return value.toFixed(0);
+  return size && size < 1e-3 ? value.toExponential(1) : value.toPrecision(3);
+}
+
+function table(target, columns, rows) {
+  const cell = (tag) => (value) => value instanceof Node ? element(tag, {}, value)
+    : element(tag, typeof value === "number" ? { class: "n" } : {},
+      typeof value === "number" ? number(value) : String(value));
+  const right = (i) => rows.length && typeof rows[0][i] === "number" ? { class: "n" } : {};
+  target.replaceChildren(
+    element("tr", {}, ...columns.map((column, i) => element("th", right(i), column))),
+    ...rows.map((row) => element("tr", {}, ...row.map(cell("td")))));
+}
+
+const isIdle = (name) => name.startsWith("idle") || name.startsWith("wait");
+
+// Strong colours for work, pale ones for idleness; the same for the same set of names.
+function colours(names) {
+  const found = {};
+  let busy = 0, idle = 0;
+  for (const name of [...names].sort()) {
+    found[name] = isIdle(name) ? "i" + (idle++ % 4) : "f" + (busy++ % 8);
+  }
+  return found;
+}
+
+function bar(shares, classes) {
+  const made = element("div", { class: "bar" });
+  for (const [name, share] of Object.entries(shares)) {
+    const part = element("span", { class: classes[name], title: `${name} ${(100 * share).toFixed(0)}%` });
+    part.style.flexGrow = share;
+    made.append(part);
+  }
+  const rest = 1 - Object.values(shares).reduce((a, b) => a + b, 0);
+  if (rest > 0) {
+    const part = element("span");
+    part.style.flexGrow = rest;
+    made.append(part);
+  }
+  return made;
+}
+
+function lineChart(name, steps, values) {
+  const points = steps.map((step, i) => [step, values[i]]).filter(([, value]) => value !== null);
+  if (!points.length) return null;
+  const W = 320, H = 110, L = 46, R = 4, T = 6, B = 16;
+  const xs = points.map((p) => p[0]), ys = points.map((p) => p[1]);
+  let [low, high] = [Math.min(...ys), Math.max(...ys)];
+  if (high - low < 1e-12) { low -= 0.5; high += 0.5; }
+  const [first, last] = [xs[0], Math.max(xs[xs.length - 1], xs[0] + 1)];
+  const x = (v) => L + (W - L - R) * (v - first) / (last - first);
+  const y = (v) => H - B - (H - B - T) * (v - low) / (high - low);
+  const svg = shape("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": name });
+  for (const v of [low, (low + high) / 2, high]) {
+    svg.append(shape("line", { class: "grid", x1: L, x2: W - R, y1: y(v), y2: y(v) }),
+      shape("text", { class: "end", x: L - 4, y: y(v) + 4 }, number(v)));
+  }
+  for (const v of [first, last]) {
+    svg.append(shape("text", { class: v === last ? "end" : "mid", x: x(v), y: H - 4 }, String(v)));
+  }
+  svg.append(shape("polyline", { class: "line", points: points.map(([a, b]) => `${x(a)},${y(b)}`).join(" ") }));
+  return element("figure", {}, element("figcaption", {}, element("span", {}, name),
+    element("span", {}, number(ys[ys.length - 1]))), svg);
+}
+
+function histogram(counts) {
+  const total = counts.reduce((a, b) => a + b, 0);
+  if (!total) return null;
+  const W = 320, H = 110, B = 16, T = 14, top = Math.max(...counts), width = W / counts.length;
+  const svg = shape("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": "staleness" });
+  counts.forEach((count, i) => {
+    const height = (H - B - T) * count / top;
+    svg.append(
+      shape("rect", { class: "f0", x: i * width + width * 0.1, y: H - B - height, width: width * 0.8, height }),
+      shape("text", { class: "mid", x: (i + 0.5) * width, y: H - 4 }, String(i)),
+      shape("text", { class: "mid", x: (i + 0.5) * width, y: H - B - height - 3 },
+        (100 * count / total).toFixed(0) + "%"));
+  });
+  return element("figure", {}, element("figcaption", {}, "staleness of trained samples, steps"), svg);
+}
+
+function drawLedger(look) {
+  const ledger = look.ledger, flight = ledger.in_flight;
+  const inFlight = Object.values(flight).reduce((a, b) => a + b, 0);
+  const ended = Object.entries(ledger.ended).filter(([, count]) => count);
+  const words = [`${ledger.issued.toLocaleString()} issued = ${ledger.trained.toLocaleString()} trained`,
+    ...ended.map(([reason, count]) => `${count.toLocaleString()} ${reason}`),
+    `${inFlight.toLocaleString()} in flight`].join(" + ");
+  const line = element("p", {}, words + (ledger.balance ? "" : ", balanced"));
+  if (ledger.balance) line.append(element("span", { class: "bad" }, ` OFF BY ${ledger.balance}`));
+  const rates = look.rates;
+  const flow = element("p", { class: "dim" }, `${number(rates.issued)}/s issued, ` +
+    `${number(rates.samples)}/s trained, ${number(rates.ended)}/s ended`);
+  const names = Object.keys(flight), classes = Object.fromEntries(names.map((n, i) => [n, "f" + i]));
+  const shares = Object.fromEntries(names.map((n) => [n, inFlight ? flight[n] / inFlight : 0]));
+  const keys = element("p", {}, "in flight:");
+  for (const name of names) keys.append(element("span", { class: "swatch " + classes[name] }), `${name} ${flight[name]}`);
+  const parts = [line, flow, bar(shares, classes), keys];
+  for (const one of look.evals.slice(-3)) {
+    parts.push(element("p", {}, `eval of version ${one.version}: ${one.answered}/${one.samples} answered, ` +
+      `accuracy ${one.accuracy.toFixed(3)}${one.done ? "" : " so far"}`));
+  }
+  $("ledger").replaceChildren(...parts);
+}
+
+function drawServices(look) {
+  const rows = [...look.members].sort((a, b) => (a.role + a.name).localeCompare(b.role + b.name)).map((m) => {
+    const version = m.stats.version ?? m.stats.step;
+    const idle = Object.entries(m.shares).filter(([name]) => isIdle(name)).sort((a, b) => b[1] - a[1]);
+    const share = idle.reduce((sum, [, part]) => sum + part, 0);
+    const why = idle.length ? ` (${idle[0][0].replace(/^(idle: |wait_)/, "")})` : "";
+    const known = Object.keys(m.shares).length > 0;
+    const clock = m.clock_error_s < 0 ? "" : `${(1e3 * m.clock_offset_s).toFixed(1)} ± ${(1e3 * m.clock_error_s).toFixed(1)} ms`;
+    return [m.name, m.silent_s >= 10 ? `silent ${m.silent_s.toFixed(0)} s` : m.state, m.incarnation,
+      version ?? "", version === undefined ? "" : Math.max(0, look.version - version),
+      Math.round(m.stats.tok_s ?? m.stats.tokens_per_s ?? 0) || "", bar(m.shares, colours(Object.keys(m.shares))),
+      known ? (100 * share).toFixed(0) + "%" + why : "", m.activity, m.host, clock];
+  });
+  for (const [name, why] of Object.entries(look.departed)) {
+    rows.push([name, "gone", "", "", "", "", "", "", why, "", ""]);
+  }
+  table($("services"), ["service", "state", "incarnation", "version", "lag", "tokens/s", "last 10 s", "idle",
+    "activity", "host", "clock"], rows);
+}
+
+function drawTimeline(look) {
+  const tracks = Object.entries(look.spans).sort();
+  const latest = Math.max(...tracks.flatMap(([, spans]) => spans.map((s) => s[2])));
+  if (!Number.isFinite(latest)) return;
+  const W = 1000, L = 130, ROW = 20, H = ROW * tracks.length + 18, since = latest - WINDOW_S;
+  const svg = shape("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": "timeline" });
+  const x = (t) => L + (W - L) * Math.max(0, t - since) / WINDOW_S;
+  const legend = element("p");
+  tracks.forEach(([name, spans], i) => {
+    svg.append(shape("text", { class: "end", x: L - 6, y: ROW * i + 14 }, name));
+    const classes = colours(new Set(spans.map((s) => s[0])));
+    for (const [what, start, end] of spans) {
+      if (end < since) continue;
+      const rect = shape("rect", { class: classes[what], x: x(start), y: ROW * i + 2,
+        width: Math.max(0.4, x(end) - x(start)), height: ROW - 4 });
+      rect.append(shape("title", {}, `${what}: ${(1e3 * (end - start)).toFixed(1)} ms`));
+      svg.append(rect);
+    }
+    legend.append(element("b", {}, " " + name));
+    for (const [what, colour] of Object.entries(classes)) legend.append(element("span", { class: "swatch " + colour }), what);
+  });
+  for (let s = 0; s <= WINDOW_S; s += 5) {
+    svg.append(shape("text", { class: s === WINDOW_S ? "end" : "mid", x: L + (W - L) * s / WINDOW_S, y: H - 4 }, `${s - WINDOW_S} s`));
+  }
+  $("timeline").replaceChildren(svg, legend);
+}
+
+function drawSamples(look) {
+  const columns = ["sample", "seconds", "tokens", "turns", "versions", "reward", "ended by"];
+  const facts = (s) => [s.sample, s.seconds, s.tokens, s.turns, s.versions.join("-"), s.reward, s.finish_reason];
+  table($("slow"), columns, look.slow_samples.map(facts));
+  $("samples").replaceChildren(...look.samples.slice(-4).reverse().flatMap((s) => [
+    element("div", {}, `${s.sample}: reward ${number(s.reward)}, ${s.tokens} tokens, version ${s.versions.join("-")}, ${s.finish_reason}`),
+    element("pre", {}, element("span", { class: "dim" }, s.prompt), s.response)]));
+}
+
+function draw(look) {
+  document.title = `${look.version}/${look.steps} ${look.run_id}`;
+  $("run").textContent = look.run_id;
+  $("state").textContent = `${look.state}, up ${Math.floor(look.uptime_s / 60)} min ${Math.floor(look.uptime_s % 60)} s`;
+  $("progress").max = Math.max(1, look.steps);
+  $("progress").value = look.version;
+  $("step").textContent = `step ${look.version}/${look.steps}, ${number(look.rates.steps)}/s`;
+  const notice = look.ending ? `ENDING: ${look.ending}` : look.paused ? `PAUSED: ${look.paused}` : "";
+  $("notice").hidden = !notice;
+  $("notice").textContent = notice;
+  $("stuck").replaceChildren(...look.stuck.map((s) =>
+    element("li", {}, `${s.what} at ${s.holder} for ${s.age_s.toFixed(0)} s, ${s.action}`)));
+  const charts = CURVES.map((name) => look.curves.values[name] && lineChart(name, look.curves.steps, look.curves.values[name]));
+  $("curves").replaceChildren(...[...charts, histogram(look.staleness_counts)].filter(Boolean));
+  drawLedger(look);
+  drawServices(look);
+  drawTimeline(look);
+  table($("pushes"), ["version", "receiver", "plane", "snapshot", "wire", "stage", "commit", "total"],
+    look.pushes.slice(-8).reverse().map((p) => [p.version, p.receiver, p.plane,
+      ...[p.snapshot_s, p.wire_s, p.stage_s, p.commit_s, p.total_s].map((s) => Number((1e3 * s).toFixed(1)))]));
+  drawSamples(look);
+  $("counters").textContent = Object.entries(look.counters).filter(([, n]) => n).map(([k, n]) => `${k} ${n}`).join(", ");
+}
+
+async function turn() {
+  try {
+    const answer = await fetch("look.json", { cache: "no-store" });
+    if (!answer.ok) throw new Error(answer.statusText);
+    const look = await answer.json();
+    document.body.classList.toggle("lost", look.lost);
+    draw(look);
+  } catch (error) {
+    document.body.classList.add("lost");
+    $("notice").hidden = false;
+    $("notice").textContent = `no answer from the monitor: ${error.message}`;
+  }
+  setTimeout(turn, EVERY_MS);
+}
+
+turn();

@@ -1,0 +1,30 @@
+"""The keys of a run, and of another one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from umbra.proto.access import KeyRole
+from umbra.services.runtime.keys import Security, load_keys, make_keys
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run") / "keys"
+    make_keys(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The keys of another run."""
+    folder = tmp_path_factory.mktemp("other") / "keys"
+    make_keys(folder)
+    return folder
+
+
+def of(folder: Path, role: KeyRole) -> Security:
+    """What a process of `role` does with the keys in `folder`."""
+    return Security(load_keys(folder, role))

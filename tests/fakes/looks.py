@@ -1,0 +1,68 @@
+"""What a monitor may see of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from umbra.proto.messages import Curves, Event, Header, Member, Status, Stuck
+from umbra.proto.records import Ledger
+from umbra.services.monitor.feed import Feed
+from umbra.services.monitor.rates import Rates
+from umbra.services.monitor.watch import Look
+
+PUSH = {
+    "version": 40, "receiver": "generator-0", "plane": "shm", "bytes": 1000, "epoch": 7,
+    "snapshot_s": 0.0002, "wire_s": 0.0123, "stage_s": 0, "commit_s": 0.001, "total_s": 0.02,
+}  # fmt: skip
+SAMPLE = {
+    "sample": "s-7", "prompt_id": "3", "reward": 1.0, "seconds": 0.5, "tokens": 12, "turns": 1,
+    "versions": [38, 39], "finish_reason": "stop", "prompt": "sort [3 1]", "response": "1 3",
+}  # fmt: skip
+
+
+def member(name: str, **changes: Any) -> Member:
+    fields: dict[str, Any] = {
+        "role": "generator", "incarnation": "a", "pid": 1, "host": "h", "state": "ready",
+        "activity": "decoding", "progress": 1, "idle_s": 0.1, "silent_s": 0.2,
+    }  # fmt: skip
+    return Member(name=name, **{**fields, **changes})
+
+
+def status(**changes: Any) -> Status:
+    fields: dict[str, Any] = {
+        "run_id": "run-1", "state": "ready", "uptime_s": 75.0, "version": 40, "steps": 300,
+        "ledger": Ledger(issued=100, trained=80, in_flight={"generating": 15, "ready": 5}),
+        "members": [
+            member("generator-0", stats={"tok_s": 4321.0, "version": 39.0},
+                   shares={"decode": 0.7, "idle: work": 0.3}),
+        ],
+        "departed": {}, "staleness": {"mean": 1.125, "max": 2.0, "bound": 2.0},
+        "counters": {"expired_leases": 2},
+        "stuck": [Stuck(what="sample s1", holder="generator-0", age_s=31.0, action="leased again")],
+        "staleness_counts": [20, 60],
+        "curves": Curves(
+            steps=[1, 2], values={"reward/mean": [0.1, 0.875], "loss": [None, -0.5]}
+        ),
+    }  # fmt: skip
+    return Status(**{**fields, **changes})
+
+
+def header(sender: str = "m") -> Header:
+    return Header(major=1, minor=2, type="Event", id=1, sender=sender, incarnation="i")
+
+
+def heard(*events: tuple[str, dict[str, Any]], sender: str = "m") -> Feed:
+    feed = Feed()
+    for kind, fields in events:
+        feed.heard(header(sender), Event(kind=kind, fields=fields))
+    return feed
+
+
+def look(**changes: Any) -> Look:
+    feed = heard(("push", PUSH), ("sample", SAMPLE))
+    return Look(
+        status(**changes),
+        Rates(steps=2.0, samples=128.0, issued=130.0, ended=2.0),
+        pushes=feed.pushes(),
+        samples=feed.samples(),
+    )

@@ -1,0 +1,191 @@
+"""Watching a run over real sockets, with keys and without, while it is not disturbed."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+from fakes.looks import PUSH, SAMPLE, status
+
+from umbra.proto.access import KeyRole
+from umbra.proto.errors import RejectedError
+from umbra.proto.messages import (
+    CONTROL,
+    Heartbeat,
+    HeartbeatAck,
+    Join,
+    Message,
+    Ok,
+    PauseRequest,
+    StatusRequest,
+    Welcome,
+)
+from umbra.proto.messages import Status as StatusMessage
+from umbra.services.monitor.watch import Look, Watch
+from umbra.services.runtime.config import Security as SecurityConfig
+from umbra.services.runtime.keys import OPEN, Security, make_keys, open_security
+from umbra.services.runtime.metrics import MetricsFile
+from umbra.services.runtime.server import Server
+from umbra.services.runtime.session import Session
+
+WAIT_S = 20.0
+
+SecurityOf = Callable[[KeyRole], Security]
+
+
+@pytest.fixture(params=["keys", "no keys"])
+def security(request: pytest.FixtureRequest, tmp_path: Path) -> SecurityOf:
+    """What a process of a role has."""
+    if request.param == "no keys":
+        return lambda _role: OPEN
+    make_keys(tmp_path)
+    return lambda role: open_security(SecurityConfig(keys=str(tmp_path)), [role])
+
+
+class Buffer:
+    """A thread that serves membership, status and telemetry."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], security: Security) -> None:
+        self.server = Server(context, "buffer", "b1", security)
+        self.endpoint = self.server.bind("control", "tcp://127.0.0.1:*", CONTROL)
+        self.events_in, self.events_out = self.server.relay_events(
+            "tcp://127.0.0.1:*", "tcp://127.0.0.1:*"
+        )
+        self.asked: list[Message] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._main)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(WAIT_S)
+        self.server.close()
+
+    def _main(self) -> None:
+        while not self._stop.is_set():
+            for request in self.server.poll(0.02):
+                self.server.reply(request, self._answer(request.body))
+
+    def _answer(self, body: Message) -> Message:
+        self.asked.append(body)
+        match body:
+            case StatusRequest():
+                return status(events=self.events_out)
+            case Join():
+                return Welcome(
+                    run_id="r",
+                    heartbeat_s=0.05,
+                    data=self.endpoint,
+                    events_in=self.events_in,
+                    events_out=self.events_out,
+                )
+            case Heartbeat():
+                return HeartbeatAck(version=7)
+            case _:
+                return Ok()
+
+
+@pytest.fixture
+def buffer(zmq_context: zmq.Context[zmq.Socket[bytes]], security: SecurityOf) -> Iterator[Buffer]:
+    buffer = Buffer(zmq_context, security("buffer"))
+    yield buffer
+    buffer.close()
+
+
+def until(watch: Watch, done: Callable[[Look], object], act: Callable[[], None]) -> Look:
+    """Look until `done`, and `act` in between: telemetry may be lost."""
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        act()
+        look = watch.look(WAIT_S)
+        if done(look):
+            return look
+    raise AssertionError("it never came")
+
+
+def test_any_number_watch_and_see_the_same(buffer: Buffer, security: SecurityOf) -> None:
+    metrics = MetricsFile(None, "generator-0")
+    watches = [Watch(buffer.endpoint, security("monitor")) for _ in range(3)]
+    with Session.join(
+        role="generator",
+        name="generator-0",
+        broker=buffer.endpoint,
+        metrics=metrics,
+        security=security("generator"),
+    ):
+
+        def act() -> None:
+            metrics.write("push", **PUSH)
+            metrics.write("sample", **SAMPLE)
+            metrics.write("span", name="decode", start=1.0, end=2.0)
+
+        for watch in watches:
+            with watch:
+                look = until(watch, lambda seen: seen.pushes and seen.samples and seen.spans, act)
+                assert isinstance(look.status, StatusMessage)
+                assert look.pushes[0].wire_s == PUSH["wire_s"]
+                assert look.samples[0].response == SAMPLE["response"]
+                assert look.spans["generator-0"][0].name == "decode"
+    assert buffer.server.remembered == 1  # the generator; of the watchers nothing stays
+
+
+def test_who_watches_may_not_operate(buffer: Buffer, security: SecurityOf) -> None:
+    """With keys, the monitor's is not enough to pause a run, and the operator's is."""
+    with Watch(buffer.endpoint, security("operator")) as watch:
+        watch.client.pause("lunch", WAIT_S)
+    with Watch(buffer.endpoint, security("monitor")) as watch:
+        if security("monitor") is OPEN:
+            watch.client.pause("lunch", WAIT_S)
+        else:
+            with pytest.raises(RejectedError, match="monitor key"):
+                watch.client.pause("lunch", WAIT_S)
+
+
+def test_the_screen_and_its_keys(zmq_context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    """On a terminal: the run is shown, `p y` pauses it, `q` leaves with code 0."""
+    buffer = Buffer(zmq_context, OPEN)
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "umbra", "monitor", "--broker", buffer.endpoint],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TERM": "xterm",
+             "COLUMNS": "150", "LINES": "60"},
+    )  # fmt: skip
+    os.close(theirs)
+    shown = b""
+
+    def read_until(text: bytes) -> None:
+        nonlocal shown
+        deadline = time.monotonic() + WAIT_S
+        while text not in shown:
+            assert time.monotonic() < deadline, shown
+            if select.select([ours], [], [], 0.5)[0]:
+                shown += os.read(ours, 65536)
+
+    try:
+        read_until(b"q leave")
+        assert b"100 issued = 80 trained" in shown
+        os.write(ours, b"p")
+        read_until(b"pause the run?")
+        os.write(ours, b"y")
+        read_until(b"pause: done")
+        assert any(isinstance(body, PauseRequest) for body in buffer.asked)
+        os.write(ours, b"q")
+        read_until(b"left run-1 at step 40")
+        assert process.wait(WAIT_S) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+        buffer.close()

@@ -1,0 +1,211 @@
+"""The page and the figures for Prometheus over HTTP, of a run that a small server plays."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes.looks import SAMPLE, header, look
+
+from umbra.proto.errors import StartupError, UsageError
+from umbra.proto.messages import Event
+from umbra.services.monitor.feed import Feed
+from umbra.services.monitor.watch import Look
+from umbra.services.monitor.web.board import TIMELINE_S, Board
+from umbra.services.monitor.web.prometheus import prometheus_text
+from umbra.services.monitor.web.server import AT_ONCE, HttpServer, parse_address
+
+WAIT_S = 20.0
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
+LINE = re.compile(r'[a-z_]+\{([a-z_]+="([^"\\\n]|\\.)*",?)+\} [-+0-9.eInfNa]+')
+
+
+@pytest.fixture
+def board() -> Board:
+    board = Board()
+    board.show(full_look())
+    return board
+
+
+def full_look(**changes: Any) -> Look:
+    feed = Feed()
+    spans = [["decode", 100.0 + i, 100.8 + i] for i in range(60)]
+    feed.heard(header("generator-0"), Event(kind="spans", fields={"spans": spans}))
+    feed.heard(header("g"), Event(kind="sample", fields={**SAMPLE, "response": "<b>1 3</b>"}))
+    base = look(**changes)
+    return Look(base.status, base.rates, base.pushes, feed.samples(), [], feed.spans())
+
+
+@pytest.fixture
+def server(board: Board) -> Iterator[HttpServer]:
+    with HttpServer("127.0.0.1", 0, {**board.page(), **board.metrics()}) as server:
+        yield server
+
+
+def get(
+    server: HttpServer, path: str, method: str = "GET", **headers: str
+) -> tuple[int, bytes, Any]:
+    with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT_S)) as client:
+        client.request(method, path, headers=headers)
+        answer = client.getresponse()
+        return answer.status, answer.read(), answer.headers
+
+
+def test_the_page_is_served_with_all_it_needs(server: HttpServer) -> None:
+    code, page, headers = get(server, "/")
+    assert code == 200
+    assert headers["Content-Security-Policy"].startswith("default-src 'none'")
+    for name in re.findall(rb'(?:src|href)="([^"]+)"', page):
+        assert name.startswith(b"data:") or get(server, f"/{name.decode()}")[0] == 200
+    assert b"://" not in page + get(server, "/page.css")[1]
+    script = get(server, "/page.js")[1].replace(b'"http://www.w3.org/2000/svg"', b"")
+    assert b"://" not in script
+    assert b"innerHTML" not in script
+
+
+def test_the_look_is_json(server: HttpServer) -> None:
+    code, body, _ = get(server, "/look.json")
+    values = json.loads(body)
+    assert code == 200
+    assert values["run_id"] == "run-1"
+    assert values["lost"] is False
+    assert values["samples"][0]["response"] == "<b>1 3</b>"
+    spans = values["spans"]["generator-0"]
+    assert spans[-1] == ["decode", 159.0, 159.8]
+    assert len(spans) <= TIMELINE_S + 1  # the newest
+
+
+def test_a_run_that_is_lost_is_shown_as_it_was(server: HttpServer, board: Board) -> None:
+    board.lose()
+    values = json.loads(get(server, "/look.json")[1])
+    assert values["lost"] is True
+    assert values["run_id"] == "run-1"
+    assert b'umbra_up{run="run-1"} 0.0' in get(server, "/metrics")[1]
+
+
+def test_what_is_seldom_asked_is_made_once(
+    server: HttpServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = 0
+
+    def count(*args: Any) -> Any:
+        nonlocal made
+        made += 1
+        return b"{}"
+
+    monkeypatch.setattr("umbra.services.monitor.web.board.msgspec.json.encode", count)
+    for _ in range(20):
+        get(server, "/look.json")
+    assert made == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "host", "code"),
+    [
+        ("/nothing", "GET", "localhost:1", 404),
+        ("/../../etc/passwd", "GET", "localhost:1", 404),
+        ("/", "POST", "localhost:1", 501),
+        ("/", "GET", "evil.example:1", 403),
+        ("/?x=1", "GET", "127.0.0.1", 200),
+        ("/metrics", "GET", "[::1]:9", 200),
+    ],
+)
+def test_it_only_answers_what_it_should(
+    server: HttpServer, path: str, method: str, host: str, code: int
+) -> None:
+    assert get(server, path, method, Host=host)[0] == code
+
+
+def test_many_idle_connections_do_no_harm(server: HttpServer) -> None:
+    """All places are taken by clients that say nothing; the next is turned away, not waited for."""
+    idle = [socket.create_connection(("127.0.0.1", server.port), WAIT_S) for _ in range(AT_ONCE)]
+    with pytest.raises((http.client.RemoteDisconnected, ConnectionError)):
+        for _ in range(AT_ONCE):  # a place may be taken a moment after its connection stands
+            get(server, "/")
+    for client in idle:
+        client.close()
+
+
+def test_a_taken_port_is_one_sentence(server: HttpServer) -> None:
+    with pytest.raises(StartupError, match=r"cannot listen on 127\.0\.0\.1"):
+        HttpServer("127.0.0.1", server.port, {})
+
+
+def test_addresses() -> None:
+    assert parse_address(":8080") == ("127.0.0.1", 8080)
+    assert parse_address("0.0.0.0:1") == ("0.0.0.0", 1)
+    assert parse_address("[::1]:1") == ("::1", 1)
+    for bad in ("8080", "host:", ":x", ":70000", ""):
+        with pytest.raises(UsageError, match="HOST:PORT"):
+            parse_address(bad)
+
+
+def test_figures_for_prometheus() -> None:
+    text = prometheus_text(look()).decode()
+    lines = text.splitlines()
+    assert text.endswith("\n")
+    for line in lines:
+        assert line.startswith(("# HELP umbra_", "# TYPE umbra_")) or LINE.fullmatch(line), line
+    for expected in (
+        'umbra_samples_trained_total{run="run-1"} 80.0',
+        'umbra_member_share{run="run-1",member="generator-0",activity="idle: work"} 0.3',
+        'umbra_push_seconds{run="run-1",receiver="generator-0",phase="wire"} 0.0123',
+        'umbra_curve{run="run-1",name="reward/mean"} 0.875',
+        'umbra_trained_by_staleness_total{run="run-1",staleness="1"} 60.0',
+        'umbra_member_stat{run="run-1",member="generator-0",name="tok_s"} 4321.0',
+        'umbra_up{run="run-1"} 1.0',
+    ):
+        assert expected in lines
+    names = [line.split()[2] for line in lines if line.startswith("# TYPE")]
+    assert len(names) == len(set(names))
+
+
+def test_labels_are_escaped() -> None:
+    odd = look(run_id='a "b"\\\n')
+    assert 'umbra_up{run="a \\"b\\"\\\\\\n"} 1.0' in prometheus_text(odd).decode()
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("changes", [{}, {"paused": "lunch", "stuck": []}])
+def test_the_page_in_a_browser(
+    board: Board, server: HttpServer, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    """A headless Chromium draws it; what the script made of the look is in its document."""
+    board.show(full_look(**changes))
+    assert CHROMIUM is not None
+    url = f"http://127.0.0.1:{server.port}/"
+
+    def browse(*flags: str) -> str:
+        done = subprocess.run(
+            [
+                CHROMIUM or "", "--headless=new", "--no-sandbox", "--disable-gpu",
+                f"--user-data-dir={tmp_path}", "--virtual-time-budget=3000", *flags, url,
+            ],
+            capture_output=True, check=True, timeout=100, text=True,
+        )  # fmt: skip
+        return done.stdout
+
+    document = browse("--dump-dom")
+    for expected in (
+        "<title>40/300 run-1</title>", "generator-0", "30% (work)", "reward/mean", "12.3",
+        "&lt;b&gt;1 3&lt;/b&gt;", "<polyline", "decode", "100 issued = 80 trained",
+        "staleness of trained samples", "expired_leases 2",
+    ):  # fmt: skip
+        assert expected in document, expected
+    assert ("PAUSED: lunch" in document) == bool(changes)
+    assert ("sample s1 at generator-0 for 31 s" in document) != bool(changes)
+    assert "no answer from the monitor" not in document
+    browse(f"--screenshot={tmp_path / 'page.png'}", "--window-size=1200,1600")
+    assert (tmp_path / "page.png").stat().st_size > 20_000

@@ -1,0 +1,327 @@
+"""Sockets with keys: who gets in, what each key allows, and how everyone else is told."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+from fakes.hub_bench import Bench, load, publish
+from fakes.keys import of
+
+from umbra.proto import sockets
+from umbra.proto.access import KeyRole
+from umbra.proto.codec import Encoder, decode
+from umbra.proto.errors import DeadlineError, RejectedError
+from umbra.proto.messages import (
+    CONTROL,
+    DATA,
+    AcquireSlot,
+    CommitBatch,
+    Event,
+    FinishRun,
+    InterruptRequest,
+    LeaseSamples,
+    Message,
+    Nack,
+    Ok,
+    Ping,
+    PinVersion,
+    Pong,
+    Publish,
+    RollBack,
+    Versions,
+    VersionsRequest,
+)
+from umbra.services.runtime.channel import Channel
+from umbra.services.runtime.keys import OPEN, Security, load_keys
+from umbra.services.runtime.link import Link
+from umbra.services.runtime.receiver import Receiver
+from umbra.services.runtime.server import Server
+
+Context = zmq.Context[zmq.Socket[bytes]]
+ANY_PORT = "tcp://127.0.0.1:*"
+WAIT_S = 20.0
+
+
+class Served:
+    """A server of role buffer with keys, in a thread; it answers whatever reaches it with Ok."""
+
+    def __init__(self, context: Context, keys: Path) -> None:
+        security = Security(load_keys(keys, "buffer"))
+        self.server = Server(context, "buffer", "b1", security)
+        self.control = self.server.bind("control", ANY_PORT, CONTROL)
+        self.data = self.server.bind("data", ANY_PORT, (*DATA, Ping))
+        self.events = self.server.relay_events(ANY_PORT, ANY_PORT)
+        self.reached: list[tuple[str, KeyRole | None]] = []
+        self._stop = threading.Event()
+        self._links: list[Link] = []
+        self._thread = threading.Thread(target=self._main)
+        self._thread.start()
+
+    def channel(self, endpoint: str, security: Security, name: str = "peer") -> Channel:
+        link = Link(name, f"{name}-1", security=security)
+        self._links.append(link)
+        return link.channel(endpoint, "buffer")
+
+    def _main(self) -> None:
+        while not self._stop.is_set():
+            for request in self.server.poll(0.02):
+                self.reached.append((type(request.body).__name__, request.role))
+                pong = Pong(role="buffer", state="ready")
+                self.server.reply(request, pong if isinstance(request.body, Ping) else Ok())
+
+    def close(self) -> None:
+        for link in self._links:
+            link.close()
+        self._stop.set()
+        self._thread.join(WAIT_S)
+        self.server.close()
+
+
+@pytest.fixture
+def served(zmq_context: Context, keys: Path) -> Iterator[Served]:
+    made = Served(zmq_context, keys)
+    yield made
+    made.close()
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """A peer that is refused may know before the server has taken note of it."""
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {WAIT_S:g} s: {what}"
+        threading.Event().wait(0.01)
+
+
+# -- who gets in ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", ["generator", "scorer", "trainer", "weight_hub", "monitor"])
+def test_holders_of_a_key_are_let_in(served: Served, keys: Path, role: KeyRole) -> None:
+    channel = served.channel(served.control, of(keys, role))
+    assert channel.call(Ping(), Pong, timeout_s=WAIT_S).role == "buffer"
+    assert served.reached == [("Ping", role)]
+    assert not served.server.refusals.counts
+
+
+def test_a_stranger_without_keys_is_told_at_once(served: Served) -> None:
+    channel = served.channel(served.control, OPEN)
+    with pytest.raises(RejectedError, match=r": it needs keys that we lack.*--keys"):
+        channel.call(Ping(), Pong, timeout_s=WAIT_S)
+    counts = served.server.refusals.counts
+    until(lambda: counts.total() > 0, "a refusal is counted")
+    assert all(what.endswith(" on control") for what in counts)
+    assert served.reached == []
+
+
+def test_keys_of_another_run(served: Served, others: Path) -> None:
+    channel = served.channel(served.control, of(others, "trainer"))
+    with pytest.raises(RejectedError, match="or has those of another run"):
+        channel.call(Ping(), Pong, timeout_s=WAIT_S)
+    what = "a connection with keys of another run on control"
+    until(lambda: served.server.refusals.counts[what] > 0, what)
+
+
+def test_a_key_that_the_run_does_not_know(served: Served, keys: Path, others: Path) -> None:
+    """Whoever has the public keys of a run, which are no secret, still has no key of it."""
+    theirs, ours = load_keys(others, "trainer"), load_keys(keys, "trainer")
+    forged = Security(type(ours)("trainer", theirs.public, theirs.secret, ours.roles))
+    channel = served.channel(served.control, forged)
+    with pytest.raises(RejectedError, match="does not know our key"):
+        channel.call(Ping(), Pong, timeout_s=WAIT_S)
+    assert dict(served.server.refusals.counts) == {"an unknown key from 127.0.0.1 on control": 1}
+
+
+def test_a_key_opens_only_sockets_that_its_role_uses(served: Served, keys: Path) -> None:
+    for role in ("monitor", "operator", "weight_hub"):
+        channel = served.channel(served.data, of(keys, role), role)
+        with pytest.raises(RejectedError, match="no use for one of our role"):
+            channel.call(Ping(), Pong, timeout_s=WAIT_S)
+    assert served.server.refusals.counts["the monitor key from 127.0.0.1 on data"] == 1
+
+
+def test_a_client_with_keys_talks_to_no_server_without(zmq_context: Context, keys: Path) -> None:
+    server = Server(zmq_context, "buffer", "b1")
+    link = Link("peer", "i1", security=of(keys, "trainer"))
+    channel = link.channel(server.bind("control", ANY_PORT, CONTROL), "buffer")
+    with pytest.raises(RejectedError, match=r"has none, or"):
+        channel.call(Ping(), Pong, timeout_s=WAIT_S)
+    link.close()
+    server.close()
+
+
+def test_nobody_gets_in_while_there_is_no_list(zmq_context: Context, keys: Path) -> None:
+    """A socket with keys is closed by itself: without its allow-list it opens for nobody."""
+    curve = of(keys, "buffer").binding("control")
+    router, endpoint = sockets.router(zmq_context, ANY_PORT, curve)
+    link = Link("peer", "i1", security=of(keys, "trainer"))
+    with pytest.raises((RejectedError, DeadlineError)):
+        link.channel(endpoint, "buffer").call(Ping(), Pong, timeout_s=1.0)
+    assert not router.poll(0)
+    link.close()
+    router.close()
+
+
+def test_telemetry_is_for_members_to_send_and_for_monitors_to_see(
+    served: Served, zmq_context: Context, keys: Path
+) -> None:
+    inward, outward = served.events
+    watcher = sockets.subscriber(
+        zmq_context, outward, curve=of(keys, "monitor").connecting("buffer")
+    )
+    spy = sockets.subscriber(zmq_context, outward, curve=of(keys, "generator").connecting("buffer"))
+    member, stranger = Link("g", "g1", security=of(keys, "generator")), Link("s", "s1")
+    member.publish_to(inward)
+    stranger.publish_to(inward)
+    tick = threading.Event()
+    for link, kind in ((member, "ours"), (stranger, "theirs")):
+        link.every(0.02, lambda link=link, kind=kind: link.publish(Event(kind=kind)))
+    for _ in range(20):
+        assert watcher.poll(round(1000 * WAIT_S))
+        assert watcher.recv_multipart()[0] == b"ours"
+        tick.wait(0.01)
+    assert not spy.poll(0)
+    for link in (member, stranger):
+        link.close()
+    for socket in (watcher, spy):
+        socket.close(linger=0)
+    counts = served.server.refusals.counts
+    assert counts["the generator key from 127.0.0.1 on events_out"] == 1
+    until(lambda: any(what.endswith(" on events_in") for what in list(counts)), "it is counted")
+
+
+# -- what a key allows ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("role", "body"),
+    [
+        ("generator", CommitBatch(step=1)),
+        ("generator", FinishRun(reason="mine")),
+        ("scorer", LeaseSamples(capacity=1, version=0, wait_s=0)),
+        ("trainer", LeaseSamples(capacity=1, version=0, wait_s=0)),
+    ],
+)
+def test_the_connection_decides_and_not_what_a_message_says(
+    served: Served, keys: Path, role: KeyRole, body: Message
+) -> None:
+    """The header's sender is the trainer's name; the key is not the trainer's."""
+    channel = served.channel(served.data, of(keys, role), "trainer")
+    with pytest.raises(RejectedError, match=f"nothing that the {role} key allows") as refused:
+        channel.call(body, Ok, timeout_s=WAIT_S)
+    assert refused.value.code == "not_allowed"
+    assert served.reached == []
+    kind = type(body).__name__
+    assert served.server.counters["not_allowed"] == 1
+    assert served.server.refusals.counts[f"{kind} of 'trainer', which has the {role} key"] == 1
+
+
+def test_a_monitor_cannot_interrupt_and_an_operator_can(served: Served, keys: Path) -> None:
+    monitor = served.channel(served.control, of(keys, "monitor"), "m")
+    with pytest.raises(RejectedError, match="nothing that the monitor key allows"):
+        monitor.call(InterruptRequest(), Ok, timeout_s=WAIT_S)
+    operator = served.channel(served.control, of(keys, "operator"), "o")
+    assert operator.call(InterruptRequest(), Ok, timeout_s=WAIT_S) == Ok()
+
+
+def test_an_identity_taken_over_does_not_bring_its_role(
+    served: Served, zmq_context: Context, keys: Path
+) -> None:
+    """Two keys, one identity: each message has the role of the connection that it came over."""
+    first = sockets.dealer(
+        zmq_context, served.data, b"same", of(keys, "trainer").connecting("buffer")
+    )
+    encoder = Encoder("trainer", "t1")
+    first.send_multipart(encoder.encode(CommitBatch(step=1))[1])
+    assert decode(receive(first)).body == Ok()
+    second = sockets.dealer(
+        zmq_context, served.data, b"same", of(keys, "generator").connecting("buffer")
+    )
+    second.send_multipart(encoder.encode(CommitBatch(step=2))[1])
+    answer = decode(receive(second)).body
+    assert isinstance(answer, Nack)
+    assert answer.code == "not_allowed"
+    assert served.reached == [("CommitBatch", "trainer")]
+    first.close(linger=0)
+    second.close(linger=0)
+
+
+def receive(socket: zmq.Socket[bytes]) -> list[bytes]:
+    assert socket.poll(round(1000 * WAIT_S))
+    return socket.recv_multipart()
+
+
+# -- the hub --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(bench: Bench, keys: Path) -> Iterator[Callable[[str, KeyRole], Channel]]:
+    """A weight hub with keys; the function connects to it."""
+    bench.security = of(keys, "weight_hub")
+    bench.start(plane="tcp", delta="off")
+
+    def connect(name: str, role: KeyRole) -> Channel:
+        return bench.channel(name, of(keys, role))
+
+    yield connect
+
+
+def test_weights_travel_over_sockets_with_keys(
+    bench: Bench, hub: Callable[[str, KeyRole], Channel]
+) -> None:
+    publisher = bench.publisher(channel=hub("trainer", "trainer"))
+    receiver = Receiver(hub("gen-0", "generator"), planes=["tcp"], check_s=0.05, retry_s=0.02)
+    bench.closers.append(receiver.close)
+    receiver.subscribe(WAIT_S)
+    for version in range(3):
+        publish(publisher, version)
+        load(receiver, version)
+    assert bench.hub.stats()["refused"] == 0
+
+
+@pytest.mark.parametrize(
+    ("role", "body"),
+    [
+        ("generator", Publish(version=9, slot=0, checksums=[], snapshot_s=0)),
+        ("generator", AcquireSlot(version=9)),
+        ("generator", RollBack(version=0)),
+        ("scorer", PinVersion(version=0)),
+        ("monitor", RollBack(version=0)),
+    ],
+)
+def test_the_hub_refuses_what_a_key_does_not_allow(
+    bench: Bench, hub: Callable[[str, KeyRole], Channel], role: KeyRole, body: Message
+) -> None:
+    publish(bench.publisher(channel=hub("trainer", "trainer")), 0)
+    stranger = hub("trainer", role)
+    with pytest.raises(RejectedError, match=f"nothing that the {role} key allows"):
+        stranger.call(body, Ok, timeout_s=WAIT_S)
+    assert bench.hub.stats()["refused"] == 1
+
+
+def test_monitors_may_look_at_the_hub(bench: Bench, hub: Callable[[str, KeyRole], Channel]) -> None:
+    publish(bench.publisher(channel=hub("trainer", "trainer")), 0)
+    versions = hub("m", "monitor").call(VersionsRequest(), Versions, timeout_s=WAIT_S)
+    assert [held.version for held in versions.held] == [0]
+
+
+def test_buckets_are_for_receivers(
+    bench: Bench, hub: Callable[[str, KeyRole], Channel], keys: Path
+) -> None:
+    publisher = bench.publisher(channel=hub("trainer", "trainer"))
+    receiver = Receiver(hub("gen-0", "generator"), planes=["tcp"], check_s=0.05, retry_s=0.02)
+    bench.closers.append(receiver.close)
+    receiver.subscribe(WAIT_S)
+    publish(publisher, 0)
+    load(receiver, 0)
+    endpoint = bench.hub.planes.open_tcp().server.endpoint
+    for security in (of(keys, "monitor"), OPEN):
+        link = Link("thief", "t1", security=security)
+        bench.closers.append(link.close)
+        with pytest.raises(RejectedError):
+            link.channel(endpoint, "hub", server="weight_hub").call(Ping(), Pong, timeout_s=WAIT_S)
+    until(lambda: bench.hub.stats()["refused"] >= 2, "both are counted")

@@ -1,0 +1,104 @@
+"""Commands of a run with keys: what they refuse, and where its secrets never show."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from umbra.services.runtime.keys import load_keys
+
+WAIT_S = 20.0
+UMBRA = (sys.executable, "-m", "umbra")
+
+
+def umbra(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*UMBRA, *arguments], cwd=cwd, capture_output=True, text=True, timeout=50, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("buffer", "--broker", "tcp://0.0.0.0:*", "--set", "data.prompts=p.jsonl"),
+        ("weight-hub", "--listen", "tcp://*:*", "--broker", "tcp://127.0.0.1:9"),
+        ("weight-hub", "relay", "--hub", "tcp://127.0.0.1:9", "--listen", "tcp://0.0.0.0:*"),
+    ],
+)
+def test_what_others_can_reach_is_not_bound_without_keys(
+    tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
+    done = umbra(*arguments, cwd=tmp_path)
+    assert done.returncode == 2, done
+    line = [line for line in done.stderr.splitlines() if line.startswith("umbra: error: ")]
+    assert len(line) == 1
+    assert "`umbra keys FOLDER` and give every process --keys FOLDER" in line[0]
+
+
+@pytest.fixture
+def buffer(tmp_path: Path, keys: Path) -> Iterator[str]:
+    """A buffer process with keys, bound in public; the address of its control socket."""
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
+    read, write = os.pipe()
+    log = (tmp_path / "buffer.log").open("wb")
+    process = subprocess.Popen(
+        [
+            *UMBRA, "buffer", "--broker", "tcp://0.0.0.0:*", "--keys", str(keys), "--run-dir",
+            "run", "--log-level", "debug", "--set", "data.prompts=p.jsonl",
+        ],
+        cwd=tmp_path,
+        pass_fds=[write],
+        env={**os.environ, "UMBRA_READY_FD": str(write)},
+        stdout=log,
+        stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    os.close(write)
+    log.close()
+    with open(read) as pipe:
+        line = pipe.readline()
+    assert line, (tmp_path / "buffer.log").read_text()
+    port = json.loads(line)["broker"].rpartition(":")[2]
+    for name in ("cmdline", "environ"):
+        shown = Path(f"/proc/{process.pid}/{name}").read_bytes()
+        assert load_keys(keys, "buffer").secret not in shown
+    yield f"tcp://127.0.0.1:{port}"
+    process.terminate()
+    process.wait(WAIT_S)
+    secrets = [load_keys(keys, role).secret for role in ("buffer", "monitor", "operator")]
+    files = [tmp_path / "buffer.log", *(tmp_path / "run").rglob("*")]
+    written = b"".join(path.read_bytes() for path in files if path.is_file())
+    assert b"refused" in written, "the log is not there"
+    assert not any(secret in written for secret in secrets)
+
+
+def test_the_monitor_commands_use_keys(buffer: str, keys: Path, tmp_path: Path) -> None:
+    """Its fixture looks for secrets in the process list, the log and the run's folder."""
+    stranger = umbra("status", "--broker", buffer, cwd=tmp_path)
+    assert stranger.returncode == 4
+    assert len(stranger.stderr.splitlines()) == 1
+    assert "--keys" in stranger.stderr
+    shown = umbra("status", "--broker", buffer, "--keys", str(keys), "--json", cwd=tmp_path)
+    refused = json.loads(shown.stdout)["refused"]
+    assert any(what.endswith(" on control") for what in refused)
+    plain = umbra("status", "--broker", buffer, "--keys", str(keys), cwd=tmp_path)
+    assert f"refused: {next(iter(refused))}" in plain.stdout
+    (tmp_path / "m").mkdir()
+    for path in keys.glob("*.key"):
+        (tmp_path / "m" / path.name).write_bytes(path.read_bytes())
+    secret = tmp_path / "m" / "monitor.key_secret"
+    secret.touch(0o600)
+    secret.write_bytes((keys / secret.name).read_bytes())
+    looks = umbra("ping", "--broker", buffer, "--keys", "m", cwd=tmp_path)
+    assert looks.returncode == 0, looks
+    changes = umbra("interrupt", "--broker", buffer, "--keys", "m", cwd=tmp_path)
+    assert changes.returncode == 4
+    assert "nothing that the monitor key allows" in changes.stderr
+    allowed = umbra("interrupt", "--broker", buffer, "--keys", str(keys), cwd=tmp_path)
+    assert allowed.returncode == 0, allowed

@@ -1,0 +1,149 @@
+"""What operators ask of a run: pause, resume, drain, evaluate."""
+
+from fakes.broker_world import World, trajectory, world
+
+from umbra.proto.messages import (
+    BatchLease,
+    Command,
+    DrainRequest,
+    EvalBegun,
+    EvalRequest,
+    Heartbeat,
+    HeartbeatAck,
+    LeaseBatch,
+    LeaseSamples,
+    Nack,
+    Ok,
+    PauseRequest,
+    ResumeRequest,
+    SampleLeases,
+    Status,
+    StatusRequest,
+)
+from umbra.services.buffer.prompts import Prompt
+from umbra.services.runtime.config import Eval
+
+
+def test_a_paused_run_hands_out_nothing_but_takes_in_what_there_is() -> None:
+    run = world()
+    (task, *_) = run.lease("a", 4, version=0)
+    assert run.ask("op", PauseRequest(reason="disk is full")) == Ok()
+    assert run.get("op", StatusRequest(), Status).paused == "disk is full"
+    assert run.lease("b", 4, version=0) == []
+    assert run.submit("a", trajectory(task, 0)).accepted == 1
+
+
+def test_parked_questions_are_answered_when_the_run_goes_on() -> None:
+    run = world()
+    run.ask("op", PauseRequest())
+    assert run.ask("a", LeaseSamples(capacity=4, version=0, wait_s=60)) is None
+    assert run.ask("op", ResumeRequest()) == Ok()
+    (answer,) = run.late["a"]
+    assert isinstance(answer, SampleLeases)
+    assert len(answer.tasks) == 4
+
+
+def test_the_trainer_is_told_that_the_run_is_paused() -> None:
+    run = world()
+    run.produce("a", version=0)
+    run.ask("op", PauseRequest(reason="maintenance"))
+    lease = run.batch(1)
+    assert lease.trajectories == []
+    assert lease.paused
+    assert "paused (maintenance)" in lease.waiting_for
+    assert run.ask("trainer", LeaseBatch(step=1, wait_s=1e6)) is None
+    run.pass_time(3600.0)  # long, but nothing is stuck: somebody wanted it so
+    assert "batch" not in " ".join(stuck.what for stuck in run.broker.status(run.now).stuck)
+    run.join("trainer", "trainer", "trainer-2")
+    run.ask("op", ResumeRequest())
+    assert len(run.batch(1).trajectories) == 4
+
+
+def test_a_pause_outlives_the_buffer() -> None:
+    run = World(durable=True)
+    run.join("generator", "a")
+    run.ask("op", PauseRequest(reason="later"))
+    run.restart_broker()
+    assert run.broker.status(run.now).paused == "later"
+    assert run.lease("a", 4, version=0) == []
+
+
+def test_a_member_is_asked_to_leave_until_it_does() -> None:
+    run = world()
+    assert run.ask("op", DrainRequest(member="a", reason="its node is needed")) == Ok()
+    assert run.pushes == [("a", Command(kind="drain", reason="its node is needed"))]
+    assert isinstance(run.beat("a"), HeartbeatAck)  # the command was lost
+    assert len(run.pushes) == 2
+    run.beat("a", state="draining")
+    run.beat("b")
+    assert len(run.pushes) == 2
+    assert run.broker.state == "ready"
+
+
+def test_who_cannot_be_drained_is_named() -> None:
+    run = world()
+    unknown = run.ask("op", DrainRequest(member="c"))
+    assert isinstance(unknown, Nack)
+    assert unknown.code == "not_drainable"
+    assert "'c' is not a member: there is a, b, trainer" in unknown.reason
+    trainer = run.ask("op", DrainRequest(member="trainer"))
+    assert isinstance(trainer, Nack)
+    assert "drain the run as a whole" in trainer.reason
+    assert run.pushes == []
+
+
+def test_the_whole_run_is_drained_and_can_go_on() -> None:
+    run = world(durable=True)
+    run.lease("a", 4, version=0)
+    assert run.ask("op", DrainRequest(reason="enough for today")) == Ok()
+    assert sorted(name for name, _ in run.pushes) == ["a", "b", "trainer"]
+    status = run.broker.status(run.now)
+    assert (status.state, status.ending, status.finished) == ("draining", "enough for today", False)
+    run.restart_broker()
+    assert run.broker.state == "ready"
+
+
+def test_an_evaluation_on_request() -> None:
+    rows = [Prompt("1", {"prompt": "a"}), Prompt("2", {"prompt": "b"})]
+    run = world(eval_config=Eval(prompts="x", run_samples=3), eval_prompts=rows)
+    assert run.ask("op", EvalRequest()) == EvalBegun(version=0, samples=3)
+    refused = run.ask("op", EvalRequest())
+    assert isinstance(refused, Nack)
+    assert "of version 0 is under way" in refused.reason
+    tasks = [task for task in run.lease("a", 100, version=0) if task.pinned_version == 0]
+    assert len(tasks) == 3
+    run.submit("a", *(trajectory(task, 0) for task in tasks))
+    (report,) = run.broker.status(run.now).evals
+    assert (report.version, report.done, report.accuracy) == (0, True, 1.0)
+    assert isinstance(run.ask("op", EvalRequest()), EvalBegun)  # as often as one likes
+
+
+def test_an_evaluation_needs_prompts() -> None:
+    refused = world().ask("op", EvalRequest())
+    assert isinstance(refused, Nack)
+    assert refused.code == "no_eval"
+    assert "eval.prompts" in refused.reason
+
+
+def test_many_watchers_cost_one_look() -> None:
+    run = world()
+    first = run.get("m1", StatusRequest(), Status)
+    run.lease("a", 4, version=0)
+    assert run.get("m2", StatusRequest(), Status).ledger == first.ledger  # of a moment ago
+    run.pass_time(1.0)
+    assert run.get("m1", StatusRequest(), Status).ledger.issued > first.ledger.issued
+
+
+def test_a_batch_that_is_not_there_is_not_paused() -> None:
+    assert world().get("trainer", LeaseBatch(step=1, wait_s=0), BatchLease).paused is False
+
+
+def test_a_skewed_clock_is_pointed_out() -> None:
+    run = world()
+    fields = {"activity": "x", "progress": 1, "idle_s": 0.0, "clock_error_s": 0.01}
+    run.ask("a", Heartbeat(state="ready", clock_offset_s=-0.2, **fields))
+    assert run.broker.status(run.now).stuck == []
+    run.ask("a", Heartbeat(state="ready", clock_offset_s=-5.0, **fields))
+    (stuck,) = run.broker.status(run.now).stuck
+    assert stuck.what == "the clock of h is 5.0 s ahead of the buffer's"
+    assert "NTP" in stuck.action

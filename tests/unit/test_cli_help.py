@@ -1,0 +1,106 @@
+"""What the command line does for people who type: completion, near names, dry runs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from umbra import cli
+
+UMBRA = (sys.executable, "-m", "umbra")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["bufer"], "No such command 'bufer'. Did you mean 'buffer'?"),
+        (["zzzz"], "No such command 'zzzz'."),
+        (["weight-hub", "relai"], "No such command 'relai'."),
+        (["trainer", "--learnig-rate", "1"], "No such option"),
+        (["buffer", "--set", "buffer.group_siez=3"], "did you mean buffer.group_size?"),
+    ],
+)
+def test_a_wrong_name_is_refused(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) == 2
+    err = capsys.readouterr().err
+    assert told in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "whom to ask? Give --broker tcp://host:port, or --hub"),
+        (["--hub", "nowhere"], "--hub nowhere: write it as tcp://host:port"),
+        (["--hub", "tcp://h:1", "--member", "trainer"], "a hub knows no members"),
+    ],
+)
+def test_a_ping_to_nobody(
+    words: list[str],
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("UMBRA_BROKER", raising=False)
+    assert cli.main(["ping", *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_scripts_for_completion(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if shell == "bash" and shutil.which("bash") is None:
+        pytest.skip("bash is not installed")
+    assert cli.main(["completion", shell]) == 0
+    assert f"_UMBRA_COMPLETE={shell}_complete" in capsys.readouterr().out
+
+
+def complete(words: str) -> list[str]:
+    """What bash would be offered after `words`, whose last is unfinished."""
+    environ = {
+        **os.environ,
+        "_UMBRA_COMPLETE": "bash_complete",
+        "COMP_WORDS": f"umbra {words}",
+        "COMP_CWORD": str(len(words.split())),
+    }
+    code = "import sys; sys.argv[0] = 'umbra'; from umbra.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environ, capture_output=True, text=True, timeout=50, check=False,
+    )  # fmt: skip
+    assert not done.stderr
+    return [line.partition(",")[2] for line in done.stdout.splitlines()]
+
+
+def test_commands_and_flags_are_completed() -> None:
+    assert complete("comp") == ["completion"]
+    assert {"weight-hub", "weights"} <= set(complete("weig"))
+    assert "--learning-rate" in complete("trainer --learn")
+    assert "relay" in complete("weight-hub rel")
+
+
+def test_a_dry_run_starts_nothing(project: Path) -> None:
+    done = subprocess.run(
+        [*UMBRA, "up", "run.toml", "--dry-run", "--set", "generator.count=2"],
+        cwd=project, capture_output=True, text=True, timeout=50, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    names = [line.partition(":")[0] for line in done.stdout.splitlines()]
+    assert names == ["buffer", "weight-hub", "trainer", "generator-0", "generator-1"]
+    assert not (project / "runs").exists()
+
+
+def test_a_dry_run_finds_what_is_missing(project: Path) -> None:
+    (project / "prompts.jsonl").unlink()
+    done = subprocess.run(
+        [*UMBRA, "up", "run.toml", "--dry-run"],
+        cwd=project, capture_output=True, text=True, timeout=50, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "prompts.jsonl" in done.stderr

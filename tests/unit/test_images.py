@@ -1,0 +1,109 @@
+"""The Dockerfile and what it pins. It is not built here: that needs a container engine."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from fakes.clusters import PLANS
+from packaging.requirements import Requirement
+
+from umbra.deploy.cluster import invocation
+
+ROOT = Path(__file__).parents[2]
+IMAGES = ROOT / "deploy" / "images"
+TEXT = (IMAGES / "Dockerfile").read_text(encoding="utf-8")
+LINES = [line for line in re.sub(r"\\\n\s*", "", TEXT).splitlines() if line and line[0] != "#"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS = {
+    "broker": ("delta",),
+    "trainer": ("trainer", "nccl", "lora", "tensorboard", "tasks"),
+    "generator": ("generator", "vllm", "nccl", "tasks"),
+    "cpu": ("all",),
+}
+
+
+def stages() -> dict[str, list[str]]:
+    """Instructions by stage; the first of each says what it is built from."""
+    found: dict[str, list[str]] = {}
+    for line in LINES:
+        if match := re.fullmatch(r"FROM (\S+) AS (\S+)", line):
+            found[match[2]] = [match[1]]
+        elif found:
+            list(found.values())[-1].append(line)
+    return found
+
+
+def user_of(stage: str) -> str:
+    """The user that a container of `stage` has."""
+    parent, *instructions = stages()[stage]
+    users = [line.split()[1] for line in instructions if line.startswith("USER ")]
+    return users[-1] if users else user_of(parent)
+
+
+def constraints(stage: str) -> dict[str, str]:
+    """What is pinned for `stage`, by name."""
+    (install,) = [line for line in stages()[f"{stage}-env"] if "${INSTALL}" in line]
+    (name,) = re.findall(r"--constraint=/constraints/(\S+)", install)
+    lines = (IMAGES / name).read_text(encoding="utf-8").splitlines()[1:]
+    pairs = [line.split("==") for line in lines]
+    return {name.lower().replace("_", "-"): version for name, version in pairs}
+
+
+def wanted(extras: tuple[str, ...]) -> list[Requirement]:
+    """The packages that `umbra-rl[extras]` asks for, other than itself."""
+    optional = PROJECT["optional-dependencies"]
+    texts = [*PROJECT["dependencies"], *(text for extra in extras for text in optional[extra])]
+    found = [Requirement(text) for text in texts]
+    inner = [extra for one in found if one.name == "umbra-rl" for extra in sorted(one.extras)]
+    rest = [one for one in found if one.name != "umbra-rl"]
+    return [*rest, *wanted(tuple(inner))] if inner else rest
+
+
+def test_every_image_that_is_planned_has_a_target() -> None:
+    planned = {
+        invocation.image(plan, process).removeprefix("umbra-").removesuffix(":latest")
+        for plan in PLANS.values()
+        for process in plan.processes
+    }
+    assert planned <= set(EXTRAS) <= set(stages())
+
+
+def test_everything_is_built_on_the_base_that_is_given() -> None:
+    assert LINES[0].startswith("ARG BASE=")
+    for parent, *_ in stages().values():
+        assert parent == "${BASE}" or parent in stages()
+
+
+def test_nothing_runs_as_root() -> None:
+    for target in EXTRAS:
+        assert user_of(target) == "10001:10001"
+        assert all(PLANS[name].cluster.user == user_of(target) for name in PLANS)
+
+
+@pytest.mark.parametrize("target", EXTRAS)
+def test_a_target_installs_what_it_is_for_and_all_of_it_is_pinned(target: str) -> None:
+    (install,) = [line for line in stages()[f"{target}-env"] if "${INSTALL}" in line]
+    assert f"'umbra-rl[{','.join(EXTRAS[target])}]'" in install
+    pinned = constraints(target)
+    for requirement in wanted(EXTRAS[target]):
+        name = requirement.name.lower()
+        if target == "generator" and name in ("transformers", "numpy"):
+            continue  # vLLM chooses
+        assert requirement.specifier.contains(pinned[name]), requirement
+
+
+def test_the_broker_has_no_torch() -> None:
+    names = {requirement.name for requirement in wanted(EXTRAS["broker"])}
+    assert not names & {"torch", "transformers", "vllm"}
+
+
+def test_what_is_copied_is_there_and_not_ignored() -> None:
+    ignore = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    for line in LINES:
+        if line.startswith("COPY ") and "--from" not in line:
+            for source in line.split()[1:-1]:
+                assert (ROOT / source).exists()
+                assert f"!{source.split('/')[0]}" in ignore

@@ -1,0 +1,278 @@
+"""Keys on disk, who may send what, and where a socket may be bound without keys."""
+
+from __future__ import annotations
+
+import re
+import stat
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+from zmq.utils import z85
+
+from umbra.deploy.keys_command import command
+from umbra.proto.access import (
+    ANYONE,
+    KEY_ROLES,
+    MEMBERS,
+    SENDERS,
+    KeyRole,
+    may_connect,
+    may_send,
+)
+from umbra.proto.errors import UsageError
+from umbra.proto.messages import TYPES, CommitBatch, FinishRun, Publish, RollBack
+from umbra.services.runtime.config import Security as SecurityConfig
+from umbra.services.runtime.keys import (
+    OPEN,
+    Keys,
+    Security,
+    is_local,
+    load_keys,
+    make_keys,
+    open_security,
+)
+from umbra.services.runtime.zap import NAMED, OTHERS, AllowList, Refusals
+
+ROOT = Path(__file__).resolve().parents[2]
+SPEC = (ROOT / "proto" / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_keys(tmp_path / "keys")
+    return tmp_path / "keys"
+
+
+# -- files ----------------------------------------------------------------------------------------
+
+
+def test_keys_are_for_their_owner_only(folder: Path) -> None:
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
+    assert modes == {f"{role}.{end}": 0o600 for role in KEY_ROLES for end in ("key", "key_secret")}
+
+
+def test_every_role_has_a_pair_of_its_own(folder: Path) -> None:
+    found = [load_keys(folder, role) for role in KEY_ROLES]
+    assert len({keys.public for keys in found}) == len({k.secret for k in found}) == len(KEY_ROLES)
+    assert all(keys.roles[keys.role] == keys.public for keys in found)
+
+
+def test_keys_are_replaced_only_by_force_and_role_by_role(folder: Path) -> None:
+    before = load_keys(folder, "trainer")
+    with pytest.raises(UsageError, match=r"buffer\.key is there already: .* --force"):
+        make_keys(folder)
+    assert load_keys(folder, "trainer") == before
+    make_keys(folder, ["generator"], force=True)
+    after = load_keys(folder, "trainer")
+    assert after.public == before.public
+    assert after.roles["generator"] != before.roles["generator"]
+
+
+def test_a_node_needs_the_public_keys_and_the_secret_one_of_its_role(folder: Path) -> None:
+    for path in folder.glob("*.key_secret"):
+        if path.name != "generator.key_secret":
+            path.unlink()
+    assert load_keys(folder, "generator").role == "generator"
+    with pytest.raises(UsageError, match=r"trainer\.key_secret is missing"):
+        load_keys(folder, "trainer")
+
+
+def test_a_secret_that_everyone_can_read_is_refused(folder: Path) -> None:
+    (folder / "buffer.key_secret").chmod(0o644)
+    with pytest.raises(UsageError, match=r"chmod 600 .*buffer\.key_secret"):
+        load_keys(folder, "buffer")
+
+
+@pytest.mark.parametrize("text", ["", 'curve\n    public-key = "short"\n', "\0\xff"])
+def test_a_file_that_is_no_certificate_is_named(folder: Path, text: str) -> None:
+    (folder / "scorer.key").write_text(text)
+    with pytest.raises(UsageError, match=r"scorer\.key"):
+        load_keys(folder, "buffer")
+
+
+def test_halves_of_different_pairs_are_refused(folder: Path, tmp_path: Path) -> None:
+    make_keys(tmp_path / "other")
+    (tmp_path / "other" / "buffer.key").replace(folder / "buffer.key")
+    with pytest.raises(UsageError, match="not of one pair"):
+        load_keys(folder, "buffer")
+
+
+def test_a_secret_shows_in_no_text(folder: Path) -> None:
+    keys = load_keys(folder, "trainer")
+    curve = Security(keys).connecting("buffer")
+    for text in (repr(keys), str(Security(keys)), repr(curve)):
+        assert keys.secret.decode() not in text
+    assert keys.public.decode() in repr(keys)
+
+
+def test_where_keys_are_looked_for(folder: Path, tmp_path: Path) -> None:
+    assert open_security(SecurityConfig(), ["buffer"], tmp_path / "nothing") == OPEN
+    found = open_security(SecurityConfig(), ["buffer"], tmp_path)  # its folder `keys`
+    named = open_security(SecurityConfig(keys=str(folder)), ["buffer"])
+    assert found == named == Security(load_keys(folder, "buffer"))
+    with pytest.raises(UsageError, match="there is no folder"):
+        open_security(SecurityConfig(keys=str(tmp_path / "nothing")), ["buffer"])
+    (folder / "monitor.key_secret").unlink()
+    assert open_security(SecurityConfig(keys=str(folder)), ["monitor", "operator"]).keys is not None
+
+
+def test_the_command(tmp_path: Path) -> None:
+    made = CliRunner().invoke(command, [str(tmp_path / "keys")], catch_exceptions=False)
+    keys = [load_keys(tmp_path / "keys", role) for role in KEY_ROLES]
+    assert all(role in made.output for role in KEY_ROLES)
+    assert not any(key.secret.decode() in made.output for key in keys)
+    again = CliRunner().invoke(command, [str(tmp_path / "keys")])
+    assert isinstance(again.exception, UsageError)
+    one = [str(tmp_path / "keys"), "--role", "scorer", "--force"]
+    assert CliRunner().invoke(command, one).output.splitlines()[0].endswith("keys of scorer")
+
+
+# -- addresses ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "local"),
+    [
+        ("tcp://127.0.0.1:*", True),
+        ("tcp://127.8.0.1:1", True),
+        ("tcp://localhost:5555", True),
+        ("tcp://[::1]:5555", True),
+        ("ipc:///tmp/x", True),
+        ("tcp://*:5555", False),
+        ("tcp://0.0.0.0:5555", False),
+        ("tcp://[::]:5555", False),
+        ("tcp://10.0.0.1:5555", False),
+        ("tcp://127.example.org:5555", False),
+        ("tcp://localhost.example.org:5555", False),
+        ("tcp://eth0:5555", False),
+    ],
+)
+def test_what_others_can_reach_is_bound_with_keys_only(
+    folder: Path, endpoint: str, local: bool
+) -> None:
+    assert is_local(endpoint) is local
+    Security(load_keys(folder, "buffer")).check_bind(endpoint)
+    Security(insecure=True).check_bind(endpoint)
+    if local:
+        OPEN.check_bind(endpoint)
+        return
+    with pytest.raises(UsageError) as refused:
+        OPEN.check_bind(endpoint)
+    for part in (endpoint, "umbra keys", "--keys", "--insecure"):
+        assert part in str(refused.value)
+
+
+# -- who may send what ----------------------------------------------------------------------------
+
+
+def test_the_spec_has_the_same_table() -> None:
+    stated: dict[str, str] = {}
+    for line in SPEC.partition("\n## Keys\n")[2].partition("\n## ")[0].splitlines():
+        if row := re.fullmatch(r"\| `(\w+)` \| (.*) \|", line):
+            stated[row[1]] = row[2]
+    spelled = {ANYONE: "any", MEMBERS: "any but `operator`"}
+    assert stated == {
+        kind.__name__: spelled.get(roles) or ", ".join(f"`{role}`" for role in roles)
+        for kind, roles in SENDERS.items()
+    }
+
+
+def test_every_request_has_its_senders() -> None:
+    """A message that is answered, or that the table of the spec calls one way, is sent by peers."""
+    known = {kind.__name__ for kind in SENDERS}
+    for name in TYPES:
+        text = SPEC.partition(f"\n### {name}\n")[2].partition("\n#")[0]
+        assert ("Answer: `" in text) <= (name in known), name
+    one_way = {"Ready", "Committed", "FetchBuckets", "Credit", "Event"}
+    assert one_way <= known
+    answers = {answer for answer in re.findall(r"Answer:\s`(\w+)`", SPEC)} - {"Ok"}
+    assert not answers & known
+
+
+@pytest.mark.parametrize("role", KEY_ROLES)
+def test_what_decides_over_a_run_is_for_one_role(role: KeyRole) -> None:
+    assert may_send(role, CommitBatch) == may_send(role, FinishRun) == (role == "trainer")
+    assert may_send(role, RollBack) == (role == "operator")
+    assert may_send(role, Publish) == (role in ("trainer", "weight_hub"))
+
+
+def test_a_monitor_can_only_look() -> None:
+    named = {kind.__name__ for kind in TYPES.values() if may_send("monitor", kind)}
+    reads = {"Ping", "StatusRequest", "HubStatusRequest", "VersionsRequest"}
+    assert named == reads | {"Ok", "Nack", "Join", "Heartbeat", "Leave", "Event"}
+
+
+@pytest.mark.parametrize(
+    ("role", "sockets"),
+    [
+        ("generator", {"control", "data", "weights", "buckets", "events_in"}),
+        ("trainer", {"control", "data", "weights", "events_in"}),
+        ("weight_hub", {"control", "weights", "buckets", "events_in"}),
+        ("monitor", {"control", "weights", "events_in", "events_out"}),
+        ("operator", {"control", "weights", "events_out"}),
+        ("buffer", set[str]()),
+    ],
+)
+def test_which_sockets_a_key_opens(role: KeyRole, sockets: set[str]) -> None:
+    names = ("control", "data", "weights", "buckets", "events_in", "events_out", "", "other")
+    # Ok and Nack are no reason to connect.
+    assert {name for name in names if may_connect(role, name)} == sockets
+
+
+# -- the allow-list -------------------------------------------------------------------------------
+
+
+def zap(keys: Keys, socket: str, **changed: bytes) -> list[bytes]:
+    """A request as libzmq makes it."""
+    frames = {
+        "version": b"1.0", "number": b"1", "domain": socket.encode(), "address": b"192.0.2.7",
+        "identity": b"", "mechanism": b"CURVE", "key": z85.decode(keys.public),
+    }  # fmt: skip
+    return list({**frames, **changed}.values())
+
+
+def test_the_answer_names_the_role(folder: Path) -> None:
+    refusals = Refusals()
+    allowed = AllowList(load_keys(folder, "buffer"), refusals)
+    for role in KEY_ROLES:
+        for socket in ("control", "data", "events_out"):
+            answer = allowed.answer(zap(load_keys(folder, role), socket))
+            assert answer[:2] == [b"1.0", b"1"]
+            want = (b"200", role.encode()) if may_connect(role, socket) else (b"400", b"")
+            assert (answer[2], answer[4]) == want
+    assert refusals.counts["the operator key from 192.0.2.7 on data"] == 1
+
+
+def test_an_unknown_key_is_refused_and_named(folder: Path, tmp_path: Path) -> None:
+    make_keys(tmp_path / "other")
+    refusals = Refusals()
+    allowed = AllowList(load_keys(folder, "buffer"), refusals)
+    stranger = load_keys(tmp_path / "other", "trainer")
+    assert allowed.answer(zap(stranger, "data"))[2] == b"400"
+    assert dict(refusals.counts) == {"an unknown key from 192.0.2.7 on data": 1}
+    known = load_keys(folder, "trainer")
+    for changed in ({"mechanism": b"NULL"}, {"version": b"2.0"}, {"key": known.public}):
+        assert allowed.answer(zap(known, "data", **changed))[2] == b"400"
+
+
+@given(frames=st.lists(st.binary(max_size=40), max_size=9))
+def test_whatever_is_asked_there_is_an_answer_and_it_is_no(frames: list[bytes]) -> None:
+    roles: dict[KeyRole, bytes] = dict.fromkeys(KEY_ROLES, b"0" * 40)
+    allowed = AllowList(Keys("buffer", b"", b"", roles), Refusals())
+    assert allowed.answer(frames)[2] == b"400"
+
+
+def test_strangers_fill_no_memory_and_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    refusals = Refusals()
+    for number in range(10 * NAMED):
+        refusals.add(f"an unknown key from {number}")
+    for _ in range(1000):
+        refusals.add("an unknown key from 0")
+    assert len(refusals.counts) == NAMED + 1
+    assert refusals.counts[OTHERS] == 9 * NAMED
+    assert refusals.counts.total() == 10 * NAMED + 1000
+    assert len(caplog.records) < NAMED + 30

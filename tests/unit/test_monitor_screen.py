@@ -1,0 +1,167 @@
+"""The terminal view: what it shows, what its keys do, and what it keeps of what it heard."""
+
+import io
+import os
+import pty
+from typing import Any
+
+import pytest
+from fakes.looks import PUSH, SAMPLE, header, heard, look, member, status
+from rich.console import Console
+
+from umbra.proto.messages import Curves, Event
+from umbra.services.monitor.feed import PUSHES_KEPT, SPANS_KEPT, PushSeen, SampleSeen
+from umbra.services.monitor.keys import HELP, Keys, next_key, unbuffered
+from umbra.services.monitor.screen import screen
+from umbra.services.monitor.watch import Look, aligned, look_dict
+
+
+def shown(what: Look, footer: str = "") -> str:
+    console = Console(file=io.StringIO(), width=140, force_terminal=False)
+    console.print(screen(what, footer))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_the_screen_has_everything() -> None:
+    text = shown(look(), HELP)
+    for expected in (
+        "run-1", "step 40/300", "2:10 left", "reward/mean", "▁█", "0.875", "-0.5",
+        "staleness 1.12 (max 2, bound 2)", "60 75%", "100 issued = 80 trained",
+        "130/s issued, 128/s trained, 2/s ended", "generating", "15 75%", "4,321", "30% (work)",
+        "generator-0", "shm", "12.3", "20.0", "sort [3 1]", "s-7  reward 1", "versions 38-39",
+        "stuck: sample s1 at generator-0 for 31 s, leased again", "expired_leases 2", "q leave",
+    ):  # fmt: skip
+        assert expected in text, expected
+    assert "PAUSED" not in text
+
+
+def test_a_pause_is_shown() -> None:
+    assert "PAUSED: lunch" in shown(look(paused="lunch"))
+
+
+def test_a_run_that_has_just_begun() -> None:
+    text = shown(Look(status(curves=Curves(), staleness={}, staleness_counts=[], stuck=[])))
+    assert "no step is done yet" in text
+
+
+def test_text_of_others_is_never_markup() -> None:
+    feed = heard(("sample", {**SAMPLE, "response": "[red]x[/nothing]"}))
+    assert "[red]x[/nothing]" in shown(Look(status(), samples=feed.samples()))
+
+
+def test_a_look_as_json() -> None:
+    values = look_dict(look())
+    assert values["pushes"][0]["wire_s"] == 0.0123
+    assert values["samples"][0]["response"] == "1 3"
+    assert values["rates"]["issued"] == 130.0
+    assert values["ledger"]["balance"] == 0
+
+
+# -- what is heard --------------------------------------------------------------------------------
+
+
+def test_events_become_what_is_shown() -> None:
+    slow = {k: v for k, v in SAMPLE.items() if k not in ("prompt", "response")}
+    feed = heard(
+        ("push", PUSH),
+        ("slow_sample", slow),
+        ("slow_sample", {**slow, "seconds": 9}),
+        ("spans", {"spans": [["decode", 1.0, 2.0]]}),
+        ("spans", {"spans": [["idle: work", 2.0, 3.0]]}),
+        ("of no interest", {}),
+    )
+    (push,) = feed.pushes()
+    assert push == PushSeen(**{k: v for k, v in PUSH.items() if k != "epoch"})
+    assert [sample.seconds for sample in feed.slow()] == [9.0, 0.5]
+    assert isinstance(feed.slow()[0], SampleSeen)
+    assert [tuple(span) for span in feed.spans()["m"]] == [
+        ("decode", 1.0, 2.0),
+        ("idle: work", 2.0, 3.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("push", {}),
+        ("push", {**PUSH, "wire_s": "long"}),
+        ("sample", {**SAMPLE, "versions": [1]}),
+        ("spans", {}),
+        ("spans", {"spans": [["decode", 1.0]]}),
+    ],
+)
+def test_bad_events_are_counted(kind: str, fields: dict[str, Any]) -> None:
+    feed = heard((kind, fields))
+    assert feed.bad == 1
+    assert (feed.pushes(), feed.samples(), feed.spans()) == ([], [], {})
+
+
+def test_what_is_kept_is_bounded() -> None:
+    feed = heard(*[("push", {**PUSH, "version": i}) for i in range(3 * PUSHES_KEPT)])
+    assert len(feed.pushes()) == PUSHES_KEPT
+    assert feed.pushes()[-1].version == 3 * PUSHES_KEPT - 1
+    for number in range(300):
+        spans = [["decode", float(i), i + 1.0] for i in range(100)]
+        sender = "busy" if number % 2 else f"other-{number}"
+        feed.heard(header(sender), Event(kind="spans", fields={"spans": spans}))
+    assert len(feed.spans()["busy"]) == SPANS_KEPT
+    assert len(feed.spans()) <= 256
+
+
+def test_spans_are_aligned_to_the_clock_of_the_buffer() -> None:
+    """One member is 5 s ahead, another has not measured anything yet."""
+    feed = heard(("spans", {"spans": [["decode", 105.0, 106.0]]}), sender="ahead")
+    feed.heard(header("new"), Event(kind="spans", fields={"spans": [["decode", 1.0, 2.0]]}))
+    members = [
+        member("ahead", clock_offset_s=-5.0, clock_error_s=0.01),
+        member("new", clock_offset_s=7.0, clock_error_s=-1.0),
+    ]
+    spans = aligned(feed.spans(), status(members=members))
+    assert tuple(spans["ahead"][0]) == ("decode", 100.0, 101.0)
+    assert tuple(spans["new"][0]) == ("decode", 1.0, 2.0)
+
+
+# -- keys -----------------------------------------------------------------------------------------
+
+
+def test_actions_have_to_be_confirmed() -> None:
+    keys = Keys()
+    assert keys.footer == HELP
+    assert keys.press("p", paused=False, rollback_to=None) is None
+    assert "pause the run?" in keys.footer
+    assert keys.press("n", paused=False, rollback_to=None) is None
+    assert keys.footer == HELP
+    keys.press("p", paused=False, rollback_to=None)
+    assert keys.press("y", paused=False, rollback_to=None) == "pause"
+    keys.press("p", paused=True, rollback_to=None)
+    assert keys.press("y", paused=True, rollback_to=None) == "resume"
+    keys.press("d", paused=False, rollback_to=None)
+    assert keys.press("y", paused=False, rollback_to=None) == "drain"
+
+
+def test_a_roll_back_names_its_version() -> None:
+    keys = Keys()
+    assert keys.press("r", paused=False, rollback_to=None) is None
+    assert "no earlier version" in keys.footer
+    assert keys.press("y", paused=False, rollback_to=None) is None
+    keys.press("r", paused=False, rollback_to=39)
+    assert "version 39" in keys.footer
+    assert keys.press("y", paused=False, rollback_to=39) == "rollback"
+
+
+def test_to_leave_needs_no_confirmation() -> None:
+    assert Keys().press("q", paused=False, rollback_to=None) == "quit"
+    assert Keys().press("x", paused=False, rollback_to=None) is None
+
+
+def test_keys_of_a_terminal() -> None:
+    ours, theirs = pty.openpty()
+    try:
+        with unbuffered(theirs):
+            assert next_key(theirs, 0.0) == ""
+            os.write(ours, b"p")
+            assert next_key(theirs, 10.0) == "p"
+    finally:
+        os.close(ours)
+        os.close(theirs)

@@ -1,0 +1,232 @@
+"""What is left of a run: its timeline by one clock, and its page."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from umbra.deploy.report.command import command, write_report
+from umbra.deploy.report.figures import SLOWEST, gather
+from umbra.deploy.report.recording import Recording
+from umbra.deploy.report.svg import bar_chart, line_chart
+from umbra.deploy.run_folder import RunFolder
+from umbra.deploy.summary import measure
+from umbra.proto.errors import UsageError
+
+T0 = 1_700_000_000.0
+AHEAD = {"generator-0": 5.0, "trainer": -2.0}  # by how much each clock is ahead of the buffer's
+VOID = {"meta", "br", "input"}
+
+
+def row(service: str, kind: str, at: float, **fields: Any) -> dict[str, Any]:
+    """A row that `service` wrote `at` seconds into the run, by its own clock."""
+    return {"time": T0 + at + AHEAD.get(service, 0.0), "service": service, "kind": kind, **fields}
+
+
+def span(service: str, name: str, start: float, end: float, **fields: Any) -> dict[str, Any]:
+    begin = T0 + AHEAD.get(service, 0.0)
+    return row(service, "span", end, name=name, start=begin + start, end=begin + end, **fields)
+
+
+def clock(service: str, at: float, offset_s: float) -> dict[str, Any]:
+    return row(service, "clock", at, offset_s=offset_s, error_s=0.001)
+
+
+def sample(kind: str, number: int, seconds: float, **fields: Any) -> dict[str, Any]:
+    facts = {
+        "sample": f"s-{number}", "prompt_id": "1", "reward": 1.0, "seconds": seconds, "tokens": 3,
+        "turns": 1, "versions": [0, 1], "finish_reason": "stop",
+    }  # fmt: skip
+    return row("generator-0", kind, 3.0, **facts, **fields)
+
+
+PUSH = {
+    "version": 1, "receiver": "generator-0", "plane": "shm", "bytes": 10, "snapshot_s": 0.01,
+    "wire_s": 0.02, "stage_s": 0.03, "commit_s": 0.04, "total_s": 0.5,
+}  # fmt: skip
+ROWS = [
+    clock("generator-0", 0.1, -5.0),
+    clock("trainer", 0.1, 2.0),
+    span("generator-0", "decode", 0.0, 1.0, tokens=50, lengths=[1, 2, 3]),
+    span("trainer", "wait_batch", 0.0, 1.0),
+    span("generator-0", "idle", 1.0, 2.0, reason="work"),
+    span("trainer", "train_step", 1.0, 2.0),
+    span("generator-0", "decode", 2.0, 4.0),
+    row("weight-hub", "push", 2.5, **PUSH),
+    row("buffer", "batch", 1.0, in_flight={"queued": 2, "ready": 6}),
+    row("buffer", "eval", 3.5, version=1, accuracy=0.5, answered=8, samples=8, seconds=1.0),
+    row("trainer", "step", 2.0, step=1, **{"reward/mean": 0.25, "loss": 0.5}),
+    row("trainer", "step", 2.0, step=2, **{"reward/mean": 0.5, "loss": None}),
+    sample("sample", 1, 1.0, prompt="<b>sort & go</b>", response="1 3 ☃"),
+    *(sample("slow_sample", number, float(number)) for number in range(40)),
+]  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    made = RunFolder.create(tmp_path, "run")
+    made.metrics.write_text("".join(json.dumps(one) + "\n" for one in ROWS) + '{"cut":')
+    return made
+
+
+class Page(HTMLParser):
+    """Checks that tags are balanced, and collects what a page refers to."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.refers: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.refers += [v or "" for k, v in attrs if k in ("src", "href", "xlink:href", "data")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def complete(folder: RunFolder) -> dict[tuple[str, str], dict[str, Any]]:
+    """The spans of trace.json, by service and name of the first of each."""
+    trace = json.loads((folder.path / "trace.json").read_text())
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for event in trace["traceEvents"]:
+        if event["ph"] == "X":
+            found.setdefault((event["cat"], event["name"]), event)
+    return found
+
+
+def test_the_trace_is_by_one_clock(folder: RunFolder) -> None:
+    """Three machines, two of them with wrong clocks: what took turns still does."""
+    write_report(folder)
+    spans = complete(folder)
+    trained, idle = spans["trainer", "train_step"], spans["generator-0", "idle: work"]
+    assert trained["ts"] == idle["ts"] == 1e6 * (T0 + 1.0)
+    assert trained["dur"] == idle["dur"] == 1e6
+    push = spans["weight-hub", "push 1"]
+    assert push["ts"] == 1e6 * (T0 + 2.0)
+    assert push["args"]["wire_s"] == 0.02
+    assert spans["buffer", "eval of version 1"]["dur"] == 1e6
+    assert "lengths" not in spans["generator-0", "decode"]["args"]
+
+
+def test_the_trace_names_its_tracks(folder: RunFolder) -> None:
+    write_report(folder)
+    trace = json.loads((folder.path / "trace.json").read_text())["traceEvents"]
+    names = {
+        (event["pid"], event["tid"]): event["args"]["name"]
+        for event in trace
+        if event.get("name") == "thread_name"
+    }
+    assert sorted(names.values()) == ["evals", "main", "main", "to generator-0"]
+    assert {(e["pid"], e["tid"]) for e in trace if e["ph"] == "X"} == set(names)
+    (counter,) = [event for event in trace if event["ph"] == "C"]
+    assert counter["args"] == {"queued": 2, "ready": 6}
+
+
+def test_a_clock_that_drifts_is_followed(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "run")
+    rows = [clock("trainer", 1.0, 2.0), clock("trainer", 10.0, 3.0)]
+    folder.metrics.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    clocks = Recording([folder.path]).clocks
+    begin = T0 - 2.0
+    assert clocks.align("trainer", begin + 0.0) == begin + 2.0
+    assert clocks.align("trainer", begin + 5.0) == begin + 7.0
+    assert clocks.align("trainer", begin + 20.0) == begin + 23.0
+    assert clocks.align("buffer", begin) == begin
+    assert clocks.worst == {"trainer": (3.0, 0.001)}
+
+
+def test_the_overlap_is_by_one_clock(tmp_path: Path) -> None:
+    """Generation and training take turns; by their own clocks they would seem to overlap."""
+    folder = RunFolder.create(tmp_path, "run")
+    rows = [clock("generator-0", 0.0, -5.0), clock("trainer", 0.0, 2.0)]
+    for turn in range(6):
+        rows.append(span("generator-0", "decode", 2.0 * turn, 2.0 * turn + 1.0))
+        rows.append(span("trainer", "train_step", 2.0 * turn + 1.0, 2.0 * turn + 2.0))
+    folder.metrics.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    overlap = measure(Recording([folder.path]).aligned_rows())["overlap"]
+    assert overlap["both_busy"] == pytest.approx(0.0, abs=1e-6)
+    assert overlap["generator_busy"] == pytest.approx(4 / 9)
+
+
+def test_figures(folder: RunFolder) -> None:
+    figures = gather(Recording([folder.path]))
+    assert (figures.begin, figures.end) == (T0, T0 + 4.0)
+    generator = figures.utilisation["generator-0"]
+    assert generator.seconds == {"decode": 3.0, "idle: work": 1.0}
+    assert generator.idle / generator.total == 0.25
+    assert sum(generator.bins["decode"]) == pytest.approx(3.0)
+    assert [one["step"] for one in figures.steps] == [1, 2]
+    assert [one["seconds"] for one in figures.slowest] == [39.0 - i for i in range(SLOWEST)]
+
+
+def test_the_page_is_whole_and_needs_nothing_else(folder: RunFolder) -> None:
+    folder.config.write_text(json.dumps({"run": {"name": "x</td>"}, "eval": {"every": 5}}))
+    folder.buffer.write_text(
+        json.dumps(
+            {
+                "ledger": {"issued": 10, "trained": 7, "ended": {"stale": 1},
+                           "in_flight": {"ready": 2}},
+                "staleness_counts": [3, 4],
+                "counters": {"expired_leases": 1},
+            }
+        )
+    )  # fmt: skip
+    report, _ = write_report(folder)
+    text = report.read_text()
+    page = Page(text)
+    assert page.open == []
+    assert page.refers == []
+    assert not {"script", "link", "img", "iframe"} & set(page.tags)
+    assert "@import" not in text
+    assert "url(" not in text
+    for expected in (
+        folder.id, "reward", "accuracy on held-out prompts", "75%", "work 25%", "10 issued",
+        "7 trained", "balanced", "staleness of trained samples", "s-39", "p95 ms", "eval",
+        "&lt;b&gt;sort &amp; go&lt;/b&gt;", "1 3 ☃", "x&lt;/td&gt;", "expired_leases",
+    ):  # fmt: skip
+        assert expected in text, expected
+
+
+def test_a_run_of_which_little_is_there(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "run")
+    folder.metrics.write_text("")
+    report, _ = write_report(folder)
+    assert Page(report.read_text()).open == []
+
+
+def test_folders_of_several_nodes_are_one_run(folder: RunFolder, tmp_path: Path) -> None:
+    other = RunFolder.create(tmp_path, "other")
+    other.metrics.write_text(json.dumps(span("generator-1", "decode", 1.0, 2.0)) + "\n")
+    result = CliRunner().invoke(command, [str(folder.path), "--also", str(other.path)])
+    assert result.exit_code == 0, result.output
+    assert ("generator-1", "decode") in complete(folder)
+
+
+def test_what_is_no_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"metrics\.jsonl does not exist"):
+        write_report(RunFolder(tmp_path))
+
+
+def test_charts() -> None:
+    assert line_chart({"a": []}, title="x") == ""
+    assert bar_chart([0, 0], title="x") == ""
+    long = [(float(i), 2.0) for i in range(10_000)]
+    chart = line_chart({"a<": long, "b": [(0.0, 1e-9)]}, title="<t>")
+    assert chart.count("polyline") == 2
+    assert len(chart) < 20_000
+    assert "a&lt;" in chart
+    assert "&lt;t&gt;" in chart
