@@ -80,7 +80,7 @@ def _lead(
     assert context.run_dir is not None
     with context.join("trainer") as session:
         hub = session.weights(deadline_s=HUB_DEADLINE_S)
-        with closing(Publisher(hub, manifest)) as publisher:
+        with closing(Publisher(hub, manifest, session.stopping)) as publisher:
             publisher.register(config.weight_hub.deadline_s)
             loop = Loop(context, session, learner, update, Outlet(snapshots, publisher))
             loop.publish()

@@ -168,7 +168,7 @@ class World:
 class HubInTest:
     """Stands in for `Publisher`: what is published becomes the weights of the rollouts."""
 
-    def __init__(self, world: World, manifest: Manifest) -> None:
+    def __init__(self, world: World, manifest: Manifest, _stopping: threading.Event) -> None:
         self.world, self.manifest = world, manifest
         self.memory = bytearray()
         self.place = ("memory", 0)
@@ -179,6 +179,9 @@ class HubInTest:
     def slot(self, version: int, timeout_s: float) -> memoryview:
         self.memory = bytearray(self.manifest.total_bytes)
         return memoryview(self.memory)
+
+    def wrote(self, end: int) -> None:
+        assert 0 < end <= self.manifest.total_bytes
 
     def publish(self, version: int, snapshot_s: float, sums: list[int] | None = None) -> None:
         assert sums is None, "one rank leaves them to the publisher"
