@@ -71,3 +71,10 @@ def test_no_flag_turns_it_on() -> None:
             for line in path.read_text(encoding="utf-8").splitlines():
                 if "trust_remote_code" in line:
                     assert re.search(r"trust_remote_code(=| is always )False", line), path
+
+
+def test_secrets_get_into_no_image_and_no_repository() -> None:
+    image = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    last_taken = max(index for index, line in enumerate(image) if line.startswith("!"))
+    assert "**/*.key_secret" in image[last_taken:], "the last rule that matches decides"
+    assert "*.key_secret" in (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
