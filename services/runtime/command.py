@@ -17,7 +17,7 @@ import msgspec
 
 from umbra.proto.access import KeyRole
 from umbra.proto.messages import Role
-from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.config import Log, Run, RunConfig
 from umbra.services.runtime.config import Security as SecurityConfig
 from umbra.services.runtime.config_loader import bare, load_config
 from umbra.services.runtime.keys import OPEN, Security, open_security
@@ -147,11 +147,17 @@ def service_command(
     params: list[click.Parameter] = [
         click.Option(["--config"], type=str, help="Run file (TOML, or the resolved JSON)."),
         click.Option(["--set"], multiple=True, metavar="SECTION.KEY=VALUE", help="Override a key."),
-        click.Option(["--broker"], envvar="UMBRA_BROKER", help="Address of the buffer."),
+        click.Option(
+            ["--broker"],
+            envvar="UMBRA_BROKER",
+            help=f"Address of the buffer.  [default: {Run().broker}]",
+        ),
         click.Option(["--name"], help="Name in the run.  [default: " + service + "]"),
         click.Option(["--run-dir"], type=click.Path(path_type=Path), help="Folder for results."),
-        click.Option(["--log-level"], help="debug, info, warning or error."),
-        click.Option(["--log-format"], help="console or json."),
+        click.Option(
+            ["--log-level"], help=f"debug, info, warning or error.  [default: {Log().level}]"
+        ),
+        click.Option(["--log-format"], help=f"console or json.  [default: {Log().format}]"),
         click.Option(["--keys"], **KEYS),
         click.Option(["--insecure"], **INSECURE),
         *(_flag(field, cls) for field in fields),
