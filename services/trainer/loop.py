@@ -106,7 +106,8 @@ class Loop:
             self._row = row
             with self._phases("checkpoint"):
                 self._saver.after(self.version, row)
-            self.publish()
+            if not self.publish():
+                return False
             self._report(row)
             self._judge(row)
         return True
@@ -133,18 +134,30 @@ class Loop:
         self._session.progress("saving the last checkpoint")
         self._saved(self._saver.last(self.version, self._row))
 
-    def publish(self) -> None:
-        """Hand the current weights to the hub; the receivers get them while training goes on."""
+    def publish(self) -> bool:
+        """Hand the current weights to the hub; the receivers get them while training goes on.
+
+        False when asked to stop and the hub does not answer any more: it ends too.
+
+        Raises:
+            DeadlineError: no slot became free in time.
+        """
         self._session.progress(f"snapshot of version {self.version}")
         timeout_s = 2 * self._config.weight_hub.deadline_s
         with self._phases("wait_slot"):
-            slot = self._outlet.publisher.slot(self.version, timeout_s)
+            try:
+                slot = self._outlet.publisher.slot(self.version, timeout_s)
+            except DeadlineError:
+                if self._session.stopping.is_set():
+                    return False
+                raise
         with self._phases("snapshot"):
             begin = time.perf_counter()
             give(self._learner.ranks, Snapshot())
             publisher = self._outlet.publisher
             sums = self._outlet.snapshots.write(slot, publisher.place, publisher.wrote)
             publisher.publish_soon(self.version, time.perf_counter() - begin, sums)
+        return True
 
     def _keep_going(self) -> bool:
         self._session.progress(f"training step {self.version + 1}")

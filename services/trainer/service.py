@@ -106,7 +106,7 @@ def _lead(
     with context.join("trainer") as session:
         hub = session.weights(deadline_s=HUB_DEADLINE_S)
         with (
-            closing(Publisher(hub, manifest)) as publisher,
+            closing(Publisher(hub, manifest, session.stopping)) as publisher,
             open_sinks(config, context.run_dir, saver.begun) as sinks,
         ):
             publisher.register(config.weight_hub.deadline_s)

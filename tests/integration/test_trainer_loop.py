@@ -187,7 +187,7 @@ class World:
 class HubInTest:
     """Stands in for `Publisher`: what is published becomes the weights of the rollouts."""
 
-    def __init__(self, world: World, manifest: Manifest) -> None:
+    def __init__(self, world: World, manifest: Manifest, _stopping: threading.Event) -> None:
         self.world, self.manifest = world, manifest
         self.memory = bytearray()
         self.place = ("memory", 0)
