@@ -56,6 +56,9 @@ def plain(row, endpoint, turns=2):
     if do == "post":
         post(endpoint["base_url"] + "/reward", {"reward": 0.75, "parts": {"tidy": 1.0}})
         return None
+    if do == "linger":
+        post(endpoint["base_url"] + "/reward", {"reward": 0.25})
+        time.sleep(600)
     if do == "both":
         post(endpoint["base_url"] + "/reward", {"reward": 0.75})
         return 1.0
@@ -119,6 +122,8 @@ def test_what_an_agent_does_costs_its_own_sample_only(world: World) -> None:
     endpoint.add(task("posted", "post"))
     trajectory = endpoint.trajectory()
     assert (trajectory.reward, trajectory.reward_parts) == (0.75, {"tidy": 1.0})
+    endpoint.add(task("rewarded", "linger"))
+    assert endpoint.trajectory().reward == 0.25  # what hangs after that is ended
 
 
 def test_async_agents_share_a_process(world: World) -> None:

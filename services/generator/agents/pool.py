@@ -163,6 +163,8 @@ class AgentPool:
         session.rewarded(result)
         if self._crew is None:
             self._settle(session)
+        elif session.over is None and not session.left:
+            session.linger(self._clock())
 
     def give_up(self, session: Session, reason: str) -> None:
         session.abandon(f"its agent gave up: {reason}")
@@ -238,7 +240,7 @@ class AgentPool:
         except ApiError as problem:
             self._deliver(Outcome(key, error=str(problem)))
         else:
-            session.left = True
+            session.leave()
             self._settle(session)
 
     # -- the event loop ---------------------------------------------------------------------------
@@ -261,8 +263,12 @@ class AgentPool:
         while True:
             await asyncio.sleep(_LOOK_S)
             for session in self._desk.overdue(self._clock()):
-                session.abandon(self._silence(session))
-                self._deliver(Outcome(session.key, error=session.verdict))
+                if session.reward is not None:
+                    session.leave()
+                    self._settle(session)
+                else:
+                    session.abandon(self._silence(session))
+                    self._deliver(Outcome(session.key, error=session.verdict))
             self._warn_if_lonely()
 
     def _silence(self, session: Session) -> str:

@@ -79,7 +79,7 @@ class Session:
     def begin(self, now: float) -> None:
         """An agent has taken it."""
         self._begun = True
-        self._listen_until(now)
+        self.deadline = now + self.timeout_s
 
     def ask(self, call: Call, listener: Listener, *, repeated: bool = False) -> News | None:
         """The agent wants a completion; what is new to the model, None if there is nothing.
@@ -120,14 +120,14 @@ class Session:
         self._history = [comparable(message) for message in call.messages]
         self._history.append(comparable(read_reply(self._answer.message)))
         self._text = (call.text or "") + turn.text
-        self._listen_until(now)
+        self.deadline = now + self.timeout_s
         self._tell(self._answer)
 
     def refused(self, error: UmbraError, now: float) -> None:
         """There is no turn for the call; the conversation is what it was before."""
         self._call, self._answer = self._before
         self.refusal = str(error)
-        self._listen_until(now)
+        self.deadline = now + self.timeout_s
         code = error.code if isinstance(error, RefusedError) else "invalid_prompt"
         self._tell(ApiError(str(error), code=code))
 
@@ -153,6 +153,15 @@ class Session:
         self.reward = result
         self.deadline = math.inf
 
+    def linger(self, now: float) -> None:
+        """The reward is there, but the agent's program goes on for a while."""
+        self.deadline = now + self.timeout_s
+
+    def leave(self) -> None:
+        """The agent's program has ended, or is not waited for any longer."""
+        self.left = True
+        self.deadline = math.inf
+
     def abandon(self, verdict: str) -> None:
         """Nothing more is expected of the agent.
 
@@ -168,10 +177,6 @@ class Session:
         self.over = why
         self.deadline = math.inf
         self._tell(why)
-
-    def _listen_until(self, now: float) -> None:
-        """The agent's turn, unless it has said all that it has to say."""
-        self.deadline = math.inf if self.reward is not None else now + self.timeout_s
 
     def _check_open(self) -> None:
         if self.over is not None:
