@@ -242,26 +242,31 @@ def show_transports(report: Report, args: argparse.Namespace, folder: Path) -> N
     for round_number in range(args.rounds):
         ours = measure_buffer(
             folder / f"flat-{round_number}", generators=4, seconds=args.seconds,
-            batch_groups=128, run_ahead=3,
+            batch_groups=128, run_ahead=7, capacity=256, per_submit=32,
         )  # fmt: skip
         found.setdefault("umbra buffer, durable", []).append(ours)
         for name, measured in peers.measure_all(args.seconds, with_ray=args.ray):
             found.setdefault(name, []).append(measured)
-    rates: dict[str, float] = {}
+    rates: dict[str, list[float]] = {}
     for name, rounds in found.items():
-        rates[name] = statistics.median(one["per_s"] for one in rounds)
+        rates[name] = [one["per_s"] for one in rounds]
         report.add(
             what=name,
-            per_s=round(rates[name]),
+            per_s=round(statistics.median(rates[name])),
             cpu_s_per_1k=round(statistics.median(one["cpu_s_per_1k"] for one in rounds), 3),
             p50_ms="",
             p99_ms="",
         )
     ours = rates["umbra buffer, durable"]
     if peers.REDIS in rates:
-        report.goal("times the Redis stream", round(ours / rates[peers.REDIS], 2), ">=", 5)
+        report.goal("times the Redis stream", ratio(ours, rates[peers.REDIS]), ">=", 5)
     if peers.RAY in rates:
-        report.goal("times the Ray queue", round(ours / rates[peers.RAY], 2), ">=", 20)
+        report.goal("times the Ray queue", ratio(ours, rates[peers.RAY]), ">=", 20)
+
+
+def ratio(ours: list[float], theirs: list[float]) -> float:
+    """Median of the ratios of the rounds: what else the machine does concerns both of a round."""
+    return round(statistics.median(a / b for a, b in zip(ours, theirs, strict=True)), 3)
 
 
 def show_latency(report: Report, args: argparse.Namespace, folder: Path) -> None:
@@ -297,7 +302,7 @@ def show_scale(report: Report, args: argparse.Namespace, folder: Path) -> None:
     found = {generators: statistics.median(values) for generators, values in costs.items()}
     for generators, cost_us in found.items():
         add_text(report, f"{generators} generators: {cost_us:.1f} us of the buffer", cost_us)
-    report.goal("cost at 512 / cost at 4 generators", round(found[512] / found[4], 3), "<=", 1.2)
+    report.goal("cost at 512 / cost at 4 generators", ratio(costs[512], costs[4]), "<=", 1.2)
 
 
 def show_memory(report: Report, args: argparse.Namespace, folder: Path) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench_keys import security_of
 from weight_links import Links
 from weight_model import Model
 
@@ -98,10 +99,10 @@ def push_umbra(
             closing(role("hub", plane, delta, listen, metrics, prefix=prefix))
         )
         endpoint = hub.hear()["endpoint"]
-        link = Link("trainer", uuid.uuid4().hex)
+        link = Link("trainer", uuid.uuid4().hex, security=security_of("trainer"))
         stack.callback(link.close)
         manifest = model.manifest(BUCKET_BYTES)
-        publisher = Publisher(link.channel(endpoint, "weight hub"), manifest)
+        publisher = Publisher(link.channel(endpoint, "weight hub", server="weight_hub"), manifest)
         stack.callback(publisher.close)
         publisher.register(DEADLINE_S)
         receivers: list[Role] = []

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import zmq
+from bench_keys import security_of
 from safetensors.torch import load_file
 from weight_model import Model
 
@@ -40,7 +41,7 @@ def say(**fields: Any) -> None:
 def hub(plane: str, delta: str, listen: str, metrics: str) -> None:
     """A weight hub without a broker, until stdin ends."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    server = Server(context, "weight-hub", uuid.uuid4().hex)
+    server = Server(context, "weight-hub", uuid.uuid4().hex, security_of("weight_hub"))
     endpoint = server.bind(CHANNEL, listen, ACCEPTS)
     config = HubConfig(plane=plane, delta=delta, deadline_s=DEADLINE_S, anchor_every=0)  # type: ignore[arg-type]
     served = WeightHub(
@@ -60,8 +61,9 @@ def receiver(name: str, endpoint: str, plane: str, size: str) -> None:
     """A generator without an engine: its model is `size` bytes, loaded at each commit."""
     torch.set_num_threads(1)
     model = Model(int(size))
-    link = Link(name, uuid.uuid4().hex)
-    taker = Receiver(link.channel(endpoint, "weight hub"), planes=[plane])
+    link = Link(name, uuid.uuid4().hex, security=security_of("generator"))
+    channel = link.channel(endpoint, "weight hub", server="weight_hub")
+    taker = Receiver(channel, planes=[plane])
     taker.subscribe(DEADLINE_S)
     say(subscribed=name)
     ended = threading.Event()
@@ -89,7 +91,8 @@ def receiver(name: str, endpoint: str, plane: str, size: str) -> None:
 def relay(name: str, endpoint: str, listen: str) -> None:
     """A relay, until stdin ends."""
     config = HubConfig(deadline_s=DEADLINE_S)
-    served = Relay(name, endpoint, listen, config, MetricsFile(None, name))
+    security = security_of("weight_hub")
+    served = Relay(name, endpoint, listen, config, MetricsFile(None, name), security=security)
     say(endpoint=served.endpoint)
     ended = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()

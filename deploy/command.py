@@ -61,14 +61,20 @@ def up(
     Starts the buffer, the weight hub, the trainer and the generators of RUN_FILE, restarts
     generators that fail, and ends with a summary. Ctrl-C stops the run in order, a second Ctrl-C at
     once. The exit code is 0 only if the run ended well.
+
+    If RUN_FILE is the folder of a run that was stopped or killed, that run goes on: from the newest
+    checkpoint, with the very batches that came after it.
     """
+    before = RunFolder.existing(run_file) if run_file.is_dir() else None
+    if before is not None:
+        run_file = before.config
     config = load_run(run_file, overrides)
     check_run(config)  # before a folder is made
     if dry_run:
         return _print_programs(config)
     view = choose_view(quiet=quiet, as_json=as_json)
     with Interrupts() as interrupts:
-        folder = RunFolder.create(config.run.dir, config.run.name)
+        folder = before or RunFolder.create(config.run.dir, config.run.name)
         if logs:
             view = LogView(view, folder)
         try:
@@ -77,7 +83,7 @@ def up(
                 folder,
                 view=view,
                 interrupts=interrupts,
-                search=search_path(run_file),
+                search=_search_path(run_file, before),
                 evaluate=not no_eval,
             )
             summary = run.run()
@@ -96,6 +102,12 @@ def _print_programs(config: RunConfig) -> int:
     for program in programs:
         click.echo(f"{program.name}: {shlex.join(program.argv)}")
     return EXIT_DONE
+
+
+def _search_path(run_file: Path, before: RunFolder | None) -> list[Path]:
+    if before is None:
+        return search_path(run_file)
+    return [Path.cwd(), *map(Path, before.read_origin().get("search", []))]
 
 
 def finish(summary: dict[str, Any], *, as_json: bool) -> int:

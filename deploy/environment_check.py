@@ -20,15 +20,19 @@ from umbra.services.runtime.parent import die_with_parent
 
 
 def check_environment(config: RunConfig, row: dict[str, Any]) -> None:
-    """Load the environment and put an empty response to `row` into it.
+    """Load the environment and put an empty response to `row` into it; agents are only loaded.
 
     A model can say nothing at all, so every reward must take an empty response.
 
     Raises:
         UsageError: the environment cannot be loaded, or fails on that response.
     """
-    make = load_environment(config.environment)
     kind = config.environment.kind
+    if kind == "agent" and not config.environment.agent:
+        return  # its agents come from outside
+    make = load_environment(config.environment)
+    if kind == "agent":
+        return  # it asks a model, and there is none yet
     what = config.environment.reward if kind == "reward" else kind
     key = "environment.reward" if kind == "reward" else "environment.kind"
     try:

@@ -38,7 +38,11 @@ def resolve_paths(config: RunConfig, run_file: Path) -> RunConfig:
             sources={resolve(name): weight for name, weight in config.data.sources.items()},
         ),
         scorer=replace(config.scorer, model=resolve(config.scorer.model)),
-        generator=replace(config.generator, replay=resolve(config.generator.replay)),
+        generator=replace(
+            config.generator,
+            replay=resolve(config.generator.replay),
+            serve_key=resolve(config.generator.serve_key),
+        ),
         critic=replace(config.critic, path=resolve(config.critic.path)),
         eval=replace(config.eval, prompts=resolve(config.eval.prompts)),
         security=replace(config.security, keys=resolve(_keys(config))),

@@ -43,6 +43,24 @@ class RunFolder:
             ) from error
         return folder
 
+    @classmethod
+    def existing(cls, path: str | Path) -> RunFolder:
+        """The folder of a run that was begun, and is to go on.
+
+        Raises:
+            UsageError: it is none, or the run has reached its end.
+        """
+        folder = cls(Path(path).resolve())
+        if not folder.config.is_file():
+            raise UsageError(f"{path} is no run's folder: it has no {folder.config.name}")
+        if folder.summary.is_file() and json.loads(folder.summary.read_bytes())["exit_code"] == 0:
+            raise UsageError(
+                f"the run in {path} has reached its end: its model is {folder.model}; begin "
+                "another one with that as model.path"
+            )
+        folder.logs.mkdir(exist_ok=True)
+        return folder
+
     @property
     def id(self) -> str:
         """The run's id."""
@@ -52,6 +70,15 @@ class RunFolder:
     def config(self) -> Path:
         """The resolved configuration."""
         return self.path / "config.json"
+
+    @property
+    def origin(self) -> Path:
+        """What a run that goes on needs to know of its beginning, besides the configuration."""
+        return self.path / "origin.json"
+
+    def read_origin(self) -> dict[str, Any]:
+        """`search`: where modules are looked for; `before`: accuracies; what is known of them."""
+        return json.loads(self.origin.read_bytes()) if self.origin.is_file() else {}
 
     @property
     def metrics(self) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -62,6 +63,7 @@ class Up:
         self.config = config
         self.folder = folder
         self.environ: Mapping[str, str] = child_environ(search)
+        self._search = search
         self._view = view
         self._interrupts = interrupts
         self._evaluate = evaluate and bool(config.eval.prompts)
@@ -112,8 +114,14 @@ class Up:
         )
 
     def _phases(self) -> tuple[str, int]:
+        remove_leftovers(self.folder.id)  # of a life of this run that was killed
+        origin = self.folder.read_origin()
         if self._evaluate:
-            self._outcome["before"] = self._eval("before", self.config.model.path)
+            known = origin.get("before")
+            self._outcome["before"] = known or self._eval("before", self.config.model.path)
+        search = [str(path) for path in self._search]
+        found = {"search": search, "before": self._outcome.get("before")}
+        self.folder.origin.write_text(json.dumps(found) + "\n", encoding="utf-8")
         reason, code = self._supervise()
         if code == EXIT_DONE and self._evaluate:
             self._outcome["after"] = self._eval("after", str(self.folder.model))

@@ -6,6 +6,7 @@
     |-- RejectedError          4  a peer refused us (protocol version, role, run)
     |-- PeerLostError          5  a peer that we need went away
     |   `-- DeadlineError      5  a wait ended without its answer: names what it waited for
+    |-- DivergedError          7  training has gone wrong, and would again
     `-- WireError              6  bytes that are not a valid message
         `-- LimitError         6  a message above its size limits
 
@@ -53,6 +54,12 @@ class PeerLostError(UmbraError):
 
 class DeadlineError(PeerLostError):
     """A wait ended without its answer."""
+
+
+class DivergedError(UmbraError):
+    """Training has gone wrong, and would again from the same checkpoint."""
+
+    exit_code = 7
 
 
 class WireError(UmbraError):

@@ -13,6 +13,8 @@ from typing import Any, Literal
 from umbra.proto.base import Header as Header
 from umbra.proto.base import Message, Role, State
 from umbra.proto.operator import (
+    CheckpointMade,
+    CheckpointRequest,
     DrainRequest,
     EvalBegun,
     EvalRequest,
@@ -319,6 +321,7 @@ class BatchLease(Message, frozen=True, kw_only=True):
     trajectories: list[Trajectory]
     waiting_for: str = ""
     paused: bool = False  # it is not late: the run was paused
+    checkpoint: bool = False  # save the state of now before anything else
 
 
 class CommitBatch(Message, frozen=True, kw_only=True):
@@ -339,6 +342,8 @@ class CheckpointSaved(Message, frozen=True, kw_only=True):
     """The trainer can start again after `step`: batches up to it need not be kept any more."""
 
     step: int
+    newest: int = -1  # step of the newest checkpoint, on which the trainer need not rely alone
+    error: str = ""  # why the last one that was tried is not there
 
 
 class FinishRun(Message, frozen=True, kw_only=True):
@@ -366,7 +371,7 @@ class Event(Message, frozen=True, kw_only=True):
 CONTROL: tuple[type[Message], ...] = (
     Join, Welcome, Heartbeat, HeartbeatAck, Leave, Command, Ping, Pong, StatusRequest, Status,
     DrainRequest, PauseRequest, ResumeRequest, EvalRequest, EvalBegun,
-    InterruptRequest, Interrupted,
+    CheckpointRequest, CheckpointMade, InterruptRequest, Interrupted,
 )  # fmt: skip
 DATA: tuple[type[Message], ...] = (
     LeaseSamples, SampleLeases, SubmitTrajectories, SubmitAck, ReturnSamples, RenewLeases, RenewAck,

@@ -33,6 +33,16 @@ class EvalBegun(Message, frozen=True, kw_only=True):
     samples: int
 
 
+class CheckpointRequest(Message, frozen=True, kw_only=True):
+    """Have the trainer save its state as it is now, or after the step that it is in."""
+
+
+class CheckpointMade(Message, frozen=True, kw_only=True):
+    """The trainer can start again after `step`."""
+
+    step: int
+
+
 class InterruptRequest(Message, frozen=True, kw_only=True):
     """Have `samples` (empty: all) come back as partials from where they are being generated."""
 

@@ -20,8 +20,8 @@ from umbra.proto.codec import DEFAULT_LIMITS
 from umbra.proto.errors import StartupError, UmbraError, UsageError
 
 LINGER_MS = 1_000
-HEARTBEAT_INTERVAL_MS = 4_000
-HEARTBEAT_TIMEOUT_MS = 10_000
+HEARTBEAT_INTERVAL_MS = 10_000  # two connections of each member: a server of many notices
+HEARTBEAT_TIMEOUT_MS = 20_000
 HWM_MESSAGES = 1_000
 ROUTER_RECEIVE_HWM = 2  # of each peer: a server of many must not take in what it cannot work on yet
 TELEMETRY_HWM_MESSAGES = 1_000  # of some KB each: what a watcher that does not read may cost

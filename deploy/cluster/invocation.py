@@ -133,7 +133,7 @@ def inputs(plan: Plan, process: Process, paths: Paths) -> list[str]:
         "buffer": [config.data.prompts, *config.data.sources],
         "relay": [],
         "train": [config.model.path, config.critic.path],
-        "generate": [config.model.path, config.generator.replay],
+        "generate": [config.model.path, config.generator.replay, config.generator.serve_key],
         "ref_logp": [config.model.path, config.scorer.model],
     }
     paths_in = found.get(process.task, [config.model.path])
@@ -146,7 +146,8 @@ def inputs(plan: Plan, process: Process, paths: Paths) -> list[str]:
 
 def modules_of(config: RunConfig, run_file: Path) -> str:
     """The folder of the user's own modules; empty if the run names none."""
-    named = (config.environment.kind, config.environment.reward, config.data.curriculum)
+    environment = config.environment
+    named = (environment.kind, environment.reward, environment.agent, config.data.curriculum)
     return str(run_file.resolve().parent) if any(":" in name for name in named) else ""
 
 

@@ -137,6 +137,7 @@ class Broker:
             batches=self.batches,
             members=self.members,
             training=works.training,
+            run_ahead=works.run_ahead,
             evals=works.evals,
             gate=works.gate,
             prompts=prompts,

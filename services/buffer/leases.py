@@ -8,6 +8,7 @@ from umbra.proto.records import SampleTask
 from umbra.services.buffer.batches import Batches
 from umbra.services.buffer.groups import Sample
 from umbra.services.buffer.prompts import Prompts
+from umbra.services.buffer.run_ahead import RunAhead
 from umbra.services.buffer.samples import Pool
 from umbra.services.buffer.staleness import StalenessPolicy
 from umbra.services.runtime.config import Buffer
@@ -26,6 +27,7 @@ class Leases:
         batches: Batches,
         policy: StalenessPolicy,
         prompts: Prompts,
+        run_ahead: RunAhead,
         config: Buffer,
         counters: Counter[str],
     ) -> None:
@@ -33,6 +35,7 @@ class Leases:
         self._batches = batches
         self._policy = policy
         self._prompts = prompts
+        self._run_ahead = run_ahead
         self._config = config
         self._counters = counters
 
@@ -46,7 +49,9 @@ class Leases:
         """Groups that may be issued."""
         if self._pool.blocked:
             return 0
-        return self._policy.room(self._batches.untrained, self._batches.version)
+        return self._policy.room(
+            self._batches.untrained, self._batches.version, self._run_ahead.now
+        )
 
     def take(
         self, holder: str, *, version: int, capacity: int, waiting: int, now: float

@@ -15,8 +15,9 @@ from umbra.services.runtime.config import Buffer
 from umbra.services.runtime.server import Request
 
 SKEW_S = 1.0  # clocks that differ by more are pointed out
+DEPARTED_KEPT = 1024  # names and incarnations that are remembered after their end
 BEATS_PER_S = 64  # heartbeats of all members together, about: each costs as much as a trajectory
-BEATS_UNTIL_DEAD = 4  # but so many of a member have to be missing until it counts as dead
+BEATS_UNTIL_DEAD = 3  # but so many of a member have to be missing until it counts as dead
 SINGLE: tuple[Role, ...] = ("trainer", "weight_hub")  # roles of which a run has one
 
 
@@ -78,7 +79,7 @@ class Membership:
         self._heartbeat_s = config.heartbeat_s
         self._dead_after_s = config.dead_after_s
         self._stall_s = config.stall_s
-        self._superseded: set[tuple[str, str]] = set()
+        self._superseded: dict[tuple[str, str], None] = {}
 
     @property
     def working(self) -> list[Peer]:
@@ -122,7 +123,8 @@ class Membership:
                 path="name",
             )
         if before is not None and before.incarnation != header.incarnation:
-            self._superseded.add((body.name, before.incarnation))
+            self._superseded[body.name, before.incarnation] = None
+            _forget_oldest(self._superseded)
         peer = Peer(
             name=body.name,
             role=body.role,
@@ -178,6 +180,7 @@ class Membership:
         del self.peers[peer.name]
         self._index()
         self.departed[peer.name] = why
+        _forget_oldest(self.departed)
         self.changed.add(peer.name)
 
     def record(self, name: str) -> dict[str, Any] | None:
@@ -243,3 +246,8 @@ class Membership:
             reason=f"another process has joined as {name!r} since: names must be unique",
             path="incarnation",
         )
+
+
+def _forget_oldest(kept: dict[Any, Any]) -> None:
+    if len(kept) > DEPARTED_KEPT:
+        del kept[next(iter(kept))]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from umbra.proto.errors import RejectedError
 from umbra.proto.messages import (
+    CheckpointRequest,
     Command,
     DrainRequest,
     EvalBegun,
@@ -24,7 +25,8 @@ from umbra.services.buffer.works import Works
 from umbra.services.runtime.server import Request
 
 OPERATIONS: tuple[type[Message], ...] = (
-    DrainRequest, PauseRequest, ResumeRequest, EvalRequest, InterruptRequest,
+    DrainRequest, PauseRequest, ResumeRequest, EvalRequest, CheckpointRequest,
+    InterruptRequest,
 )  # fmt: skip
 DRAINABLE = ("generator", "scorer")
 
@@ -62,6 +64,8 @@ class Operations:
                 log.info("resumed by %s", request.header.sender)
                 self._works.resume()
                 self._outbox.reply(request, Ok())
+            case CheckpointRequest():
+                self._works.training.checkpoint_wanted(request, now)
             case EvalRequest():
                 self._evaluate(request)
             case DrainRequest(member="", reason=reason):

@@ -13,6 +13,7 @@ from umbra.services.buffer.gate import Gate
 from umbra.services.buffer.journal import Journal
 from umbra.services.buffer.membership import Membership
 from umbra.services.buffer.prompts import Prompts
+from umbra.services.buffer.run_ahead import RunAhead
 from umbra.services.buffer.samples import Pool
 from umbra.services.buffer.staleness import StalenessStats
 from umbra.services.buffer.store import StoreError
@@ -41,6 +42,7 @@ class Recovery:
         batches: Batches,
         members: Membership,
         training: Training,
+        run_ahead: RunAhead,
         evals: Evals,
         gate: Gate,
         prompts: Prompts,
@@ -53,6 +55,7 @@ class Recovery:
         self._batches = batches
         self._members = members
         self._training = training
+        self._run_ahead = run_ahead
         self._evals = evals
         self._gate = gate
         self._prompts = prompts
@@ -133,6 +136,7 @@ class Recovery:
             "staleness": batches.trained.sums(),
             "last_staleness": batches.last.sums(),
             "committer": self._training.committer,
+            "run_ahead": self._run_ahead.record(),
             "prompts": self._prompts.position(),
             "finished": self.finished,
             "paused": self._gate.reason,
@@ -155,6 +159,7 @@ class Recovery:
         batches.trained = StalenessStats(**record["staleness"])
         batches.last = StalenessStats(**record["last_staleness"])
         self._training.committer = record["committer"]
+        self._run_ahead.restore(record["run_ahead"])
         self.finished = record["finished"]
         self._gate.shut(record["paused"])
         self._counters.update(record["counters"])

@@ -26,6 +26,8 @@ samples and the sweep is the guarantee. Nothing can deadlock: while no group may
 generator with g = v, u >= B, so a whole batch is under way already, and each of its samples may be
 leased at g = v (it was issued under b <= v + K, and v only grows).
 
+With `min_ess` A is lowered and raised while the run goes on, in the admission alone; K stays.
+
 Example: B = 2, A = 1, K = 2, v = 3. 6 groups are trained; admission is open until 4 are not. The
 third of them has b = 4 and needs g >= 2. It is trained at version 4 if nothing overtakes it:
 staleness 4 - g, at most 2. `docs/staleness.md` has the same with pictures and other systems' names.
@@ -75,13 +77,14 @@ class StalenessPolicy:
         """Staleness of a sample that nothing overtakes, begun with the newest weights."""
         return min(self.run_ahead + self.uses - 1, self.bound)
 
-    def needed(self, version: int) -> int:
-        """Untrained groups that the coming batches need, u <= this + O."""
-        return min(self.run_ahead + 1, self.steps - version) * self.batch_groups
+    def needed(self, version: int, run_ahead: int | None = None) -> int:
+        """Untrained groups that the coming batches need, u <= this + O; `run_ahead` may be less."""
+        ahead = self.run_ahead if run_ahead is None else run_ahead
+        return min(ahead + 1, self.steps - version) * self.batch_groups
 
-    def room(self, untrained: int, version: int) -> int:
-        """Groups that may still be issued, `untrained` being u."""
-        needed = self.needed(version)
+    def room(self, untrained: int, version: int, run_ahead: int | None = None) -> int:
+        """Groups that may still be issued, `untrained` being u; `run_ahead` may be less than A."""
+        needed = self.needed(version, run_ahead)
         return needed + self.oversample - untrained if needed > 0 else 0
 
     def due_version(self, untrained: int, version: int) -> int:

@@ -20,8 +20,10 @@ from umbra.services.buffer.batches import Batches
 from umbra.services.buffer.curves import StepCurves
 from umbra.services.buffer.effects import Outbox
 from umbra.services.buffer.gate import Gate
+from umbra.services.buffer.run_ahead import RunAhead
 from umbra.services.buffer.samples import Pool
 from umbra.services.buffer.shelf import digest
+from umbra.services.buffer.wishes import Wishes
 from umbra.services.runtime.server import Request
 
 log = logging.getLogger(__name__)
@@ -46,6 +48,7 @@ class Training:
         gate: while it is shut no batch is handed out.
         evaluating: whether no new batch may be formed because of an evaluation.
         formed: called when a new batch was formed.
+        run_ahead: hears what the trainer says of each batch.
     """
 
     def __init__(
@@ -58,11 +61,13 @@ class Training:
         gate: Gate,
         evaluating: Callable[[], bool],
         formed: Callable[[], None],
+        run_ahead: RunAhead,
         counters: Counter[str],
         outbox: Outbox,
     ) -> None:
         self.closed = False
         self.curves = StepCurves()
+        self.wishes = Wishes(batches, outbox)
         self.committer = ""  # incarnation of the trainer that made the last commit
         self.wanted_since: float | None = None  # when the missing batch was first asked for
         self._pool = pool
@@ -72,6 +77,7 @@ class Training:
         self._gate = gate
         self._evaluating = evaluating
         self._formed = formed
+        self._run_ahead = run_ahead
         self._counters = counters
         self._outbox = outbox
         self._question: _Question | None = None
@@ -99,7 +105,7 @@ class Training:
             self._outbox.reply(request, Nack(code="wrong_step", reason=reason, path="step"))
             return
         if self.closed:
-            self._outbox.reply(request, _nothing(body.step, "nothing: the run is ending"))
+            self._outbox.reply(request, self._nothing(body.step, "nothing: the run is ending"))
             return
         if self.wanted_since is None:
             self.wanted_since = now
@@ -115,6 +121,7 @@ class Training:
             self.committer = request.header.incarnation
             self.curves.add(body.step, body.metrics)
             self._counters["mixed_version"] += batch.staleness.mixed
+            self._heard(body)
         elif 1 <= body.step <= self._batches.version:
             self._counters["repeated_commits"] += 1
         else:
@@ -138,6 +145,13 @@ class Training:
             return
         self._batches.cover(body.step)
         self._outbox.reply(request, Ok())
+        self.wishes.told(body)
+
+    def checkpoint_wanted(self, request: Request, now: float) -> None:
+        """An operator wants a checkpoint: the trainer hears of it at once, if it is waiting."""
+        self.wishes.add(request, now)
+        if self.wishes.open:
+            self._answer_parked("a checkpoint is wanted first")
 
     def serve(self, now: float) -> None:
         """Answer the parked question if its batch is full."""
@@ -167,12 +181,14 @@ class Training:
         trajectories = [self._pool.shelf.packed(name) for name in batch.sample_ids]
         # Shows, also when it is handed out again, that step and bytes belong together.
         self._outbox.measure("handed_out", step=batch.step, digest=digest(trajectories))
-        self._outbox.reply(question.request, BatchLease(step=batch.step, trajectories=trajectories))
+        lease = BatchLease(step=batch.step, trajectories=trajectories, checkpoint=self.wishes.open)
+        self._outbox.reply(question.request, lease)
 
     def expire(self, now: float) -> None:
         """Answer the parked question if its wait is over."""
         if self._question is not None and self._question.deadline <= now:
             self._answer_parked(self._missing(now))
+        self.wishes.expire(now)
 
     def forget(self) -> None:
         """The trainer is gone; its batch stays leased for the next one."""
@@ -182,6 +198,7 @@ class Training:
         """No more batches."""
         self.closed = True
         self._answer_parked("nothing: the run is ending")
+        self.wishes.close()
         self.wanted_since = None
 
     def _rewind(self, trainer: str, step: int, now: float) -> None:
@@ -193,13 +210,28 @@ class Training:
         self._counters["steps_repeated"] += lost
         self._batches.rewind(step, now)
         self.curves.cut(step)
+        self.wishes.forget_after(step - 1)
+
+    def _heard(self, body: CommitBatch) -> None:
+        """What the trainer has measured of a batch."""
+        if body.metrics.get("skipped") == 1.0:
+            self._counters["batches_skipped"] += 1
+        ess = body.metrics.get("ess")
+        if self._run_ahead.heard(ess, body.step):
+            self._outbox.measure(
+                "run_ahead", step=body.step, ess=ess, run_ahead=self._run_ahead.now
+            )
 
     def _answer_parked(self, waiting_for: str) -> None:
         if self._question is not None:
             question, self._question = self._question, None
-            nothing = _nothing(question.step, waiting_for, paused=self._gate.is_shut)
-            self._outbox.reply(question.request, nothing)
+            self._outbox.reply(question.request, self._nothing(question.step, waiting_for))
 
-
-def _nothing(step: int, waiting_for: str, *, paused: bool = False) -> BatchLease:
-    return BatchLease(step=step, trajectories=[], waiting_for=waiting_for, paused=paused)
+    def _nothing(self, step: int, waiting_for: str) -> BatchLease:
+        return BatchLease(
+            step=step,
+            trajectories=[],
+            waiting_for=waiting_for,
+            paused=self._gate.is_shut,
+            checkpoint=self.wishes.open,
+        )

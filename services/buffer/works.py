@@ -20,6 +20,7 @@ from umbra.services.buffer.membership import Membership, Peer
 from umbra.services.buffer.prompts import Prompt, Prompts
 from umbra.services.buffer.replays import Replays
 from umbra.services.buffer.rollouts import EVAL_PREFIX, Rollouts
+from umbra.services.buffer.run_ahead import RunAhead
 from umbra.services.buffer.samples import Pool
 from umbra.services.buffer.sampling import BatchRules
 from umbra.services.buffer.scorers import Scorers
@@ -91,7 +92,10 @@ class Works:
             replays,
             restart_stale=buffer.stale_policy == "restart",
         )
-        self.leases = Leases(self.pool, self.batches, self.policy, prompts, buffer, counters)
+        self.run_ahead = RunAhead(buffer.run_ahead, buffer.min_ess)
+        self.leases = Leases(
+            self.pool, self.batches, self.policy, prompts, self.run_ahead, buffer, counters
+        )
         self.evals = Evals(
             eval_pool,
             Journal(store, eval_pool),
@@ -136,6 +140,7 @@ class Works:
             gate=self.gate,
             evaluating=lambda: self.evals.pausing,
             formed=self.interrupts.batch_formed,
+            run_ahead=self.run_ahead,
             counters=counters,
             outbox=outbox,
         )

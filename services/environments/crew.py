@@ -29,6 +29,7 @@ from umbra.services.environments.frames import (
     frame,
     read_from_worker,
 )
+from umbra.services.environments.loading import name_of
 from umbra.services.environments.plays import Result
 from umbra.services.environments.worker import overdue
 from umbra.services.runtime.config import Environment
@@ -61,12 +62,14 @@ class _Worker:
     room: int
     calls: dict[int, _Call] = field(default_factory=dict)
     waiting: deque[_Call] = field(default_factory=deque)  # whose sessions are here
+    ending: set[int] = field(default_factory=set)  # calls whose samples are over
     suspect: _Call | None = None  # is played alone here: it was there when a process ended
     alive: bool = True
     verdict: str = ""  # why it was killed
 
     def free(self) -> bool:
-        return self.alive and self.suspect is None and len(self.calls) < self.room
+        waits = self.suspect is not None or self.ending
+        return self.alive and not waits and len(self.calls) < self.room
 
     def kill(self) -> None:
         # Not `process.kill()`: that may reap the process, and asyncio would lose its exit code.
@@ -84,13 +87,22 @@ class Crew:
     Args:
         config: the environment; `workers` is how many processes there may be.
         deliver: called with sample, answer and error ("" if there is an answer).
+        started: called with the sample whenever a process begins to play for it.
+        end_forgotten: what plays on for a sample that is over is ended, with its process if needed.
     """
 
     def __init__(
-        self, config: Environment, deliver: Callable[[str, Result | None, str], None]
+        self,
+        config: Environment,
+        deliver: Callable[[str, Result | None, str], None],
+        started: Callable[[str], None] = lambda key: None,
+        *,
+        end_forgotten: bool = False,
     ) -> None:
         self._config = config
         self._deliver = deliver
+        self._started = started
+        self._end_forgotten = end_forgotten
         self._workers: list[_Worker] = []
         self._starting = 0
         self._number = 0
@@ -122,8 +134,13 @@ class Crew:
     def forget(self, key: str) -> None:
         """The sample is over; an answer that is under way goes nowhere."""
         session = self._sessions.pop(key, None)
-        if session is not None and session.worker is not None:
-            session.worker.tell(Forget(key))
+        worker = session.worker if session is not None else None
+        if worker is None:
+            return
+        worker.tell(Forget(key))
+        if self._end_forgotten:
+            for call in [c for c in worker.calls.values() if c.session is session]:
+                self._end_soon(worker, call)
 
     async def close(self) -> None:
         """End all processes."""
@@ -177,8 +194,10 @@ class Crew:
         limit = self._config.timeout_s + (_GRACE_S if worker.room > 1 else 0.0)
         call.timer = asyncio.get_running_loop().call_later(limit, self._overdue, worker, call)
         worker.tell(call.play)
+        self._started(call.play.key)
 
     def _played(self, worker: _Worker, reply: Played) -> None:
+        worker.ending.discard(reply.number)
         call = worker.calls.pop(reply.number, None)
         if call is None:
             return
@@ -207,6 +226,16 @@ class Crew:
         worker.calls.pop(call.play.number, None)
         self._answer(call, None, overdue(self._config.timeout_s))
         self._end(worker, "another sample's call hung in it")
+
+    def _end_soon(self, worker: _Worker, call: _Call) -> None:
+        """End a play whose sample is over; one among others may end itself."""
+        if worker.room == 1:
+            self._end(worker, "its sample is over")
+        elif call.timer is not None:
+            call.timer.cancel()
+            loop = asyncio.get_running_loop()
+            call.timer = loop.call_later(_GRACE_S, self._overdue, worker, call)
+            worker.ending.add(call.play.number)
 
     def _end(self, worker: _Worker, verdict: str) -> None:
         worker.verdict = worker.verdict or verdict
@@ -277,13 +306,13 @@ class Crew:
             process.kill()
             raise DeadlineError(
                 f"a process for environments was not ready after {START_S:g} s: does importing "
-                f"{self._config.reward or self._config.kind} hang?"
+                f"{name_of(self._config)} hang?"
             ) from None
         if not isinstance(hello, Hello):
             code = await process.wait()
             raise UsageError(
-                f"a process for {self._config.reward or self._config.kind} ended with exit code "
-                f"{code} when it was started"
+                f"a process for {name_of(self._config)} ended with exit code {code} when it was "
+                "started"
             )
         if hello.usage_error:
             await process.wait()

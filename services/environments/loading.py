@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from umbra.proto.errors import UsageError
+from umbra.services.environments.agent_program import AgentProgram
 from umbra.services.environments.guess import Guess
 from umbra.services.environments.gym import ReasoningGym
 from umbra.services.environments.protocol import Environment, EnvironmentFactory
@@ -45,6 +46,17 @@ def runs_inline(config: EnvironmentConfig) -> bool:
     return config.kind in _INSTANT
 
 
+def name_of(config: EnvironmentConfig) -> str:
+    """What the user calls the environment, for errors."""
+    match config.kind:
+        case "reward":
+            return f"environment {config.reward}"
+        case "agent":
+            return f"agent {config.agent}"
+        case kind:
+            return f"environment {kind}"
+
+
 def load_environment(config: EnvironmentConfig) -> EnvironmentFactory:
     """The factory of the configured environment.
 
@@ -61,6 +73,13 @@ def load_environment(config: EnvironmentConfig) -> EnvironmentFactory:
         return _checked(
             lambda: RewardFunction(function, f"reward {config.reward}", **options), config
         )
+    if config.kind == "agent":
+        if not config.agent:
+            raise UsageError(
+                'environment.kind = "agent" needs environment.agent = "module:function" here'
+            )
+        agent = _load(config.agent, "environment.agent")
+        return _checked(lambda: AgentProgram(agent, name_of(config), **options), config)
     if config.kind == "tools" and "tools" in options:
         options["tools"] = [_tool(name) for name in _names(options["tools"])]
     if config.kind in _KINDS:
@@ -73,7 +92,7 @@ def load_environment(config: EnvironmentConfig) -> EnvironmentFactory:
                 f"environment.kind {config.kind!r} has no method {' and no '.join(missing)}"
             )
     else:
-        known = [*_KINDS, "reward"]
+        known = [*_KINDS, "reward", "agent"]
         raise UsageError(
             f"environment.kind {config.kind!r} is unknown{_nearest(config.kind, known)}; use "
             f'{", ".join(known)}, or a class as "module:Class"'

@@ -5,26 +5,28 @@ A reward that raises, hangs or floods memory costs the sample that it was for.
 
 from __future__ import annotations
 
-import asyncio
 import queue
-import threading
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from umbra.services.environments.asking import Ask
 from umbra.services.environments.crew import START_S, Crew
 from umbra.services.environments.loading import load_environment, runs_inline
+from umbra.services.environments.loop_thread import LoopThread
 from umbra.services.environments.plays import Plays, Result
 from umbra.services.environments.protocol import EnvironmentFactory, Row, SampleError
 from umbra.services.runtime.config import Environment as EnvironmentConfig
 
+_WAIT_S = START_S + 10.0
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a play ended with: an answer, or the reason why there is none."""
+    """What a play ended with: an answer, or the reason why there is none. Agents ask in between."""
 
     key: str
-    value: Result | None = None
+    value: Result | Ask | None = None
     error: str = ""
 
 
@@ -107,21 +109,19 @@ class ProcessPool:
     ) -> None:
         self._wake = wake
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="environments", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("environments")
         self._crew = Crew(config, self._deliver)
         try:
-            self._await(self._crew.start())
+            self._thread.wait(self._crew.start(), _WAIT_S)
         except BaseException:
             self.close()
             raise
 
     def play(self, key: str, row: Row, responses: Sequence[str]) -> None:
-        self._loop.call_soon_threadsafe(self._crew.play, key, row, list(responses))
+        self._thread.call(self._crew.play, key, row, list(responses))
 
     def forget(self, key: str) -> None:
-        self._loop.call_soon_threadsafe(self._crew.forget, key)
+        self._thread.call(self._crew.forget, key)
 
     def collect(self) -> list[Outcome]:
         found: list[Outcome] = []
@@ -132,23 +132,13 @@ class ProcessPool:
                 return found
 
     def close(self) -> None:
-        if self._loop.is_closed():
-            return
-        self._await(self._crew.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        if not self._thread.closed:
+            self._thread.wait(self._crew.close(), _WAIT_S)
+            self._thread.close()
 
     def _deliver(self, key: str, value: Result | None, error: str) -> None:
         self._outcomes.put(Outcome(key, value, error))
         self._wake()
-
-    def _await(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(START_S + 10.0)
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
 
 
 def _at_once(play: Coroutine[Any, Any, list[Result]]) -> list[Result]:

@@ -24,7 +24,7 @@ from umbra.services.environments.frames import (
     frame,
     read_by_worker,
 )
-from umbra.services.environments.loading import load_environment
+from umbra.services.environments.loading import load_environment, name_of
 from umbra.services.environments.plays import Plays
 from umbra.services.environments.protocol import EnvironmentFactory, SampleError
 from umbra.services.runtime.config import Environment
@@ -40,16 +40,18 @@ class Worker:
         self._plays = plays
         self._timeout_s = timeout_s
         self._out = out
-        self._under_way: set[asyncio.Task[None]] = set()
+        self._under_way: dict[str, asyncio.Task[None]] = {}  # by sample
 
     def take(self, message: Play | Forget) -> None:
         """Begin what is asked for."""
         if isinstance(message, Forget):
             self._plays.forget(message.key)
+            if (task := self._under_way.get(message.key)) is not None:
+                task.cancel()
             return
         task = asyncio.ensure_future(self._play(message))
-        self._under_way.add(task)
-        task.add_done_callback(self._under_way.discard)
+        self._under_way[message.key] = task
+        task.add_done_callback(lambda _: self._over(message, task))
 
     async def _play(self, play: Play) -> None:
         try:
@@ -64,6 +66,15 @@ class Worker:
             reply = frame(Played(play.number, error=overdue(self._timeout_s)))
         except (TypeError, ValueError, OverflowError) as error:
             reply = frame(Played(play.number, error=f"the environment's answer: {error}"))
+        self._write(reply)
+
+    def _over(self, play: Play, task: asyncio.Task[None]) -> None:
+        if self._under_way.get(play.key) is task:
+            del self._under_way[play.key]
+        if task.cancelled():
+            self._write(frame(Played(play.number, error="its sample is over")))
+
+    def _write(self, reply: bytes) -> None:
         self._out.write(reply)
         self._out.flush()
 
@@ -108,8 +119,7 @@ async def _serve(source: int, out: BinaryIO) -> None:
     _confine(config)
     out.write(frame(hello))
     out.flush()
-    name = config.reward if config.kind == "reward" else config.kind
-    worker = Worker(Plays(make, f"environment {name}"), config.timeout_s, out)
+    worker = Worker(Plays(make, name_of(config)), config.timeout_s, out)
     while isinstance(message := await read_by_worker(reader), Play | Forget):
         worker.take(message)
 

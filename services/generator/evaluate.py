@@ -12,7 +12,7 @@ import torch
 
 from umbra.proto.errors import UmbraError, UsageError
 from umbra.proto.records import SampleTask, Trajectory
-from umbra.services.environments.pool import open_pool
+from umbra.services.generator.pools import open_environments
 from umbra.services.generator.rollout import RolloutSettings, limits_of, sampling_of
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.torch_engine import TorchEngine
@@ -76,9 +76,15 @@ def evaluate_model(
         version=0,
     )
     sampling = sampling_of(config.sampling, greedy=greedy)
-    pool = open_pool(config.environment)
+    chat = Chat(tokenizer, stops)
+    # Agents may name the run's sampling, however their answers are drawn here.
+    pool = open_environments(config, config.environment, chat, sampling_of(config.sampling))
     settings = RolloutSettings(
-        Chat(tokenizer, stops), sampling, max_context, limits_of(config.environment)
+        chat,
+        sampling,
+        max_context,
+        limits_of(config.environment),
+        agents=config.environment.kind == "agent",
     )
     runner = RolloutRunner(engine, pool, settings)
     start = time.perf_counter()

@@ -3,30 +3,29 @@
     RESET -> GENERATE -> STEP -> (GENERATE | DONE)
 
 The owner calls `reset_done`, `generated` and `stepped` with what engine and environment gave, and
-does what `phase` says next. Tokens are only ever appended.
+does what `phase` says next. An agent calls `asked` for each turn instead, and `stepped` at the end.
 """
 
 from __future__ import annotations
 
 import enum
-import itertools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import (
     SampleTask,
     Sampling,
     Trajectory,
-    VersionSpan,
     pack_float32,
     pack_int32,
-    unpack_float32,
     unpack_int32,
 )
+from umbra.services.environments.asking import Ask, RefusedError, Turn
 from umbra.services.environments.protocol import Opening, SampleError, StepResult
 from umbra.services.generator.engine import EngineOutput, EngineRequest
+from umbra.services.generator.tokens import ResponseTokens, tokens_of
 from umbra.services.modeling.chat import Chat
 from umbra.services.runtime.config import Environment as EnvironmentConfig
 from umbra.services.runtime.config import SamplingConfig
@@ -59,48 +58,8 @@ class RolloutSettings:
     max_context: int
     limits: Limits = Limits()
     generator: str = ""
+    agents: bool = False  # the environments are agents, which begin when they like
     clock: Callable[[], float] = time.time
-
-
-@dataclass
-class _Tokens:
-    """The response so far; the lists have one entry per token."""
-
-    ids: list[int] = field(default_factory=list)
-    mask: bytearray = field(default_factory=bytearray)
-    logprobs: list[float] = field(default_factory=list)
-    spans: list[VersionSpan] = field(default_factory=list)
-
-    def add_model(self, output: EngineOutput) -> None:
-        offset = len(self.ids)
-        self.ids += output.token_ids
-        self.mask += b"\x01" * len(output.token_ids)
-        self.logprobs += output.logprobs
-        for span in output.spans:
-            self._add_span(span.version, offset + span.end)
-
-    def add_environment(self, ids: list[int]) -> None:
-        # They were sampled by nobody: counted to the span before them, they change no staleness.
-        self.ids += ids
-        self.mask += bytes(len(ids))
-        self.logprobs += [0.0] * len(ids)
-        self._add_span(self.spans[-1].version, len(self.ids))
-
-    def _add_span(self, version: int, end: int) -> None:
-        start = self.spans[-1].end if self.spans else 0
-        if end == start:
-            return
-        if self.spans and self.spans[-1].version == version:
-            start = self.spans.pop().start
-        self.spans.append(VersionSpan(version=version, start=start, end=end))
-
-    def copy(self) -> _Tokens:
-        return _Tokens(self.ids[:], self.mask[:], self.logprobs[:], self.spans[:])
-
-    def segments(self) -> list[list[int]]:
-        """The tokens of model turn, environment turn, model turn, ... in order."""
-        ids = iter(self.ids)
-        return [[next(ids) for _ in run] for _, run in itertools.groupby(self.mask)]
 
 
 class Rollout:
@@ -109,9 +68,10 @@ class Rollout:
     def __init__(self, task: SampleTask, settings: RolloutSettings) -> None:
         self.task = task
         self.phase = Phase.RESET
+        self.ask: Ask | None = None  # what an agent asked for last
         self._settings = settings
         self._prompt: list[int] = []
-        self._tokens = _Tokens()
+        self._tokens = ResponseTokens()
         self._turn_start = 0  # where the current model turn begins
         self._turns = 0
         self._reward = 0.0
@@ -121,8 +81,8 @@ class Rollout:
         self._began = self._started = settings.clock()
         # Turns of a partial, model's and environment's, that the environment has to see again.
         self._replay: list[tuple[list[int], list[int]]] = []
-        if task.partial is not None and _sound(task.partial):
-            self._resume(task.partial)
+        if task.partial is not None and (tokens := tokens_of(task.partial)) is not None:
+            self._resume(task.partial, tokens)
 
     def reset_done(self, opening: Opening) -> None:
         """The environment opened the conversation.
@@ -143,6 +103,47 @@ class Rollout:
                 f"room for an answer in generator.max_context = {self._settings.max_context}"
             )
         self._continue_turn()
+
+    def asked(self, ask: Ask) -> None:
+        """An agent wants a turn: the first (phase RESET), or one more (phase STEP).
+
+        Raises:
+            RefusedError: there is none for it; nothing has changed.
+        """
+        if self.phase is Phase.RESET:
+            self._asked_first(ask)
+        elif self._replay:
+            said, heard = self._replay[0]
+            if self._asked_ids(ask, said[-1]) == heard:
+                self._replay.pop(0)
+                self._turns += 1
+            else:  # the agent does not do the same again: the sample starts anew
+                self._restart()
+                return
+        else:
+            self._asked_more(ask)
+        self.ask = ask
+        self._continue_turn()
+
+    def turn(self) -> Turn:
+        """What the model said last, for the agent that asked for it (phase STEP)."""
+        replayed = [said for said, _ in self._replay]
+        heard = sum(len(said) + len(heard) for said, heard in self._replay)
+        start = self._turn_start - heard
+        ids = replayed[0] if replayed else self._tokens.ids[start:]
+        end = start + len(ids)
+        versions = [span.version for span in self._tokens.spans if span.start < end]
+        chat = self._settings.chat
+        wants_pieces = self.ask is not None and self.ask.pieces
+        return Turn(
+            text=chat.response_text(ids),
+            token_ids=ids,
+            logprobs=self._tokens.logprobs[start:end],
+            pieces=[chat.piece(token) for token in ids] if wants_pieces else [],
+            prompt_tokens=len(self._prompt) + start,
+            complete=ids[-1] in chat.stop_ids,
+            version=versions[-1],
+        )
 
     def request(self) -> EngineRequest:
         """What the engine has to generate now (phase GENERATE)."""
@@ -193,9 +194,11 @@ class Rollout:
         self._continue_turn()
 
     def overdue(self) -> bool:
-        """Whether the sample's time is over."""
+        """Whether the sample's time is over; waiting for an agent to begin does not count."""
         limit = self._settings.limits.seconds
-        return bool(limit) and self._settings.clock() - self._began > limit
+        if not limit or (self.phase is Phase.RESET and self._settings.agents):
+            return False
+        return self._settings.clock() - self._began > limit
 
     def expire(self) -> None:
         """End the sample here, with what was said and earned so far.
@@ -256,6 +259,54 @@ class Rollout:
 
     # -- turns ------------------------------------------------------------------------------------
 
+    def _asked_first(self, ask: Ask) -> None:
+        prompt = self._asked_ids(ask, None)
+        if not prompt:
+            raise RefusedError("the prompt has no tokens", "empty_prompt")
+        if len(prompt) >= self._settings.max_context:
+            raise RefusedError(
+                f"the prompt has {len(prompt)} tokens, which leaves no room for an answer in "
+                f"generator.max_context = {self._settings.max_context}",
+                "context_length_exceeded",
+            )
+        if self._prompt and prompt != self._prompt:
+            self._restart()  # what there is of the sample belongs to another prompt
+        self._prompt, self._began = prompt, self._settings.clock()
+
+    def _asked_more(self, ask: Ask) -> None:
+        if not self._turn_complete():
+            raise RefusedError(
+                "the model's last turn was cut before its end: only the reward can follow",
+                "context_length_exceeded",
+            )
+        if self._turns + 1 == self._settings.limits.turns:
+            raise RefusedError(
+                f"environment.max_turns = {self._settings.limits.turns} are over: only the reward "
+                "can follow",
+                "turn_limit_reached",
+            )
+        ids = self._asked_ids(ask, self._tokens.ids[-1])
+        total = len(self._tokens.ids) + len(ids)
+        if total >= self._most():
+            raise RefusedError(
+                f"{len(self._prompt)} prompt tokens and {total} more leave no room for an answer: "
+                "only the reward can follow",
+                "context_length_exceeded",
+            )
+        self._turns += 1
+        self._tokens.add_environment(ids)
+        self._turn_start = len(self._tokens.ids)
+
+    def _asked_ids(self, ask: Ask, last_token: int | None) -> list[int]:
+        """The tokens before the turn that is asked for, from the end of the model's last one on."""
+        chat = self._settings.chat
+        if ask.text is not None:
+            text = ask.text
+            return chat.text_ids(text)
+        if last_token is None:
+            return _templated("the prompt", lambda: chat.prompt_ids(ask.messages, ask.tools))
+        return _templated("a later turn", lambda: chat.turn_ids(ask.messages, last_token))
+
     def _continue_turn(self) -> None:
         """The model speaks on, or the environment answers what it said."""
         over = bool(self._replay) or self._turn_complete() or self._room() <= 0
@@ -264,9 +315,10 @@ class Rollout:
     def _room(self) -> int:
         """Tokens that the current turn may still get."""
         said = len(self._tokens.ids)
-        return min(
-            self._most() - said, self._settings.sampling.max_tokens - (said - self._turn_start)
-        )
+        limit = self._settings.sampling.max_tokens
+        if self.ask is not None and self.ask.max_tokens:
+            limit = min(limit, self.ask.max_tokens)
+        return min(self._most() - said, limit - (said - self._turn_start))
 
     def _most(self) -> int:
         """Tokens that the whole response may have."""
@@ -290,15 +342,10 @@ class Rollout:
 
     # -- partials ---------------------------------------------------------------------------------
 
-    def _resume(self, partial: Trajectory) -> None:
+    def _resume(self, partial: Trajectory, tokens: ResponseTokens) -> None:
         self._prompt = unpack_int32(partial.prompt_ids)
         self._started = partial.started_at or self._started
-        self._tokens = _Tokens(
-            unpack_int32(partial.response_ids),
-            bytearray(partial.loss_mask),
-            unpack_float32(partial.logprobs),
-            list(partial.spans),
-        )
+        self._tokens = tokens
         segments = self._tokens.segments()
         self._replay = list(zip(segments[0::2], segments[1::2], strict=False))
         self._turn_start = sum(len(said) + len(heard) for said, heard in self._replay)
@@ -312,9 +359,9 @@ class Rollout:
             self._restart()
 
     def _restart(self) -> None:
-        self._prompt, self._tokens, self._replay = [], _Tokens(), []
+        self._prompt, self._tokens, self._replay = [], ResponseTokens(), []
         self._turn_start = self._turns = 0
-        self._reward, self._parts, self._heard = 0.0, {}, []
+        self._reward, self._parts, self._heard, self.ask = 0.0, {}, [], None
         self.phase = Phase.RESET
 
 
@@ -325,19 +372,6 @@ def _templated(what: str, encode: Callable[[], list[int]]) -> list[int]:
         raise SampleError(str(error)) from error
     except Exception as error:
         raise SampleError(f"the chat template failed on {what}: {error}") from error
-
-
-def _sound(partial: Trajectory) -> bool:
-    """Whether a partial can be continued: it begins with a model's token and its parts agree."""
-    count = partial.response_tokens
-    return (
-        count > 0
-        and len(partial.loss_mask) == count
-        and len(partial.logprobs) == 4 * count
-        and partial.loss_mask[0] == 1
-        and bool(partial.spans)
-        and partial.spans[-1].end == count
-    )
 
 
 def limits_of(config: EnvironmentConfig) -> Limits:

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from umbra.proto.messages import ReturnedSample
 from umbra.proto.records import SampleTask, Trajectory
+from umbra.services.environments.asking import Ask, RefusedError
 from umbra.services.environments.pool import EnvironmentPool, Outcome
 from umbra.services.environments.protocol import Opening, SampleError, StepResult
 from umbra.services.generator.engine import Engine, EngineOutput
@@ -193,6 +194,8 @@ class RolloutRunner:
                 self._pool.play(_key(rollout), rollout.task.row, [])
             case Phase.GENERATE:
                 self._generate(rollout)
+            case Phase.STEP if rollout.ask is not None:
+                rollout.ask.reply(rollout.turn())
             case Phase.STEP:
                 self._pool.play(_key(rollout), rollout.task.row, rollout.responses())
             case Phase.DONE:
@@ -232,6 +235,12 @@ class RolloutRunner:
                     rollout.reset_done(opening)
                 case Phase.STEP, StepResult() as result:
                     rollout.stepped(result)
+                case Phase.RESET | Phase.STEP, Ask() as ask:
+                    try:
+                        rollout.asked(ask)
+                    except (RefusedError, SampleError) as error:
+                        ask.reply(error)  # the agent's mistake; its sample goes on
+                        return
                 case _:
                     return  # of the same lease, begun anew meanwhile
         except SampleError as error:

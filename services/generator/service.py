@@ -11,10 +11,10 @@ from contextlib import closing
 import msgspec
 
 from umbra.services.environments.loading import UNREWARDED
-from umbra.services.environments.pool import open_pool
 from umbra.services.generator.buffer_client import BufferClient
 from umbra.services.generator.engines import open_engine
 from umbra.services.generator.loop import GeneratorLoop
+from umbra.services.generator.pools import open_environments
 from umbra.services.generator.rollout import RolloutSettings, limits_of, sampling_of
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.showcase import Showcase
@@ -40,19 +40,23 @@ def run(ctx: ServiceContext) -> int:
         environment = msgspec.structs.replace(environment, kind=UNREWARDED, options={})
     opened = open_engine(config, ctx.name)
     wake = threading.Event()
+    sampling = sampling_of(config.sampling)
     settings = RolloutSettings(
         chat=opened.chat,
-        sampling=sampling_of(config.sampling),
+        sampling=sampling,
         max_context=config.generator.max_context,
         limits=limits_of(environment),
         generator=ctx.name,
+        agents=environment.kind == "agent",
     )
     # An eighth early: so much is decoded at most while what is flushed is on its way.
     flush_tokens = config.generator.partial_flush_tokens
     flush_tokens -= flush_tokens // 8
     with (
         closing(opened.engine) as engine,
-        closing(open_pool(environment, wake=wake.set)) as pool,
+        closing(
+            open_environments(config, environment, opened.chat, sampling, wake=wake.set)
+        ) as pool,
         ctx.join("generator") as session,
     ):
         ctx.ready({"role": "generator", "name": ctx.name})

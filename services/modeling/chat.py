@@ -11,6 +11,7 @@ from umbra.proto.errors import UsageError
 from umbra.services.environments.protocol import Message
 
 _PLACEHOLDER = "UMBRA-PLACEHOLDER"
+_CACHED_CHARS = 16_384  # what tools read out may be long, and is not read twice
 
 
 class Chat:
@@ -38,7 +39,9 @@ class Chat:
         Raises:
             UsageError: several messages for a tokenizer that has no chat template.
         """
-        return list(self._prompt(json.dumps(list(messages)), json.dumps(list(tools))))
+        texts = json.dumps(list(messages)), json.dumps(list(tools))
+        short = sum(map(len, texts)) <= _CACHED_CHARS
+        return list((self._prompt if short else self._encode_prompt)(*texts))
 
     def turn_ids(self, messages: Sequence[Message], last_token: int) -> list[int]:
         """Tokens that the environment adds between a model's turn and its next one.
@@ -46,8 +49,17 @@ class Chat:
         They are what the template writes after an assistant's message when `messages` follow it.
         `last_token` is the last one of the model's turn: its end token is not repeated.
         """
-        ids = self._tail(json.dumps(list(messages)))
+        text = json.dumps(list(messages))
+        ids = (self._tail if len(text) <= _CACHED_CHARS else self._encode_tail)(text)
         return list(ids[1:] if ids[0] == last_token else ids)
+
+    def text_ids(self, text: str) -> list[int]:
+        """Tokens of plain text, without a template."""
+        return list(self._encode(text))
+
+    def piece(self, token: int) -> str:
+        """The text of one token, special or not."""
+        return self._tokenizer.decode([token], clean_up_tokenization_spaces=False)
 
     def response_text(self, token_ids: Sequence[int]) -> str:
         """What the model said in one turn, without the stop token and other special tokens."""

@@ -48,6 +48,7 @@ def load_model(
             directory,
             local_files_only=True,
             trust_remote_code=False,
+            use_safetensors=True,
             dtype=dtype,
             attn_implementation="sdpa",
         )
@@ -74,7 +75,7 @@ def outline_model(path: str | Path, source: str = "model.path") -> Any:
             directory, local_files_only=True, trust_remote_code=False
         )
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config)
+            model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise UsageError(f"{source}: {directory} cannot be loaded: {error}") from error
     if (directory / "generation_config.json").is_file():

@@ -12,6 +12,8 @@ import zmq
 
 from umbra.proto.errors import DeadlineError, RejectedError, UsageError
 from umbra.proto.messages import (
+    CheckpointMade,
+    CheckpointRequest,
     DrainRequest,
     Event,
     Header,
@@ -101,6 +103,15 @@ class StatusClient:
             DeadlineError: nobody answered within `timeout_s` seconds.
         """
         self._ask(ResumeRequest(), Ok, timeout_s)
+
+    def checkpoint(self, timeout_s: float) -> int:
+        """Have the trainer save its state; after which step that was.
+
+        Raises:
+            DeadlineError: that was not done within `timeout_s` seconds.
+            RejectedError: the run is ending.
+        """
+        return self._ask(CheckpointRequest(), CheckpointMade, timeout_s).step
 
     def drain(self, member: str, reason: str, timeout_s: float) -> None:
         """Have `member` leave, or if it is empty, end the run in order.

@@ -71,7 +71,7 @@ class Feed:
         """An event came."""
         with self._lock:
             try:
-                self._take(header.sender, event.kind, event.fields)
+                self._take(header, event.kind, event.fields)
             except msgspec.ValidationError:
                 self.bad += 1
 
@@ -95,20 +95,24 @@ class Feed:
         with self._lock:
             return {name: list(spans) for name, spans in self._spans.items()}
 
-    def _take(self, sender: str, kind: str, fields: dict[str, Any]) -> None:
+    def _take(self, header: Header, kind: str, fields: dict[str, Any]) -> None:
         match kind:
             case "push":
-                self._pushes.append(msgspec.convert(fields, PushSeen, strict=False))
+                push = msgspec.convert(fields, PushSeen, strict=False)
+                self._pushes.append(push)
+                began = header.sent_at - push.total_s
+                self._did(header.sender, [SpanSeen("push", began, header.sent_at)])
             case "sample":
                 self._samples.append(msgspec.convert(fields, SampleSeen))
             case "slow_sample":
                 self._slow.append(msgspec.convert(fields, SampleSeen))
             case "spans":
-                spans = msgspec.convert(fields.get("spans"), list[SpanSeen])
-                known = self._spans.setdefault(sender, deque(maxlen=SPANS_KEPT))
-                known.extend(spans)
-                self._spans.move_to_end(sender)
-                while len(self._spans) > SENDERS_KEPT:
-                    self._spans.popitem(last=False)
+                self._did(header.sender, msgspec.convert(fields.get("spans"), list[SpanSeen]))
             case _:
                 pass
+
+    def _did(self, sender: str, spans: list[SpanSeen]) -> None:
+        self._spans.setdefault(sender, deque(maxlen=SPANS_KEPT)).extend(spans)
+        self._spans.move_to_end(sender)
+        while len(self._spans) > SENDERS_KEPT:
+            self._spans.popitem(last=False)

@@ -21,7 +21,7 @@ def unbuffered(fd: int) -> Iterator[None]:
     """Have the terminal `fd` hand over every key at once, unseen; restored after."""
     before = termios.tcgetattr(fd)
     try:
-        tty.setcbreak(fd)
+        tty.setcbreak(fd, termios.TCSANOW)  # what was pressed already counts
         yield
     finally:
         termios.tcsetattr(fd, termios.TCSADRAIN, before)

@@ -40,9 +40,9 @@ class LiveView:
         """Show `first` and what follows."""
         look, due = first, time.monotonic() + self._interval_s
         with ExitStack() as stack:
-            live = stack.enter_context(Live(self._draw(look), screen=True, auto_refresh=False))
             if self._has_keys:
                 stack.enter_context(unbuffered(sys.stdin.fileno()))
+            live = stack.enter_context(Live(self._draw(look), screen=True, auto_refresh=False))
             while not stopping.is_set():
                 key = self._key(stopping)
                 if key and self._pressed(key, look) == "quit":

@@ -64,6 +64,26 @@ def drain(broker: str, security: Security, timeout_s: float, reason: str, member
 @click.command()
 @broker_option
 @operating_keys
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(0, min_open=True),
+    default=600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to wait until it is written.",
+)
+def checkpoint(broker: str, security: Security, timeout_s: float) -> int:
+    """Have the trainer save its state now, or after the step that it is in; waits until it has."""
+    with StatusClient(broker, security) as client:
+        step = client.checkpoint(timeout_s)
+    click.echo(f"the trainer has saved its state after step {step}")
+    return EXIT_DONE
+
+
+@click.command()
+@broker_option
+@operating_keys
 @timeout_option
 @click.option("--sample", "samples", multiple=True, metavar="ID", help="Only this one.")
 def interrupt(broker: str, security: Security, timeout_s: float, samples: tuple[str, ...]) -> int:

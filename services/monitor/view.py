@@ -43,6 +43,8 @@ def headline(status: Status, rates: Rates, reward: float | None = None) -> str:
     if reward is not None:
         parts.append(f"reward {reward:.3f}")
     parts.append(staleness_text(status.staleness))
+    ess = [m.stats["ess"] for m in status.members if m.role == "trainer" and "ess" in m.stats]
+    parts += [f"ess {value:.2f}" for value in ess]
     parts.append(f"samples/s {rates.samples:.0f}")
     parts.append(f"in flight {sum(status.ledger.in_flight.values())}")
     parts += [eval_text(one) for one in status.evals if not one.done]

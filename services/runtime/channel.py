@@ -161,7 +161,7 @@ class Channel:
     def _start(self, body: Message, future: Future[Message], timeout_s: float) -> None:
         now = self._link.clock()
         if self.handshake.problem:
-            _fail(future, self._locked_out())
+            _fail(future, self._locked_out(self.handshake.problem))
             return
         try:
             number, frames = self._link.encoder.encode(body)
@@ -228,7 +228,7 @@ class Channel:
         """A connection was made, or was not."""
         self.handshake.read()
         if self.handshake.problem:
-            self.fail_all(self._locked_out())
+            self.fail_all(self._locked_out(self.handshake.problem))
 
     def close(self) -> None:
         """Close the socket."""
@@ -240,13 +240,15 @@ class Channel:
             _fail(pending.future, error)
         self._pending.clear()
 
-    def _locked_out(self) -> RejectedError:
+    def _locked_out(self, why: str) -> RejectedError:
         return RejectedError(
-            f"{self.peer} {self.handshake.problem}: check security.keys (--keys) on both sides",
+            f"{self.peer} {why}: check security.keys (--keys) on both sides",
             code="locked_out",
         )
 
-    def _overdue(self, pending: _Pending) -> DeadlineError:
+    def _overdue(self, pending: _Pending) -> UmbraError:
+        if self.handshake.suspicion:
+            return self._locked_out(self.handshake.suspicion)
         return DeadlineError(
             f"no answer from {self.peer} to {type(pending.body).__name__} "
             f"within {pending.timeout_s:g} s"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import threading
 from collections.abc import Callable
 from contextlib import closing
@@ -16,7 +17,7 @@ import msgspec
 
 from umbra.proto.access import KeyRole
 from umbra.proto.messages import Role
-from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.config import Log, Run, RunConfig
 from umbra.services.runtime.config import Security as SecurityConfig
 from umbra.services.runtime.config_loader import bare, load_config
 from umbra.services.runtime.keys import OPEN, Security, open_security
@@ -25,6 +26,7 @@ from umbra.services.runtime.metrics import MetricsFile
 from umbra.services.runtime.session import Session
 from umbra.services.runtime.signals import stop_on_signals
 
+OPEN_FILES = 65_536
 READY_FD_VARIABLE = "UMBRA_READY_FD"
 
 
@@ -145,11 +147,17 @@ def service_command(
     params: list[click.Parameter] = [
         click.Option(["--config"], type=str, help="Run file (TOML, or the resolved JSON)."),
         click.Option(["--set"], multiple=True, metavar="SECTION.KEY=VALUE", help="Override a key."),
-        click.Option(["--broker"], envvar="UMBRA_BROKER", help="Address of the buffer."),
+        click.Option(
+            ["--broker"],
+            envvar="UMBRA_BROKER",
+            help=f"Address of the buffer.  [default: {Run().broker}]",
+        ),
         click.Option(["--name"], help="Name in the run.  [default: " + service + "]"),
         click.Option(["--run-dir"], type=click.Path(path_type=Path), help="Folder for results."),
-        click.Option(["--log-level"], help="debug, info, warning or error."),
-        click.Option(["--log-format"], help="console or json."),
+        click.Option(
+            ["--log-level"], help=f"debug, info, warning or error.  [default: {Log().level}]"
+        ),
+        click.Option(["--log-format"], help=f"console or json.  [default: {Log().format}]"),
         click.Option(["--keys"], **KEYS),
         click.Option(["--insecure"], **INSECURE),
         *(_flag(field, cls) for field in fields),
@@ -167,6 +175,7 @@ def _run_service(
     run_dir: Path | None,
 ) -> int:
     setup_logging(config.log, name)
+    allow_connections()
     security = open_security(config.security, [role], run_dir)
     if run_dir is not None:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -185,6 +194,16 @@ def _run_service(
                 security=security,
             )
         )
+
+
+def allow_connections() -> None:
+    """Raise the limit on open files to what is allowed; by default it is 1,024 at most places.
+
+    Each generator takes three connections of the buffer, each stranger who knocks takes one.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if most == resource.RLIM_INFINITY else min(OPEN_FILES, most)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def _flag(field: msgspec.structs.FieldInfo, section: type[Any]) -> click.Option:

@@ -59,6 +59,7 @@ def check_feasible(config: RunConfig) -> None:
         *_groups(config),
         *_staleness(config),
         *_stages(config),
+        *_agents(config),
         *_deadlines(config),
         *objective_faults(config),
     ]
@@ -98,6 +99,11 @@ def _groups(config: RunConfig) -> Iterator[str]:
 def _staleness(config: RunConfig) -> Iterator[str]:
     buffer = config.buffer
     bound = implied_staleness(config).bound
+    if buffer.min_ess and not buffer.run_ahead:
+        yield (
+            "buffer.min_ess has nothing to lower with buffer.run_ahead = 0: set run_ahead to 1 or "
+            "more, or leave min_ess out"
+        )
     if buffer.sampling == "replay" and not bound:
         yield (
             "buffer.sampling = replay finds nothing that is fresh enough to train on again: set "
@@ -143,6 +149,18 @@ def _stages(config: RunConfig) -> Iterator[str]:
             f"buffer.stages has reward, but environment.kind = {kind} rewards its turns itself: "
             "remove the stage"
         )
+
+
+def _agents(config: RunConfig) -> Iterator[str]:
+    environment, serve = config.environment, config.generator.serve
+    if environment.kind == "agent" and not environment.agent and not serve:
+        yield (
+            "environment.kind = agent has no agent: set environment.agent to module:function, or "
+            "generator.serve to the HOST:PORT that agents come to"
+        )
+    for key, value in (("environment.agent", environment.agent), ("generator.serve", serve)):
+        if value and environment.kind != "agent":
+            yield f"{key} = {value} has no effect: set environment.kind to agent, or remove it"
 
 
 def _deadlines(config: RunConfig) -> Iterator[str]:

@@ -20,7 +20,8 @@ class Handshake:
         self._failures = 0
         self._succeeded = False
         self.events = sockets.handshakes(context, socket, EVENTS)
-        self.problem = ""  # why it cannot be connected, to follow the name of the server
+        self.problem = ""  # why it will not be connected, to follow the name of the server
+        self.suspicion = ""  # why it is not, it seems; what stands between may do that as well
 
     def read(self) -> None:
         """Take in what has happened."""
@@ -28,6 +29,7 @@ class Handshake:
             event = recv_monitor_message(self.events)
             if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._succeeded, self._failures, self.problem = True, 0, ""
+                self.suspicion = ""
             elif event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:  # libzmq does not try again
                 self.problem = "does not know our key, or has no use for one of our role"
             elif event["event"] == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:  # the same
@@ -35,7 +37,7 @@ class Handshake:
             else:
                 self._failures += 1
                 if self._failures >= FAILURES and not self._succeeded:
-                    self.problem = f"breaks off the connection: {MISMATCH}"
+                    self.suspicion = f"breaks off the connection: {MISMATCH}"
 
     def close(self) -> None:
         """Close the socket and what watches it."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import xxhash
+
 from umbra.proto.errors import UsageError
+from umbra.services.runtime.safetensors_file import checksum_of
 
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -39,3 +42,11 @@ def check_model_dir(
         if not any((directory / name).is_file() for name in files):
             raise UsageError(f"{source}: {directory} has no {what} ({' or '.join(files)})")
     return directory
+
+
+def weights_checksum(path: str | Path) -> str:
+    """XXH3 over all weight files in a model directory, in hexadecimal."""
+    checksum = xxhash.xxh3_64()
+    for file in sorted(Path(path).glob("*.safetensors")):
+        checksum.update(checksum_of(file).checksum.to_bytes(8))
+    return checksum.hexdigest()

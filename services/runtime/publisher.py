@@ -7,11 +7,13 @@ import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 from umbra.proto.errors import DeadlineError, RejectedError, UmbraError
 from umbra.proto.messages import (
     AcquireSlot,
     ArenaReady,
+    Message,
     Ok,
     Publish,
     RegisterManifest,
@@ -25,6 +27,8 @@ from umbra.services.runtime.manifest import checksum
 PUBLISH_TIMEOUT_S = 30.0
 RETRY_S = 1.0  # between attempts to bring a restarted hub up to date
 FORGOTTEN = ("not_registered", "not_granted")  # how a restarted hub answers
+
+M = TypeVar("M", bound=Message)
 
 log = logging.getLogger(__name__)
 
@@ -53,10 +57,15 @@ class Publisher:
     Args:
         channel: to the weight hub.
         manifest: the layout, from `build_manifest`.
+        stopping: once it is set no answer is waited for any longer than a living hub takes, because
+            a hub of the same run may have ended before us.
     """
 
-    def __init__(self, channel: Channel, manifest: Manifest) -> None:
+    def __init__(
+        self, channel: Channel, manifest: Manifest, stopping: threading.Event | None = None
+    ) -> None:
         self.manifest = manifest
+        self._stopping = stopping
         self._channel = channel
         self._arena: Arena | None = None
         self._granted: _Place | None = None
@@ -111,7 +120,7 @@ class Publisher:
         What is in it before is an older version or nothing: write every tensor.
 
         Raises:
-            DeadlineError: no slot became free within `timeout_s` seconds.
+            DeadlineError: no slot became free within `timeout_s` seconds, or before we stop.
             RejectedError: another trainer has registered.
         """
         until = time.monotonic() + timeout_s
@@ -168,7 +177,7 @@ class Publisher:
                 version=version, slot=place.slot, checksums=sums, snapshot_s=snapshot_s
             )
             try:
-                self._channel.call(message, Ok, timeout_s=PUBLISH_TIMEOUT_S)
+                self._call(message, Ok, PUBLISH_TIMEOUT_S)
             except RejectedError as error:
                 if error.code not in FORGOTTEN:
                     raise
@@ -254,20 +263,14 @@ class Publisher:
         message = Publish(
             version=place.version, slot=slot, checksums=message.checksums, snapshot_s=0.0
         )
-        self._channel.call(message, Ok, timeout_s=PUBLISH_TIMEOUT_S)
+        self._call(message, Ok, PUBLISH_TIMEOUT_S)
         return there, message
 
     def _register(self, timeout_s: float) -> None:
         known = str(self._arena.path) if self._arena is not None else ""
-        ready = self._channel.call(
-            RegisterManifest(
-                manifest=self.manifest,
-                path=known,
-                published=self._last[1] if self._last is not None else None,
-            ),
-            ArenaReady,
-            timeout_s=timeout_s,
-        )
+        published = self._last[1] if self._last is not None else None
+        message = RegisterManifest(manifest=self.manifest, path=known, published=published)
+        ready = self._call(message, ArenaReady, timeout_s)
         if ready.path != known:
             # The old one stays mapped: what was published last is in it.
             self._arena = Arena.attach(ready.path, slot_bytes=self.manifest.total_bytes)
@@ -275,9 +278,14 @@ class Publisher:
     def _acquire(self, version: int, timeout_s: float) -> int:
         message = AcquireSlot(version=version)
         try:
-            return self._channel.call(message, SlotGranted, timeout_s=timeout_s).slot
+            return self._call(message, SlotGranted, timeout_s).slot
         except DeadlineError as error:
+            if self._stopping is not None and self._stopping.is_set():
+                raise
             raise DeadlineError(
                 f"no free slot for version {version} within {timeout_s:g} s: receivers are still "
                 "staging the versions before it, or the weight hub is gone"
             ) from error
+
+    def _call(self, message: Message, reply: type[M], timeout_s: float) -> M:
+        return self._channel.call(message, reply, timeout_s=timeout_s, stopping=self._stopping)

@@ -13,12 +13,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from umbra.services.modeling.packing import pack
 from umbra.services.runtime.config import RunConfig
 from umbra.services.trainer.batch import Batch
+from umbra.services.trainer.checkpoints.parts import OptimizerState, Part, Weights
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.metrics import Row
 from umbra.services.trainer.objectives.values import value_loss
@@ -85,6 +86,14 @@ class LearnedCritic:
             self._learning = None
         return self._outcome
 
+    def parts(self) -> dict[str, Part]:
+        """What a checkpoint has to hold of it."""
+        module = self._source.module
+        return {
+            "critic": _Settled(self, module),
+            "critic_optimizer": OptimizerState(self._optimizer, module),
+        }
+
     def export(self, out: Path) -> Path:
         """Write it to directory `out`, whole or not at all; all ranks have to call it."""
         self.settle()
@@ -128,6 +137,19 @@ class LearnedCritic:
             norms += float(norm)
         loss = float(self._ranks.sum(total))
         return {"critic/loss": loss / config.epochs, "critic/grad_norm": norms / config.epochs}
+
+
+class _Settled(Weights):
+    """The weights once nothing is being learned; the optimizer's state is asked for after them."""
+
+    def __init__(self, critic: LearnedCritic, module: nn.Module) -> None:
+        super().__init__(module)
+        self._critic = critic
+
+    def tensors(self) -> dict[str, Tensor]:
+        """As of `Weights`."""
+        self._critic.settle()
+        return super().tensors()
 
 
 def open_critic(config: RunConfig, learner: Learner) -> LearnedCritic | None:

@@ -15,6 +15,8 @@ from umbra.proto.errors import UsageError
 from umbra.services.modeling.packing import MicroBatch
 from umbra.services.modeling.scorer import Scorer
 from umbra.services.runtime.config import Trainer
+from umbra.services.trainer.checkpoints.parts import OptimizerState, Part, Randomness, Weights
+from umbra.services.trainer.guard import REASONS
 from umbra.services.trainer.lora import add_adapter
 from umbra.services.trainer.metrics import Row
 from umbra.services.trainer.ranks import Ranks
@@ -48,8 +50,12 @@ class Learner:
         seed: int = 0,
     ) -> None:
         self.ranks = ranks or Ranks()
+        self.updates = 0  # made or left out, by this process
         self._config = config
         self._steps = steps
+        if config.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+            torch.use_deterministic_algorithms(True)
         self._accelerator = Accelerator(
             cpu=_on_cpu(config, self.ranks), mixed_precision=config.precision
         )
@@ -66,7 +72,8 @@ class Learner:
         # No dropout: these must be the logprobs of the policy that generates.
         self._scorer = Scorer(self.model).eval()
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._optimizer = self._accelerator.prepare_optimizer(_optimizer(self._parameters, config))
+        self._plain = _optimizer(self._parameters, config)
+        self._optimizer = self._accelerator.prepare_optimizer(self._plain)
 
     def score(
         self,
@@ -112,11 +119,13 @@ class Learner:
         # FSDP takes the mean over the ranks; ours is a sum.
         self._accelerator.backward(loss * self.ranks.world)
 
-    def update(self, step: int) -> Row:
+    def update(self, step: int, fault: str = "") -> Row:
         """Clip the gradients, update the weights with the learning rate of `step`, start anew.
 
-        An update whose gradient is not finite is left out and counted in `skipped`.
+        An update with a `fault` (a key of `guard.REASONS`), or whose gradient is not finite, is
+        left out and counted in `skipped`: weights and optimizer state stay as they are.
         """
+        self.updates += 1
         rate = learning_rate(self._config, step, self._steps)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
@@ -125,14 +134,32 @@ class Learner:
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         finite = bool(torch.isfinite(norm))
+        scaler = self._accelerator.scaler
+        if not finite:
+            fault = fault or "gradient"
         # With fp16 the gradient scaler has to see the overflow; it leaves the update out itself.
-        if finite or self._config.precision == "fp16":
+        if not fault or (scaler is not None and not finite):
             self._optimizer.step()
+        elif scaler is not None:
+            scaler.update()  # else it would refuse the next clipping
         self._optimizer.zero_grad()
         return {
             "grad_norm": float(norm) if finite else None,
             "lr": rate,
-            "skipped": float(not finite),
+            "skipped": float(bool(fault)),
+            **{f"skipped/{reason}": float(reason == fault) for reason in REASONS},
+        }
+
+    def parts(self, base: str = "") -> dict[str, Part]:
+        """What a checkpoint has to hold of it; the learning rate follows from the step.
+
+        Args:
+            base: checksum of the weights that an adapter is trained for.
+        """
+        return {
+            "policy": Weights(self.model, base),
+            "optimizer": OptimizerState(self._plain, self.model, self._accelerator.scaler),
+            "randomness": Randomness(self.device),
         }
 
     def weights(self) -> dict[str, Tensor]:

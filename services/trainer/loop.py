@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
-from umbra.proto.errors import DeadlineError, UmbraError
-from umbra.proto.messages import BatchLease, CommitAck, CommitBatch, LeaseBatch
+from umbra.proto.errors import DeadlineError, DivergedError, RejectedError, UmbraError, UsageError
+from umbra.proto.messages import (
+    BatchLease,
+    CheckpointSaved,
+    CommitAck,
+    CommitBatch,
+    LeaseBatch,
+    Ok,
+)
 from umbra.proto.records import Trajectory
 from umbra.services.runtime.command import ServiceContext
 from umbra.services.runtime.publisher import Publisher
 from umbra.services.runtime.session import Session
 from umbra.services.trainer.batch import make_batch
+from umbra.services.trainer.checkpoints.saver import Outcome, Saver
+from umbra.services.trainer.guard import Patience
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.metrics import Phases, Row, finite, sample_metrics
-from umbra.services.trainer.orders import Snapshot, Train, Wait, give
+from umbra.services.trainer.orders import Snapshot, Stop, Train, Wait, give
 from umbra.services.trainer.shards import Snapshots
+from umbra.services.trainer.sinks import Sinks
 from umbra.services.trainer.update import PolicyUpdate
 
 LEASE_SLICE_S = 1.0  # how long one request for a batch is parked, so that a stop is noticed
@@ -24,6 +34,7 @@ SHOWN = {
     "reward": "reward/mean",
     "loss": "loss",
     "staleness": "staleness/total/mean",
+    "ess": "ess",
     "k3": "mismatch/k3",
     "k3_on_policy": "mismatch/k3_on_policy",
     "tokens_per_s": "tokens_per_s",
@@ -39,7 +50,10 @@ class Outlet:
 
 
 class Loop:
-    """Trains from version 0 to `run.steps`. The version counts committed optimizer steps."""
+    """Trains to `run.steps`. The version counts committed optimizer steps.
+
+    It begins at that of the checkpoint that `saver` names, which `learner` has loaded; or at 0.
+    """
 
     def __init__(
         self,
@@ -48,8 +62,10 @@ class Loop:
         learner: Learner,
         update: PolicyUpdate,
         outlet: Outlet,
+        saver: Saver,
+        sinks: Sinks,
     ) -> None:
-        self.version = 0
+        self.version = saver.begun
         self._context = context
         self._config = context.config
         self._session = session
@@ -57,6 +73,10 @@ class Loop:
         self._outlet = outlet
         self._grace_s = context.config.run.broker_grace_s  # what the buffer may be away for
         self._update = update
+        self._saver = saver
+        self._sinks = sinks
+        self._patience = Patience(context.config.trainer.max_skipped)
+        self._row: Row | None = None  # of the last step; None while the weights are of no version
         self._phases = Phases(context.metrics)
 
     def run(self) -> bool:
@@ -72,29 +92,72 @@ class Loop:
             with self._phases("train_step"):
                 batch = make_batch(trajectories, self._learner.model.config.vocab_size)
                 give(self._learner.ranks, Train(self.version, trajectories))
+                kept, self._row = self._row, None
+                updates = self._learner.updates
                 learned = self._update(batch, self.version, self._keep_going)
             if learned is None:
+                if self._learner.updates == updates:
+                    self._row = kept
                 return False
             row = finite(sample_metrics(batch, self.version) | learned)
             with self._phases("commit"):
                 if not self._commit(row):
                     return False
-            self.publish()
+            self._row = row
+            with self._phases("checkpoint"):
+                self._saver.after(self.version, row)
+            if not self.publish():
+                return False
             self._report(row)
+            self._judge(row)
         return True
 
-    def publish(self) -> None:
-        """Hand the current weights to the hub; the receivers get them while training goes on."""
+    def resume(self) -> None:
+        """Tell the buffer which steps need not be repeated, if training goes on from a checkpoint.
+
+        Raises:
+            UsageError: the checkpoint is not of the buffer's run.
+        """
+        if not self.version:
+            return
+        try:
+            self._tell_covered()
+        except RejectedError as error:
+            raise UsageError(
+                f"{self._saver.folder.of(self.version)} is not of the run that the buffer has "
+                f"({error}): choose another --run-dir, or give the buffer the store of that run"
+            ) from error
+        self._context.log.info("going on from the checkpoint of step %d", self.version)
+
+    def save(self) -> None:
+        """Make a checkpoint of the steps that the last one does not cover, and see it through."""
+        self._session.progress("saving the last checkpoint")
+        self._saved(self._saver.last(self.version, self._row))
+
+    def publish(self) -> bool:
+        """Hand the current weights to the hub; the receivers get them while training goes on.
+
+        False when asked to stop and the hub does not answer any more: it ends too.
+
+        Raises:
+            DeadlineError: no slot became free in time.
+        """
         self._session.progress(f"snapshot of version {self.version}")
         timeout_s = 2 * self._config.weight_hub.deadline_s
         with self._phases("wait_slot"):
-            slot = self._outlet.publisher.slot(self.version, timeout_s)
+            try:
+                slot = self._outlet.publisher.slot(self.version, timeout_s)
+            except DeadlineError:
+                if self._session.stopping.is_set():
+                    return False
+                raise
         with self._phases("snapshot"):
             begin = time.perf_counter()
             give(self._learner.ranks, Snapshot())
             publisher = self._outlet.publisher
             sums = self._outlet.snapshots.write(slot, publisher.place, publisher.wrote)
             publisher.publish_soon(self.version, time.perf_counter() - begin, sums)
+        return True
 
     def _keep_going(self) -> bool:
         self._session.progress(f"training step {self.version + 1}")
@@ -109,6 +172,7 @@ class Loop:
         step, limit_s = self.version + 1, self._config.trainer.batch_wait_s
         deadline = time.monotonic() + limit_s
         while not self._session.stopping.is_set():
+            self._saved(self._saver.settled())
             self._session.progress(f"waiting for batch {step}", 0)
             give(self._learner.ranks, Wait())
             ask = LeaseBatch(step=step, wait_s=LEASE_SLICE_S)
@@ -121,6 +185,8 @@ class Loop:
                 if self._session.stopping.is_set():
                     return None
                 raise
+            if lease.checkpoint:
+                self._save_on_request()
             if lease.trajectories:
                 return lease.trajectories
             if lease.paused:
@@ -155,23 +221,76 @@ class Loop:
         self.version = step
         return True
 
+    def _judge(self, row: Row) -> None:
+        """Say that an update was left out; end all ranks if that was one too many."""
+        try:
+            why = self._patience.see(row, self.version)
+        except DivergedError as error:
+            give(self._learner.ranks, Stop(str(error)))
+            raise
+        if why:
+            self._context.log.warning(
+                "step %d: an update was left out, because %s", self.version, why
+            )
+
+    def _save_on_request(self) -> None:
+        """An operator wants the state saved; the buffer says so until it hears that it was.
+
+        Before the first step of this process there is nothing to save that is not there already.
+        """
+        row = self._row
+        with self._phases("checkpoint"):
+            if row is None or not self._saver.wanted(self.version, row):
+                self._tell_covered()
+
+    def _saved(self, outcome: Outcome | None) -> None:
+        """Report what came of a checkpoint, and have the buffer let go of what it covers."""
+        if outcome is None:
+            return
+        self._context.metrics.write("checkpoint", **asdict(outcome))
+        self._session.emit("checkpoint", **asdict(outcome))
+        if outcome.error:
+            steps = self._saver.folder.steps()
+            self._context.log.warning(
+                "the checkpoint of step %d was not saved: %s; %s; training goes on",
+                outcome.step,
+                outcome.error,
+                f"the newest is that of step {steps[-1]}" if steps else "there is none yet",
+            )
+            if not self._session.stopping.is_set():
+                self._tell_covered(outcome.error)
+            return
+        self._context.log.info(
+            "checkpoint of step %d: %.1f MB, training waited %.3f s, written after %.2f s",
+            outcome.step,
+            outcome.size / 1e6,
+            outcome.copy_s,
+            outcome.write_s,
+        )
+        if not self._session.stopping.is_set():
+            self._tell_covered()
+
+    def _tell_covered(self, error: str = "") -> None:
+        folder = self._saver.folder
+        newest = max(folder.steps(), default=-1)
+        covered = CheckpointSaved(step=folder.covered, newest=newest, error=error)
+        self._session.data.call(covered, Ok, timeout_s=self._grace_s)
+
     def _report(self, row: Row) -> None:
         seconds = self._phases.take()
         row["tokens_per_s"] = (row["tokens"] or 0.0) / seconds["train_step"]
         row |= {f"seconds/{name}": spent for name, spent in seconds.items()}
         self._context.metrics.write("step", step=self.version, **row)
         self._session.emit("step", step=self.version, **row)
+        self._sinks.write(self.version, row)
         shown = {name: row[key] for name, key in SHOWN.items()}
         self._session.stats(step=self.version, **{k: v for k, v in shown.items() if v is not None})
-        if row["skipped"]:
-            self._context.log.warning(
-                "step %d: the gradient is not finite, so its update was left out", self.version
-            )
         self._context.log.info(
-            "step %d: reward %.3f, staleness %.2f, waited %.2f s, trained %.2f s",
+            "step %d: reward %.3f, staleness %.2f, ess %s, waited %.2f s, trained %.2f s",
             self.version,
             row["reward/mean"],
             row["staleness/total/mean"],
+            "-" if (ess := row.get("ess")) is None else f"{ess:.3f}",
             seconds["wait_batch"],
             seconds["train_step"],
         )

@@ -9,6 +9,8 @@ import msgspec
 
 from umbra.proto.records import Trajectory
 from umbra.services.trainer.batch import make_batch
+from umbra.services.trainer.checkpoints.saver import join_in
+from umbra.services.trainer.checkpoints.shard_writer import ShardWriter
 from umbra.services.trainer.critic import LearnedCritic
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.ranks import Ranks
@@ -31,6 +33,12 @@ class Snapshot(msgspec.Struct, frozen=True, tag=True):
     """Write the own rows of the current weights into the slot that rank 0 names."""
 
 
+class Save(msgspec.Struct, frozen=True, tag=True):
+    """Write the own part of a checkpoint into this folder."""
+
+    scratch: str
+
+
 class Gather(msgspec.Struct, frozen=True, tag=True):
     """Help rank 0 to the whole weights."""
 
@@ -47,7 +55,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Order = Wait | Train | Snapshot | Gather | Export | Stop
+Order = Wait | Train | Snapshot | Save | Gather | Export | Stop
 
 
 def give(ranks: Ranks, order: Order) -> None:
@@ -62,6 +70,7 @@ def follow(
     update: PolicyUpdate,
     snapshots: Snapshots,
     critic: LearnedCritic | None,
+    writer: ShardWriter,
     say: Callable[[str], None],
 ) -> None:
     """All other ranks: do what rank 0 orders until it says to stop."""
@@ -75,6 +84,8 @@ def follow(
                 update(batch, version, lambda: True)
             case Snapshot():
                 snapshots.write()
+            case Save(scratch):
+                join_in(writer, Path(scratch), ranks.rank)
             case Gather():
                 learner.weights()
             case Export(out):

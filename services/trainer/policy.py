@@ -58,6 +58,7 @@ def _load(kind: Any, directory: Path, source: str) -> PreTrainedModel:
             directory,
             local_files_only=True,
             trust_remote_code=False,
+            use_safetensors=True,
             dtype=torch.float32,
             attn_implementation="sdpa",
         )

@@ -12,15 +12,22 @@ from umbra.proto.messages import FinishRun, RunFinished
 from umbra.proto.records import Manifest
 from umbra.services.runtime.command import ServiceContext
 from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.config_loader import as_dict
 from umbra.services.runtime.manifest import build_manifest
+from umbra.services.runtime.model_dir import weights_checksum
 from umbra.services.runtime.publisher import Publisher
+from umbra.services.trainer.checkpoints.folder import CheckpointFolder
+from umbra.services.trainer.checkpoints.resume import resume
+from umbra.services.trainer.checkpoints.saver import Saver
+from umbra.services.trainer.checkpoints.shard_writer import ShardWriter
 from umbra.services.trainer.critic import LearnedCritic, open_critic
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.loop import Loop, Outlet
-from umbra.services.trainer.orders import Export, Gather, Stop, follow, give
+from umbra.services.trainer.orders import Export, Gather, Save, Stop, follow, give
 from umbra.services.trainer.policy import export_policy, load_policy
 from umbra.services.trainer.ranks import join_ranks
 from umbra.services.trainer.shards import Snapshots
+from umbra.services.trainer.sinks import open_sinks
 from umbra.services.trainer.snapshot import tensor_layout
 from umbra.services.trainer.update import PolicyUpdate
 
@@ -31,11 +38,13 @@ FINISH_S = 60.0  # the buffer ends and drains what is in flight
 def run(context: ServiceContext, listener: socket.socket | None = None) -> int:
     """Train to `run.steps`, write the model to `<run_dir>/model`, end the run; the exit code.
 
-    Asked to stop before that, it leaves between two steps and exports nothing. `listener` is where
-    the other ranks come to, if `launch` started them.
+    Goes on from the newest whole checkpoint in `<run_dir>/checkpoints`, if there is one. Asked to
+    stop before the end, it leaves between two steps and exports nothing. `listener` is where the
+    other ranks come to, if `launch` started them.
 
     Raises:
-        UsageError: no run directory, or a model that cannot be loaded.
+        UsageError: no run directory, a model that cannot be loaded, or checkpoints that are of
+            another one, or all damaged.
         UmbraError: a peer was lost, a wait ended without an answer, or a batch is not sound.
     """
     if context.run_dir is None:
@@ -54,14 +63,29 @@ def run(context: ServiceContext, listener: socket.socket | None = None) -> int:
         manifest = build_manifest(layout, config.weight_hub.bucket_bytes)
         critic = open_critic(config, learner)
         update = PolicyUpdate(config, learner, critic)
+        base = weights_checksum(config.model.path) if config.trainer.lora_rank else ""
+        parts = learner.parts(base) | (critic.parts() if critic is not None else {})
+        folder = CheckpointFolder(context.run_dir / "checkpoints", config.checkpoint)
+        step = resume(folder, parts, ranks)
         with (
             closing(Snapshots(learner.model, manifest, ranks)) as snapshots,
             closing(critic) if critic is not None else nullcontext(),
+            closing(ShardWriter(parts, ranks.rank, ranks.world)) as writer,
         ):
             if ranks.rank:
-                follow(ranks, learner, update, snapshots, critic, context.log.info)
+                follow(ranks, learner, update, snapshots, critic, writer, context.log.info)
                 return EXIT_DONE
-            code = _lead(context, learner, update, snapshots, critic, manifest, tokenizer)
+            saver = Saver(
+                folder,
+                writer,
+                ranks,
+                every=config.checkpoint.every,
+                begun=step,
+                run=context.run_dir.name,
+                config=as_dict(config),
+                order=lambda scratch: give(ranks, Save(str(scratch))),
+            )
+            code = _lead(context, learner, update, snapshots, critic, manifest, tokenizer, saver)
             give(ranks, Stop("rank 0 has left the run"))
             return code
 
@@ -74,18 +98,26 @@ def _lead(
     critic: LearnedCritic | None,
     manifest: Manifest,
     tokenizer: PreTrainedTokenizerBase,
+    saver: Saver,
 ) -> int:
     """What rank 0 does, and alone does towards the run."""
     config = context.config
     assert context.run_dir is not None
     with context.join("trainer") as session:
         hub = session.weights(deadline_s=HUB_DEADLINE_S)
-        with closing(Publisher(hub, manifest)) as publisher:
+        with (
+            closing(Publisher(hub, manifest, session.stopping)) as publisher,
+            open_sinks(config, context.run_dir, saver.begun) as sinks,
+        ):
             publisher.register(config.weight_hub.deadline_s)
-            loop = Loop(context, session, learner, update, Outlet(snapshots, publisher))
+            outlet = Outlet(snapshots, publisher)
+            loop = Loop(context, session, learner, update, outlet, saver, sinks)
+            loop.resume()
             loop.publish()
             context.ready({"device": str(learner.device), "bytes": manifest.total_bytes})
-            if loop.run():
+            done = loop.run()
+            loop.save()
+            if done:
                 give(learner.ranks, Gather())
                 weights = learner.weights()
                 out = context.run_dir / "model"

@@ -84,7 +84,7 @@ def write_shards(
     for entry in manifest.tensors:
         source = tensors[entry.name]
         tensor = source.merged() if isinstance(source, LowRank) else source
-        own, first = _own_rows(entry.name, tensor, rank, world)
+        own, first = own_rows(entry.name, tensor, rank, world)
         if own.numel() == 0:
             continue
         dtype = _TORCH[entry.dtype]
@@ -137,7 +137,7 @@ def _bare(name: str) -> str:
     return name.replace(BASE, "")
 
 
-def _own_rows(name: str, tensor: Tensor, rank: int, world: int) -> tuple[Tensor, int]:
+def own_rows(name: str, tensor: Tensor, rank: int, world: int) -> tuple[Tensor, int]:
     """The rows of `tensor` that this rank writes, and the number of the first one."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):

@@ -12,6 +12,7 @@ from umbra.services.modeling.packing import MicroBatch, pack
 from umbra.services.runtime.config import RunConfig
 from umbra.services.trainer.advantages import token_advantages
 from umbra.services.trainer.batch import Batch
+from umbra.services.trainer.guard import REASONS, Guard
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.loss_metrics import LossMetrics
 from umbra.services.trainer.metrics import Row
@@ -75,6 +76,7 @@ class PolicyUpdate:
         seen = LossMetrics(batch, found, updates)
         rows: list[Row] = []
         for part, micros in zip(parts, packed, strict=True):
+            guard = Guard(self._config.max_ratio, self._ranks)
             counts = count(pieces.denominator, own, part, updates)
             weights = token_weights(pieces.aggregation, batch.tokens, part, counts, self._limit)
             for micro in micros:
@@ -98,9 +100,10 @@ class PolicyUpdate:
                     constants = self._constants_now(tokens, versions, here, version)
                 result = self._objective(tokens, constants)
                 loss = (result.losses * weights[here].to(logprobs)).sum()
+                guard.see(loss, logprobs, tokens.behaviour)
                 self._learner.backward(loss)
                 seen.add(len(rows), here, tokens, result, loss)
-            rows.append(self._learner.update(version))
+            rows.append(self._learner.update(version, guard.verdict()))
         row: Row = {
             "trained_samples": float(len(useful)),
             "updates": float(updates),
@@ -180,7 +183,7 @@ class PolicyUpdate:
 def _means(rows: list[Row]) -> Row:
     """The mean of each column, over the updates of a batch; None where there is no number."""
     result: Row = {}
-    for name in ("grad_norm", "lr", "skipped"):
+    for name in ("grad_norm", "lr", "skipped", *(f"skipped/{reason}" for reason in REASONS)):
         values = [value for row in rows if (value := row[name]) is not None]
         result[name] = sum(values) / len(values) if values else None
     return result

@@ -65,6 +65,11 @@ class Values(Protocol):
 
     parameters: list[nn.Parameter]
 
+    @property
+    def module(self) -> nn.Module:
+        """What has the parameters."""
+        ...
+
     def look(self, micros: list[MicroBatch]) -> None:
         """The batch that is asked about next; called where the policy may run."""
         ...
@@ -130,6 +135,11 @@ class OwnModel:
         self._micros: list[MicroBatch] = []
         self.parameters = list(self._model.parameters())
 
+    @property
+    def module(self) -> nn.Module:
+        """Backbone and head."""
+        return self._model
+
     def look(self, micros: list[MicroBatch]) -> None:
         """Keep the micro-batches."""
         self._micros = micros
@@ -177,6 +187,11 @@ class PolicyHead:
         self._ranks = ranks
         self._seen: list[tuple[Tensor, Tensor]] = []
         self.parameters = list(self._head.parameters())
+
+    @property
+    def module(self) -> nn.Module:
+        """The head alone."""
+        return self._head
 
     def look(self, micros: list[MicroBatch]) -> None:
         """One forward pass of the policy; its hidden states at learned tokens are kept."""

@@ -1,8 +1,7 @@
 """A held version as a Hugging Face directory, written without torch.
 
-The weights become one `model.safetensors`: eight bytes with the length of a JSON header, that
-header, then the tensors one after the other, little-endian and row-major, as they lie in the slot.
-All else (configuration, tokenizer) is copied from the directory that the run started from.
+The weights become one `model.safetensors`. All else (configuration, tokenizer) is copied from the
+directory that the run started from.
 """
 
 from __future__ import annotations
@@ -10,15 +9,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import struct
 from pathlib import Path
-from typing import Any
 
 from umbra.proto.errors import UmbraError
 from umbra.proto.records import Manifest
 from umbra.services.runtime.manifest import checksums
+from umbra.services.runtime.safetensors_file import Stored, write_safetensors
 
-HEADER_ALIGN = 8
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 # Weights in any format, and the indices of sharded ones: what this version replaces.
 WEIGHT_SUFFIXES = (
@@ -46,31 +43,15 @@ def export_version(
             if path.is_file() and path.name[0] != "." and not path.name.endswith(WEIGHT_SUFFIXES):
                 shutil.copyfile(path, scratch / path.name)
         _set_dtype(scratch / "config.json", manifest)
-        _write_safetensors(scratch / "model.safetensors", manifest, data)
+        tensors = (
+            Stored(e.name, e.dtype, e.shape, data[e.offset : e.offset + e.nbytes])
+            for e in manifest.tensors
+        )
+        write_safetensors(scratch / "model.safetensors", tensors, {"format": "pt"})
         scratch.rename(out)
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
-
-
-def _write_safetensors(path: Path, manifest: Manifest, data: memoryview) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    position = 0
-    for entry in manifest.tensors:
-        end = position + entry.nbytes
-        header[entry.name] = {
-            "dtype": entry.dtype,
-            "shape": entry.shape,
-            "data_offsets": [position, end],
-        }
-        position = end
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % HEADER_ALIGN)
-    with path.open("xb") as file:
-        file.write(struct.pack("<Q", len(encoded)))
-        file.write(encoded)
-        for entry in manifest.tensors:
-            file.write(data[entry.offset : entry.offset + entry.nbytes])
 
 
 def _set_dtype(path: Path, manifest: Manifest) -> None:

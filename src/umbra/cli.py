@@ -52,6 +52,10 @@ COMMANDS: dict[str, SubCommand] = {
         "umbra.services.weight_hub.weights_command:command",
         "List, pin, roll back and export versions of the weights.",
     ),
+    "export": SubCommand(
+        "umbra.services.trainer.checkpoints.export:command",
+        "Write a checkpoint as a Hugging Face model.",
+    ),
     "scorer": SubCommand(
         "umbra.services.scorer.command:command", "Serve a scoring stage of a run."
     ),
@@ -66,6 +70,9 @@ COMMANDS: dict[str, SubCommand] = {
     ),
     "pause": SubCommand("umbra.services.monitor.operate:pause", "Hand out no more work."),
     "resume": SubCommand("umbra.services.monitor.operate:resume", "Go on after a pause."),
+    "checkpoint": SubCommand(
+        "umbra.services.monitor.operate:checkpoint", "Have the trainer save its state now."
+    ),
     "drain": SubCommand(
         "umbra.services.monitor.operate:drain", "End a run in order, or have a member leave."
     ),

@@ -1,6 +1,8 @@
 """A user's project folder for tests that run `umbra` on it; a weight hub in a thread."""
 
+import fcntl
 import json
+import os
 import subprocess
 import sys
 import uuid
@@ -14,6 +16,7 @@ from fakes.hub_bench import Bench
 from umbra.services.runtime.arena import remove_leftovers
 
 UMBRA = (sys.executable, "-m", "umbra")
+FIXTURE_DEADLINE_S = 300.0  # importing torch takes a minute on a machine that does much else
 REWARD = """
 def score(prompt, completion, row):
     return float(row["word"] in completion) + 0.01 * len(set(completion))
@@ -55,14 +58,25 @@ learning_rate = 1e-3
 """
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of a few thousand parameters."""
-    path = tmp_path_factory.mktemp("models") / "tiny"
-    sizes = ("--hidden", "16", "--layers", "1", "--heads", "2", "--kv-heads", "1", "--ff", "32")
-    subprocess.run(
-        [*UMBRA, "make-model", str(path), *sizes], check=True, capture_output=True, timeout=60
-    )
+    """A model of a few thousand parameters, made once for all workers; don't change it."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    path = folder / "tiny-model"
+    with (folder / "tiny-model.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            part = folder / "tiny-model.part"
+            sizes = "--hidden 16 --layers 1 --heads 2 --kv-heads 1 --ff 32".split()
+            subprocess.run(
+                [*UMBRA, "make-model", str(part), *sizes],
+                check=True,
+                capture_output=True,
+                timeout=FIXTURE_DEADLINE_S,
+            )
+            part.rename(path)
     return path
 
 

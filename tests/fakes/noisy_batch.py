@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from umbra.proto.records import Sampling, Trajectory, VersionSpan, pack_float32, pack_int32
+from umbra.services.trainer.guard import REASONS
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.metrics import Row
 
@@ -21,12 +22,13 @@ class Recorder(Learner):
         super().__init__(*args, **kwargs)
         self.gradients: dict[str, Tensor] = {}
 
-    def update(self, step: int) -> Row:
-        del step
+    def update(self, step: int, fault: str = "") -> Row:
+        del step, fault
         named = self.model.named_parameters()
         self.gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
         self.model.zero_grad()
-        return {"grad_norm": 0.0, "lr": 0.0, "skipped": 0.0}
+        columns = ("grad_norm", "lr", "skipped", *(f"skipped/{reason}" for reason in REASONS))
+        return dict.fromkeys(columns, 0.0)
 
 
 @torch.no_grad()

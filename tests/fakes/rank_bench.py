@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from umbra.proto.records import Sampling, Trajectory, VersionSpan, pack_float32, pack_int32
-from umbra.services.runtime.config_loader import load_config
+from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.config_loader import as_dict, load_config
+from umbra.services.runtime.model_dir import weights_checksum
 from umbra.services.trainer.batch import make_batch
+from umbra.services.trainer.checkpoints.folder import CheckpointFolder
+from umbra.services.trainer.checkpoints.parts import Part
+from umbra.services.trainer.checkpoints.resume import resume
+from umbra.services.trainer.checkpoints.saver import Saver, join_in
+from umbra.services.trainer.checkpoints.shard_writer import ShardWriter
 from umbra.services.trainer.critic import open_critic
 from umbra.services.trainer.learner import Learner
+from umbra.services.trainer.metrics import Row
 from umbra.services.trainer.policy import load_policy
 from umbra.services.trainer.ranks import Ranks
 from umbra.services.trainer.update import PolicyUpdate
@@ -47,11 +56,15 @@ def train(
     batches: list[list[Trajectory]],
     ranks: Ranks,
     out: Path | None = None,
+    *,
+    checkpoints: Path | None = None,
+    until: int | None = None,
     **trainer: Any,
 ) -> Trained:
     """One update after another, from the model in `directory`; a critic is written to `out`.
 
-    Settings with a point are keys of other sections.
+    Settings with a point are keys of other sections. If `checkpoints` is given, from the newest one
+    there, with one more at the end; `until` is the last step that is trained, if not all are.
     """
     settings = PLAIN | trainer
     overrides = [
@@ -66,10 +79,19 @@ def train(
     critic = open_critic(config, learner)
     update = PolicyUpdate(config, learner, critic)
     rows: list[dict[str, Any]] = []
-    for version, trajectories in enumerate(batches):
-        row = update(make_batch(trajectories, model.config.vocab_size), version, lambda: True)
+    parts = learner.parts(weights_checksum(directory) if config.trainer.lora_rank else "")
+    parts |= critic.parts() if critic is not None else {}
+    begin, end = 0, until or len(batches)
+    if checkpoints is not None:
+        folder = CheckpointFolder(checkpoints, config.checkpoint)
+        begin = resume(folder, parts, ranks)
+    for version in range(begin, end):
+        batch = make_batch(batches[version], model.config.vocab_size)
+        row = update(batch, version, lambda: True)
         assert row is not None
         rows.append(row)
+    if checkpoints is not None:
+        save(checkpoints, parts, ranks, config, step=end, row=rows[-1])
     if critic is not None:
         assert out is not None
         critic.export(out)
@@ -79,6 +101,28 @@ def train(
         for name, p in learner.model.named_parameters()
     }
     return Trained(rows, learner.weights(), local)
+
+
+def save(
+    path: Path, parts: dict[str, Part], ranks: Ranks, config: RunConfig, *, step: int, row: Row
+) -> None:
+    """A checkpoint of all ranks, seen through to its end."""
+    with closing(ShardWriter(parts, ranks.rank, ranks.world)) as writer:
+        if ranks.rank:
+            join_in(writer, Path(ranks.broadcast().decode()), ranks.rank)
+            return
+        saver = Saver(
+            CheckpointFolder(path, config.checkpoint),
+            writer,
+            ranks,
+            every=1,
+            begun=0,
+            run="test",
+            config=as_dict(config),
+            order=lambda scratch: ranks.broadcast(str(scratch).encode()),
+        )
+        outcome = saver.last(step, row)
+        assert outcome is not None and not outcome.error, outcome
 
 
 def as_text(value: object) -> str:

@@ -83,6 +83,7 @@ def mutate(frames: list[bytes], chance: random.Random) -> list[bytes]:
                     ("major", 2),
                     ("minor", 99),
                     ("sender", "x" * 300),
+                    ("sender", "x" * 5000),  # oversized: a header has 4 KiB at most
                     ("incarnation", ""),
                     ("id", -1),
                     ("id", chance.randrange(1 << 40)),
@@ -144,6 +145,8 @@ def test_no_message_hurts(tmp_path: Path) -> None:
         assert rss_mb(buffer.popen.pid) - early < GROWTH_MB
         counted = sum(status.counters.get(code, 0) for code in ("malformed", "frames", "protocol"))
         assert counted > FRAMES // 10
+        named = ("malformed", "frames", "protocol", "too_large", "unknown_type", "resent")
+        assert all(status.counters.get(code) for code in named), status.counters
         assert answers["some"] > FRAMES // 10
         run.work(0.5)
         before = run.version

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.fixtures import FIXTURE_DEADLINE_S
 from fault.test_run_kill import kill
 from integration.test_up import DEADLINE_S, UMBRA, UpProcess, up
 
@@ -29,7 +30,13 @@ def sort(tmp_path_factory: pytest.TempPathFactory) -> Path:
     where = tmp_path_factory.mktemp("demo")
     sizes = ("--prompts", "512", "--heldout", "64", "--demos", "1")
     for command in (("make-model", "sort/base"), ("make-task", "sort", "--out", "sort", *sizes)):
-        subprocess.run([*UMBRA, *command], cwd=where, check=True, capture_output=True, timeout=60)
+        subprocess.run(
+            [*UMBRA, *command],
+            cwd=where,
+            check=True,
+            capture_output=True,
+            timeout=FIXTURE_DEADLINE_S,
+        )
     return where / "sort"
 
 
@@ -80,7 +87,8 @@ def test_the_demos_trainer_gets_the_same_batches_again(
     up: Callable[..., UpProcess], sampling: str
 ) -> None:
     """Its bytes are told by their checksum, which the buffer notes whenever it hands one out."""
-    process = up(f"run.steps={STEPS}", f"buffer.sampling={sampling}", flags=("--no-eval",))
+    settings = (f"buffer.sampling={sampling}", "checkpoint.every=0")
+    process = up(f"run.steps={STEPS}", *settings, flags=("--no-eval",))
     process.broker()
     process.until(lambda: len(process.steps()) >= 8, "step 8")
     kill(process, "trainer")

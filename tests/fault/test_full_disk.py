@@ -2,11 +2,12 @@
 
 import subprocess
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
 from fakes.crash_run import CONFIG, BufferProcess, CrashRun, check
+from unit.test_checkpoints import Trainer
 
 
 @pytest.fixture
@@ -20,6 +21,27 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip(f"a small file system cannot be mounted here: {done.stderr.strip()}")
     yield place
     subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+@pytest.mark.fault
+def test_a_checkpoint_that_does_not_fit(small_disk: Path, tiny_model_dir: Path) -> None:
+    """1. A checkpoint. 2. The disk is full. Result: it is told, and the old one is whole."""
+    with closing(Trainer(tiny_model_dir, small_disk / "checkpoints")) as trainer:
+        trainer.train(1).save()
+        ballast = small_disk / "ballast"
+        with ballast.open("wb", buffering=0) as file, suppress(OSError):
+            while True:  # all that is left
+                file.write(b"x" * 4096)
+        trainer.train(2)
+        outcome = trainer.saver.last(2, trainer.row)
+        assert outcome is not None
+        assert outcome.error.endswith("No space left on device")
+        assert trainer.folder.steps() == [1]
+        with closing(Trainer(tiny_model_dir, small_disk / "checkpoints")) as other:
+            assert other.step == 1
+        ballast.unlink()
+        trainer.train(3).save()
+        assert trainer.folder.steps() == [1, 3]
 
 
 @pytest.mark.fault

@@ -47,7 +47,7 @@ def test_a_run_outlives_its_buffer(up: Callable[..., UpProcess]) -> None:
 @pytest.mark.timeout(DEADLINE_S + 30)
 def test_a_trainer_that_starts_again_gets_the_same_batches(up: Callable[..., UpProcess]) -> None:
     """It has no checkpoint, so it begins at step 1 again; what it learns from is the same."""
-    process = up(f"run.steps={STEPS}")
+    process = up(f"run.steps={STEPS}", "checkpoint.every=0")
     process.broker()
     process.until(lambda: len(process.steps()) >= 10, "step 10")
     kill(process, "trainer")

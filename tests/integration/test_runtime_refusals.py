@@ -117,6 +117,18 @@ def test_of_large_answers_the_last_one_is_kept(
     assert len(bench.send(asked[0])) == 1
 
 
+def test_a_flood_of_names_takes_no_more_memory_than_so_many(
+    zmq_context: Context, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "PEERS_KEPT", 3)
+    for number in range(8):
+        socket = sockets.dealer(zmq_context, bench.server.endpoint("data"), f"p{number}".encode())
+        socket.send_multipart(Encoder(f"p{number}", "i1").encode(Event(kind="one"))[1])
+        assert bench.server.poll(WAIT_S)
+        socket.close(linger=0)
+    assert len(bench.server._peers) == 3
+
+
 def test_an_answer_that_cannot_be_encoded_is_a_refusal(bench: Bench) -> None:
     number, frames = bench.encoder.encode(CommitBatch(step=1))
     (request,) = bench.send(frames)

@@ -45,6 +45,7 @@ from umbra.services.runtime.server import Server
 Context = zmq.Context[zmq.Socket[bytes]]
 ANY_PORT = "tcp://127.0.0.1:*"
 WAIT_S = 20.0
+REFUSED_S = 3.0  # a broken handshake is an answer only at the deadline
 
 
 class Served:
@@ -108,10 +109,10 @@ def test_holders_of_a_key_are_let_in(served: Served, keys: Path, role: KeyRole) 
     assert not served.server.refusals.counts
 
 
-def test_a_stranger_without_keys_is_told_at_once(served: Served) -> None:
+def test_a_stranger_without_keys_is_told(served: Served) -> None:
     channel = served.channel(served.control, OPEN)
     with pytest.raises(RejectedError, match=r": it needs keys that we lack.*--keys"):
-        channel.call(Ping(), Pong, timeout_s=WAIT_S)
+        channel.call(Ping(), Pong, timeout_s=REFUSED_S)
     counts = served.server.refusals.counts
     until(lambda: counts.total() > 0, "a refusal is counted")
     assert all(what.endswith(" on control") for what in counts)
@@ -121,7 +122,7 @@ def test_a_stranger_without_keys_is_told_at_once(served: Served) -> None:
 def test_keys_of_another_run(served: Served, others: Path) -> None:
     channel = served.channel(served.control, of(others, "trainer"))
     with pytest.raises(RejectedError, match="or has those of another run"):
-        channel.call(Ping(), Pong, timeout_s=WAIT_S)
+        channel.call(Ping(), Pong, timeout_s=REFUSED_S)
     what = "a connection with keys of another run on control"
     until(lambda: served.server.refusals.counts[what] > 0, what)
 
@@ -149,7 +150,7 @@ def test_a_client_with_keys_talks_to_no_server_without(zmq_context: Context, key
     link = Link("peer", "i1", security=of(keys, "trainer"))
     channel = link.channel(server.bind("control", ANY_PORT, CONTROL), "buffer")
     with pytest.raises(RejectedError, match=r"has none, or"):
-        channel.call(Ping(), Pong, timeout_s=WAIT_S)
+        channel.call(Ping(), Pong, timeout_s=REFUSED_S)
     link.close()
     server.close()
 
@@ -323,5 +324,7 @@ def test_buckets_are_for_receivers(
         link = Link("thief", "t1", security=security)
         bench.closers.append(link.close)
         with pytest.raises(RejectedError):
-            link.channel(endpoint, "hub", server="weight_hub").call(Ping(), Pong, timeout_s=WAIT_S)
+            link.channel(endpoint, "hub", server="weight_hub").call(
+                Ping(), Pong, timeout_s=REFUSED_S
+            )
     until(lambda: bench.hub.stats()["refused"] >= 2, "both are counted")

@@ -10,41 +10,39 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from fakes.policy_rollouts import GROUP_SIZE, GROUPS, config, rollouts
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from umbra.proto.errors import DeadlineError, PeerLostError, UmbraError, UsageError
+from umbra.proto.errors import (
+    DeadlineError,
+    DivergedError,
+    PeerLostError,
+    RejectedError,
+    UmbraError,
+    UsageError,
+)
 from umbra.proto.messages import (
     BatchLease,
+    CheckpointSaved,
     CommitAck,
     CommitBatch,
     FinishRun,
     LeaseBatch,
     Message,
+    Ok,
     RunFinished,
 )
 from umbra.proto.records import (
     Ledger,
     Manifest,
-    Sampling,
-    Trajectory,
-    VersionSpan,
-    pack_float32,
-    pack_int32,
 )
 from umbra.services.runtime.command import ServiceContext
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config_loader import load_config
 from umbra.services.runtime.metrics import MetricsFile
 from umbra.services.trainer import service
-from umbra.services.trainer.batch import make_batch
-from umbra.services.trainer.learner import Learner
+from umbra.services.trainer.checkpoints.folder import CheckpointFolder
 from umbra.services.trainer.make_model import make_model
 from umbra.services.trainer.policy import load_policy
-from umbra.services.trainer.update import PolicyUpdate
-
-GROUPS, GROUP_SIZE, LENGTH, TEMPERATURE = 3, 4, 6, 0.7
-LIKED = 30  # rewards count tokens below this id
 
 
 @pytest.fixture(scope="module")
@@ -55,45 +53,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@torch.no_grad()
-def rollouts(
-    model: PreTrainedModel, version: int, *, level: bool = False, seed: int = 0
-) -> list[Trajectory]:
-    """Groups sampled token by token; `level` gives all the same reward."""
-    generator = torch.Generator().manual_seed(seed)
-    made: list[Trajectory] = []
-    for group in range(GROUPS):
-        prompt = [5 + group] * (2 + group)
-        ids = torch.tensor([prompt] * GROUP_SIZE)
-        steps: list[Tensor] = []
-        for _ in range(LENGTH):
-            distribution = (model(ids).logits[:, -1] / TEMPERATURE).log_softmax(-1)
-            token = torch.multinomial(distribution.exp(), 1, generator=generator)
-            steps.append(distribution.gather(1, token))
-            ids = torch.cat([ids, token], 1)
-        logprobs = torch.cat(steps, 1).tolist()
-        for member in range(GROUP_SIZE):
-            length = LENGTH - member  # of different lengths, as real ones are
-            response = ids[member, len(prompt) : len(prompt) + length].tolist()
-            made.append(
-                Trajectory(
-                    sample_id=f"s{version}-{group}-{member}",
-                    group_id=f"g{version}-{group}",
-                    prompt_id=f"p{group}",
-                    attempt=1,
-                    prompt_ids=pack_int32(prompt),
-                    response_ids=pack_int32(response),
-                    loss_mask=bytes([1] * length),
-                    logprobs=pack_float32(logprobs[member][:length]),
-                    spans=[VersionSpan(version=version, start=0, end=length)],
-                    finish_reason="length",
-                    reward=1.0 if level else sum(token < LIKED for token in response) / length,
-                    sampling=Sampling(temperature=TEMPERATURE),
-                )
-            )
-    return made
-
-
 class World:
     """Buffer, hub and session in one: rolls out with whatever weights were published last."""
 
@@ -101,6 +60,8 @@ class World:
         self.model = load_policy(directory)[0].eval()
         self.level = level
         self.starve = False
+        self.refuses_checkpoints = False
+        self.wants_checkpoint = False
         self.asked: list[Message] = []
         self.published: dict[int, dict[str, Tensor]] = {}
         self.stopping = threading.Event()
@@ -151,11 +112,18 @@ class World:
                 asked = sum(isinstance(a, LeaseBatch) and a.step == step for a in self.asked)
                 if self.starve or asked == 1:
                     return BatchLease(step=step, trajectories=[], waiting_for="2 groups")
+                if self.wants_checkpoint and step > 1:
+                    return BatchLease(step=step, trajectories=[], checkpoint=True)
                 made = rollouts(self.model, step - 1, level=self.level, seed=step)
                 return BatchLease(step=step, trajectories=made)
             case CommitBatch(step=step):
                 assert all(isinstance(value, float) for value in body.metrics.values())
                 return CommitAck(version=step, ledger=Ledger())
+            case CheckpointSaved() if self.refuses_checkpoints:
+                raise RejectedError("no such step", code="wrong_step")
+            case CheckpointSaved(newest=newest, error=error):
+                self.wants_checkpoint = self.wants_checkpoint and newest < 1 and not error
+                return Ok()
             case FinishRun():
                 return RunFinished(ledger=Ledger(issued=1, trained=1))
             case _:
@@ -168,7 +136,7 @@ class World:
 class HubInTest:
     """Stands in for `Publisher`: what is published becomes the weights of the rollouts."""
 
-    def __init__(self, world: World, manifest: Manifest) -> None:
+    def __init__(self, world: World, manifest: Manifest, _stopping: threading.Event) -> None:
         self.world, self.manifest = world, manifest
         self.memory = bytearray()
         self.place = ("memory", 0)
@@ -179,6 +147,9 @@ class HubInTest:
     def slot(self, version: int, timeout_s: float) -> memoryview:
         self.memory = bytearray(self.manifest.total_bytes)
         return memoryview(self.memory)
+
+    def wrote(self, end: int) -> None:
+        assert 0 < end <= self.manifest.total_bytes
 
     def publish(self, version: int, snapshot_s: float, sums: list[int] | None = None) -> None:
         assert sums is None, "one rank leaves them to the publisher"
@@ -203,12 +174,6 @@ class Context(ServiceContext):
     def join(self, role: str, endpoints: dict[str, str] | None = None) -> Any:
         assert role == "trainer"
         return self.world
-
-
-def config(directory: Path, **trainer: Any) -> RunConfig:
-    keys = {"learning_rate": 3e-3, "warmup_steps": 0, "threads": 1, "device": "cpu"} | trainer
-    overrides = [f"trainer.{key}={value}" for key, value in keys.items()]
-    return load_config(overrides=[*overrides, f"model.path={directory}", "run.steps=2"], environ={})
 
 
 @pytest.fixture
@@ -267,10 +232,11 @@ def test_two_steps_then_an_export_that_loads(directory: Path, start: Any, tmp_pa
         "wait_batch",
         "train_step",
         "commit",
+        "checkpoint",
         "wait_slot",
         "snapshot",
     }
-    assert [event["step"] for event in world.events] == [1, 2]
+    assert [event["step"] for event in world.events if event["kind"] == "step"] == [1, 2]
 
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model", local_files_only=True)
     assert torch.equal(exported.state_dict()[name], world.published[2][name])
@@ -332,6 +298,77 @@ def test_a_batch_that_never_comes_is_an_error_that_says_what_is_missing(
     assert world.left
 
 
+def test_a_run_that_diverges_ends_with_a_sentence(
+    directory: Path, start: Any, tmp_path: Path
+) -> None:
+    """Every update is left out: the batches are committed as skipped, the weights stay."""
+    world = World(directory)
+    with pytest.raises(DivergedError, match=r"stopped at step 2: .* of the last 2 batches"):
+        start(world, max_ratio=1e-9, max_skipped=2)
+    assert world.committed() == [1, 2]
+    commits = [body for body in world.asked if isinstance(body, CommitBatch)]
+    assert [body.metrics["skipped"] for body in commits] == [1, 1]
+    assert [row["skipped/ratio"] for row in rows(tmp_path, "step")] == [1, 1]
+    for name, tensor in world.published[0].items():
+        assert torch.equal(tensor, world.published[2][name])
+    assert not (tmp_path / "model").exists()
+
+
+def test_it_goes_on_from_its_checkpoint(directory: Path, start: Any, tmp_path: Path) -> None:
+    """1. A trainer is asked to stop in its second step. 2. Another one. Result: it makes step 2."""
+    first = World(directory)
+    first.stop_at = "training step 2"
+    assert start(first) == 0
+    assert (tmp_path / "checkpoints" / "step-1").is_dir(), "what is committed is saved on leaving"
+    second = World(directory)
+    assert start(second) == 0
+    told = CheckpointSaved(step=0, newest=1)
+    assert second.asked[0] == told, "the beginning is as good as the first one"
+    assert second.committed() == [2]
+    assert sorted(second.published) == [1, 2]
+    for name, tensor in second.published[1].items():
+        assert torch.equal(tensor, first.published[1][name])
+    assert [row["error"] for row in rows(tmp_path, "checkpoint")] == ["", ""]
+
+
+def test_a_checkpoint_on_request(directory: Path, start: Any, tmp_path: Path) -> None:
+    """The buffer holds the second batch back until the state after the first step is saved."""
+    world = World(directory)
+    world.wants_checkpoint = True
+    assert start(world) == 0
+    told = world.asked.index(CheckpointSaved(step=0, newest=1))
+    assert told < next(
+        index
+        for index, body in enumerate(world.asked)
+        if isinstance(body, CommitBatch) and body.step == 2
+    )
+    assert [row["step"] for row in rows(tmp_path, "checkpoint")] == [1, 2]
+
+
+def test_a_checkpoint_that_fails_is_told_to_whoever_asked(
+    directory: Path, start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(CheckpointFolder, "begin", full)
+    world = World(directory)
+    world.wants_checkpoint = True
+    assert start(world) == 0
+    errors = [body.error for body in world.asked if isinstance(body, CheckpointSaved)]
+    assert "No space left" in errors[0]
+
+
+def test_a_checkpoint_of_another_run_is_told(directory: Path, start: Any) -> None:
+    world = World(directory)
+    world.stop_at = "training step 2"
+    assert start(world) == 0
+    other = World(directory)
+    other.refuses_checkpoints = True
+    with pytest.raises(UsageError, match=r"step-1 is not of the run that the buffer has .*no such"):
+        start(other)
+
+
 def test_a_run_directory_is_needed(directory: Path) -> None:
     context = Context(
         config=config(directory),
@@ -344,46 +381,3 @@ def test_a_run_directory_is_needed(directory: Path) -> None:
     )
     with pytest.raises(UsageError, match="--run-dir"):
         service.run(context)
-
-
-def updated(directory: Path, **trainer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The weights after one update on rollouts of slightly different weights, and its row."""
-    # Plain descent: Adam would turn rounding in near-zero gradients into full steps.
-    plain = {"optimizer": "sgd", "betas": [0.0, 0.9], "learning_rate": 0.1}
-    settings = config(directory, **plain | trainer)
-    model, _ = load_policy(directory)
-    trajectories = rollouts(model.eval(), version=0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.1)
-    learner = Learner(model, settings.trainer, steps=1)
-    batch = make_batch(trajectories, model.config.vocab_size)
-    row = PolicyUpdate(settings, learner)(batch, 3, lambda: True)
-    assert row is not None
-    return {k: v.detach().clone() for k, v in model.named_parameters()}, row
-
-
-@pytest.mark.parametrize("objective", ["ppo", "tis", "decoupled", "naive"])
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
-def test_how_a_batch_is_cut_up_does_not_change_the_update(
-    directory: Path, objective: str, aggregation: str
-) -> None:
-    common = {"objective": objective, "aggregation": aggregation, "minibatches": 2}
-    whole, row = updated(directory, **common, pack_tokens=256, micro_tokens=4096)
-    pieces, other = updated(directory, **common, pack_tokens=8, micro_tokens=8)
-    for name, tensor in whole.items():
-        torch.testing.assert_close(pieces[name], tensor, atol=1e-6, rtol=1e-4)
-    for key in ("loss", "grad_norm", "mismatch/k3", "ess", "clip_fraction", "entropy"):
-        assert other[key] == pytest.approx(row[key], rel=1e-3, abs=1e-6), key
-    assert row["updates"] == 2
-    assert row["mismatch/k3"] > 1e-4
-    assert row["mismatch/k3_on_policy"] is None, "the samples are three versions old"
-
-
-def test_the_proximal_policy_is_that_before_the_first_update(directory: Path) -> None:
-    """With a single update `naive` has ratio 1 everywhere; later updates move away from it."""
-    _, one = updated(directory, objective="naive", minibatches=1)
-    _, four = updated(directory, objective="naive", minibatches=4, clip_low=1e-5, clip_high=1e-5)
-    assert one["clip_fraction"] == 0
-    assert four["clip_fraction"] > 0
-    assert four["mismatch/k3"] == pytest.approx(one["mismatch/k3"], rel=1e-3)

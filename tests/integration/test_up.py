@@ -139,6 +139,10 @@ def test_a_run_with_own_model_prompts_and_reward(
     }  # fmt: skip
     assert all(used["cpu"] > 0 for used in summary["seconds"]["services"].values())
     assert generates(summary["model"])
+    trace = json.loads((process.run_dir / "trace.json").read_text())["traceEvents"]
+    spans = {(event["cat"], event["name"]) for event in trace if event["ph"] == "X"}
+    assert {("trainer", "train_step"), ("generator-0", "decode"), ("weight-hub", "push 4")} <= spans
+    assert summary["run_id"] in (process.run_dir / "report.html").read_text()
 
 
 def generates(model_dir: str) -> bool:
@@ -273,6 +277,8 @@ def test_a_run_is_paused_goes_on_and_is_drained(up: Callable[..., UpProcess]) ->
     assert json.loads(umbra("status", "--json"))["paused"] == "lunch"
     assert "PAUSED: lunch" in umbra("status")
     steps = len(process.steps())
+    assert f"saved its state after step {steps}\n" in umbra("checkpoint")
+    assert (process.run_dir / "checkpoints" / f"step-{steps}").is_dir()
     umbra("resume")
     process.until(lambda: len(process.steps()) > steps, "a step after the pause")
     assert umbra("drain", "--reason", "enough") == "the run is draining\n"

@@ -31,6 +31,7 @@ from umbra.proto.messages import (
 from umbra.proto.records import Manifest
 from umbra.services.runtime.arena import SHM
 from umbra.services.runtime.manifest import build_manifest
+from umbra.services.runtime.publisher import Publisher
 from umbra.services.runtime.receiver import Receiver
 from umbra.services.weight_hub.planes import PLANES, Side, check_plane, choose_plane
 
@@ -204,6 +205,22 @@ def test_a_slot_is_waited_for_until_the_deadline(bench: Bench) -> None:
         with pytest.raises(DeadlineError, match="no free slot for version 2"):
             publisher.slot(2, 0.2)
         stuck.kill()
+
+
+def test_who_stops_does_not_wait_for_a_hub_that_has_ended(bench: Bench) -> None:
+    bench.start()
+    stopping = threading.Event()
+    publisher = Publisher(bench.channel("trainer"), LAYOUT, stopping)
+    publisher.register(WAIT_S)
+    publish(publisher, 0)
+    publisher.slot(1, WAIT_S)
+    bench.stop()
+    publisher.publish_soon(1, 0.0)
+    stopping.set()
+    for _ in range(2):  # the publication first, then the slot
+        with pytest.raises(DeadlineError, match="stopped while waiting"):
+            publisher.slot(2, WAIT_S)
+    publisher.close()
 
 
 def test_a_manifest_with_another_digest_is_refused(bench: Bench) -> None:

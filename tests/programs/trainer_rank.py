@@ -1,8 +1,9 @@
 """One rank of a trainer that runs through several cases; started as torchrun would.
 
-Arguments: the model, the folder with `cases.json` (settings by name) and `batches.msgpack`. There
-each rank leaves `<case>.<rank>.json`, and rank 0 `<case>.safetensors`. In the case `dies` rank 1
-ends by a signal within an update, in the case `hangs` it stops there and never goes on.
+Arguments: the model, the folder with `cases.json` (settings by name; `checkpoints` is a folder in
+there) and `batches.msgpack`. There each rank leaves `<case>.<rank>.json`, and rank 0
+`<case>.safetensors`. In the case `dies` rank 1 ends by a signal within an update, in the case
+`hangs` it stops there and never goes on.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ def main(model: Path, folder: Path) -> int:
             for name, settings in cases.items():
                 if name in ("dies", "hangs") and ranks.rank == 1:
                     end_in_an_update(signal.SIGKILL if name == "dies" else signal.SIGSTOP)
+                if "checkpoints" in settings:
+                    settings = {**settings, "checkpoints": folder / settings["checkpoints"]}
                 trained = train(model, batches, ranks, folder / f"{name}.critic", **settings)
                 found = {"rows": trained.rows, "local": trained.local}
                 (folder / f"{name}.{ranks.rank}.json").write_text(json.dumps(found))

@@ -28,6 +28,7 @@ from umbra.proto.messages import (
     SubmitTrajectories,
     Welcome,
 )
+from umbra.services.buffer import membership
 from umbra.services.buffer.membership import BEATS_PER_S, BEATS_UNTIL_DEAD
 
 # -- staleness -------------------------------------------------------------------------------------
@@ -259,6 +260,17 @@ def test_pings_and_status_need_no_membership(role: Role) -> None:
     status = run.get("anyone", StatusRequest(), Status)
     assert [member.name for member in status.members] == ["a", "b", "trainer"]
     assert run.ask("anyone", Ok()) is None
+
+
+def test_of_those_that_have_left_the_last_ones_are_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(membership, "DEPARTED_KEPT", 2)
+    run = world()
+    for number in range(5):
+        run.join("monitor", f"m{number}")
+        run.ask(f"m{number}", Leave(reason="done"))
+    assert list(run.broker.status(run.now).departed) == ["m3", "m4"]
 
 
 # -- what is stuck ---------------------------------------------------------------------------------

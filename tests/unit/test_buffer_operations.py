@@ -4,6 +4,9 @@ from fakes.broker_world import World, trajectory, world
 
 from umbra.proto.messages import (
     BatchLease,
+    CheckpointMade,
+    CheckpointRequest,
+    CheckpointSaved,
     Command,
     DrainRequest,
     EvalBegun,
@@ -21,6 +24,7 @@ from umbra.proto.messages import (
     StatusRequest,
 )
 from umbra.services.buffer.prompts import Prompt
+from umbra.services.buffer.wishes import WAIT_S
 from umbra.services.runtime.config import Eval
 
 
@@ -147,3 +151,66 @@ def test_a_skewed_clock_is_pointed_out() -> None:
     (stuck,) = run.broker.status(run.now).stuck
     assert stuck.what == "the clock of h is 5.0 s ahead of the buffer's"
     assert "NTP" in stuck.action
+
+
+def test_a_checkpoint_on_request() -> None:
+    """Asked for in the middle of a step; made after it; whoever asked is told of the step."""
+    run = world()
+    run.produce("a", version=0)
+    assert not run.batch(1).checkpoint
+    assert run.ask("op", CheckpointRequest()) is None
+    run.commit(1)
+    assert run.ask("other op", CheckpointRequest()) is None
+    lease = run.batch(2)
+    assert lease.checkpoint
+    assert lease.trajectories
+    assert run.ask("trainer", CheckpointSaved(step=0, newest=1)) == Ok()
+    assert run.late["op"] == run.late["other op"] == [CheckpointMade(step=1)]
+    assert not run.batch(2).checkpoint
+    assert run.ask("op", CheckpointRequest()) == CheckpointMade(step=1)  # there is one already
+
+
+def test_a_waiting_trainer_hears_of_it_without_its_batch() -> None:
+    run = world()
+    assert run.ask("trainer", LeaseBatch(step=1, wait_s=60)) is None
+    assert run.ask("op", CheckpointRequest()) is None
+    (lease,) = run.late["trainer"]
+    assert isinstance(lease, BatchLease)
+    assert (lease.trajectories, lease.checkpoint) == ([], True)
+
+
+def test_an_older_checkpoint_is_not_what_was_asked_for() -> None:
+    run = world()
+    for step in (1, 2):
+        run.produce("a", version=step - 1)
+        run.batch(step)
+        run.commit(step)
+    assert run.ask("op", CheckpointRequest()) is None
+    run.ask("trainer", CheckpointSaved(step=0, newest=1))
+    assert run.late["op"] == []
+    run.ask("trainer", CheckpointSaved(step=1, newest=2))
+    assert run.late["op"] == [CheckpointMade(step=2)]
+
+
+def test_nobody_waits_for_a_checkpoint_for_ever() -> None:
+    run = world()
+    assert run.ask("op", CheckpointRequest()) is None
+    run.pass_time(2 * WAIT_S)
+    (late,) = run.late["op"]
+    assert isinstance(late, Nack)
+    assert "no checkpoint within" in late.reason
+    assert run.ask("op 2", CheckpointRequest()) is None
+    run.ask("op", DrainRequest())
+    (ending,) = run.late["op 2"]
+    assert isinstance(ending, Nack)
+    assert ending.reason == "the run is ending"
+
+
+def test_a_checkpoint_that_could_not_be_written_is_told() -> None:
+    run = world()
+    assert run.ask("op", CheckpointRequest()) is None
+    run.ask("trainer", CheckpointSaved(step=0, error="no space left on device"))
+    (late,) = run.late["op"]
+    assert isinstance(late, Nack)
+    assert late.reason == "the trainer could not save its state: no space left on device"
+    assert not run.batch(1).checkpoint  # it is not tried again and again

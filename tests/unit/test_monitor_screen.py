@@ -76,6 +76,7 @@ def test_events_become_what_is_shown() -> None:
     assert [sample.seconds for sample in feed.slow()] == [9.0, 0.5]
     assert isinstance(feed.slow()[0], SampleSeen)
     assert [tuple(span) for span in feed.spans()["m"]] == [
+        ("push", -0.02, 0.0),
         ("decode", 1.0, 2.0),
         ("idle: work", 2.0, 3.0),
     ]

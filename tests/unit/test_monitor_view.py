@@ -79,6 +79,12 @@ def test_headline() -> None:
     )
 
 
+def test_the_headline_has_the_trainers_ess() -> None:
+    trainer = member("trainer", role="trainer", stats={"ess": 0.8125, "loss": 1.0})
+    line = headline(status(members=[member(), trainer]), Rates())
+    assert "  staleness 1.12 (max 2, bound 2)  ess 0.81  " in line
+
+
 def test_headline_before_anything_was_trained() -> None:
     line = headline(status(version=0, staleness={"bound": 2.0}, ledger=Ledger()), Rates())
     assert line == "step 0/300  staleness -  samples/s 0  in flight 0"

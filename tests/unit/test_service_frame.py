@@ -176,3 +176,17 @@ def test_a_child_gets_sigterm_when_its_parent_is_killed() -> None:
     ended, _, _ = select.select([descriptor], [], [], WAIT_S)
     os.close(descriptor)
     assert ended, f"child {pid} outlived its parent"
+
+
+def test_a_service_may_have_as_many_connections_as_the_machine_allows() -> None:
+    code = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (128, 512))
+from umbra.services.runtime.command import allow_connections
+allow_connections()
+print(*resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, check=True
+    )
+    assert done.stdout.split() == ["512", "512"]

@@ -2,7 +2,7 @@
 // the run goes in as text, never as markup.
 "use strict";
 
-const EVERY_MS = 1000, WINDOW_S = 20;
+const EVERY_MS = 1000, WINDOW_S = 20, TRACKS = 40;
 const SVG = "http://www.w3.org/2000/svg";
 const CURVES = ["reward/mean", "loss", "response_length/mean", "staleness/total/mean", "entropy",
   "grad_norm", "mismatch/k3", "ess"];
@@ -153,8 +153,8 @@ function drawServices(look) {
 }
 
 function drawTimeline(look) {
-  const tracks = Object.entries(look.spans).sort();
-  const latest = Math.max(...tracks.flatMap(([, spans]) => spans.map((s) => s[2])));
+  const tracks = Object.entries(look.spans).sort().slice(0, TRACKS);
+  const latest = tracks.reduce((end, [, spans]) => Math.max(end, spans[spans.length - 1][2]), -Infinity);
   if (!Number.isFinite(latest)) return;
   const W = 1000, L = 130, ROW = 20, H = ROW * tracks.length + 18, since = latest - WINDOW_S;
   const svg = shape("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": "timeline" });

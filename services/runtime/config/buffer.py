@@ -30,6 +30,15 @@ class Buffer(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     run_ahead: Annotated[
         int, Meta(description="batches generation may be ahead; 0 = synchronous", ge=0)
     ] = 1
+    min_ess: Annotated[
+        float,
+        Meta(
+            description="run_ahead is lowered while the trainer's effective share of samples (ess) "
+            "is below this, and raised again after; 0 = never",
+            ge=0,
+            lt=1,
+        ),
+    ] = 0.0
     max_staleness: Annotated[
         int, Meta(description="bound on trainer version - version of a sample's oldest token", ge=0)
     ] = 2
@@ -122,7 +131,12 @@ class Buffer(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
         int, Meta(description="leases of one sample until it ends as failed", ge=1)
     ] = 5
     heartbeat_s: Annotated[
-        float, Meta(description="seconds between heartbeats of every service", gt=0)
+        float,
+        Meta(
+            description="seconds between heartbeats of a service; longer with many members, "
+            "up to a third of dead_after_s",
+            gt=0,
+        ),
     ] = 1.0
     dead_after_s: Annotated[
         float, Meta(description="seconds of silence until a member counts as dead", gt=0)

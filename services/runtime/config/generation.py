@@ -15,15 +15,27 @@ class Environment(Section, frozen=True, kw_only=True, forbid_unknown_fields=True
     kind: Annotated[
         str,
         Meta(
-            description='"exact", "numeric", "math", "guess", "tools", "reasoning-gym", "reward" '
-            'or a class as "module:Class"'
+            description='"exact", "numeric", "math", "guess", "tools", "reasoning-gym", "reward", '
+            '"agent" or a class as "module:Class"'
         ),
     ] = "exact"
     reward: Annotated[
         str, Meta(description='reward function as "module:function", for kind "reward"')
     ] = ""
+    agent: Annotated[
+        str,
+        Meta(
+            description='agent as "module:function", for kind "agent"; empty = agents come to '
+            "generator.serve"
+        ),
+    ] = ""
     timeout_s: Annotated[
-        float, Meta(description="seconds that one answer of the environment may take", gt=0)
+        float,
+        Meta(
+            description="seconds that one answer of the environment, or an agent's next word, may "
+            "take",
+            gt=0,
+        ),
     ] = 30.0
     max_turns: Annotated[int, Meta(description="turns of the model; 0 = any number", ge=0)] = 0
     max_tokens: Annotated[
@@ -103,6 +115,19 @@ class Generator(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     engine_args: Annotated[
         dict[str, Any], Meta(description="vLLM's own engine arguments, by their names")
     ] = {}
+    serve: Annotated[
+        str,
+        Meta(
+            description="address HOST:PORT where agents ask for completions, for environment.kind "
+            '"agent"; a taken port is passed over; empty = a free port for our own agents'
+        ),
+    ] = ""
+    serve_key: Annotated[
+        str,
+        Meta(
+            description="file of the key that agents have to give; empty = variable UMBRA_AGENT_KEY"
+        ),
+    ] = ""
     receive: Annotated[
         Literal["staged", "streamed"],
         Meta(description="hold new weights beside the old ones, or load them from the hub's host"),

@@ -47,6 +47,9 @@ class Trainer(ObjectiveKeys, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     activation_checkpointing: Annotated[
         bool, Meta(description="recompute each layer in the backward pass, to save memory")
     ] = False
+    deterministic: Annotated[
+        bool, Meta(description="only algorithms whose results are the same in every run")
+    ] = False
     compile: Annotated[bool, Meta(description="torch.compile each layer")] = False
     lora_rank: Annotated[
         int, Meta(description="train a LoRA adapter of this rank; 0 = all weights", ge=0)
@@ -57,6 +60,18 @@ class Trainer(ObjectiveKeys, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     lora_targets: Annotated[
         list[str], Meta(description="names of the layers with an adapter; empty = all linear ones")
     ] = []
+    max_ratio: Annotated[
+        float,
+        Meta(
+            description="an update is left out if a token's probability is more than so many times "
+            "that with which it was generated; 0 = no bound",
+            ge=0,
+        ),
+    ] = 1e4
+    max_skipped: Annotated[
+        int,
+        Meta(description="batches in a row whose updates are left out until the run ends", ge=1),
+    ] = 10
     batch_wait_s: Annotated[
         float, Meta(description="seconds to wait for a batch until the run fails", gt=0)
     ] = 600.0

@@ -1,0 +1,78 @@
+"""What keys cost: trajectories through the buffer and weights over plane `tcp`, with and without.
+
+    python benchmarks/security_cost.py [--json FILE] [--seconds 6] [--size-mib 256] [--rounds 3]
+
+Loopback, every process for real, the two ways in turns; medians. The buffer is asked flat out by
+four generators and a trainer; a version of the weights goes whole (no deltas) to one receiver.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from bench_keys import VARIABLE
+from buffer_throughput import measure_buffer
+from report import Report
+from weight_model import Model
+from weight_pushes import push_umbra
+
+from umbra.services.runtime.keys import make_keys
+
+MIB = 1 << 20
+WAYS = ("plain", "CURVE")
+
+
+def choose(way: str, keys: Path) -> None:
+    """From now on the processes that start have keys, or have none."""
+    os.environ.pop(VARIABLE, None)
+    if way == "CURVE":
+        os.environ[VARIABLE] = str(keys)
+
+
+def main() -> int:
+    """Both parts; 0, as there is nothing to be met."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--seconds", type=float, default=6.0)
+    parser.add_argument("--size-mib", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    model = Model(options.size_mib * MIB, learns=True)
+    rates: dict[str, list[float]] = {way: [] for way in WAYS}
+    costs: dict[str, list[float]] = {way: [] for way in WAYS}
+    pushes: dict[str, list[float]] = {way: [] for way in WAYS}
+    with tempfile.TemporaryDirectory() as folder_name:
+        folder = Path(folder_name)
+        make_keys(folder / "keys")
+        for number in range(options.rounds):
+            for way in WAYS:
+                choose(way, folder / "keys")
+                found = measure_buffer(
+                    folder / f"{way}-{number}", generators=4, seconds=options.seconds,
+                    batch_groups=128, run_ahead=3,
+                )  # fmt: skip
+                rates[way].append(found["per_s"])
+                costs[way].append(found["buffer_us"])
+                runs = push_umbra(model, "tcp", "off", 1e-6, 1, 3)
+                pushes[way] += [run.nbytes / run.push_s for run in runs]
+    report = Report("what CURVE costs")
+    for what, unit, scale, values in (
+        ("buffer, 9 KB trajectories", "per s", 1.0, rates),
+        ("buffer, its CPU per trajectory", "us", 1.0, costs),
+        (f"tcp push of {options.size_mib} MiB", "MB/s", 1e-6, pushes),
+    ):
+        plain, curve = (scale * statistics.median(values[way]) for way in WAYS)
+        report.add(what=what, unit=unit, plain=plain, CURVE=curve, ratio=round(curve / plain, 2))
+    report.show(options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

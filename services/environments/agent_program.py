@@ -1,0 +1,64 @@
+"""A user's agent: a function that runs its own loop, and asks the model over HTTP."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import os
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from umbra.services.environments.protocol import Message, Row, SampleError, StepResult
+
+
+class AgentProgram:
+    """Plays as one long step, which is told the endpoint as JSON, and ends with the reward.
+
+    The function is called as `function(row, endpoint, **options)`; `endpoint` has `base_url` and
+    `api_key`, as the `openai` client's constructor takes them. It returns a number, a `StepResult`
+    or, if it has posted its reward to the endpoint, None. A plain function has its process to
+    itself, and finds the same in OPENAI_BASE_URL and OPENAI_API_KEY.
+
+    Args:
+        function: the agent, plain or async.
+        name: what the user calls it, for errors.
+        options: more arguments of the function.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str, **options: Any) -> None:
+        inspect.signature(function).bind({}, {}, **options)
+        self.concurrent = inspect.iscoroutinefunction(function)
+        self._function = function
+        self._name = name
+        self._options = options
+        self._row: Row = {}
+
+    def reset(self, row: Row) -> list[Message]:
+        self._row = row
+        return []
+
+    def step(self, response: str) -> StepResult | Awaitable[StepResult]:
+        endpoint: dict[str, str] = json.loads(response)
+        if not self.concurrent:
+            os.environ["OPENAI_BASE_URL"] = endpoint["base_url"]
+            os.environ["OPENAI_API_KEY"] = endpoint["api_key"]
+        value = self._function(self._row, endpoint, **self._options)
+        return self._later(value) if inspect.isawaitable(value) else self._result(value)
+
+    async def _later(self, value: Awaitable[Any]) -> StepResult:
+        return self._result(await value)
+
+    def _result(self, value: Any) -> StepResult:
+        if value is None:
+            return StepResult(done=False)  # it has posted its reward
+        if isinstance(value, StepResult):
+            return msgspec.structs.replace(value, done=True)
+        try:
+            if not isinstance(value, str) and math.isfinite(value):
+                return StepResult(reward=float(value))
+        except TypeError:
+            pass
+        raise SampleError(f"{self._name} returned {value!r}, which is not a finite number")

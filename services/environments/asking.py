@@ -1,0 +1,54 @@
+"""What an agent asks of the model, and what it gets: for programs that bring their own loop.
+
+An environment answers the model; an agent asks it. Each `Ask` is one turn of the model, and comes
+from a pool as an outcome of the sample's play, between its opening and its reward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from umbra.proto.errors import UmbraError
+from umbra.services.environments.protocol import Message
+
+
+class RefusedError(UmbraError):
+    """There is no turn for what was asked; the sample stays as it is. `code` is for programs."""
+
+    def __init__(self, reason: str, code: str) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of the model, T tokens, as it was sampled.
+
+    `complete` is whether the model ended it itself; `version` is that of the newest token.
+    """
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[float]
+    pieces: list[str]  # the tokens as text, if they were asked for
+    prompt_tokens: int  # all tokens before it
+    complete: bool
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """An agent's wish for one turn of the model.
+
+    `messages` are those since the model's last turn, in the first ask all of them; with `text` the
+    model goes on from plain text instead. `reply` is called once, from any thread.
+    """
+
+    reply: Callable[[Turn | UmbraError], None]
+    messages: list[Message] = field(default_factory=list)
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    text: str | None = None
+    max_tokens: int = 0  # of the turn, at most; 0 = as configured
+    pieces: bool = False

@@ -1,0 +1,82 @@
+"""Where agents are served, and who may come."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+from umbra.proto.errors import StartupError, UsageError
+
+KEY_VARIABLE = "UMBRA_AGENT_KEY"
+_PORTS_TRIED = 64
+_ANY_PORT = "127.0.0.1:0"
+
+
+def bind(address: str, key: str) -> socket.socket:
+    """A listening socket at HOST:PORT, or at the first port after it that is free.
+
+    Several generators on one host can so be given the same address. "" is any port of this host.
+
+    Raises:
+        UsageError: not an address, or one that others reach while there is no key.
+        StartupError: no port is free.
+    """
+    host, port = _parse(address or _ANY_PORT)
+    if not key and not _is_loopback(host):
+        raise UsageError(
+            f"generator.serve = {address} is reached from other machines: set {KEY_VARIABLE}, or "
+            "generator.serve_key to a file with a key, or use 127.0.0.1"
+        )
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for candidate in range(port, port + _PORTS_TRIED) if port else (0,):
+        try:
+            return socket.create_server((host, candidate), family=family, backlog=1024)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise StartupError(f"generator.serve = {address}: {error.strerror}") from error
+    raise StartupError(
+        f"generator.serve = {address}: ports {port} to {port + _PORTS_TRIED - 1} are taken"
+    )
+
+
+def url_of(bound: socket.socket) -> str:
+    """The URL at which programs of this host reach the socket."""
+    host, port = bound.getsockname()[:2]
+    if ipaddress.ip_address(host).is_unspecified:
+        host = "127.0.0.1" if bound.family == socket.AF_INET else "::1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def read_key(file: str, environ: Mapping[str, str]) -> str:
+    """The key that agents have to give: what `file` holds, else the environment variable's.
+
+    Raises:
+        UsageError: `file` can't be read or is empty.
+    """
+    if not file:
+        return environ.get(KEY_VARIABLE, "")
+    try:
+        key = Path(file).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"generator.serve_key: {file} cannot be read: {error}") from error
+    if not key:
+        raise UsageError(f"generator.serve_key: {file} is empty: write a key into it")
+    return key
+
+
+def _parse(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise UsageError(f"generator.serve = {address}: write it as HOST:PORT")
+    return host, int(port)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

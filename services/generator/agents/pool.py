@@ -1,0 +1,286 @@
+"""Agents in the place of environments: their samples are sessions, their turns come over HTTP.
+
+One event loop, in a thread of its own, holds sessions, HTTP server and the processes of our agents;
+the generator's loop plays, collects and answers as with any other pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import queue
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from umbra.proto.errors import UmbraError
+from umbra.services.environments.asking import Ask, Turn
+from umbra.services.environments.crew import START_S, Crew
+from umbra.services.environments.loop_thread import LoopThread
+from umbra.services.environments.plays import Result
+from umbra.services.environments.pool import Outcome
+from umbra.services.environments.protocol import Row, StepResult
+from umbra.services.generator.agents.address import url_of
+from umbra.services.generator.agents.calls import Call, CallRules
+from umbra.services.generator.agents.desk import Desk
+from umbra.services.generator.agents.errors import ApiError
+from umbra.services.generator.agents.replies import Answer
+from umbra.services.generator.agents.server import Edge, HttpServer
+from umbra.services.generator.agents.session import Session
+from umbra.services.runtime.config import Environment
+
+_WAIT_S = START_S + 10.0
+_LOOK_S = 0.2
+_LONELY_S = 60.0  # samples that nobody takes for so long are worth a warning
+_NO_KEY = "none"  # the client insists on one
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class AgentSettings:
+    """What all agents of a generator have in common."""
+
+    rules: CallRules
+    model: str  # name in replies
+    key: str = ""
+
+
+class AgentPool:
+    """An `EnvironmentPool` whose conversations are led by agents.
+
+    Args:
+        config: the agent, how many processes of it there may be, and how long it may be silent.
+        settings: the rest.
+        bound: where to listen; closed in the end.
+        wake: called, from any thread, whenever an outcome is there.
+
+    Raises:
+        UsageError: the agent can't be loaded.
+        DeadlineError: loading it took too long.
+    """
+
+    def __init__(
+        self,
+        config: Environment,
+        settings: AgentSettings,
+        bound: socket.socket,
+        *,
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.url = url_of(bound)
+        self._config = config
+        self._clock = time.monotonic
+        self._key = settings.key
+        self._wake = wake
+        self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._desk = Desk(config.timeout_s)
+        self._arrivals: set[asyncio.Future[None]] = set()  # agents that wait for a sample
+        self._crew = self._hire(config) if config.agent else None
+        self._idle_since = self._clock()
+        edge = Edge(self, settings.rules, settings.model, settings.key, int(time.time()))
+        self._server = HttpServer(edge.app())
+        self._watch: asyncio.Task[None] | None = None
+        self._thread = LoopThread("agents")
+        try:
+            self._thread.wait(self._start(bound), _WAIT_S)
+        except BaseException:
+            self.close()
+            raise
+
+    # -- as an environment pool, from the generator's thread --------------------------------------
+
+    def play(self, key: str, row: Row, responses: Sequence[str]) -> None:
+        """Open a session for sample `key`; what the model says goes to whoever asked for it."""
+        assert not responses, "agents are answered through their Ask"
+        self._thread.call(self._open, key, row)
+
+    def forget(self, key: str) -> None:
+        """The sample is over, and so is its session."""
+        self._thread.call(self._close, key)
+
+    def collect(self) -> list[Outcome]:
+        """What agents have asked for, and rewards, since the last call."""
+        found: list[Outcome] = []
+        while True:
+            try:
+                found.append(self._outcomes.get_nowait())
+            except queue.Empty:
+                return found
+
+    def close(self) -> None:
+        """End all sessions, the server and our agents."""
+        if not self._thread.closed:
+            self._thread.wait(self._stop(), _WAIT_S)
+            self._thread.close()
+
+    # -- sessions, within the event loop ----------------------------------------------------------
+
+    def find(self, session_id: str) -> Session:
+        return self._desk.find(session_id)
+
+    async def lease(self, wait_s: float) -> Session | None:
+        if self._crew is not None:
+            raise ApiError(
+                "this run starts its own agents (environment.agent)", status=404, code="no_work"
+            )
+        until = self._clock() + wait_s
+        while (session := self._desk.lease(self._clock())) is None:
+            left = until - self._clock()
+            if left <= 0:
+                return None
+            arrival: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._arrivals.add(arrival)
+            await asyncio.wait([arrival], timeout=left)
+            self._arrivals.discard(arrival)
+        self._idle_since = self._clock()
+        return session
+
+    async def ask(self, session: Session, call: Call, *, repeated: bool) -> Answer:
+        told: asyncio.Future[Answer | ApiError] = asyncio.get_running_loop().create_future()
+        news = session.ask(call, told.set_result, repeated=repeated)
+        if news is not None:
+            ask = Ask(
+                reply=lambda said: self._thread.call(self._replied, session, said),
+                messages=news.messages,
+                tools=call.tools,
+                text=news.text,
+                max_tokens=call.max_tokens,
+                pieces=call.logprobs,
+            )
+            self._deliver(Outcome(session.key, ask))
+        answer = await told
+        if isinstance(answer, ApiError):
+            raise answer
+        return answer
+
+    def reward(self, session: Session, result: StepResult) -> None:
+        session.rewarded(result)
+        if self._crew is None:
+            self._settle(session)
+
+    def give_up(self, session: Session, reason: str) -> None:
+        session.abandon(f"its agent gave up: {reason}")
+        self._deliver(Outcome(session.key, error=session.verdict))
+
+    def _open(self, key: str, row: Row) -> None:
+        session = self._desk.open(key, row)
+        if self._crew is not None:
+            self._crew.forget(key)  # of the same sample, begun anew
+            self._crew.play(key, row, [json.dumps(self._endpoint(session))])
+        for arrival in self._arrivals:
+            if not arrival.done():
+                arrival.set_result(None)
+
+    def _endpoint(self, session: Session) -> dict[str, str]:
+        return {
+            "base_url": f"{self.url}/sessions/{session.id}/v1",
+            "api_key": self._key or _NO_KEY,
+        }
+
+    def _close(self, key: str) -> None:
+        self._desk.close(key)
+        if self._crew is not None:
+            self._crew.forget(key)
+
+    def _replied(self, session: Session, said: Turn | UmbraError) -> None:
+        if session.over is not None:
+            return
+        if isinstance(said, Turn):
+            session.answered(said, self._clock())
+        else:
+            session.refused(said, self._clock())
+        if self._crew is None or session.left:
+            self._settle(session)
+
+    def _settle(self, session: Session) -> None:
+        """Deliver the reward, if there is one and the model is done with its turn."""
+        if session.reward is not None and not session.asking and session.over is None:
+            self._deliver(Outcome(session.key, session.reward))
+
+    def _deliver(self, outcome: Outcome) -> None:
+        self._outcomes.put(outcome)
+        self._wake()
+
+    # -- our own agents ---------------------------------------------------------------------------
+
+    def _hire(self, config: Environment) -> Crew:
+        # Their silence is limited, not how long they work: `Session.deadline`, environment.max_s.
+        lasting = msgspec.structs.replace(config, timeout_s=math.inf)
+        return Crew(lasting, self._left, self._began, end_forgotten=True)
+
+    def _began(self, key: str) -> None:
+        session = self._desk.of(key)
+        if session is None:
+            return
+        if session.begun:
+            error = "the process of its agent ended because of another agent in it"
+            self._deliver(Outcome(key, error=error))
+        session.begin(self._clock())
+
+    def _left(self, key: str, value: Result | None, error: str) -> None:
+        """An agent's function has returned."""
+        session = self._desk.of(key)
+        if session is None:
+            return
+        try:
+            if not isinstance(value, StepResult):
+                raise ApiError(error)
+            if value.done:
+                session.rewarded(value)
+            elif session.reward is None:
+                raise ApiError("its agent returned no reward, and has posted none")
+        except ApiError as problem:
+            self._deliver(Outcome(key, error=str(problem)))
+        else:
+            session.left = True
+            self._settle(session)
+
+    # -- the event loop ---------------------------------------------------------------------------
+
+    async def _start(self, bound: socket.socket) -> None:
+        await self._server.start(bound)
+        if self._crew is not None:
+            await self._crew.start()
+        self._watch = asyncio.ensure_future(self._keep_watch())
+
+    async def _stop(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+        self._desk.close_all("the generator stops")
+        if self._crew is not None:
+            await self._crew.close()
+        await self._server.stop()
+
+    async def _keep_watch(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            for session in self._desk.overdue(self._clock()):
+                session.abandon(self._silence(session))
+                self._deliver(Outcome(session.key, error=session.verdict))
+            self._warn_if_lonely()
+
+    def _silence(self, session: Session) -> str:
+        refused = f"; its last request was refused: {session.refusal}" if session.refusal else ""
+        return (
+            f"its agent asked for nothing for environment.timeout_s = {self._config.timeout_s:g} s "
+            f"after turn {session.turns}{refused}"
+        )
+
+    def _warn_if_lonely(self) -> None:
+        now = self._clock()
+        if self._crew is not None or not self._desk.waiting:
+            self._idle_since = now
+        elif now - self._idle_since > _LONELY_S:
+            log.warning(
+                "%d samples wait for an agent: none has asked %s/sessions for work in %.0f s",
+                self._desk.waiting,
+                self.url,
+                _LONELY_S,
+            )
+            self._idle_since = now

@@ -1,0 +1,264 @@
+"""The HTTP edge: routes, bodies, keys. What is decided lies in `AgentPool` and `Session`."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import math
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+import msgspec
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from umbra.services.environments.protocol import StepResult
+from umbra.services.generator.agents.calls import Call, CallRules, read_chat, read_text
+from umbra.services.generator.agents.errors import ApiError
+from umbra.services.generator.agents.replies import Answer, Form, model_entry, model_list
+from umbra.services.generator.agents.session import Session
+
+MAX_BODY = 32 << 20
+_MAX_WAIT_S = 60.0
+_REPEATED = "x-stainless-retry-count"  # what the openai clients send; not "0" in a repetition
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class Sessions(Protocol):
+    """What the edge asks of the pool, within its event loop."""
+
+    def find(self, session_id: str) -> Session:
+        """The session; raises ApiError if there is none."""
+        ...
+
+    async def lease(self, wait_s: float) -> Session | None:
+        """A session for an agent from outside, as soon as there is one."""
+        ...
+
+    async def ask(self, session: Session, call: Call, *, repeated: bool) -> Answer:
+        """The model's answer; raises ApiError if there is none for this call."""
+        ...
+
+    def reward(self, session: Session, result: StepResult) -> None:
+        """The agent is done; raises ApiError if that can't be."""
+        ...
+
+    def give_up(self, session: Session, reason: str) -> None:
+        """The agent failed; raises ApiError if the session is over."""
+        ...
+
+
+class _Wait(msgspec.Struct):
+    wait_s: float = 30.0
+
+
+class _Reward(msgspec.Struct, forbid_unknown_fields=True):
+    reward: float
+    parts: dict[str, float] = {}
+
+
+class _Reason(msgspec.Struct):
+    reason: str = "it gave no reason"
+
+
+class Edge:
+    """Serves `sessions` to HTTP clients.
+
+    Args:
+        sessions: the conversations.
+        rules: what calls must agree with.
+        model: the name that replies carry.
+        key: what clients have to give as bearer token; "" = nothing.
+        created: seconds since the epoch, for replies.
+    """
+
+    def __init__(
+        self, sessions: Sessions, rules: CallRules, model: str, key: str, created: int
+    ) -> None:
+        self._sessions = sessions
+        self._rules = rules
+        self._model = model
+        self._key = key
+        self._created = created
+
+    def app(self) -> Starlette:
+        """The ASGI application."""
+        base = "/sessions/{session}"
+        routes: list[tuple[str, str, Handler]] = [
+            ("POST", "/sessions", self._lease),
+            ("DELETE", base, self._give_up),
+            ("POST", base + "/reward", self._reward),
+            ("POST", base + "/v1/reward", self._reward),
+            ("POST", base + "/v1/chat/completions", self._chat),
+            ("POST", base + "/v1/completions", self._text),
+        ]
+        for prefix in ("", base):
+            routes.append(("GET", prefix + "/v1/models", self._models))
+            routes.append(("GET", prefix + "/v1/models/{model}", self._one_model))
+        routes.append(("POST", "/v1/chat/completions", self._no_session))
+        routes.append(("POST", "/v1/completions", self._no_session))
+        return Starlette(
+            routes=[Route(path, self._guarded(run), methods=[m]) for m, path, run in routes],
+            exception_handlers={HTTPException: _http_error},
+        )
+
+    def _guarded(self, run: Handler) -> Handler:
+        async def handle(request: Request) -> Response:
+            try:
+                given = request.headers.get("authorization", "").removeprefix("Bearer ")
+                if self._key and not hmac.compare_digest(given.encode(), self._key.encode()):
+                    raise ApiError(
+                        "the API key is wrong or missing", status=401, code="invalid_api_key"
+                    )
+                return await run(request)
+            except ApiError as error:
+                return _refusal(error)
+            except ClientDisconnect:
+                return Response(status_code=400)  # nobody reads it
+
+        return handle
+
+    async def _lease(self, request: Request) -> Response:
+        wait_s = min(max(_read(await _body(request) or b"{}", _Wait).wait_s, 0.0), _MAX_WAIT_S)
+        session = await self._sessions.lease(wait_s)
+        if session is None:
+            error = ApiError(
+                f"there is no sample to work on within {wait_s:g} s", status=503, code="no_work"
+            )
+            return _refusal(error, {"retry-after": "1"})
+        url = f"{request.url.scheme}://{request.url.netloc}/sessions/{session.id}"
+        return JSONResponse(
+            {
+                "id": session.id,
+                "url": url,
+                "base_url": f"{url}/v1",
+                "row": session.row,
+                "timeout_s": session.timeout_s,
+            },
+            201,
+        )
+
+    async def _chat(self, request: Request) -> Response:
+        return await self._complete(request, read_chat)
+
+    async def _text(self, request: Request) -> Response:
+        return await self._complete(request, read_text)
+
+    async def _complete(
+        self, request: Request, read: Callable[[bytes, CallRules], Call]
+    ) -> Response:
+        session = self._session(request)
+        call = read(await _body(request), self._rules)
+        repeated = request.headers.get(_REPEATED, "0") != "0"
+        answer = await self._sessions.ask(session, call, repeated=repeated)
+        form = Form(session.id, self._model, self._created)
+        if call.stream:
+            return Response(form.events(call, answer), media_type="text/event-stream")
+        return JSONResponse(form.whole(call, answer))
+
+    async def _reward(self, request: Request) -> Response:
+        given = _read(await _body(request), _Reward)
+        if not all(map(math.isfinite, (given.reward, *given.parts.values()))):
+            raise ApiError("reward must be a finite number", param="reward")
+        session = self._session(request)
+        self._sessions.reward(session, StepResult(reward=given.reward, reward_parts=given.parts))
+        return JSONResponse({"id": session.id, "reward": given.reward})
+
+    async def _give_up(self, request: Request) -> Response:
+        reason = _read(await _body(request) or b"{}", _Reason).reason
+        session = self._session(request)
+        self._sessions.give_up(session, reason)
+        return JSONResponse({"id": session.id, "deleted": True})
+
+    async def _models(self, request: Request) -> Response:
+        self._in_session(request)
+        return JSONResponse(model_list(self._model))
+
+    async def _one_model(self, request: Request) -> Response:
+        self._in_session(request)
+        if request.path_params["model"] != self._model:
+            raise ApiError(
+                f"the model is called {self._model!r}", status=404, code="model_not_found"
+            )
+        return JSONResponse(model_entry(self._model))
+
+    async def _no_session(self, request: Request) -> Response:
+        raise ApiError(
+            "completions are asked for in a session: POST /sessions, and use the base_url that it "
+            "answers with",
+            status=404,
+            code="session_not_found",
+        )
+
+    def _session(self, request: Request) -> Session:
+        return self._sessions.find(request.path_params["session"])
+
+    def _in_session(self, request: Request) -> None:
+        if "session" in request.path_params:
+            self._session(request)
+
+
+class HttpServer:
+    """uvicorn within an event loop that is there already."""
+
+    def __init__(self, app: Starlette) -> None:
+        config = uvicorn.Config(
+            app,
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="warning",
+            access_log=False,  # session ids are in the URLs
+            timeout_graceful_shutdown=1,
+        )
+        self._server = uvicorn.Server(config)
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self, bound: socket.socket) -> None:
+        """Serve on a socket that listens; it is closed in the end."""
+        self._task = asyncio.ensure_future(self._server.serve(sockets=[bound]))
+
+    async def stop(self) -> None:
+        """Let open requests get their answers, and end."""
+        self._server.should_exit = True
+        if self._task is not None:
+            await self._task
+
+
+async def _body(request: Request) -> bytes:
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY:
+            raise ApiError(
+                f"the body is larger than {MAX_BODY >> 20} MiB", status=413, code="too_large"
+            )
+    return bytes(body)
+
+
+def _read(body: bytes, kind: type[Any]) -> Any:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ApiError(f"the body is not valid: {error}") from error
+
+
+def _refusal(error: ApiError, headers: dict[str, str] | None = None) -> Response:
+    return JSONResponse(error.body(), error.status, headers)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    said = ApiError(
+        f"{request.method} {request.url.path}: {error.detail}",
+        status=error.status_code,
+        code="not_found",
+    )
+    return _refusal(said)

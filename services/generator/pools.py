@@ -1,0 +1,56 @@
+"""The pool that rollouts talk to: environments, or agents that ask for turns themselves."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from umbra.proto.errors import UsageError
+from umbra.proto.records import Sampling
+from umbra.services.environments.pool import EnvironmentPool, open_pool
+from umbra.services.modeling.chat import Chat
+from umbra.services.runtime.config import Environment, RunConfig
+
+log = logging.getLogger(__name__)
+
+
+def open_environments(
+    config: RunConfig,
+    environment: Environment,
+    chat: Chat,
+    sampling: Sampling,
+    *,
+    wake: Callable[[], None] = lambda: None,
+) -> EnvironmentPool:
+    """The pool for `environment`; agents find an endpoint at `generator.serve`.
+
+    Args:
+        config: the run.
+        environment: what its rollouts talk to.
+        chat: knows the tokens that end turns.
+        sampling: how tokens are drawn, which no agent may change.
+        wake: called, from any thread, whenever there may be something to do.
+
+    Raises:
+        UsageError: environment or agent can't be loaded, or the address can't be served.
+        StartupError: its ports are taken.
+        DeadlineError: loading took too long.
+    """
+    if environment.kind != "agent":
+        return open_pool(environment, wake=wake)
+    try:
+        from umbra.services.generator.agents.address import bind, read_key
+        from umbra.services.generator.agents.calls import CallRules
+        from umbra.services.generator.agents.pool import AgentPool, AgentSettings
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f'environment.kind = "agent" needs {error.name}: pip install "umbra-rl[agent]"'
+        ) from error
+    stops = [*config.sampling.stop_tokens, *map(chat.piece, sorted(chat.stop_ids))]
+    key = read_key(config.generator.serve_key, os.environ)
+    settings = AgentSettings(CallRules(sampling, stops), Path(config.model.path).name, key)
+    pool = AgentPool(environment, settings, bind(config.generator.serve, key), wake=wake)
+    log.info("agents are served at %s", pool.url)
+    return pool

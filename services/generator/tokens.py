@@ -1,0 +1,74 @@
+"""The tokens of a sample's response, with what is known of each; they are only ever appended."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+
+from umbra.proto.records import Trajectory, VersionSpan, unpack_float32, unpack_int32
+from umbra.services.generator.engine import EngineOutput
+
+
+@dataclass
+class ResponseTokens:
+    """The response so far; the lists have one entry per token."""
+
+    ids: list[int] = field(default_factory=list)
+    mask: bytearray = field(default_factory=bytearray)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
+
+    def add_model(self, output: EngineOutput) -> None:
+        offset = len(self.ids)
+        self.ids += output.token_ids
+        self.mask += b"\x01" * len(output.token_ids)
+        self.logprobs += output.logprobs
+        for span in output.spans:
+            self._add_span(span.version, offset + span.end)
+
+    def add_environment(self, ids: list[int]) -> None:
+        # They were sampled by nobody: counted to the span before them, they change no staleness.
+        self.ids += ids
+        self.mask += bytes(len(ids))
+        self.logprobs += [0.0] * len(ids)
+        self._add_span(self.spans[-1].version, len(self.ids))
+
+    def _add_span(self, version: int, end: int) -> None:
+        start = self.spans[-1].end if self.spans else 0
+        if end == start:
+            return
+        if self.spans and self.spans[-1].version == version:
+            start = self.spans.pop().start
+        self.spans.append(VersionSpan(version=version, start=start, end=end))
+
+    def copy(self) -> ResponseTokens:
+        return ResponseTokens(self.ids[:], self.mask[:], self.logprobs[:], self.spans[:])
+
+    def segments(self) -> list[list[int]]:
+        """The tokens of model turn, environment turn, model turn, ... in order."""
+        ids = iter(self.ids)
+        return [[next(ids) for _ in run] for _, run in itertools.groupby(self.mask)]
+
+
+def tokens_of(partial: Trajectory) -> ResponseTokens | None:
+    """What a partial holds; None if it can't be continued.
+
+    One that can begins with a model's token, and its parts agree.
+    """
+    count = partial.response_tokens
+    sound = (
+        count > 0
+        and len(partial.loss_mask) == count
+        and len(partial.logprobs) == 4 * count
+        and partial.loss_mask[0] == 1
+        and bool(partial.spans)
+        and partial.spans[-1].end == count
+    )
+    if not sound:
+        return None
+    return ResponseTokens(
+        unpack_int32(partial.response_ids),
+        bytearray(partial.loss_mask),
+        unpack_float32(partial.logprobs),
+        list(partial.spans),
+    )

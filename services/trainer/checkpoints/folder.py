@@ -1,0 +1,129 @@
+"""The folder with a run's checkpoints, each a folder `step-<n>` that is whole or not there at all.
+
+A checkpoint is made in a hidden folder beside the others. All its files are on the disk before it
+gets its name, so whatever ends the process, `step-<n>` is whole.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from umbra.services.runtime.config import Checkpoint
+from umbra.services.trainer.checkpoints.index import NAME, DamagedError, Index, read_index
+
+SCRATCH = ".writing-"
+
+
+class CheckpointFolder:
+    """Only one process, rank 0, changes what is in it.
+
+    Args:
+        path: made when the first checkpoint is.
+        config: what is kept.
+    """
+
+    def __init__(self, path: Path, config: Checkpoint) -> None:
+        self.path = path
+        self._config = config
+
+    def steps(self) -> list[int]:
+        """The steps that have a checkpoint, in order."""
+        if not self.path.is_dir():
+            return []
+        found = (re.fullmatch(r"step-(\d+)", entry.name) for entry in self.path.iterdir())
+        return sorted(int(match[1]) for match in found if match)
+
+    def of(self, step: int) -> Path:
+        """The folder of the checkpoint of `step`."""
+        return self.path / f"step-{step}"
+
+    @property
+    def covered(self) -> int:
+        """The step before which nothing is needed to go on from any of the newest checkpoints.
+
+        While there are fewer than are kept, the beginning of the run counts as one.
+        """
+        newest = self.steps()[-self._config.keep :]
+        return newest[0] if len(newest) == self._config.keep else 0
+
+    def begin(self, step: int) -> Path:
+        """An empty folder to write the checkpoint of `step` in; what was left of others is gone.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        self.discard()
+        scratch = self._scratch(step)
+        scratch.mkdir(parents=True)
+        return scratch
+
+    def discard(self) -> None:
+        """Remove what is left of a checkpoint that was not finished."""
+        for scratch in self.path.glob(f"{SCRATCH}*"):
+            shutil.rmtree(scratch, ignore_errors=True)
+
+    def finish(self, index: Index) -> Path:
+        """Give the checkpoint its name, now that its files are on the disk.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        scratch, final = self._scratch(index.step), self.of(index.step)
+        with (scratch / NAME).open("xb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(index), indent=1) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        _sync(scratch)
+        if final.exists():
+            shutil.rmtree(final)  # of a life that went on from an earlier one
+        scratch.rename(final)
+        _sync(self.path)
+        return final
+
+    def prune(self) -> None:
+        """Remove what is not to be kept: all but the newest and the best."""
+        steps = self.steps()
+        keep = {*steps[-self._config.keep :], self.best()}
+        for step in steps:
+            if step not in keep:
+                shutil.rmtree(self.of(step), ignore_errors=True)
+
+    def best(self) -> int | None:
+        """The step of the best checkpoint, the newest of equals; None if nothing tells."""
+        config = self._config
+        if not config.best_metric:
+            return None
+        sign = 1 if config.best_mode == "max" else -1
+        values: list[tuple[float, int]] = []
+        for step in self.steps():
+            with suppress(DamagedError):
+                metrics = read_index(self.of(step)).metrics
+                if config.best_metric in metrics:
+                    values.append((sign * metrics[config.best_metric], step))
+        return max(values)[1] if values else None
+
+    def set_aside(self, step: int) -> Path:
+        """Rename a damaged checkpoint, so that it does not count any more."""
+        aside = self.path / f"damaged-step-{step}"
+        shutil.rmtree(aside, ignore_errors=True)
+        self.of(step).rename(aside)
+        return aside
+
+    def _scratch(self, step: int) -> Path:
+        # Named by the step: a rank that is late with another checkpoint does not write into this.
+        return self.path / f"{SCRATCH}{step}"
+
+
+def _sync(directory: Path) -> None:
+    """Have the disk know the names in `directory`."""
+    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,207 @@
+"""What a checkpoint is made of: named parts, each with tensors of its own.
+
+A trainer's state is a dict of parts by name; whoever trains something else besides (a critic, say)
+adds parts. Tensors are sharded by rows (DTensors) or the same on all ranks; either way each rank
+saves its share of the rows and no more.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from umbra.proto.errors import UsageError
+from umbra.services.trainer.checkpoints.reading import SavedPart
+
+SHOWN = 3  # names in an error
+
+
+class Part(Protocol):
+    """Something whose state belongs to a checkpoint."""
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The live tensors by name. Called between two updates."""
+        ...
+
+    def facts(self) -> Mapping[str, Any]:
+        """What else there is, as JSON has it; each rank saves and gets back its own."""
+        ...
+
+    def load(self, saved: SavedPart) -> None:
+        """Take over a saved state.
+
+        Raises:
+            UsageError: it is not of such a thing; nothing is promised of the state then.
+        """
+        ...
+
+
+class Weights:
+    """What is trained of a model, and its buffers; what is frozen is where the run began.
+
+    Args:
+        base: checksum of the weights that the run began with, if some of them are frozen.
+    """
+
+    def __init__(self, model: nn.Module, base: str = "") -> None:
+        self._model = model
+        self._base = base
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters that are trained, and the buffers of a state dict, by their module's names."""
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # the root stays gathered after a forward pass without a backward
+        stored = self._model.state_dict(keep_vars=True)
+        buffers = {name: b for name, b in self._model.named_buffers() if name in stored}
+        return {**trained(self._model), **buffers}
+
+    def facts(self) -> dict[str, Any]:
+        """What the frozen weights are."""
+        return {"base": self._base}
+
+    @torch.no_grad()
+    def load(self, saved: SavedPart) -> None:
+        """Overwrite the tensors.
+
+        Raises:
+            UsageError: the model has other tensors, or other frozen weights.
+        """
+        base = saved.facts.get("base", "")
+        if bool(base) != bool(self._base):
+            kind, other = ("an adapter", "0") if base else ("all weights", "above 0")
+            raise UsageError(
+                f"{saved.source} is of {kind}, but trainer.lora_rank is {other}: go on with the "
+                "one of before, or choose another --run-dir"
+            )
+        if base != self._base:
+            raise UsageError(
+                f"{saved.source} is of an adapter for another base model than model.path: go on "
+                "with the one of before, or choose another --run-dir"
+            )
+        own = self.tensors()
+        check_names(saved, own)
+        for name, tensor in own.items():
+            saved.fill(name, tensor)
+
+
+class OptimizerState:
+    """The moments of an optimizer over the trained parameters of a model, by their names."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: nn.Module,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._parameters = trained(model)
+        self._scaler = scaler
+
+    def tensors(self) -> dict[str, Tensor]:
+        """`<parameter>.<moment>`; none before the first update."""
+        return {
+            f"{name}.{key}": value
+            for name, parameter in self._parameters.items()
+            for key, value in self._optimizer.state.get(parameter, {}).items()
+            if isinstance(value, Tensor)
+        }
+
+    def facts(self) -> dict[str, Any]:
+        """The kind of optimizer, and the state of the scaler of fp16 gradients."""
+        scale = {} if self._scaler is None else {"scaler": self._scaler.state_dict()}
+        return {"kind": type(self._optimizer).__name__, **scale}
+
+    @torch.no_grad()
+    def load(self, saved: SavedPart) -> None:
+        """Overwrite the state.
+
+        Raises:
+            UsageError: it is that of another kind of optimizer, or of other parameters.
+        """
+        kind = type(self._optimizer).__name__
+        if saved.facts.get("kind", kind) != kind:
+            raise UsageError(
+                f"{saved.source} has the state of {saved.facts['kind']}, but trainer.optimizer is "
+                f"{kind}: go on with the optimizer of before"
+            )
+        self._optimizer.state.clear()
+        for full in saved.names:
+            name, _, key = full.rpartition(".")
+            parameter = self._parameters.get(name)
+            if parameter is None:
+                raise UsageError(f"{saved.source} is of another model: it has {full}, ours has not")
+            shape, dtype = saved.layout(full)
+            if shape == list(parameter.shape):
+                place = torch.zeros_like(parameter, dtype=dtype)
+            else:
+                place = torch.zeros(shape, dtype=dtype, device=parameter.device)
+            saved.fill(full, place)
+            self._optimizer.state[parameter][key] = place
+        if self._scaler is not None and "scaler" in saved.facts:
+            self._scaler.load_state_dict(saved.facts["scaler"])
+
+
+class Randomness:
+    """The random number generators of this process: torch's, that of its GPU, and Python's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def tensors(self) -> dict[str, Tensor]:
+        """None: they are no rows of anything."""
+        return {}
+
+    def facts(self) -> dict[str, Any]:
+        """The states, in hexadecimal and as numbers."""
+        version, numbers, gauss = random.getstate()
+        states = {"torch": torch.get_rng_state()}
+        if self._device.type == "cuda":
+            states["cuda"] = torch.cuda.get_rng_state(self._device)
+        return {
+            **{name: bytes(state.numpy()).hex() for name, state in states.items()},
+            "python": [version, list(numbers), gauss],
+        }
+
+    def load(self, saved: SavedPart) -> None:
+        """Take over the states."""
+        setters: dict[str, Callable[[Tensor], object]] = {"torch": torch.set_rng_state}
+        if self._device.type == "cuda":
+            setters["cuda"] = lambda state: torch.cuda.set_rng_state(state, self._device)
+        for name, take in setters.items():
+            if name in saved.facts:
+                take(torch.frombuffer(bytearray.fromhex(saved.facts[name]), dtype=torch.uint8))
+        if "python" in saved.facts:
+            version, numbers, gauss = saved.facts["python"]
+            random.setstate((version, tuple(numbers), gauss))
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that are trained, by name."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def check_names(saved: SavedPart, own: Mapping[str, Tensor]) -> None:
+    """Compare names and shapes.
+
+    Raises:
+        UsageError: they differ.
+    """
+    faults = [f"it has {name}, model.path has not" for name in saved.names if name not in own]
+    faults += [f"it has no {name}" for name in own if name not in saved.names]
+    faults += [
+        f"{name} is {saved.layout(name)[0]} there and {list(tensor.shape)} in model.path"
+        for name, tensor in own.items()
+        if name in saved.names and saved.layout(name)[0] != list(tensor.shape)
+    ]
+    if faults:
+        more = f", and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
+        raise UsageError(
+            f"{saved.source} is of another model: {'; '.join(faults[:SHOWN])}{more}; go on with "
+            "the model.path and LoRA settings of before, or choose another --run-dir"
+        )

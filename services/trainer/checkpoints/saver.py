@@ -1,0 +1,228 @@
+"""When a checkpoint is made, and how the ranks make it together.
+
+Rank 0 decides, and has the others join in. All copy their share, which is what training waits for;
+then their threads write. Each of the others leaves a note beside its file when the disk has it.
+When rank 0 has seen all notes, it writes the index and gives the checkpoint its name.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from umbra.proto.errors import UmbraError
+from umbra.services.trainer.checkpoints.folder import CheckpointFolder
+from umbra.services.trainer.checkpoints.index import FileInfo, Index
+from umbra.services.trainer.checkpoints.shard_writer import ShardCopy, ShardWriter, shard_path
+from umbra.services.trainer.metrics import Row
+from umbra.services.trainer.ranks import Ranks
+
+POLL_S = 0.02
+
+log = logging.getLogger(__name__)
+
+
+class _Note(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a rank leaves beside its file, or instead of it."""
+
+    file: FileInfo | None = None
+    error: str = ""
+
+
+def join_in(writer: ShardWriter, scratch: Path, rank: int) -> None:
+    """All ranks but the first: copy now, write later, leave a note."""
+    copy = writer.copy()
+
+    def write() -> None:
+        try:
+            note = _Note(file=copy.write(shard_path(scratch, rank)))
+        except OSError as error:
+            note = _Note(error=error.strerror or str(error))
+        part = scratch / f".note-{rank}"
+        try:
+            part.write_bytes(msgspec.json.encode(note))
+            part.rename(_note_path(scratch, rank))
+        except OSError as error:
+            log.warning("rank %d could not write its part of a checkpoint: %s", rank, error)
+
+    writer.start(write)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a checkpoint."""
+
+    step: int
+    error: str  # why there is none; empty if there is
+    size: int  # bytes
+    copy_s: float  # what training waited
+    write_s: float  # from the copy until it had its name
+
+
+class Saver:
+    """Rank 0's side.
+
+    Args:
+        every: steps between checkpoints; 0 = none.
+        begun: the step of the checkpoint that training went on from.
+        run: id of the run, for the index.
+        config: of the run, for the index.
+        order: has the other ranks join in, writing to this folder.
+    """
+
+    def __init__(
+        self,
+        folder: CheckpointFolder,
+        writer: ShardWriter,
+        ranks: Ranks,
+        *,
+        every: int,
+        begun: int,
+        run: str,
+        config: dict[str, Any],
+        order: Callable[[Path], object],
+    ) -> None:
+        self.folder = folder
+        self._writer = writer
+        self._ranks = ranks
+        self._every = every
+        self.begun = begun  # the last step of which there is one, or one is being made
+        self._run = run
+        self._config = config
+        self._order = order
+        self._writing: Future[Outcome] | None = None
+        self._late = False
+
+    def after(self, step: int, row: Row) -> None:
+        """Begin a checkpoint of `step`, which has just been committed, if it is time to.
+
+        While the one before is still being written none is begun, so that training never waits for
+        the disk; this is told once, and made up for as soon as possible.
+        """
+        if not self._every or step // self._every <= self.begun // self._every:
+            return
+        if self._writing is not None and not self._writing.done():
+            if not self._late:
+                self._late = True
+                log.warning(
+                    "step %d: the checkpoint of step %d is still being written: the disk is slower "
+                    "than checkpoint.every = %d asks for; the next one is put off until it is done",
+                    step,
+                    self.begun,
+                    self._every,
+                )
+            return
+        self._begin(step, row)
+
+    def wanted(self, step: int, row: Row) -> bool:
+        """Begin a checkpoint of `step` because somebody wants one; False if there is one."""
+        if self._writing is None:
+            if step in self.folder.steps():
+                return False
+            self._begin(step, row)
+        return True
+
+    def settled(self) -> Outcome | None:
+        """What came of a checkpoint, once and when that is known."""
+        writing = self._writing
+        if writing is None or not writing.done():
+            return None
+        self._writing = None
+        return writing.result()
+
+    def last(self, step: int, row: Row | None) -> Outcome | None:
+        """Finish the one under way, and make one of `step`, at which training ends."""
+        if not self._every:
+            return None
+        outcome = self._wait()
+        if row is not None and step > self.begun:
+            self._begin(step, row)
+            outcome = self._wait()
+        return outcome
+
+    def _wait(self) -> Outcome | None:
+        """The disk's own time; everything in it has a deadline."""
+        writing, self._writing = self._writing, None
+        return None if writing is None else writing.result()
+
+    def _begin(self, step: int, row: Row) -> None:
+        self.begun, self._late = step, False
+        began = time.perf_counter()
+        try:
+            scratch = self.folder.begin(step)
+        except OSError as error:
+            reason = f"{self.folder.path} cannot be written to: {error.strerror}"
+            self._writing = Future()
+            self._writing.set_result(Outcome(step, reason, 0, 0.0, 0.0))
+            return
+        self._order(scratch)
+        copy = self._writer.copy()
+        metrics = {name: value for name, value in row.items() if value is not None}
+        self._writing = self._writer.start(
+            lambda: self._write(step, metrics, scratch, copy, self._writer.copy_s, began)
+        )
+
+    def _write(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        scratch: Path,
+        copy: ShardCopy,
+        copy_s: float,
+        began: float,
+    ) -> Outcome:
+        """In the thread: write, wait for the others, name it, remove old ones."""
+        try:
+            files = [copy.write(shard_path(scratch, 0)), *self._others(scratch)]
+            index = Index(
+                step=step,
+                run=self._run,
+                saved_at=time.time(),
+                config=self._config,
+                metrics=dict(metrics),
+                tensors=copy.layout,
+                files=files,
+            )
+            self.folder.finish(index)
+            self.folder.prune()
+        except (OSError, UmbraError) as error:
+            self.folder.discard()
+            reason = getattr(error, "strerror", None) or str(error)
+            return Outcome(step, reason, 0, copy_s, time.perf_counter() - began)
+        size = sum(file.size for file in files)
+        return Outcome(step, "", size, copy_s, time.perf_counter() - began - copy_s)
+
+    def _others(self, scratch: Path) -> list[FileInfo]:
+        """What the other ranks noted.
+
+        Raises:
+            UmbraError: one could not write, or notes nothing in time.
+        """
+        files: list[FileInfo] = []
+        until = time.monotonic() + self._ranks.timeout_s
+        for rank in range(1, self._ranks.world):
+            path = _note_path(scratch, rank)
+            while not path.exists():
+                if time.monotonic() > until:
+                    raise UmbraError(
+                        f"trainer rank {rank} did not write its part within "
+                        f"{self._ranks.timeout_s:g} s (trainer.rank_timeout_s)"
+                    )
+                time.sleep(POLL_S)
+            note = msgspec.json.decode(path.read_bytes(), type=_Note)
+            if note.file is None:
+                raise UmbraError(f"trainer rank {rank}: {note.error}")
+            files.append(note.file)
+            path.unlink()
+        return files
+
+
+def _note_path(scratch: Path, rank: int) -> Path:
+    return scratch / f"note-{rank}.json"

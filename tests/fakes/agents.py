@@ -1,0 +1,161 @@
+"""An agent endpoint with an engine behind it, driven by a thread as a generator would."""
+
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from openai import OpenAI
+
+from umbra.proto.messages import ReturnedSample
+from umbra.proto.records import SampleTask, Trajectory
+from umbra.services.generator.agents.address import bind
+from umbra.services.generator.agents.calls import CallRules
+from umbra.services.generator.agents.pool import AgentPool, AgentSettings
+from umbra.services.generator.engine import Engine
+from umbra.services.generator.rollout import RolloutSettings
+from umbra.services.generator.runner import RolloutRunner
+from umbra.services.runtime.config import Environment
+
+WAIT_S = 30.0
+
+
+class AgentWorld:
+    """Runs the samples that it is given until agents have ended them.
+
+    Args:
+        between: called in the driving thread after every step, for what happens between tokens.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        settings: RolloutSettings,
+        environment: Environment,
+        *,
+        key: str = "",
+        stop_tokens: tuple[str, ...] = (),
+        between: Callable[[RolloutRunner], object] = lambda runner: None,
+    ) -> None:
+        self.failure: Exception | None = None
+        self._wake = threading.Event()
+        self._settings = settings
+        rules = CallRules(settings.sampling, stop_tokens)
+        self.pool = AgentPool(
+            environment,
+            AgentSettings(rules, "tiny", key),
+            bind("", key),
+            wake=self._wake.set,
+        )
+        self.url = self.pool.url
+        self.runner = RolloutRunner(engine, self.pool, settings)
+        self._between = between
+        self._added: list[SampleTask] = []
+        self._dropped: list[tuple[str, int]] = []
+        self._finished: list[Trajectory] = []
+        self._failed: list[ReturnedSample] = []
+        self._changed = threading.Condition()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._main, name="generator")
+        self._thread.start()
+
+    def add(self, *tasks: SampleTask) -> None:
+        """Have agents work on these samples."""
+        with self._changed:
+            self._added += tasks
+        self._wake.set()
+
+    def drop(self, sample_id: str, attempt: int) -> None:
+        """The lease on a sample is lost; returns when its session is over."""
+        with self._changed:
+            self._dropped.append((sample_id, attempt))
+        self._wake.set()
+        self._until(lambda: not self._dropped and not self.runner.active, "end of the sample")
+
+    def trajectory(self) -> Trajectory:
+        """The next sample that is finished."""
+        self._until(lambda: bool(self._finished), "a finished sample")
+        return self._finished.pop(0)
+
+    def failed(self) -> ReturnedSample:
+        """The next sample that failed."""
+        self._until(lambda: bool(self._failed), "a failed sample")
+        return self._failed.pop(0)
+
+    def lease(self, wait_s: float = WAIT_S, headers: dict[str, str] | None = None) -> Any:
+        """What an agent gets that asks for work."""
+        status, work = send(f"{self.url}/sessions", {"wait_s": wait_s}, headers=headers)
+        assert status == 201, work
+        return work
+
+    def close(self) -> None:
+        self._stop.set()
+        self._wake.set()
+        self._thread.join(WAIT_S)
+        self.pool.close()
+        assert not self._thread.is_alive(), "the generator hangs"
+
+    def _until(self, condition: Callable[[], bool], what: str) -> None:
+        with self._changed:
+            met = self._changed.wait_for(lambda: condition() or self.failure is not None, WAIT_S)
+        if self.failure is not None:
+            raise self.failure
+        assert met, f"no {what}; failed: {self._failed}"
+
+    def _main(self) -> None:
+        try:
+            while not self._stop.is_set():
+                self._turn()
+        except Exception as error:  # noqa: BLE001 - raised in the test's own thread
+            self.failure = error
+            with self._changed:
+                self._changed.notify_all()
+
+    def _turn(self) -> None:
+        with self._changed:
+            added, self._added = self._added, []
+            if self._dropped:
+                self.runner.drop(self._dropped)
+                self._dropped.clear()
+                self._changed.notify_all()
+        self.runner.add(added)
+        self.runner.poll(0.0)
+        self._between(self.runner)
+        finished, failed = self.runner.results()
+        if finished or failed:
+            with self._changed:
+                self._finished += finished
+                self._failed += failed
+                self._changed.notify_all()
+        if not self.runner.busy:
+            self._wake.wait(0.02)
+            self._wake.clear()
+
+
+def send(
+    url: str, body: Any = None, *, method: str = "POST", headers: dict[str, str] | None = None
+) -> tuple[int, Any]:
+    """Status and JSON of a request; `body` is JSON, or bytes as they are."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode() if body else None
+    request = urllib.request.Request(url, data, headers or {}, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=WAIT_S) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+
+
+def reward(work: Any, value: Any, **parts: float) -> tuple[int, Any]:
+    """Post the reward of a session."""
+    return send(f"{work['url']}/reward", {"reward": value, "parts": parts})
+
+
+@contextmanager
+def client(work: Any, **options: Any) -> Iterator[OpenAI]:
+    """The openai client of an agent that works on `work`."""
+    with OpenAI(**{"base_url": work["base_url"], "api_key": "none", **options}) as made:
+        yield made

@@ -1,0 +1,63 @@
+"""Real rollouts of a small policy, and the configuration of a trainer that learns from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from umbra.proto.records import Sampling, Trajectory, VersionSpan, pack_float32, pack_int32
+from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.config_loader import load_config
+
+GROUPS, GROUP_SIZE, LENGTH, TEMPERATURE = 3, 4, 6, 0.7
+LIKED = 30  # rewards count tokens below this id
+
+
+def config(directory: Path, **trainer: Any) -> RunConfig:
+    """Settings of the section `trainer` on top of those of the tests."""
+    keys = {"learning_rate": 3e-3, "warmup_steps": 0, "threads": 1, "device": "cpu"} | trainer
+    overrides = [f"trainer.{key}={value}" for key, value in keys.items()]
+    return load_config(overrides=[*overrides, f"model.path={directory}", "run.steps=2"], environ={})
+
+
+@torch.no_grad()
+def rollouts(
+    model: PreTrainedModel, version: int, *, level: bool = False, seed: int = 0
+) -> list[Trajectory]:
+    """Groups sampled token by token; `level` gives all the same reward."""
+    generator = torch.Generator().manual_seed(seed)
+    made: list[Trajectory] = []
+    for group in range(GROUPS):
+        prompt = [5 + group] * (2 + group)
+        ids = torch.tensor([prompt] * GROUP_SIZE)
+        steps: list[Tensor] = []
+        for _ in range(LENGTH):
+            distribution = (model(ids).logits[:, -1] / TEMPERATURE).log_softmax(-1)
+            token = torch.multinomial(distribution.exp(), 1, generator=generator)
+            steps.append(distribution.gather(1, token))
+            ids = torch.cat([ids, token], 1)
+        logprobs = torch.cat(steps, 1).tolist()
+        for member in range(GROUP_SIZE):
+            length = LENGTH - member  # of different lengths, as real ones are
+            response = ids[member, len(prompt) : len(prompt) + length].tolist()
+            made.append(
+                Trajectory(
+                    sample_id=f"s{version}-{group}-{member}",
+                    group_id=f"g{version}-{group}",
+                    prompt_id=f"p{group}",
+                    attempt=1,
+                    prompt_ids=pack_int32(prompt),
+                    response_ids=pack_int32(response),
+                    loss_mask=bytes([1] * length),
+                    logprobs=pack_float32(logprobs[member][:length]),
+                    spans=[VersionSpan(version=version, start=0, end=length)],
+                    finish_reason="length",
+                    reward=1.0 if level else sum(token < LIKED for token in response) / length,
+                    sampling=Sampling(temperature=TEMPERATURE),
+                )
+            )
+    return made

@@ -1,0 +1,199 @@
+"""Agents that the run starts itself: functions of the user in processes of their own."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes.agents import AgentWorld
+from fakes.engine import ScriptedEngine
+from fakes.rollouts import STOP, sample, says, settings
+
+from umbra.deploy.environment_check import check_environment
+from umbra.proto.errors import UsageError
+from umbra.proto.records import SampleTask, Sampling
+from umbra.services.environments.loading import load_environment
+from umbra.services.generator.evaluate import evaluate_model
+from umbra.services.modeling.chat import Chat
+from umbra.services.modeling.models import load_tokenizer
+from umbra.services.runtime.config import Environment, Generator, RunConfig, SamplingConfig
+from umbra.services.runtime.feasibility import check_feasible
+
+pytestmark = pytest.mark.e2e
+
+USER_CODE = """
+import asyncio, json, os, time, urllib.request
+
+def post(url, body):
+    request = urllib.request.Request(url, json.dumps(body).encode())
+    with urllib.request.urlopen(request, timeout=30) as response:
+        return json.load(response)
+
+def talk(base_url, turns=2):
+    messages = [{"role": "user", "content": "go"}]
+    for _ in range(turns):
+        said = post(base_url + "/chat/completions", {"messages": messages})
+        messages += [said["choices"][0]["message"], {"role": "user", "content": "more"}]
+    return messages
+
+def plain(row, endpoint, turns=2):
+    assert os.environ["OPENAI_BASE_URL"] == endpoint["base_url"]
+    assert os.environ["OPENAI_API_KEY"] == endpoint["api_key"]
+    do = row["do"]
+    if do == "silent":
+        return 1.0
+    talk(endpoint["base_url"], turns)
+    if do == "raise":
+        raise KeyError("gold")
+    if do == "hang":
+        time.sleep(600)
+    if do == "exit":
+        os._exit(3)
+    if do == "nothing":
+        return None
+    if do == "text":
+        return "1.0"
+    if do == "post":
+        post(endpoint["base_url"] + "/reward", {"reward": 0.75, "parts": {"tidy": 1.0}})
+        return None
+    if do == "both":
+        post(endpoint["base_url"] + "/reward", {"reward": 0.75})
+        return 1.0
+    return 0.5
+
+async def together(row, endpoint):
+    await asyncio.to_thread(talk, endpoint["base_url"])
+    if row["do"] == "hang":
+        await asyncio.sleep(600)
+    if row["do"] == "block":
+        time.sleep(600)
+    return float(os.getpid())
+"""
+World = Callable[..., AgentWorld]
+
+
+@pytest.fixture
+def world(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    (tmp_path / "mine.py").write_text(USER_CODE)
+    monkeypatch.chdir(tmp_path)
+    tokenizer = load_tokenizer(tiny_model_dir)
+    made: list[AgentWorld] = []
+
+    def make(agent: str, **options: Any) -> AgentWorld:
+        chosen = settings(
+            Chat(tokenizer, {STOP}), sampling=Sampling(), max_context=2048, agents=True
+        )
+        environment = Environment(kind="agent", agent=agent, **{"workers": 1, **options})
+        engine = ScriptedEngine(says(tokenizer, "one", "two", "three"))
+        made.append(AgentWorld(engine, chosen, environment))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def task(name: str, do: str) -> SampleTask:
+    return SampleTask(
+        sample_id=name, group_id="g", prompt_id="p", attempt=1, row={"do": do}, lease_s=30.0
+    )
+
+
+def test_what_an_agent_does_costs_its_own_sample_only(world: World) -> None:
+    endpoint = world("mine:plain", timeout_s=2.0)
+    faults = {
+        "raise": "agent mine:plain raised KeyError: 'gold'",
+        "hang": "asked for nothing for environment.timeout_s = 2 s after turn 2",
+        "exit": "the process of its environment ended with exit code 3",
+        "nothing": "its agent returned no reward, and has posted none",
+        "text": "agent mine:plain returned '1.0', which is not a finite number",
+        "silent": "the model has said nothing in this session",
+        "both": "this session has its reward already: 0.75",
+    }
+    for do, reason in faults.items():
+        endpoint.add(task(do, do))
+        assert reason in endpoint.failed().reason
+    endpoint.add(task("good", ""))
+    trajectory = endpoint.trajectory()
+    assert (trajectory.reward, trajectory.turns) == (0.5, 2)
+    endpoint.add(task("posted", "post"))
+    trajectory = endpoint.trajectory()
+    assert (trajectory.reward, trajectory.reward_parts) == (0.75, {"tidy": 1.0})
+
+
+def test_async_agents_share_a_process(world: World) -> None:
+    endpoint = world("mine:together", timeout_s=2.0)
+    endpoint.add(*(task(f"s{i}", "") for i in range(8)), task("hung", "hang"))
+    rewards = {endpoint.trajectory().reward for _ in range(8)}
+    assert len(rewards) == 1
+    assert endpoint.failed().sample_id == "hung"
+    endpoint.add(task("next", ""))
+    assert endpoint.trajectory().reward in rewards  # what hung was ended, not its process
+
+
+def test_an_async_agent_that_blocks_loses_its_process(world: World) -> None:
+    endpoint = world("mine:together", timeout_s=1.0)
+    endpoint.add(task("bad", "block"))
+    assert endpoint.failed().sample_id == "bad"
+    endpoint.add(task("good", ""))
+    assert endpoint.trajectory().turns == 2
+
+
+def test_options_are_arguments_of_the_function(world: World) -> None:
+    endpoint = world("mine:plain", options={"turns": 3})
+    endpoint.add(sample({"do": ""}))
+    assert endpoint.trajectory().turns == 3
+
+
+def test_a_model_is_evaluated_by_its_agent(world: World, tiny_model_dir: Path) -> None:
+    del world  # but for the module
+    agent = Environment(kind="agent", agent="mine:plain", options={"turns": 1}, workers=1)
+    config = RunConfig(
+        environment=agent,
+        sampling=SamplingConfig(max_tokens=4),
+        generator=Generator(slots=2, max_context=64, device="cpu", threads=1),
+    )
+    result = evaluate_model(tiny_model_dir, [{"do": ""}], config, samples=3, greedy=True)
+    assert (result.accuracy, result.failed, result.mean_turns) == (0.5, 0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("agent", "options", "says"),
+    [
+        ("mine:plan", {}, "did you mean 'plain'"),
+        ("nowhere:plain", {}, "no module 'nowhere'"),
+        ("mine:plain", {"turn": 1}, "environment.options do not fit"),
+        ("", {}, "needs environment.agent"),
+    ],
+)
+def test_an_agent_that_cannot_be_loaded(
+    world: World, agent: str, options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(UsageError, match=says):
+        load_environment(Environment(kind="agent", agent=agent, options=options))
+    if agent:
+        with pytest.raises(UsageError, match=says):
+            world(agent, options=options)
+
+
+@pytest.mark.parametrize(
+    ("environment", "serve", "says"),
+    [
+        (Environment(kind="agent"), "", "has no agent"),
+        (Environment(kind="exact", agent="a:b"), "", "environment.agent = a:b has no effect"),
+        (Environment(kind="exact"), "127.0.0.1:80", "generator.serve = 127.0.0.1:80 has no"),
+    ],
+)
+def test_settings_that_contradict_each_other(
+    environment: Environment, serve: str, says: str
+) -> None:
+    config = RunConfig(environment=environment, generator=Generator(serve=serve))
+    with pytest.raises(UsageError, match=says):
+        check_feasible(config)
+
+
+def test_a_check_loads_the_agent_without_running_it(world: World) -> None:
+    check_environment(RunConfig(environment=Environment(kind="agent", agent="mine:plain")), {})
+    check_environment(RunConfig(environment=Environment(kind="agent")), {})
+    with pytest.raises(UsageError, match="did you mean"):
+        check_environment(RunConfig(environment=Environment(kind="agent", agent="mine:plan")), {})

@@ -1,0 +1,343 @@
+"""Agents written with the `openai` client, against the real endpoint and engine."""
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from fakes.agents import AgentWorld, client, reward, send
+from fakes.engine import ScriptedEngine
+from fakes.rollouts import STOP, sample, says, settings
+
+from umbra.proto.errors import UsageError
+from umbra.proto.records import Sampling, unpack_int32
+from umbra.services.generator.agents.address import bind, read_key, url_of
+from umbra.services.generator.rollout import Limits
+from umbra.services.modeling.chat import Chat
+from umbra.services.modeling.models import load_tokenizer
+from umbra.services.runtime.config import Environment
+
+OUTSIDE = Environment(kind="agent")
+TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add two numbers.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+World = Callable[..., AgentWorld]
+
+
+@pytest.fixture
+def tokenizer(tiny_model_dir: Path) -> Any:
+    return load_tokenizer(tiny_model_dir)
+
+
+@pytest.fixture
+def world(tokenizer: Any) -> Iterator[World]:
+    """Makes an endpoint whose model says `turns`, one after the other."""
+    made: list[AgentWorld] = []
+
+    def make(*turns: str, environment: Environment = OUTSIDE, **options: Any) -> AgentWorld:
+        chosen = settings(
+            Chat(tokenizer, {STOP}),
+            sampling=Sampling(max_tokens=options.pop("max_tokens", 128)),
+            max_context=options.pop("max_context", 2048),
+            agents=True,
+            **{name: options.pop(name) for name in ("limits", "clock") if name in options},
+        )
+        engine = options.pop("engine", None) or ScriptedEngine(says(tokenizer, *turns))
+        made.append(AgentWorld(engine, chosen, environment, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def test_an_agent_with_tools_makes_a_trajectory(world: World, tokenizer: Any) -> None:
+    endpoint = world(CALL, "it is 3")
+    endpoint.add(sample({"prompt": "1+2?", "answer": "3"}))
+    work = endpoint.lease()
+    assert work["row"] == {"prompt": "1+2?", "answer": "3"}
+    messages: list[Any] = [user(work["row"]["prompt"])]
+    with client(work) as agent:
+        first = agent.chat.completions.create(model="any", messages=messages, tools=[TOOL])
+        (choice,) = first.choices
+        assert choice.finish_reason == "tool_calls"
+        (call,) = choice.message.tool_calls or []
+        assert call.type == "function"
+        assert call.function.arguments == '{"a": 1}'
+        messages.append(choice.message)
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": "3"})
+        second = agent.chat.completions.create(model="any", messages=messages, tools=[TOOL])
+    assert second.choices[0].message.content == "it is 3"
+    assert second.choices[0].finish_reason == "stop"
+    assert reward(work, 1.0, calls=1.0)[0] == 200
+    trajectory = endpoint.trajectory()
+    assert (trajectory.reward, trajectory.turns) == (1.0, 2)
+    assert trajectory.reward_parts == {"calls": 1.0}
+    prompt, response = unpack_int32(trajectory.prompt_ids), unpack_int32(trajectory.response_ids)
+    assert first.usage is not None
+    assert first.usage.prompt_tokens == len(prompt)
+    assert first.usage.completion_tokens == len(CALL) + 1
+    assert second.usage is not None
+    assert second.usage.total_tokens == len(prompt) + len(response)
+    text = tokenizer.decode(response)
+    assert text == (
+        f"{CALL}<|end|><|user|><tool_response>3</tool_response><|assistant|>it is 3<|end|>"
+    )
+    said = tokenizer.decode([t for t, m in zip(response, trajectory.loss_mask, strict=True) if m])
+    assert said == f"{CALL}<|end|>it is 3<|end|>"
+    assert "add" in tokenizer.decode(prompt)
+
+
+def ask(work: Any, *messages: dict[str, Any], **fields: Any) -> tuple[int, Any]:
+    return send(f"{work['base_url']}/chat/completions", {"messages": list(messages), **fields})
+
+
+def test_an_answer_comes_as_events_too(world: World) -> None:
+    endpoint = world("well " + CALL, "done")
+    endpoint.add(sample({"prompt": "go"}))
+    work = endpoint.lease()
+    with client(work) as agent:
+        stream = agent.chat.completions.create(
+            model="m",
+            messages=[{"role": "user", "content": "go"}],
+            tools=[TOOL],
+            stream=True,
+            stream_options={"include_usage": True},
+            logprobs=True,
+        )
+        chunks = list(stream)
+    first, last, usage = chunks
+    assert first.choices[0].delta.content == "well"
+    assert first.choices[0].delta.tool_calls is not None
+    function = first.choices[0].delta.tool_calls[0].function
+    assert function is not None
+    assert (function.name, function.arguments) == ("add", '{"a": 1}')
+    assert first.choices[0].logprobs is not None
+    assert last.choices[0].finish_reason == "tool_calls"
+    assert usage.usage is not None
+    assert usage.usage.completion_tokens == len("well " + CALL) + 1
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_plain_completions_continue_each_other(world: World, tokenizer: Any) -> None:
+    endpoint = world("two", "four")
+    endpoint.add(sample({"prompt": "one"}))
+    work = endpoint.lease()
+    with client(work) as agent:
+        # The script answers what follows the assistant's mark.
+        first = agent.completions.create(model="m", prompt="one <|assistant|>", logprobs=0)
+        text = "one <|assistant|>" + first.choices[0].text
+        second = agent.completions.create(model="m", prompt=f"{text} three <|assistant|>")
+        assert [model.id for model in agent.models.list()] == ["tiny"]
+        assert agent.models.retrieve("tiny").owned_by == "umbra"
+    assert (first.choices[0].text, second.choices[0].text) == ("two", "four")
+    assert first.choices[0].logprobs is not None
+    assert first.choices[0].logprobs.tokens == ["t", "w", "o", "<|end|>"]
+    assert reward(work, 0.5)[0] == 200
+    response = tokenizer.decode(unpack_int32(endpoint.trajectory().response_ids))
+    assert response == "two<|end|> three <|assistant|>four<|end|>"
+
+
+def test_a_client_that_lost_the_reply_gets_it_again(world: World) -> None:
+    endpoint = world("yes")
+    endpoint.add(sample({"prompt": "go"}))
+    work = endpoint.lease()
+    body = {"messages": [user("go")]}
+    url = f"{work['base_url']}/chat/completions"
+    first = send(url, body)
+    again = send(url, body, headers={"x-stainless-retry-count": "1"})
+    assert first == again
+    assert first[0] == 200
+    status, refused = send(url, body)  # no repetition: another sample of the same turn
+    assert (status, refused["error"]["code"]) == (400, "history_edited")
+    assert reward(work, 1.0)[0] == 200
+    assert endpoint.trajectory().turns == 1
+
+
+def test_a_reward_counts_once(world: World) -> None:
+    endpoint = world("yes")
+    endpoint.add(sample({"prompt": "go"}))
+    work = endpoint.lease()
+    status, refused = reward(work, 1.0)
+    assert (status, refused["error"]["code"]) == (400, "nothing_to_reward")
+    assert ask(work, user("go"))[0] == 200
+    assert reward(work, 1.0)[0] == 200
+    assert reward(work, 1.0)[0] == 200  # a repetition
+    status, refused = reward(work, 0.0)
+    assert (status, refused["error"]["code"]) in ((400, "rewarded"), (410, "session_over"))
+    assert endpoint.trajectory().reward == 1.0
+    status, refused = ask(work, user("go"))
+    assert (status, refused["error"]["code"]) == (410, "session_over")
+
+
+@pytest.mark.parametrize(
+    ("value", "parts"),
+    [("much", {}), (None, {}), (True, {}), (1.0, {"a": "b"}), (1e999, {})],
+)
+def test_a_reward_that_is_none_is_refused(world: World, value: Any, parts: Any) -> None:
+    endpoint = world("yes")
+    endpoint.add(sample({"prompt": "go"}))
+    work = endpoint.lease()
+    assert ask(work, user("go"))[0] == 200
+    assert reward(work, value, **parts)[0] == 400
+    assert reward(work, 2.0)[0] == 200
+    assert endpoint.trajectory().reward == 2.0
+
+
+def test_nonsense_costs_nothing(world: World) -> None:
+    endpoint = world("yes")
+    endpoint.add(sample({"prompt": "go"}))
+    work = endpoint.lease()
+    url = f"{work['base_url']}/chat/completions"
+    for body in (b"", b"{", b"\xff\xfe", b"[]", b"[" * 100_000):
+        status, refused = send(url, body)
+        assert (status, refused["error"]["type"]) == (400, "invalid_request_error")
+    assert send(url, b"x" * ((32 << 20) + 1))[0] == 413
+    assert send(url, method="GET")[0] == 405
+    assert send(f"{work['base_url']}/embeddings", {})[0] == 404
+    status, refused = send(f"{endpoint.url}/sessions/nobody/v1/chat/completions", {})
+    assert (status, refused["error"]["code"]) == (404, "session_not_found")
+    status, refused = send(f"{endpoint.url}/v1/chat/completions", {})
+    assert "POST /sessions" in refused["error"]["message"]
+    assert send(f"{endpoint.url}/sessions", {"wait_s": "long"})[0] == 400
+    status, refused = send(f"{endpoint.url}/sessions", {"wait_s": 0})
+    assert (status, refused["error"]["code"]) == (503, "no_work")
+    with client(work) as agent, pytest.raises(openai.BadRequestError, match="temperature") as no:
+        agent.chat.completions.create(
+            model="m", messages=[{"role": "user", "content": "go"}], temperature=0.2
+        )
+    assert no.value.param == "temperature"
+    assert ask(work, user("go"))[0] == 200
+    assert reward(work, 1.0)[0] == 200
+    assert endpoint.trajectory().turns == 1
+
+
+def test_what_is_too_long_is_refused_and_the_reward_still_counts(world: World) -> None:
+    endpoint = world("yes", "no", max_context=64)
+    endpoint.add(sample({"prompt": "go"}))
+    work = endpoint.lease()
+    status, refused = ask(work, user("x" * 70))
+    assert (status, refused["error"]["code"]) == (400, "context_length_exceeded")
+    status, said = ask(work, user("go"))
+    assert status == 200
+    answer = said["choices"][0]["message"]
+    status, refused = ask(work, user("go"), answer, user("x" * 70))
+    assert (status, refused["error"]["code"]) == (400, "context_length_exceeded")
+    assert "only the reward can follow" in refused["error"]["message"]
+    assert reward(work, 0.25)[0] == 200
+    trajectory = endpoint.trajectory()
+    assert (trajectory.reward, trajectory.turns, trajectory.finish_reason) == (0.25, 1, "stop")
+
+
+def test_a_turn_that_is_cut_is_the_last(world: World) -> None:
+    endpoint = world("a long answer", max_tokens=9)
+    endpoint.add(sample({"prompt": "go"}))
+    work = endpoint.lease()
+    status, said = ask(work, user("go"), max_tokens=6)
+    assert (status, said["choices"][0]["finish_reason"]) == (200, "length")
+    assert said["usage"]["completion_tokens"] == 6
+    status, refused = ask(work, user("go"), said["choices"][0]["message"], user("on"))
+    assert (status, refused["error"]["code"]) == (400, "context_length_exceeded")
+    assert reward(work, 0.0)[0] == 200
+    trajectory = endpoint.trajectory()
+    assert (trajectory.response_tokens, trajectory.finish_reason) == (6, "length")
+
+
+def test_an_agent_that_dies_loses_its_sample(world: World) -> None:
+    impatient = Environment(kind="agent", timeout_s=0.5)
+    endpoint = world("yes", environment=impatient)
+    endpoint.add(sample({"prompt": "go"}))
+    work = endpoint.lease()
+    assert ask(work, user("go"))[0] == 200
+    assert ask(work, user("other"))[0] == 400  # nonsense is no sign of life
+    failed = endpoint.failed()
+    assert failed.failed
+    assert "asked for nothing for environment.timeout_s = 0.5 s after turn 1" in failed.reason
+    status, refused = reward(work, 1.0)
+    assert (status, refused["error"]["code"]) == (410, "session_over")
+    assert "asked for nothing" in refused["error"]["message"]
+
+
+def test_an_agent_can_give_up(world: World) -> None:
+    endpoint = world("yes")
+    endpoint.add(sample({"prompt": "go"}))
+    work = endpoint.lease()
+    assert send(work["url"], {"reason": "no disk"}, method="DELETE")[0] == 200
+    assert endpoint.failed().reason == "its agent gave up: no disk"
+    assert ask(work, user("go"))[0] == 410
+
+
+def test_a_sample_that_is_taken_back_ends_its_session(world: World) -> None:
+    endpoint = world("yes")
+    endpoint.add(sample({"prompt": "go"}))
+    work = endpoint.lease()
+    assert ask(work, user("go"))[0] == 200
+    endpoint.drop("s", 1)
+    status, refused = ask(work, user("go"), {"role": "assistant", "content": "yes"}, user("on"))
+    assert (status, refused["error"]["code"]) == (410, "session_over")
+
+
+def test_a_key_is_asked_for_everywhere(world: World) -> None:
+    endpoint = world("yes", key="secret")
+    endpoint.add(sample({"prompt": "go"}))
+    right = {"authorization": "Bearer secret"}
+    for headers in ({}, {"authorization": "Bearer wrong"}):
+        status, refused = send(f"{endpoint.url}/sessions", {"wait_s": 0}, headers=headers)
+        assert (status, refused["error"]["code"]) == (401, "invalid_api_key")
+    work = endpoint.lease(headers=right)
+    assert ask(work, user("go"))[0] == 401
+    with client(work, api_key="secret") as agent:
+        agent.chat.completions.create(model="m", messages=[{"role": "user", "content": "go"}])
+    assert reward(work, 1.0)[0] == 401
+    assert send(f"{work['url']}/reward", {"reward": 1.0}, headers=right)[0] == 200
+    assert endpoint.trajectory().reward == 1.0
+
+
+def test_who_may_come_is_decided_before_anything_is_served(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="UMBRA_AGENT_KEY"):
+        bind("0.0.0.0:0", "")
+    for address in ("8000", "host", "127.0.0.1:99999", ":80"):
+        with pytest.raises(UsageError, match="HOST:PORT"):
+            bind(address, "key")
+    with closing(bind("127.0.0.1:0", "")) as first:
+        port = first.getsockname()[1]
+        with closing(bind(f"127.0.0.1:{port}", "")) as second:  # the next port that is free
+            assert second.getsockname()[1] > port
+    with closing(bind("0.0.0.0:0", "key")) as anywhere:
+        assert url_of(anywhere).startswith("http://127.0.0.1:")
+    (tmp_path / "key").write_text(" secret \n")
+    (tmp_path / "empty").touch()
+    assert read_key(str(tmp_path / "key"), {"UMBRA_AGENT_KEY": "other"}) == "secret"
+    assert read_key("", {"UMBRA_AGENT_KEY": "other"}) == "other"
+    assert read_key("", {}) == ""
+    for name, fault in (("empty", "is empty"), ("none", "cannot be read")):
+        with pytest.raises(UsageError, match=fault):
+            read_key(str(tmp_path / name), {})
+
+
+def test_turns_and_time_are_limited(world: World) -> None:
+    now = [0.0]
+    endpoint = world("one", "two", limits=Limits(turns=1, seconds=10.0), clock=lambda: now[0])
+    endpoint.add(sample({"prompt": "go"}))
+    now[0] = 100.0  # waiting for an agent does not count
+    work = endpoint.lease()
+    status, said = ask(work, user("go"))
+    assert status == 200
+    status, refused = ask(work, user("go"), said["choices"][0]["message"], user("on"))
+    assert (status, refused["error"]["code"]) == (400, "turn_limit_reached")
+    now[0] = 111.0
+    trajectory = endpoint.trajectory()
+    assert (trajectory.finish_reason, trajectory.reward) == ("time", 0.0)
+    assert reward(work, 1.0)[0] == 410

@@ -1,0 +1,129 @@
+"""Checkpoints that one number of ranks writes and another reads; really sharded (FSDP2, gloo)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes.rank_bench import make_batches, train
+from integration.test_trainer_ranks import WAIT_S, start
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from umbra.proto.records import Trajectory
+from umbra.services.trainer.checkpoints.export import export_checkpoint
+from umbra.services.trainer.checkpoints.index import read_index
+from umbra.services.trainer.make_model import make_model
+from umbra.services.trainer.ranks import Ranks
+
+STEPS, SAVED = 4, 2
+ADAM = {"optimizer": "adamw", "betas": [0.9, 0.95], "learning_rate": 1e-3}
+MOMENTUM = {"optimizer": "sgd", "betas": [0.9, 0.95], "learning_rate": 0.05}
+CASES: dict[str, dict[str, Any]] = {
+    "adamw": ADAM,
+    "momentum": MOMENTUM,
+    "lora": {**ADAM, "lora_rank": 4, "learning_rate": 1e-2},
+    "critic": {**ADAM, "objective": "ppo_critic", "critic.learning_rate": 1e-3},
+}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    path: Path = tmp_path_factory.mktemp("models") / "tiny"
+    make_model(path, hidden=32, ff=64, init_std=0.1)
+    return path
+
+
+@pytest.fixture(scope="module")
+def batches() -> list[list[Trajectory]]:
+    return make_batches(STEPS)
+
+
+def run_ranks(
+    directory: Path, folder: Path, world: int, cases: dict[str, Any], batches: Any
+) -> None:
+    ranks = start(directory, folder, world, cases, batches)
+    try:
+        for rank in ranks:
+            _, errors = rank.communicate(timeout=WAIT_S)
+            assert rank.returncode == 0, errors
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+
+
+@pytest.mark.timeout(2 * WAIT_S + 20)
+def test_two_ranks_save_one_goes_on(
+    directory: Path, batches: list[list[Trajectory]], tmp_path: Path
+) -> None:
+    """1. Two ranks train two steps. 2. One goes on. Result: as one would have from the start."""
+    cases = {name: {**case, "checkpoints": name, "until": SAVED} for name, case in CASES.items()}
+    run_ranks(directory, tmp_path, 2, cases, batches)
+    for name, case in CASES.items():
+        saved = tmp_path / name / f"step-{SAVED}"
+        assert read_index(saved).world == 2
+        held = [sizes(saved / f"rank-0000{rank}.safetensors") for rank in range(2)]
+        of_all = {key: sum(one.get(key, 0) for one in held) for key in held[0]}
+        assert all(
+            rows <= -(-of_all[key] // 2) for one in held for key, rows in one.items() if "." in key
+        ), "a rank saves its own rows and no more"
+        whole = export_checkpoint(saved, tmp_path / f"{name}-hf") / "model.safetensors"
+        for key, tensor in load_file(tmp_path / f"{name}.safetensors").items():
+            assert torch.equal(load_file(whole)[key], tensor), "the export is what was trained"
+        alone = train(directory, batches, Ranks(), tmp_path / "critic-alone", **case)
+        after = train(
+            directory, batches, Ranks(), tmp_path / "c", checkpoints=tmp_path / name, **case
+        )
+        assert len(after.rows) == STEPS - SAVED
+        for key, tensor in after.weights.items():
+            torch.testing.assert_close(tensor, alone.weights[key], atol=2e-5, rtol=1e-3)
+
+
+def sizes(path: Path) -> dict[str, int]:
+    """Rows of every matrix in a file."""
+    with safe_open(path, framework="pt") as file:
+        shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}
+    return {name: shape[0] for name, shape in shapes.items() if len(shape) > 1}
+
+
+@pytest.mark.timeout(2 * WAIT_S + 20)
+def test_one_rank_saves_three_go_on(
+    directory: Path, batches: list[list[Trajectory]], tmp_path: Path
+) -> None:
+    for name, case in CASES.items():
+        train(
+            directory,
+            batches,
+            Ranks(),
+            tmp_path / "c",
+            checkpoints=tmp_path / name,
+            until=SAVED,
+            **case,
+        )
+    cases = {name: {**case, "checkpoints": name} for name, case in CASES.items()}
+    run_ranks(directory, tmp_path, 3, cases, batches)
+    for name, case in CASES.items():
+        alone = train(directory, batches, Ranks(), tmp_path / "critic-alone", **case)
+        for key, tensor in load_file(tmp_path / f"{name}.safetensors").items():
+            torch.testing.assert_close(tensor, alone.weights[key], atol=2e-5, rtol=1e-3)
+        assert read_index(tmp_path / name / f"step-{STEPS}").world == 3
+
+
+@pytest.mark.timeout(2 * WAIT_S + 20)
+def test_as_many_ranks_go_on_bit_by_bit(
+    directory: Path, batches: list[list[Trajectory]], tmp_path: Path
+) -> None:
+    """1. Two ranks train to the end. 2. Two train halfway. 3. Two others go on. Result: equal."""
+    whole = {f"{name}-whole": case for name, case in CASES.items()}
+    half = {name: {**case, "checkpoints": name, "until": SAVED} for name, case in CASES.items()}
+    run_ranks(directory, tmp_path, 2, {**whole, **half}, batches)
+    rest = {name: {**case, "checkpoints": name} for name, case in CASES.items()}
+    run_ranks(directory, tmp_path, 2, rest, batches)
+    for name in CASES:
+        expected = load_file(tmp_path / f"{name}-whole.safetensors")
+        for key, tensor in load_file(tmp_path / f"{name}.safetensors").items():
+            assert torch.equal(tensor, expected[key]), (name, key)

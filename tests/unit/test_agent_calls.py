@@ -1,0 +1,213 @@
+"""Requests for completions: what is served, what is refused and how; replies in OpenAI's format."""
+
+import json
+from typing import Any
+
+import pytest
+
+from umbra.proto.records import Sampling
+from umbra.services.environments.asking import Turn
+from umbra.services.generator.agents.calls import (
+    Call,
+    CallRules,
+    read_chat,
+    read_reply,
+    read_text,
+)
+from umbra.services.generator.agents.errors import ApiError
+from umbra.services.generator.agents.replies import Form, answer_of
+
+RULES = CallRules(Sampling(temperature=0.7, top_k=20), ["<|end|>"])
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+USER = {"role": "user", "content": "hi"}
+
+
+def chat(**fields: Any) -> Call:
+    return read_chat(json.dumps({"model": "m", "messages": [USER], **fields}).encode(), RULES)
+
+
+def text(**fields: Any) -> Call:
+    return read_text(json.dumps({"model": "m", "prompt": "hi", **fields}).encode(), RULES)
+
+
+def turn(said: str, *, complete: bool = True) -> Turn:
+    pieces = list(said)
+    ids = list(range(len(said)))
+    return Turn(said, ids, [-0.5] * len(ids), pieces, 7, complete, 3)
+
+
+def test_what_agrees_with_the_run_is_served() -> None:
+    call = chat(
+        temperature=0.7,
+        top_p=1,
+        top_k=20,
+        stop=["<|end|>"],
+        n=1,
+        presence_penalty=0.0,
+        tool_choice="auto",
+        parallel_tool_calls=True,
+        response_format={"type": "text"},
+        user="me",
+        seed=None,
+        max_tokens=9,
+        max_completion_tokens=5,
+        logprobs=True,
+        stream=True,
+        stream_options={"include_usage": True},
+        tools=TOOLS,
+    )
+    assert call == Call(
+        messages=[USER],
+        tools=TOOLS,
+        max_tokens=5,
+        logprobs=True,
+        stream=True,
+        stream_usage=True,
+    )
+    assert text(logprobs=0, stop="<|end|>") == Call(text="hi", logprobs=True)
+    assert text(prompt=["one"]).text == "one"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"temperature": 1.0}, "temperature", "sampling.temperature = 0.7"),
+        ({"temperature": "hot"}, "temperature", "Expected `float | null`"),
+        ({"top_p": 0.9}, "top_p", "sampling.top_p = 1"),
+        ({"top_k": 0}, "top_k", "sampling.top_k = 20"),
+        ({"min_p": 0.1}, "min_p", "sampling.min_p = 0"),
+        ({"stop": ["\n"]}, "stop", "sampling.stop_tokens"),
+        ({"n": 2}, "n", "n = 2 is not supported: use 1"),
+        ({"seed": 1}, "seed", "seed is not supported here: leave it out"),
+        ({"logit_bias": {"5": 1}}, "logit_bias", 'logit_bias = {"5":1} is not supported: use {}'),
+        ({"frequency_penalty": 0.5}, "frequency_penalty", "use 0"),
+        ({"tool_choice": "required"}, "tool_choice", 'use "auto"'),
+        ({"response_format": {"type": "json_object"}}, "response_format", "use"),
+        ({"top_logprobs": 3}, "top_logprobs", "use 0"),
+        ({"max_tokens": 0}, "max_tokens", "use 1 or more"),
+        ({"messages": []}, "messages", "empty"),
+        ({"messages": "hi"}, "messages", "Expected `array`"),
+        ({"messages": [{"content": "x"}]}, "messages[0]", "no role"),
+        ({"messages": [USER, {"role": "user", "content": 3}]}, "messages[1].content", "text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content",
+            "text",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]},
+            "messages[0].tool_calls",
+            "malformed",
+        ),
+        (
+            {"messages": [{"role": "assistant", "function_call": {"name": "f"}}]},
+            "messages[0].function_call",
+            "not supported",
+        ),
+        ({"tools": [{"name": "add"}]}, "tools", "function"),
+        ({"tools": {}}, "tools", "Expected"),
+    ],
+)
+def test_what_a_chat_refuses(fields: dict[str, Any], param: str, says: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        chat(**fields)
+    assert says in str(caught.value)
+    assert caught.value.status == 400
+    assert caught.value.body()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"prompt": ["a", "b"]}, "prompt has 2 texts"),
+        ({"prompt": [1, 2]}, "Expected `str`"),
+        ({"logprobs": 2}, "use 0"),
+        ({"echo": True}, "echo = true is not supported: use false"),
+        ({"best_of": 4}, "use 1"),
+    ],
+)
+def test_what_a_completion_refuses(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(ApiError, match=says):
+        text(**fields)
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b"[" * 100_000])
+def test_nonsense_is_refused(body: bytes) -> None:
+    with pytest.raises(ApiError, match="not a valid request"):
+        read_chat(body, RULES)
+
+
+def test_messages_are_brought_into_the_form_of_templates() -> None:
+    function = {"name": "add", "arguments": '{"a": 1}'}
+    call = chat(
+        messages=[
+            {"role": "developer", "content": [{"type": "text", "text": "be "}, {"text": "good"}]},
+            {
+                "role": "assistant",
+                "content": None,
+                "refusal": None,
+                "annotations": [],
+                "tool_calls": [{"id": "c", "type": "function", "function": function}],
+            },
+            {"role": "tool", "tool_call_id": "c", "content": "2"},
+        ]
+    )
+    assert call.messages == [
+        {"role": "system", "content": "be good"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [
+                {
+                    "id": "c",
+                    "type": "function",
+                    "function": {"name": "add", "arguments": {"a": 1}},
+                }
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c", "content": "2"},
+    ]
+
+
+def tool_call(name: str) -> str:
+    return f'<tool_call>{{"name": "{name}", "arguments": {{"a": 1}}}}</tool_call>'
+
+
+def test_tool_calls_become_objects_only_if_all_are_well_formed() -> None:
+    call = chat(tools=TOOLS)
+    answer = answer_of(turn("first " + tool_call("add") + tool_call("sub")), call, 2)
+    assert answer.finish_reason == "tool_calls"
+    assert answer.message["content"] == "first"
+    assert [c["id"] for c in answer.message["tool_calls"]] == ["call_2_0", "call_2_1"]
+    assert json.loads(answer.message["tool_calls"][1]["function"]["arguments"]) == {"a": 1}
+    assert read_reply(answer.message)["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    for said in (tool_call("add") + "<tool_call>{]</tool_call>", "plain"):
+        kept = answer_of(turn(said), call, 0)
+        assert (kept.message, kept.finish_reason) == (
+            {"role": "assistant", "content": said},
+            "stop",
+        )
+    untold = answer_of(turn(tool_call("add")), chat(), 0)
+    assert untold.message["content"] == tool_call("add")
+    assert answer_of(turn("cut", complete=False), call, 0).finish_reason == "length"
+
+
+def test_usage_and_logprobs_are_those_of_the_tokens() -> None:
+    call = chat(logprobs=True)
+    whole = Form("session", "m", 5).whole(call, answer_of(turn("ab"), call, 0))
+    assert whole["usage"] == {"prompt_tokens": 7, "completion_tokens": 2, "total_tokens": 9}
+    assert whole["system_fingerprint"] == "version-3"
+    content = whole["choices"][0]["logprobs"]["content"]
+    assert [(c["token"], c["logprob"], c["bytes"]) for c in content] == [
+        ("a", -0.5, [97]),
+        ("b", -0.5, [98]),
+    ]
+    call = text(logprobs=0)
+    whole = Form("session", "m", 5).whole(call, answer_of(turn("ab"), call, 0))
+    assert whole["choices"][0]["text"] == "ab"
+    assert whole["choices"][0]["logprobs"] == {
+        "tokens": ["a", "b"],
+        "token_logprobs": [-0.5, -0.5],
+        "text_offset": [0, 1],
+        "top_logprobs": None,
+    }

@@ -1,0 +1,201 @@
+"""Sessions of agents: what continues a conversation and what does not; who gets which sample."""
+
+import math
+from typing import Any
+
+import pytest
+
+from umbra.services.environments.asking import RefusedError, Turn
+from umbra.services.environments.protocol import StepResult
+from umbra.services.generator.agents.calls import Call
+from umbra.services.generator.agents.desk import Desk
+from umbra.services.generator.agents.errors import ApiError
+from umbra.services.generator.agents.replies import Answer
+from umbra.services.generator.agents.session import News, Session
+
+TIMEOUT_S = 10.0
+
+
+def turn(text: str) -> Turn:
+    return Turn(text, [1], [0.0], [], 4, True, 0)
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def said(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+class Agent:
+    """Asks a session, and keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.session = Session("id", "key", {}, TIMEOUT_S)
+        self.session.begin(0.0)
+        self.told: list[Answer | ApiError] = []
+
+    def ask(self, *messages: dict[str, Any], repeated: bool = False, **fields: Any) -> News | None:
+        call = Call(list(messages), **fields)
+        return self.session.ask(call, self.told.append, repeated=repeated)
+
+    def hear(self, text: str, now: float = 1.0) -> Any:
+        self.session.answered(turn(text), now)
+        answer = self.told.pop()
+        assert isinstance(answer, Answer)
+        return answer.message
+
+
+@pytest.fixture
+def agent() -> Agent:
+    return Agent()
+
+
+def test_a_history_that_grows_gives_only_what_is_new(agent: Agent) -> None:
+    assert agent.ask(user("a")) == News([user("a")])
+    answer = agent.hear("b")
+    assert agent.ask(user("a"), answer, user("c")) == News([user("c")])
+    agent.hear("d")
+    # White space around a message is no edit: the tokens are those that were sampled.
+    news = agent.ask(user("a"), said("b"), user("c "), said("\nd"), user("e"), user("f"))
+    assert news == News([user("e"), user("f")])
+
+
+def test_plain_text_goes_on_where_it_ended(agent: Agent) -> None:
+    assert agent.ask(text="one") == News(text="one")
+    agent.hear(" two")
+    assert agent.ask(text="one two three") == News(text=" three")
+    agent.hear("!")
+    for text in ("one two", "one two three!"):
+        with pytest.raises(ApiError, match="does not continue"):
+            agent.ask(text=text)
+    with pytest.raises(ApiError, match="the other of chat completions"):
+        agent.ask(user("a"))
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ([user("x"), said("b"), user("c")], r"messages\[0\] is not what it was"),
+        ([user("a"), said("x"), user("c")], r"messages\[1\] is not what it was"),
+        ([user("a"), user("c")], r"messages\[1\] is not what it was"),
+        ([user("a"), said("b")], "has 2 entries and needs more than the 2"),
+        ([user("a")], "has 1 entries and needs more than the 2"),
+    ],
+)
+def test_an_edited_history_is_refused_and_changes_nothing(
+    agent: Agent, messages: list[dict[str, Any]], says: str
+) -> None:
+    agent.ask(user("a"))
+    agent.hear("b")
+    with pytest.raises(ApiError, match=says) as caught:
+        agent.ask(*messages)
+    assert (caught.value.code, caught.value.status) == ("history_edited", 400)
+    assert agent.ask(user("a"), said("b"), user("c")) == News([user("c")])
+
+
+def test_other_tools_are_another_prompt(agent: Agent) -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    agent.ask(user("a"), tools=tools)
+    agent.hear("b")
+    with pytest.raises(ApiError, match="tools are not those"):
+        agent.ask(user("a"), said("b"), user("c"))
+
+
+def test_a_repeated_call_gets_the_same_reply(agent: Agent) -> None:
+    agent.ask(user("a"))
+    assert agent.ask(user("a"), repeated=True) is None  # while the model speaks
+    agent.session.answered(turn("b"), 1.0)
+    first, second = agent.told
+    assert first is second
+    assert agent.ask(user("a"), repeated=True) is None  # and afterwards
+    assert agent.told[2] is first
+    assert agent.session.turns == 1
+    # A client that repeats a call which never came through asks for the first time.
+    assert agent.ask(user("a"), said("b"), user("c"), repeated=True) == News([user("c")])
+
+
+def test_one_request_at_a_time(agent: Agent) -> None:
+    agent.ask(user("a"))
+    with pytest.raises(ApiError, match="one by one") as caught:
+        agent.ask(user("b"))
+    assert caught.value.status == 400
+
+
+def test_a_refused_call_leaves_the_conversation_as_it_was(agent: Agent) -> None:
+    agent.ask(user("a"))
+    agent.hear("b")
+    agent.ask(user("a"), said("b"), user("long"))
+    agent.session.refused(RefusedError("too long", "context_length_exceeded"), 2.0)
+    (error,) = agent.told
+    assert isinstance(error, ApiError)
+    assert (error.code, str(error)) == ("context_length_exceeded", "too long")
+    assert agent.session.refusal == "too long"
+    assert agent.ask(user("a"), said("b"), user("c")) == News([user("c")])
+
+
+def test_a_reward_ends_it_once(agent: Agent) -> None:
+    with pytest.raises(ApiError, match="nothing to reward"):
+        agent.session.rewarded(StepResult(reward=1.0))
+    agent.ask(user("a"))
+    agent.hear("b")
+    agent.session.rewarded(StepResult(reward=1.0))
+    agent.session.rewarded(StepResult(reward=1.0))  # the same, said twice
+    with pytest.raises(ApiError, match="has its reward already: 1"):
+        agent.session.rewarded(StepResult(reward=0.0))
+    with pytest.raises(ApiError, match="it is over"):
+        agent.ask(user("a"), said("b"), user("c"))
+    agent.session.end(ApiError("over", status=410))
+    agent.session.rewarded(StepResult(reward=1.0))
+    with pytest.raises(ApiError, match="over"):
+        agent.session.rewarded(StepResult(reward=0.0))
+
+
+def test_only_the_silence_of_the_agent_counts(agent: Agent) -> None:
+    session = agent.session
+    assert session.deadline == TIMEOUT_S
+    agent.ask(user("a"))
+    assert session.deadline == math.inf  # the model's turn
+    agent.hear("b", now=100.0)
+    assert session.deadline == 100.0 + TIMEOUT_S
+    with pytest.raises(ApiError):
+        agent.ask(user("x"))
+    assert session.deadline == 100.0 + TIMEOUT_S  # nonsense is no sign of life
+    session.rewarded(StepResult())
+    assert session.deadline == math.inf
+
+
+def test_samples_are_handed_out_in_order_and_once() -> None:
+    names = iter("abcdef")
+    desk = Desk(TIMEOUT_S, lambda: next(names))
+    for key in ("one", "two", "three"):
+        desk.open(key, {"prompt": key})
+    desk.close("one")
+    assert desk.waiting == 2
+    first, second = desk.lease(5.0), desk.lease(5.0)
+    assert first is not None
+    assert second is not None
+    assert (first.key, second.key, desk.lease(5.0)) == ("two", "three", None)
+    assert desk.overdue(14.9) == []
+    assert desk.overdue(15.0) == [first, second]
+    again = desk.open("two", {})  # begun anew: the old session is over
+    assert first.over is not None
+    assert "began anew" in str(first.over)
+    assert desk.find(first.id) is first
+    assert desk.of("two") is again
+    with pytest.raises(ApiError) as caught:
+        desk.find("nobody")
+    assert caught.value.status == 404
+
+
+def test_whoever_waits_is_told_that_it_is_over() -> None:
+    desk = Desk(TIMEOUT_S)
+    session = desk.open("one", {})
+    told: list[Answer | ApiError] = []
+    session.ask(Call([user("a")]), told.append)
+    desk.close_all("the generator stops")
+    (error,) = told
+    assert isinstance(error, ApiError)
+    assert (error.status, error.code) == (410, "session_over")
+    assert "the generator stops" in str(error)

@@ -1,0 +1,362 @@
+"""Checkpoints: saved beside the training, whole or not there, and gone on from to the bit."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes.rank_bench import as_text, make_batches
+from safetensors.torch import load_file
+from torch import Tensor
+
+from umbra.proto.errors import UsageError
+from umbra.services.runtime.config import Checkpoint, RunConfig
+from umbra.services.runtime.config_loader import as_dict, load_config
+from umbra.services.runtime.model_dir import weights_checksum
+from umbra.services.trainer.batch import make_batch
+from umbra.services.trainer.checkpoints import shard_writer
+from umbra.services.trainer.checkpoints.export import export_checkpoint
+from umbra.services.trainer.checkpoints.folder import CheckpointFolder
+from umbra.services.trainer.checkpoints.index import read_index
+from umbra.services.trainer.checkpoints.parts import Part
+from umbra.services.trainer.checkpoints.reading import SavedPart
+from umbra.services.trainer.checkpoints.resume import resume
+from umbra.services.trainer.checkpoints.saver import Saver
+from umbra.services.trainer.checkpoints.shard_writer import ShardWriter
+from umbra.services.trainer.critic import open_critic
+from umbra.services.trainer.learner import Learner
+from umbra.services.trainer.make_model import make_model
+from umbra.services.trainer.policy import load_policy
+from umbra.services.trainer.ranks import Ranks
+from umbra.services.trainer.update import PolicyUpdate
+
+BATCHES = make_batches(4)
+KEYS = {"warmup_steps": 0, "device": "cpu", "threads": 1, "pack_tokens": 48, "learning_rate": 1e-3}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    path: Path = tmp_path_factory.mktemp("models") / "tiny"
+    make_model(path, hidden=32, ff=64, init_std=0.1)
+    return path
+
+
+class Trainer:
+    """A learner that is at some step, and its checkpoints."""
+
+    def __init__(
+        self, directory: Path, path: Path, *, extra: Part | None = None, **keys: Any
+    ) -> None:
+        trainer = {name: value for name, value in keys.items() if "." not in name}
+        overrides = [f"trainer.{key}={as_text(value)}" for key, value in (KEYS | trainer).items()]
+        overrides += [f"{name}={as_text(value)}" for name, value in keys.items() if "." in name]
+        self.config: RunConfig = load_config(
+            overrides=[*overrides, f"model.path={directory}"], environ={}
+        )
+        model, _ = load_policy(directory)
+        self.learner = Learner(model, self.config.trainer, 4)
+        self.critic = open_critic(self.config, self.learner)
+        self.update = PolicyUpdate(self.config, self.learner, self.critic)
+        base = weights_checksum(directory) if self.config.trainer.lora_rank else ""
+        self.parts = self.learner.parts(base) | ({"extra": extra} if extra else {})
+        self.parts |= self.critic.parts() if self.critic else {}
+        self.folder = CheckpointFolder(path, self.config.checkpoint)
+        self.step = resume(self.folder, self.parts, Ranks())
+        self.writer = ShardWriter(self.parts, 0, 1)
+        self.saver = Saver(
+            self.folder,
+            self.writer,
+            Ranks(),
+            every=self.config.checkpoint.every,
+            begun=self.step,
+            run="test",
+            config=as_dict(self.config),
+            order=lambda scratch: None,
+        )
+
+    def train(self, until: int) -> Trainer:
+        """Steps up to `until`, with checkpoints as configured."""
+        while self.step < until:
+            vocabulary = self.learner.model.config.vocab_size
+            row = self.update(make_batch(BATCHES[self.step], vocabulary), self.step, lambda: True)
+            assert row is not None
+            self.step += 1
+            self.row = row
+            self.saver.after(self.step, row)
+        return self
+
+    def save(self) -> Path:
+        """A checkpoint of now."""
+        outcome = self.saver.last(self.step, self.row)
+        assert outcome is None or not outcome.error, outcome
+        return self.folder.of(self.step)
+
+    def close(self) -> None:
+        self.writer.close()
+        if self.critic is not None:
+            self.critic.close()
+
+
+@pytest.fixture
+def start(directory: Path, tmp_path: Path) -> Iterator[Any]:
+    """Makes trainers of the same checkpoints."""
+    trainers: list[Trainer] = []
+
+    def make(model: Path = directory, **keys: Any) -> Trainer:
+        trainers.append(Trainer(model, tmp_path / "checkpoints", **keys))
+        return trainers[-1]
+
+    yield make
+    for trainer in trainers:
+        trainer.close()
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"optimizer": "adamw", "deterministic": True},
+        {"optimizer": "adamw", "schedule": "cosine", "warmup_steps": 2},
+        {"optimizer": "sgd", "betas": [0.9, 0.95]},
+        {"optimizer": "sgd", "betas": [0.0, 0.95]},
+        {"lora_rank": 4},
+        {"minibatches": 2, "objective": "decoupled"},
+        {"objective": "ppo_critic", "critic.learning_rate": 1e-3},
+        {"objective": "ppo_critic", "critic.kind": "head"},
+    ],
+    ids=lambda keys: "-".join(map(str, keys.values())),
+)
+def test_going_on_is_exact(start: Any, keys: dict[str, Any]) -> None:
+    whole = start(**keys, **{"checkpoint.every": 0}).train(4)
+    first = start(**keys).train(2)
+    saved = first.save()
+    torch.manual_seed(7)  # somebody else draws meanwhile
+    again = start(**keys)
+    assert again.step == 2
+    assert same(again.learner.weights(), first.learner.weights())
+    again.train(4)
+    assert same(again.learner.weights(), whole.learner.weights()), "bit for bit"
+    assert not same(again.learner.weights(), first.learner.weights())
+    exported = export_checkpoint(saved, saved.parent / "hf") / "model.safetensors"
+    assert same(load_file(exported), first.learner.weights())
+    torch.use_deterministic_algorithms(False)
+
+
+def test_random_numbers_go_on(start: Any) -> None:
+    trainer = start().train(1)
+    torch.manual_seed(3)
+    random.seed(3)
+    trainer.save()
+    drawn = torch.rand(3), random.random()
+    start()
+    assert torch.equal(torch.rand(3), drawn[0])
+    assert random.random() == drawn[1]
+
+
+class Counter:
+    """A part that somebody else adds."""
+
+    def __init__(self) -> None:
+        self.values = torch.zeros(5, dtype=torch.int64)
+        self.note = ""
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"values": self.values}
+
+    def facts(self) -> dict[str, Any]:
+        return {"note": self.note}
+
+    def load(self, saved: SavedPart) -> None:
+        saved.fill("values", self.values)
+        self.note = saved.facts["note"]
+
+
+def test_a_part_of_somebody_else(start: Any) -> None:
+    counter, other = Counter(), Counter()
+    trainer = start(extra=counter).train(1)
+    counter.values += torch.arange(5)
+    counter.note = "seen"
+    trainer.save()
+    start(extra=other)
+    assert torch.equal(other.values, torch.arange(5))
+    assert other.note == "seen"
+
+
+def test_what_is_kept(start: Any) -> None:
+    keys = {"checkpoint.every": 1, "checkpoint.keep": 2, "checkpoint.best_metric": "quality"}
+    trainer = start(**keys)
+    kept: list[list[int]] = []
+    covered: list[int] = []
+    for step, quality in enumerate((0.1, 0.9, 0.2, 0.3, 0.95, 0.4, 0.5), start=1):
+        trainer.saver.after(step, {"quality": quality, "nothing": None})
+        assert not trainer.saver.last(step, None).error
+        kept.append(trainer.folder.steps())
+        covered.append(trainer.folder.covered)
+    assert kept == [[1], [1, 2], [2, 3], [2, 3, 4], [4, 5], [5, 6], [5, 6, 7]]
+    assert covered == [0, 1, 2, 3, 4, 5, 6], "one can go on from any of the newest two"
+    lowest = Checkpoint(best_metric="quality", best_mode="min")
+    assert CheckpointFolder(trainer.folder.path, lowest).best() == 6
+
+
+def test_training_does_not_wait_for_the_disk(
+    start: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """1. A write that does not end. 2. The next one is due. Result: told once, and made up for."""
+    go_on = threading.Event()
+    write = shard_writer.write_safetensors
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        assert go_on.wait(30)
+        return write(*args, **kwargs)
+
+    monkeypatch.setattr(shard_writer, "write_safetensors", slow)
+    trainer = start(**{"checkpoint.every": 1}).train(1)
+    first = trainer.learner.weights()
+    first = {name: tensor.clone() for name, tensor in first.items()}
+    with caplog.at_level(logging.WARNING):
+        trainer.train(3)
+    told = [record.message for record in caplog.records if "still being written" in record.message]
+    assert len(told) == 1
+    assert "step 2: the checkpoint of step 1 is still being written" in told[0]
+    assert trainer.saver.settled() is None
+    assert trainer.folder.steps() == [], "nothing has a name before it is whole"
+    go_on.set()
+    outcome = trainer.saver.last(3, None)
+    assert (outcome.step, outcome.error) == (1, "")
+    trainer.train(4)
+    trainer.save()
+    assert trainer.folder.steps() == [1, 4]
+    exported = export_checkpoint(trainer.folder.of(1), trainer.folder.path / "hf")
+    assert same(load_file(exported / "model.safetensors"), first), "as it was at the copy"
+
+
+def test_a_full_disk_leaves_the_old_one(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = start().train(1)
+    old = trainer.save()
+
+    def full(*args: Any, **kwargs: Any) -> Any:
+        (args[0]).write_bytes(b"half of it")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shard_writer, "write_safetensors", full)
+    trainer.train(2)
+    outcome = trainer.saver.last(2, trainer.row)
+    assert outcome.error == "No space left on device"
+    assert [entry.name for entry in old.parent.iterdir()] == ["step-1"]
+    monkeypatch.undo()
+    trainer.train(3)
+    trainer.save()
+    assert trainer.folder.steps() == [1, 3]
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "no file", "no index", "bad index", "format"])
+def test_a_damaged_one_is_named_and_the_one_before_is_taken(
+    start: Any, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = start().train(1)
+    trainer.save()
+    trainer.train(2)
+    newest = trainer.save()
+    data, index = newest / "rank-00000.safetensors", newest / "checkpoint.json"
+    content = data.read_bytes()
+    match damage:
+        case "cut":
+            data.write_bytes(content[:-100])
+        case "changed":
+            data.write_bytes(content[:-100] + bytes([content[-100] ^ 1]) + content[-99:])
+        case "no file":
+            data.unlink()
+        case "no index":
+            index.unlink()
+        case "bad index":
+            index.write_text("{}")
+        case _:
+            index.write_text(json.dumps(json.loads(index.read_text()) | {"format": 2}))
+    with pytest.raises(UsageError, match=str(newest)):
+        export_checkpoint(newest, newest.parent / "hf")
+    with caplog.at_level(logging.WARNING):
+        assert start().step == 1
+    assert str(newest) in caplog.text, "it says which file"
+    assert "the checkpoint of step 2 is damaged" in caplog.text
+    assert sorted(entry.name for entry in newest.parent.iterdir()) == ["damaged-step-2", "step-1"]
+
+
+def test_none_that_is_whole(start: Any) -> None:
+    saved = start().train(1).save()
+    (saved / "rank-00000.safetensors").write_bytes(b"")
+    with pytest.raises(UsageError, match=r"none of the checkpoints in .* is whole \(steps 1\)"):
+        start()
+
+
+def test_what_a_killed_process_left_is_no_checkpoint(start: Any) -> None:
+    trainer = start().train(1)
+    left = trainer.folder.begin(1)
+    (left / "rank-00000.safetensors").write_bytes(b"half of it")
+    assert trainer.folder.steps() == []
+    assert start().step == 0
+    trainer.save()
+    assert [entry.name for entry in left.parent.iterdir()] == ["step-1"]
+
+
+def test_another_model(start: Any, directory: Path, tmp_path: Path) -> None:
+    start().train(1).save()
+    make_model(tmp_path / "wide", hidden=64, ff=64)
+    make_model(tmp_path / "deep", hidden=32, ff=64, layers=3)
+    with pytest.raises(UsageError, match=r"step-1 is of another model: .* is \[101, 32\] there"):
+        start(model=tmp_path / "wide")
+    with pytest.raises(UsageError, match=r"it has no .*layers\.2\..* and \d+ more; go on with"):
+        start(model=tmp_path / "deep")
+    with pytest.raises(UsageError, match=r"is of all weights, but trainer\.lora_rank is above 0"):
+        start(lora_rank=2)
+    with pytest.raises(UsageError, match=r"has the state of AdamW, but trainer\.optimizer is"):
+        start(optimizer="sgd")
+    with pytest.raises(UsageError, match=r"cannot be loaded|another model|no directory"):
+        export_checkpoint(tmp_path / "checkpoints/step-1", tmp_path / "hf", str(tmp_path / "deep"))
+
+
+def test_an_adapter_for_another_base(start: Any, tmp_path: Path) -> None:
+    start(lora_rank=2).train(1).save()
+    make_model(tmp_path / "other", hidden=32, ff=64, seed=5)
+    with pytest.raises(UsageError, match="adapter for another base model"):
+        start(model=tmp_path / "other", lora_rank=2)
+    with pytest.raises(UsageError, match=r"is of an adapter, but trainer\.lora_rank is 0"):
+        start()
+    with pytest.raises(UsageError, match=r"it has model.*, model\.path has not"):
+        start(lora_rank=2, lora_targets=["q_proj"])
+
+
+def test_an_index_tells_what_it_is_of(start: Any) -> None:
+    index = read_index(start().train(1).save())
+    assert (index.step, index.run, index.world) == (1, "test", 1)
+    assert index.metrics["lr"] == KEYS["learning_rate"]
+    assert index.config["trainer"]["learning_rate"] == KEYS["learning_rate"]
+
+
+@pytest.mark.parametrize("where", ["", "checkpoints"])
+def test_export_of_what_is_no_checkpoint(tmp_path: Path, where: str) -> None:
+    if where:
+        (tmp_path / where).mkdir()
+    with pytest.raises(UsageError, match=r"holds no checkpoint|cannot be exported"):
+        export_checkpoint(tmp_path, tmp_path / "hf")
+    with pytest.raises(UsageError, match="is no checkpoint: name a folder like"):
+        export_checkpoint(tmp_path / "nowhere", tmp_path / "hf")
+
+
+def test_the_memory_of_a_copy_is_used_again(start: Any) -> None:
+    trainer = start().train(1)
+    with closing(ShardWriter(trainer.parts, 0, 1)) as writer:
+        places = [tensor.data_ptr() for tensor in writer.copy().rows.values()]
+        assert [tensor.data_ptr() for tensor in writer.copy().rows.values()] == places

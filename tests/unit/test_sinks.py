@@ -1,0 +1,153 @@
+"""Metrics of the steps for TensorBoard and Weights & Biases."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from umbra.proto.errors import UsageError
+from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.config_loader import load_config
+from umbra.services.trainer.metrics import Row
+from umbra.services.trainer.sinks import Sinks, open_sinks
+
+
+def config(*overrides: str) -> RunConfig:
+    return load_config(overrides=overrides, environ={})
+
+
+def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard itself reads."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {
+        name: [(event.step, event.value) for event in events.Scalars(name)]
+        for name in events.Tags()["scalars"]
+    }
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
+    """A trainer that goes on from step 2 hides what its former life has written after it."""
+    settings = config("metrics.tensorboard=true")
+    with open_sinks(settings, tmp_path, 0) as sinks:
+        for step in (1, 2, 3):
+            row: Row = {"reward/mean": step / 4, "grad_norm": None}
+            sinks.write(step, row)
+    with open_sinks(settings, tmp_path, 2) as sinks:
+        sinks.write(3, {"reward/mean": 0.5})
+    assert curves(tmp_path / "tensorboard") == {"reward/mean": [(1, 0.25), (2, 0.5), (3, 0.5)]}
+
+
+class FakeRun:
+    def __init__(self) -> None:
+        self.logged: list[tuple[int | None, dict[str, Any]]] = []
+        self.finished = False
+
+    def log(self, data: dict[str, Any], step: int | None = None) -> None:
+        self.logged.append((step, data))
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+class FakeWandb(ModuleType):
+    """Stands in for the package, with the calls that we make of it."""
+
+    class Error(Exception):
+        pass
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.run = FakeRun()
+        self.given: dict[str, Any] = {}
+        self.refusal = ""
+
+    def init(self, **given: Any) -> FakeRun:
+        if self.refusal:
+            raise self.Error(self.refusal)
+        self.given = given
+        return self.run
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return fake
+
+
+@pytest.mark.parametrize(("mode", "resume"), [("offline", None), ("online", "allow")])
+def test_weights_and_biases(tmp_path: Path, wandb: FakeWandb, mode: str, resume: Any) -> None:
+    folder = tmp_path / "run-7"
+    settings = config(f"metrics.wandb={mode}", "metrics.wandb_project=mine")
+    with open_sinks(settings, folder, 0) as sinks:
+        sinks.write(1, {"loss": 0.5, "grad_norm": None})
+    assert wandb.run.logged == [(1, {"loss": 0.5})]
+    assert wandb.run.finished
+    assert (wandb.given["project"], wandb.given["id"]) == ("mine", "run-7")
+    assert (wandb.given["mode"], wandb.given["dir"]) == (mode, str(folder))
+    assert wandb.given["resume"] == resume
+    assert wandb.given["config"]["metrics"]["wandb"] == mode
+
+
+def test_a_refusal_names_the_setting(tmp_path: Path, wandb: FakeWandb) -> None:
+    wandb.refusal = "no key"
+    with pytest.raises(UsageError, match=r"metrics.wandb = online: no key; log in with"):
+        with open_sinks(config("metrics.wandb=online"), tmp_path, 0):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("package", "setting", "extra"),
+    [
+        ("wandb", "metrics.wandb=offline", "wandb"),
+        ("torch.utils.tensorboard", "metrics.tensorboard=true", "tensorboard"),
+    ],
+)
+def test_a_missing_package_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, setting: str, extra: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UsageError, match=rf"pip install 'umbra-rl\[{extra}\]'"):
+        with open_sinks(config(setting), tmp_path, 0):
+            pass
+
+
+class Full:
+    """A sink whose disk is full."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        raise OSError("No space left on device")
+
+    def close(self) -> None:
+        pass
+
+
+class Good(Full):
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self.steps.append(step)
+
+
+def test_a_sink_that_fails_is_told_once_and_the_others_go_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    good = Good()
+    sinks = Sinks([Full(), good])
+    with caplog.at_level(logging.WARNING):
+        for step in (1, 2, 3):
+            sinks.write(step, {"loss": 1.0})
+    assert good.steps == [1, 2, 3]
+    (told,) = caplog.records
+    assert told.message == "no more metrics to Full: No space left on device"

@@ -1,0 +1,80 @@
+"""What is installed and loaded: pinned ranges, weights as safetensors, no code from models."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterator
+
+import pytest
+from test_source_rules import ROOT, source_files
+
+LOADERS = {"from_pretrained", "from_config"}
+PLAIN = {"GenerationConfig"}  # data only: it has no code that it could bring along
+SHIPPED = ("deploy", "proto", "services", "src")
+
+
+def requirements() -> Iterator[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    yield from project["build-system"]["requires"]
+    yield from project["project"]["dependencies"]
+    for extra in project["project"]["optional-dependencies"].values():
+        yield from extra
+
+
+@pytest.mark.parametrize("requirement", sorted(set(requirements())))
+def test_every_dependency_has_a_range(requirement: str) -> None:
+    if requirement.startswith("umbra-rl["):
+        return  # our own extras
+    bounds = re.findall(r"(>=|<|==|~=)\s*[\d.]+", requirement)
+    assert sorted(bounds) in (["<", ">="], ["=="]), requirement
+
+
+def loads(tree: ast.AST) -> Iterator[tuple[int, str, dict[str, object]]]:
+    """Yield line, loader and constant keywords of all calls that may bring in somebody's model."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Attribute(value=owner, attr=attr), keywords=words) if (
+                attr in LOADERS and ast.unparse(owner) not in PLAIN
+            ):
+                given = {w.arg: w.value.value for w in words if isinstance(w.value, ast.Constant)}
+                yield node.lineno, f"{ast.unparse(owner)}.{attr}", given  # type: ignore[misc]
+            case _:
+                pass
+
+
+def test_models_bring_no_code_and_no_pickled_weights() -> None:
+    found = 0
+    for path in source_files():
+        if path.relative_to(ROOT).parts[0] not in SHIPPED:
+            continue
+        for line, what, given in loads(ast.parse(path.read_text(encoding="utf-8"))):
+            found += 1
+            where = f"{path.relative_to(ROOT)}:{line}: {what}"
+            assert given.get("trust_remote_code") is False, where
+            if (
+                what.endswith("from_pretrained")
+                and "Tokenizer" not in what
+                and "Config" not in what
+            ):
+                assert given.get("use_safetensors") is True, where
+            if what.endswith("from_pretrained"):
+                assert given.get("local_files_only") is True, where
+    assert found >= 4, "the rule looks in the wrong place"
+
+
+def test_no_flag_turns_it_on() -> None:
+    """`trust_remote_code` appears in calls only, and only as False."""
+    for path in source_files():
+        if path.relative_to(ROOT).parts[0] in SHIPPED:
+            for line in path.read_text(encoding="utf-8").splitlines():
+                if "trust_remote_code" in line:
+                    assert re.search(r"trust_remote_code(=| is always )False", line), path
+
+
+def test_secrets_get_into_no_image_and_no_repository() -> None:
+    image = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    last_taken = max(index for index, line in enumerate(image) if line.startswith("!"))
+    assert "**/*.key_secret" in image[last_taken:], "the last rule that matches decides"
+    assert "*.key_secret" in (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()

@@ -1,0 +1,20 @@
+# The parts of wandb that Umbra uses.
+
+from typing import Any, Literal
+
+class Error(Exception): ...
+
+class Run:
+    def log(self, data: dict[str, Any], step: int | None = None) -> None: ...
+    def finish(self) -> None: ...
+
+def init(
+    *,
+    project: str,
+    id: str,
+    name: str,
+    dir: str,
+    mode: Literal["online", "offline", "disabled"],
+    resume: str | None,
+    config: dict[str, Any],
+) -> Run: ...
