@@ -224,8 +224,14 @@ class Loop:
     def _judge(self, row: Row) -> None:
         """Say that an update was left out; end all ranks if that was one too many."""
         try:
+            best = self._config.checkpoint.best_metric
+            if best and best not in row:
+                raise UsageError(
+                    f"checkpoint.best_metric: {best!r} is not measured; there is "
+                    f"{', '.join(sorted(row))}"
+                )
             why = self._patience.see(row, self.version)
-        except DivergedError as error:
+        except (DivergedError, UsageError) as error:
             give(self._learner.ranks, Stop(str(error)))
             raise
         if why:
