@@ -224,8 +224,14 @@ class Loop:
     def _judge(self, row: Row) -> None:
         """Say that an update was left out; end all ranks if that was one too many."""
         try:
+            best = self._config.checkpoint.best_metric
+            if best and best not in row:
+                raise UsageError(
+                    f"checkpoint.best_metric: {best!r} is not measured; there is "
+                    f"{', '.join(sorted(row))}"
+                )
             why = self._patience.see(row, self.version)
-        except DivergedError as error:
+        except (DivergedError, UsageError) as error:
             give(self._learner.ranks, Stop(str(error)))
             raise
         if why:
@@ -243,32 +249,29 @@ class Loop:
             if row is None or not self._saver.wanted(self.version, row):
                 self._tell_covered()
 
-    def _saved(self, outcome: Outcome | None) -> None:
-        """Report what came of a checkpoint, and have the buffer let go of what it covers."""
-        if outcome is None:
-            return
-        self._context.metrics.write("checkpoint", **asdict(outcome))
-        self._session.emit("checkpoint", **asdict(outcome))
-        if outcome.error:
-            steps = self._saver.folder.steps()
-            self._context.log.warning(
-                "the checkpoint of step %d was not saved: %s; %s; training goes on",
-                outcome.step,
-                outcome.error,
-                f"the newest is that of step {steps[-1]}" if steps else "there is none yet",
-            )
+    def _saved(self, outcomes: list[Outcome]) -> None:
+        """Report what came of checkpoints, and have the buffer let go of what they cover."""
+        for outcome in outcomes:
+            self._context.metrics.write("checkpoint", **asdict(outcome))
+            self._session.emit("checkpoint", **asdict(outcome))
+            if outcome.error:
+                steps = self._saver.folder.steps()
+                self._context.log.warning(
+                    "the checkpoint of step %d was not saved: %s; %s; training goes on",
+                    outcome.step,
+                    outcome.error,
+                    f"the newest is that of step {steps[-1]}" if steps else "there is none yet",
+                )
+            else:
+                self._context.log.info(
+                    "checkpoint of step %d: %.1f MB, training waited %.3f s, written after %.2f s",
+                    outcome.step,
+                    outcome.size / 1e6,
+                    outcome.copy_s,
+                    outcome.write_s,
+                )
             if not self._session.stopping.is_set():
                 self._tell_covered(outcome.error)
-            return
-        self._context.log.info(
-            "checkpoint of step %d: %.1f MB, training waited %.3f s, written after %.2f s",
-            outcome.step,
-            outcome.size / 1e6,
-            outcome.copy_s,
-            outcome.write_s,
-        )
-        if not self._session.stopping.is_set():
-            self._tell_covered()
 
     def _tell_covered(self, error: str = "") -> None:
         folder = self._saver.folder

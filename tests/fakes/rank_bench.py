@@ -121,8 +121,8 @@ def save(
             config=as_dict(config),
             order=lambda scratch: ranks.broadcast(str(scratch).encode()),
         )
-        outcome = saver.last(step, row)
-        assert outcome is not None and not outcome.error, outcome
+        (outcome,) = saver.last(step, row)
+        assert not outcome.error
 
 
 def as_text(value: object) -> str:

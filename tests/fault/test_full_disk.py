@@ -33,8 +33,7 @@ def test_a_checkpoint_that_does_not_fit(small_disk: Path, tiny_model_dir: Path) 
             while True:  # all that is left
                 file.write(b"x" * 4096)
         trainer.train(2)
-        outcome = trainer.saver.last(2, trainer.row)
-        assert outcome is not None
+        (outcome,) = trainer.saver.last(2, trainer.row)
         assert outcome.error.endswith("No space left on device")
         assert trainer.folder.steps() == [1]
         with closing(Trainer(tiny_model_dir, small_disk / "checkpoints")) as other:

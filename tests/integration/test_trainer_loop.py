@@ -359,6 +359,13 @@ def test_a_checkpoint_that_fails_is_told_to_whoever_asked(
     assert "No space left" in errors[0]
 
 
+def test_a_best_metric_that_is_not_measured_is_told(directory: Path, start: Any) -> None:
+    world = World(directory)
+    with pytest.raises(UsageError, match=r"best_metric: 'rewards' is not measured; .*reward/mean"):
+        start(world, **{"checkpoint.best_metric": "rewards"})
+    assert world.committed() == [1]
+
+
 def test_a_checkpoint_of_another_run_is_told(directory: Path, start: Any) -> None:
     world = World(directory)
     world.stop_at = "training step 2"

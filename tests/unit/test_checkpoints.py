@@ -97,8 +97,7 @@ class Trainer:
 
     def save(self) -> Path:
         """A checkpoint of now."""
-        outcome = self.saver.last(self.step, self.row)
-        assert outcome is None or not outcome.error, outcome
+        assert not any(outcome.error for outcome in self.saver.last(self.step, self.row))
         return self.folder.of(self.step)
 
     def close(self) -> None:
@@ -202,7 +201,7 @@ def test_what_is_kept(start: Any) -> None:
     covered: list[int] = []
     for step, quality in enumerate((0.1, 0.9, 0.2, 0.3, 0.95, 0.4, 0.5), start=1):
         trainer.saver.after(step, {"quality": quality, "nothing": None})
-        assert not trainer.saver.last(step, None).error
+        assert [outcome.error for outcome in trainer.saver.last(step, None)] == [""]
         kept.append(trainer.folder.steps())
         covered.append(trainer.folder.covered)
     assert kept == [[1], [1, 2], [2, 3], [2, 3, 4], [4, 5], [5, 6], [5, 6, 7]]
@@ -231,10 +230,10 @@ def test_training_does_not_wait_for_the_disk(
     told = [record.message for record in caplog.records if "still being written" in record.message]
     assert len(told) == 1
     assert "step 2: the checkpoint of step 1 is still being written" in told[0]
-    assert trainer.saver.settled() is None
+    assert trainer.saver.settled() == []
     assert trainer.folder.steps() == [], "nothing has a name before it is whole"
     go_on.set()
-    outcome = trainer.saver.last(3, None)
+    (outcome,) = trainer.saver.last(3, None)
     assert (outcome.step, outcome.error) == (1, "")
     trainer.train(4)
     trainer.save()
@@ -253,7 +252,7 @@ def test_a_full_disk_leaves_the_old_one(start: Any, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(shard_writer, "write_safetensors", full)
     trainer.train(2)
-    outcome = trainer.saver.last(2, trainer.row)
+    (outcome,) = trainer.saver.last(2, trainer.row)
     assert outcome.error == "No space left on device"
     assert [entry.name for entry in old.parent.iterdir()] == ["step-1"]
     monkeypatch.undo()

@@ -98,6 +98,7 @@ class Saver:
         self._config = config
         self._order = order
         self._writing: Future[Outcome] | None = None
+        self._outcomes: list[Outcome] = []
         self._late = False
 
     def after(self, step: int, row: Row) -> None:
@@ -108,7 +109,8 @@ class Saver:
         """
         if not self._every or step // self._every <= self.begun // self._every:
             return
-        if self._writing is not None and not self._writing.done():
+        self._collect()
+        if self._writing is not None:
             if not self._late:
                 self._late = True
                 log.warning(
@@ -123,34 +125,32 @@ class Saver:
 
     def wanted(self, step: int, row: Row) -> bool:
         """Begin a checkpoint of `step` because somebody wants one; False if there is one."""
+        self._collect()
         if self._writing is None:
             if step in self.folder.steps():
                 return False
             self._begin(step, row)
         return True
 
-    def settled(self) -> Outcome | None:
-        """What came of a checkpoint, once and when that is known."""
-        writing = self._writing
-        if writing is None or not writing.done():
-            return None
-        self._writing = None
-        return writing.result()
+    def settled(self) -> list[Outcome]:
+        """What came of checkpoints, each once and when that is known."""
+        self._collect()
+        found, self._outcomes = self._outcomes, []
+        return found
 
-    def last(self, step: int, row: Row | None) -> Outcome | None:
+    def last(self, step: int, row: Row | None) -> list[Outcome]:
         """Finish the one under way, and make one of `step`, at which training ends."""
-        if not self._every:
-            return None
-        outcome = self._wait()
-        if row is not None and step > self.begun:
+        self._collect(wait=True)
+        if self._every and row is not None and step > self.begun:
             self._begin(step, row)
-            outcome = self._wait()
-        return outcome
+            self._collect(wait=True)
+        return self.settled()
 
-    def _wait(self) -> Outcome | None:
-        """The disk's own time; everything in it has a deadline."""
-        writing, self._writing = self._writing, None
-        return None if writing is None else writing.result()
+    def _collect(self, *, wait: bool = False) -> None:
+        """Take what has come of the one under way; to `wait` takes the disk's time, no more."""
+        if self._writing is not None and (wait or self._writing.done()):
+            self._outcomes.append(self._writing.result())
+            self._writing = None
 
     def _begin(self, step: int, row: Row) -> None:
         self.begun, self._late = step, False
