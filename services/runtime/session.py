@@ -80,7 +80,6 @@ class Session:
         self.stop_reason = ""
         self.failure: UmbraError | None = None
         self.version = 0
-        self.data = link.channel(welcome.data, "buffer", insists=True)
         self._link = link
         self._control = control
         self._hello = hello
@@ -100,6 +99,7 @@ class Session:
         metrics.on_row = self._row
         self._hub = (welcome.weights, welcome.weights_incarnation)
         self._weights: Channel | None = None
+        self._data: Channel | None = None
         self._weights_known = threading.Event()
         if welcome.weights:
             self._weights_known.set()
@@ -159,6 +159,16 @@ class Session:
         stop = stopping or threading.Event()
         file = metrics or MetricsFile(None, name)
         return cls(link, control, hello, welcome, incarnation, stop, grace_s, file, wall)
+
+    @property
+    def data(self) -> Channel:
+        """The channel to the buffer for samples and batches, opened when it is first asked for.
+
+        Not everyone has business there, and the key of who has none does not open it.
+        """
+        if self._data is None:
+            self._data = self._link.channel(self.welcome.data, "buffer", insists=True)
+        return self._data
 
     def weights(self, *, deadline_s: float) -> Channel:
         """The channel to the weight hub, once one has joined; it follows a hub that is restarted.
@@ -316,8 +326,8 @@ class Session:
             self.fail(error)
         elif error is None and isinstance(welcome := future.result(), Welcome):
             self._heard_at = self._link.clock()
-            if welcome.data != self.welcome.data:
-                self.data.move(welcome.data)
+            if self._data is not None and welcome.data != self.welcome.data:
+                self._data.move(welcome.data)
             if welcome.events_in != self.welcome.events_in:
                 self._link.publish_to(welcome.events_in)
             self.welcome = welcome
