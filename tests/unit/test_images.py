@@ -20,7 +20,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 EXTRAS = {
     "broker": ("delta",),
     "trainer": ("trainer", "nccl", "lora", "tensorboard", "tasks"),
-    "generator": ("generator", "vllm", "nccl", "tasks"),
+    "generator": ("generator", "vllm", "nccl", "agent", "tasks"),
     "cpu": ("all",),
 }
 
@@ -92,6 +92,7 @@ def test_a_target_installs_what_it_is_for_and_all_of_it_is_pinned(target: str) -
         name = requirement.name.lower()
         if target == "generator" and name in ("transformers", "numpy"):
             continue  # vLLM chooses
+        assert name in pinned, f"{name} is not in deploy/images/constraints*.txt"
         assert requirement.specifier.contains(pinned[name]), requirement
 
 
