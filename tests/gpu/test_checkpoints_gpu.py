@@ -2,6 +2,7 @@
 
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
 def test_going_on_is_exact(tiny_model_dir: Path, tmp_path: Path, precision: str) -> None:
-    keys = {"device": "cuda", "precision": precision, "deterministic": True}
+    keys: dict[str, Any] = {"device": "cuda", "precision": precision, "deterministic": True}
     with closing(Trainer(tiny_model_dir, tmp_path / "whole", **keys)) as whole:
         expected = whole.train(4).learner.weights()
     with closing(Trainer(tiny_model_dir, tmp_path / "parts", **keys)) as first:
