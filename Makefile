@@ -96,7 +96,7 @@ demo: $(RUN_STAMP) ## Train a tiny model on the CPU (TASK=sort SEED=0)
 
 .PHONY: test
 test: $(DEV_STAMP) ## Run the tests (PYTEST_OPTIONS="-k name")
-	@$(BIN)/python -m pytest $(PYTEST_OPTIONS)
+	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(PYTEST_OPTIONS)
 
 .PHONY: lint
 lint: $(DEV_STAMP) ## Check style, formatting and file lengths
