@@ -147,7 +147,8 @@ class VllmEngine:
         given = dict(tensors)
         self._fit.check(given)
         path, manifest, keep = self._place(given)
-        outputs = self._update([_part(path, manifest)], version, kv_policy)
+        part = _part(path, manifest, self._fit.left_out(given))
+        outputs = self._update([part], version, kv_policy)
         del keep
         return outputs
 
@@ -166,8 +167,9 @@ class VllmEngine:
             EngineError: vLLM died, or the load broke off.
         """
         self._fit.check_manifest(manifest)
+        tied = self._fit.left_out({entry.name for entry in manifest.tensors})
         parts = (
-            _part(self.memory.path(memory), part)
+            _part(self.memory.path(memory), part, tied)
             for part, memory in filled(manifest, buckets, self.memory.allocate)
         )
         return self._update(parts, version, kv_policy)
@@ -301,8 +303,17 @@ def _named(output: EngineOutput, name: str) -> EngineOutput:
     return EngineOutput(name, output.token_ids, output.logprobs, output.spans, output.finish_reason)
 
 
-def _part(path: str, manifest: Manifest) -> dict[str, Any]:
-    """What `UpdateInfo` says of tensors in the block at `path`."""
+def _part(path: str, manifest: Manifest, tied: Mapping[str, list[str]]) -> dict[str, Any]:
+    """What `UpdateInfo` says of tensors in the block at `path`.
+
+    `tied`: more names of them. A version has tied tensors once, but vLLM packs them for each layer.
+    """
+    tensors = [
+        msgspec.structs.replace(entry, name=name)
+        for entry in manifest.tensors
+        for name in (entry.name, *tied.get(entry.name, ()))
+    ]
+    manifest = msgspec.structs.replace(manifest, tensors=tensors)
     return {"path": path, "manifest": msgspec.msgpack.encode(manifest)}
 
 

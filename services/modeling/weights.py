@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -120,6 +120,15 @@ class WeightTable:
                 for entry in manifest.tensors
             }
         )
+
+    def left_out(self, given: Collection[str]) -> dict[str, list[str]]:
+        """Names that are not in `given`, by the name in `given` whose place they share."""
+        found: dict[str, list[str]] = {}
+        for names in self._aliases.values():
+            there = [name for name in names if name in given]
+            if 0 < len(there) < len(names):
+                found[there[0]] = [name for name in names if name not in given]
+        return found
 
     def check(self, given: Mapping[str, torch.Tensor]) -> None:
         """Check that `given` is a version of this model.

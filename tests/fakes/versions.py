@@ -12,7 +12,8 @@ from umbra.services.runtime.manifest import build_manifest
 
 
 def weights(models: dict[int, Any], version: int) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from models[version].state_dict().items()
+    """As a trainer publishes them: tied ones once."""
+    yield from ((name, tensor.detach()) for name, tensor in models[version].named_parameters())
 
 
 def prompt(index: int) -> list[int]:
