@@ -224,10 +224,14 @@ class CrashRun:
         return self._trainer.data_endpoint
 
     def status(self) -> Status:
-        """What the buffer says."""
-        status = self._trainer.status()
-        assert isinstance(status, Status), status
-        return status
+        """What the buffer says of a moment after this call: an answer may be a moment old."""
+        first: Message | None = None
+        while True:
+            status = self._trainer.status()
+            assert isinstance(status, Status), status
+            if isinstance(first, Status) and status.uptime_s > first.uptime_s:
+                return status
+            first = first or status
 
     def start_trainer_again(self, checkpoint: int) -> None:
         """The trainer dies and goes on after `checkpoint`: the steps since then are not trained."""

@@ -43,33 +43,39 @@ def free_ports(count: int) -> list[int]:
         return [server.getsockname()[1] for server in taken]
 
 
-def test_the_buffer_binds_the_ports_that_it_is_given(
-    zmq_context: zmq.Context[zmq.Socket[bytes]],
-) -> None:
+@contextmanager
+def a_server(incarnation: str) -> Iterator[Server]:
+    """In a context of its own: at the end its ports are free again."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    server = Server(context, "buffer", incarnation)
+    try:
+        yield server
+    finally:
+        server.close()
+        context.term()
+
+
+def test_the_buffer_binds_the_ports_that_it_is_given() -> None:
     control, *others = free_ports(4)
     settings = Buffer(ports=(others[0], others[1], others[2]), advertise="node-a")
     addresses = Addresses(MemoryStore())
     for _ in range(2):  # and again when it starts again
-        server = Server(zmq_context, "buffer", "b1")
-        told, endpoints = bind(server, f"tcp://127.0.0.1:{control}", settings, addresses)
-        server.close()
+        with a_server("b1") as server:
+            told, endpoints = bind(server, f"tcp://127.0.0.1:{control}", settings, addresses)
         assert told == f"tcp://node-a:{control}"
         assert [endpoints.data, endpoints.events_in, endpoints.events_out] == [
             f"tcp://node-a:{port}" for port in others
         ]
 
 
-def test_a_port_that_is_given_outranks_the_one_of_before(
-    zmq_context: zmq.Context[zmq.Socket[bytes]],
-) -> None:
+def test_a_port_that_is_given_outranks_the_one_of_before() -> None:
     data, control = free_ports(2)
     addresses = Addresses(MemoryStore())
-    any_port = Server(zmq_context, "buffer", "b1")
-    _, first = bind(any_port, f"tcp://127.0.0.1:{control}", Buffer(), addresses)
-    any_port.close()
-    given = Server(zmq_context, "buffer", "b2")
-    _, second = bind(given, f"tcp://127.0.0.1:{control}", Buffer(ports=(data, 0, 0)), addresses)
-    given.close()
+    with a_server("b1") as server:
+        _, first = bind(server, f"tcp://127.0.0.1:{control}", Buffer(), addresses)
+    with a_server("b2") as server:
+        settings = Buffer(ports=(data, 0, 0))
+        _, second = bind(server, f"tcp://127.0.0.1:{control}", settings, addresses)
     assert second.data == f"tcp://127.0.0.1:{data}"
     assert (second.events_in, second.events_out) == (first.events_in, first.events_out)
 

@@ -139,9 +139,9 @@ def test_a_supervised_generator_is_restarted(folder: RunFolder, tmp_path: Path) 
     supervisor.start(Program("buffer", CHILD, wave=2))
     supervisor.start(Program("trainer", CHILD, wave=0))
     supervisor.start(Program("generator-0", CHILD, wave=0, elastic=True))
-    fifo.write_text("7")
+    fifo.write_text("9")
     until(lambda: supervisor.poll() and len(pids["generator-0"]) == 2, "the restart")
-    assert said == ["generator-0 ended (exit code 7): restart 1 in 0.01 s"]
+    assert said == ["generator-0 ended (exit code 9): restart 1 in 0.01 s"]
     supervisor.drain()
     until(lambda: not supervisor.poll(), "the drain")
     assert said[1:] == []
