@@ -23,6 +23,7 @@ from umbra.services.runtime.keys import open_security
 from umbra.services.runtime.logs import setup_logging
 from umbra.services.runtime.metrics import MetricsFile
 from umbra.services.runtime.parent import die_with_parent
+from umbra.services.runtime.session import Session
 from umbra.services.runtime.signals import stop_on_signals
 
 
@@ -53,7 +54,10 @@ def _with_subcommands(service: click.Command) -> click.Group:
 @click.option("--hub", required=True, help="Weights endpoint of the hub.")
 @click.option("--listen", required=True, help="Address for this node's generators.")
 @click.option(
-    "--broker", envvar="UMBRA_BROKER", default="", help="Address of the buffer: end with its run."
+    "--broker",
+    envvar="UMBRA_BROKER",
+    default="",
+    help="Address of the buffer: join its run, and end with it.",
 )
 @click.option("--name", default="", help="Name in the run.  [default: relay-<host name>]")
 @click.option("--config", type=str, help="Run file (TOML): its section weight_hub is used.")
@@ -77,7 +81,6 @@ def relay(
     """Get each version once for this node, serve its generators, hand buckets on."""
     from umbra.services.runtime.gpu.receiving import find_gpu
     from umbra.services.weight_hub.relay import Relay
-    from umbra.services.weight_hub.run_watch import RunWatch
 
     settings = load_config(config, overrides=[*overrides, *security_overrides(keys, insecure)])
     security = open_security(settings.security, ["weight_hub"], run_dir)
@@ -96,13 +99,23 @@ def relay(
             name, hub, listen, settings.weight_hub, metrics, gpu=gpu, security=security
         )
         tell_ready({"weights": relaying.endpoint, "buckets": relaying.buckets})
-        watch = None
+        session = None
         if broker:
-            grace_s = settings.run.broker_grace_s
-            watch = stack.enter_context(RunWatch(name, broker, grace_s, stopping, security))
-        relaying.run(stopping, wait_s)
-        if watch is not None and watch.failure is not None:
-            raise watch.failure
+            session = stack.enter_context(
+                Session.join(
+                    role="weight_hub",
+                    relay=True,
+                    name=name,
+                    broker=broker,
+                    stopping=stopping,
+                    grace_s=settings.run.broker_grace_s,
+                    security=security,
+                    metrics=metrics,
+                )
+            )
+        relaying.run(stopping, wait_s, session)
+        if session is not None and session.failure is not None:
+            raise session.failure
 
 
 command = _with_subcommands(service_command("weight_hub", _run))
