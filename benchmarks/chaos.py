@@ -35,7 +35,7 @@ from umbra.deploy.toml import to_toml
 from umbra.services.runtime.config_loader import as_dict, load_config
 
 DEMO = Path(__file__).resolve().parents[1] / "examples" / "sort.toml"
-ROUND_S = 900.0  # for a run to end, disturbed or not
+ROUND_S = 1800.0  # for a run to end, disturbed or not
 POLL_S = 0.1
 ENOUGH_S = 5.0  # what is left to disturb and not worth a run
 CALM = "undisturbed"

@@ -19,12 +19,12 @@ GAVE_UP_S = 120.0  # for one act to be recovered from
 AT_ONCE = 2  # acts that are not recovered from yet
 TRAINER_KILLS = 3  # as often as `umbra up` starts a trainer again
 KILLS_PER_MINUTE = 4  # of one process: one less than `umbra up` allows
-REST_S = 60.0  # between two ends of the whole run
+REST_S = 75.0  # between two ends of the whole run
 STOPPED_S = (0.5, 8.0)  # dead_after_s lies between
 MOST = {"generator": 3, "scorer": 2, "relay": 1}
-SERVICES = ("buffer", "weight-hub", "trainer", "generator", "scorer", "relay", "run")
+SERVICES = ("buffer", "weight-hub", "trainer", "generator", "scorer", "relay")
 # How often each is done, in relation to the others.
-WEIGHTS = {"kill": 4, "stop": 4, "drain": 2, "join": 3}
+WEIGHTS = {"kill": 6, "stop": 3, "drain": 2, "join": 3}
 
 
 @dataclass
@@ -95,9 +95,12 @@ class Disturber:
     # -- doing ------------------------------------------------------------------------------------
 
     def _do_something(self, status: Status, now: float) -> bool:
+        if now - self._rested_at > REST_S:  # when everything else is over
+            calm = not self._open and not self._stopped
+            return calm and self._end_run(self._chance.choice(("kill", "drain")), status, now)
         kinds = list(WEIGHTS)
         kind = self._chance.choices(kinds, [WEIGHTS[k] for k in kinds])[0]
-        service = self._chance.choice([s for s in SERVICES if self._is_possible(kind, s, now)])
+        service = self._chance.choice([s for s in SERVICES if self._is_possible(kind, s)])
         if kind == "join":
             if len(self._named(service)) >= MOST[service]:
                 return False
@@ -105,8 +108,6 @@ class Disturber:
             self._open.append(Act(kind, service, name, now))
             self._say(f"join {name}")
             return True
-        if service == "run":
-            return self._end_run(kind, status, now)
         busy = {act.name for act in self._open} | set(self._stopped)
         names = [name for name in self._named(service) if name not in busy]
         if not names:
@@ -127,15 +128,10 @@ class Disturber:
             return True
         return self._drain(act)
 
-    def _is_possible(self, kind: str, service: str, now: float) -> bool:
+    def _is_possible(self, kind: str, service: str) -> bool:
         if service == "relay" and not self._run.node.is_apart:
             return False
-        if service == "run":
-            rested = now - self._rested_at > REST_S and not self._open and not self._stopped
-            return kind in ("kill", "drain") and rested
-        if service in MOST:
-            return True
-        return kind in ("kill", "stop")  # the run has one, and ends with it: see "run"
+        return service in MOST or kind in ("kill", "stop")  # the others end with the run only
 
     def _kill(self, act: Act, now: float) -> bool:
         recent = [name for name, at in self._kills if now - at < 60.0]

@@ -21,7 +21,6 @@ from umbra.proto.errors import (
     RejectedError,
     StartupError,
     UmbraError,
-    UsageError,
 )
 from umbra.proto.messages import (
     Command,
@@ -36,6 +35,7 @@ from umbra.proto.messages import (
     State,
     Welcome,
 )
+from umbra.proto.sockets import check_address
 from umbra.services.runtime.channel import Channel
 from umbra.services.runtime.clock import ClockOffset, Offset
 from umbra.services.runtime.keys import OPEN, Security
@@ -132,8 +132,7 @@ class Session:
             StartupError: nobody answers within `deadline_s` seconds.
             RejectedError: the broker refuses us or our key, or speaks another protocol.
         """
-        if not broker:
-            raise UsageError("cannot connect to '', an empty --broker: write it as tcp://host:port")
+        check_address(broker, "--broker")
         incarnation = uuid.uuid4().hex[:12]
         link = Link(name, incarnation, security=security, clock=clock)
         hello = Join(

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from umbra.proto.sockets import check_address
 from umbra.services.runtime.command import (
     ServiceContext,
     insecure_option,
@@ -65,7 +66,7 @@ def _with_subcommands(service: click.Command) -> click.Group:
 @insecure_option
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override.")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Folder for metrics.")
-@click.option("--wait-s", default=600.0, help="Seconds to wait for the hub.  [default: 600]")
+@click.option("--wait-s", default=600.0, show_default=True, help="Seconds to wait for the hub.")
 def relay(
     hub: str,
     listen: str,
@@ -82,6 +83,9 @@ def relay(
     from umbra.services.runtime.gpu.receiving import find_gpu
     from umbra.services.weight_hub.relay import Relay
 
+    check_address(hub, "--hub")
+    if broker:
+        check_address(broker, "--broker")
     settings = load_config(config, overrides=[*overrides, *security_overrides(keys, insecure)])
     security = open_security(settings.security, ["weight_hub"], run_dir)
     name = name or f"relay-{socket.gethostname()}"
@@ -108,6 +112,7 @@ def relay(
                     name=name,
                     broker=broker,
                     stopping=stopping,
+                    deadline_s=settings.run.broker_grace_s,
                     grace_s=settings.run.broker_grace_s,
                     security=security,
                     metrics=metrics,
