@@ -100,17 +100,18 @@ class Soak:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         (folder / "sort").symlink_to(self.home / "sort")
+        hub = f"tcp://127.0.0.1:{free_port()}"  # fixed: the relay has to find it again
         settings = (
             *SETTINGS,
             f"run.steps={self._steps}",
             f"run.seed={self._seed}",
             f"run.dir={folder / 'runs'}",
-            f"weight_hub.listen=tcp://127.0.0.1:{free_port()}",  # the relay has to find it again
+            f"weight_hub.listen={hub}",
         )
         config = as_dict(load_config(str(DEMO), overrides=settings))
         (folder / "run.toml").write_text(to_toml(config), encoding="utf-8")
         chance = random.Random(f"{self._seed} {name}")
-        with closing(SecondNode()) as node, closing(DemoRun(folder, node)) as run:
+        with closing(SecondNode()) as node, closing(DemoRun(folder, hub, node)) as run:
             run.start()
             began = time.monotonic()
             disturber = Disturber(run, chance, self._every_s, say)

@@ -161,11 +161,14 @@ class Disturber:
 
     def _end_run(self, kind: str, status: Status, now: float) -> bool:
         """End the whole run, in order or not, and go on with it."""
-        self._say(f"{kind} the whole run at step {status.version}")
         if kind == "kill":
             self._run.signal("run", signal.SIGKILL)
         else:
-            self._run.drain("")
+            try:
+                self._run.drain("")
+            except UmbraError:
+                return False  # the buffer is too busy to answer: later
+        self._say(f"{kind} the whole run at step {status.version}")
         while self._run.poll() is None:
             time.sleep(0.1)
         left = self._run.await_end(of_all=False)

@@ -99,11 +99,13 @@ class DemoRun:
     """One run in `folder`, whose run.toml is there.
 
     Args:
+        hub: address of its weight hub, from run.toml.
         node: where the workers are that join.
     """
 
-    def __init__(self, folder: Path, node: SecondNode) -> None:
+    def __init__(self, folder: Path, hub: str, node: SecondNode) -> None:
         self.home = folder
+        self.hub = hub
         self.node = node
         self.broker = ""
         self.relay = ""  # its address, if there is one
@@ -150,9 +152,7 @@ class DemoRun:
         common += ["--name", name, "--run-dir", str(self.folder)]
         if kind == "relay":
             self.relay = self.relay or f"tcp://127.0.0.1:{free_port()}"
-            status = self.look()
-            assert status is not None and status.weights, "there is no hub to relay"
-            own = ["weight-hub", "relay", "--hub", status.weights, "--listen", self.relay]
+            own = ["weight-hub", "relay", "--hub", self.hub, "--listen", self.relay]
         else:
             own = [kind] if kind == "generator" else [kind, "--stage", "reward"]
         argv = [*self.node.enter, *UMBRA, *own, *common]
