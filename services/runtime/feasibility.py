@@ -18,8 +18,8 @@ from umbra.services.runtime.objective_rules import objective_faults
 class Staleness:
     """What a configuration implies for a trained token.
 
-    Versions count committed batches. With m minibatches each batch is m optimizer updates, the last
-    of which sees weights that m - 1 updates of the same batch have changed already.
+    Versions count committed batches. Each batch is m = minibatches * epochs optimizer updates, the
+    last of which sees weights that m - 1 updates of the same batch have changed already.
     """
 
     bound: int  # versions, at most
@@ -42,7 +42,7 @@ def implied_staleness(config: RunConfig) -> Staleness:
 
     n is `replay_times`, and 1 without replay: a sample is a version older at every further use.
     """
-    buffer, updates = config.buffer, config.trainer.minibatches
+    buffer, updates = config.buffer, config.trainer.updates_per_batch
     uses = buffer.replay_times if buffer.sampling == "replay" else 1
     bound = buffer.max_staleness if buffer.run_ahead else 0
     typical = min(buffer.run_ahead + uses - 1, bound)

@@ -27,7 +27,13 @@ class Trainer(ObjectiveKeys, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     betas: Annotated[tuple[float, float], Meta(description="AdamW betas")] = (0.9, 0.95)
     weight_decay: Annotated[float, Meta(description="weight decay", ge=0)] = 0.0
     max_grad_norm: Annotated[float, Meta(description="gradient clipping", gt=0)] = 1.0
-    minibatches: Annotated[int, Meta(description="optimizer updates per batch", ge=1)] = 1
+    minibatches: Annotated[
+        int, Meta(description="optimizer updates per pass over a batch", ge=1)
+    ] = 1
+    epochs: Annotated[
+        int,
+        Meta(description="passes over each batch; those after the first in shuffled order", ge=1),
+    ] = 1
     pack_tokens: Annotated[int, Meta(description="tokens per packed row", ge=8)] = 256
     micro_tokens: Annotated[int, Meta(description="tokens per forward pass", ge=8)] = 4096
     share_prompts: Annotated[
@@ -75,6 +81,11 @@ class Trainer(ObjectiveKeys, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     batch_wait_s: Annotated[
         float, Meta(description="seconds to wait for a batch until the run fails", gt=0)
     ] = 600.0
+
+    @property
+    def updates_per_batch(self) -> int:
+        """Optimizer updates that a batch is meant for."""
+        return self.minibatches * self.epochs
 
 
 class Eval(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
