@@ -63,7 +63,8 @@ def check_feasible(config: RunConfig) -> None:
         *_deadlines(config),
         *objective_faults(config),
     ]
-    if (config.eval.every and config.eval.mode == "concurrent") and (
+    evaluation = config.eval
+    if (evaluation.within and evaluation.mode == "concurrent") and (
         config.generator.receive == "streamed"
     ):
         faults.append(
@@ -71,8 +72,14 @@ def check_feasible(config: RunConfig) -> None:
             "next ones, so they cannot wait for an evaluation: set eval.mode = pause, or "
             "generator.receive = staged"
         )
-    if config.eval.every and not config.eval.prompts:
-        faults.append("eval.every needs eval.prompts: name a file of held-out prompts")
+    if evaluation.within and not evaluation.prompts:
+        key = "every" if evaluation.every else "at_start"
+        faults.append(f"eval.{key} needs eval.prompts: name a file of held-out prompts")
+    if evaluation.run_samples % evaluation.samples_per_prompt:
+        faults.append(
+            f"eval.run_samples = {evaluation.run_samples} is no multiple of "
+            f"eval.samples_per_prompt = {evaluation.samples_per_prompt}: change one of them"
+        )
     if faults:
         raise UsageError("; ".join(faults))
 
@@ -183,7 +190,7 @@ def _deadlines(config: RunConfig) -> Iterator[str]:
             f"trainer.batch_wait_s = {wait_s:g} ends the run before buffer.straggler_s = "
             f"{buffer.straggler_s:g} lets a group go on"
         )
-    if config.eval.every and config.eval.mode == "pause" and config.eval.timeout_s >= wait_s:
+    if config.eval.within and config.eval.mode == "pause" and config.eval.timeout_s >= wait_s:
         yield (
             f"trainer.batch_wait_s = {wait_s:g} ends the run before eval.timeout_s = "
             f"{config.eval.timeout_s:g} ends an evaluation that training waits for"

@@ -99,11 +99,22 @@ class Eval(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     every: Annotated[
         int, Meta(description="steps between evaluations within the run; 0 = none", ge=0)
     ] = 0
+    at_start: Annotated[
+        bool, Meta(description="evaluate the weights that the run begins with in the same way")
+    ] = False
     mode: Annotated[
         Literal["pause", "concurrent"],
         Meta(description="training waits for such an evaluation, or goes on beside it"),
     ] = "pause"
     run_samples: Annotated[int, Meta(description="samples of such an evaluation", ge=1)] = 128
+    samples_per_prompt: Annotated[
+        int, Meta(description="of them, those of one prompt: k of pass@k and mean@k", ge=1)
+    ] = 1
     timeout_s: Annotated[
         float, Meta(description="seconds until such an evaluation ends unfinished", gt=0)
     ] = 300.0
+
+    @property
+    def within(self) -> bool:
+        """Whether there are evaluations within the run."""
+        return self.every > 0 or self.at_start
