@@ -214,42 +214,44 @@ def percentile(values: list[float], share: float) -> float:
     return 1e3 * sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
-def fairness(answered: Sequence[int]) -> float:
-    """Jain's index: 1 if all have done the same, 1/n if one has done all."""
-    total = sum(answered)
-    return total**2 / (len(answered) * sum(one**2 for one in answered)) if total else 0.0
+def fairness(work: Sequence[int]) -> float:
+    """Jain's index: 1 if all have done the same work, 1/n if one has done all."""
+    total = sum(work)
+    return total**2 / (len(work) * sum(one**2 for one in work)) if total else 0.0
 
 
 def measure(made: World, seconds: float) -> dict[str, Any]:
     """What happens in so many seconds."""
     before = {host.prefix: len(host.rows) for host in made.hosts}
-    begun = {host.prefix: host.rows[-1]["answered"] for host in made.hosts}
+    begun = {host.prefix: host.rows[-1] for host in made.hosts}
     cpu = {name: server.cpu_s() for name, server in made.servers.items()}
     step, start = made.status().version, time.monotonic()
     time.sleep(seconds)
-    elapsed = time.monotonic() - start
+    waited = time.monotonic() - start
     rows = [row for host in made.hosts for row in host.rows[before[host.prefix] :]]
-    answered = [
+    ended = {host.prefix: host.rows[-1] for host in made.hosts}
+    decoded = [
         now - then
-        for host in made.hosts
-        for now, then in zip(host.rows[-1]["answered"], begun[host.prefix], strict=True)
+        for name, row in ended.items()
+        for now, then in zip(row["decoded"], begun[name]["decoded"], strict=True)
     ]
+    accepted = sum(row["answered"] - begun[name]["answered"] for name, row in ended.items())
+    elapsed = mean(row["time"] - begun[name]["time"] for name, row in ended.items())
     acks = [one for row in rows for one in row["acks"]]
     grants = [one for row in rows for one in row["grants"]]
     spent = {name: server.cpu_s() - cpu[name] for name, server in made.servers.items()}
     steps = made.status().version - step
-    accepted = sum(answered)
     return {
         "per_s": accepted / elapsed,
-        "steps_per_s": steps / elapsed,
+        "steps_per_s": steps / waited,
         "buffer_us": 1e6 * spent["buffer"] / max(accepted, 1),
-        "buffer_core": spent["buffer"] / elapsed,
-        "hub_core": spent["weight-hub"] / elapsed,
+        "buffer_core": spent["buffer"] / waited,
+        "hub_core": spent["weight-hub"] / waited,
         "ack_p50_ms": percentile(acks, 0.5),
         "ack_p99_ms": percentile(acks, 0.99),
         "lease_p50_ms": percentile(grants, 0.5),
         "lease_p99_ms": percentile(grants, 0.99),
-        "fairness": fairness(answered),
+        "fairness": fairness(decoded),
         "buffer_mb": made.servers["buffer"].rss_mb(),
         "hub_mb": made.servers["weight-hub"].rss_mb(),
         "pushes_per_s": sum(row.get("commits", 0) for row in rows) / elapsed,

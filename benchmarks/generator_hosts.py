@@ -223,7 +223,8 @@ class Host:
             "live": sum(light.engine.live for light in lights),
             "acks": self.acks,
             "grants": self.grants,
-            "answered": [light.answered for light in lights],
+            "answered": sum(light.answered for light in lights),
+            "decoded": [light.engine.decoded_tokens for light in lights],
             "versions": [light.engine.version for light in lights],
         }
         print(json.dumps(row), flush=True)
