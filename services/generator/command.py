@@ -175,8 +175,11 @@ def _heldout(task: str, seed: int, samples: int | None) -> list[dict[str, object
 
 def _sentence(result: EvalResult, decoding: str) -> str:
     failed = f", {result.failed} of them failed" if result.failed else ""
+    several = len(result.scores) > 2  # of one answer to each prompt they say the same once more
+    scores = [f"{name} {value:.4f}, " for name, value in result.scores.items() if several]
     return (
         f"accuracy {result.accuracy:.4f} ({decoding}, {result.samples:,} samples{failed}); "
+        f"{''.join(scores)}"
         f"{result.mean_tokens:.1f} tokens in {result.mean_turns:.2f} turns on average, "
         f"{result.tokens_per_s:,.0f} tokens/s"
     )

@@ -56,6 +56,7 @@ class GeneratorLoop:
         runner: the rollouts.
         metrics: receives spans.
         kv_policy: what new weights do to sequences under way.
+        drains: samples under way are ended before new weights are loaded, and none are begun.
         prefetch: samples leased ahead of free slots.
         wake: set by other threads when there may be something to do.
         showcase: gets what is finished.
@@ -73,6 +74,7 @@ class GeneratorLoop:
         runner: RolloutRunner,
         metrics: MetricsFile,
         kv_policy: KvPolicy,
+        drains: bool = False,
         prefetch: int,
         wake: threading.Event,
         showcase: Showcase,
@@ -86,6 +88,8 @@ class GeneratorLoop:
         self._runner = runner
         self._metrics = metrics
         self._kv_policy: KvPolicy = kv_policy
+        self._drains = drains
+        self._staged: StagedVersion | None = None  # to be loaded once all samples have ended
         self._prefetch = prefetch
         self._wake = wake
         self._showcase = showcase
@@ -127,7 +131,7 @@ class GeneratorLoop:
         self._load_weights()
         for interrupt in self._buffer.interrupts():
             self._buffer.give_back(self._runner.interrupt(interrupt.leases, interrupt.reason))
-        if self._engine.version >= 0:
+        if self._engine.version >= 0 and self._staged is None:
             self._buffer.ask(self._capacity(), self._engine.version)
         before, live, read = self._engine.decoded_tokens, self._engine.live, self._prompt_tokens
         self._runner.poll(_IDLE_WAIT_S)
@@ -169,9 +173,12 @@ class GeneratorLoop:
         self._buffer.flush(DRAIN_S)
 
     def _load_weights(self) -> None:
-        staged = None if self._keeps_version() else self._receiver.poll()
-        if staged is None:
+        if self._staged is None and not self._keeps_version():
+            self._staged = self._receiver.poll()
+        staged = self._staged
+        if staged is None or (self._drains and self._runner.active):
             return
+        self._staged = None
         start = self._clock()
         try:
             aborted = self._load(staged)
@@ -209,18 +216,22 @@ class GeneratorLoop:
         return self._streaming.load(staged, self._kv_policy)
 
     def _take(self, tasks: Sequence[SampleTask]) -> None:
-        """Begin these samples, but for those that only other weights than ours may generate."""
+        """Begin these samples, but for those that only other weights than ours may generate.
+
+        None while new weights wait for those under way.
+        """
         version = self._engine.version
-        self._runner.add(task for task in tasks if task.pinned_version in (-1, version))
+        ours = (-1, version) if self._staged is None else ()
+        self._runner.add(task for task in tasks if task.pinned_version in ours)
         self._buffer.give_back(
             [
                 ReturnedSample(
                     sample_id=task.sample_id,
                     attempt=task.attempt,
-                    reason=f"the generator serves version {version} now",
+                    reason=f"the generator serves version {version}, not for long",
                 )
                 for task in tasks
-                if task.pinned_version not in (-1, version)
+                if task.pinned_version not in ours
             ]
         )
 
