@@ -92,6 +92,20 @@ def test_nor_does_any_other_command_take_it(
     assert "Traceback" not in done.stderr
 
 
+def test_engine_arguments_are_flags_too(project: Path) -> None:
+    broker = ("--broker", "tcp://127.0.0.1:9", "--set", "model.path=model")
+    done = subprocess.run(
+        [*UMBRA, "generator", *broker, "--engine-arg", "block_size=32"],
+        cwd=project,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode == 2, done
+    assert "generator.engine_args is for vLLM: leave it out, or set " in done.stderr
+
+
 def test_sampling_that_only_vllm_refuses(project: Path) -> None:
     sentence = expect_usage_error(project, "generator.engine=vllm", "sampling.temperature=0.001")
     assert sentence == (
