@@ -326,6 +326,7 @@ class BatchLease(Message, frozen=True, kw_only=True):
     waiting_for: str = ""
     paused: bool = False  # it is not late: the run was paused
     checkpoint: bool = False  # save the state of now before anything else
+    evals: list[EvalReport] = []  # the last ones that are over, for the trainer's curves
 
 
 class CommitBatch(Message, frozen=True, kw_only=True):
@@ -360,6 +361,7 @@ class RunFinished(Message, frozen=True, kw_only=True):
     """The final ledger; nothing is in flight any more."""
 
     ledger: Ledger
+    evals: list[EvalReport] = []  # the last ones that are over
 
 
 # -- telemetry (PUB -> XSUB/XPUB -> SUB): may be lost, never changes behaviour -------------------

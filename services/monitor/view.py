@@ -76,7 +76,12 @@ def eval_text(report: EvalReport) -> str:
     if not report.done or report.answered < report.samples:
         text += f"{report.answered}/{report.samples} answered"
         text += f" ({', '.join(ended)}), " if ended else ", "
-    return text + (f"accuracy {report.accuracy:.3f}" if report.answered else "no accuracy yet")
+    if not report.answered:
+        return text + "no accuracy yet"
+    text += f"accuracy {report.accuracy:.3f}"
+    if len(report.scores) > 2:  # of one answer to each prompt they say the same once more
+        text += "".join(f", {name} {value:.3f}" for name, value in report.scores.items())
+    return text
 
 
 def evals_text(status: Status) -> str:
