@@ -6,9 +6,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from umbra.proto.records import Sampling
+from umbra.services.buffer.log_store import LogStore
 from umbra.services.generator.engine import EngineRequest
 from umbra.services.generator.replay_model import ReplayModel
 
@@ -124,3 +126,34 @@ def test_a_batchwise_engine_begins_nothing_while_anything_is_live() -> None:
     assert sorted(done) == [f"r{n}" for n in range(5)]
     rises = [(a, b) for a, b in pairwise(lives) if b > a]
     assert all(before == 0 for before, _ in rises)
+
+
+def audited(folder: Path, batches: list[list[str]], issued: int, digests: list[str]) -> Any:
+    """What `chaos_audit` makes of a run of these batches, one sample a group."""
+    import chaos_audit
+
+    store = LogStore(folder / "store")
+    for step, names in enumerate(batches, 1):
+        groups = [{"group_id": name, "samples": [{"sample_id": name}]} for name in names]
+        store.put(f"b/{step}", msgspec.msgpack.encode({"groups": groups, "is_open": False}))
+    store.commit()
+    store.close()
+    ledger = {"issued": issued, "trained": 4, "ended": {"stale": 1, "failed": 1}, "in_flight": {}}
+    (folder / "buffer.json").write_bytes(msgspec.json.encode({"ledger": ledger}))
+    rows = [{"kind": "handed_out", "step": 1, "digest": digest} for digest in digests]
+    rows += [{"kind": "step", "step": n, "reward/mean": n / 10} for n in (1, 2, 3, 2)]
+    lines = [msgspec.json.encode(row).decode() for row in rows]
+    (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"kind":"step","cut']))
+    assert chaos_audit.curve(folder) == pytest.approx([0.1, 0.2, 0.3])
+    return chaos_audit.audit(folder)
+
+
+def test_an_audit_finds_every_sample(tmp_path: Path) -> None:
+    found = audited(tmp_path, [["a", "b"], ["c", "d"]], issued=6, digests=["x", "x"])
+    assert (found.trained, found.twice, found.repeated, found.changed) == (4, 0, 1, 0)
+    assert found.lost == 1, "the one that failed is nobody's"
+
+
+def test_an_audit_finds_what_was_trained_twice_and_changed(tmp_path: Path) -> None:
+    found = audited(tmp_path, [["a", "b"], ["b", "c"]], issued=4, digests=["x", "y"])
+    assert (found.trained, found.twice, found.lost, found.changed) == (3, 1, 0, 1)
