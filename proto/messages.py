@@ -309,6 +309,16 @@ class LeaseBatch(Message, frozen=True, kw_only=True):
 
     step: int
     wait_s: float
+    held: str = ""  # `digest` of what it was given for this step in advance
+
+
+class PeekBatch(Message, frozen=True, kw_only=True):
+    """The trainer, while it is at the step before, asks for a copy of what the batch of `step` will
+    be, waiting up to `wait_s`. Nothing is leased by it.
+    """
+
+    step: int
+    wait_s: float
 
 
 class BatchLease(Message, frozen=True, kw_only=True):
@@ -323,6 +333,8 @@ class BatchLease(Message, frozen=True, kw_only=True):
     paused: bool = False  # it is not late: the run was paused
     checkpoint: bool = False  # save the state of now before anything else
     evals: list[EvalReport] = []  # the last ones that are over, for the trainer's curves
+    digest: str = ""  # of the trajectories, if the trainer only peeked
+    same: bool = False  # the batch is what the trainer holds, and not sent again
 
 
 class CommitBatch(Message, frozen=True, kw_only=True):
@@ -378,7 +390,8 @@ CONTROL: tuple[type[Message], ...] = (
 DATA: tuple[type[Message], ...] = (
     LeaseSamples, SampleLeases, SubmitTrajectories, SubmitAck, ReturnSamples, RenewLeases, RenewAck,
     Interrupt, FlushPartials, LeaseScoring, ScoringLeases, SubmitScores,
-    LeaseBatch, BatchLease, CommitBatch, CommitAck, CheckpointSaved, FinishRun, RunFinished,
+    LeaseBatch, PeekBatch, BatchLease, CommitBatch, CommitAck, CheckpointSaved,
+    FinishRun, RunFinished,
 )  # fmt: skip
 WEIGHTS: tuple[type[Message], ...] = (
     RegisterManifest, ArenaReady, AcquireSlot, SlotGranted, Publish, Subscribe, Subscribed,
