@@ -72,7 +72,10 @@ def make_task(task: str, out: Path, **counts: int) -> None:
 @keys_of("operator", "monitor")
 @click.option("--prompts", type=click.Path(path_type=Path), help="JSONL file of prompts.")
 @click.option("--task", help="Held-out prompts of a task of `umbra make-task` instead.")
-@click.option("--config", help="Run file whose environment, sampling and generator are used.")
+@click.option(
+    "--config",
+    help="Run file whose environment, sampling and generator are used; the engine is torch's.",
+)
 @click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Override a key.")
 @click.option("--environment", help="The environment, as environment.kind.")
 @click.option("--reward", help='Reward function "module:function", for "reward".')

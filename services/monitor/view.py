@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from umbra.proto.messages import Status
+from umbra.proto.messages import Status, Stuck
 from umbra.proto.records import EvalReport
 from umbra.services.monitor.members import MemberRow, member_rows, most_telling
 from umbra.services.monitor.rates import Rates
@@ -50,7 +50,7 @@ def headline(status: Status, rates: Rates, reward: float | None = None) -> str:
     parts += [eval_text(one) for one in status.evals if not one.done]
     if status.ledger.balance:
         parts.append(f"LEDGER OFF BY {status.ledger.balance}")
-    parts += [f"stuck: {s.what} at {s.holder} for {s.age_s:.0f} s" for s in status.stuck[:1]]
+    parts += [f"stuck: {_where(stuck)}" for stuck in status.stuck[:1]]
     return "  ".join(parts)
 
 
@@ -141,7 +141,12 @@ def plain(status: Status, rates: Rates) -> str:
 def stuck_text(status: Status, index: int) -> str:
     """One overdue thing in words."""
     stuck = status.stuck[index]
-    return f"{stuck.what} at {stuck.holder} for {stuck.age_s:.0f} s, {stuck.action}"
+    return f"{_where(stuck)}, {stuck.action}"
+
+
+def _where(stuck: Stuck) -> str:
+    since = f" for {stuck.age_s:.0f} s" if stuck.age_s else ""  # a wrong clock has no age
+    return f"{stuck.what} at {stuck.holder}{since}"
 
 
 def render(

@@ -13,6 +13,8 @@ from umbra.proto.errors import UsageError
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.objective_rules import objective_faults
 
+VLLM_COOLEST = 0.01  # it raises lower temperatures to this, but for 0
+
 
 @dataclass(frozen=True, slots=True)
 class Staleness:
@@ -60,6 +62,7 @@ def check_feasible(config: RunConfig) -> None:
         *_staleness(config),
         *_stages(config),
         *_agents(config),
+        *_sampling(config),
         *_deadlines(config),
         *objective_faults(config),
     ]
@@ -168,6 +171,15 @@ def _agents(config: RunConfig) -> Iterator[str]:
     for key, value in (("environment.agent", environment.agent), ("generator.serve", serve)):
         if value and environment.kind != "agent":
             yield f"{key} = {value} has no effect: set environment.kind to agent, or remove it"
+
+
+def _sampling(config: RunConfig) -> Iterator[str]:
+    coolest, temperature = VLLM_COOLEST, config.sampling.temperature
+    if config.generator.engine == "vllm" and 0 < temperature < coolest:
+        yield (
+            f"sampling.temperature = {temperature:g} is out of range: vLLM, which would raise it, "
+            f"takes {coolest} or more"
+        )
 
 
 def _deadlines(config: RunConfig) -> Iterator[str]:

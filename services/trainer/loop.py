@@ -34,7 +34,7 @@ from umbra.services.trainer.orders import Snapshot, Stop, Train, Wait, give
 from umbra.services.trainer.prefetch import Ahead, Prefetch
 from umbra.services.trainer.shards import Snapshots
 from umbra.services.trainer.sinks import Sinks
-from umbra.services.trainer.update import PolicyUpdate
+from umbra.services.trainer.update import Update
 
 LEASE_SLICE_S = 1.0  # how long one request for a batch is parked, so that a stop is noticed
 # What the monitor shows of a step.
@@ -68,7 +68,7 @@ class Loop:
         context: ServiceContext,
         session: Session,
         learner: Learner,
-        update: PolicyUpdate,
+        update: Update,
         outlet: Outlet,
         saver: Saver,
         sinks: Sinks,

@@ -25,6 +25,9 @@ from umbra.services.trainer.objectives.values import Critic
 from umbra.services.trainer.recorded import recorded_logprobs, token_versions
 from umbra.services.trainer.rewards import rewarded
 
+# Learns from a batch at a version, for as long as it is told to keep going; what it measured.
+Update = Callable[[Batch, int, Callable[[], bool]], Row | None]
+
 
 class PolicyUpdate:
     """Advantages, packing, loss and optimizer steps, as the configuration combines them.
