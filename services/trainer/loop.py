@@ -310,7 +310,7 @@ class Loop:
     def _report(self, row: Row) -> None:
         seconds = self._phases.take()
         learner = self._learner
-        work = row.pop("operations") or 0.0
+        work = row.pop("operations", None) or 0.0
         row |= speed_metrics(row["tokens"] or 0.0, work, seconds["train_step"], learner.ceiling)
         row["memory/peak_gib"] = peak_memory_gib(learner.device)
         row |= {f"seconds/{name}": spent for name, spent in seconds.items()}
