@@ -4,8 +4,8 @@
 
 It joins the run, leases and commits batches, and publishes the weights of a (tiny) model after each
 step. Only the update is left out: it sleeps for STEP_S + TOKEN_S * tokens of the batch, as if on
-accelerators of its own. With EVERY > 0, one of EVERY weights changes, drawn at random, so that there
-is something to send.
+accelerators of its own. With EVERY > 0, one of EVERY weights changes, drawn at random, for there to
+be something to send.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ class ReplayEngine:
         version: int,
         kv_policy: KvPolicy,
     ) -> list[EngineOutput]:
-        """As `load_weights`; the bytes are taken and forgotten, and nothing is decoded meanwhile."""
+        """As `load_weights`; the bytes are forgotten, and nothing is decoded while they come."""
         del manifest
         self._advance()
         began = self._clock()
