@@ -13,39 +13,51 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
+import math
+import os
+import shutil
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from multiprocessing import get_context
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from report import Report
 from staleness_cells import DEFAULT, OBJECTIVES, Cell, cells
+from warm_process import WarmProcess, warm_up
 
 from umbra.deploy.demo import DEMOS, HELDOUT, RECIPES
+from umbra.deploy.process import child_environ, umbra_argv
 
 CLAIM = 0.5  # versions by which the measured mean may differ from what the row says
 RUN_LIMIT_S = 900.0
+SAMPLES = 2048  # of an accuracy: a standard error of 0.01
 
 
-def umbra(*arguments: str) -> str:
+def umbra(log: Path, *arguments: str) -> str:
     """Run an `umbra` command; its standard output.
 
     Raises:
-        RuntimeError: it failed; with the end of what it said.
+        RuntimeError: it failed, or took too long; with the end of what it said.
     """
-    done = subprocess.run(
-        [sys.executable, "-m", "umbra", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=RUN_LIMIT_S,
-        check=False,
+    out = log.with_suffix(".out")
+    log.write_text("")
+    out.write_text("")
+    process = WarmProcess(
+        umbra_argv(*arguments), log_path=log, environ=child_environ(), stdout_path=out
     )
-    if done.returncode:
-        raise RuntimeError(f"umbra {arguments[0]} failed: {done.stderr.strip()[-2000:]}")
-    return done.stdout
+    deadline = time.monotonic() + RUN_LIMIT_S
+    while (code := process.poll()) is None:
+        if time.monotonic() > deadline:
+            process.kill()
+        time.sleep(0.02)
+    if code:
+        raise RuntimeError(f"umbra {arguments[0]} failed: {log.read_text().strip()[-2000:]}")
+    return out.read_text()
 
 
 def base_model(work: Path, task: str, seed: int) -> Path:
@@ -53,15 +65,19 @@ def base_model(work: Path, task: str, seed: int) -> Path:
     folder = work / f"{task}-s{seed}"
     if (folder / "base" / "config.json").exists():
         return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / "made.log"
     recipe = RECIPES[task]
     counts = ("--prompts", str(recipe.prompts), "--heldout", str(HELDOUT))
     umbra(
+        log,
         *("make-task", task, "--out", str(folder), "--seed", str(seed)),
         *(*counts, "--demos", str(recipe.demos)),
     )
     if not (folder / "random").exists():
-        umbra("make-model", str(folder / "random"), "--seed", str(seed))
+        umbra(log, "make-model", str(folder / "random"), "--seed", str(seed))
     umbra(
+        log,
         *("sft", str(folder / "random"), "--data", str(folder / "demos.jsonl")),
         *("--out", str(folder / "base"), "--steps", str(recipe.sft_steps)),
         *("--schedule", recipe.sft_schedule, "--seed", str(seed)),
@@ -71,8 +87,9 @@ def base_model(work: Path, task: str, seed: int) -> Path:
 
 
 def run_cell(cell: Cell, work: Path) -> dict[str, Any]:
-    """Do the run; its row."""
+    """Do the run; its row. Nothing of it is left."""
     folder = base_model(work, cell.task, cell.seed)
+    log = work / f"{cell.key}.log"
     paths = (
         f"run.dir={work / 'runs'}",
         f"run.name={cell.key}",
@@ -82,23 +99,31 @@ def run_cell(cell: Cell, work: Path) -> dict[str, Any]:
     )
     chosen = [item for one in (*paths, *cell.overrides()) for item in ("--set", one)]
     began = time.monotonic()
-    summary = json.loads(umbra("up", str(DEMOS / f"{cell.task}.toml"), *chosen, "--json"))
+    run_file = str(DEMOS / f"{cell.task}.toml")
+    summary = json.loads(umbra(log, "up", run_file, *chosen, "--no-eval", "--json"))
+    run = work / "runs" / summary["run_id"]
+    accuracy = measure(log, summary["model"], run / "config.json", folder)
     seconds = time.monotonic() - began
-    rows = steps_of(work / "runs" / summary["run_id"] / "metrics.jsonl")
+    if not (before := folder / "before.json").exists():
+        first = measure(log, str(folder / "base"), run / "config.json", folder)
+        before.write_text(json.dumps(first))
+    rows = steps_of(run / "metrics.jsonl")
+    shutil.rmtree(run)
     # The first k batches are all made by version 0: staleness rises to k there.
     steady = [row for row in rows if row["step"] > 2 * cell.staleness]
     late = rows[-len(rows) // 4 :]
-    return {
+    row = {
         "cell": cell.key,
         "task": cell.task,
-        "form": cell.form,
         "objective": cell.objective,
         "staleness": cell.staleness,
         "minibatches": cell.minibatches,
         "seed": cell.seed,
-        "accuracy": summary["accuracy_after"],
-        "greedy": summary["greedy_after"],
-        "before": summary["accuracy_before"],
+        "accuracy": accuracy,
+        "before": json.loads(before.read_text()),
+        "reward_best": max(
+            mean(r["reward/mean"] for r in rows[i : i + 5]) for i in range(len(rows) - 4)
+        ),
         "measured": mean(row["staleness/total/mean"] for row in steady),
         "measured_max": max(row["staleness/total/max"] for row in rows),
         "ess": average(late, "ess"),
@@ -106,9 +131,21 @@ def run_cell(cell: Cell, work: Path) -> dict[str, Any]:
         "clip": average(late, "clip_fraction"),
         "masked": average(late, "mask_fraction"),
         "ratio_max": max((row["ratio/max"] or 0.0) for row in rows if "ratio/max" in row),
-        "dropped": sum(summary["ledger"]["ended"].values()),
+        "skipped": sum(row["skipped"] or 0.0 for row in rows if "skipped" in row),
         "seconds": seconds,
+        "cpu_s": sum(one["cpu"] for one in summary["seconds"]["services"].values()),
     }
+    return {name: round(v, 5) if isinstance(v, float) else v for name, v in row.items()}
+
+
+def measure(log: Path, model: str, config: Path, folder: Path) -> float:
+    """Accuracy of a model on held-out prompts, sampled at temperature 1."""
+    text = umbra(
+        log,
+        *("eval", model, "--config", str(config), "--json"),
+        *("--prompts", str(folder / "heldout.jsonl"), "--samples", str(SAMPLES)),
+    )
+    return json.loads(text)["accuracy"]
 
 
 def steps_of(metrics: Path) -> list[dict[str, Any]]:
@@ -125,15 +162,15 @@ def average(rows: list[dict[str, Any]], name: str) -> float:
 
 def show(rows: list[dict[str, Any]]) -> None:
     """Mean [least-largest] accuracy over seeds: objectives down, staleness across."""
-    tables: dict[tuple[str, str, int], dict[str, dict[int, list[float]]]] = defaultdict(
+    tables: dict[tuple[str, int], dict[str, dict[int, list[float]]]] = defaultdict(
         lambda: defaultdict(lambda: defaultdict(list))
     )
     for row in rows:
-        table = tables[row["task"], row["form"], row["minibatches"]]
+        table = tables[row["task"], row["minibatches"]]
         table[row["objective"]][row["staleness"]].append(row["accuracy"])
-    for (task, form, minibatches), table in tables.items():
+    for (task, minibatches), table in tables.items():
         levels = sorted({level for column in table.values() for level in column})
-        print(f"\n{task}, {form}, {minibatches} minibatch(es) per version")
+        print(f"\n{task}, {minibatches} minibatch(es) per version")
         print("| objective | " + " | ".join(f"k = {level}" for level in levels) + " |")
         print("|---" * (len(levels) + 1) + "|")
         for objective, column in table.items():
@@ -146,6 +183,33 @@ def _text(values: list[float]) -> str:
     return f"{mean(values):.3f} [{min(values):.3f}-{max(values):.3f}]"
 
 
+def run_all(
+    grid: Sequence[Cell], work: Path, jobs: int, deadline: float
+) -> Iterator[dict[str, Any]]:
+    """The rows of the cells that could be begun before the deadline, as they come."""
+    cores = sorted(os.sched_getaffinity(0))
+    context = get_context("fork")
+    free = context.SimpleQueue()
+    for job in range(jobs):
+        free.put(cores[job % len(cores)])
+    tasks = [(cell, work, deadline) for cell in grid]
+    with context.Pool(jobs, initializer=begin, initargs=(free,)) as pool:
+        yield from filter(None, pool.imap_unordered(run_in_time, tasks))
+
+
+def begin(free: SimpleQueue[int]) -> None:
+    """A worker has a core and a session to itself, and everything imported."""
+    os.setsid()
+    os.sched_setaffinity(0, {free.get()})
+    warm_up()
+
+
+def run_in_time(task: tuple[Cell, Path, float]) -> dict[str, Any] | None:
+    """The row of a cell, unless it is too late."""
+    cell, work, deadline = task
+    return run_cell(cell, work) if time.monotonic() < deadline else None
+
+
 def main() -> int:
     """Run what is missing, print tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -156,9 +220,9 @@ def main() -> int:
     parser.add_argument("--staleness", nargs="+", type=int, default=[0, 1, 2, 4, 8])
     parser.add_argument("--minibatches", nargs="+", type=int, default=[1, 4])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--short", action="store_true", help="fewer steps per run")
     parser.add_argument("--minutes", type=float, default=0.0, help="start no run later; 0 = all")
     parser.add_argument("--retry", action="store_true", help="again what missed its staleness")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once, a core each")
     args = parser.parse_args()
     report = Report("staleness")
     if args.json.exists():
@@ -166,20 +230,17 @@ def main() -> int:
     if args.retry:
         report.rows = [r for r in report.rows if abs(r["measured"] - r["staleness"]) <= CLAIM]
     done = {row["cell"] for row in report.rows}
-    form = "short" if args.short else "full"
-    grid = cells(args.tasks, form, args.objectives, args.staleness, args.minibatches, args.seeds)
+    grid = cells(args.tasks, args.objectives, args.staleness, args.minibatches, args.seeds)
     missing = [cell for cell in grid if cell.key not in done]
-    began = time.monotonic()
-    for number, cell in enumerate(missing, 1):
-        if args.minutes and time.monotonic() - began > 60 * args.minutes:
-            print(f"{len(missing) - number + 1} cells left: call it again")
-            break
-        row = run_cell(cell, args.work.resolve())
+    deadline = time.monotonic() + 60 * args.minutes if args.minutes else math.inf
+    work = args.work.resolve()
+    (work / "runs").mkdir(parents=True, exist_ok=True)
+    for number, row in enumerate(run_all(missing, work, args.jobs, deadline), 1):
         report.add(**row)
         report.write(args.json)
         print(
-            f"{number}/{len(missing)} {cell.key}: accuracy {row['accuracy']:.3f}, staleness "
-            f"{row['measured']:.2f} of {cell.staleness}, {row['seconds']:.0f} s",
+            f"{number}/{len(missing)} {row['cell']}: accuracy {row['accuracy']:.3f}, staleness "
+            f"{row['measured']:.2f} of {row['staleness']}, {row['seconds']:.0f} s",
             flush=True,
         )
     show(report.rows)

@@ -28,15 +28,15 @@ Panel = dict[str, dict[int, list[float]]]  # objective, staleness, accuracies
 
 
 def panels(rows: list[dict[str, Any]]) -> dict[str, Panel]:
-    """The rows by panel; a run at staleness 0 with one minibatch stands for every objective."""
+    """The rows by panel; an objective without runs at staleness 0 is given what stands for it."""
     result: dict[str, Panel] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
     for row in rows:
         title = f"{row['task']}, {row['minibatches']} minibatch(es) per version"
         result[title][row["objective"]][row["staleness"]].append(row["accuracy"])
-    for title, panel in result.items():
+    for panel in result.values():
         shared = next((one[0] for one in panel.values() if 0 in one), None)
         for column in panel.values():
-            if shared and title.endswith(" 1 minibatch(es) per version") and 0 not in column:
+            if shared and 0 not in column:
                 column[0] = shared
     return result
 
@@ -78,7 +78,7 @@ def draw(title: str, panel: Panel, colours: dict[str, str], x0: int, y0: int) ->
 
 def picture(rows: list[dict[str, Any]]) -> str:
     """The whole picture as SVG."""
-    found = panels(rows)
+    found = dict(sorted(panels(rows).items(), reverse=True))
     names = list(dict.fromkeys(row["objective"] for row in rows))
     colours = {name: COLOURS[n % len(COLOURS)] for n, name in enumerate(names)}
     lines = (len(found) + 1) // 2

@@ -185,6 +185,7 @@ class Loop:
                 if self._session.stopping.is_set():
                     return None
                 raise
+            self._sinks.write_evals(lease.evals)
             if lease.checkpoint:
                 self._save_on_request()
             if lease.trajectories:

@@ -134,7 +134,9 @@ def _lead(
                     give(learner.ranks, Export(str(out)))
                     context.log.info("critic written to %s", critic.export(out))
                 finish = FinishRun(reason="steps reached")
-                ledger = session.data.call(finish, RunFinished, timeout_s=_finish_s(config)).ledger
+                end = session.data.call(finish, RunFinished, timeout_s=_finish_s(config))
+                sinks.write_evals(end.evals)
+                ledger = end.ledger
                 context.log.info("%d samples trained of %d issued", ledger.trained, ledger.issued)
                 return EXIT_DONE
         context.log.info(

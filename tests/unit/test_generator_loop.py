@@ -192,6 +192,46 @@ def test_a_failed_sample_is_returned_with_its_reason(bench: Bench) -> None:
     assert "sample_failed" in bench.session.events
 
 
+def spoiled(count: int) -> SampleLeases:
+    tasks = [
+        SampleTask(
+            sample_id=f"x{i}", group_id="g", prompt_id="p", attempt=1, row={}, lease_s=LEASE_S
+        )
+        for i in range(count)
+    ]
+    return SampleLeases(tasks=tasks)
+
+
+def test_a_run_in_which_every_sample_fails_ends(bench: Bench) -> None:
+    bench.serve()
+    bench.channel.answer(LeaseSamples, spoiled(255))
+    bench.turns(2)
+    bench.now[0] += 31.0
+    bench.channel.answer(LeaseSamples, spoiled(1))
+    with pytest.raises(
+        UsageError, match=r"all of the first 256 samples failed, within 31 s; .*: '?"
+    ):
+        bench.turns(2)
+
+
+def test_failures_end_no_run_that_has_brought_something(bench: Bench) -> None:
+    bench.serve()
+    bench.lease("a")
+    bench.turns(14)
+    for _ in range(2):
+        bench.channel.answer(LeaseSamples, spoiled(300))
+        bench.turns(2)
+        bench.now[0] += 31.0
+    assert bench.session.events.count("sample_failed") == 600
+
+
+def test_many_failures_within_a_moment_end_no_run(bench: Bench) -> None:
+    bench.serve()
+    bench.channel.answer(LeaseSamples, spoiled(1000))
+    bench.turns(2)
+    assert bench.session.events.count("sample_failed") == 1000
+
+
 def test_drain_hands_back_partials_and_what_comes_late(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
