@@ -61,6 +61,18 @@ def test_the_ideal_is_that_of_the_slower_side() -> None:
     assert cells.ideal(slow, steady()).step_s == pytest.approx(2 * best.training_s)
 
 
+def test_who_takes_turns_waits_for_the_longest_and_then_trains() -> None:
+    import replay_cells as cells
+
+    mode = cells.Mode("m", cells.ACCELERATORS, cells.ACCELERATORS, steps=20, ahead=0)
+    update = 0.05 + 5e-5 * 12_800
+    # All of a batch have slots; the last of 16 with 80 to 120 tokens has nearly 120.
+    assert cells.turns_s(mode, "uniform", 20) == pytest.approx(
+        120 * 0.0077 + cells.PAUSE_S + update, rel=0.03
+    )
+    assert cells.turns_s(mode, "long-tailed", 20) > 2 * cells.turns_s(mode, "uniform", 20)
+
+
 @pytest.mark.parametrize("mix", ["long-tailed", "uniform"])
 def test_mixes_have_the_same_mean(mix: str) -> None:
     import replay_cells as cells
@@ -80,6 +92,20 @@ def test_an_accuracy_is_reached_by_the_mean_of_ten_batches() -> None:
     assert demo_cells.reached([0.95] * 9) is None
     assert demo_cells.reached([0.5] * 5 + [0.95] * 30) == 14
     assert demo_cells.reached([0.5, 1.0] * 20) is None
+
+
+def test_a_script_takes_the_place_of_a_command() -> None:
+    import whole_runs
+
+    from umbra.deploy.supervisor import Program
+
+    flags = ("--config", "c.json", "--name", "n")
+    trainer = Program("trainer", (sys.executable, "-m", "umbra", "trainer", *flags), wave=0)
+    scripts = {"trainer": ("timed_trainer.py", "0.5", "0")}
+    chosen = whole_runs.instead(trainer, scripts)
+    script = str(BENCHMARKS / "timed_trainer.py")
+    assert chosen.argv == (sys.executable, script, "0.5", "0", *flags)
+    assert whole_runs.instead(trainer, {"generator": ("x.py",)}) is trainer
 
 
 def test_jains_index() -> None:
