@@ -119,6 +119,10 @@ package: $(DEV_STAMP) ## Build sdist and wheel, install the wheel elsewhere and 
 .PHONY: check
 check: lint types imports package test ## Run every check
 
+.PHONY: bench
+bench: $(DEV_STAMP) ## Run the quick form of every benchmark (about 15 minutes)
+	@$(BIN)/python benchmarks/quick.py
+
 .PHONY: clean
 clean: ## Remove the environment, caches and build results
 	rm -rf $(VENV) build dist .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -159,7 +159,7 @@ def check(run_file: Path, overrides: tuple[str, ...]) -> int:
     click.echo(
         f"staleness: {implied_staleness(run).describe()} (max_staleness "
         f"{run.buffer.max_staleness}, run_ahead {run.buffer.run_ahead}, minibatches "
-        f"{run.trainer.minibatches})"
+        f"{run.trainer.minibatches}, epochs {run.trainer.epochs})"
     )
     return EXIT_DONE
 

@@ -47,7 +47,7 @@ def summarise(folder: RunFolder, outcome: Outcome) -> dict[str, Any]:
         "staleness": status.get("staleness"),
         "ledger": ledger,
         "evals": [
-            {key: report[key] for key in ("version", "accuracy", "answered", "samples")}
+            {key: report[key] for key in ("version", "accuracy", "answered", "samples", "scores")}
             for report in status.get("evals", [])
         ],
         "seconds": {

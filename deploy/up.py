@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ class Up:
         search: where the user's modules are looked for.
         evaluate: measure the model before and after, if `eval.prompts` is set.
         started: when what the user waits for began (`time.monotonic`); now, if not given.
+        programs: what is started beside the buffer, whose address is the last argument.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Up:
         search: Sequence[Path] = (),
         evaluate: bool = True,
         started: float | None = None,
+        programs: Callable[[RunConfig, RunFolder, str], list[Program]] = other_programs,
     ) -> None:
         self.config = config
         self.folder = folder
@@ -66,6 +68,7 @@ class Up:
         self._search = search
         self._view = view
         self._interrupts = interrupts
+        self._programs = programs
         self._evaluate = evaluate and bool(config.eval.prompts)
         self._started = time.monotonic() if started is None else started
         self._outcome: dict[str, Any] = {}
@@ -194,7 +197,7 @@ class Up:
         progress.watch(broker, open_security(self.config.security, ["monitor"]))
         keys = f" --keys {self.config.security.keys}" if self.config.security.keys else ""
         self._view.say(f"run {self.folder.id}: umbra monitor --broker {broker}{keys}")
-        for program in other_programs(self.config, self.folder, broker):
+        for program in self._programs(self.config, self.folder, broker):
             supervisor.start(program)
 
     def _turn(self, supervisor: Supervisor, progress: Progress) -> None:

@@ -77,7 +77,10 @@ class Nack(Message, frozen=True, kw_only=True):
 
 
 class Join(Message, frozen=True, kw_only=True):
-    """A process asks to take part. `endpoints` are those it binds itself (the hub's `weights`)."""
+    """A process asks to take part. `endpoints` are those it binds itself (the hub's `weights`).
+
+    A `relay` has the role of the hub, for which it stands in on its node; a run has any number.
+    """
 
     role: Role
     name: str
@@ -85,6 +88,7 @@ class Join(Message, frozen=True, kw_only=True):
     host: str
     package_version: str
     endpoints: dict[str, str] = {}
+    relay: bool = False
 
 
 class Welcome(Message, frozen=True, kw_only=True):
@@ -322,6 +326,7 @@ class BatchLease(Message, frozen=True, kw_only=True):
     waiting_for: str = ""
     paused: bool = False  # it is not late: the run was paused
     checkpoint: bool = False  # save the state of now before anything else
+    evals: list[EvalReport] = []  # the last ones that are over, for the trainer's curves
 
 
 class CommitBatch(Message, frozen=True, kw_only=True):
@@ -356,6 +361,7 @@ class RunFinished(Message, frozen=True, kw_only=True):
     """The final ledger; nothing is in flight any more."""
 
     ledger: Ledger
+    evals: list[EvalReport] = []  # the last ones that are over
 
 
 # -- telemetry (PUB -> XSUB/XPUB -> SUB): may be lost, never changes behaviour -------------------

@@ -226,6 +226,7 @@ class EvalReport(Record, frozen=True, kw_only=True):
     answered: int = 0
     ended: dict[str, int] = {}  # the others that are over, by reason
     accuracy: float = 0.0
+    scores: dict[str, float] = {}  # pass@k and mean@k over the prompts, by name
 
 
 def pack_int32(values: Sequence[int]) -> bytes:

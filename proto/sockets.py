@@ -10,6 +10,7 @@ broke come back under its identity before the old connection is known to be dead
 from __future__ import annotations
 
 import errno
+import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ HANDSHAKE_FAILED = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
+ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:]+\]|[^\s:/]+):(\d{1,5})|ipc://.+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,21 @@ class Curve:
     secret: bytes = field(repr=False)
     server: bytes = b""
     domain: str = ""
+
+
+def check_address(address: str, flag: str) -> None:
+    """Whether `address`, which `flag` gives, is one to connect to.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if address.startswith("tcp://") and address.endswith(":*"):
+        raise UsageError(
+            f"{flag} is missing, or {address} has no port: write it as tcp://host:port, which the "
+            "other side tells when it starts"
+        )
+    if not ADDRESS.fullmatch(address):
+        raise UsageError(f"{flag} {address or repr(address)}: write it as tcp://host:port")
 
 
 def unguessable(name: str) -> bytes:

@@ -15,12 +15,12 @@ HEAD = """\
 #SBATCH --nodes={count}
 #SBATCH --nodelist={nodes}
 #SBATCH --exclusive
-#SBATCH --output={results}/slurm-%j.log
+{gpus}#SBATCH --output={results}/slurm-%j.log
 set -euo pipefail
 
 """
 
-# Exit codes 2 and 4 are final: the same would happen again.
+# Exit codes 2, 4 and 7 are final: the same would happen again.
 KEEP = """
 mkdir -p {results}/logs
 
@@ -33,7 +33,7 @@ keep() {{
         srun --nodes=1 --ntasks=1 --nodelist="$node" --overlap \\
             --output={results}/logs/"$name".log --open-mode=append \\
             env CUDA_VISIBLE_DEVICES="$gpus" "$@" || code=$?
-        case $code in 0 | 2 | 4) return "$code" ;; esac
+        case $code in 0 | 2 | 4 | 7) return "$code" ;; esac
         if [ "$left" -eq 0 ]; then return "$code"; fi
         left=$((left - 1))
         sleep 2
@@ -55,13 +55,16 @@ exit "$code"
 
 def slurm_script(plan: Plan, paths: Paths, file: str) -> str:
     """The script that `sbatch` takes; `file` is its own path."""
-    nodes = [node.name for node in plan.nodes if plan.on(node)]
+    used = [node for node in plan.nodes if plan.on(node)]
+    gpus = {node.gpus for node in used}
+    asked = f"#SBATCH --gpus-per-node={max(gpus)}\n" if len(gpus) == 1 and max(gpus) else ""
     results = shlex.quote(paths.results)
     head = HEAD.format(
         file=file,
         job=f"umbra-{plan.config.run.name}",
-        count=len(nodes),
-        nodes=",".join(nodes),
+        count=len(used),
+        nodes=",".join(node.name for node in used),
+        gpus=asked,
         results=paths.results,
     )
     variables = invocation.environment(plan, paths).items()

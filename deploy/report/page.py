@@ -117,8 +117,17 @@ def _curves(figures: Figures) -> Iterator[str]:
             for label, column in columns
         }
         yield line_chart(lines, title=title)
-    accuracy = [(float(row["version"]), float(row["accuracy"])) for row in figures.evals]
-    yield line_chart({"accuracy": accuracy}, title="accuracy on held-out prompts, by version")
+    yield line_chart(_accuracy(figures), title="accuracy on held-out prompts, by version")
+
+
+def _accuracy(figures: Figures) -> dict[str, list[tuple[float, float]]]:
+    """Mean reward and pass@k for k > 1, as far as they were measured."""
+    names = {name for row in figures.evals for name in row if name.startswith("pass@")}
+    several = sorted(names - {"pass@1"}, key=lambda name: int(name.removeprefix("pass@")))
+    return {
+        name: [(float(row["version"]), float(row[name])) for row in figures.evals if name in row]
+        for name in ("accuracy", *several)
+    }
 
 
 def _ledger(status: Mapping[str, Any]) -> str:

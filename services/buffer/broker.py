@@ -352,7 +352,8 @@ class Broker:
             return
         self._recovery.finished = f"run finished: {body.reason}"
         self.works.cancel()
-        self._outbox.reply(request, RunFinished(ledger=self.pool.ledger.snapshot()))
+        ledger = self.pool.ledger.snapshot()
+        self._outbox.reply(request, RunFinished(ledger=ledger, evals=self.works.evals.newest))
         self._begin_end(self._recovery.finished, now, FINISH_S)
 
     def _stop(self, reason: str, now: float) -> None:

@@ -1,10 +1,11 @@
 """Evaluations within a run: samples of held-out prompts, all tokens of them of one policy version.
 
 They have a pool and a ledger of their own, and go before training samples. An evaluation is due
-every `eval.every` versions. It is pinned to the version of the first generator that asks for work
-and serves at least that: just the one that is due in mode "pause", in which nothing else is handed
-out until it is done, so that the version stays; in mode "concurrent" it may be a later one, if no
-generator happened to load the one that is due.
+every `eval.every` versions, and with `eval.at_start` when a generator first asks for work. It is
+pinned to the version of the first generator that asks for work and serves at least that: just the
+one that is due in mode "pause", in which nothing else is handed out until it is done, so that the
+version stays; in mode "concurrent" it may be a later one, if no generator happened to load the one
+that is due.
 
 In mode "concurrent" the trainer goes on, and a generator puts newer weights off while it has pinned
 samples, or is told that more of them wait for it: the trainer never waits, the hub skips what was
@@ -16,9 +17,9 @@ it ends with all its samples, or as overdue, and never with a part because train
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import msgspec
@@ -36,8 +37,10 @@ from umbra.services.buffer.membership import Membership
 from umbra.services.buffer.prompts import Prompt
 from umbra.services.buffer.samples import Pool
 from umbra.services.runtime.config import Eval
+from umbra.services.runtime.eval_scores import eval_scores
 
 REPORTS_KEPT = 100
+REPORTS_TOLD = 4  # to the trainer
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +53,7 @@ class _Open:
     size: int
     ended_before: dict[str, int]  # of the pool's ledger when it began
     pinned: int = -1  # version of all its tokens; -1 = not known yet
+    failed: dict[str, int] = field(default_factory=dict[str, int])  # samples, by prompt
 
     @property
     def version(self) -> int:
@@ -116,6 +120,11 @@ class Evals:
         """Whether an evaluation is under way."""
         return self._open is not None
 
+    @property
+    def newest(self) -> list[EvalReport]:
+        """The last reports: one who asks at every step gets each of them."""
+        return self.reports[-REPORTS_TOLD:]
+
     def status(self) -> list[EvalReport]:
         """All reports, that of the one under way included."""
         return [*self.reports, self._report(self._open)] if self._open else list(self.reports)
@@ -137,13 +146,13 @@ class Evals:
 
     def advance(self, now: float) -> None:
         """Begin what is due at the version reached, and end what is over; called at every event."""
-        version, every = self._batches.version, self._config.every
+        self._take_failures()
+        version = self._batches.version
         if self._open is not None and self._open.due > version:
             self._end_all("cancelled")  # the trainer starts again before that version
             self._open = None
             self.pool.openings += 1
-        is_due = every and version % every == 0 and 0 < version > self.done
-        if self._open is None and (is_due or self._asked):
+        if self._open is None and (self._is_due(version) or self._asked):
             self._begin(version, now)
         if self._open is not None:
             self._cut(self._open, now)
@@ -154,6 +163,7 @@ class Evals:
     def take(self, holder: str, version: int, capacity: int, now: float) -> list[SampleTask]:
         """Up to `capacity` samples for a generator that serves `version`."""
         self._serving[holder] = version
+        self.advance(now)
         tasks: list[SampleTask] = []
         while self._is_for(version) and len(tasks) < capacity:
             sample = self.pool.next_queued()
@@ -239,10 +249,26 @@ class Evals:
             return False
         return version == open_.pinned if open_.pinned >= 0 else version >= open_.due
 
+    def _is_due(self, version: int) -> bool:
+        if version == 0:
+            due = self._config.at_start and bool(self._serving)
+        else:
+            due = self._config.every > 0 and version % self._config.every == 0
+        return due and version > self.done
+
+    def _take_failures(self) -> None:
+        """Their groups are gone, but they count as answers that are worth nothing."""
+        for end in self.pool.group_ends:
+            if end.reason == "failed" and self._open is not None:
+                failed = self._open.failed
+                failed[end.prompt_id] = failed.get(end.prompt_id, 0) + 1
+        self.pool.group_ends.clear()
+
     def _begin(self, version: int, now: float) -> None:
         count, size = len(self._prompts), self._config.run_samples
         for index in range(size):
-            self.pool.issue(self._prompts[index % count], version)
+            prompt = index // self._config.samples_per_prompt
+            self.pool.issue(self._prompts[prompt % count], version)
         self._open = _Open(version, size, dict(self.pool.ledger.ended))
         self._asked = False
         self._begun_at = now
@@ -305,16 +331,18 @@ class Evals:
             samples=report.samples,
             answered=report.answered,
             ended=report.ended,
+            **report.scores,
             seconds=now - self._begun_at,
         )
 
     def _report(self, open_: _Open) -> EvalReport:
-        ready = [
-            sample.reward
-            for group in self.pool.groups.values()
-            for sample in group.samples
-            if sample.state is State.READY
-        ]
+        rewards: defaultdict[str, list[float]] = defaultdict(list)
+        for group in self.pool.groups.values():
+            own = [sample.reward for sample in group.samples if sample.state is State.READY]
+            rewards[group.prompt.prompt_id] += own
+        ready = [reward for own in rewards.values() for reward in own]
+        for prompt_id, count in open_.failed.items():
+            rewards[prompt_id] += [0.0] * count
         over = Counter(self.pool.ledger.ended)
         over.subtract(open_.ended_before)
         counted = len(ready) + over["failed"]
@@ -325,4 +353,5 @@ class Evals:
             answered=len(ready),
             ended={reason: count for reason, count in over.items() if count},
             accuracy=sum(ready) / max(counted, 1),
+            scores=eval_scores(rewards, self._config.samples_per_prompt),
         )

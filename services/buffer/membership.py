@@ -33,6 +33,7 @@ class Peer:
     host: str
     endpoints: dict[str, str]
     heard_at: float
+    relay: bool = False
     confirmed: bool = True  # False after a restart of the buffer, until it is heard of
     state: State = "joining"
     activity: str = ""
@@ -43,6 +44,11 @@ class Peer:
     shares: dict[str, float] = field(default_factory=dict[str, float])
     clock_offset_s: float = 0.0
     clock_error_s: float = -1.0
+
+    @property
+    def is_single(self) -> bool:
+        """Whether a run has only one of its kind."""
+        return self.role in SINGLE and not self.relay
 
     def record(self, now: float) -> Member:
         """The member as others are told of it."""
@@ -106,7 +112,7 @@ class Membership:
         for other in self.peers.values():
             if other.role != body.role or other.name == body.name or body.role not in SINGLE:
                 continue
-            if other.confirmed:
+            if other.confirmed and not (other.relay or body.relay):
                 return Nack(
                     code=f"duplicate_{body.role}",
                     reason=(
@@ -133,6 +139,7 @@ class Membership:
             pid=body.pid,
             host=body.host,
             endpoints=dict(body.endpoints),
+            relay=body.relay,
             heard_at=now,
         )
         self.peers[body.name] = peer
@@ -186,7 +193,7 @@ class Membership:
     def record(self, name: str) -> dict[str, Any] | None:
         """The member `name` in plain values, for the journal; None if it is gone."""
         peer = self.peers.get(name)
-        names = ("name", "role", "incarnation", "identity", "pid", "host", "endpoints")
+        names = ("name", "role", "incarnation", "identity", "pid", "host", "endpoints", "relay")
         return None if peer is None else {name: getattr(peer, name) for name in names}
 
     def restore(self, records: list[dict[str, Any]], now: float) -> None:
@@ -238,7 +245,7 @@ class Membership:
         return found
 
     def _index(self) -> None:
-        self._single = {peer.role: peer for peer in self.peers.values() if peer.role in SINGLE}
+        self._single = {peer.role: peer for peer in self.peers.values() if peer.is_single}
 
     def _stale(self, name: str) -> Nack:
         return Nack(

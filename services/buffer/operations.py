@@ -28,7 +28,6 @@ OPERATIONS: tuple[type[Message], ...] = (
     DrainRequest, PauseRequest, ResumeRequest, EvalRequest, CheckpointRequest,
     InterruptRequest,
 )  # fmt: skip
-DRAINABLE = ("generator", "scorer")
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +93,7 @@ class Operations:
         if peer is None:
             there = ", ".join(sorted(self._members.peers)) or "nobody"
             reason = f"{body.member!r} is not a member: there is {there}"
-        elif peer.role not in DRAINABLE:
+        elif peer.is_single:
             reason = (
                 f"{body.member} is the {peer.role}, without which the run cannot go on: "
                 "drain the run as a whole"

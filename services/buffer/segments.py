@@ -6,7 +6,8 @@ import logging
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+
+import msgspec
 
 from umbra.services.buffer.frames import (
     SEGMENT_HEADER_BYTES,
@@ -47,7 +48,7 @@ class Damage:
         return f"{name}, bytes {self.offset} to {self.end}: {self.reason}"
 
 
-class Place(NamedTuple):
+class Place(msgspec.Struct, frozen=True, gc=False):
     """Where the newest value of a key lies, and the value itself if it is a small one."""
 
     segment: int

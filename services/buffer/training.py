@@ -19,6 +19,7 @@ from umbra.proto.messages import (
 from umbra.services.buffer.batches import Batches
 from umbra.services.buffer.curves import StepCurves
 from umbra.services.buffer.effects import Outbox
+from umbra.services.buffer.evals import Evals
 from umbra.services.buffer.gate import Gate
 from umbra.services.buffer.run_ahead import RunAhead
 from umbra.services.buffer.samples import Pool
@@ -46,7 +47,7 @@ class Training:
         steps: of the run.
         missing: tells in words what the batch waits for, at a time.
         gate: while it is shut no batch is handed out.
-        evaluating: whether no new batch may be formed because of an evaluation.
+        evals: while training waits for one of them, no new batch is formed.
         formed: called when a new batch was formed.
         run_ahead: hears what the trainer says of each batch.
     """
@@ -59,7 +60,7 @@ class Training:
         steps: int,
         missing: Callable[[float], str],
         gate: Gate,
-        evaluating: Callable[[], bool],
+        evals: Evals,
         formed: Callable[[], None],
         run_ahead: RunAhead,
         counters: Counter[str],
@@ -75,7 +76,7 @@ class Training:
         self._steps = steps
         self._missing = missing
         self._gate = gate
-        self._evaluating = evaluating
+        self._evals = evals
         self._formed = formed
         self._run_ahead = run_ahead
         self._counters = counters
@@ -159,7 +160,7 @@ class Training:
         if question is None or self._gate.is_shut:
             return
         is_new = self._batches.leased is None
-        if is_new and self._evaluating():
+        if is_new and self._evals.pausing:
             return
         batch = self._batches.form(now)
         if batch is None:
@@ -181,7 +182,12 @@ class Training:
         trajectories = [self._pool.shelf.packed(name) for name in batch.sample_ids]
         # Shows, also when it is handed out again, that step and bytes belong together.
         self._outbox.measure("handed_out", step=batch.step, digest=digest(trajectories))
-        lease = BatchLease(step=batch.step, trajectories=trajectories, checkpoint=self.wishes.open)
+        lease = BatchLease(
+            step=batch.step,
+            trajectories=trajectories,
+            checkpoint=self.wishes.open,
+            evals=self._evals.newest,
+        )
         self._outbox.reply(question.request, lease)
 
     def expire(self, now: float) -> None:
@@ -234,4 +240,5 @@ class Training:
             waiting_for=waiting_for,
             paused=self._gate.is_shut,
             checkpoint=self.wishes.open,
+            evals=self._evals.newest,
         )

@@ -138,7 +138,7 @@ class Works:
             steps=config.run.steps,
             missing=missing,
             gate=self.gate,
-            evaluating=lambda: self.evals.pausing,
+            evals=self.evals,
             formed=self.interrupts.batch_formed,
             run_ahead=self.run_ahead,
             counters=counters,
@@ -161,7 +161,6 @@ class Works:
         for end in self.pool.group_ends:
             self._prompts.ended(end)
         self.pool.group_ends.clear()
-        self.evals.pool.group_ends.clear()
         self.training.serve(now)
         self.scorers.serve(now)
         self.rollouts.serve(now)

@@ -92,7 +92,7 @@ def load_environment(config: EnvironmentConfig) -> EnvironmentFactory:
                 f"environment.kind {config.kind!r} has no method {' and no '.join(missing)}"
             )
     else:
-        known = [*_KINDS, "reward", "agent"]
+        known = [*(kind for kind in _KINDS if kind != UNREWARDED), "reward", "agent"]
         raise UsageError(
             f"environment.kind {config.kind!r} is unknown{_nearest(config.kind, known)}; use "
             f'{", ".join(known)}, or a class as "module:Class"'

@@ -72,7 +72,10 @@ def make_task(task: str, out: Path, **counts: int) -> None:
 @keys_of("operator", "monitor")
 @click.option("--prompts", type=click.Path(path_type=Path), help="JSONL file of prompts.")
 @click.option("--task", help="Held-out prompts of a task of `umbra make-task` instead.")
-@click.option("--config", help="Run file whose environment, sampling and generator are used.")
+@click.option(
+    "--config",
+    help="Run file whose environment, sampling and generator are used; the engine is torch's.",
+)
 @click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Override a key.")
 @click.option("--environment", help="The environment, as environment.kind.")
 @click.option("--reward", help='Reward function "module:function", for "reward".')
@@ -172,8 +175,11 @@ def _heldout(task: str, seed: int, samples: int | None) -> list[dict[str, object
 
 def _sentence(result: EvalResult, decoding: str) -> str:
     failed = f", {result.failed} of them failed" if result.failed else ""
+    several = len(result.scores) > 2  # of one answer to each prompt they say the same once more
+    scores = [f"{name} {value:.4f}, " for name, value in result.scores.items() if several]
     return (
         f"accuracy {result.accuracy:.4f} ({decoding}, {result.samples:,} samples{failed}); "
+        f"{''.join(scores)}"
         f"{result.mean_tokens:.1f} tokens in {result.mean_turns:.2f} turns on average, "
         f"{result.tokens_per_s:,.0f} tokens/s"
     )

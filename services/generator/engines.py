@@ -59,7 +59,7 @@ def open_engine(config: RunConfig, name: str) -> OpenEngine:
             raise UsageError(
                 f'generator.{key} is for vLLM: leave it out, or set generator.engine = "vllm"'
             )
-    return _replay(config) if generator.engine == "replay" else _torch(config, name)
+    return open_replay(config) if generator.engine == "replay" else _torch(config, name)
 
 
 def _vllm(config: RunConfig, name: str) -> OpenEngine:
@@ -106,14 +106,19 @@ def _torch(config: RunConfig, name: str) -> OpenEngine:
     return OpenEngine(engine, Chat(tokenizer, stops), str(device))
 
 
-def _replay(config: RunConfig) -> OpenEngine:
+def open_replay(config: RunConfig, kind: type[ReplayEngine] = ReplayEngine) -> OpenEngine:
+    """The replay engine, or a `kind` of it.
+
+    Raises:
+        UsageError: a tokenizer or replay model that can't be used.
+    """
     model = read_replay_model(config.generator.replay)
     tokenizer = load_tokenizer(config.model.path)
     if tokenizer.eos_token_id is None:
         raise UsageError(f"{config.model.path}: the tokenizer names no eos token to end turns with")
     stops = {tokenizer.eos_token_id} | named_tokens(tokenizer, config.sampling.stop_tokens)
     special = stops | set(tokenizer.all_special_ids)
-    engine = ReplayEngine(
+    engine = kind(
         model,
         vocabulary=len(tokenizer),
         filler=next(token for token in range(len(tokenizer)) if token not in special),

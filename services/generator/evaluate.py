@@ -25,6 +25,7 @@ from umbra.services.modeling.models import (
     stop_ids,
 )
 from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.eval_scores import eval_scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class EvalResult:
     mean_turns: float
     tokens_per_s: float
     seconds: float
+    scores: dict[str, float]  # pass@k and mean@k, by name
 
 
 def evaluate_model(
@@ -89,7 +91,7 @@ def evaluate_model(
     runner = RolloutRunner(engine, pool, settings)
     start = time.perf_counter()
     try:
-        finished, failures = _run(runner, [_task(i, rows[i % len(rows)]) for i in range(samples)])
+        finished, failures = _run(runner, [_task(i, rows) for i in range(samples)])
     finally:
         pool.close()
         engine.close()
@@ -104,7 +106,18 @@ def evaluate_model(
         mean_turns=sum(t.turns for t in finished) / len(finished),
         tokens_per_s=engine.decoded_tokens / seconds,
         seconds=seconds,
+        scores=_scores(finished, len(rows), samples),
     )
+
+
+def _scores(finished: list[Trajectory], prompts: int, samples: int) -> dict[str, float]:
+    """What the answers tell of each prompt; one that is missing failed, and is worth nothing."""
+    rewards: dict[str, list[float]] = {str(n): [] for n in range(min(prompts, samples))}
+    for trajectory in finished:
+        rewards[trajectory.prompt_id].append(trajectory.reward)
+    for prompt, own in enumerate(rewards.values()):
+        own += [0.0] * (len(range(prompt, samples, prompts)) - len(own))
+    return eval_scores(rewards, max(1, samples // prompts))
 
 
 def _run(runner: RolloutRunner, tasks: list[SampleTask]) -> tuple[list[Trajectory], list[str]]:
@@ -121,10 +134,15 @@ def _run(runner: RolloutRunner, tasks: list[SampleTask]) -> tuple[list[Trajector
     return finished, failures
 
 
-def _task(index: int, row: dict[str, Any]) -> SampleTask:
-    name = str(index)
+def _task(index: int, rows: Sequence[dict[str, Any]]) -> SampleTask:
+    name, prompt = str(index), index % len(rows)
     return SampleTask(
-        sample_id=name, group_id=name, prompt_id=name, attempt=0, row=row, lease_s=0.0
+        sample_id=name,
+        group_id=name,
+        prompt_id=str(prompt),
+        attempt=0,
+        row=rows[prompt],
+        lease_s=0.0,
     )
 
 

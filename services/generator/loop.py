@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from umbra.proto.errors import UmbraError
+from umbra.proto.errors import UmbraError, UsageError
 from umbra.proto.messages import ReturnedSample
 from umbra.proto.records import SampleTask
 from umbra.services.generator.activity import Activity
@@ -35,6 +35,9 @@ DRAIN_S = 10.0  # to hand back what is unfinished
 _IDLE_WAIT_S = 0.005  # new weights are noticed within this time
 _STATS_EVERY_S = 1.0
 _FAILURES_LOGGED = 20
+# So many failures and nothing else, for so long, are a mistake in the run, not in its samples.
+_HOPELESS_SAMPLES = 256
+_HOPELESS_S = 30.0
 # Samples that wait for slow environments take no slot; more than this many times the slots are not
 # leased, or an environment that is too slow for good would pile them up.
 _MOST_ACTIVE = 4
@@ -53,6 +56,7 @@ class GeneratorLoop:
         runner: the rollouts.
         metrics: receives spans.
         kv_policy: what new weights do to sequences under way.
+        drains: samples under way are ended before new weights are loaded, and none are begun.
         prefetch: samples leased ahead of free slots.
         wake: set by other threads when there may be something to do.
         showcase: gets what is finished.
@@ -70,6 +74,7 @@ class GeneratorLoop:
         runner: RolloutRunner,
         metrics: MetricsFile,
         kv_policy: KvPolicy,
+        drains: bool = False,
         prefetch: int,
         wake: threading.Event,
         showcase: Showcase,
@@ -83,6 +88,8 @@ class GeneratorLoop:
         self._runner = runner
         self._metrics = metrics
         self._kv_policy: KvPolicy = kv_policy
+        self._drains = drains
+        self._staged: StagedVersion | None = None  # to be loaded once all samples have ended
         self._prefetch = prefetch
         self._wake = wake
         self._showcase = showcase
@@ -91,6 +98,7 @@ class GeneratorLoop:
         self._activity = Activity(metrics, clock)
         self._finished = 0
         self._failed = 0
+        self._failed_at = 0.0  # the first time
         self._stats_at = clock()
         self._stats_tokens = 0
         self._prompt_tokens = 0  # read by the engine
@@ -101,7 +109,7 @@ class GeneratorLoop:
         Raises:
             EngineError: the engine broke. What was finished before is delivered; the rest goes to
                 others when this process leaves, from where it was flushed last.
-            UmbraError: the buffer refused our work, or the weights do not fit.
+            UmbraError: the buffer refused our work, the weights do not fit, or every sample fails.
         """
         try:
             while not self._session.stopping.is_set():
@@ -123,7 +131,7 @@ class GeneratorLoop:
         self._load_weights()
         for interrupt in self._buffer.interrupts():
             self._buffer.give_back(self._runner.interrupt(interrupt.leases, interrupt.reason))
-        if self._engine.version >= 0:
+        if self._engine.version >= 0 and self._staged is None:
             self._buffer.ask(self._capacity(), self._engine.version)
         before, live, read = self._engine.decoded_tokens, self._engine.live, self._prompt_tokens
         self._runner.poll(_IDLE_WAIT_S)
@@ -165,9 +173,12 @@ class GeneratorLoop:
         self._buffer.flush(DRAIN_S)
 
     def _load_weights(self) -> None:
-        staged = None if self._keeps_version() else self._receiver.poll()
-        if staged is None:
+        if self._staged is None and not self._keeps_version():
+            self._staged = self._receiver.poll()
+        staged = self._staged
+        if staged is None or (self._drains and self._runner.active):
             return
+        self._staged = None
         start = self._clock()
         try:
             aborted = self._load(staged)
@@ -205,18 +216,22 @@ class GeneratorLoop:
         return self._streaming.load(staged, self._kv_policy)
 
     def _take(self, tasks: Sequence[SampleTask]) -> None:
-        """Begin these samples, but for those that only other weights than ours may generate."""
+        """Begin these samples, but for those that only other weights than ours may generate.
+
+        None while new weights wait for those under way.
+        """
         version = self._engine.version
-        self._runner.add(task for task in tasks if task.pinned_version in (-1, version))
+        ours = (-1, version) if self._staged is None else ()
+        self._runner.add(task for task in tasks if task.pinned_version in ours)
         self._buffer.give_back(
             [
                 ReturnedSample(
                     sample_id=task.sample_id,
                     attempt=task.attempt,
-                    reason=f"the generator serves version {version} now",
+                    reason=f"the generator serves version {version}, not for long",
                 )
                 for task in tasks
-                if task.pinned_version not in (-1, version)
+                if task.pinned_version not in ours
             ]
         )
 
@@ -232,9 +247,21 @@ class GeneratorLoop:
         self._showcase.finished(finished)
         for sample in failed:
             self._failed += 1
+            if self._failed == 1:
+                self._failed_at = self._clock()
             if self._failed <= _FAILURES_LOGGED:
                 log.warning("sample %s: %s", sample.sample_id, sample.reason)
             self._session.emit("sample_failed", sample=sample.sample_id, reason=sample.reason)
+        if failed and not self._finished:
+            self._check_hope(failed[-1].reason)
+
+    def _check_hope(self, reason: str) -> None:
+        tried_s = self._clock() - self._failed_at
+        if self._failed >= _HOPELESS_SAMPLES and tried_s >= _HOPELESS_S:
+            raise UsageError(
+                f"all of the first {self._failed} samples failed, within {tried_s:.0f} s; the "
+                f"last one: {reason}"
+            )
 
     def _idle(self, started: float) -> None:
         if self._engine.version < 0:

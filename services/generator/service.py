@@ -12,7 +12,7 @@ import msgspec
 
 from umbra.services.environments.loading import UNREWARDED
 from umbra.services.generator.buffer_client import BufferClient
-from umbra.services.generator.engines import open_engine
+from umbra.services.generator.engines import OpenEngine, open_engine
 from umbra.services.generator.loop import GeneratorLoop
 from umbra.services.generator.pools import open_environments
 from umbra.services.generator.rollout import RolloutSettings, limits_of, sampling_of
@@ -20,7 +20,7 @@ from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.showcase import Showcase
 from umbra.services.generator.streaming import Streaming
 from umbra.services.runtime.command import ServiceContext
-from umbra.services.runtime.config import WeightHub
+from umbra.services.runtime.config import RunConfig, WeightHub
 from umbra.services.runtime.gpu.receiving import GpuReceiving, gpu_for, host_planes
 from umbra.services.runtime.receiver import Receiver
 from umbra.services.runtime.session import Session
@@ -32,13 +32,18 @@ _LOOK_S = 0.05
 log = logging.getLogger(__name__)
 
 
-def run(ctx: ServiceContext) -> int:
-    """Generate until the run ends or this process is told to stop."""
+def run(
+    ctx: ServiceContext, make_engine: Callable[[RunConfig, str], OpenEngine] = open_engine
+) -> int:
+    """Generate until the run ends or this process is told to stop.
+
+    `make_engine` makes the engine of the generator of that name.
+    """
     config = ctx.config
     environment = config.environment
     if "reward" in config.buffer.stages:
         environment = msgspec.structs.replace(environment, kind=UNREWARDED, options={})
-    opened = open_engine(config, ctx.name)
+    opened = make_engine(config, ctx.name)
     wake = threading.Event()
     sampling = sampling_of(config.sampling)
     settings = RolloutSettings(
@@ -52,6 +57,7 @@ def run(ctx: ServiceContext) -> int:
     # An eighth early: so much is decoded at most while what is flushed is on its way.
     flush_tokens = config.generator.partial_flush_tokens
     flush_tokens -= flush_tokens // 8
+    policy = config.generator.kv_policy
     with (
         closing(opened.engine) as engine,
         closing(
@@ -78,7 +84,8 @@ def run(ctx: ServiceContext) -> int:
                 engine=engine,
                 runner=RolloutRunner(engine, pool, settings, flush_tokens),
                 metrics=ctx.metrics,
-                kv_policy=config.generator.kv_policy,
+                kv_policy="keep" if policy == "drain" else policy,
+                drains=policy == "drain",
                 prefetch=config.generator.prefetch,
                 wake=wake,
                 showcase=Showcase(ctx.metrics, settings.chat),

@@ -27,10 +27,10 @@ from umbra.services.generator.vllm_parts import filled
 from umbra.services.generator.vllm_server import Job, Pause, VllmServer
 from umbra.services.modeling.weights import WeightTable
 from umbra.services.runtime.config import Generator
+from umbra.services.runtime.feasibility import VLLM_COOLEST
 from umbra.services.runtime.manifest import build_manifest
 from umbra.services.runtime.mapped import SharedMemory
 
-_COOLEST = 0.01  # vLLM raises lower temperatures to this
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 log = logging.getLogger(__name__)
@@ -203,10 +203,10 @@ class VllmEngine:
     def _sampling(self, sampling: Sampling, limit: int, stop_ids: frozenset[int]) -> SamplingParams:
         params = self._params.get((sampling, limit, stop_ids))
         if params is None:
-            if 0 < sampling.temperature < _COOLEST:
+            if 0 < sampling.temperature < VLLM_COOLEST:
                 raise ValueError(
                     f"sampling.temperature = {sampling.temperature:g} is out of range: vLLM takes "
-                    f"0 (greedy) or at least {_COOLEST}"
+                    f"0 (greedy) or at least {VLLM_COOLEST}"
                 )
             params = SamplingParams(
                 temperature=sampling.temperature,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import uuid
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -32,12 +31,10 @@ from umbra.proto.messages import (
     Versions,
     VersionsRequest,
 )
+from umbra.proto.sockets import check_address
 from umbra.services.runtime.channel import Channel
 from umbra.services.runtime.keys import OPEN, Security
 from umbra.services.runtime.link import Link
-
-ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:]+\]|[^\s:/]+):(\d{1,5})|ipc://.+")
-
 
 M = TypeVar("M", bound=Message)
 
@@ -52,9 +49,7 @@ class StatusClient:
     """
 
     def __init__(self, broker: str, security: Security = OPEN, *, server: Role = "buffer") -> None:
-        if not ADDRESS.fullmatch(broker):
-            flag = "--broker" if server == "buffer" else "--hub"
-            raise UsageError(f"{flag} {broker}: write it as tcp://host:port")
+        check_address(broker, "--broker" if server == "buffer" else "--hub")
         self.broker = broker
         incarnation = uuid.uuid4().hex[:12]
         self._link = Link(f"monitor-{incarnation}", incarnation, security=security)

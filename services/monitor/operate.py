@@ -50,7 +50,7 @@ def resume(broker: str, security: Security, timeout_s: float) -> int:
 @reason_option
 @click.argument("member", default="")
 def drain(broker: str, security: Security, timeout_s: float, reason: str, member: str) -> int:
-    """End the run in order, or have one MEMBER (a generator or a scorer) leave it.
+    """End the run in order, or have one MEMBER (generator, scorer, relay) leave it.
 
     Who leaves hands back what it holds, unfinished samples included; no sample is lost. A run with
     a durable store can go on later.

@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from umbra.proto.messages import Status
+from umbra.proto.messages import Status, Stuck
 from umbra.proto.records import EvalReport
 from umbra.services.monitor.members import MemberRow, member_rows, most_telling
 from umbra.services.monitor.rates import Rates
@@ -50,7 +50,7 @@ def headline(status: Status, rates: Rates, reward: float | None = None) -> str:
     parts += [eval_text(one) for one in status.evals if not one.done]
     if status.ledger.balance:
         parts.append(f"LEDGER OFF BY {status.ledger.balance}")
-    parts += [f"stuck: {s.what} at {s.holder} for {s.age_s:.0f} s" for s in status.stuck[:1]]
+    parts += [f"stuck: {_where(stuck)}" for stuck in status.stuck[:1]]
     return "  ".join(parts)
 
 
@@ -76,7 +76,12 @@ def eval_text(report: EvalReport) -> str:
     if not report.done or report.answered < report.samples:
         text += f"{report.answered}/{report.samples} answered"
         text += f" ({', '.join(ended)}), " if ended else ", "
-    return text + (f"accuracy {report.accuracy:.3f}" if report.answered else "no accuracy yet")
+    if not report.answered:
+        return text + "no accuracy yet"
+    text += f"accuracy {report.accuracy:.3f}"
+    if len(report.scores) > 2:  # of one answer to each prompt they say the same once more
+        text += "".join(f", {name} {value:.3f}" for name, value in report.scores.items())
+    return text
 
 
 def evals_text(status: Status) -> str:
@@ -136,7 +141,12 @@ def plain(status: Status, rates: Rates) -> str:
 def stuck_text(status: Status, index: int) -> str:
     """One overdue thing in words."""
     stuck = status.stuck[index]
-    return f"{stuck.what} at {stuck.holder} for {stuck.age_s:.0f} s, {stuck.action}"
+    return f"{_where(stuck)}, {stuck.action}"
+
+
+def _where(stuck: Stuck) -> str:
+    since = f" for {stuck.age_s:.0f} s" if stuck.age_s else ""  # a wrong clock has no age
+    return f"{stuck.what} at {stuck.holder}{since}"
 
 
 def render(

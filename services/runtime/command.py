@@ -17,6 +17,7 @@ import msgspec
 
 from umbra.proto.access import KeyRole
 from umbra.proto.messages import Role
+from umbra.proto.sockets import check_address
 from umbra.services.runtime.config import Log, Run, RunConfig
 from umbra.services.runtime.config import Security as SecurityConfig
 from umbra.services.runtime.config_loader import bare, load_config
@@ -51,6 +52,7 @@ class ServiceContext:
             broker=self.broker,
             endpoints=endpoints,
             stopping=self.stopping,
+            deadline_s=self.config.run.broker_grace_s,
             grace_s=self.config.run.broker_grace_s,
             metrics=self.metrics,
             security=self.security,
@@ -138,6 +140,9 @@ def service_command(
             overrides.append(f"run.broker={values['broker']}")
         overrides += security_overrides(values["keys"], values["insecure"])
         config = load_config(values["config"], overrides=overrides)
+        if values["dry_run"]:
+            _print_dry_run(values["name"] or service, section, config, values["run_dir"])
+            return
         chosen_run = run
         if alternative is not None and values[alternative.flag]:
             chosen_run = alternative.run
@@ -160,11 +165,22 @@ def service_command(
         click.Option(["--log-format"], help=f"console or json.  [default: {Log().format}]"),
         click.Option(["--keys"], **KEYS),
         click.Option(["--insecure"], **INSECURE),
+        click.Option(["--dry-run"], is_flag=True, help="Check flags and keys, print what counts."),
         *(_flag(field, cls) for field in fields),
     ]
     if alternative is not None:
         params.append(click.Option([f"--{alternative.flag}"], is_flag=True, help=alternative.help))
     return click.Command(service, params=params, callback=invoke, help=_first_line(cls))
+
+
+def _print_dry_run(name: str, section: str, config: RunConfig, run_dir: Path | None) -> None:
+    """Say as what the service would start; what is given in several places is settled here."""
+    security = open_security(config.security, [cast(Role, section)], run_dir)
+    click.echo(f"name = {name}")
+    click.echo(f"broker = {config.run.broker}")
+    click.echo(f"keys = {'none' if security.keys is None else config.security.keys or run_dir}")
+    for key, value in msgspec.to_builtins(getattr(config, section)).items():
+        click.echo(f"{section}.{key} = {msgspec.json.encode(value).decode()}")
 
 
 def _run_service(
@@ -176,6 +192,8 @@ def _run_service(
 ) -> int:
     setup_logging(config.log, name)
     allow_connections()
+    if role != "buffer":  # which binds it
+        check_address(config.run.broker, "--broker")
     security = open_security(config.security, [role], run_dir)
     if run_dir is not None:
         run_dir.mkdir(parents=True, exist_ok=True)

@@ -13,13 +13,15 @@ from umbra.proto.errors import UsageError
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.objective_rules import objective_faults
 
+VLLM_COOLEST = 0.01  # it raises lower temperatures to this, but for 0
+
 
 @dataclass(frozen=True, slots=True)
 class Staleness:
     """What a configuration implies for a trained token.
 
-    Versions count committed batches. With m minibatches each batch is m optimizer updates, the last
-    of which sees weights that m - 1 updates of the same batch have changed already.
+    Versions count committed batches. Each batch is m = minibatches * epochs optimizer updates, the
+    last of which sees weights that m - 1 updates of the same batch have changed already.
     """
 
     bound: int  # versions, at most
@@ -42,7 +44,7 @@ def implied_staleness(config: RunConfig) -> Staleness:
 
     n is `replay_times`, and 1 without replay: a sample is a version older at every further use.
     """
-    buffer, updates = config.buffer, config.trainer.minibatches
+    buffer, updates = config.buffer, config.trainer.updates_per_batch
     uses = buffer.replay_times if buffer.sampling == "replay" else 1
     bound = buffer.max_staleness if buffer.run_ahead else 0
     typical = min(buffer.run_ahead + uses - 1, bound)
@@ -60,10 +62,12 @@ def check_feasible(config: RunConfig) -> None:
         *_staleness(config),
         *_stages(config),
         *_agents(config),
+        *_sampling(config),
         *_deadlines(config),
         *objective_faults(config),
     ]
-    if (config.eval.every and config.eval.mode == "concurrent") and (
+    evaluation = config.eval
+    if (evaluation.within and evaluation.mode == "concurrent") and (
         config.generator.receive == "streamed"
     ):
         faults.append(
@@ -71,8 +75,14 @@ def check_feasible(config: RunConfig) -> None:
             "next ones, so they cannot wait for an evaluation: set eval.mode = pause, or "
             "generator.receive = staged"
         )
-    if config.eval.every and not config.eval.prompts:
-        faults.append("eval.every needs eval.prompts: name a file of held-out prompts")
+    if evaluation.within and not evaluation.prompts:
+        key = "every" if evaluation.every else "at_start"
+        faults.append(f"eval.{key} needs eval.prompts: name a file of held-out prompts")
+    if evaluation.run_samples % evaluation.samples_per_prompt:
+        faults.append(
+            f"eval.run_samples = {evaluation.run_samples} is no multiple of "
+            f"eval.samples_per_prompt = {evaluation.samples_per_prompt}: change one of them"
+        )
     if faults:
         raise UsageError("; ".join(faults))
 
@@ -163,6 +173,15 @@ def _agents(config: RunConfig) -> Iterator[str]:
             yield f"{key} = {value} has no effect: set environment.kind to agent, or remove it"
 
 
+def _sampling(config: RunConfig) -> Iterator[str]:
+    coolest, temperature = VLLM_COOLEST, config.sampling.temperature
+    if config.generator.engine == "vllm" and 0 < temperature < coolest:
+        yield (
+            f"sampling.temperature = {temperature:g} is out of range: vLLM, which would raise it, "
+            f"takes {coolest} or more"
+        )
+
+
 def _deadlines(config: RunConfig) -> Iterator[str]:
     buffer, wait_s = config.buffer, config.trainer.batch_wait_s
     # What rank 0 may have to wait for, while the others hear nothing of it.
@@ -183,7 +202,7 @@ def _deadlines(config: RunConfig) -> Iterator[str]:
             f"trainer.batch_wait_s = {wait_s:g} ends the run before buffer.straggler_s = "
             f"{buffer.straggler_s:g} lets a group go on"
         )
-    if config.eval.every and config.eval.mode == "pause" and config.eval.timeout_s >= wait_s:
+    if config.eval.within and config.eval.mode == "pause" and config.eval.timeout_s >= wait_s:
         yield (
             f"trainer.batch_wait_s = {wait_s:g} ends the run before eval.timeout_s = "
             f"{config.eval.timeout_s:g} ends an evaluation that training waits for"

@@ -21,7 +21,6 @@ from umbra.proto.errors import (
     RejectedError,
     StartupError,
     UmbraError,
-    UsageError,
 )
 from umbra.proto.messages import (
     Command,
@@ -36,6 +35,7 @@ from umbra.proto.messages import (
     State,
     Welcome,
 )
+from umbra.proto.sockets import check_address
 from umbra.services.runtime.channel import Channel
 from umbra.services.runtime.clock import ClockOffset, Offset
 from umbra.services.runtime.keys import OPEN, Security
@@ -114,6 +114,7 @@ class Session:
         name: str,
         broker: str,
         endpoints: dict[str, str] | None = None,
+        relay: bool = False,
         stopping: threading.Event | None = None,
         deadline_s: float = 60.0,
         grace_s: float = GRACE_S,
@@ -131,8 +132,7 @@ class Session:
             StartupError: nobody answers within `deadline_s` seconds.
             RejectedError: the broker refuses us or our key, or speaks another protocol.
         """
-        if not broker:
-            raise UsageError("cannot connect to '', an empty --broker: write it as tcp://host:port")
+        check_address(broker, "--broker")
         incarnation = uuid.uuid4().hex[:12]
         link = Link(name, incarnation, security=security, clock=clock)
         hello = Join(
@@ -142,6 +142,7 @@ class Session:
             host=socket.gethostname(),
             package_version=umbra.__version__,
             endpoints=endpoints or {},
+            relay=relay,
         )
         try:
             control = link.channel(broker, "broker")

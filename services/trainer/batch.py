@@ -30,6 +30,11 @@ class Batch:
     behaviour: Tensor  # float32 [M], logprobs under the policy that sampled
     temperature: Tensor  # float32 [M]
 
+    @property
+    def oldest(self) -> Tensor:
+        """Version of the oldest token of the sample that each learned token is of, int64 [M]."""
+        return torch.tensor([t.oldest_version for t in self.trajectories])[self.tokens.owner]
+
     def on_policy(self, version: int) -> Tensor:
         """Which learned tokens are of samples made by policy `version` alone, bool [M]."""
         samples = torch.tensor(

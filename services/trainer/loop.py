@@ -26,7 +26,7 @@ from umbra.services.trainer.metrics import Phases, Row, finite, sample_metrics
 from umbra.services.trainer.orders import Snapshot, Stop, Train, Wait, give
 from umbra.services.trainer.shards import Snapshots
 from umbra.services.trainer.sinks import Sinks
-from umbra.services.trainer.update import PolicyUpdate
+from umbra.services.trainer.update import Update
 
 LEASE_SLICE_S = 1.0  # how long one request for a batch is parked, so that a stop is noticed
 # What the monitor shows of a step.
@@ -60,7 +60,7 @@ class Loop:
         context: ServiceContext,
         session: Session,
         learner: Learner,
-        update: PolicyUpdate,
+        update: Update,
         outlet: Outlet,
         saver: Saver,
         sinks: Sinks,
@@ -185,6 +185,7 @@ class Loop:
                 if self._session.stopping.is_set():
                     return None
                 raise
+            self._sinks.write_evals(lease.evals)
             if lease.checkpoint:
                 self._save_on_request()
             if lease.trajectories:

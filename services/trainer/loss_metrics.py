@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from umbra.services.trainer.batch import Batch
-from umbra.services.trainer.metrics import Row, mismatch_metrics
+from umbra.services.trainer.metrics import Row, ess, mismatch_metrics
 from umbra.services.trainer.objectives.objective import TokenInputs, TokenLosses
 from umbra.services.trainer.ranks import Ranks
 
@@ -16,17 +16,20 @@ COLUMNS = ("update", "logprob", "entropy", "advantage", "ratio", "clipped", "mas
 class LossMetrics:
     """Collects the passes of a batch; everything stays on the device until the end.
 
-    Each token is seen once on one of the ranks, so sums over the ranks put the whole together.
+    In each epoch a token is seen once on one of the ranks, so sums over the ranks put the whole
+    together.
 
     Args:
         batch: M learned tokens.
         found: logprobs under the weights that the batch found, [M], where a pass was spent on them.
-        updates: how many optimizer steps the batch is cut into.
+        parts: how many optimizer steps an epoch is cut into.
+        updates: optimizer steps of all epochs.
     """
 
-    def __init__(self, batch: Batch, found: Tensor | None, updates: int) -> None:
+    def __init__(self, batch: Batch, found: Tensor | None, parts: int, updates: int) -> None:
         self._batch = batch
         self._found = found
+        self._per_epoch = parts
         self._updates = updates
         self._parts: list[tuple[Tensor, Tensor]] = []  # which tokens [N], their columns [8, N]
         self._losses: list[Tensor] = []
@@ -47,23 +50,29 @@ class LossMetrics:
             ~result.kept,
             torch.zeros_like(now) if result.kl is None else result.kl,
         )
-        self._parts.append((source, torch.stack([column.to(now) for column in columns])))
+        # A row of the table for each token and epoch.
+        where = source + update // self._per_epoch * len(self._batch.behaviour)
+        self._parts.append((where, torch.stack([column.to(now) for column in columns])))
         self._losses.append(loss.detach())
         self._knows_kl = result.kl is not None
 
-    def summary(self, version: int, ranks: Ranks) -> Row:
-        """Means over the trained tokens; None where there were none.
+    def summary(self, version: int, per_version: int, ranks: Ranks) -> Row:
+        """Means over the trained tokens of all epochs; None where there were none.
 
         A token is clipped where its gain has no gradient (or its weight is clipped: CISPO), masked
         where it has no gain. /positive and /negative are shares of the tokens with such an
         advantage. The mismatch to the generators is that of the weights the batch found, so it is
-        taken from their logprobs, or else from the tokens of the first update.
+        taken from their logprobs, or else from the tokens of the first update. What the further
+        updates add is in `ess_last`, the effective share of samples at the last of them, and in the
+        staleness counted in updates, `per_version` for a version.
         """
         if not self._updates:
             empty = torch.zeros(0)
             row: Row = dict.fromkeys(("loss", "entropy", "clip_fraction", "mask_fraction"))
+            row["ess_last"] = None
             return row | mismatch_metrics(empty, empty, empty.bool())
-        table = torch.zeros(len(COLUMNS), len(self._batch.behaviour))
+        epochs = self._updates // self._per_epoch
+        table = torch.zeros(len(COLUMNS), epochs * len(self._batch.behaviour))
         for source, columns in self._parts:
             table[:, source] = columns.float().cpu()
         table = ranks.sum(table)
@@ -82,11 +91,19 @@ class LossMetrics:
             row[name] = float(column[flag].mean())
             row[f"{name}/positive"] = _mean(column[flag][advantage > 0])
             row[f"{name}/negative"] = _mean(column[flag][advantage < 0])
-        unchanged = seen if self._found is not None else table[0] == 1
-        logprobs = table[1] if self._found is None else self._found
+        behaviour = self._batch.behaviour
+        last = table[0] == self._updates
+        row["ess_last"] = ess(table[1, last], behaviour.repeat(epochs)[last])
+        age = (version - self._batch.oldest).double().repeat(epochs) * per_version + table[0] - 1
+        row["staleness/updates/mean"] = float(age[seen].mean())
+        row["staleness/updates/max"] = float(age[seen].max())
+        first, logprobs = table[:2, : len(behaviour)]
+        unchanged = first == 1
+        if self._found is not None:
+            unchanged, logprobs = first > 0, self._found
         return row | mismatch_metrics(
             logprobs[unchanged],
-            self._batch.behaviour[unchanged],
+            behaviour[unchanged],
             self._batch.on_policy(version)[unchanged],
         )
 

@@ -15,7 +15,7 @@ from umbra.services.trainer.critic import LearnedCritic
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.ranks import Ranks
 from umbra.services.trainer.shards import Snapshots
-from umbra.services.trainer.update import PolicyUpdate
+from umbra.services.trainer.update import Update
 
 
 class Wait(msgspec.Struct, frozen=True, tag=True):
@@ -67,7 +67,7 @@ def give(ranks: Ranks, order: Order) -> None:
 def follow(
     ranks: Ranks,
     learner: Learner,
-    update: PolicyUpdate,
+    update: Update,
     snapshots: Snapshots,
     critic: LearnedCritic | None,
     writer: ShardWriter,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from contextlib import closing, nullcontext
 
 from transformers import PreTrainedTokenizerBase
@@ -29,18 +30,22 @@ from umbra.services.trainer.ranks import join_ranks
 from umbra.services.trainer.shards import Snapshots
 from umbra.services.trainer.sinks import open_sinks
 from umbra.services.trainer.snapshot import tensor_layout
-from umbra.services.trainer.update import PolicyUpdate
+from umbra.services.trainer.update import PolicyUpdate, Update
 
 HUB_DEADLINE_S = 60.0  # a hub starts within seconds; the rest is for slow machines
 FINISH_S = 60.0  # the buffer ends and drains what is in flight
 
 
-def run(context: ServiceContext, listener: socket.socket | None = None) -> int:
+def run(
+    context: ServiceContext,
+    listener: socket.socket | None = None,
+    make_update: Callable[[RunConfig, Learner, LearnedCritic | None], Update] = PolicyUpdate,
+) -> int:
     """Train to `run.steps`, write the model to `<run_dir>/model`, end the run; the exit code.
 
     Goes on from the newest whole checkpoint in `<run_dir>/checkpoints`, if there is one. Asked to
     stop before the end, it leaves between two steps and exports nothing. `listener` is where the
-    other ranks come to, if `launch` started them.
+    other ranks come to, if `launch` started them. `make_update` makes what learns from batches.
 
     Raises:
         UsageError: no run directory, a model that cannot be loaded, or checkpoints that are of
@@ -62,7 +67,7 @@ def run(context: ServiceContext, listener: socket.socket | None = None) -> int:
         layout = tensor_layout(learner.model, config.weight_hub.dtype)
         manifest = build_manifest(layout, config.weight_hub.bucket_bytes)
         critic = open_critic(config, learner)
-        update = PolicyUpdate(config, learner, critic)
+        update = make_update(config, learner, critic)
         base = weights_checksum(config.model.path) if config.trainer.lora_rank else ""
         parts = learner.parts(base) | (critic.parts() if critic is not None else {})
         folder = CheckpointFolder(context.run_dir / "checkpoints", config.checkpoint)
@@ -93,7 +98,7 @@ def run(context: ServiceContext, listener: socket.socket | None = None) -> int:
 def _lead(
     context: ServiceContext,
     learner: Learner,
-    update: PolicyUpdate,
+    update: Update,
     snapshots: Snapshots,
     critic: LearnedCritic | None,
     manifest: Manifest,
@@ -129,7 +134,9 @@ def _lead(
                     give(learner.ranks, Export(str(out)))
                     context.log.info("critic written to %s", critic.export(out))
                 finish = FinishRun(reason="steps reached")
-                ledger = session.data.call(finish, RunFinished, timeout_s=_finish_s(config)).ledger
+                end = session.data.call(finish, RunFinished, timeout_s=_finish_s(config))
+                sinks.write_evals(end.evals)
+                ledger = end.ledger
                 context.log.info("%d samples trained of %d issued", ledger.trained, ledger.issued)
                 return EXIT_DONE
         context.log.info(

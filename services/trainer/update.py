@@ -16,6 +16,7 @@ from umbra.services.trainer.guard import REASONS, Guard
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.loss_metrics import LossMetrics
 from umbra.services.trainer.metrics import Row
+from umbra.services.trainer.minibatches import minibatches
 from umbra.services.trainer.objectives.aggregation import count, token_weights
 from umbra.services.trainer.objectives.objective import Constants, Objective, TokenInputs
 from umbra.services.trainer.objectives.proximal import interpolated
@@ -23,6 +24,9 @@ from umbra.services.trainer.objectives.ratios import Sequences
 from umbra.services.trainer.objectives.values import Critic
 from umbra.services.trainer.recorded import recorded_logprobs, token_versions
 from umbra.services.trainer.rewards import rewarded
+
+# Learns from a batch at a version, for as long as it is told to keep going; what it measured.
+Update = Callable[[Batch, int, Callable[[], bool]], Row | None]
 
 
 class PolicyUpdate:
@@ -34,6 +38,7 @@ class PolicyUpdate:
 
     def __init__(self, config: RunConfig, learner: Learner, critic: Critic | None = None) -> None:
         self._config = config.trainer
+        self._seed = config.run.seed
         self._pieces = config.trainer.pieces
         if self._pieces.advantage == "gae" and critic is None:
             raise UsageError("trainer.advantage = gae needs a value model")
@@ -67,15 +72,15 @@ class PolicyUpdate:
         if self._critic is not None and version < self._warmup:
             useful = useful[:0]
         updates = min(self._config.minibatches, len(useful))
-        # Each minibatch takes every n-th sample, so that all have a part of every group.
-        parts = [useful[number::updates] for number in range(updates)]
-        packed = [self._pack(batch, part) for part in parts]
-        found = self._found(batch, packed)
+        parts = minibatches(useful, updates, self._config.epochs, f"{self._seed}/{version}")
+        first = [self._pack(batch, part) for part in parts[:updates]]  # every sample once
+        found = self._found(batch, first, len(parts))
         fixed = self._fixed(batch, useful, found)
         versions = token_versions(batch) if pieces.proximal == "interpolate" else None
-        seen = LossMetrics(batch, found, updates)
+        seen = LossMetrics(batch, found, updates, len(parts))
         rows: list[Row] = []
-        for part, micros in zip(parts, packed, strict=True):
+        for number, part in enumerate(parts):
+            micros = first[number] if number < updates else self._pack(batch, part)
             guard = Guard(self._config.max_ratio, self._ranks)
             counts = count(pieces.denominator, own, part, updates)
             weights = token_weights(pieces.aggregation, batch.tokens, part, counts, self._limit)
@@ -102,12 +107,12 @@ class PolicyUpdate:
                 loss = (result.losses * weights[here].to(logprobs)).sum()
                 guard.see(loss, logprobs, tokens.behaviour)
                 self._learner.backward(loss)
-                seen.add(len(rows), here, tokens, result, loss)
+                seen.add(number, here, tokens, result, loss)
             rows.append(self._learner.update(version, guard.verdict()))
         row: Row = {
             "trained_samples": float(len(useful)),
-            "updates": float(updates),
-            **seen.summary(version, self._ranks),
+            "updates": float(len(parts)),
+            **seen.summary(version, self._config.updates_per_batch, self._ranks),
             **_means(rows),
         }
         if self._critic is not None and values is not None:
@@ -128,7 +133,7 @@ class PolicyUpdate:
         some = torch.bincount(batch.tokens.owner[advantages != 0], minlength=len(own)) > 0
         return (some & (own > 0)).nonzero().squeeze(1)
 
-    def _found(self, batch: Batch, packed: list[list[MicroBatch]]) -> Tensor | None:
+    def _found(self, batch: Batch, packed: list[list[MicroBatch]], updates: int) -> Tensor | None:
         """Logprobs under the weights that the batch found, [M], if a pass of their own is needed.
 
         With a single update, p is what its own pass finds, unless a mask looks at the whole batch.
@@ -136,7 +141,7 @@ class PolicyUpdate:
         pieces = self._pieces
         if not pieces.uses_proximal or pieces.proximal != "recompute":
             return None
-        if len(packed) < 2 and pieces.mask != "m2po":
+        if updates < 2 and pieces.mask != "m2po":
             return None
         return self._learner.logprobs([m for p in packed for m in p], batch.temperature)
 

@@ -145,7 +145,9 @@ class _Display:
     help="Decay of the learning rate.",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the order.")
-@click.option("--threads", type=click.IntRange(0), default=0, help="CPU threads; 0 = all.")
+@click.option(
+    "--threads", type=click.IntRange(0), default=0, show_default=True, help="CPU threads; 0 = all."
+)
 @click.option("--device", default="auto", show_default=True, help="cpu, cuda or auto.")
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as one JSON object.")
 def command(

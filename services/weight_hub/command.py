@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from umbra.proto.sockets import check_address
 from umbra.services.runtime.command import (
     ServiceContext,
     insecure_option,
@@ -23,6 +24,7 @@ from umbra.services.runtime.keys import open_security
 from umbra.services.runtime.logs import setup_logging
 from umbra.services.runtime.metrics import MetricsFile
 from umbra.services.runtime.parent import die_with_parent
+from umbra.services.runtime.session import Session
 from umbra.services.runtime.signals import stop_on_signals
 
 
@@ -53,7 +55,10 @@ def _with_subcommands(service: click.Command) -> click.Group:
 @click.option("--hub", required=True, help="Weights endpoint of the hub.")
 @click.option("--listen", required=True, help="Address for this node's generators.")
 @click.option(
-    "--broker", envvar="UMBRA_BROKER", default="", help="Address of the buffer: end with its run."
+    "--broker",
+    envvar="UMBRA_BROKER",
+    default="",
+    help="Address of the buffer: join its run, and end with it.",
 )
 @click.option("--name", default="", help="Name in the run.  [default: relay-<host name>]")
 @click.option("--config", type=str, help="Run file (TOML): its section weight_hub is used.")
@@ -61,7 +66,7 @@ def _with_subcommands(service: click.Command) -> click.Group:
 @insecure_option
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override.")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Folder for metrics.")
-@click.option("--wait-s", default=600.0, help="Seconds to wait for the hub.  [default: 600]")
+@click.option("--wait-s", default=600.0, show_default=True, help="Seconds to wait for the hub.")
 def relay(
     hub: str,
     listen: str,
@@ -77,8 +82,10 @@ def relay(
     """Get each version once for this node, serve its generators, hand buckets on."""
     from umbra.services.runtime.gpu.receiving import find_gpu
     from umbra.services.weight_hub.relay import Relay
-    from umbra.services.weight_hub.run_watch import RunWatch
 
+    check_address(hub, "--hub")
+    if broker:
+        check_address(broker, "--broker")
     settings = load_config(config, overrides=[*overrides, *security_overrides(keys, insecure)])
     security = open_security(settings.security, ["weight_hub"], run_dir)
     name = name or f"relay-{socket.gethostname()}"
@@ -96,13 +103,24 @@ def relay(
             name, hub, listen, settings.weight_hub, metrics, gpu=gpu, security=security
         )
         tell_ready({"weights": relaying.endpoint, "buckets": relaying.buckets})
-        watch = None
+        session = None
         if broker:
-            grace_s = settings.run.broker_grace_s
-            watch = stack.enter_context(RunWatch(name, broker, grace_s, stopping, security))
-        relaying.run(stopping, wait_s)
-        if watch is not None and watch.failure is not None:
-            raise watch.failure
+            session = stack.enter_context(
+                Session.join(
+                    role="weight_hub",
+                    relay=True,
+                    name=name,
+                    broker=broker,
+                    stopping=stopping,
+                    deadline_s=settings.run.broker_grace_s,
+                    grace_s=settings.run.broker_grace_s,
+                    security=security,
+                    metrics=metrics,
+                )
+            )
+        relaying.run(stopping, wait_s, session)
+        if session is not None and session.failure is not None:
+            raise session.failure
 
 
 command = _with_subcommands(service_command("weight_hub", _run))

@@ -33,6 +33,7 @@ from umbra.services.runtime.metrics import MetricsFile
 from umbra.services.runtime.publisher import Publisher
 from umbra.services.runtime.receiver import Receiver
 from umbra.services.runtime.server import Server
+from umbra.services.runtime.session import Session
 from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
 from umbra.services.weight_hub.store import BucketStore, Delta
 
@@ -186,8 +187,10 @@ class Relay:
             )
             self._stack = stack.pop_all()
 
-    def run(self, stopping: threading.Event, patience_s: float) -> None:
-        """Relay versions until `stopping` is set.
+    def run(
+        self, stopping: threading.Event, patience_s: float, session: Session | None = None
+    ) -> None:
+        """Relay versions until `stopping` is set; `session`, if there is one, hears how it goes.
 
         Raises:
             UmbraError: the hub does not answer within `patience_s` seconds, or refuses.
@@ -197,11 +200,15 @@ class Relay:
         try:
             subscribed = executor.submit(self._receiver.subscribe, patience_s)
             while not subscribed.done():
+                if session is not None:
+                    session.progress("waiting for the weight hub", 0)
                 if stopping.wait(LOOK_S):
                     return
             subscribed.result()
             while not stopping.is_set():
                 staged = self._receiver.poll()
+                if session is not None:
+                    session.progress("relaying" if staged else "waiting", int(staged is not None))
                 if staged is None:
                     self._receiver.wait(LOOK_S)
                     continue
@@ -212,6 +219,8 @@ class Relay:
                 except UmbraError as problem:
                     error = str(problem)
                 self._receiver.committed(staged, time.perf_counter() - began, error)
+                if session is not None and not error:
+                    session.stats(version=staged.version)
         finally:
             executor.shutdown(wait=False)
             self.close()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from fakes.rollouts import sample
 from openai import OpenAI
 
 from umbra.proto.messages import ReturnedSample
@@ -21,6 +22,7 @@ from umbra.services.generator.runner import RolloutRunner
 from umbra.services.runtime.config import Environment
 
 WAIT_S = 30.0
+Make = Callable[..., "AgentWorld"]  # from an engine, a temperature and more options
 
 
 class AgentWorld:
@@ -159,3 +161,70 @@ def client(work: Any, **options: Any) -> Iterator[OpenAI]:
     """The openai client of an agent that works on `work`."""
     with OpenAI(**{"base_url": work["base_url"], "api_key": "none", **options}) as made:
         yield made
+
+
+# -- samples that one generator after another goes on with ----------------------------------------
+
+
+class Interruption:
+    """Takes all samples back once the engine has decoded `cut` more tokens."""
+
+    def __init__(self, engine: Engine, cut: int) -> None:
+        self.begun = False
+        self.over = threading.Event()
+        self.returned: list[ReturnedSample] = []
+        self._engine = engine
+        self._until = engine.decoded_tokens + cut
+
+    def __call__(self, runner: RolloutRunner) -> None:
+        if not self.begun and self._engine.decoded_tokens >= self._until:
+            self.begun = True
+            self.returned = runner.drain("next")
+            self.over.set()
+
+
+def converse(endpoint: AgentWorld, hints: list[str]) -> bool:
+    """An agent that says each of `hints` in turn; whether it came to its end."""
+    work = endpoint.lease()
+    messages: list[Any] = [{"role": "user", "content": work["row"]["prompt"]}]
+    for hint in hints:
+        status, said = send(work["base_url"] + "/chat/completions", {"messages": messages})
+        if status == 410:
+            return False
+        assert status == 200, said
+        messages += [said["choices"][0]["message"], {"role": "user", "content": hint}]
+    assert reward(work, float(len(messages)))[0] == 200
+    return True
+
+
+def play(
+    make: Make,
+    engine_of: Callable[[int], Engine],
+    cuts: list[int],
+    hints: Callable[[int], list[str]],
+) -> Trajectory:
+    """The greedy trajectory of an agent that the next generator goes on with after each cut.
+
+    Args:
+        make: makes an endpoint over an engine.
+        engine_of: an idle engine that serves the version of this number.
+        cuts: tokens after which the sample is handed back.
+        hints: what the agent says at this attempt, from the first on.
+    """
+    partial = None
+    for attempt, cut in enumerate([*cuts, 10_000], start=1):
+        engine = engine_of(attempt)
+        interruption = Interruption(engine, cut)
+        endpoint = make(engine, 0.0, between=interruption)
+        endpoint.add(sample({"prompt": "talk"}, attempt=attempt, partial=partial))
+        done = False
+        while not interruption.begun and not done:  # a sample that begins anew has another session
+            done = converse(endpoint, hints(attempt))
+        if done:
+            trajectory = endpoint.trajectory()
+            endpoint.close()
+            return trajectory
+        assert interruption.over.wait(WAIT_S)
+        endpoint.close()  # the engine may be the next one's, too
+        partial = interruption.returned[0].partial
+    raise AssertionError("it does not end")

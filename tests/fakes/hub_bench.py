@@ -11,6 +11,7 @@ from pathlib import Path
 
 import zmq
 
+from umbra.proto.messages import Ping, Pong
 from umbra.proto.records import Manifest
 from umbra.services.runtime.channel import Channel
 from umbra.services.runtime.config import WeightHub as WeightHubConfig
@@ -40,6 +41,7 @@ class Bench:
         self._run_id = run_id
         self._context = context
         self.links: dict[str, Link] = {}
+        self._channels: list[Channel] = []
         self.closers: list[Callable[[], None]] = []
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -76,10 +78,20 @@ class Bench:
             self._thread.join(WAIT_S)
             self._thread = None
 
+    def finish(self) -> None:
+        """Stop the hub when it has done all that it was told; whoever told it must still be there.
+
+        A peer's messages are done in their order, so an answer comes after those before it.
+        """
+        for channel in self._channels:
+            channel.call(Ping(), Pong, timeout_s=WAIT_S)
+        self.stop()
+
     def channel(self, name: str, security: Security = OPEN) -> Channel:
         link = self.links[name] = Link(name, uuid.uuid4().hex, security=security)
         self.closers.append(link.close)
-        return link.channel(self.endpoint, "weight hub", server="weight_hub")
+        self._channels.append(link.channel(self.endpoint, "weight hub", server="weight_hub"))
+        return self._channels[-1]
 
     def publisher(
         self,

@@ -161,7 +161,7 @@ class Bench:
 
 
 @contextmanager
-def open_bench(folder: Path, model_dir: Path) -> Iterator[Bench]:
+def open_bench(folder: Path, model_dir: Path, *, drains: bool = False) -> Iterator[Bench]:
     """A bench whose engine says "1", ten times, then ends."""
     tokenizer = load_tokenizer(model_dir)
     one = tokenizer("1", add_special_tokens=False)["input_ids"]
@@ -181,6 +181,7 @@ def open_bench(folder: Path, model_dir: Path) -> Iterator[Bench]:
             runner=RolloutRunner(engine, InlinePool(ExactMatch), settings, flush_tokens=4),
             metrics=metrics,
             kv_policy="keep",
+            drains=drains,
             prefetch=2,
             wake=wake,
             showcase=Showcase(metrics, settings.chat, clock=lambda: now[0]),

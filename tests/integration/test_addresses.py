@@ -1,25 +1,20 @@
-"""What is bound where, what others are told of it, and how a relay learns of the run's end."""
+"""What is bound where, and what others are told of it."""
 
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
 import zmq
 
-from umbra.proto.messages import CONTROL, Ping, Pong, State
 from umbra.services.buffer.addresses import Addresses
 from umbra.services.buffer.service import bind
 from umbra.services.buffer.store import MemoryStore
 from umbra.services.runtime.advertise import reachable
 from umbra.services.runtime.config import Buffer
 from umbra.services.runtime.server import Server
-from umbra.services.weight_hub.run_watch import RunWatch
-
-WAIT_S = 20.0
 
 
 @pytest.mark.parametrize(
@@ -78,44 +73,3 @@ def test_a_port_that_is_given_outranks_the_one_of_before() -> None:
         _, second = bind(server, f"tcp://127.0.0.1:{control}", settings, addresses)
     assert second.data == f"tcp://127.0.0.1:{data}"
     assert (second.events_in, second.events_out) == (first.events_in, first.events_out)
-
-
-@contextmanager
-def broker(context: zmq.Context[zmq.Socket[bytes]], state: State) -> Iterator[str]:
-    """A buffer that says how it is when asked."""
-    server = Server(context, "broker", "b1")
-    endpoint = server.bind("control", "tcp://127.0.0.1:*", CONTROL)
-    ended = threading.Event()
-
-    def main() -> None:
-        while not ended.is_set():
-            for request in server.poll(0.02):
-                if isinstance(request.body, Ping):
-                    server.reply(request, Pong(role="buffer", state=state))
-
-    thread = threading.Thread(target=main)
-    thread.start()
-    yield endpoint
-    ended.set()
-    thread.join(WAIT_S)
-    server.close()
-
-
-def test_a_relay_ends_with_its_run(zmq_context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    stopping = threading.Event()
-    with (
-        broker(zmq_context, "draining") as address,
-        RunWatch("relay-b", address, WAIT_S, stopping) as watch,
-    ):
-        assert stopping.wait(WAIT_S)
-        assert watch.failure is None
-
-
-def test_a_relay_that_lost_the_buffer_fails(
-    zmq_context: zmq.Context[zmq.Socket[bytes]],
-) -> None:
-    stopping = threading.Event()
-    (port,) = free_ports(1)
-    with RunWatch("relay-b", f"tcp://127.0.0.1:{port}", 0.1, stopping) as watch:
-        assert stopping.wait(WAIT_S)
-        assert "is silent for 0.1 s" in str(watch.failure)

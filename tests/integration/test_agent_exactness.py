@@ -1,23 +1,17 @@
 """What an agent's trajectory records is what was sampled, whatever happens on the way."""
 
 import copy
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fakes.agents import WAIT_S, AgentWorld, client, reward, send
+from fakes.agents import AgentWorld, Make, client, play, reward
+from fakes.interrupted import TEMPERATURE, TURNS, teacher_forced
 from fakes.rollouts import sample
 
-from umbra.proto.messages import ReturnedSample
-from umbra.proto.records import (
-    Sampling,
-    Trajectory,
-    unpack_float32,
-    unpack_int32,
-)
+from umbra.proto.records import Sampling, unpack_float32, unpack_int32
 from umbra.services.generator.rollout import RolloutSettings
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.torch_engine import TorchEngine
@@ -26,8 +20,6 @@ from umbra.services.modeling.models import load_model, load_tokenizer
 from umbra.services.runtime.config import Environment
 
 STOPS = [3, *range(6, 101, 5)]  # so many that turns end, of 7, 13 and 10 tokens when greedy
-TEMPERATURE = 0.7
-TURNS = 3
 
 
 @pytest.fixture(autouse=True)
@@ -38,9 +30,6 @@ def _one_thread() -> None:
 @pytest.fixture
 def model(tiny_model_dir: Path) -> Any:
     return load_model(tiny_model_dir, torch.device("cpu"), torch.float32)
-
-
-Make = Callable[..., AgentWorld]
 
 
 @pytest.fixture
@@ -64,6 +53,10 @@ def engine_of(model: Any, version: int = 0) -> TorchEngine:
     return TorchEngine(model, stop_ids=STOPS, slots=2, max_context=1024, seed=5, version=version)
 
 
+def engines(model: Any) -> Callable[[int], TorchEngine]:
+    return lambda attempt: engine_of(model, attempt)
+
+
 def other_weights(model: Any, seed: int) -> Any:
     changed = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(seed)
@@ -71,14 +64,6 @@ def other_weights(model: Any, seed: int) -> Any:
         for parameter in changed.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
     return changed
-
-
-@torch.no_grad()
-def teacher_forced(model: Any, prompt: list[int], tokens: list[int]) -> torch.Tensor:
-    """Logprobs of `tokens` [T] in one forward pass."""
-    logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
-    index = torch.tensor(tokens)[:, None]
-    return torch.log_softmax(logits / TEMPERATURE, -1).gather(1, index)[:, 0]
 
 
 def test_tokens_and_logprobs_are_those_of_the_engine_while_weights_change(
@@ -136,53 +121,6 @@ def test_tokens_and_logprobs_are_those_of_the_engine_while_weights_change(
     assert again != [*prompt, *tokens]
 
 
-def converse(endpoint: AgentWorld, hints: list[str]) -> bool:
-    """An agent of `TURNS` turns; whether it came to its end."""
-    work = endpoint.lease()
-    messages: list[Any] = [{"role": "user", "content": work["row"]["prompt"]}]
-    for hint in hints:
-        status, said = send(work["base_url"] + "/chat/completions", {"messages": messages})
-        if status == 410:
-            return False
-        assert status == 200, said
-        messages += [said["choices"][0]["message"], {"role": "user", "content": hint}]
-    assert reward(work, float(len(messages)))[0] == 200
-    return True
-
-
-class Interruption:
-    """Takes all samples back once the engine has decoded so many tokens."""
-
-    def __init__(self, engine: TorchEngine, cut: int) -> None:
-        self.begun = False
-        self.over = threading.Event()
-        self.returned: list[ReturnedSample] = []
-        self._engine = engine
-        self._cut = cut
-
-    def __call__(self, runner: RolloutRunner) -> None:
-        if not self.begun and self._engine.decoded_tokens >= self._cut:
-            self.begun = True
-            self.returned = runner.drain("next")
-            self.over.set()
-
-
-def play(model: Any, world: Make, cuts: list[int], hints: Callable[[int], list[str]]) -> Trajectory:
-    """The greedy trajectory of an agent that a new generator goes on with after each cut."""
-    partial = None
-    for attempt, cut in enumerate([*cuts, 10_000], start=1):
-        engine = engine_of(model, version=attempt)
-        interruption = Interruption(engine, cut)
-        endpoint = world(engine, 0.0, between=interruption)
-        endpoint.add(sample({"prompt": "talk"}, attempt=attempt, partial=partial))
-        while not interruption.begun:  # a sample that begins anew has another session
-            if converse(endpoint, hints(attempt)):
-                return endpoint.trajectory()
-        assert interruption.over.wait(WAIT_S)
-        partial = interruption.returned[0].partial
-    raise AssertionError("it does not end")
-
-
 @pytest.mark.parametrize("cuts", [[1], [7], [9], [4, 8, 6]])
 def test_a_sample_goes_on_token_for_token_on_another_generator(
     model: Any, world: Make, cuts: list[int]
@@ -191,8 +129,8 @@ def test_a_sample_goes_on_token_for_token_on_another_generator(
         del attempt
         return [f"go {turn}" for turn in range(TURNS)]
 
-    whole = play(model, world, [], hints)
-    pieces = play(model, world, cuts, hints)
+    whole = play(world, engines(model), [], hints)
+    pieces = play(world, engines(model), cuts, hints)
     assert len(pieces.spans) == len(cuts) + 1
     for name in ("prompt_ids", "response_ids", "loss_mask", "reward", "turns"):
         assert getattr(pieces, name) == getattr(whole, name), name
@@ -202,8 +140,8 @@ def test_an_agent_that_does_not_do_the_same_again_begins_anew(model: Any, world:
     def hints(attempt: int) -> list[str]:
         return [f"{'come' if attempt == 1 else 'go'} {turn}" for turn in range(TURNS)]
 
-    whole = play(model, world, [], lambda attempt: hints(2))
-    again = play(model, world, [9], hints)
+    whole = play(world, engines(model), [], lambda attempt: hints(2))
+    again = play(world, engines(model), [9], hints)
     assert [span.version for span in again.spans] == [2]
     assert again.response_ids == whole.response_ids
     assert again.reward == whole.reward

@@ -45,6 +45,10 @@ def expect_usage_error(project: Path, *overrides: str, code: int = 2) -> str:
         ("environment.reward=tiny_reward:says_so", ["says_so", "very good"]),
         ("run.dir=run.toml", ["run.dir"]),
         ("generator.engine=replay", ["generator.replay", "umbra replay-model"]),
+        ("sampling.temperature=-1", ["sampling.temperature must be a number > 0, not -1"]),
+        ("sampling.top_p=1.5", ["sampling.top_p must be a number > 0 and <= 1, not 1.5"]),
+        ("sampling.top_k=-3", ["sampling.top_k must be an integer >= 0, not -3"]),
+        ("sampling.min_p=2", ["sampling.min_p must be a number >= 0 and <= 1, not 2"]),
     ],
 )
 def test_a_bad_value_is_refused_in_one_sentence(
@@ -55,13 +59,45 @@ def test_a_bad_value_is_refused_in_one_sentence(
         assert part in sentence
 
 
-def test_a_model_without_a_tokenizer(project: Path, tiny_model: Path) -> None:
+@pytest.fixture
+def bare_model(project: Path, tiny_model: Path) -> Path:
+    """A model directory without a tokenizer."""
     (project / "bare").mkdir()
     for name in ("config.json", "model.safetensors"):
         (project / "bare" / name).symlink_to(tiny_model / name)
-    sentence = expect_usage_error(project, "model.path=bare")
-    assert "bare" in sentence
-    assert "tokenizer" in sentence
+    return project / "bare"
+
+
+@pytest.mark.parametrize("engine", ["torch", "vllm"])
+def test_a_model_without_a_tokenizer(project: Path, bare_model: Path, engine: str) -> None:
+    sentence = expect_usage_error(project, "model.path=bare", f"generator.engine={engine}")
+    assert sentence.startswith(f"model.path: {bare_model} has no tokenizer (tokenizer.json or ")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("generator", "--broker", "tcp://127.0.0.1:9", "--set", "model.path=bare"),
+        ("eval", "bare", "--task", "sort"),
+    ],
+)
+def test_nor_does_any_other_command_take_it(
+    project: Path, bare_model: Path, arguments: tuple[str, ...]
+) -> None:
+    done = subprocess.run(
+        [*UMBRA, *arguments], cwd=project, capture_output=True, text=True, timeout=50, check=False
+    )
+    assert done.returncode == 2, done
+    assert f"{bare_model.name} has no tokenizer (tokenizer.json or " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_sampling_that_only_vllm_refuses(project: Path) -> None:
+    sentence = expect_usage_error(project, "generator.engine=vllm", "sampling.temperature=0.001")
+    assert sentence == (
+        "sampling.temperature = 0.001 is out of range: vLLM, which would raise it, takes 0.01 or "
+        "more"
+    )
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ def test_a_request_that_cannot_be_encoded_fails_and_the_link_lives(
 def test_a_broker_that_is_no_address_is_one_clear_sentence(broker: str) -> None:
     with pytest.raises(UsageError, match=r"write it as tcp://host:port$") as caught:
         Session.join(role="monitor", name="m", broker=broker)
-    assert repr(broker) in str(caught.value)
+    assert broker in str(caught.value)
 
 
 def test_a_server_of_another_major_version_is_a_refusal(zmq_context: Context, link: Link) -> None:

@@ -78,7 +78,7 @@ def test_every_receiver_gets_every_byte(bench: Bench) -> None:
         publish(publisher, version)
         for receiver in receivers:
             load(receiver, version)
-    bench.stop()
+    bench.finish()
     assert all(row["plane"] == "tcp" for row in bench.rows())
 
 
@@ -89,7 +89,7 @@ def test_small_changes_travel_as_deltas_and_large_ones_whole(bench: Bench) -> No
     weights = Weights(LAYOUT)
     for share in (0.0, 0.01, 0.01, 1.0, 0.0, 0.001):
         weights.load(receiver, weights.publish(publisher, share))
-    bench.stop()
+    bench.finish()
     sizes = wire_bytes(bench, "gen-0")
     assert sizes[0] == LAYOUT.total_bytes
     assert max(sizes[1:3]) < LAYOUT.total_bytes / 10
@@ -111,7 +111,7 @@ def test_versions_that_were_skipped_and_a_late_joiner(bench: Bench) -> None:
     receiver.committed(loading, 0.0)
     weights.load(receiver, 3)
     weights.load(tcp_receiver(bench, "gen-1"), 3)
-    bench.stop()
+    bench.finish()
     assert wire_bytes(bench, "gen-0")[-1] < LAYOUT.total_bytes / 5
     assert wire_bytes(bench, "gen-1") == [LAYOUT.total_bytes]
 
@@ -123,7 +123,7 @@ def test_anchors_are_whole(bench: Bench) -> None:
     weights = Weights(LAYOUT)
     for _ in range(6):
         weights.load(receiver, weights.publish(publisher, 0.01))
-    bench.stop()
+    bench.finish()
     # A bucket of which nothing changed is not sent even then; there is none here.
     whole = [size == LAYOUT.total_bytes for size in wire_bytes(bench, "gen-0")]
     assert whole[2:] == [True, False, False, True]
@@ -142,7 +142,7 @@ def test_over_a_fast_link_everything_is_sent(bench: Bench) -> None:
             wire_bytes=LAYOUT.total_bytes,
         )  # fmt: skip
         bench.hub.planes.open_tcp().staged("gen-0", ready, LAYOUT.total_bytes)
-    bench.stop()
+    bench.finish()
     whole = [size == LAYOUT.total_bytes for size in wire_bytes(bench, "gen-0")]
     assert whole == [True, True, True, True, False]
 

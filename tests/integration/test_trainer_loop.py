@@ -33,10 +33,7 @@ from umbra.proto.messages import (
     Ok,
     RunFinished,
 )
-from umbra.proto.records import (
-    Ledger,
-    Manifest,
-)
+from umbra.proto.records import EvalReport, Ledger, Manifest
 from umbra.services.runtime.command import ServiceContext
 from umbra.services.runtime.metrics import MetricsFile
 from umbra.services.trainer import service
@@ -62,6 +59,7 @@ class World:
         self.starve = False
         self.refuses_checkpoints = False
         self.wants_checkpoint = False
+        self.evals: list[EvalReport] = []
         self.asked: list[Message] = []
         self.published: dict[int, dict[str, Tensor]] = {}
         self.stopping = threading.Event()
@@ -115,7 +113,7 @@ class World:
                 if self.wants_checkpoint and step > 1:
                     return BatchLease(step=step, trajectories=[], checkpoint=True)
                 made = rollouts(self.model, step - 1, level=self.level, seed=step)
-                return BatchLease(step=step, trajectories=made)
+                return BatchLease(step=step, trajectories=made, evals=self.evals[:step])
             case CommitBatch(step=step):
                 assert all(isinstance(value, float) for value in body.metrics.values())
                 return CommitAck(version=step, ledger=Ledger())
@@ -125,7 +123,7 @@ class World:
                 self.wants_checkpoint = self.wants_checkpoint and newest < 1 and not error
                 return Ok()
             case FinishRun():
-                return RunFinished(ledger=Ledger(issued=1, trained=1))
+                return RunFinished(ledger=Ledger(issued=1, trained=1), evals=self.evals)
             case _:
                 raise AssertionError(body)
 
@@ -378,13 +376,13 @@ def test_a_checkpoint_of_another_run_is_told(directory: Path, start: Any) -> Non
 
 def test_a_run_directory_is_needed(directory: Path) -> None:
     context = Context(
-        config=config(directory),
-        name="trainer",
-        broker="",
-        run_dir=None,
-        stopping=threading.Event(),
-        log=logging.getLogger("umbra.trainer"),
-        metrics=MetricsFile(None, "trainer"),
+        config(directory),
+        "trainer",
+        "",
+        None,
+        threading.Event(),
+        logging.getLogger("umbra.trainer"),
+        MetricsFile(None, "trainer"),
     )
     with pytest.raises(UsageError, match="--run-dir"):
         service.run(context)

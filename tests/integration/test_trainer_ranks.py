@@ -25,7 +25,12 @@ WAIT_S = 100.0
 TESTS = Path(__file__).parents[1]
 SAME = ("loss", "grad_norm", "entropy", "mismatch/k3", "ess", "clip_fraction", "lr", "skipped")
 CASES: dict[str, dict[str, Any]] = {
-    "token_mean": {"aggregation": "token_mean", "minibatches": 2, "objective": "decoupled"},
+    "token_mean": {
+        "aggregation": "token_mean",
+        "minibatches": 2,
+        "epochs": 2,
+        "objective": "decoupled",
+    },
     "sequence_mean": {"aggregation": "sequence_mean"},
     "constant": {"aggregation": "constant", "micro_tokens": 200},
     "adamw": {"optimizer": "adamw", "betas": [0.9, 0.95], "learning_rate": 1e-3},

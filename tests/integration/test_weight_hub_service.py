@@ -48,7 +48,7 @@ def test_every_receiver_gets_every_byte(bench: Bench) -> None:
     assert status.version == 3
     assert set(status.receivers) == {"gen-0", "gen-1"}
     assert not status.subscribed
-    bench.stop()
+    bench.finish()
     rows = bench.rows()
     assert {(row["version"], row["receiver"]) for row in rows} == {
         (version, name) for version in range(4) for name in ("gen-0", "gen-1")

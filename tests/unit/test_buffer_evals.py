@@ -25,9 +25,12 @@ from umbra.services.runtime.config import Eval
 SAMPLES = 3
 
 
+PROMPTS = [Prompt(str(n), {"prompt": f"held out {n}"}) for n in range(2)]
+
+
 def evaluated(mode: Any, **options: Any) -> World:
     """Version 2 is reached, whose evaluation of three samples is due."""
-    prompts = [Prompt(str(n), {"prompt": f"held out {n}"}) for n in range(2)]
+    prompts = PROMPTS
     config = Eval(every=2, mode=mode, run_samples=SAMPLES, timeout_s=50, prompts="x")
     fixed = {"dead_after_s": 1000, "lease_s": 1000, **options}
     run = World(eval_config=config, eval_prompts=prompts, durable=True, **fixed)
@@ -239,3 +242,68 @@ def test_stuck_names_an_evaluation_that_takes_long() -> None:
     run.pass_time(6)
     stuck = run.broker.status(run.now).stuck
     assert any("evaluation of version 2" in s.what and s.holder == "a" for s in stuck)
+
+
+@pytest.mark.parametrize("mode", ["pause", "concurrent"])
+def test_the_weights_of_the_beginning_are_evaluated_first(mode: Any) -> None:
+    """It begins when a generator asks for work, not when the buffer starts."""
+    config = Eval(at_start=True, mode=mode, run_samples=2, timeout_s=50, prompts="x")
+    run = World(eval_config=config, eval_prompts=PROMPTS, durable=True, dead_after_s=1000)
+    run.join("generator", "a")
+    run.join("trainer", "trainer")
+    run.pass_time(200)
+    assert not run.broker.status(run.now).evals
+    tasks = run.lease("a", 9, 0)
+    assert [task.pinned_version for task in tasks[:2]] == [0, 0]
+    assert len(tasks) == (2 if mode == "pause" else 9), "and training samples beside them"
+    assert not run.batch(1).evals
+    answer(run, "a", pinned(tasks), 0, 1.0, 0.0)
+    (told,) = run.batch(1).evals
+    assert (told.version, told.done, told.accuracy) == (0, True, 0.5)
+    run.restart_broker()
+    assert run.batch(1).evals == [told]
+    assert not pinned(run.lease("a", 9, 0)), "once"
+
+
+def test_several_answers_to_each_prompt() -> None:
+    """Of four each: 3 solve the first prompt; of the second one solves, one failed, two are wrong.
+    1 - C(n - c, k) / C(n, k) by hand."""
+    config = Eval(
+        at_start=True, mode="pause", run_samples=8, samples_per_prompt=4, timeout_s=50, prompts="x"
+    )
+    run = World(eval_config=config, eval_prompts=PROMPTS, durable=True, dead_after_s=1000)
+    run.join("generator", "a")
+    run.join("trainer", "trainer")
+    tasks = run.lease("a", 8, 0)
+    assert [task.prompt_id for task in tasks] == ["0"] * 4 + ["1"] * 4
+    back = ReturnedSample(sample_id=tasks[7].sample_id, attempt=1, reason="x", failed=True)
+    run.ask("a", ReturnSamples(samples=[back]))
+    run.restart_broker()
+    answer(run, "a", tasks[:4], 0, 1.0, 1.0, 0.5, 1.0)
+    assert set(report(run).scores) == {"pass@1", "pass@2", "pass@4", "mean@4"}, "as far as it is"
+    answer(run, "a", tasks[4:7], 0, 0.0, 1.0, 0.0)
+    expected = {
+        "pass@1": (3 / 4 + 1 / 4) / 2,
+        "pass@2": (1 + (1 - 3 / 6)) / 2,
+        "pass@4": 1.0,
+        "mean@4": (3.5 / 4 + 1 / 4) / 2,
+    }
+    assert report(run).done
+    assert report(run).scores == pytest.approx(expected)
+    assert report(run).accuracy == pytest.approx(4.5 / 8)
+    (row,) = [row.fields for row in run.rows if row.kind == "eval"]
+    assert {name: row[name] for name in expected} == report(run).scores
+    assert run.get("trainer", FinishRun(reason="done"), RunFinished).evals == [report(run)]
+
+
+def test_a_prompt_whose_answers_are_overdue_is_not_judged_by_what_it_lacks() -> None:
+    config = Eval(
+        at_start=True, mode="pause", run_samples=4, samples_per_prompt=2, timeout_s=50, prompts="x"
+    )
+    run = World(eval_config=config, eval_prompts=PROMPTS, durable=True, dead_after_s=1000)
+    run.join("generator", "a")
+    tasks = run.lease("a", 4, 0)
+    answer(run, "a", tasks[:3], 0, 1.0, 0.0, 1.0)
+    run.pass_time(60)
+    assert (report(run).done, report(run).ended) == (True, {"overdue": 1})
+    assert report(run).scores == {"pass@1": 0.75, "pass@2": 1.0, "mean@2": 0.5}

@@ -13,8 +13,10 @@ from umbra.proto.messages import (
     EvalRequest,
     Heartbeat,
     HeartbeatAck,
+    Join,
     LeaseBatch,
     LeaseSamples,
+    Message,
     Nack,
     Ok,
     PauseRequest,
@@ -22,6 +24,7 @@ from umbra.proto.messages import (
     SampleLeases,
     Status,
     StatusRequest,
+    Welcome,
 )
 from umbra.services.buffer.prompts import Prompt
 from umbra.services.buffer.wishes import WAIT_S
@@ -94,6 +97,35 @@ def test_who_cannot_be_drained_is_named() -> None:
     assert isinstance(trainer, Nack)
     assert "drain the run as a whole" in trainer.reason
     assert run.pushes == []
+
+
+def test_relays_join_beside_the_hub_and_may_be_drained() -> None:
+    run = World(durable=True)
+
+    def join(name: str, *, relay: bool) -> Message | None:
+        where = {} if relay else {"weights": f"tcp://{name}:1"}
+        body = Join(
+            role="weight_hub", name=name, pid=1, host="h", package_version="0", endpoints=where,
+            relay=relay,
+        )  # fmt: skip
+        return run.ask(name, body)
+
+    assert isinstance(join("relay-b", relay=True), Welcome)
+    assert isinstance(join("hub", relay=False), Welcome)
+    told = join("relay-c", relay=True)
+    assert isinstance(told, Welcome)
+    assert told.weights == "tcp://hub:1"
+    other = join("hub-2", relay=False)
+    assert isinstance(other, Nack)
+    assert other.code == "duplicate_weight_hub"
+    assert run.ask("op", DrainRequest(member="relay-b")) == Ok()
+    assert run.pushes == [("relay-b", Command(kind="drain", reason="drained on request"))]
+    refused = run.ask("op", DrainRequest(member="hub"))
+    assert isinstance(refused, Nack)
+    assert refused.code == "not_drainable"
+    run.restart_broker()
+    assert run.broker.members.hub[0] == "tcp://hub:1"
+    assert run.ask("op", DrainRequest(member="relay-c")) == Ok()
 
 
 def test_the_whole_run_is_drained_and_can_go_on() -> None:

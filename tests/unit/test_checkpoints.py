@@ -133,6 +133,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
         {"optimizer": "sgd", "betas": [0.0, 0.95]},
         {"lora_rank": 4},
         {"minibatches": 2, "objective": "decoupled"},
+        {"minibatches": 2, "epochs": 2},
         {"objective": "ppo_critic", "critic.learning_rate": 1e-3},
         {"objective": "ppo_critic", "critic.kind": "head"},
     ],

@@ -6,13 +6,44 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 
 from umbra import cli
 
 UMBRA = (sys.executable, "-m", "umbra")
+
+
+def every_command(
+    group: click.Group = cli.cli, path: tuple[str, ...] = ()
+) -> Iterator[tuple[str, click.Command]]:
+    """All commands that there are, groups included, by what one types."""
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        yield " ".join((*path, name)), command
+        if isinstance(command, click.Group):
+            yield from every_command(command, (*path, name))
+
+
+def test_every_command_and_flag_is_documented_with_its_default() -> None:
+    told: set[str] = set()
+    for name, command in every_command():
+        assert command.help, name
+        told.add(name)
+        context = click.Context(command)
+        for option in (p for p in command.params if isinstance(p, click.Option)):
+            record = option.get_help_record(context)
+            assert record is not None, f"{name} hides {option.name}"
+            assert option.help, f"{name} {option.name} has no help"
+            default = option.get_default(context)
+            if isinstance(default, str | float | int) and default != "" and not option.is_flag:
+                assert f"default: {default}" in record[1], f"{name} {option.name}: {default!r}"
+    assert {"buffer", "weight-hub relay", "weights rollback", "config show"} <= told
 
 
 @pytest.mark.parametrize(
@@ -104,3 +135,25 @@ def test_a_dry_run_finds_what_is_missing(project: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 2
     assert "prompts.jsonl" in done.stderr
+
+
+def test_a_service_s_dry_run_shows_what_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Default < file < environment < --set < flag, for a real service's command."""
+    run_file = tmp_path / "run.toml"
+    keys = ("batch_groups", "run_ahead", "max_staleness", "oversample")
+    run_file.write_text("[buffer]\n" + "".join(f"{key} = 2\n" for key in keys))
+    for key in keys[1:]:
+        monkeypatch.setenv(f"UMBRA_BUFFER__{key.upper()}", "3")
+    monkeypatch.setenv("UMBRA_BROKER", "tcp://127.0.0.1:4000")
+    sets = [f"--set=buffer.{key}=4" for key in keys[2:]]
+    words = ["buffer", "--config", str(run_file), *sets, "--oversample", "5", "--dry-run"]
+    assert cli.main(words) == 0
+    shown = dict(line.split(" = ") for line in capsys.readouterr().out.splitlines())
+    assert shown["buffer.group_size"] == "8"
+    assert [shown[f"buffer.{key}"] for key in keys] == ["2", "3", "4", "5"]
+    assert shown["broker"] == "tcp://127.0.0.1:4000"
+    assert (shown["name"], shown["keys"]) == ("buffer", "none")
+    assert cli.main([*words[:-1], "--oversampel", "5", "--dry-run"]) == 2
+    assert "--oversample" in capsys.readouterr().err

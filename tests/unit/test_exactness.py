@@ -5,34 +5,29 @@ Recomputed with plain forward passes of the model, at places that are drawn at r
 
 import copy
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fakes.interrupted import (
+    CONTEXT,
+    STOPS,
+    TEMPERATURE,
+    TOLERANCE,
+    check_logprobs,
+    check_same,
+    logprobs_of,
+    roll,
+    teacher_forced,
+)
 from transformers import DynamicCache
 
-from umbra.proto.records import (
-    SampleTask,
-    Sampling,
-    Trajectory,
-    VersionSpan,
-    unpack_float32,
-    unpack_int32,
-)
-from umbra.services.environments.pool import InlinePool
-from umbra.services.environments.protocol import StepResult
+from umbra.proto.records import Sampling, VersionSpan
 from umbra.services.generator.engine import EngineOutput, EngineRequest
-from umbra.services.generator.rollout import RolloutSettings
-from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.torch_engine import TorchEngine
-from umbra.services.modeling.chat import Chat
-from umbra.services.modeling.models import load_model, load_tokenizer
-
-STOPS = range(3, 12)  # so many that turns end
-TEMPERATURE = 0.7
-TOLERANCE = 1e-4
+from umbra.services.modeling.models import load_model
 
 
 @pytest.fixture(autouse=True)
@@ -43,18 +38,6 @@ def _one_thread() -> None:
 @pytest.fixture
 def model(tiny_model_dir: Path) -> Any:
     return load_model(tiny_model_dir, torch.device("cpu"), torch.float32)
-
-
-def gather(logits: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
-    index = torch.tensor(tokens)[:, None]
-    return torch.log_softmax(logits / TEMPERATURE, -1).gather(1, index)[:, 0]
-
-
-@torch.no_grad()
-def teacher_forced(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
-    """Logprobs of `tokens` [T] in one forward pass."""
-    logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
-    return gather(logits, tokens)
 
 
 @torch.no_grad()
@@ -69,7 +52,7 @@ def with_kept_cache(
         logits = models[span.version](
             torch.tensor([ids[done:end]]), past_key_values=cache, use_cache=True
         ).logits[0, -(span.end - span.start) :]
-        found.append(gather(logits, tokens[span.start : span.end]))
+        found.append(logprobs_of(logits, tokens[span.start : span.end]))
         done = end
     return torch.cat(found)
 
@@ -77,106 +60,27 @@ def with_kept_cache(
 # -- interruptions --------------------------------------------------------------------------------
 
 
-class Talk:
-    """Goes on for three turns, whatever is said."""
-
-    def __init__(self) -> None:
-        self._turn = 0
-
-    def reset(self, row: dict[str, Any]) -> list[dict[str, Any]]:
-        self._turn = 0
-        return [{"role": "user", "content": row["prompt"]}]
-
-    def step(self, response: str) -> StepResult:
-        self._turn += 1
-        if self._turn == 3:
-            return StepResult(reward=float(len(response)))
-        return StepResult(done=False, messages=[{"role": "user", "content": f"go {self._turn}"}])
-
-
-def roll(
-    model: Any,
-    folder: Path,
-    temperature: float,
-    cuts: random.Random | None = None,
-) -> dict[str, Trajectory]:
-    """Eight samples, on one generator; with `cuts`, on a new one after every few tokens."""
-    chat = Chat(load_tokenizer(folder), STOPS)
-    sampling = Sampling(temperature=temperature, max_tokens=40)
-    settings = RolloutSettings(chat=chat, sampling=sampling, max_context=256)
-    tasks = [
-        SampleTask(
-            sample_id=f"s{i}",
-            group_id="g",
-            prompt_id="p",
-            attempt=1,
-            row={"prompt": "x" * (1 + i)},
-            lease_s=1.0,
-        )
-        for i in range(8)
-    ]
-    done: dict[str, Trajectory] = {}
-    for generator in range(1000):
-        engine = TorchEngine(
-            model, stop_ids=STOPS, slots=5, max_context=256, seed=generator, version=generator
-        )
-        runner = RolloutRunner(engine, InlinePool(Talk), settings)
-        runner.add(tasks)
-        polls = cuts.randint(1, 9) if cuts is not None else 1000
-        while runner.active and polls:
-            runner.poll(0.0)
-            polls -= 1
-        finished, failed = runner.results()
-        assert not failed
-        done |= {t.sample_id: t for t in finished}
-        rows = {task.sample_id: task.row for task in tasks}
-        tasks = [
-            SampleTask(
-                sample_id=returned.sample_id,
-                group_id="g",
-                prompt_id="p",
-                attempt=generator + 2,
-                row=rows[returned.sample_id],
-                lease_s=1.0,
-                partial=returned.partial,
-            )
-            for returned in runner.drain("next")
-        ]
-        if not tasks:
-            return done
-    raise AssertionError("rollouts do not end")
+def engines(model: Any) -> Callable[[int], TorchEngine]:
+    """A new engine for each version."""
+    return lambda version: TorchEngine(
+        model, stop_ids=STOPS, slots=5, max_context=CONTEXT, seed=version, version=version
+    )
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_greedy_samples_are_the_same_however_often_they_are_interrupted(
     model: Any, tiny_model_dir: Path, seed: int
 ) -> None:
-    whole = roll(model, tiny_model_dir, 0.0)
-    pieces = roll(model, tiny_model_dir, 0.0, random.Random(seed))
-    assert max(len(t.spans) for t in pieces.values()) > 3  # so many generators had a hand in it
-    for name, expected in whole.items():
-        got = pieces[name]
-        for field in ("prompt_ids", "response_ids", "loss_mask", "reward", "turns"):
-            assert getattr(got, field) == getattr(expected, field), (name, field)
+    whole = roll(engines(model), tiny_model_dir, 0.0)
+    check_same(roll(engines(model), tiny_model_dir, 0.0, random.Random(seed)), whole)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_logprobs_of_interrupted_samples_are_those_of_one_forward_pass(
     model: Any, tiny_model_dir: Path, seed: int
 ) -> None:
-    pieces = roll(model, tiny_model_dir, TEMPERATURE, random.Random(seed))
-    assert max(len(t.spans) for t in pieces.values()) > 3
-    assert {t.turns for t in pieces.values()} >= {3}
-    for trajectory in pieces.values():
-        prompt, tokens = map(unpack_int32, (trajectory.prompt_ids, trajectory.response_ids))
-        mask = torch.tensor(list(trajectory.loss_mask)).bool()
-        got = torch.tensor(unpack_float32(trajectory.logprobs))
-        expected = teacher_forced(model, prompt, tokens)
-        assert torch.allclose(got[mask], expected[mask], atol=TOLERANCE)
-        ratio = (expected - got)[mask].double()
-        assert float((torch.expm1(ratio) - ratio).mean()) < 1e-5  # k3
-        covered = [i for span in trajectory.spans for i in range(span.start, span.end)]
-        assert covered == list(range(len(tokens)))
+    pieces = roll(engines(model), tiny_model_dir, TEMPERATURE, random.Random(seed))
+    check_logprobs(model, pieces)
 
 
 # -- weights --------------------------------------------------------------------------------------

@@ -29,21 +29,27 @@ def test_the_defaults_are_feasible() -> None:
 
 
 @pytest.mark.parametrize(
-    ("run_ahead", "max_staleness", "minibatches", "expected"),
+    ("run_ahead", "max_staleness", "minibatches", "epochs", "expected"),
     [
-        (0, 5, 1, (0, 0, 0)),
-        (1, 2, 1, (2, 1, 2)),
-        (3, 1, 1, (1, 1, 1)),
-        (0, 0, 4, (0, 0, 3)),  # strictly on-policy, and yet 3 updates behind at the last one
-        (1, 2, 4, (2, 1, 11)),
+        (0, 5, 1, 1, (0, 0, 0)),
+        (1, 2, 1, 1, (2, 1, 2)),
+        (3, 1, 1, 1, (1, 1, 1)),
+        (0, 0, 4, 1, (0, 0, 3)),  # strictly on-policy, and yet 3 updates behind at the last one
+        (0, 0, 1, 4, (0, 0, 3)),
+        (1, 2, 4, 1, (2, 1, 11)),
+        (1, 2, 2, 2, (2, 1, 11)),
     ],
 )
 def test_implied_staleness(
-    run_ahead: int, max_staleness: int, minibatches: int, expected: tuple[int, int, int]
+    run_ahead: int,
+    max_staleness: int,
+    minibatches: int,
+    epochs: int,
+    expected: tuple[int, int, int],
 ) -> None:
     config = RunConfig(
         buffer=Buffer(run_ahead=run_ahead, max_staleness=max_staleness),
-        trainer=Trainer(minibatches=minibatches),
+        trainer=Trainer(minibatches=minibatches, epochs=epochs),
     )
     implied = implied_staleness(config)
     assert (implied.bound, implied.typical, implied.updates) == expected

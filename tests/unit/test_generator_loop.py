@@ -67,6 +67,30 @@ def test_one_question_at_a_time_but_a_new_one_for_new_weights(bench: Bench) -> N
     assert [q.version for q in bench.channel.asked(LeaseSamples)] == [0, 1]
 
 
+def test_policy_drain_ends_samples_on_the_old_weights(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """Scenario: new weights come while samples are under way, and an open question is answered.
+
+    Result: those under way end on the old weights, what came after goes back, then they are loaded.
+    """
+    with open_bench(tmp_path, tiny_model_dir, drains=True) as bench:
+        bench.serve()
+        bench.lease("a", "b")
+        bench.turns(2)
+        bench.receiver.staged = version(1)
+        bench.turns(1)
+        bench.lease("c")
+        bench.turns(3)
+        assert bench.engine.version == 0
+        (returned,) = bench.channel.asked(ReturnSamples)
+        assert [(s.sample_id, s.failed) for s in returned.samples] == [("c", False)]
+        assert not bench.channel.asked(LeaseSamples)
+        bench.turns(12)
+        (submitted,) = bench.channel.asked(SubmitTrajectories)
+        assert {span.version for t in submitted.trajectories for span in t.spans} == {0}
+        assert (bench.engine.version, bench.receiver.answers[-1]) == (1, (1, ""))
+        assert [question.version for question in bench.channel.asked(LeaseSamples)] == [1]
+
+
 def test_leases_are_renewed_until_the_buffer_has_the_result(bench: Bench) -> None:
     bench.serve()
     bench.lease("a", attempt=4)
@@ -166,6 +190,46 @@ def test_a_failed_sample_is_returned_with_its_reason(bench: Bench) -> None:
     assert returned.failed
     assert (returned.sample_id, bool(returned.reason)) == ("a", True)
     assert "sample_failed" in bench.session.events
+
+
+def spoiled(count: int) -> SampleLeases:
+    tasks = [
+        SampleTask(
+            sample_id=f"x{i}", group_id="g", prompt_id="p", attempt=1, row={}, lease_s=LEASE_S
+        )
+        for i in range(count)
+    ]
+    return SampleLeases(tasks=tasks)
+
+
+def test_a_run_in_which_every_sample_fails_ends(bench: Bench) -> None:
+    bench.serve()
+    bench.channel.answer(LeaseSamples, spoiled(255))
+    bench.turns(2)
+    bench.now[0] += 31.0
+    bench.channel.answer(LeaseSamples, spoiled(1))
+    with pytest.raises(
+        UsageError, match=r"all of the first 256 samples failed, within 31 s; .*: '?"
+    ):
+        bench.turns(2)
+
+
+def test_failures_end_no_run_that_has_brought_something(bench: Bench) -> None:
+    bench.serve()
+    bench.lease("a")
+    bench.turns(14)
+    for _ in range(2):
+        bench.channel.answer(LeaseSamples, spoiled(300))
+        bench.turns(2)
+        bench.now[0] += 31.0
+    assert bench.session.events.count("sample_failed") == 600
+
+
+def test_many_failures_within_a_moment_end_no_run(bench: Bench) -> None:
+    bench.serve()
+    bench.channel.answer(LeaseSamples, spoiled(1000))
+    bench.turns(2)
+    assert bench.session.events.count("sample_failed") == 1000
 
 
 def test_drain_hands_back_partials_and_what_comes_late(

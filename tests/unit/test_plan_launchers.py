@@ -92,7 +92,7 @@ esac
 """
 
 
-@pytest.mark.parametrize("code", [0, 2])
+@pytest.mark.parametrize("code", [0, 2, 7])
 def test_the_script_starts_every_step_and_ends_as_the_trainer(tmp_path: Path, code: int) -> None:
     plan = plan_of(2, 1, overrides=(f"run.dir={tmp_path}/runs",))
     text = render(plan, "slurm", out=tmp_path)["run.sbatch"]
@@ -124,5 +124,10 @@ def test_scripts_are_valid_shell_and_name_all_nodes(plan: Plan, tmp_path: Path) 
     text = render(plan, "slurm", out=tmp_path)["run.sbatch"]
     checked = subprocess.run(["bash", "-n"], input=text, text=True, timeout=30, check=False)
     assert checked.returncode == 0
-    used = [node.name for node in plan.nodes if plan.on(node)]
+    nodes = [node for node in plan.nodes if plan.on(node)]
+    used = [node.name for node in nodes]
     assert f"#SBATCH --nodes={len(used)}\n#SBATCH --nodelist={','.join(used)}\n" in text
+    counts = {node.gpus for node in nodes}
+    same = len(counts) == 1 and counts != {0}  # else it is for the user to say how to ask for them
+    assert (f"#SBATCH --gpus-per-node={max(counts)}\n" in text) == same
+    assert ("gpus-per-node" in text) == same

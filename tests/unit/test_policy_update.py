@@ -17,8 +17,10 @@ from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config.presets import PRESETS
 from umbra.services.runtime.config_loader import load_config
 from umbra.services.trainer.batch import Batch, BatchError, make_batch
+from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.make_model import make_model
 from umbra.services.trainer.metrics import Row
+from umbra.services.trainer.minibatches import minibatches
 from umbra.services.trainer.objectives.values import gae
 from umbra.services.trainer.policy import load_policy
 from umbra.services.trainer.update import PolicyUpdate
@@ -93,6 +95,62 @@ def test_micro_batches_change_nothing(
     assert row["updates"] == minibatches
     assert row["ratio/max"] is not None
     assert row["kl"] is not None
+
+
+@pytest.mark.parametrize("objective", ["ppo", "decoupled"])
+def test_several_epochs_see_every_sample_again(
+    objective: str, directory: Path, trajectories: list[Trajectory]
+) -> None:
+    """The weights stay as they are here, so every epoch measures the same; its age differs."""
+    keys = {"objective": objective, "minibatches": 2}
+    _, once = update(directory, trajectories, **keys)
+    _, thrice = update(directory, trajectories, **keys, epochs=3)
+    assert (once["updates"], thrice["updates"]) == (2, 6)
+    same = ("entropy", "clip_fraction", "clip_fraction/positive", "ratio/max", "mismatch/k3", "ess")
+    for key in (*same, "mismatch/k1", "mask_fraction"):
+        assert thrice[key] == pytest.approx(once[key], rel=1e-4, abs=1e-6), key
+    # Two versions of two updates, and the one before in the same batch; six and five of those.
+    assert (once["staleness/updates/max"], thrice["staleness/updates/max"]) == (5, 17)
+    assert once["staleness/updates/mean"] == pytest.approx(4.5, abs=0.2)
+    assert thrice["staleness/updates/mean"] == pytest.approx(14.5, abs=0.2)
+
+
+def test_what_later_epochs_do_to_the_ratio(directory: Path, trajectories: list[Trajectory]) -> None:
+    """p is that before the first epoch, and the effective share of samples falls with each."""
+    rows: list[Row] = []
+    for epochs in (1, 8):
+        config = settings(
+            directory, objective="naive", epochs=epochs, optimizer="sgd", learning_rate=1.0
+        )
+        learner = Learner(load_policy(directory)[0], config.trainer, steps=1)
+        batch = make_batch(trajectories, learner.model.config.vocab_size)
+        row = PolicyUpdate(config, learner)(batch, VERSION, lambda: True)
+        assert row is not None
+        rows.append(row)
+    one, many = rows
+    assert one["clip_fraction"] == 0
+    assert one["ess_last"] == pytest.approx(one["ess"])
+    assert (many["clip_fraction"] or 0) > 0
+    assert many["ess"] == pytest.approx(one["ess"], rel=1e-4), "of the weights that it found"
+    assert (many["ess_last"] or 1) < (many["ess"] or 0)
+
+
+def test_minibatches() -> None:
+    """The first pass has some of every group in each part; the others an order of their own."""
+    samples = torch.arange(10, 22)
+    parts = minibatches(samples, 3, 3, "7/4")
+    assert [part.tolist() for part in parts[:3]] == [
+        list(range(first, 22, 3)) for first in (10, 11, 12)
+    ]
+    passes = [torch.cat(parts[start : start + 3]) for start in (0, 3, 6)]
+    for one in passes:
+        assert sorted(one.tolist()) == samples.tolist()
+    assert len({tuple(one.tolist()) for one in passes}) == 3
+    again = minibatches(samples, 3, 3, "7/4")
+    assert all(torch.equal(one, other) for one, other in zip(parts, again, strict=True))
+    other = minibatches(samples, 3, 3, "7/5")
+    assert not all(torch.equal(one, two) for one, two in zip(parts, other, strict=True))
+    assert minibatches(samples[:0], 0, 2, "") == []
 
 
 def test_stage_logp_stands_in_for_a_pass_of_the_trainer(

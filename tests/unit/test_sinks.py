@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from umbra.proto.errors import UsageError
+from umbra.proto.records import EvalReport
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config_loader import load_config
 from umbra.services.trainer.metrics import Row
@@ -47,13 +48,44 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     assert curves(tmp_path / "tensorboard") == {"reward/mean": [(1, 0.25), (2, 0.5), (3, 0.5)]}
 
 
+def report(version: int, accuracy: float, **scores: float) -> EvalReport:
+    return EvalReport(version=version, done=True, samples=8, accuracy=accuracy, scores=scores)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_evaluations_are_curves_over_their_versions(tmp_path: Path, wandb: FakeWandb) -> None:
+    """The buffer tells the last ones again and again; a trainer that goes on has told the older."""
+    first = report(0, 0.25, **{"pass@4": 0.5})
+    second = report(2, 0.5, **{"pass@4": 0.75})
+    with open_sinks(config("metrics.tensorboard=true"), tmp_path, 0) as sinks:
+        for seen in ([], [first], [first], [first, second], [second]):
+            sinks.write_evals(seen)
+    assert curves(tmp_path / "tensorboard") == {
+        "eval/accuracy": [(0, 0.25), (2, 0.5)],
+        "eval/pass_at_4": [(0, 0.5), (2, 0.75)],
+    }
+    with open_sinks(config("metrics.wandb=offline"), tmp_path, 2) as sinks:
+        sinks.write(3, {"loss": 0.5})
+        sinks.write_evals([first, second])
+    assert wandb.run.logged == [
+        (3, {"loss": 0.5}),
+        (None, {"eval/accuracy": 0.5, "eval/pass@4": 0.75, "eval/version": 2}),
+    ]
+
+
 class FakeRun:
     def __init__(self) -> None:
         self.logged: list[tuple[int | None, dict[str, Any]]] = []
         self.finished = False
 
-    def log(self, data: dict[str, Any], step: int | None = None) -> None:
+    def log(
+        self, data: dict[str, Any], step: int | None = None, commit: bool | None = None
+    ) -> None:
+        assert (step is None) == (commit is False), "else steps would be counted by W&B"
         self.logged.append((step, data))
+
+    def define_metric(self, name: str, step_metric: str) -> None:
+        assert (name, step_metric) == ("eval/*", "eval/version")
 
     def finish(self) -> None:
         self.finished = True
@@ -128,6 +160,9 @@ class Full:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         raise OSError("No space left on device")
 
+    def write_eval(self, version: int, values: Mapping[str, float]) -> None:
+        self.write(version, values)
+
     def close(self) -> None:
         pass
 
@@ -148,6 +183,7 @@ def test_a_sink_that_fails_is_told_once_and_the_others_go_on(
     with caplog.at_level(logging.WARNING):
         for step in (1, 2, 3):
             sinks.write(step, {"loss": 1.0})
-    assert good.steps == [1, 2, 3]
+    sinks.write_evals([report(2, 0.5)])
+    assert good.steps == [1, 2, 3, 2]
     (told,) = caplog.records
     assert told.message == "no more metrics to Full: No space left on device"

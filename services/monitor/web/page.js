@@ -199,7 +199,7 @@ function draw(look) {
   $("notice").hidden = !notice;
   $("notice").textContent = notice;
   $("stuck").replaceChildren(...look.stuck.map((s) =>
-    element("li", {}, `${s.what} at ${s.holder} for ${s.age_s.toFixed(0)} s, ${s.action}`)));
+    element("li", {}, `${s.what} at ${s.holder}${s.age_s ? ` for ${s.age_s.toFixed(0)} s` : ""}, ${s.action}`)));
   const charts = CURVES.map((name) => look.curves.values[name] && lineChart(name, look.curves.steps, look.curves.values[name]));
   $("curves").replaceChildren(...[...charts, histogram(look.staleness_counts)].filter(Boolean));
   drawLedger(look);

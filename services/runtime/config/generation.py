@@ -106,8 +106,11 @@ class Generator(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
         int, Meta(description="CPU threads of the engine; 0 = torch's choice", ge=0)
     ] = 0
     kv_policy: Annotated[
-        Literal["keep", "recompute", "abort"],
-        Meta(description="what new weights do to sequences under way"),
+        Literal["keep", "recompute", "abort", "drain"],
+        Meta(
+            description="sequences under way when new weights come: keep their cache, have it "
+            "recomputed, are aborted and go on as partials, or (drain) end before, on the old ones"
+        ),
     ] = "keep"
     tensor_parallel: Annotated[
         int, Meta(description="GPUs (on CPUs: processes) of one engine; vLLM only", ge=1)

@@ -20,7 +20,11 @@ class Run(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
         str, Meta(description="address the buffer binds; port * picks a free one")
     ] = "tcp://127.0.0.1:*"
     broker_grace_s: Annotated[
-        float, Meta(description="seconds without the buffer until a process gives up", gt=0)
+        float,
+        Meta(
+            description="seconds without the buffer, also at the start, until a process gives up",
+            gt=0,
+        ),
     ] = 60.0
 
 

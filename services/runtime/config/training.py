@@ -27,7 +27,13 @@ class Trainer(ObjectiveKeys, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     betas: Annotated[tuple[float, float], Meta(description="AdamW betas")] = (0.9, 0.95)
     weight_decay: Annotated[float, Meta(description="weight decay", ge=0)] = 0.0
     max_grad_norm: Annotated[float, Meta(description="gradient clipping", gt=0)] = 1.0
-    minibatches: Annotated[int, Meta(description="optimizer updates per batch", ge=1)] = 1
+    minibatches: Annotated[
+        int, Meta(description="optimizer updates per pass over a batch", ge=1)
+    ] = 1
+    epochs: Annotated[
+        int,
+        Meta(description="passes over each batch; those after the first in shuffled order", ge=1),
+    ] = 1
     pack_tokens: Annotated[int, Meta(description="tokens per packed row", ge=8)] = 256
     micro_tokens: Annotated[int, Meta(description="tokens per forward pass", ge=8)] = 4096
     share_prompts: Annotated[
@@ -76,6 +82,11 @@ class Trainer(ObjectiveKeys, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         float, Meta(description="seconds to wait for a batch until the run fails", gt=0)
     ] = 600.0
 
+    @property
+    def updates_per_batch(self) -> int:
+        """Optimizer updates that a batch is meant for."""
+        return self.minibatches * self.epochs
+
 
 class Eval(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Accuracy on held-out prompts: before and after the run (`umbra up`), and within it."""
@@ -88,11 +99,22 @@ class Eval(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     every: Annotated[
         int, Meta(description="steps between evaluations within the run; 0 = none", ge=0)
     ] = 0
+    at_start: Annotated[
+        bool, Meta(description="evaluate the weights that the run begins with in the same way")
+    ] = False
     mode: Annotated[
         Literal["pause", "concurrent"],
         Meta(description="training waits for such an evaluation, or goes on beside it"),
     ] = "pause"
     run_samples: Annotated[int, Meta(description="samples of such an evaluation", ge=1)] = 128
+    samples_per_prompt: Annotated[
+        int, Meta(description="of them, those of one prompt: k of pass@k and mean@k", ge=1)
+    ] = 1
     timeout_s: Annotated[
         float, Meta(description="seconds until such an evaluation ends unfinished", gt=0)
     ] = 300.0
+
+    @property
+    def within(self) -> bool:
+        """Whether there are evaluations within the run."""
+        return self.every > 0 or self.at_start

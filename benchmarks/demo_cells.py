@@ -1,0 +1,133 @@
+"""Runs of the demo's task with its real engine and trainer on two cores: what is compared, and how.
+
+A time to an accuracy is that from the first decoded token to the commit of the first step at which
+the mean reward of the last WINDOW batches, 2,560 samples drawn at temperature 1, is ACCURACY.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from staleness import base_model
+from whole_runs import cpu_idle, run, steady
+
+from umbra.deploy.demo import DEMOS
+from umbra.deploy.run_folder import RunFolder, read_rows
+from umbra.services.runtime.config_loader import load_config
+
+ACCURACY = 0.9
+WINDOW = 10
+WARM = 5
+LAST = 20  # batches whose mean reward is the final one
+
+
+@dataclass(frozen=True)
+class Mode:
+    """Settings on top of the demo's."""
+
+    name: str
+    settings: tuple[str, ...]
+
+
+SYNC = ("buffer.run_ahead=0",)
+MODES = (
+    Mode(
+        "sync, all take turns", ("buffer.run_ahead=0", "generator.threads=2", "trainer.threads=2")
+    ),
+    Mode("sync, fixed split", ("buffer.run_ahead=0",)),
+    Mode(
+        "one step off",
+        ("buffer.run_ahead=1", "buffer.max_staleness=1", "buffer.stale_policy=wait"),
+    ),
+    Mode("async", ("buffer.run_ahead=2", "buffer.max_staleness=4")),
+)
+SYNCHRONOUS = MODES[0].name, MODES[1].name
+ASYNCHRONOUS = MODES[-1].name
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run."""
+
+    mode: Mode
+    task: str
+    seed: int
+
+    @property
+    def key(self) -> str:
+        """Names the cell in files."""
+        return f"real/{self.mode.name}/{self.task}/{self.seed}"
+
+
+def cells(tasks: Sequence[str], seeds: Sequence[int], modes: Sequence[str]) -> Iterator[Cell]:
+    """All combinations, seeds outermost."""
+    for seed in seeds:
+        for task in tasks:
+            for mode in MODES:
+                if not modes or mode.name in modes:
+                    yield Cell(mode, task, seed)
+
+
+def reached(rewards: Sequence[float], accuracy: float = ACCURACY) -> int | None:
+    """The first step, from 1, after which the last WINDOW batches have this mean; None if never."""
+    for step in range(WINDOW, len(rewards) + 1):
+        if mean(rewards[step - WINDOW : step]) >= accuracy:
+            return step
+    return None
+
+
+def run_cell(cell: Cell, work: Path, steps: int = 0) -> dict[str, Any]:
+    """Do the run, of `steps` steps if not the task's own; its row."""
+    work = work.resolve()
+    base = base_model(work, cell.task, cell.seed)
+    chosen = [
+        f"run.dir={work / 'runs'}",
+        f"run.seed={cell.seed}",
+        f"model.path={base / 'base'}",
+        f"data.prompts={base / 'prompts.jsonl'}",
+        "eval.prompts=",
+        *cell.mode.settings,
+        *([f"run.steps={steps}"] if steps else []),
+    ]
+    config = load_config(DEMOS / f"{cell.task}.toml", overrides=chosen)
+    summary, folder = run(config, {})
+    done = steady(folder, first=WARM, last=config.run.steps, generators=1)
+    rewards, times = curve(folder)
+    step = reached(rewards)
+    return {
+        "cell": cell.key,
+        "form": "real",
+        "mode": cell.mode.name,
+        "mix": cell.task,
+        "seed": cell.seed,
+        "to_accuracy_s": None if step is None else times[step - 1],
+        "to_accuracy_steps": step,
+        "final_reward": mean(rewards[-LAST:]),
+        "samples_per_s": done.samples / done.seconds,
+        "tokens_per_s": done.tokens / done.seconds,
+        "step_s": done.step_s,
+        "generation_s": done.step_s * (1 - done.generator_idle),
+        "training_s": done.step_s * (1 - done.trainer_idle),
+        "generator_idle": done.generator_idle,
+        "trainer_idle": done.trainer_idle,
+        "buffer_idle": cpu_idle(summary, "buffer"),
+        "hub_idle": cpu_idle(summary, "weight-hub"),
+        "staleness": done.staleness,
+        "staleness_max": done.staleness_max,
+        "dropped": sum(summary["ledger"]["ended"].values()),
+        "cpu_s": {name: used["cpu"] for name, used in summary["seconds"]["services"].items()},
+        "steady": asdict(done),
+        "curve": [[round(t, 2), round(r, 4)] for t, r in zip(times, rewards, strict=True)],
+    }
+
+
+def curve(folder: RunFolder) -> tuple[list[float], list[float]]:
+    """Mean reward of each step's batch, and seconds from the first decoding to its commit."""
+    rows = list(read_rows(folder.metrics))
+    began = min(r["start"] for r in rows if r["kind"] == "span" and r["name"] == "decode")
+    steps = sorted((row for row in rows if row["kind"] == "step"), key=lambda row: row["step"])
+    return [row["reward/mean"] for row in steps], [row["time"] - began for row in steps]

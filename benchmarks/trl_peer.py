@@ -1,0 +1,206 @@
+"""TRL's GRPOTrainer on the demo's sort task: same model, prompts, batches, optimizer and schedule.
+
+    python benchmarks/trl_peer.py --json FILE [--seeds 0] [--threads 1 2] [--limit-s 300]
+
+The rows stand beside those of `end_to_end.py --form real`: the time to the same accuracy by the
+same rule, from the beginning of the first generation. It generates and trains in turns with all the
+threads it is given; the better number of threads is what counts. It differs in what it cannot be
+told: a loss is the mean over all tokens of a batch, not over those with an advantage.
+
+TRL's AsyncGRPOTrainer does not run here: it needs a vLLM server that takes weights over NCCL, and
+NCCL needs GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from demo_cells import LAST, reached
+from report import Report
+from staleness import base_model
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from trl import GRPOConfig, GRPOTrainer
+
+from umbra.deploy.demo import DEMOS
+from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.config_loader import load_config
+from umbra.services.trainer.learner import learning_rate
+from umbra.services.trainer.policy import load_policy
+
+TASK = "sort"
+
+
+class Watch(TrainerCallback):
+    """Notes reward and time of each step; stops at the accuracy, or when the time is over."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.rewards: list[float] = []
+        self.times: list[float] = []
+        self.lengths: list[float] = []
+        self._limit_s = limit_s
+        self._began = 0.0
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """The clock starts."""
+        self._began = time.monotonic()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **_: Any,
+    ) -> None:
+        """After each step."""
+        if not logs or "reward" not in logs:
+            return
+        self.rewards.append(float(logs["reward"]))
+        self.lengths.append(float(logs["completions/mean_length"]))
+        self.times.append(time.monotonic() - self._began)
+        if reached(self.rewards) is not None or self.times[-1] > self._limit_s:
+            control.should_training_stop = True
+
+
+def solved(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+    """1 for an exact match, as environment "exact" has it."""
+    said = [completion[0]["content"].strip() for completion in completions]
+    return [float(text == right) for text, right in zip(said, answer, strict=True)]
+
+
+def run(seed: int, threads: int, work: Path, limit_s: float, steps: int) -> dict[str, Any]:
+    """Train; the row."""
+    base = base_model(work, TASK, seed)
+    config = load_config(DEMOS / f"{TASK}.toml")
+    torch.set_num_threads(threads)
+    torch.manual_seed(seed)
+    warnings.simplefilter("ignore")
+    model, tokenizer = load_policy(str(base / "base"))
+    rows = [json.loads(line) for line in (base / "prompts.jsonl").read_text().splitlines()]
+    data = Dataset.from_list(
+        [
+            {"prompt": [{"role": "user", "content": row["prompt"]}], "answer": row["answer"]}
+            for row in rows
+        ]
+    )
+    samples = config.buffer.batch_groups * config.buffer.group_size
+    watch = Watch(limit_s)
+    trainer: Any = GRPOTrainer(
+        model,
+        reward_funcs=solved,
+        args=grpo_config(config, work / "trl", samples, seed, steps),
+        train_dataset=data,
+        processing_class=tokenizer,
+        callbacks=[watch],
+        optimizers=optimizer_of(model, config, steps),
+    )
+    trainer.train()
+    step = reached(watch.rewards)
+    done, seconds = len(watch.times), watch.times[-1]
+    return {
+        "cell": f"real/TRL, {threads} thread(s)/{TASK}/{seed}",
+        "form": "real",
+        "mode": f"TRL GRPOTrainer, {threads} thread(s)",
+        "mix": TASK,
+        "seed": seed,
+        "to_accuracy_s": None if step is None else watch.times[step - 1],
+        "to_accuracy_steps": step,
+        "final_reward": sum(watch.rewards[-LAST:]) / len(watch.rewards[-LAST:]),
+        "samples_per_s": samples * done / seconds,
+        "tokens_per_s": samples * sum(watch.lengths) / seconds,
+        "step_s": seconds / done,
+        "staleness": 0.0,
+        "staleness_max": 0.0,
+        "curve": [
+            [round(t, 2), round(r, 4)] for t, r in zip(watch.times, watch.rewards, strict=True)
+        ],
+    }
+
+
+def grpo_config(config: RunConfig, out: Path, samples: int, seed: int, steps: int) -> GRPOConfig:
+    """The demo's settings, by TRL's names."""
+    return GRPOConfig(
+        output_dir=str(out),
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        save_strategy="no",
+        logging_steps=1,
+        disable_tqdm=True,
+        seed=seed,
+        max_steps=steps or config.run.steps,
+        per_device_train_batch_size=samples,
+        gradient_accumulation_steps=1,
+        steps_per_generation=1,
+        num_iterations=1,
+        num_generations=config.buffer.group_size,
+        max_completion_length=config.sampling.max_tokens,
+        temperature=config.sampling.temperature,
+        top_k=0,
+        beta=0.0,
+        epsilon=0.2,
+        scale_rewards="none",
+        loss_type="bnpo",
+        max_grad_norm=config.trainer.max_grad_norm,
+        gradient_checkpointing=False,
+    )
+
+
+def optimizer_of(
+    model: torch.nn.Module, config: RunConfig, steps: int
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
+    """AdamW and the schedule of the demo's trainer."""
+    trainer = config.trainer
+    adam = torch.optim.AdamW(
+        model.parameters(),
+        lr=1.0,
+        betas=trainer.betas,
+        weight_decay=trainer.weight_decay,
+        fused=True,
+    )
+    total = steps or config.run.steps
+    return adam, torch.optim.lr_scheduler.LambdaLR(
+        adam, lambda step: learning_rate(trainer, step, total)
+    )
+
+
+def main() -> int:
+    """Run what is missing, print it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", type=Path, help="rows; continued if it exists")
+    parser.add_argument("--work", type=Path, default=Path("runs/end-to-end"), help="models")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--steps", type=int, default=0, help="of the schedule; 0 = the demo's")
+    parser.add_argument("--limit-s", type=float, default=300.0, help="a run ends after so long")
+    args = parser.parse_args()
+    report = Report("trl_peer")
+    if args.json and args.json.exists():
+        report.rows = json.loads(args.json.read_text(encoding="utf-8"))["rows"]
+    done = {row["cell"] for row in report.rows}
+    for seed in args.seeds:
+        for threads in args.threads:
+            if f"real/TRL, {threads} thread(s)/{TASK}/{seed}" in done:
+                continue
+            report.add(**run(seed, threads, args.work.resolve(), args.limit_s, args.steps))
+            if args.json:
+                report.write(args.json)
+    for row in report.rows:
+        when = row["to_accuracy_s"]
+        reach = "not reached" if when is None else f"after {when:.1f} s"
+        print(f"{row['cell']}: {row['samples_per_s']:.0f} samples/s; 90 % {reach}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""Conversations that one generator after another goes on with, at places drawn at random."""
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from umbra.proto.records import SampleTask, Sampling, Trajectory, unpack_float32, unpack_int32
+from umbra.services.environments.pool import InlinePool
+from umbra.services.environments.protocol import StepResult
+from umbra.services.generator.engine import Engine
+from umbra.services.generator.rollout import RolloutSettings
+from umbra.services.generator.runner import RolloutRunner
+from umbra.services.modeling.chat import Chat
+from umbra.services.modeling.models import load_tokenizer
+
+STOPS = range(3, 12)  # so many that turns end
+TURNS = 3
+SAMPLES = 8
+CONTEXT = 256
+TEMPERATURE = 0.7
+TOLERANCE = 1e-4
+
+
+class Talk:
+    """Goes on for three turns, whatever is said."""
+
+    def __init__(self) -> None:
+        self._turn = 0
+
+    def reset(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        self._turn = 0
+        return [{"role": "user", "content": row["prompt"]}]
+
+    def step(self, response: str) -> StepResult:
+        self._turn += 1
+        if self._turn == TURNS:
+            return StepResult(reward=float(len(response)))
+        return StepResult(done=False, messages=[{"role": "user", "content": f"go {self._turn}"}])
+
+
+def roll(
+    engine_of: Callable[[int], Engine],
+    folder: Path,
+    temperature: float,
+    cuts: random.Random | None = None,
+) -> dict[str, Trajectory]:
+    """Eight samples on one generator; with `cuts`, on the next one after every few tokens.
+
+    Args:
+        engine_of: an idle engine that serves the version of this number.
+        folder: of the model.
+        temperature: of the sampling.
+        cuts: draws after how many tokens samples are handed back.
+    """
+    chat = Chat(load_tokenizer(folder), STOPS)
+    sampling = Sampling(temperature=temperature, max_tokens=40)
+    settings = RolloutSettings(chat=chat, sampling=sampling, max_context=CONTEXT)
+    tasks = [_task(f"s{i}", 1, {"prompt": "x" * (1 + i)}, None) for i in range(SAMPLES)]
+    done: dict[str, Trajectory] = {}
+    for generator in range(1000):
+        engine = engine_of(generator)
+        runner = RolloutRunner(engine, InlinePool(Talk), settings)
+        runner.add(tasks)
+        limit = cuts.randint(1, 40) if cuts is not None else 1_000_000
+        until = engine.decoded_tokens + limit
+        while runner.active and engine.decoded_tokens < until:
+            runner.poll(0.001)
+        finished, failed = runner.results()
+        assert not failed
+        done |= {t.sample_id: t for t in finished}
+        rows = {task.sample_id: task.row for task in tasks}
+        tasks = [
+            _task(back.sample_id, generator + 2, rows[back.sample_id], back.partial)
+            for back in runner.drain("next")
+        ]
+        if not tasks:
+            return done
+    raise AssertionError("rollouts do not end")
+
+
+def check_same(pieces: dict[str, Trajectory], whole: dict[str, Trajectory]) -> None:
+    """What was interrupted is what was not, token for token."""
+    assert max(len(t.spans) for t in pieces.values()) > 3  # so many generators had a hand in it
+    for name, expected in whole.items():
+        got = pieces[name]
+        for field in ("prompt_ids", "response_ids", "loss_mask", "reward", "turns"):
+            assert getattr(got, field) == getattr(expected, field), (name, field)
+
+
+def check_logprobs(model: Any, pieces: dict[str, Trajectory]) -> None:
+    """Each logprob is that of one forward pass of `model` over the whole."""
+    assert max(len(t.spans) for t in pieces.values()) > 3
+    assert {t.turns for t in pieces.values()} >= {TURNS}
+    for trajectory in pieces.values():
+        prompt, tokens = map(unpack_int32, (trajectory.prompt_ids, trajectory.response_ids))
+        mask = torch.tensor(list(trajectory.loss_mask)).bool()
+        got = torch.tensor(unpack_float32(trajectory.logprobs))
+        expected = teacher_forced(model, prompt, tokens)
+        assert torch.allclose(got[mask], expected[mask], atol=TOLERANCE)
+        ratio = (expected - got)[mask].double()
+        assert float((torch.expm1(ratio) - ratio).mean()) < 1e-5  # k3
+        covered = [i for span in trajectory.spans for i in range(span.start, span.end)]
+        assert covered == list(range(len(tokens)))
+
+
+@torch.no_grad()
+def teacher_forced(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
+    """Logprobs of `tokens` [T] in one forward pass."""
+    logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+    return logprobs_of(logits, tokens)
+
+
+def logprobs_of(logits: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
+    """Of `tokens` [T] after `TEMPERATURE`, from `logits` [T, V]."""
+    index = torch.tensor(tokens)[:, None]
+    return torch.log_softmax(logits / TEMPERATURE, -1).gather(1, index)[:, 0]
+
+
+def _task(name: str, attempt: int, row: dict[str, Any], partial: Trajectory | None) -> SampleTask:
+    return SampleTask(
+        sample_id=name,
+        group_id="g",
+        prompt_id="p",
+        attempt=attempt,
+        row=row,
+        lease_s=1.0,
+        partial=partial,
+    )

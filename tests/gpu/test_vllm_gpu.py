@@ -1,0 +1,98 @@
+"""The vLLM engine on a GPU: three updates under 64 requests; each token has its version."""
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes.mixed_cache import logprobs_keeping_cache, logprobs_recomputing_cache
+from fakes.versions import decode, finish, prompt, request, weights
+
+from umbra.services.generator.engine import EngineOutput, StreamingEngine
+from umbra.services.generator.engines import open_engine
+from umbra.services.modeling.models import load_model
+from umbra.services.runtime.config_loader import load_config
+from umbra.services.trainer.make_model import make_model
+
+pytest.importorskip("vllm", reason='vLLM is not installed (pip install "umbra-rl[vllm]")')
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(400),  # it compiles kernels and captures graphs
+    pytest.mark.filterwarnings("ignore"),  # vLLM's own
+]
+
+REQUESTS = 64
+VERSIONS = 4
+MEAN_ERROR = 0.05  # of a logprob, in bfloat16 against float32
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "small"
+    make_model(path, hidden=128, heads=2, kv_heads=1, layers=2, ff=256)
+    return path
+
+
+@pytest.fixture(scope="module")
+def models(model_dir: Path) -> dict[int, Any]:
+    """Versions in float32 on the CPU, of numbers that bfloat16 has."""
+    found: dict[int, Any] = {}
+    for version in range(VERSIONS):
+        model = load_model(model_dir, torch.device("cpu"), torch.float32)
+        torch.manual_seed(version)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.03 * version * torch.randn_like(parameter))
+                parameter.copy_(parameter.bfloat16())
+        found[version] = model
+    return found
+
+
+@pytest.fixture(scope="module")
+def engine(model_dir: Path) -> Iterator[StreamingEngine]:
+    config = load_config(
+        overrides=[
+            f"model.path={model_dir}",
+            "weight_hub.dtype=bfloat16",
+            "generator.engine=vllm",
+            "generator.device=cuda",
+            f"generator.slots={REQUESTS}",
+            "generator.max_context=192",
+            "generator.engine_args.gpu_memory_utilization=0.3",
+        ],
+        environ={},
+    )
+    opened = open_engine(config, "generator-0")
+    yield opened.engine
+    opened.engine.close()
+    del opened
+    gc.collect()  # here, where vLLM's warnings about its own sockets are ignored
+
+
+@pytest.mark.parametrize(
+    ("policy", "reference"),
+    [("keep", logprobs_keeping_cache), ("recompute", logprobs_recomputing_cache)],
+)
+def test_three_updates_in_flight_keep_every_request(
+    engine: StreamingEngine, models: dict[int, Any], policy: Any, reference: Any
+) -> None:
+    served = {v: [(n, t.bfloat16()) for n, t in weights(models, v)] for v in range(VERSIONS)}
+    engine.load_weights(served[0], 0, "keep")
+    engine.submit([request(i, 120) for i in range(REQUESTS)])
+    outputs: list[EngineOutput] = []
+    for version in range(1, VERSIONS):
+        outputs += decode(engine, REQUESTS * 12)
+        assert engine.load_weights(served[version], version, policy) == []
+    outputs += finish(engine)
+    assert sorted(o.request_id for o in outputs) == sorted(f"s{i}" for i in range(REQUESTS))
+    errors: list[float] = []
+    for output in outputs:
+        ends = [0, *(span.end for span in output.spans)]
+        assert [span.start for span in output.spans] == ends[:-1]
+        assert ends[-1] == len(output.token_ids) == len(output.logprobs)
+        again = reference(models, prompt(int(output.request_id[1:])), output)
+        errors += [abs(a - b) for a, b in zip(output.logprobs, again, strict=True)]
+    assert max(len(o.spans) for o in outputs) == VERSIONS
+    assert sum(errors) / len(errors) < MEAN_ERROR

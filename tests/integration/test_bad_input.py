@@ -1,0 +1,168 @@
+"""What goes wrong when a run is put together by hand, one clear sentence each; real commands."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+from fakes.crash_run import CONFIG, BufferProcess, Peer
+
+NOBODY = "tcp://127.0.0.1:9"
+ANY = "tcp://127.0.0.1:*"
+WAIT_S = 120.0  # torch is imported, on a machine that may have other work
+SKEWED = Path(__file__).parents[1] / "programs" / "skewed"
+UMBRA = (sys.executable, "-m", "umbra")
+
+
+def refused(code: int, *words: str, cwd: Path) -> str:
+    """The sentence with which `umbra` ends, and the exit code that it should end with."""
+    done = subprocess.run(
+        [*UMBRA, *words], cwd=cwd, capture_output=True, text=True, timeout=WAIT_S, check=False
+    )
+    assert done.returncode == code, done
+    assert "Traceback" not in done.stderr
+    (sentence,) = [line for line in done.stderr.splitlines() if line.startswith("umbra: error: ")]
+    return sentence.removeprefix("umbra: error: ")
+
+
+PATIENT = CONFIG.replace("dead_after_s = 60.0", "dead_after_s = 600.0")  # peers that do not beat
+
+
+@pytest.fixture
+def buffer(tmp_path: Path) -> Iterator[BufferProcess]:
+    folder = tmp_path / "buffer"
+    folder.mkdir()
+    process = BufferProcess(folder, PATIENT)
+    yield process
+    process.close()
+
+
+SERVICES = {
+    "weight-hub": (),
+    "weight-hub relay": ("--hub", NOBODY, "--listen", ANY),
+    "scorer": ("--stage", "reward"),
+    "generator": (),
+    "trainer": ("--run-dir", "out"),
+}
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_broker_that_is_not_there(project: Path, service: str) -> None:
+    own = (*service.split(), *SERVICES[service], "--config", "run.toml", "--broker", NOBODY)
+    told = refused(3, *own, "--set", "run.broker_grace_s=1", cwd=project)
+    assert told == (
+        f"no broker answers at {NOBODY} within 1 s: check --broker, and that `umbra buffer` is "
+        "running"
+    )
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("service", SERVICES)
+@pytest.mark.parametrize("address", ["10.0.0.1:5555", "tcp://10.0.0.1:*"])
+def test_an_address_that_is_none(project: Path, service: str, address: str) -> None:
+    own = (*service.split(), *SERVICES[service], "--config", "run.toml", "--broker", address)
+    told = refused(2, *own, "--set", "run.broker_grace_s=1", cwd=project)
+    assert address in told
+    assert "write it as tcp://host:port" in told
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("buffer", "--config", "run.toml", "--broker", "{}"),
+        ("weight-hub", "--broker", NOBODY, "--listen", "{}"),
+        ("weight-hub", "relay", "--hub", NOBODY, "--listen", "{}"),
+    ],
+)
+def test_a_port_in_use(project: Path, words: tuple[str, ...]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        told = refused(3, *(word.format(address) for word in words), cwd=project)
+    assert told == (f"{address} is in use by another process: stop it or choose another port")
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("command", [("up",), ("config", "check"), ("buffer", "--config")])
+@pytest.mark.parametrize(
+    ("cut", "told"),
+    [
+        ("[run]\nname = 'x'\nste", "run file run.toml is not valid TOML: "),
+        ("[run]\nsteps = 10\n[mod", "run file run.toml is not valid TOML: "),
+        ("[run]\nsteps = 1\n\0\0\0", "run file run.toml is not valid TOML: "),
+    ],
+)
+def test_a_half_written_run_file(
+    tmp_path: Path, command: tuple[str, ...], cut: str, told: str
+) -> None:
+    (tmp_path / "run.toml").write_text(cut)
+    assert refused(2, *command, "run.toml", cwd=tmp_path).startswith(told)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(150)
+def test_a_second_trainer(
+    buffer: BufferProcess, project: Path, zmq_context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    first = Peer(zmq_context, buffer.broker, "trainer", "trainer")
+    own = ("trainer", "--config", "run.toml", "--run-dir", "out", "--name", "trainer-2")
+    told = refused(4, *own, "--broker", buffer.broker, cwd=project)
+    first.close()
+    assert told.endswith(
+        "the run already has the trainer 'trainer' (pid 1 on h): stop it first, or restart it "
+        "under its own name"
+    )
+
+
+@pytest.mark.e2e
+def test_clocks_that_differ(buffer: BufferProcess, tmp_path: Path) -> None:
+    """1. A hub's clock is 90 s ahead. Result: its log and `umbra status` say so; it works."""
+    log = tmp_path / "hub.log"
+    path = os.pathsep.join([str(SKEWED), *sys.path])
+    with log.open("wb") as file:
+        hub = subprocess.Popen(
+            [*UMBRA, "weight-hub", "--broker", buffer.broker],
+            env={**os.environ, "PYTHONPATH": path, "SKEW_S": "90"},
+            stdout=file,
+            stderr=file,
+        )
+    try:
+        status = until(
+            lambda: (
+                subprocess.run(
+                    [*UMBRA, "status", "--broker", buffer.broker],
+                    capture_output=True,
+                    text=True,
+                    timeout=WAIT_S,
+                    check=True,
+                ).stdout
+            ),
+            "90.0 s ahead of the buffer's",
+        )
+        until(lambda: log.read_text(), "this machine's clock is 90.0 s ahead of the buffer's")
+    finally:
+        hub.terminate()
+        assert hub.wait(WAIT_S) == 0
+    (line,) = [line for line in status.splitlines() if line.startswith("stuck: the clock of")]
+    assert line.endswith(
+        "is 90.0 s ahead of the buffer's at weight-hub, none: set the clocks (NTP); timelines are "
+        "aligned anyway"
+    )
+
+
+def until(text: Callable[[], str], part: str) -> str:
+    """`text`, once `part` is in it."""
+    deadline = time.monotonic() + WAIT_S
+    while part not in (found := text()):
+        assert time.monotonic() < deadline, found
+        time.sleep(0.05)
+    return found

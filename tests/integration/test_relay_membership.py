@@ -1,0 +1,92 @@
+"""A relay is a member of the run: it is seen, may be drained, and ends when the run does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+from fakes.crash_run import BufferProcess, Peer
+
+from umbra.proto.messages import FinishRun, Member, RunFinished
+from umbra.services.monitor.client import StatusClient
+
+WAIT_S = 40.0
+UMBRA = (sys.executable, "-m", "umbra")
+
+
+@pytest.fixture
+def buffer(tmp_path: Path) -> Iterator[BufferProcess]:
+    process = BufferProcess(tmp_path)
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def relay(buffer: BufferProcess, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """One that has not found a hub yet."""
+    nobody = "tcp://127.0.0.1:9"
+    own = ("weight-hub", "relay", "--hub", nobody, "--listen", "tcp://127.0.0.1:*")
+    with (tmp_path / "relay.log").open("wb") as log:
+        popen = subprocess.Popen(
+            [*UMBRA, *own, "--broker", buffer.broker, "--name", "relay-b"],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            stdout=log,
+            stderr=log,
+        )
+    yield popen
+    popen.kill()
+    popen.wait()
+
+
+def members(broker: str, until: Callable[[dict[str, Member]], object]) -> dict[str, Member]:
+    """The members, once they are as they should be."""
+    deadline = time.monotonic() + WAIT_S
+    with StatusClient(broker) as client:
+        while not until(found := {m.name: m for m in client.status(WAIT_S).members}):
+            assert time.monotonic() < deadline, found
+            time.sleep(0.05)
+    return found
+
+
+def test_a_relay_ends_with_a_run_that_ends_at_once(
+    buffer: BufferProcess,
+    relay: subprocess.Popen[bytes],
+    tmp_path: Path,
+    zmq_context: zmq.Context[zmq.Socket[bytes]],
+) -> None:
+    """Nobody else has to leave, so the buffer stays no longer than for the relay."""
+    (member,) = members(buffer.broker, lambda found: "relay-b" in found).values()
+    assert member.role == "weight_hub"
+    trainer = Peer(zmq_context, buffer.broker, "trainer", "trainer")
+    assert isinstance(trainer.call(FinishRun(reason="done")), RunFinished)
+    trainer.close()
+    assert relay.wait(WAIT_S) == 0, (tmp_path / "relay.log").read_text()
+
+
+def test_a_relay_is_drained_alone(buffer: BufferProcess, relay: subprocess.Popen[bytes]) -> None:
+    members(buffer.broker, lambda found: "relay-b" in found)
+    drain = ("drain", "relay-b", "--broker", buffer.broker)
+    subprocess.run([*UMBRA, *drain], check=True, capture_output=True, timeout=WAIT_S)
+    assert relay.wait(WAIT_S) == 0
+    members(buffer.broker, lambda found: not found)
+
+
+def test_a_relay_that_lost_the_buffer_fails(buffer: BufferProcess, tmp_path: Path) -> None:
+    own = ("--hub", "tcp://127.0.0.1:9", "--listen", "tcp://127.0.0.1:*", "--name", "relay-b")
+    popen = subprocess.Popen(
+        [*UMBRA, "weight-hub", "relay", *own, "--broker", buffer.broker,
+         "--set", "run.broker_grace_s=1"],
+        stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    members(buffer.broker, lambda found: "relay-b" in found)
+    buffer.kill()
+    _, errors = popen.communicate(timeout=WAIT_S)
+    assert popen.returncode == 5, errors
+    assert errors.splitlines()[-1].endswith("is silent for 1 s")
