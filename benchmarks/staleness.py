@@ -30,8 +30,9 @@ from typing import Any
 
 from report import Report
 from staleness_cells import DEFAULT, OBJECTIVES, Cell, cells
-from warm_process import WarmProcess, warm_up
+from warm_process import warm_up
 
+from umbra.deploy import stage
 from umbra.deploy.demo import DEMOS, HELDOUT, RECIPES
 from umbra.deploy.process import child_environ, umbra_argv
 
@@ -49,9 +50,9 @@ def umbra(log: Path, *arguments: str) -> str:
     out = log.with_suffix(".out")
     log.write_text("")
     out.write_text("")
-    process = WarmProcess(
+    process = stage.Process(
         umbra_argv(*arguments), log_path=log, environ=child_environ(), stdout_path=out
-    )
+    )  # a `WarmProcess` in a worker
     deadline = time.monotonic() + RUN_LIMIT_S
     while (code := process.poll()) is None:
         if time.monotonic() > deadline:
@@ -203,6 +204,8 @@ def run_all(
         free.put(cores[job % len(cores)])
     tasks = [(cell, work, deadline) for cell in grid]
     with context.Pool(jobs, initializer=begin, initargs=(free,)) as pool:
+        bases = sorted({(work, cell.task, cell.seed) for cell in grid})
+        pool.starmap(base_model, bases, chunksize=1)
         yield from filter(None, pool.imap_unordered(run_in_time, tasks))
 
 
