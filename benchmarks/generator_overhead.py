@@ -3,11 +3,11 @@
     python benchmarks/generator_overhead.py [--json FILE] [--engines vllm,torch] [--requests 512]
                                             [--slots 64] [--passes 4] [--hidden 256] [--layers 4]
 
-The same prompts and lengths' distribution: once handed to the engine all at once (for vLLM: one
-`AsyncLLM.generate` each, gathered; for torch: one `submit`), once leased from a buffer in this
-process by the generator's loop, which tokenises, rolls out, rewards and delivers trajectories.
-A token in a hundred ends an answer, so slots are refilled all the time. Passes take turns. Then
-five versions of weights come while all slots are busy: `new_weights_ms` is what one stops the loop.
+The same prompts, to be answered by the same numbers of tokens (drawn as if one in a hundred ended
+an answer): once handed to the engine all at once (for vLLM: one `AsyncLLM.generate` each, gathered;
+for torch: one `submit`), once leased from a buffer in this process by the generator's loop, which
+tokenises, rolls out, rewards and delivers trajectories. Passes take turns. Then five versions of
+weights come while all slots are busy: `new_weights_ms` is what one stops the loop.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ import argparse
 import asyncio
 import os
 import queue
+import random
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -41,7 +43,7 @@ from umbra.proto.messages import (
 from umbra.proto.records import SampleTask, Sampling
 from umbra.services.environments.pool import open_pool
 from umbra.services.generator.buffer_client import BufferClient
-from umbra.services.generator.engine import EngineRequest, StreamingEngine
+from umbra.services.generator.engine import EngineOutput, EngineRequest, StreamingEngine
 from umbra.services.generator.loop import GeneratorLoop
 from umbra.services.generator.rollout import RolloutSettings
 from umbra.services.generator.runner import RolloutRunner
@@ -60,6 +62,31 @@ LONGEST = 256
 CONTEXT = 320
 STOP = 3
 GOAL = 0.97
+
+
+class FixedLengths:
+    """An engine whose answer to request i has `lengths[i]` tokens, the last of them `STOP`."""
+
+    def __init__(self, engine: StreamingEngine, lengths: Sequence[int]) -> None:
+        self._engine = engine
+        self._lengths = lengths
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def submit(self, requests: Iterable[EngineRequest]) -> None:
+        """As the engine's."""
+        self._engine.submit(
+            replace(request, max_tokens=self._lengths[int(request.request_id)])
+            for request in requests
+        )
+
+    def poll(self, timeout_s: float) -> list[EngineOutput]:
+        """As the engine's."""
+        outputs = self._engine.poll(timeout_s)
+        for output in outputs:
+            output.token_ids[-1] = STOP
+        return outputs
 
 
 class InProcessBuffer:
@@ -119,9 +146,14 @@ class Outside:
 
 
 def through_the_loop(
-    engine: StreamingEngine, chat: Chat, rows: Sequence[dict[str, Any]], folder: Path
-) -> tuple[int, float]:
-    """Tokens, and seconds from the first question for work to the last delivery."""
+    bare: StreamingEngine,
+    chat: Chat,
+    rows: Sequence[dict[str, Any]],
+    lengths: Sequence[int],
+    folder: Path,
+) -> float:
+    """Seconds from the first question for work to the last delivery."""
+    engine: Any = FixedLengths(bare, lengths)
     outside: Any = Outside()
     buffer = InProcessBuffer(rows)
     channel: Any = buffer
@@ -145,23 +177,30 @@ def through_the_loop(
     while buffer.delivered < len(rows):
         loop.turn()
     seconds = time.perf_counter() - began
+    assert buffer.tokens == sum(lengths)
     pool.close()
     metrics.close()
-    return buffer.tokens, seconds
+    return seconds
 
 
-def bare_torch(engine: StreamingEngine, prompts: Sequence[list[int]]) -> tuple[int, float]:
-    """One `submit`, and `poll` until all is done."""
+def bare_torch(
+    engine: StreamingEngine, prompts: Sequence[list[int]], lengths: Sequence[int]
+) -> float:
+    """Seconds of one `submit`, and of `poll` until all is done."""
     began, before = time.perf_counter(), engine.decoded_tokens
     sampling = Sampling(max_tokens=LONGEST)
-    engine.submit(EngineRequest(str(i), p, sampling, LONGEST) for i, p in enumerate(prompts))
+    engine.submit(
+        EngineRequest(str(i), prompt, sampling, length)
+        for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+    )
     while engine.busy:
         engine.poll(0.0)
-    return engine.decoded_tokens - before, time.perf_counter() - began
+    assert engine.decoded_tokens - before == sum(lengths)
+    return time.perf_counter() - began
 
 
-def bare_vllm(engine: Any, prompts: Sequence[list[int]]) -> tuple[int, float]:
-    """One `AsyncLLM.generate` for each prompt, gathered, in vLLM's own event loop."""
+def bare_vllm(engine: Any, prompts: Sequence[list[int]], lengths: Sequence[int]) -> float:
+    """Seconds of one `AsyncLLM.generate` for each prompt, gathered, in vLLM's own event loop."""
     from vllm.inputs import tokens_input
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -169,8 +208,8 @@ def bare_vllm(engine: Any, prompts: Sequence[list[int]]) -> tuple[int, float]:
 
     async def one(index: int, prompt: list[int]) -> int:
         params = SamplingParams(
-            max_tokens=LONGEST,
-            stop_token_ids=[STOP],
+            max_tokens=lengths[index],
+            ignore_eos=True,
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
@@ -186,7 +225,8 @@ def bare_vllm(engine: Any, prompts: Sequence[list[int]]) -> tuple[int, float]:
 
     began = time.perf_counter()
     tokens = asyncio.run_coroutine_threadsafe(all_of_them(), server._loop).result(300)
-    return tokens, time.perf_counter() - began
+    assert tokens == sum(lengths)
+    return time.perf_counter() - began
 
 
 def pauses(engine: Any, path: Path, prompts: Sequence[list[int]]) -> list[float]:
@@ -218,7 +258,7 @@ def make_engine(name: str, path: Path, slots: int) -> StreamingEngine:
     """The engine called `name`, serving the model in `path` as version 0."""
     if name == "torch":
         model = load_model(path, torch.device("cpu"), torch.float32)
-        return TorchEngine(model, stop_ids={STOP}, slots=slots, max_context=CONTEXT, version=0)
+        return TorchEngine(model, stop_ids=(), slots=slots, max_context=CONTEXT, version=0)
     from umbra.services.generator.vllm_options import set_environment
 
     config = Generator(engine="vllm", threads=1, slots=slots, max_context=CONTEXT)
@@ -226,7 +266,7 @@ def make_engine(name: str, path: Path, slots: int) -> StreamingEngine:
     from umbra.services.generator.vllm_engine import VllmEngine
 
     outline = outline_model(path)
-    return VllmEngine(path, outline, config, dtype="float32", stop_ids={STOP}, version=0)
+    return VllmEngine(path, outline, config, dtype="float32", stop_ids=(), version=0)
 
 
 def main() -> int:
@@ -248,29 +288,30 @@ def main() -> int:
         chat = Chat(load_tokenizer(folder / "model"), {STOP})
         rows = [{"prompt": f"{i} " * (1 + i % 9), "answer": ""} for i in range(args.requests)]
         prompts = [chat.prompt_ids([{"role": "user", "content": r["prompt"]}]) for r in rows]
+        source = random.Random(0)
+        lengths = [min(LONGEST, 1 + int(source.expovariate(0.01))) for _ in prompts]
         for engine_name in args.engines.split(","):
             engine = make_engine(engine_name, folder / "model", args.slots)
             bare = bare_vllm if engine_name == "vllm" else bare_torch
             try:
-                bare(engine, prompts[: args.slots])  # what is compiled or cached once
-                rates: dict[str, list[float]] = {"bare": [], "loop": []}
+                # What is compiled or cached once.
+                bare(engine, prompts[: args.slots], lengths[: args.slots])
+                seconds: dict[str, list[float]] = {"bare": [], "loop": []}
                 for _ in range(args.passes):
-                    tokens, seconds = bare(engine, prompts)
-                    rates["bare"].append(tokens / seconds)
-                    tokens, seconds = through_the_loop(engine, chat, rows, folder)
-                    rates["loop"].append(tokens / seconds)
+                    seconds["bare"].append(bare(engine, prompts, lengths))
+                    spent = through_the_loop(engine, chat, rows, lengths, folder)
+                    seconds["loop"].append(spent)
                 pause_ms = median(pauses(engine, folder / "model", prompts[: args.slots]))
             finally:
                 engine.close()
-            ratio = median(
-                loop / plain for loop, plain in zip(rates["loop"], rates["bare"], strict=True)
-            )
+            pairs = zip(seconds["bare"], seconds["loop"], strict=True)
+            ratio = median(plain / loop for plain, loop in pairs)
             report.add(
                 engine=engine_name,
-                bare_tok_s=median(rates["bare"]),
-                loop_tok_s=median(rates["loop"]),
+                bare_tok_s=sum(lengths) / median(seconds["bare"]),
+                loop_tok_s=sum(lengths) / median(seconds["loop"]),
                 ratio=ratio,
-                best_ratio=max(rates["loop"]) / max(rates["bare"]),
+                best_ratio=min(seconds["bare"]) / min(seconds["loop"]),
                 new_weights_ms=pause_ms,
             )
             report.goal(f"{engine_name}: loop over bare", ratio, ">=", GOAL)

@@ -47,6 +47,7 @@ from umbra.services.generator.engine import (
 _REPLY_S = 60.0  # of a request's abort
 _LOAD_S = 600.0  # of a version's load
 _CLOSE_S = 5.0
+_KILL_S = 2.0  # until its processes, which hold nothing that is needed any more, are killed
 AGAIN = {"path": "", "manifest": b""}  # of `UpdateInfo`: the version begins anew
 _REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
 
@@ -190,7 +191,7 @@ class VllmServer:
         with suppress(UmbraError):
             self._wait(self._end(), _CLOSE_S)
         with suppress(Exception):  # it may have died half-way; nothing of it is needed any more
-            self._llm.shutdown(timeout=_CLOSE_S)
+            self._llm.shutdown(timeout=_KILL_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CLOSE_S)
         if not self._thread.is_alive():

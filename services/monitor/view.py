@@ -47,6 +47,8 @@ def headline(status: Status, rates: Rates, reward: float | None = None) -> str:
     parts += [f"ess {value:.2f}" for value in ess]
     parts.append(f"samples/s {rates.samples:.0f}")
     parts.append(f"in flight {sum(status.ledger.in_flight.values())}")
+    if failed := status.ledger.ended.get("failed"):
+        parts.append(f"failed {failed}")
     parts += [eval_text(one) for one in status.evals if not one.done]
     if status.ledger.balance:
         parts.append(f"LEDGER OFF BY {status.ledger.balance}")

@@ -90,6 +90,11 @@ def test_headline_before_anything_was_trained() -> None:
     assert line == "step 0/300  staleness -  samples/s 0  in flight 0"
 
 
+def test_failed_samples_are_in_the_headline() -> None:
+    ledger = Ledger(issued=12, ended={"failed": 12})
+    assert headline(status(ledger=ledger), Rates()).endswith("  in flight 0  failed 12")
+
+
 def test_an_unbalanced_ledger_is_shouted() -> None:
     wrong = status(ledger=Ledger(issued=5, trained=3))
     assert "LEDGER OFF BY 2" in headline(wrong, Rates())
