@@ -51,7 +51,7 @@ BASE: Tree = {
 }  # fmt: skip
 PER_GENERATOR = 8  # samples of a batch
 GENERATORS = (8, 32, 128, 512, 1024, 2048, 4096)
-STEPS = {8: 40, 32: 24, 128: 14, 512: 9}  # more of them where chance is larger; else 8
+STEPS = {8: 40, 32: 24, 128: 14, 512: 9, 4096: 7}  # more where chance is larger; else 8
 LARGEST_COLOCATED = 512
 
 
@@ -203,7 +203,7 @@ AREAL_BASE: Tree = {
 def areal() -> Iterator[tuple[str, Scenario]]:
     """Their synchronous mode on all GPUs, and their asynchronous split."""
     base = merged(BASE, AREAL_BASE)
-    for name, trainers, ahead, steps in (("synchronous", 0, 0, 2), ("asynchronous", 32, 4, 11)):
+    for name, trainers, ahead, steps in (("synchronous", 0, 0, 2), ("asynchronous", 32, 4, 10)):
         changes: Tree = {
             "cluster": {"gpus": 128, "trainer_gpus": trainers},
             "run": {"steps": steps},
