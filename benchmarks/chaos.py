@@ -16,6 +16,7 @@ import argparse
 import json
 import random
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -229,6 +230,7 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="leave the runs in --dir")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # with all that was started
     with tempfile.TemporaryDirectory() as scratch:
         home = (options.dir or Path(scratch)).resolve()
         home.mkdir(parents=True, exist_ok=True)

@@ -20,6 +20,7 @@ AT_ONCE = 2  # acts that are not recovered from yet
 TRAINER_KILLS = 3  # as often as `umbra up` starts a trainer again
 KILLS_PER_MINUTE = 4  # of one process: one less than `umbra up` allows
 REST_S = 75.0  # between two ends of the whole run
+LAST = 20  # steps of a run at whose end it is left to end by itself
 STOPPED_S = (0.5, 8.0)  # dead_after_s lies between
 MOST = {"generator": 3, "scorer": 2, "relay": 1}
 SERVICES = ("buffer", "weight-hub", "trainer", "generator", "scorer", "relay")
@@ -96,7 +97,7 @@ class Disturber:
 
     def _do_something(self, status: Status, now: float) -> bool:
         if now - self._rested_at > REST_S:  # when everything else is over
-            calm = not self._open and not self._stopped
+            calm = not self._open and not self._stopped and status.version < status.steps - LAST
             return calm and self._end_run(self._chance.choice(("kill", "drain")), status, now)
         kinds = list(WEIGHTS)
         kind = self._chance.choices(kinds, [WEIGHTS[k] for k in kinds])[0]

@@ -25,7 +25,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "long_tail": ("--requests", "64", "--passes", "1"),
     "security_cost": ("--seconds", "2", "--size-mib", "32", "--rounds", "1"),
     "snapshot_memory": ("--size-mib", "64", "--ranks", "1,2"),
-    "staleness": (*FEW, "--short", "--staleness", "1", "--minibatches", "1"),
+    "staleness": (*FEW, "--staleness", "1", "--minibatches", "1"),
     "store": ("--records", "2000", "--rounds", "1"),
     "trainer_speed": ("--groups", "2", "--passes", "1"),
     "trl_peer": ("--threads", "1", "--steps", "10"),

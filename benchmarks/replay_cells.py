@@ -9,6 +9,7 @@ real: buffer, hub, generators, trainer, their sockets, leases, pushes.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from click.testing import CliRunner
 from whole_runs import Steady, cpu_idle, run, steady
 
 from umbra.deploy.run_folder import RunFolder, read_rows
-from umbra.services.generator.replay_model import ReplayModel
+from umbra.services.generator.replay_model import ReplayDecoder, ReplayModel
 from umbra.services.generator.tasks import write_task
 from umbra.services.runtime.config_loader import load_config
 from umbra.services.trainer.make_model import command as make_model
@@ -28,6 +29,7 @@ from umbra.services.trainer.make_model import command as make_model
 ACCELERATORS = 8
 SLOTS = 16
 BATCH_GROUPS, GROUP_SIZE = 16, 8
+SAMPLES = BATCH_GROUPS * GROUP_SIZE  # of a batch
 
 STEP_S, TOKEN_S, PROMPT_TOKEN_S = 6e-3, 1.25e-4, 2e-5  # of decoding
 PAUSE_S = 0.02  # new weights stop an engine for so long
@@ -84,11 +86,13 @@ class Mode:
 
 
 AHEAD = 4
+# A batch is divided evenly: nobody leases what another could begin with now.
+EVEN = ("generator.prefetch=0",)
 STALE = "buffer.max_staleness=8"
 MODES = (
     # Generation has all accelerators, then training has all: nothing is lost in between.
-    Mode("sync, all take turns", ACCELERATORS, ACCELERATORS, 13, 0),
-    Mode("sync, fixed split", 4, 4, 13, 0),
+    Mode("sync, all take turns", ACCELERATORS, ACCELERATORS, 13, 0, EVEN),
+    Mode("sync, fixed split", 4, 4, 13, 0, EVEN),
     Mode(
         "one step off",
         4,
@@ -171,6 +175,32 @@ def ideal(mode: Mode, done: Steady) -> Ideal:
         generation_s=work / mode.generators + PAUSE_S,
         training_s=mode.train_step_s + mode.train_token_s * (tokens + prompts),
     )
+
+
+def turns_s(mode: Mode, mix: str, batches: int = 200) -> float:
+    """Mean seconds per step of a synchronous `mode` that loses nothing but what it must.
+
+    Its engines share a batch evenly and decode until the last of its samples has ended; then there
+    is the pause for new weights, and the update. Drawn anew, from lengths of `mix`.
+    """
+    dice, model = random.Random(0), replay_model(mix)
+    spent = 0.0
+    for _ in range(batches):
+        lengths = [model.length(dice.random()) for _ in range(SAMPLES)]
+        ends = [_decoded_s(model, lengths[n :: mode.generators]) for n in range(mode.generators)]
+        update = mode.train_step_s + mode.train_token_s * sum(lengths)
+        spent += max(ends) + PAUSE_S + update
+    return spent / batches
+
+
+def _decoded_s(model: ReplayModel, lengths: Sequence[int]) -> float:
+    decoder, at = ReplayDecoder(model, SLOTS), 0.0
+    for number, length in enumerate(lengths):
+        decoder.submit(str(number), 0, length, 0.0)
+    while (following := decoder.next_at()) is not None:
+        at = following
+        decoder.advance(at)
+    return at
 
 
 def prepare(work: Path) -> None:

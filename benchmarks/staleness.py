@@ -1,12 +1,13 @@
 """Final accuracy versus staleness, for several objectives, in real asynchronous runs.
 
-    python benchmarks/staleness.py --json FILE                    the whole grid: hours
-    python benchmarks/staleness.py --json FILE --short --seeds 0 --tasks sort --minutes 20
+    python benchmarks/staleness.py --json FILE --jobs 2              the whole grid: hours
+    python benchmarks/staleness.py --json FILE --seeds 0 --tasks sort --staleness 0 8 --minutes 20
 
-Every cell is a whole run (`umbra up`: buffer, hub, generator, trainer as processes). FILE is
-written after each; cells that are in it already are skipped, so the grid can be made in slices.
-What staleness a run really had is measured and stands in its row next to what it was meant to have.
-`docs/plot_staleness.py FILE` draws the picture.
+Every cell is a whole run (`umbra up`: buffer, hub, generator, trainer as processes), which has a
+core to itself; `--jobs` is how many there are at once. FILE is written after each; cells that are
+in it already are skipped, so the grid can be made in slices: go on with a copy of
+`benchmarks/results/staleness.json`. What staleness a run really had is measured and stands in its
+row next to what it was meant to have. `docs/plot_staleness.py FILE` draws the picture.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from multiprocessing import get_context
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
@@ -28,8 +30,9 @@ from typing import Any
 
 from report import Report
 from staleness_cells import DEFAULT, OBJECTIVES, Cell, cells
-from warm_process import WarmProcess, warm_up
+from warm_process import warm_up
 
+from umbra.deploy import stage
 from umbra.deploy.demo import DEMOS, HELDOUT, RECIPES
 from umbra.deploy.process import child_environ, umbra_argv
 
@@ -47,9 +50,9 @@ def umbra(log: Path, *arguments: str) -> str:
     out = log.with_suffix(".out")
     log.write_text("")
     out.write_text("")
-    process = WarmProcess(
+    process = stage.Process(
         umbra_argv(*arguments), log_path=log, environ=child_environ(), stdout_path=out
-    )
+    )  # a `WarmProcess` in a worker
     deadline = time.monotonic() + RUN_LIMIT_S
     while (code := process.poll()) is None:
         if time.monotonic() > deadline:
@@ -121,6 +124,7 @@ def run_cell(cell: Cell, work: Path) -> dict[str, Any]:
         "seed": cell.seed,
         "accuracy": accuracy,
         "before": json.loads(before.read_text()),
+        "curve": " ".join(f"{mean(one):.2f}" for one in tenths([r["reward/mean"] for r in rows])),
         "reward_best": max(
             mean(r["reward/mean"] for r in rows[i : i + 5]) for i in range(len(rows) - 4)
         ),
@@ -152,6 +156,12 @@ def steps_of(metrics: Path) -> list[dict[str, Any]]:
     """The rows of kind "step"."""
     rows = map(json.loads, metrics.read_text(encoding="utf-8").splitlines())
     return [row for row in rows if row["kind"] == "step"]
+
+
+def tenths(values: list[float]) -> list[list[float]]:
+    """Ten slices of nearly the same length; fewer of fewer values."""
+    ends = [len(values) * n // 10 for n in range(11)]
+    return [values[a:b] for a, b in pairwise(ends) if b > a]
 
 
 def average(rows: list[dict[str, Any]], name: str) -> float:
@@ -194,6 +204,8 @@ def run_all(
         free.put(cores[job % len(cores)])
     tasks = [(cell, work, deadline) for cell in grid]
     with context.Pool(jobs, initializer=begin, initargs=(free,)) as pool:
+        bases = sorted({(work, cell.task, cell.seed) for cell in grid})
+        pool.starmap(base_model, bases, chunksize=1)
         yield from filter(None, pool.imap_unordered(run_in_time, tasks))
 
 

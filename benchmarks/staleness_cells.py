@@ -21,10 +21,12 @@ OBJECTIVES: dict[str, tuple[str, ...]] = {
     "gspo": ("objective=gspo",),
     "prime_rl": ("objective=prime_rl",),
     "opsm": ("objective=ppo", "mask=opsm"),
+    "ppo-dual": ("objective=ppo", "dual_clip=3.0"),
+    "tis-opsm": ("objective=tis", "mask=opsm"),
 }
 DEFAULT = ("naive", "ppo", "tis", "decoupled", "m2po")
 # Where p = mu, these are one and the same; so on-policy a single run stands for all of them.
-ALIKE = ("naive", "ppo", "tis", "decoupled", "decoupled-interpolated", "icepop", "m2po")
+ALIKE = ("naive", "ppo", "tis", "decoupled", "decoupled-interpolated", "icepop", "m2po", "ppo-dual")
 
 
 @dataclass(frozen=True)

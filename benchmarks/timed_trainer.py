@@ -4,8 +4,8 @@
 
 It joins the run, leases and commits batches, and publishes the weights of a (tiny) model after each
 step. Only the update is left out: it sleeps for STEP_S + TOKEN_S * tokens of the batch, as if on
-accelerators of its own. With EVERY > 0, each EVERY-th weight changes, so that there is something to
-send.
+accelerators of its own. With EVERY > 0, one of EVERY weights changes, drawn at random, for there to
+be something to send.
 """
 
 from __future__ import annotations
@@ -56,9 +56,10 @@ class TimedUpdate:
 
     def __call__(self, batch: Batch, version: int, keep_going: Callable[[], bool]) -> Row | None:
         """Let the time pass."""
+        del version
         until = time.monotonic() + self._step_s + self._token_s * batch.tokens.ids.numel()
         if self._every:
-            self._change(version)
+            self._change()
         while (left := until - time.monotonic()) > 0:
             if not keep_going():
                 return None
@@ -68,10 +69,10 @@ class TimedUpdate:
         return row | {"loss": 0.0, "ess": 1.0, "skipped": 0.0}
 
     @torch.no_grad()
-    def _change(self, version: int) -> None:
-        """Other weights in each version, as many."""
+    def _change(self) -> None:
         for parameter in self._learner.model.parameters():
-            parameter.view(-1)[version % self._every :: self._every].mul_(1.02)
+            flat = parameter.view(-1)
+            flat[torch.randint(len(flat), (len(flat) // self._every,))] *= 1.02
 
 
 def main() -> None:

@@ -11,8 +11,7 @@ does with a leased batch: checks, advantages, packing, loss, metrics, step.
 
 On a GPU the model is a Qwen3 with random weights (0.6 B by default) in bf16, TRL is left out, and
 `mfu` is the model's floating-point operations per second over those of a large matrix product on
-the same GPU. Counted are 6 operations per weight and token (the output layer: per learned token),
-and 6 L^2 per head dimension, head and layer for the causal attention of a sequence of L tokens.
+the same GPU, both as `services/trainer/operations.py` counts them.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ from umbra.proto.records import Sampling, Trajectory, VersionSpan, pack_float32,
 from umbra.services.modeling.packing import pack
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config_loader import load_config
-from umbra.services.trainer.batch import Batch, make_batch
+from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.make_model import make_model
+from umbra.services.trainer.operations import Operations, ceiling
 from umbra.services.trainer.policy import load_policy
 from umbra.services.trainer.update import PolicyUpdate
 
 GROUP = 8
 SPEED_GOAL, MFU_GOAL, SHARED_GOAL = 0.95, 0.45, 1.9
-MATRIX = 8192  # rows of the product that gives the ceiling
 
 
 def make_load(groups: int, prompt: int, mean: int, longest: int, vocab: int) -> list[Trajectory]:
@@ -113,32 +112,6 @@ def settings(args: argparse.Namespace, **trainer: Any) -> RunConfig:
         "learning_rate": 1e-5,
     } | trainer
     return load_config(overrides=[f"trainer.{k}={v}" for k, v in keys.items()], environ={})
-
-
-def ceiling(device: torch.device) -> float:
-    """Operations per second of a bf16 product of two square matrices, the best of ten."""
-    a = torch.randn(MATRIX, MATRIX, device=device, dtype=torch.bfloat16)
-    best = float("inf")
-    for _ in range(12):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        torch.mm(a, a)
-        torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - begin)
-    return 2 * MATRIX**3 / best
-
-
-def operations(model: PreTrainedModel, batch: Batch) -> float:
-    """Floating-point operations of one update, as counted above."""
-    config: Any = model.config
-    body = sum(p.numel() for name, p in model.named_parameters() if "embed" not in name)
-    if not config.tie_word_embeddings:
-        body -= config.vocab_size * config.hidden_size
-    head = config.vocab_size * config.hidden_size
-    squares = float(batch.tokens.lengths.double().square().sum())
-    heads = config.num_attention_heads * config.head_dim * config.num_hidden_layers
-    fed = float(batch.tokens.lengths.sum())
-    return 6 * body * fed + 6 * head * len(batch.tokens.learned) + 6 * heads * squares
 
 
 def on_cpu(args: argparse.Namespace, report: Report) -> None:
@@ -231,7 +204,8 @@ def on_cuda(args: argparse.Namespace, report: Report) -> None:
         for who, make in steps.items():  # one at a time: each holds a model and its optimizer
             seconds |= best_of({who: make()}, args.passes, cuda=True)
             torch.cuda.empty_cache()
-        work = operations(model(), batch)
+        cost = Operations.of(model())
+        work = sum(cost.update(micro) for micro in micros)
         for who, spent in seconds.items():
             mfu = work / spent / top if who != "trainer" else float("nan")
             report.add(

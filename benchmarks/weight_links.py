@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
+from pathlib import Path
 from types import TracebackType
 
 PREFIX = "umbra"
-NETWORK = "10.77.77"
 
 
 def why_not() -> str:
@@ -34,20 +35,22 @@ class Links:
     def __init__(self, count: int, rate: str) -> None:
         self._count = count
         self._rate = rate
-        self._bridge = f"{PREFIX}{os.getpid() % 10000}"
+        self._bridge = f"{PREFIX}{os.getpid()}"
+        self._network = f"10.77.{100 + os.getpid() % 100}"
 
     def address(self, node: int) -> str:
         """Of a node, on the bridge's network."""
-        return f"{NETWORK}.{node + 1}"
+        return f"{self._network}.{node + 1}"
 
     def enter(self, node: int) -> list[str]:
         """What to put before a command so that it runs on a node."""
         return ["ip", "netns", "exec", self._name(node)]
 
     def __enter__(self) -> Links:
+        _clear()
         try:
             _run("ip", "link", "add", self._bridge, "type", "bridge")
-            _run("ip", "addr", "add", f"{NETWORK}.254/24", "dev", self._bridge)
+            _run("ip", "addr", "add", f"{self._network}.254/24", "dev", self._bridge)
             _run("ip", "link", "set", self._bridge, "up")
             for node in range(self._count):
                 self._add(node)
@@ -78,14 +81,25 @@ class Links:
         _run(*inside, "tc", "qdisc", "add", "dev", "eth0", *shape)
 
     def _remove(self) -> None:
-        for node in range(self._count):
-            subprocess.run(
-                ["ip", "netns", "del", self._name(node)], capture_output=True, check=False
-            )
-        subprocess.run(["ip", "link", "del", self._bridge], capture_output=True, check=False)
+        _delete([self._name(node) for node in range(self._count)], self._bridge)
 
     def _name(self, node: int) -> str:
         return f"{self._bridge}-{node}"
+
+
+def _clear() -> None:
+    """Remove what a process that was killed has left: its network would get our packets."""
+    for bridge in Path("/sys/class/net").glob(f"{PREFIX}*"):
+        match = re.fullmatch(rf"{PREFIX}(\d+)", bridge.name)
+        if match and not Path("/proc", match[1]).exists():
+            nodes = Path("/run/netns").glob(f"{bridge.name}-*")
+            _delete([node.name for node in nodes], bridge.name)
+
+
+def _delete(nodes: list[str], bridge: str) -> None:
+    for node in nodes:
+        subprocess.run(["ip", "netns", "del", node], capture_output=True, check=False)
+    subprocess.run(["ip", "link", "del", bridge], capture_output=True, check=False)
 
 
 def _run(*command: str) -> None:

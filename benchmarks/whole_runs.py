@@ -34,7 +34,7 @@ def run(config: RunConfig, scripts: Scripts, *, evaluate: bool = False) -> tuple
     folder = RunFolder.create(config.run.dir, config.run.name)
 
     def programs(config: RunConfig, folder: RunFolder, broker: str) -> list[Program]:
-        return [_instead(one, scripts) for one in other_programs(config, folder, broker)]
+        return [instead(one, scripts) for one in other_programs(config, folder, broker)]
 
     with Interrupts() as interrupts:
         view = QuietView()
@@ -49,7 +49,7 @@ def run(config: RunConfig, scripts: Scripts, *, evaluate: bool = False) -> tuple
     return summary, folder
 
 
-def _instead(program: Program, scripts: Scripts) -> Program:
+def instead(program: Program, scripts: Scripts) -> Program:
     """`program`, by a script of ours if there is one for its command."""
     # argv is: python -m umbra COMMAND ...
     script = scripts.get(program.argv[3])

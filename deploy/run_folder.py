@@ -95,6 +95,11 @@ class RunFolder:
         """The outcome in one object."""
         return self.path / "summary.json"
 
+    def forget_end(self) -> None:
+        """Remove what an earlier life of this run has left as its last word."""
+        for path in (self.buffer, self.summary):
+            path.unlink(missing_ok=True)
+
     @property
     def model(self) -> Path:
         """The exported policy."""

@@ -118,6 +118,7 @@ class Up:
 
     def _phases(self) -> tuple[str, int]:
         remove_leftovers(self.folder.id)  # of a life of this run that was killed
+        self.folder.forget_end()
         origin = self.folder.read_origin()
         if self._evaluate:
             known = origin.get("before")

@@ -2,8 +2,8 @@
 
 A request names what it wants; its reply carries the request's id in `Header.reply_to`. Messages
 that a server sends unasked (`Command`, `Interrupt`, `Prepare`, `Commit`, `Abort`) have
-`reply_to = None`. Those of the weights socket are in `weights.py`, those by which a person operates
-a run in `operator.py`.
+`reply_to = None`. Those of the weights socket are in `weights.py`, those of the trainer and the
+buffer in `training.py`, those by which a person operates a run in `operator.py`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,16 @@ from umbra.proto.records import (
     Score,
     ScoringTask,
     Trajectory,
+)
+from umbra.proto.training import (
+    BatchLease,
+    CheckpointSaved,
+    CommitAck,
+    CommitBatch,
+    FinishRun,
+    LeaseBatch,
+    PeekBatch,
+    RunFinished,
 )
 from umbra.proto.weights import (
     Abort,
@@ -308,62 +318,6 @@ class SubmitScores(Message, frozen=True, kw_only=True):
     scores: list[Score]
 
 
-class LeaseBatch(Message, frozen=True, kw_only=True):
-    """The trainer asks for the batch of optimizer step `step` (1-based), waiting up to `wait_s`."""
-
-    step: int
-    wait_s: float
-
-
-class BatchLease(Message, frozen=True, kw_only=True):
-    """The batch, whole groups in order; empty when it could not be filled within `wait_s`.
-
-    `waiting_for` says in words what is missing.
-    """
-
-    step: int
-    trajectories: list[Trajectory]
-    waiting_for: str = ""
-    paused: bool = False  # it is not late: the run was paused
-    checkpoint: bool = False  # save the state of now before anything else
-    evals: list[EvalReport] = []  # the last ones that are over, for the trainer's curves
-
-
-class CommitBatch(Message, frozen=True, kw_only=True):
-    """The batch of `step` has been trained on. A repeated commit is a no-op."""
-
-    step: int
-    metrics: dict[str, float] = {}
-
-
-class CommitAck(Message, frozen=True, kw_only=True):
-    """Committed; the ledger after it."""
-
-    version: int
-    ledger: Ledger
-
-
-class CheckpointSaved(Message, frozen=True, kw_only=True):
-    """The trainer can start again after `step`: batches up to it need not be kept any more."""
-
-    step: int
-    newest: int = -1  # step of the newest checkpoint, on which the trainer need not rely alone
-    error: str = ""  # why the last one that was tried is not there
-
-
-class FinishRun(Message, frozen=True, kw_only=True):
-    """The trainer is done: what is in flight ends as `cancelled`, everyone drains."""
-
-    reason: str
-
-
-class RunFinished(Message, frozen=True, kw_only=True):
-    """The final ledger; nothing is in flight any more."""
-
-    ledger: Ledger
-    evals: list[EvalReport] = []  # the last ones that are over
-
-
 # -- telemetry (PUB -> XSUB/XPUB -> SUB): may be lost, never changes behaviour -------------------
 
 
@@ -382,7 +336,8 @@ CONTROL: tuple[type[Message], ...] = (
 DATA: tuple[type[Message], ...] = (
     LeaseSamples, SampleLeases, SubmitTrajectories, SubmitAck, ReturnSamples, RenewLeases, RenewAck,
     Interrupt, FlushPartials, LeaseScoring, ScoringLeases, SubmitScores,
-    LeaseBatch, BatchLease, CommitBatch, CommitAck, CheckpointSaved, FinishRun, RunFinished,
+    LeaseBatch, PeekBatch, BatchLease, CommitBatch, CommitAck, CheckpointSaved,
+    FinishRun, RunFinished,
 )  # fmt: skip
 WEIGHTS: tuple[type[Message], ...] = (
     RegisterManifest, ArenaReady, AcquireSlot, SlotGranted, Publish, Subscribe, Subscribed,

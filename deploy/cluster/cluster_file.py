@@ -93,7 +93,7 @@ def load_cluster(path: Path) -> ClusterFile:
         raise UsageError(f"cluster file {path} is not valid TOML: {error}") from error
     for section in tree:
         if section not in ("cluster", "nodes"):
-            near = _nearest(section, ["cluster", "nodes"])
+            near = nearest(section, ["cluster", "nodes"])
             raise UsageError(f"{path}: unknown section [{section}]{near}")
     listed = tree.get("nodes", [])
     if not isinstance(listed, list) or not listed:
@@ -111,7 +111,7 @@ def load_cluster(path: Path) -> ClusterFile:
     if file.cluster.broker and file.cluster.broker not in names:
         raise UsageError(
             f"{path}: cluster.broker = {file.cluster.broker} is no node"
-            f"{_nearest(file.cluster.broker, names)}"
+            f"{nearest(file.cluster.broker, names)}"
         )
     return file
 
@@ -124,7 +124,7 @@ def _read(kind: type[S], values: Any, where: str) -> S:
         if key in FOREIGN:
             raise UsageError(f"{where}.{key} is async-rl's: write {FOREIGN[key]}")
         if key not in known:
-            raise UsageError(f"{where}: unknown key {key}{_nearest(key, known)}")
+            raise UsageError(f"{where}: unknown key {key}{nearest(key, known)}")
     try:
         return msgspec.convert(dict(values), kind)
     except msgspec.ValidationError as error:
@@ -133,6 +133,7 @@ def _read(kind: type[S], values: Any, where: str) -> S:
         raise UsageError(f"{where}{key}: {what[0].lower()}{what[1:]}") from error
 
 
-def _nearest(name: str, known: list[str]) -> str:
+def nearest(name: str, known: list[str]) -> str:
+    """A hint at what `name`, which is not `known`, was meant to be."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(known)}"

@@ -79,6 +79,18 @@ class Batches:
             self.archive.form(batch)
         return self.leased
 
+    def preview(self) -> list[Group] | None:
+        """What the batch after the leased one would be now; None while that cannot be told.
+
+        It is judged by the version at which it will be trained. Where groups are replayed the
+        commit adds to what there is to choose from, so nothing can be told before.
+        """
+        if self.leased is None or self.replays.enabled:
+            return None
+        if formed := self.formed.get(self.next_step + 1):
+            return formed.all_groups
+        return self._rules.choose(self._pool, self._policy, self.replays, self.next_step)
+
     def commit(self) -> Batch:
         """The leased batch has been trained on: the version goes up, and old groups go.
 

@@ -30,6 +30,7 @@ from umbra.proto.messages import (
     Leave,
     Nack,
     Ok,
+    PeekBatch,
     Ping,
     Pong,
     RenewLeases,
@@ -305,6 +306,8 @@ class Broker:
                 self.works.scorers.submit(request, body, now)
             case LeaseBatch() as body:
                 self.works.training.lease(request, body, now)
+            case PeekBatch() as body:
+                self.works.training.peek(request, body, now)
             case CommitBatch() as body:
                 self.works.training.commit(request, body)
             case CheckpointSaved() as body:

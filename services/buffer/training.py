@@ -15,6 +15,7 @@ from umbra.proto.messages import (
     LeaseBatch,
     Nack,
     Ok,
+    PeekBatch,
 )
 from umbra.services.buffer.batches import Batches
 from umbra.services.buffer.curves import StepCurves
@@ -37,11 +38,12 @@ class _Question:
     request: Request
     step: int
     deadline: float
+    held: str = ""
 
 
 class Training:
     """Answers the trainer. A question for a batch that is not full yet is parked; a newer one takes
-    its place.
+    its place. Beside it there may be one for a look at the batch after the one that is leased.
 
     Args:
         steps: of the run.
@@ -82,6 +84,7 @@ class Training:
         self._counters = counters
         self._outbox = outbox
         self._question: _Question | None = None
+        self._peek: _Question | None = None
 
     def lease(self, request: Request, body: LeaseBatch, now: float) -> None:
         """Hand out the batch of the next step, the same as before if asked again; or park this.
@@ -90,6 +93,7 @@ class Training:
         checkpoint, and gets the batches of the steps since then once more.
         """
         self._answer_parked("asked again")
+        self._answer_peek()
         is_new = request.header.incarnation != self.committer
         if is_new and 0 < body.step <= self._batches.version:
             if self._batches.can_rewind(body.step):
@@ -110,7 +114,14 @@ class Training:
             return
         if self.wanted_since is None:
             self.wanted_since = now
-        self._question = _Question(request, body.step, now + body.wait_s)
+        self._question = _Question(request, body.step, now + body.wait_s, body.held)
+        self.serve(now)
+        self.expire(now)
+
+    def peek(self, request: Request, body: PeekBatch, now: float) -> None:
+        """Show what the batch after the leased one will be, once that can be told."""
+        self._answer_peek()
+        self._peek = _Question(request, body.step, now + body.wait_s)
         self.serve(now)
         self.expire(now)
 
@@ -155,7 +166,8 @@ class Training:
             self._answer_parked("a checkpoint is wanted first")
 
     def serve(self, now: float) -> None:
-        """Answer the parked question if its batch is full."""
+        """Answer the parked questions if their batches are full."""
+        self._show()
         question = self._question
         if question is None or self._gate.is_shut:
             return
@@ -181,29 +193,52 @@ class Training:
         self._question = self.wanted_since = None
         trajectories = [self._pool.shelf.packed(name) for name in batch.sample_ids]
         # Shows, also when it is handed out again, that step and bytes belong together.
-        self._outbox.measure("handed_out", step=batch.step, digest=digest(trajectories))
+        found = digest(trajectories)
+        self._outbox.measure("handed_out", step=batch.step, digest=found)
+        same = found == question.held
         lease = BatchLease(
             step=batch.step,
-            trajectories=trajectories,
+            trajectories=[] if same else trajectories,
+            same=same,
             checkpoint=self.wishes.open,
             evals=self._evals.newest,
         )
         self._outbox.reply(question.request, lease)
 
+    def _show(self) -> None:
+        """Answer the parked look at the next batch if there is something to see, or will not be."""
+        question = self._peek
+        if question is None:
+            return
+        leased = self._batches.leased
+        if self.closed or leased is None or question.step != leased.step + 1:
+            self._answer_peek()
+            return
+        groups = self._batches.preview() if question.step <= self._steps else None
+        if groups is not None:
+            self._peek = None
+            names = [sample.sample_id for group in groups for sample in group.samples]
+            packed = [self._pool.shelf.packed(name) for name in names]
+            lease = BatchLease(step=question.step, trajectories=packed, digest=digest(packed))
+            self._outbox.reply(question.request, lease)
+
     def expire(self, now: float) -> None:
-        """Answer the parked question if its wait is over."""
+        """Answer the parked questions whose wait is over."""
+        if self._peek is not None and self._peek.deadline <= now:
+            self._answer_peek()
         if self._question is not None and self._question.deadline <= now:
             self._answer_parked(self._missing(now))
         self.wishes.expire(now)
 
     def forget(self) -> None:
         """The trainer is gone; its batch stays leased for the next one."""
-        self._question = self.wanted_since = None
+        self._question = self._peek = self.wanted_since = None
 
     def close(self) -> None:
         """No more batches."""
         self.closed = True
         self._answer_parked("nothing: the run is ending")
+        self._answer_peek()
         self.wishes.close()
         self.wanted_since = None
 
@@ -232,6 +267,11 @@ class Training:
         if self._question is not None:
             question, self._question = self._question, None
             self._outbox.reply(question.request, self._nothing(question.step, waiting_for))
+
+    def _answer_peek(self) -> None:
+        if self._peek is not None:
+            question, self._peek = self._peek, None
+            self._outbox.reply(question.request, self._nothing(question.step, "another question"))
 
     def _nothing(self, step: int, waiting_for: str) -> BatchLease:
         return BatchLease(

@@ -53,6 +53,15 @@ def load_config(
     return msgspec.convert(tree, RunConfig)
 
 
+def config_of(tree: Any, where: str) -> RunConfig:
+    """The configuration in `tree`, as a file of the name `where` would have it.
+
+    Raises:
+        UsageError: unknown key (with the nearest name), or a bad value.
+    """
+    return msgspec.convert(_check(tree, where), RunConfig)
+
+
 def as_dict(config: RunConfig) -> dict[str, Any]:
     """The whole tree as plain values, for JSON and for `umbra config show`."""
     tree = msgspec.to_builtins(config)

@@ -19,6 +19,7 @@ from umbra.services.trainer.checkpoints.parts import OptimizerState, Part, Rando
 from umbra.services.trainer.guard import REASONS
 from umbra.services.trainer.lora import add_adapter
 from umbra.services.trainer.metrics import Row
+from umbra.services.trainer.operations import Operations, ceiling
 from umbra.services.trainer.ranks import Ranks
 from umbra.services.trainer.sharding import prepare_layers, shard
 from umbra.services.trainer.snapshot import whole_weights
@@ -69,6 +70,9 @@ class Learner:
         if self.ranks.world > 1:
             shard(model, self.device, self.ranks, config.precision)
         self.model = model.to(self.device)
+        self.operations = Operations.of(model)
+        # What all ranks could do in a second; unknown on CPUs.
+        self.ceiling = ceiling(self.device) * self.ranks.world if self.device.type == "cuda" else 0
         # No dropout: these must be the logprobs of the policy that generates.
         self._scorer = Scorer(self.model).eval()
         self._parameters = [p for p in model.parameters() if p.requires_grad]

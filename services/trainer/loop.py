@@ -18,12 +18,20 @@ from umbra.proto.records import Trajectory
 from umbra.services.runtime.command import ServiceContext
 from umbra.services.runtime.publisher import Publisher
 from umbra.services.runtime.session import Session
-from umbra.services.trainer.batch import make_batch
+from umbra.services.trainer.batch import Batch, make_batch
 from umbra.services.trainer.checkpoints.saver import Outcome, Saver
 from umbra.services.trainer.guard import Patience
 from umbra.services.trainer.learner import Learner
-from umbra.services.trainer.metrics import Phases, Row, finite, sample_metrics
+from umbra.services.trainer.metrics import (
+    Phases,
+    Row,
+    finite,
+    peak_memory_gib,
+    sample_metrics,
+    speed_metrics,
+)
 from umbra.services.trainer.orders import Snapshot, Stop, Train, Wait, give
+from umbra.services.trainer.prefetch import Ahead, Prefetch
 from umbra.services.trainer.shards import Snapshots
 from umbra.services.trainer.sinks import Sinks
 from umbra.services.trainer.update import Update
@@ -78,6 +86,16 @@ class Loop:
         self._patience = Patience(context.config.trainer.max_skipped)
         self._row: Row | None = None  # of the last step; None while the weights are of no version
         self._phases = Phases(context.metrics)
+        self._prefetch = Prefetch(
+            session.data,
+            self._make_batch,
+            wait_s=context.config.trainer.batch_wait_s,
+            grace_s=self._grace_s,
+        )
+
+    def close(self) -> None:
+        """End the thread that looks at the next batch."""
+        self._prefetch.close()
 
     def run(self) -> bool:
         """Train; True when all steps are done, False when asked to stop before.
@@ -86,12 +104,14 @@ class Loop:
         """
         while self.version < self._config.run.steps:
             with self._phases("wait_batch"):
-                trajectories = self._lease()
-            if trajectories is None:
+                ahead = self._prefetch.take(self.version + 1)
+                batch = self._lease(ahead)
+            if batch is None:
                 return False
+            if self.version + 2 <= self._config.run.steps:
+                self._prefetch.begin(self.version + 2)
             with self._phases("train_step"):
-                batch = make_batch(trajectories, self._learner.model.config.vocab_size)
-                give(self._learner.ranks, Train(self.version, trajectories))
+                give(self._learner.ranks, Train(self.version, batch.trajectories))
                 kept, self._row = self._row, None
                 updates = self._learner.updates
                 learned = self._update(batch, self.version, self._keep_going)
@@ -100,6 +120,7 @@ class Loop:
                     self._row = kept
                 return False
             row = finite(sample_metrics(batch, self.version) | learned)
+            row["prefetched"] = float(ahead is not None and batch is ahead.batch)
             with self._phases("commit"):
                 if not self._commit(row):
                     return False
@@ -163,8 +184,11 @@ class Loop:
         self._session.progress(f"training step {self.version + 1}")
         return not self._session.stopping.is_set()
 
-    def _lease(self) -> list[Trajectory] | None:
-        """The next batch; None when asked to stop.
+    def _make_batch(self, trajectories: list[Trajectory]) -> Batch:
+        return make_batch(trajectories, self._learner.model.config.vocab_size)
+
+    def _lease(self, ahead: Ahead | None) -> Batch | None:
+        """The next batch, which may be the one that came `ahead`; None when asked to stop.
 
         Raises:
             DeadlineError: none came within `trainer.batch_wait_s`, while the run was not paused.
@@ -175,7 +199,8 @@ class Loop:
             self._saved(self._saver.settled())
             self._session.progress(f"waiting for batch {step}", 0)
             give(self._learner.ranks, Wait())
-            ask = LeaseBatch(step=step, wait_s=LEASE_SLICE_S)
+            held = ahead.digest if ahead else ""
+            ask = LeaseBatch(step=step, wait_s=LEASE_SLICE_S, held=held)
             limit = LEASE_SLICE_S + self._grace_s
             try:
                 lease = self._session.data.call(
@@ -188,8 +213,10 @@ class Loop:
             self._sinks.write_evals(lease.evals)
             if lease.checkpoint:
                 self._save_on_request()
+            if lease.same and ahead is not None:
+                return ahead.batch
             if lease.trajectories:
-                return lease.trajectories
+                return self._make_batch(lease.trajectories)
             if lease.paused:
                 deadline = time.monotonic() + limit_s
             elif time.monotonic() > deadline:
@@ -282,7 +309,10 @@ class Loop:
 
     def _report(self, row: Row) -> None:
         seconds = self._phases.take()
-        row["tokens_per_s"] = (row["tokens"] or 0.0) / seconds["train_step"]
+        learner = self._learner
+        work = row.pop("operations", None) or 0.0
+        row |= speed_metrics(row["tokens"] or 0.0, work, seconds["train_step"], learner.ceiling)
+        row["memory/peak_gib"] = peak_memory_gib(learner.device)
         row |= {f"seconds/{name}": spent for name, spent in seconds.items()}
         self._context.metrics.write("step", step=self.version, **row)
         self._session.emit("step", step=self.version, **row)

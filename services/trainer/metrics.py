@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,10 +56,14 @@ def sample_metrics(batch: Batch, version: int) -> Row:
         "tokens": float(batch.tokens.ids.numel()),
         "reward/mean": float(batch.rewards.mean()),
         "reward/std": float(batch.rewards.std(correction=0)),
+        "reward/min": float(batch.rewards.min()),
+        "reward/max": float(batch.rewards.max()),
         "solved": float((batch.rewards >= 1).double().mean()),
         "response_length/mean": float(lengths.mean()),
         "response_length/p50": float(lengths.quantile(0.5)),
+        "response_length/p90": float(lengths.quantile(0.9)),
         "response_length/p99": float(lengths.quantile(0.99)),
+        "turns": sum(t.turns for t in batch.trajectories) / len(batch.trajectories),
         "truncated": _fraction(t.finish_reason == "length" for t in batch.trajectories),
         "multi_version": float((newest > oldest).double().mean()),
     }
@@ -112,6 +117,26 @@ def ess(logprobs: Tensor, behaviour: Tensor) -> float:
     """The effective share of N tokens, (sum r)^2 / (N sum r^2) with r = pi / mu; in (0, 1]."""
     weight = ratio(logprobs.double(), behaviour.double())
     return float(weight.sum().square() / (weight.numel() * weight.square().sum()))
+
+
+def speed_metrics(tokens: float, operations: float, seconds: float, ceiling: float) -> Row:
+    """Tokens per second, 10^12 operations per second, and their share of the `ceiling` (MFU).
+
+    Args:
+        ceiling: operations per second that the devices can do; 0 = unknown, and MFU with it.
+    """
+    return {
+        "tokens_per_s": tokens / seconds,
+        "tflops": operations / seconds / 1e12,
+        "mfu": operations / seconds / ceiling if ceiling else None,
+    }
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """The most that this process ever held at once: on its GPU, or in memory without one."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def finite(row: Row) -> Row:

@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from umbra.proto.errors import UsageError
+from umbra.proto.errors import UmbraError, UsageError
 from umbra.services.runtime.model_dir import check_model_dir
 
 
@@ -91,14 +91,24 @@ def export_policy(
     Everything is written next to `out` first and renamed, so `out` is never half a model; an older
     export at the same place is replaced. `weights` are written instead of the model's own, which
     may be sharded, or a base and an adapter.
+
+    Raises:
+        UmbraError: the disk is full, say; an older export is as it was.
     """
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     scratch = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     shutil.rmtree(scratch, ignore_errors=True)
-    with no_progress_bars():
-        model.save_pretrained(scratch, state_dict=weights)
-        tokenizer.save_pretrained(scratch)
+    try:
+        with no_progress_bars():
+            model.save_pretrained(scratch, state_dict=weights)
+            tokenizer.save_pretrained(scratch)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise UmbraError(
+            f"the model cannot be written to {out}: {error}: make room there, or choose another "
+            "place"
+        ) from error
     if out.exists():
         older = out.with_name(f".{out.name}.{os.getpid()}.old")
         out.rename(older)

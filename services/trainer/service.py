@@ -120,7 +120,8 @@ def _lead(
             loop.resume()
             loop.publish()
             context.ready({"device": str(learner.device), "bytes": manifest.total_bytes})
-            done = loop.run()
+            with closing(loop):
+                done = loop.run()
             loop.save()
             if done:
                 give(learner.ranks, Gather())

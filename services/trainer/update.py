@@ -71,18 +71,19 @@ class PolicyUpdate:
         useful = self._useful(batch, advantages, own)
         if self._critic is not None and version < self._warmup:
             useful = useful[:0]
-        updates = min(self._config.minibatches, len(useful))
-        parts = minibatches(useful, updates, self._config.epochs, f"{self._seed}/{version}")
-        first = [self._pack(batch, part) for part in parts[:updates]]  # every sample once
+        cuts = min(self._config.minibatches, len(useful))
+        parts = minibatches(useful, cuts, self._config.epochs, f"{self._seed}/{version}")
+        first = [self._pack(batch, part) for part in parts[:cuts]]  # every sample once
         found = self._found(batch, first, len(parts))
         fixed = self._fixed(batch, useful, found)
         versions = token_versions(batch) if pieces.proximal == "interpolate" else None
-        seen = LossMetrics(batch, found, updates, len(parts))
+        seen = LossMetrics(batch, found, cuts, len(parts))
         rows: list[Row] = []
+        work = 0.0
         for number, part in enumerate(parts):
-            micros = first[number] if number < updates else self._pack(batch, part)
+            micros = first[number] if number < cuts else self._pack(batch, part)
             guard = Guard(self._config.max_ratio, self._ranks)
-            counts = count(pieces.denominator, own, part, updates)
+            counts = count(pieces.denominator, own, part, cuts)
             weights = token_weights(pieces.aggregation, batch.tokens, part, counts, self._limit)
             for micro in micros:
                 if not self._ranks.agree(keep_going()):
@@ -107,11 +108,13 @@ class PolicyUpdate:
                 loss = (result.losses * weights[here].to(logprobs)).sum()
                 guard.see(loss, logprobs, tokens.behaviour)
                 self._learner.backward(loss)
+                work += self._learner.operations.update(micro)
                 seen.add(number, here, tokens, result, loss)
             rows.append(self._learner.update(version, guard.verdict()))
         row: Row = {
             "trained_samples": float(len(useful)),
             "updates": float(len(parts)),
+            "operations": float(self._ranks.sum(torch.tensor([work], dtype=torch.float64))),
             **seen.summary(version, self._config.updates_per_batch, self._ranks),
             **_means(rows),
         }

@@ -37,6 +37,9 @@ COMMANDS: dict[str, SubCommand] = {
     "plan": SubCommand(
         "umbra.deploy.cluster.command:command", "Plan a run over several machines, render files."
     ),
+    "simulate": SubCommand(
+        "umbra.deploy.simulator.command:command", "Predict a run on machines that are not there."
+    ),
     "buffer": SubCommand("umbra.services.buffer.command:command", "Serve the buffer (the broker)."),
     "store": SubCommand(
         "umbra.services.buffer.store_command:command", "Look into a run's store, or repair it."

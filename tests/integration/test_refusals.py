@@ -1,5 +1,6 @@
 """What cannot work is refused before anything starts, in one sentence that names the culprit."""
 
+import json
 import os
 import socket
 import subprocess
@@ -7,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from umbra.deploy.command import load_run
+from umbra.services.runtime.config_loader import to_json
 
 UMBRA = (sys.executable, "-m", "umbra")
 
@@ -141,6 +145,31 @@ def test_an_occupied_port(project: Path) -> None:
         sentence = expect_usage_error(project, f"run.broker=tcp://127.0.0.1:{port}", code=3)
     assert "in use" in sentence
     assert str(port) in sentence
+
+
+def test_a_run_that_could_not_go_on_has_not_the_last_word_of_before(project: Path) -> None:
+    """Its buffer ends before it has said anything: what it said when the run was drained is old."""
+    folder = project / "runs" / "run-1"
+    folder.mkdir(parents=True)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        config = load_run(project / "run.toml", (f"run.broker={address}",))
+        (folder / "config.json").write_bytes(to_json(config))
+        before = {"ledger": {"issued": 8, "trained": 8, "ended": {}, "in_flight": {}}}
+        (folder / "buffer.json").write_text(json.dumps({**before, "ending": "drained"}))
+        (folder / "summary.json").write_text(json.dumps({**before, "exit_code": 143}))
+        done = subprocess.run(
+            [*UMBRA, "up", str(folder), "--no-eval", "--json"],
+            cwd=project,
+            capture_output=True,
+            text=True,
+            timeout=50,
+            check=False,
+        )
+    assert done.returncode == 3, done
+    summary = json.loads((folder / "summary.json").read_text())
+    assert "in use" in summary["exit_reason"]
+    assert summary["ledger"] is None
 
 
 @pytest.mark.parametrize("command", ["ping", "status", "monitor"])

@@ -31,6 +31,7 @@ from umbra.proto.messages import (
     LeaseBatch,
     Message,
     Ok,
+    PeekBatch,
     RunFinished,
 )
 from umbra.proto.records import EvalReport, Ledger, Manifest
@@ -114,6 +115,8 @@ class World:
                     return BatchLease(step=step, trajectories=[], checkpoint=True)
                 made = rollouts(self.model, step - 1, level=self.level, seed=step)
                 return BatchLease(step=step, trajectories=made, evals=self.evals[:step])
+            case PeekBatch(step=step):
+                return BatchLease(step=step, trajectories=[])
             case CommitBatch(step=step):
                 assert all(isinstance(value, float) for value in body.metrics.values())
                 return CommitAck(version=step, ledger=Ledger())

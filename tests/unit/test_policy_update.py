@@ -89,6 +89,7 @@ def test_micro_batches_change_nothing(
     whole, row = update(directory, trajectories, "ref_logp", **keys, pack_tokens=64)
     cut, other = update(directory, trajectories, "ref_logp", **keys, pack_tokens=8, micro_tokens=8)
     assert_equal(whole, cut)
+    assert (other.pop("operations") or 0) > (row.pop("operations") or 0), "prompts are not shared"
     for key, value in row.items():
         assert (other[key] is None) == (value is None), key
         assert (other[key] or 0.0) == pytest.approx(value or 0.0, rel=1e-4, abs=1e-5), key

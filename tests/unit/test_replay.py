@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from umbra.proto.errors import UsageError
-from umbra.proto.records import Sampling, VersionSpan
+from umbra.proto.records import Manifest, Sampling, VersionSpan
 from umbra.services.generator.command import replay_model
 from umbra.services.generator.engine import EngineOutput, EngineRequest
 from umbra.services.generator.replay_engine import ReplayEngine
@@ -172,6 +172,28 @@ def test_an_interrupted_reply_gets_no_longer_elsewhere(after_s: float) -> None:
     second.submit([request("r", [7, 8, 9, *part.token_ids])])
     rest = finish(second)["r"]
     assert part.token_ids + rest.token_ids == expected.token_ids
+
+
+def test_nothing_is_decoded_while_buckets_come() -> None:
+    """Scenario: weights are loaded from where they come from, which takes two seconds.
+
+    Result: what is live has as many tokens afterwards as before.
+    """
+    clock = Clock()
+    engine = make_engine(clock)
+    engine.submit([request("r", [7] * 30)])
+    clock.wait(0.1)
+    made = 8  # a step of one row takes 11 ms, the first 14
+
+    def buckets() -> Iterable[tuple[int, memoryview]]:
+        for number in range(2):
+            clock.wait(1.0)
+            yield number, memoryview(b"")
+
+    manifest = Manifest(tensors=[], buckets=[], total_bytes=0, digest="")
+    assert engine.load_buckets(manifest, buckets(), 1, "keep") == []
+    assert engine.peek({"r": made}) and engine.peek({"r": made + 1}) == []
+    assert finish(engine)["r"].spans[0] == VersionSpan(version=0, start=0, end=made)
 
 
 @pytest.mark.parametrize("policy", ["keep", "recompute", "abort"])

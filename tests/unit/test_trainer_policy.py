@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from umbra.proto.errors import UsageError
+from umbra.proto.errors import UmbraError, UsageError
 from umbra.services.runtime.config import Trainer
 from umbra.services.runtime.manifest import build_manifest
 from umbra.services.trainer.learner import Learner
@@ -132,3 +132,23 @@ def test_devices_and_ranks_that_are_not_there_are_refused(
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(UsageError, match="--use_fsdp"), join_ranks(Trainer()):
         pass
+
+
+def test_a_full_disk_leaves_the_older_export(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs out after the weights, before the tokenizer."""
+    model, tokenizer = load_policy(directory)
+    out = export_policy(model, tokenizer, tmp_path / "model")
+    before = {file.name: file.read_bytes() for file in out.iterdir()}
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(type(tokenizer), "save_pretrained", full)
+    with torch.no_grad():
+        next(model.parameters()).add_(1)
+    with pytest.raises(UmbraError, match=r"model cannot be written to .*No space left.* make room"):
+        export_policy(model, tokenizer, out)
+    assert {file.name: file.read_bytes() for file in out.iterdir()} == before
+    assert [file.name for file in tmp_path.iterdir()] == ["model"], "nothing half is left"

@@ -1,0 +1,74 @@
+"""Messages of the data socket between the trainer and the buffer."""
+
+from __future__ import annotations
+
+from umbra.proto.base import Message
+from umbra.proto.records import EvalReport, Ledger, Trajectory
+
+
+class LeaseBatch(Message, frozen=True, kw_only=True):
+    """The trainer asks for the batch of optimizer step `step` (1-based), waiting up to `wait_s`."""
+
+    step: int
+    wait_s: float
+    held: str = ""  # `digest` of what it was given for this step in advance
+
+
+class PeekBatch(Message, frozen=True, kw_only=True):
+    """The trainer, while it is at the step before, asks for a copy of what the batch of `step` will
+    be, waiting up to `wait_s`. Nothing is leased by it.
+    """
+
+    step: int
+    wait_s: float
+
+
+class BatchLease(Message, frozen=True, kw_only=True):
+    """The batch, whole groups in order; empty when it could not be filled within `wait_s`.
+
+    `waiting_for` says in words what is missing.
+    """
+
+    step: int
+    trajectories: list[Trajectory]
+    waiting_for: str = ""
+    paused: bool = False  # it is not late: the run was paused
+    checkpoint: bool = False  # save the state of now before anything else
+    evals: list[EvalReport] = []  # the last ones that are over, for the trainer's curves
+    digest: str = ""  # of the trajectories, if the trainer only peeked
+    same: bool = False  # the batch is what the trainer holds, and not sent again
+
+
+class CommitBatch(Message, frozen=True, kw_only=True):
+    """The batch of `step` has been trained on. A repeated commit is a no-op."""
+
+    step: int
+    metrics: dict[str, float] = {}
+
+
+class CommitAck(Message, frozen=True, kw_only=True):
+    """Committed; the ledger after it."""
+
+    version: int
+    ledger: Ledger
+
+
+class CheckpointSaved(Message, frozen=True, kw_only=True):
+    """The trainer can start again after `step`: batches up to it need not be kept any more."""
+
+    step: int
+    newest: int = -1  # step of the newest checkpoint, on which the trainer need not rely alone
+    error: str = ""  # why the last one that was tried is not there
+
+
+class FinishRun(Message, frozen=True, kw_only=True):
+    """The trainer is done: what is in flight ends as `cancelled`, everyone drains."""
+
+    reason: str
+
+
+class RunFinished(Message, frozen=True, kw_only=True):
+    """The final ledger; nothing is in flight any more."""
+
+    ledger: Ledger
+    evals: list[EvalReport] = []  # the last ones that are over
