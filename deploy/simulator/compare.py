@@ -12,12 +12,12 @@ from umbra.proto.errors import UsageError
 
 SPLITS = 15  # that are tried at most
 
-# What each mode sets, but for the split between the roles. An engine that changes its weights
-# between samples only has no partials.
-MODES: dict[str, Mapping[str, Any]] = {
-    "synchronous, all take turns": {"run_ahead": 0},
-    "synchronous, fixed split": {"run_ahead": 0},
-    "one step off": {"run_ahead": 1, "max_staleness": 1, "stale_policy": "wait"},
+# What each mode sets, but for the split between the roles.
+MODES: dict[str, Mapping[str, Mapping[str, Any]]] = {
+    "synchronous, all take turns": {"buffer": {"run_ahead": 0}},
+    "synchronous, fixed split": {"buffer": {"run_ahead": 0}},
+    "one step off": {"buffer": {"run_ahead": 1, "max_staleness": 1, "stale_policy": "wait"}},
+    "asynchronous, no partials": {"generator": {"kv_policy": "drain"}},
     "asynchronous": {},
 }
 COLOCATED = "synchronous, all take turns"
@@ -70,6 +70,6 @@ def modes(scenario: Scenario) -> Iterator[tuple[str, Prediction]]:
             "--compare sets other modes beside an asynchronous run: set buffer.run_ahead >= 1 and "
             "cluster.trainer_gpus >= 1"
         )
-    for name, buffer in MODES.items():
+    for name, changes in MODES.items():
         cluster = {"trainer_gpus": 0} if name == COLOCATED else {}
-        yield name, simulate(scenario.changed(buffer=buffer, cluster=cluster))
+        yield name, simulate(scenario.changed(**changes, cluster=cluster))

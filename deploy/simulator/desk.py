@@ -7,7 +7,7 @@ from typing import TypeVar, cast
 
 from umbra.deploy.simulator.answers import BYTES_PER_PROMPT_TOKEN, BYTES_PER_TOKEN, size_of
 from umbra.deploy.simulator.tables import BrokerSpeed
-from umbra.deploy.simulator.timeline import Shares, Timeline
+from umbra.deploy.simulator.timeline import Timeline
 from umbra.proto.messages import (
     BatchLease,
     Header,
@@ -55,7 +55,6 @@ class Desk:
         self.broker = make_broker(timeline.now)
         self.requests = 0
         self.waited_s = 0.0  # of all requests in the line
-        self.shares = Shares(timeline, "idle")
         self.busy_s = 0.0
         self.is_down = False
         self._timeline = timeline
@@ -97,12 +96,10 @@ class Desk:
         self.broker.save()
         self.is_down = True
         self._life += 1
-        self.shares.to("down")
         self._timeline.after(recovery_s, self._recover)
 
     def _recover(self) -> None:
         self.is_down = False
-        self.shares.to("idle")
         self.broker = self._make_broker(self._timeline.now)
         self._free_at = self._timeline.now
         for request, _, _ in list(self._open.values()):
@@ -224,7 +221,7 @@ class Client:
         name: str,
         role: Role,
         pushed: Answered,
-        expelled: Callable[[], None],
+        expelled: Callable[[], object],
     ) -> None:
         self.name = name
         self.is_alive = False

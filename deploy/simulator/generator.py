@@ -55,7 +55,7 @@ class SimGenerator:
         desk: Desk,
         hub: Hub,
         engine: Engine,
-        expelled: Callable[[], None],
+        expelled: Callable[[], object],
     ) -> None:
         self.name = name
         self.version = -1

@@ -36,7 +36,7 @@ class Engine:
     @property
     def drains(self) -> bool:
         """Whether samples are finished before new weights are loaded."""
-        return str(self.config.kv_policy) == "drain"
+        return self.config.kv_policy == "drain"
 
 
 @dataclass(slots=True)

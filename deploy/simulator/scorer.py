@@ -42,7 +42,7 @@ class SimScorer:
         stage: str,
         capacity: int,
         speed: ScoringSpeed,
-        expelled: Callable[[], None],
+        expelled: Callable[[], object],
     ) -> None:
         self.shares = Shares(timeline, "starting")
         self.client = Client(desk, timeline, name, "scorer", lambda _body: None, expelled)

@@ -62,7 +62,7 @@ class SimTrainer:
         gpus: int,
         colocated: bool,
         stepped: Callable[[Step], None],
-        expelled: Callable[[], None],
+        expelled: Callable[[], object],
     ) -> None:
         self.version = 0
         self.finished: RunFinished | None = None

@@ -19,7 +19,8 @@ from umbra.services.runtime.feasibility import implied_staleness
 
 ROOT = Path(__file__).parents[2]
 CLUSTERS = sorted((ROOT / "examples" / "cluster").glob("*.toml"))
-RUN_FILES = sorted(set((ROOT / "examples").rglob("*.toml")) - set(CLUSTERS))
+SIMULATED = (ROOT / "examples" / "simulated").glob("*.toml")  # test_simulator_command has it
+RUN_FILES = sorted(set((ROOT / "examples").rglob("*.toml")) - {*CLUSTERS, *SIMULATED})
 
 
 @pytest.mark.parametrize("path", RUN_FILES, ids=lambda path: str(path.relative_to(ROOT)))

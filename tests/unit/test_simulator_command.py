@@ -6,12 +6,29 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from fakes.simulated import scenario
 
 from umbra import cli
+from umbra.deploy.simulator import tables
 from umbra.deploy.simulator.lengths import LogNormal, LongTail, Uniform, quantiles
+from umbra.deploy.simulator.scenario import load_scenario
 from umbra.proto.errors import UsageError
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "simulated" / "cluster.toml"
+DOCS = ROOT / "docs" / "scale.md"
+KEYS = {
+    "cluster": tables.Cluster,
+    "speed.decode": tables.DecodeSpeed,
+    "speed.training": tables.TrainingSpeed,
+    "speed.scoring": tables.ScoringSpeed,
+    "speed.network": tables.Network,
+    "speed.broker": tables.BrokerSpeed,
+    "samples": tables.Samples,
+    "failures": tables.Failure,
+}
 
 
 @pytest.mark.parametrize(
@@ -95,6 +112,19 @@ def test_the_command_prints_a_table_or_json(
     assert "best: " in capsys.readouterr().out
     assert cli.main(["simulate", cluster_file, "--compare"]) == 0
     assert "synchronous, all take turns" in capsys.readouterr().out
+
+
+def test_the_example_is_whole() -> None:
+    example = load_scenario(EXAMPLE)
+    assert (example.generators, example.trainer_gpus, example.colocated) == (64, 16, False)
+    assert example.tables.failures["generator"].mtbf_s == 14400
+
+
+def test_docs_name_every_key() -> None:
+    text = DOCS.read_text(encoding="utf-8")
+    for name, section in KEYS.items():
+        for field in msgspec.structs.fields(section):
+            assert f"`{field.name}`" in text, f"{name}.{field.name}"
 
 
 @pytest.mark.parametrize(
