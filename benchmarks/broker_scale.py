@@ -49,9 +49,9 @@ RUN = """
 [run]
 steps = 1000000
 [model]
-path = "{model}"
+path = "{folder}/model"
 [data]
-prompts = "prompts.jsonl"
+prompts = "{folder}/prompts.jsonl"
 [buffer]
 group_size = 8
 batch_groups = 128
@@ -140,9 +140,9 @@ class World:
         hub = self.status().weights
         each = self._generators // min(HOSTS, self._generators)
         prefix = f"host-{number}-{len(self.hosts)}"
-        arguments = (self._broker, hub, prefix, str(each), str(self._slots), "replay.json")
-        paths = [str(self._folder / one) if one.endswith(".json") else one for one in arguments]
-        self.hosts.append(Host(prefix, paths, self._folder / f"{prefix}.log"))
+        replay = str(self._folder / "replay.json")
+        arguments = (self._broker, hub, prefix, str(each), str(self._slots), replay)
+        self.hosts.append(Host(prefix, arguments, self._folder / f"{prefix}.log"))
 
     def ready(self) -> None:
         """Wait until all hosts have joined."""
@@ -167,11 +167,10 @@ class World:
         remove_leftovers(self._run_id)
 
     def _write(self) -> None:
-        model = self._folder / "model"
-        CliRunner().invoke(make_model, [str(model)], catch_exceptions=False)
+        CliRunner().invoke(make_model, [str(self._folder / "model")], catch_exceptions=False)
         prompts = "".join(json.dumps({"prompt": "1 2", "answer": str(n)}) + "\n" for n in range(99))
         (self._folder / "prompts.jsonl").write_text(prompts)
-        (self._folder / "run.toml").write_text(RUN.format(model=model))
+        (self._folder / "run.toml").write_text(RUN.format(folder=self._folder))
         shares = [n / 400 for n in range(401)]
         lengths = [MIXES["long-tailed"](share) for share in shares]
         scale = 1000 / mean(lengths)
@@ -183,9 +182,7 @@ class World:
         argv = [*command, "--config", str(self._folder / "run.toml"), "--run-dir", str(run)]
         argv += ["--name", name, *(["--broker", broker] if broker else [])]
         log = self._folder / f"{name}.log"
-        environ = {**child_environ(), "PWD": str(self._folder)}
-        argv += ["--set", f"data.prompts={self._folder / 'prompts.jsonl'}"]
-        process = Process(argv, log_path=log, environ=environ)
+        process = Process(argv, log_path=log, environ=child_environ())
         self.servers[name] = Server(process)
         until = time.monotonic() + START_S
         while (facts := process.ready()) is None:
@@ -286,7 +283,6 @@ def vanish(made: World, report: Report, before: dict[str, Any], seconds: float) 
     time.sleep(WARM_S)  # the longest of what they had takes so long with others
     after = measure(made, seconds)
     share = len(made.hosts) / (len(made.hosts) + VANISH)
-    made.hosts[:0] = []
     for number in range(VANISH):
         made.host(number)
     made.ready()

@@ -120,7 +120,7 @@ class Host:
         while True:
             now = time.monotonic()
             wait_s = min(0.2, max(0.0, self._due[0][0] - now) if self._due else 0.2)
-            for socket, _ in self._poller.poll(1e3 * wait_s):
+            for socket, _ in self._poller.poll(int(1e3 * wait_s)):
                 if (light := self._by_data.get(socket)) is not None:
                     self._hear(light)
                 else:

@@ -86,13 +86,11 @@ class Mode:
 
 
 AHEAD = 4
-# A batch is divided evenly: nobody leases what another could begin with now.
-EVEN = ("generator.prefetch=0",)
 STALE = "buffer.max_staleness=8"
 MODES = (
     # Generation has all accelerators, then training has all: nothing is lost in between.
-    Mode("sync, all take turns", ACCELERATORS, ACCELERATORS, 13, 0, EVEN),
-    Mode("sync, fixed split", 4, 4, 13, 0, EVEN),
+    Mode("sync, all take turns", ACCELERATORS, ACCELERATORS, 13, 0),
+    Mode("sync, fixed split", 4, 4, 13, 0),
     Mode(
         "one step off",
         4,

@@ -27,7 +27,8 @@ from demo_cells import LAST, reached
 from report import Report
 from staleness import base_model
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.grpo_trainer import GRPOTrainer
 
 from umbra.deploy.demo import DEMOS
 from umbra.services.runtime.config import RunConfig
@@ -72,7 +73,7 @@ class Watch(TrainerCallback):
             control.should_training_stop = True
 
 
-def solved(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+def solved(completions: list[Any], answer: list[str], **_: Any) -> list[float | None]:
     """1 for an exact match, as environment "exact" has it."""
     said = [completion[0]["content"].strip() for completion in completions]
     return [float(text == right) for text, right in zip(said, answer, strict=True)]

@@ -118,10 +118,12 @@ def picture(rows: Rows) -> str:
     for n, mix in enumerate(("long-tailed", "uniform")):
         if modes := of(rows, "replay", mix):
             parts.append(bars(f"samples/s, {mix} lengths", modes, n * HEIGHT, colours))
+    width = WIDTH
     if modes := of(rows, "real", "sort"):
         parts.append(curves("reward on sort, two cores", modes, WIDTH, height, colours))
+        width = 2 * WIDTH
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * WIDTH} {height}" role="img">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">'
         f'<style>{STYLE}</style><rect width="100%" height="100%" fill="#fff"/>'
         + "".join(parts)
         + "</svg>\n"

@@ -8,10 +8,14 @@ from pathlib import Path
 
 import pytest
 from fault.test_run_kill import kill
+from integration import test_up
 from integration.test_up import DEADLINE_S, UpProcess, up
+
+from umbra.services.trainer.make_model import make_model
 
 __all__ = ["up"]  # a fixture
 
+VLLM_DEADLINE_S = 500.0  # vLLM starts twice, on a machine that may do much else
 FLUSH_TOKENS = 32
 TURNS = 40
 # A slow environment that writes down, per generator, what the model said to it.
@@ -59,6 +63,33 @@ def same(first: list[str], second: list[str]) -> int:
 @pytest.mark.fault
 @pytest.mark.timeout(DEADLINE_S + 30)
 def test_little_is_lost_of_samples_under_way(project: Path, up: Callable[..., UpProcess]) -> None:
+    check_what_is_lost(project, up)
+
+
+@pytest.mark.e2e
+@pytest.mark.fault
+@pytest.mark.timeout(VLLM_DEADLINE_S + 60)
+def test_nor_is_more_of_those_on_vllm(
+    project: Path, up: Callable[..., UpProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed (make setup)")
+    monkeypatch.setattr(test_up, "DEADLINE_S", VLLM_DEADLINE_S)
+    (project / "model").unlink()
+    make_model(project / "model", hidden=64, heads=2, kv_heads=1, layers=1, ff=32)
+    check_what_is_lost(
+        project,
+        up,
+        "generator.engine=vllm",
+        "generator.engine_args.block_size=32",
+        "weight_hub.dtype=float32",
+    )
+
+
+def check_what_is_lost(project: Path, up: Callable[..., UpProcess], *overrides: str) -> None:
+    """1. Long samples are half done. 2. Their generator is killed. 3. A new one goes on with them.
+
+    Result: what the environment was told twice is no more than is flushed at once.
+    """
     (project / "talk.py").write_text(TALK)
     rows = [{"prompt": f"sample {i}"} for i in range(200)]
     (project / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -73,6 +104,7 @@ def test_little_is_lost_of_samples_under_way(project: Path, up: Callable[..., Up
         "run.steps=3",
         "generator.max_context=1024",
         f"generator.partial_flush_tokens={FLUSH_TOKENS}",
+        *overrides,
     )
     process.broker()
 

@@ -115,6 +115,32 @@ def test_jains_index() -> None:
     assert broker_scale.fairness([9, 0, 0]) == pytest.approx(1 / 3)
 
 
+def test_runs_of_the_staleness_grid_that_would_be_the_same_are_made_once() -> None:
+    from staleness_cells import cells
+
+    def on_policy(objectives: list[str], minibatches: int) -> list[str]:
+        found = cells(["sort"], objectives, [0, 1], [minibatches], [0])
+        return [cell.objective for cell in found if cell.staleness == 0]
+
+    assert on_policy(["ppo", "cispo", "tis"], 1) == ["ppo"]
+    assert on_policy(["ppo", "cispo", "tis"], 4) == ["ppo", "cispo"]  # its clip is not ppo's
+    assert len(list(cells(["sort", "guess"], ["ppo", "tis"], [0, 8], [1, 4], [0, 1]))) == 24
+
+
+def test_every_objective_of_the_staleness_grid_is_a_possible_run() -> None:
+    from staleness_cells import OBJECTIVES, Cell
+
+    from umbra.deploy.demo import DEMOS
+    from umbra.services.runtime.config_loader import load_config
+    from umbra.services.runtime.objective_rules import objective_faults
+
+    for objective in OBJECTIVES:
+        cell = Cell("guess", objective, 8, 4, 0)
+        config = load_config(DEMOS / "guess.toml", overrides=cell.overrides())
+        assert list(objective_faults(config)) == [], objective
+        assert config.buffer.run_ahead == config.buffer.max_staleness == 8
+
+
 def test_every_quick_form_is_of_a_benchmark() -> None:
     import quick
 
