@@ -97,7 +97,8 @@ def _clear() -> None:
 
 
 def _delete(nodes: list[str], bridge: str) -> None:
-    for node in nodes:
+    for node in nodes:  # the link first: a namespace goes later, and its links' names with it
+        subprocess.run(["ip", "link", "del", node], capture_output=True, check=False)
         subprocess.run(["ip", "netns", "del", node], capture_output=True, check=False)
     subprocess.run(["ip", "link", "del", bridge], capture_output=True, check=False)
 
