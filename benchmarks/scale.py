@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -266,7 +265,6 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no case later")
     parser.add_argument("--quick", action="store_true", help="at most 128 generators")
     args = parser.parse_args()
-    logging.getLogger("umbra").setLevel(logging.ERROR)  # the broker tells of simulated deaths
     report = Report("scale (simulated)")
     if args.json and args.json.exists():
         report.rows = json.loads(args.json.read_text(encoding="utf-8"))["rows"]

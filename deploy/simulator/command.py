@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 
 import click
@@ -40,7 +39,6 @@ def command(
     """
     if sweeps and compares:
         raise UsageError("--sweep and --compare are two tables: ask for one")
-    logging.getLogger("umbra").setLevel(logging.ERROR)  # the broker tells of simulated deaths
     if seed is not None:
         overrides = (*overrides, f"run.seed={seed}")
     scenario = load_scenario(cluster_file, overrides)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from umbra.deploy.simulator.prediction import Prediction
@@ -29,7 +31,20 @@ def simulate(scenario: Scenario) -> Prediction:
     Raises:
         DeadlineError: the trainer would have given up, because no batch came.
     """
-    return Simulation(scenario).run()
+    with _only_errors():
+        return Simulation(scenario).run()
+
+
+@contextmanager
+def _only_errors() -> Iterator[None]:
+    """The broker and the hub would tell of every simulated death."""
+    log = logging.getLogger("umbra")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 def splits(scenario: Scenario) -> list[int]:

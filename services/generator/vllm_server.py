@@ -14,6 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Coroutine, Iterable, Sequence
+from concurrent import futures
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -47,6 +48,7 @@ from umbra.services.generator.engine import (
 _REPLY_S = 60.0  # of a request's abort
 _LOAD_S = 600.0  # of a version's load
 _CLOSE_S = 5.0
+_LOOK_S = 1.0  # between looks at whether the core still lives
 _KILL_S = 2.0  # until its processes, which hold nothing that is needed any more, are killed
 AGAIN = {"path": "", "manifest": b""}  # of `UpdateInfo`: the version begins anew
 _REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
@@ -296,10 +298,23 @@ class VllmServer:
         await self._llm.abort(keys)
 
     def _wait(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        try:
-            return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
-        except TimeoutError as error:
-            raise DeadlineError(f"vLLM did not answer within {timeout_s:g} s") from error
+        """Its result. A core that dies while it loads weights leaves vLLM waiting for its answer.
+
+        Raises:
+            EngineDeadError: the core is dead, and the result does not come.
+            DeadlineError: it does not come within `timeout_s` seconds.
+        """
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        until = time.monotonic() + timeout_s
+        while True:
+            futures.wait([future], min(_LOOK_S, timeout_s))
+            if future.done():
+                return future.result()
+            if self._llm.errored:
+                future.cancel()
+                raise EngineDeadError
+            if time.monotonic() >= until:
+                raise DeadlineError(f"vLLM did not answer within {timeout_s:g} s")
 
 
 def _finished(key: str, output: RequestOutput) -> EngineOutput:

@@ -70,7 +70,10 @@ def test_a_run_on_two_engines_without_a_model_one_of_which_is_killed(
 def test_what_a_replica_cannot_do_is_said_by_the_group(tmp_path: Path) -> None:
     """Scenario: no model. Result: the replica's own sentence and exit code, and no process left."""
     done = subprocess.run(
-        [sys.executable, "-m", "umbra", "generator", "--replicas", "2", "--device", "cpu"],
+        [
+            *(sys.executable, "-m", "umbra", "generator", "--replicas", "2", "--device", "cpu"),
+            *("--broker", "tcp://127.0.0.1:9"),
+        ],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -53,7 +53,8 @@ def test_flags_override_set_which_overrides_the_file(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text("[trainer]\nlearning_rate = 1e-3\nwarmup_steps = 1\nclip_low = 0.3\n")
     context = run_service(
-        "--config", str(file), "--set", "trainer.warmup_steps=2", "--learning-rate", "0.5"
+        *("--config", str(file), "--set", "trainer.warmup_steps=2", "--learning-rate", "0.5"),
+        *("--broker", "tcp://127.0.0.1:1"),
     )
     trainer = context.config.trainer
     assert (trainer.learning_rate, trainer.warmup_steps, trainer.clip_low) == (0.5, 2, 0.3)
@@ -74,7 +75,7 @@ def test_a_bad_flag_is_the_users_mistake() -> None:
 def test_readiness_is_one_line_on_the_given_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
     reading, writing = os.pipe()
     monkeypatch.setenv("UMBRA_READY_FD", str(writing))
-    run_service().ready({"broker": "tcp://127.0.0.1:1"})
+    run_service("--broker", "tcp://127.0.0.1:1").ready({"broker": "tcp://127.0.0.1:1"})
     with os.fdopen(reading) as pipe:
         assert json.loads(pipe.readline()) == {"broker": "tcp://127.0.0.1:1"}
         assert pipe.read() == ""  # closed on the writing side
