@@ -347,13 +347,22 @@ def test_a_streamed_load_that_breaks_off_is_undone_by_the_next(
     assert worst(logprobs_keeping_cache, models, outputs) < TOLERANCE
 
 
-def test_it_ends_with_a_reason(served: StreamingEngine) -> None:
-    """The last test: its core is killed."""
+def test_it_ends_with_a_reason(served: StreamingEngine, models: dict[int, Any]) -> None:
+    """The last test: its core is killed while it loads, when vLLM itself waits for an answer."""
+    hub = Hub(models)
+
+    def deadly() -> Iterator[tuple[int, memoryview]]:
+        for number, bucket in enumerate(hub.buckets(1)):
+            for core in cores() if number == 1 else ():
+                os.kill(core.pid, signal.SIGKILL)
+            yield bucket
+
     served.submit([request(i) for i in range(8)])
     done = decode(served, 8)  # one may end early
-    for core in cores():
-        os.kill(core.pid, signal.SIGKILL)
-    with pytest.raises(EngineError, match=r"core died \(EngineCore killed by SIGKILL"):
+    reason = r"core died \(EngineCore killed by SIGKILL"
+    with pytest.raises(EngineError, match=reason):
+        served.load_buckets(hub.manifest, deadly(), 1, "keep")
+    with pytest.raises(EngineError, match=reason):
         while True:
             done += served.poll(0.05)
     assert sorted(o.request_id for o in done + served.abort()) == [f"s{i}" for i in range(8)]
