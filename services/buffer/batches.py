@@ -89,7 +89,9 @@ class Batches:
             return None
         if formed := self.formed.get(self.next_step + 1):
             return formed.all_groups
-        return self._rules.choose(self._pool, self._policy, self.replays, self.next_step)
+        return self._rules.choose(
+            self._pool, self._policy, self.replays, self.next_step, to_come=True
+        )
 
     def commit(self) -> Batch:
         """The leased batch has been trained on: the version goes up, and old groups go.

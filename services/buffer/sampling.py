@@ -34,19 +34,26 @@ class BatchRules:
         )
 
     def choose(
-        self, pool: Pool, policy: StalenessPolicy, replays: Replays, version: int
+        self,
+        pool: Pool,
+        policy: StalenessPolicy,
+        replays: Replays,
+        version: int,
+        *,
+        to_come: bool = False,
     ) -> list[Group] | None:
         """The groups of the batch that is trained at `version`; None while it is not full.
 
-        `version` may be one that is still to come: what will be too old for it is left out. Groups
-        that were trained on before come last. They make up for new ones that are missing as long
-        as one group in `times` is new: that is what keeps every group in use `times` times.
+        If `version` is still `to_come`, what will be too old for it is left out: the sweep, which
+        keeps the pool free of it otherwise, comes with the version. Groups that were trained on
+        before come last. They make up for new ones that are missing as long as one group in
+        `times` is new: that is what keeps every group in use `times` times.
         """
         if not self.tokens and len(pool.complete) * self.times < self.groups:
             return None  # asked at every event, so it must be cheap
-        complete = [
-            g for g in pool.complete.values() if not policy.is_stale(g.oldest or 0, version)
-        ]
+        complete = list(pool.complete.values())
+        if to_come:
+            complete = [g for g in complete if not policy.is_stale(g.oldest or 0, version)]
         again: list[Group] = []
         if not self._fill(complete):
             again = replays.candidates(version) if self.times > 1 and complete else []

@@ -8,6 +8,7 @@ from torch import Tensor
 from umbra.services.trainer.batch import Batch
 from umbra.services.trainer.metrics import Row, ess, mismatch_metrics
 from umbra.services.trainer.objectives.objective import TokenInputs, TokenLosses
+from umbra.services.trainer.objectives.ratios import ratio
 from umbra.services.trainer.ranks import Ranks
 
 COLUMNS = ("update", "logprob", "entropy", "advantage", "ratio", "clipped", "masked", "kl")
@@ -93,7 +94,8 @@ class LossMetrics:
             row[f"{name}/negative"] = _mean(column[flag][advantage < 0])
         behaviour = self._batch.behaviour
         last = table[0] == self._updates
-        row["ess_last"] = ess(table[1, last], behaviour.repeat(epochs)[last])
+        sampled = behaviour.repeat(epochs)[last].double()
+        row["ess_last"] = ess(ratio(table[1, last].double(), sampled))
         age = (version - self._batch.oldest).double().repeat(epochs) * per_version + table[0] - 1
         row["staleness/updates/mean"] = float(age[seen].mean())
         row["staleness/updates/max"] = float(age[seen].max())

@@ -109,13 +109,16 @@ def mismatch_metrics(logprobs: Tensor, behaviour: Tensor, on_policy: Tensor) -> 
         "mismatch/k3": float(k3.mean()),
         "mismatch/chi2": float(weight.square().mean()) - 1,
         "mismatch/k3_on_policy": float(k3[on_policy].mean()) if bool(on_policy.any()) else None,
-        "ess": ess(logprobs, behaviour),
+        "ess": ess(weight),
     }
 
 
-def ess(logprobs: Tensor, behaviour: Tensor) -> float:
-    """The effective share of N tokens, (sum r)^2 / (N sum r^2) with r = pi / mu; in (0, 1]."""
-    weight = ratio(logprobs.double(), behaviour.double())
+def ess(weight: Tensor) -> float:
+    """The effective share of N tokens, (sum r)^2 / (N sum r^2) with r = pi / mu; in (0, 1].
+
+    Args:
+        weight: r of each token, float64 [N].
+    """
     return float(weight.sum().square() / (weight.numel() * weight.square().sum()))
 
 
