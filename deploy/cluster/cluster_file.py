@@ -77,20 +77,29 @@ class ClusterFile(msgspec.Struct, frozen=True, kw_only=True):
 S = TypeVar("S", bound=msgspec.Struct)
 
 
-def load_cluster(path: Path) -> ClusterFile:
-    """Read and check a cluster file.
+def read_tree(path: Path) -> dict[str, Any]:
+    """What the cluster file at `path` says, unchecked.
 
     Raises:
-        UsageError: it cannot be read, or a key is unknown (with the nearest name) or bad.
+        UsageError: it cannot be read.
     """
     try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UsageError(f"cluster file {path} does not exist") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cluster file {path} cannot be read: {error}") from error
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"cluster file {path} is not valid TOML: {error}") from error
+
+
+def load_cluster(path: Path) -> ClusterFile:
+    """Read and check a cluster file.
+
+    Raises:
+        UsageError: it cannot be read, or a key is unknown (with the nearest name) or bad.
+    """
+    tree = read_tree(path)
     for section in tree:
         if section not in ("cluster", "nodes"):
             near = nearest(section, ["cluster", "nodes"])

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from umbra.deploy.cluster.cluster_file import nearest
+from umbra.deploy.cluster.cluster_file import nearest, read_tree
 from umbra.deploy.simulator.lengths import quantiles
 from umbra.deploy.simulator.tables import DecodeSpeed, Tables
 from umbra.proto.errors import UsageError
@@ -94,14 +94,7 @@ def load_scenario(path: Path, overrides: tuple[str, ...] = ()) -> Scenario:
         UsageError: it cannot be read, a key is unknown (with the nearest name) or bad, or the
             numbers do not go together.
     """
-    try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UsageError(f"cluster file {path} does not exist") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cluster file {path} cannot be read: {error}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"cluster file {path} is not valid TOML: {error}") from error
+    tree = read_tree(path)
     for override in overrides:
         _assign(tree, override)
     return scenario_of(tree, str(path), path.parent)

@@ -18,6 +18,7 @@ from umbra.proto.messages import EvalBegun, EvalRequest
 from umbra.services.generator.tasks import task_named, write_task
 from umbra.services.runtime.command import ServiceContext, keys_of, service_command
 from umbra.services.runtime.config_loader import load_config
+from umbra.services.runtime.eval_scores import telling
 from umbra.services.runtime.jsonl import read_jsonl
 from umbra.services.runtime.keys import Security
 from umbra.services.runtime.link import Link
@@ -175,8 +176,7 @@ def _heldout(task: str, seed: int, samples: int | None) -> list[dict[str, object
 
 def _sentence(result: EvalResult, decoding: str) -> str:
     failed = f", {result.failed} of them failed" if result.failed else ""
-    several = len(result.scores) > 2  # of one answer to each prompt they say the same once more
-    scores = [f"{name} {value:.4f}, " for name, value in result.scores.items() if several]
+    scores = [f"{name} {value:.4f}, " for name, value in telling(result.scores).items()]
     return (
         f"accuracy {result.accuracy:.4f} ({decoding}, {result.samples:,} samples{failed}); "
         f"{''.join(scores)}"

@@ -16,6 +16,7 @@ from umbra.proto.messages import Status, Stuck
 from umbra.proto.records import EvalReport
 from umbra.services.monitor.members import MemberRow, member_rows, most_telling
 from umbra.services.monitor.rates import Rates
+from umbra.services.runtime.eval_scores import telling
 
 BARS = "▁▂▃▄▅▆▇█"
 COLUMNS = (
@@ -80,10 +81,8 @@ def eval_text(report: EvalReport) -> str:
         text += f" ({', '.join(ended)}), " if ended else ", "
     if not report.answered:
         return text + "no accuracy yet"
-    text += f"accuracy {report.accuracy:.3f}"
-    if len(report.scores) > 2:  # of one answer to each prompt they say the same once more
-        text += "".join(f", {name} {value:.3f}" for name, value in report.scores.items())
-    return text
+    scores = [f", {name} {value:.3f}" for name, value in telling(report.scores).items()]
+    return f"{text}accuracy {report.accuracy:.3f}{''.join(scores)}"
 
 
 def evals_text(status: Status) -> str:

@@ -22,6 +22,11 @@ def pass_at_k(answers: int, solved: int, k: int) -> float:
     return 1 - comb(answers - solved, k) / comb(answers, k)
 
 
+def telling(scores: Mapping[str, float]) -> dict[str, float]:
+    """Those of `eval_scores` that say more than the accuracy: none, of one answer to each prompt."""
+    return dict(scores) if len(scores) > 2 else {}
+
+
 def eval_scores(rewards: Mapping[str, Sequence[float]], most: int) -> dict[str, float]:
     """`pass@k` for k = 1, 2, 4, ... and `most`, and `mean@most`; means over prompts.
 
