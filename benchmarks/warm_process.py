@@ -9,18 +9,13 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-import time
 import traceback
-from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NoReturn
 
 from umbra.deploy import stage, up
-from umbra.deploy.process import Process, Usage
-from umbra.services.runtime.command import READY_FD_VARIABLE
-from umbra.services.runtime.parent import PARENT_PID_VARIABLE
+from umbra.deploy.process import Process
 
 IMPORTS = (
     "accelerate",
@@ -41,31 +36,19 @@ class WarmProcess(Process):
     niceness of processes within a session only.)
     """
 
-    def __init__(
+    def _spawn(
         self,
-        argv: Sequence[str],
-        *,
+        argv: list[str],
+        environ: dict[str, str],
         log_path: Path,
-        environ: Mapping[str, str],
-        stdout_path: Path | None = None,
-    ) -> None:
-        self._ready_fd, child_end = os.pipe()
-        os.set_blocking(self._ready_fd, False)
-        self._ready_line = b""
-        self._started = time.monotonic()
-        self.returncode = None
-        self.usage = Usage()
-        self._popen = SimpleNamespace(returncode=None)
-        variables = {
-            **environ,
-            READY_FD_VARIABLE: str(child_end),
-            PARENT_PID_VARIABLE: str(os.getpid()),
-        }
-        self.pid = os.fork()
-        if self.pid == 0:
-            _become(list(argv), variables, log_path, stdout_path or log_path)
-        _own_group(self.pid)
-        os.close(child_end)
+        stdout_path: Path,
+        ready_fd: int,  # inherited, as all of ours is
+    ) -> int:
+        pid = os.fork()
+        if pid == 0:
+            _become(argv, environ, log_path, stdout_path)
+        _own_group(pid)
+        return pid
 
 
 def warm_up() -> None:

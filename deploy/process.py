@@ -56,28 +56,43 @@ class Process:
         self._started = time.monotonic()
         self.returncode: int | None = None
         self.usage = Usage()
+        self._popen: subprocess.Popen[bytes] | None = None
+        variables = {
+            **environ,
+            READY_FD_VARIABLE: str(child_end),
+            PARENT_PID_VARIABLE: str(os.getpid()),
+            "PYTHONUNBUFFERED": "1",
+        }
         try:
-            with log_path.open("ab") as log, (stdout_path or log_path).open("ab") as out:
-                self._popen = subprocess.Popen(
-                    list(argv),
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=log,
-                    env={
-                        **environ,
-                        READY_FD_VARIABLE: str(child_end),
-                        PARENT_PID_VARIABLE: str(os.getpid()),
-                        "PYTHONUNBUFFERED": "1",
-                    },
-                    pass_fds=(child_end,),
-                    start_new_session=True,
-                )
+            self.pid = self._spawn(
+                list(argv), variables, log_path, stdout_path or log_path, child_end
+            )
         except BaseException:
             os.close(self._ready_fd)
             raise
         finally:
             os.close(child_end)
-        self.pid = self._popen.pid
+
+    def _spawn(
+        self,
+        argv: list[str],
+        environ: dict[str, str],
+        log_path: Path,
+        stdout_path: Path,
+        ready_fd: int,
+    ) -> int:
+        """Start the child, the leader of a process group, with `ready_fd` open; its pid."""
+        with log_path.open("ab") as log, stdout_path.open("ab") as out:
+            self._popen = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=log,
+                env=environ,
+                pass_fds=(ready_fd,),
+                start_new_session=True,
+            )
+        return self._popen.pid
 
     def ready(self) -> dict[str, Any] | None:
         """What the child said when it was up; None before that."""
@@ -100,7 +115,9 @@ class Process:
             # Before it is reaped: until then its process group id cannot be given to others.
             self._signal_group(signal.SIGKILL)
             _, status, used = os.wait4(self.pid, 0)
-            self.returncode = self._popen.returncode = os.waitstatus_to_exitcode(status)
+            self.returncode = os.waitstatus_to_exitcode(status)
+            if self._popen:
+                self._popen.returncode = self.returncode  # else it would wait for it as well
             wall_s = time.monotonic() - self._started
             self.usage = Usage(wall_s, used.ru_utime + used.ru_stime)
             self._close()

@@ -9,23 +9,15 @@ Right: reward against time of the real runs, the median seed of each mode.
 
 from __future__ import annotations
 
-import json
-import sys
 from html import escape
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
-HERE = Path(__file__).parent
+from plots import Rows, plot, svg
+
 WIDTH, HEIGHT = 430, 250  # of a panel
 LEFT, RIGHT, TOP, BOTTOM = 150, 60, 34, 40
 COLOURS = ("#8c959f", "#57606a", "#9a6700", "#0969da", "#1a7f37", "#cf222e", "#8250df")
-STYLE = (
-    "text{font-family:system-ui,sans-serif;font-size:12px;fill:#1b1f24}"
-    ".title{font-weight:600;font-size:14px}.axis{stroke:#d0d7de}.line{fill:none;stroke-width:2}"
-    ".ideal{stroke:#1b1f24;stroke-dasharray:4 3}"
-)
-Rows = list[dict[str, Any]]
 
 
 def of(rows: Rows, form: str, mix: str) -> dict[str, Rows]:
@@ -122,23 +114,8 @@ def picture(rows: Rows) -> str:
     if modes := of(rows, "real", "sort"):
         parts.append(curves("reward on sort, two cores", modes, WIDTH, height, colours))
         width = 2 * WIDTH
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">'
-        f'<style>{STYLE}</style><rect width="100%" height="100%" fill="#fff"/>'
-        + "".join(parts)
-        + "</svg>\n"
-    )
-
-
-def main() -> None:
-    """Write the picture."""
-    if len(sys.argv) < 2:
-        raise SystemExit(__doc__)
-    rows: Rows = []
-    for name in sys.argv[1:]:
-        rows += json.loads(Path(name).read_text(encoding="utf-8"))["rows"]
-    (HERE / "end-to-end.svg").write_text(picture(rows), encoding="utf-8")
+    return svg(width, height, parts)
 
 
 if __name__ == "__main__":
-    main()
+    plot("end-to-end.svg", picture, __doc__)

@@ -9,22 +9,16 @@ slots in use, the trainer at work, the broker's thread at work.
 
 from __future__ import annotations
 
-import json
 import math
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
-from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
+from plots import Rows, plot, svg
+
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 430, 300, 58, 36, 40  # of a panel
 COLOURS = {"asynchronous": "#1a7f37", "synchronous, all take turns": "#cf222e", "ideal": "#8c959f"}
 SHARES = {"slots in use": "#0969da", "trainer trains": "#9a6700", "broker busy": "#cf222e"}
-STYLE = (
-    "text{font-family:system-ui,sans-serif;font-size:12px;fill:#1b1f24}"
-    ".title{font-weight:600;font-size:14px}.axis{stroke:#d0d7de}.line{fill:none;stroke-width:2}"
-)
 
 Points = Sequence[tuple[float, float]]
 
@@ -32,7 +26,7 @@ Points = Sequence[tuple[float, float]]
 def panel(
     title: str,
     x0: int,
-    lines: dict[str, tuple[str, Points]],
+    lines: Mapping[str, tuple[str, Points]],
     height: Callable[[float], float],
     ticks: Sequence[tuple[float, str]],
 ) -> str:
@@ -74,7 +68,7 @@ def panel(
     return "".join(parts)
 
 
-def picture(rows: list[dict[str, Any]]) -> str:
+def picture(rows: Rows) -> str:
     """The whole picture as SVG."""
     found: dict[str, list[tuple[float, dict[str, Any]]]] = {}
     for row in rows:
@@ -101,12 +95,7 @@ def picture(rows: list[dict[str, Any]]) -> str:
         panel("shares of the time, asynchronous", WIDTH, shares, lambda y: y,
               [(tick, f"{tick:.0%}") for tick in (0.0, 0.25, 0.5, 0.75, 1.0)]),
     ]  # fmt: skip
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * WIDTH} {HEIGHT}" role="img">'
-        f'<style>{STYLE}</style><rect width="100%" height="100%" fill="#fff"/>'
-        + "".join(parts)
-        + "</svg>\n"
-    )
+    return svg(2 * WIDTH, HEIGHT, parts)
 
 
 def share(row: dict[str, Any], name: str) -> float:
@@ -116,13 +105,5 @@ def share(row: dict[str, Any], name: str) -> float:
     return row["trainer"].get("train", 0.0) if name == "trainer trains" else row["broker_busy"]
 
 
-def main() -> None:
-    """Write the picture."""
-    if len(sys.argv) != 2:
-        raise SystemExit(__doc__)
-    rows = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))["rows"]
-    (HERE / "scale.svg").write_text(picture(rows), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    plot("scale.svg", picture, __doc__)

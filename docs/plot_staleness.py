@@ -8,26 +8,19 @@ a bar from the least to the largest.
 
 from __future__ import annotations
 
-import json
-import sys
 from collections import defaultdict
 from html import escape
-from pathlib import Path
 from statistics import mean
-from typing import Any
 
-HERE = Path(__file__).parent
+from plots import Rows, plot, svg
+
 WIDTH, HEIGHT, LEFT, TOP = 380, 260, 46, 34  # of a panel, and its margins
 COLOURS = ("#cf222e", "#0969da", "#1a7f37", "#9a6700", "#8250df", "#bf3989", "#1b7c83", "#57606a")
-STYLE = (
-    "text{font-family:system-ui,sans-serif;font-size:12px;fill:#1b1f24}"
-    ".title{font-weight:600;font-size:14px}.axis{stroke:#d0d7de}.line{fill:none;stroke-width:2}"
-)
 
 Panel = dict[str, dict[int, list[float]]]  # objective, staleness, accuracies
 
 
-def panels(rows: list[dict[str, Any]]) -> dict[str, Panel]:
+def panels(rows: Rows) -> dict[str, Panel]:
     """The rows by panel; an objective without runs at staleness 0 is given what stands for it."""
     result: dict[str, Panel] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
     for row in rows:
@@ -76,7 +69,7 @@ def draw(title: str, panel: Panel, colours: dict[str, str], x0: int, y0: int) ->
     return "".join(parts)
 
 
-def picture(rows: list[dict[str, Any]]) -> str:
+def picture(rows: Rows) -> str:
     """The whole picture as SVG."""
     found = dict(sorted(panels(rows).items(), reverse=True))
     names = list(dict.fromkeys(row["objective"] for row in rows))
@@ -98,21 +91,8 @@ def picture(rows: list[dict[str, Any]]) -> str:
         f'<text x="{width / 2}" y="{height - 36}" text-anchor="middle">accuracy after training, by '
         "staleness of the samples (versions)</text>"
     )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">'
-        f'<style>{STYLE}</style><rect width="100%" height="100%" fill="#fff"/>'
-        + "".join(parts)
-        + "</svg>\n"
-    )
-
-
-def main() -> None:
-    """Write the picture."""
-    if len(sys.argv) != 2:
-        raise SystemExit(__doc__)
-    rows = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))["rows"]
-    (HERE / "staleness-accuracy.svg").write_text(picture(rows), encoding="utf-8")
+    return svg(width, height, parts)
 
 
 if __name__ == "__main__":
-    main()
+    plot("staleness-accuracy.svg", picture, __doc__)

@@ -26,6 +26,16 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def vllm_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return one with a model whose heads are of a size that vLLM knows; don't change it."""
+    from umbra.services.trainer.make_model import make_model
+
+    path = tmp_path_factory.mktemp("models") / "small"
+    make_model(path, heads=2, kv_heads=1)
+    return path
+
+
 @pytest.fixture
 def zmq_context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
     """Yield a context of the test's own and fail the test if a socket of it is left open.

@@ -12,21 +12,24 @@ import pytest
 from umbra.deploy.command import load_run
 from umbra.services.runtime.config_loader import to_json
 
-UMBRA = (sys.executable, "-m", "umbra")
 
-
-def expect_usage_error(project: Path, *overrides: str, code: int = 2) -> str:
-    """Run `umbra up` and return the one sentence with which it refuses."""
-    settings = [part for override in overrides for part in ("--set", override)]
-    done = subprocess.run(
-        [*UMBRA, "up", "run.toml", *settings],
-        cwd=project,
+def umbra(cwd: Path | None, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run an `umbra` command to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "umbra", *arguments],
+        cwd=cwd,
         capture_output=True,
         text=True,
         timeout=50,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         check=False,
     )
+
+
+def expect_usage_error(project: Path, *overrides: str, code: int = 2) -> str:
+    """Run `umbra up` and return the one sentence with which it refuses."""
+    settings = [part for override in overrides for part in ("--set", override)]
+    done = umbra(project, "up", "run.toml", *settings)
     assert done.returncode == code, done
     (line,) = done.stderr.splitlines()
     assert line.startswith("umbra: error: ")
@@ -88,9 +91,7 @@ def test_a_model_without_a_tokenizer(project: Path, bare_model: Path, engine: st
 def test_nor_does_any_other_command_take_it(
     project: Path, bare_model: Path, arguments: tuple[str, ...]
 ) -> None:
-    done = subprocess.run(
-        [*UMBRA, *arguments], cwd=project, capture_output=True, text=True, timeout=50, check=False
-    )
+    done = umbra(project, *arguments)
     assert done.returncode == 2, done
     assert f"{bare_model.name} has no tokenizer (tokenizer.json or " in done.stderr
     assert "Traceback" not in done.stderr
@@ -98,14 +99,7 @@ def test_nor_does_any_other_command_take_it(
 
 def test_engine_arguments_are_flags_too(project: Path) -> None:
     broker = ("--broker", "tcp://127.0.0.1:9", "--set", "model.path=model")
-    done = subprocess.run(
-        [*UMBRA, "generator", *broker, "--engine-arg", "block_size=32"],
-        cwd=project,
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-    )
+    done = umbra(project, "generator", *broker, "--engine-arg", "block_size=32")
     assert done.returncode == 2, done
     assert "generator.engine_args is for vLLM: leave it out, or set " in done.stderr
 
@@ -158,14 +152,7 @@ def test_a_run_that_could_not_go_on_has_not_the_last_word_of_before(project: Pat
         before = {"ledger": {"issued": 8, "trained": 8, "ended": {}, "in_flight": {}}}
         (folder / "buffer.json").write_text(json.dumps({**before, "ending": "drained"}))
         (folder / "summary.json").write_text(json.dumps({**before, "exit_code": 143}))
-        done = subprocess.run(
-            [*UMBRA, "up", str(folder), "--no-eval", "--json"],
-            cwd=project,
-            capture_output=True,
-            text=True,
-            timeout=50,
-            check=False,
-        )
+        done = umbra(project, "up", str(folder), "--no-eval", "--json")
     assert done.returncode == 3, done
     summary = json.loads((folder / "summary.json").read_text())
     assert "in use" in summary["exit_reason"]
@@ -174,13 +161,7 @@ def test_a_run_that_could_not_go_on_has_not_the_last_word_of_before(project: Pat
 
 @pytest.mark.parametrize("command", ["ping", "status", "monitor"])
 def test_nobody_answers(command: str) -> None:
-    done = subprocess.run(
-        [*UMBRA, command, "--broker", "tcp://127.0.0.1:9", "--timeout", "0.2"],
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-    )
+    done = umbra(None, command, "--broker", "tcp://127.0.0.1:9", "--timeout", "0.2")
     assert done.returncode == 5
     assert done.stderr.startswith(
         "umbra: error: no buffer answers at tcp://127.0.0.1:9 within 0.2 s"
@@ -190,46 +171,22 @@ def test_nobody_answers(command: str) -> None:
 
 @pytest.mark.parametrize("address", ["nowhere", "tcp://127.0.0.1", "http://127.0.0.1:1"])
 def test_an_address_that_is_none(address: str) -> None:
-    done = subprocess.run(
-        [*UMBRA, "ping", "--broker", address],
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-    )
+    done = umbra(None, "ping", "--broker", address)
     assert done.returncode == 2
     assert "tcp://host:port" in done.stderr
 
 
 def test_config_check_tells_the_worst_staleness(project: Path) -> None:
-    done = subprocess.run(
-        [*UMBRA, "config", "check", "run.toml", "--set", "buffer.max_staleness=4"],
-        cwd=project,
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=True,
-    )
+    done = umbra(project, "config", "check", "run.toml", "--set", "buffer.max_staleness=4")
+    assert done.returncode == 0, done
     assert "at most 4 versions, typically up to 1" in done.stdout
 
 
 def test_config_show_is_a_run_file(project: Path) -> None:
-    first = subprocess.run(
-        [*UMBRA, "config", "show", "run.toml", "--set", 'environment.options.text="a\\n\'é😀"'],
-        cwd=project,
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=True,
+    first = umbra(
+        project, "config", "show", "run.toml", "--set", 'environment.options.text="a\\n\'é😀"'
     ).stdout
     (project / "shown.toml").write_text(first, encoding="utf-8")
-    second = subprocess.run(
-        [*UMBRA, "config", "show", "shown.toml"],
-        cwd=project,
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=True,
-    ).stdout
+    second = umbra(project, "config", "show", "shown.toml").stdout
     assert second == first
     assert "😀" in first

@@ -27,7 +27,6 @@ from umbra.services.modeling.models import load_model
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config_loader import load_config
 from umbra.services.runtime.manifest import build_manifest
-from umbra.services.trainer.make_model import make_model
 
 pytest.importorskip("vllm", reason="vLLM is not installed (make setup)")
 pytestmark = [
@@ -44,20 +43,12 @@ TOLERANCE = 2e-4
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model with heads of a size that vLLM knows."""
-    path = tmp_path_factory.mktemp("models") / "small"
-    make_model(path, heads=2, kv_heads=1)
-    return path
-
-
-@pytest.fixture(scope="module")
-def models(model_dir: Path) -> dict[int, Any]:
+def models(vllm_model_dir: Path) -> dict[int, Any]:
     """The model under four versions of its weights."""
     torch.set_num_threads(1)  # the engine has the other core
     found: dict[int, Any] = {}
     for version in range(VERSIONS):
-        model = load_model(model_dir, torch.device("cpu"), torch.float32)
+        model = load_model(vllm_model_dir, torch.device("cpu"), torch.float32)
         torch.manual_seed(version)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -67,10 +58,10 @@ def models(model_dir: Path) -> dict[int, Any]:
 
 
 @pytest.fixture(scope="module")
-def config(model_dir: Path) -> RunConfig:
+def config(vllm_model_dir: Path) -> RunConfig:
     return load_config(
         overrides=[
-            f"model.path={model_dir}",
+            f"model.path={vllm_model_dir}",
             "weight_hub.dtype=float32",
             "generator.engine=vllm",
             "generator.device=cpu",

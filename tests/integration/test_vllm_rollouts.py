@@ -35,7 +35,6 @@ from umbra.services.generator.torch_engine import TorchEngine
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_model, load_tokenizer, outline_model
 from umbra.services.runtime.config import Environment, Generator
-from umbra.services.trainer.make_model import make_model
 
 pytest.importorskip("vllm", reason="vLLM is not installed (make setup)")
 pytestmark = [
@@ -49,18 +48,10 @@ VLLMS = 2
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model with heads of a size that vLLM knows."""
-    path = tmp_path_factory.mktemp("models") / "small"
-    make_model(path, heads=2, kv_heads=1)
-    return path
-
-
-@pytest.fixture(scope="module")
-def models(model_dir: Path) -> dict[int, Any]:
+def models(vllm_model_dir: Path) -> dict[int, Any]:
     """Four versions of a model that does not say the same again and again when it is greedy."""
     torch.set_num_threads(1)
-    model = load_model(model_dir, torch.device("cpu"), torch.float32)
+    model = load_model(vllm_model_dir, torch.device("cpu"), torch.float32)
     disturb(model, 0.2, seed=3)
     found: dict[int, Any] = {0: model}
     for version in range(1, 4):
@@ -77,7 +68,7 @@ def disturb(model: Any, scale: float, seed: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def vllms(model_dir: Path) -> Iterator[list[StreamingEngine]]:
+def vllms(vllm_model_dir: Path) -> Iterator[list[StreamingEngine]]:
     """Two engines, which draw different numbers; the second one is two workers."""
     from umbra.services.generator.vllm_options import set_environment
 
@@ -96,9 +87,9 @@ def vllms(model_dir: Path) -> Iterator[list[StreamingEngine]]:
     set_environment(configs[0])
     from umbra.services.generator.vllm_engine import VllmEngine
 
-    outline = outline_model(model_dir)
+    outline = outline_model(vllm_model_dir)
     opened: list[StreamingEngine] = [
-        VllmEngine(model_dir, outline, config, dtype="float32", stop_ids=STOPS, seed=seed)
+        VllmEngine(vllm_model_dir, outline, config, dtype="float32", stop_ids=STOPS, seed=seed)
         for seed, config in enumerate(configs)
     ]
     yield opened
@@ -143,33 +134,33 @@ def next_engine(
 
 @pytest.mark.parametrize("seed", range(2))
 def test_greedy_samples_are_the_same_however_often_they_are_interrupted(
-    next_engine: Callable[[int], Engine], model_dir: Path, seed: int
+    next_engine: Callable[[int], Engine], vllm_model_dir: Path, seed: int
 ) -> None:
-    whole = roll(next_engine, model_dir, 0.0)
+    whole = roll(next_engine, vllm_model_dir, 0.0)
     assert [t.turns for t in whole.values()].count(TURNS) > 4
-    check_same(roll(next_engine, model_dir, 0.0, random.Random(seed)), whole)
+    check_same(roll(next_engine, vllm_model_dir, 0.0, random.Random(seed)), whole)
 
 
 def test_logprobs_of_interrupted_samples_are_those_of_one_forward_pass(
-    next_vllm: Callable[[int], Engine], models: dict[int, Any], model_dir: Path
+    next_vllm: Callable[[int], Engine], models: dict[int, Any], vllm_model_dir: Path
 ) -> None:
-    check_logprobs(models[0], roll(next_vllm, model_dir, TEMPERATURE, random.Random(0)))
+    check_logprobs(models[0], roll(next_vllm, vllm_model_dir, TEMPERATURE, random.Random(0)))
 
 
 def test_so_they_are_if_engines_of_both_kinds_made_them(
-    next_engine: Callable[[int], Engine], models: dict[int, Any], model_dir: Path
+    next_engine: Callable[[int], Engine], models: dict[int, Any], vllm_model_dir: Path
 ) -> None:
-    check_logprobs(models[0], roll(next_engine, model_dir, TEMPERATURE, random.Random(1)))
+    check_logprobs(models[0], roll(next_engine, vllm_model_dir, TEMPERATURE, random.Random(1)))
 
 
 # -- agents ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def world(model_dir: Path) -> Iterator[Make]:
+def world(vllm_model_dir: Path) -> Iterator[Make]:
     """Makes an endpoint over an engine."""
     made: list[AgentWorld] = []
-    chat = Chat(load_tokenizer(model_dir), STOPS)
+    chat = Chat(load_tokenizer(vllm_model_dir), STOPS)
 
     def make(engine: Engine, temperature: float, **options: Any) -> AgentWorld:
         sampling = Sampling(temperature=temperature, max_tokens=60)
