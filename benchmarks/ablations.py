@@ -92,6 +92,7 @@ def run_part(key: str, work: Path) -> dict[str, Any]:
         **{name: row[name] for name in shown},
         "decoded_per_trained": row["decoded_per_trained"],
         "wire_mb": row["wire_mb"],
+        "one_slot_wait_ms": 1e3 * row["one_slot_wait_s"],
         **pushes,
     }
 
@@ -129,15 +130,16 @@ def make_up(
 def show(rows: Sequence[dict[str, Any]]) -> None:
     """Means over seeds, and samples/s over those of the first of the block."""
     first: dict[str, float] = {}
-    print("| part | samples/s | of all on | generator idle | trainer idle | staleness | push ms |")
-    print("|---|---|---|---|---|---|---|")
+    head = "part, samples/s, of all on, generator idle, trainer idle, staleness, push ms"
+    names = [*head.split(", "), "wait ms, had there been one slot"]
+    print("| " + " | ".join(names) + " |\n" + "|---" * len(names) + "|")
     for part in PARTS:
         found = [row for row in rows if (row["block"], row["name"]) == (part.block, part.name)]
         if not found:
             continue
         speed = mean(row["samples_per_s"] for row in found)
         base = first.setdefault(part.block, speed)
-        columns = ("generator_idle", "trainer_idle", "staleness", "total_ms")
+        columns = ("generator_idle", "trainer_idle", "staleness", "total_ms", "one_slot_wait_ms")
         figures = [f"{mean(row[name] for row in found):.3g}" for name in columns]
         cells = [f"{speed:.1f}", f"{speed / base:.2f}", *figures]
         print(f"| {part.name} | " + " | ".join(cells) + " |")

@@ -246,6 +246,23 @@ def wire_mb(folder: RunFolder) -> float:
     return sum(row["wire_bytes"] for row in rows) / max(len(rows), 1) / 1e6
 
 
+def one_slot_wait_s(folder: RunFolder) -> float:
+    """Mean seconds a step that the trainer would have waited if the arena had a single slot.
+
+    Then a snapshot can only begin when the push of the version before it has ended everywhere.
+    """
+    rows = list(read_rows(folder.metrics))
+    ends: dict[int, float] = {}
+    for row in rows:
+        if row["kind"] == "push":
+            ends[row["version"]] = max(row["time"], ends.get(row["version"], 0.0))
+    spans = (row for row in rows if row["kind"] == "span" and row["name"] == "snapshot")
+    begun = sorted(row["start"] for row in spans)  # of versions 0, 1, 2, ...
+    later = list(enumerate(begun[1:]))[WARM:]  # the first pushes wait for engines to be there
+    waits = [max(0.0, ends.get(version, 0.0) - start) for version, start in later]
+    return sum(waits) / max(len(waits), 1)
+
+
 def run_cell(cell: Cell, work: Path) -> dict[str, Any]:
     """Do the run; its row."""
     work = work.resolve()
@@ -279,5 +296,6 @@ def run_cell(cell: Cell, work: Path) -> dict[str, Any]:
         "dropped": sum(summary["ledger"]["ended"].values()),
         "push_seconds": summary["push_seconds"],
         "wire_mb": wire_mb(folder),
+        "one_slot_wait_s": one_slot_wait_s(folder),
         "steady": asdict(done),
     }
