@@ -22,8 +22,9 @@ from typing import Any
 
 import replay_cells
 from click.testing import CliRunner
-from replay_cells import MODES, Cell, Mode
+from replay_cells import FORM, MODES, Mode
 from report import Report
+from whole_runs import Cell
 
 from umbra.services.trainer.make_model import command as make_model
 
@@ -81,7 +82,7 @@ def run_part(key: str, work: Path) -> dict[str, Any]:
     seed = int(key.rpartition("/")[2])
     part = next(one for one in PARTS if key_of(one, seed) == key)
     prepare(work)
-    row = replay_cells.run_cell(Cell(part.mode, MIX, seed), work)
+    row = replay_cells.run_cell(Cell(FORM, part.mode, MIX, seed), work)
     shown = ("samples_per_s", "utilisation", "generator_idle", "trainer_idle", "staleness")
     pushes = {f"{name}_ms": 1e3 * value for name, value in row["push_seconds"].items()}
     return {

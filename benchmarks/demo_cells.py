@@ -6,19 +6,20 @@ the mean reward of the last WINDOW batches, 2,560 samples drawn at temperature 1
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from staleness import base_model
-from whole_runs import cpu_idle, run, steady
+from whole_runs import Cell, cpu_idle, run, steady
 
 from umbra.deploy.demo import DEMOS
 from umbra.deploy.run_folder import RunFolder, read_rows
 from umbra.services.runtime.config_loader import load_config
 
+FORM = "real"
 ACCURACY = 0.9
 WINDOW = 10
 WARM = 5
@@ -49,29 +50,6 @@ SYNCHRONOUS = MODES[0].name, MODES[1].name
 ASYNCHRONOUS = MODES[-1].name
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One run."""
-
-    mode: Mode
-    task: str
-    seed: int
-
-    @property
-    def key(self) -> str:
-        """Names the cell in files."""
-        return f"real/{self.mode.name}/{self.task}/{self.seed}"
-
-
-def cells(tasks: Sequence[str], seeds: Sequence[int], modes: Sequence[str]) -> Iterator[Cell]:
-    """All combinations, seeds outermost."""
-    for seed in seeds:
-        for task in tasks:
-            for mode in MODES:
-                if not modes or mode.name in modes:
-                    yield Cell(mode, task, seed)
-
-
 def reached(rewards: Sequence[float], accuracy: float = ACCURACY) -> int | None:
     """The first step, from 1, after which the last WINDOW batches have this mean; None if never."""
     for step in range(WINDOW, len(rewards) + 1):
@@ -80,10 +58,10 @@ def reached(rewards: Sequence[float], accuracy: float = ACCURACY) -> int | None:
     return None
 
 
-def run_cell(cell: Cell, work: Path, steps: int = 0) -> dict[str, Any]:
+def run_cell(cell: Cell[Mode], work: Path, steps: int = 0) -> dict[str, Any]:
     """Do the run, of `steps` steps if not the task's own; its row."""
     work = work.resolve()
-    base = base_model(work, cell.task, cell.seed)
+    base = base_model(work, cell.mix, cell.seed)
     chosen = [
         f"run.dir={work / 'runs'}",
         f"run.seed={cell.seed}",
@@ -93,16 +71,16 @@ def run_cell(cell: Cell, work: Path, steps: int = 0) -> dict[str, Any]:
         *cell.mode.settings,
         *([f"run.steps={steps}"] if steps else []),
     ]
-    config = load_config(DEMOS / f"{cell.task}.toml", overrides=chosen)
+    config = load_config(DEMOS / f"{cell.mix}.toml", overrides=chosen)
     summary, folder = run(config, {})
     done = steady(folder, first=WARM, last=config.run.steps, generators=1)
     rewards, times = curve(folder)
     step = reached(rewards)
     return {
         "cell": cell.key,
-        "form": "real",
+        "form": FORM,
         "mode": cell.mode.name,
-        "mix": cell.task,
+        "mix": cell.mix,
         "seed": cell.seed,
         "to_accuracy_s": None if step is None else times[step - 1],
         "to_accuracy_steps": step,

@@ -29,26 +29,26 @@ from typing import Any
 import demo_cells
 import replay_cells
 from report import Report
+from whole_runs import Cell, cells
 
 RUN_LIMIT_S = 900.0
 SHOWN = ("samples_per_s", "tokens_per_s", "step_s", "staleness", "staleness_max", "generator_idle")
 QUICK_MODES = ("sync, all take turns", "sync, fixed split", "async")
-Cell = replay_cells.Cell | demo_cells.Cell
 
 
-def all_cells(args: argparse.Namespace) -> list[Cell]:
+def all_cells(args: argparse.Namespace) -> list[Cell[Any]]:
     """What is to be run."""
-    chosen: list[Cell] = []
+    chosen: list[Cell[Any]] = []
     if "replay" in args.form:
-        chosen += replay_cells.cells(args.mixes, args.seeds, args.modes)
+        chosen += cells(replay_cells.FORM, replay_cells.MODES, args.mixes, args.seeds, args.modes)
     if "real" in args.form:
-        chosen += demo_cells.cells(args.tasks, args.seeds, args.modes)
+        chosen += cells(demo_cells.FORM, demo_cells.MODES, args.tasks, args.seeds, args.modes)
     return chosen
 
 
-def run_cell(cell: Cell, work: Path, steps: int) -> dict[str, Any]:
+def run_cell(cell: Cell[Any], work: Path, steps: int) -> dict[str, Any]:
     """Do the run in this process; its row."""
-    if isinstance(cell, demo_cells.Cell):
+    if cell.form == demo_cells.FORM:
         return demo_cells.run_cell(cell, work, steps)
     return replay_cells.run_cell(cell, work)
 
@@ -73,7 +73,7 @@ def in_child(cell: Cell, work: Path, steps: int) -> dict[str, Any]:
 
 
 def make_up(
-    missing: Sequence[Cell], args: argparse.Namespace, keep: Callable[[dict[str, Any]], None]
+    missing: Sequence[Cell[Any]], args: argparse.Namespace, keep: Callable[[dict[str, Any]], None]
 ) -> None:
     """Run what is missing, `args.jobs` at a time; none is begun when the time is over."""
     began = time.monotonic()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import NormalDist
@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 from click.testing import CliRunner
-from whole_runs import Steady, cpu_idle, run, steady
+from whole_runs import Cell, Steady, cpu_idle, run, steady
 
 from umbra.deploy.run_folder import RunFolder, read_rows
 from umbra.services.generator.replay_model import ReplayDecoder, ReplayModel
@@ -26,6 +26,7 @@ from umbra.services.generator.tasks import write_task
 from umbra.services.runtime.config_loader import load_config
 from umbra.services.trainer.make_model import command as make_model
 
+FORM = "replay"
 ACCELERATORS = 8
 SLOTS = 16
 BATCH_GROUPS, GROUP_SIZE = 16, 8
@@ -104,29 +105,6 @@ MODES = (
 )
 SYNCHRONOUS = MODES[0].name, MODES[1].name
 ASYNCHRONOUS = MODES[-1].name
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One run."""
-
-    mode: Mode
-    mix: str
-    seed: int
-
-    @property
-    def key(self) -> str:
-        """Names the cell in files."""
-        return f"replay/{self.mode.name}/{self.mix}/{self.seed}"
-
-
-def cells(mixes: Sequence[str], seeds: Sequence[int], modes: Sequence[str]) -> Iterator[Cell]:
-    """All combinations, seeds outermost."""
-    for seed in seeds:
-        for mix in mixes:
-            for mode in MODES:
-                if not modes or mode.name in modes:
-                    yield Cell(mode, mix, seed)
 
 
 def replay_model(mix: str) -> ReplayModel:
@@ -212,7 +190,7 @@ def prepare(work: Path) -> None:
             file.write_bytes(content)
 
 
-def overrides(cell: Cell, work: Path) -> list[str]:
+def overrides(cell: Cell[Mode], work: Path) -> list[str]:
     """The configuration of a run."""
     return [
         f"run.dir={work / 'runs'}",
@@ -263,7 +241,7 @@ def one_slot_wait_s(folder: RunFolder) -> float:
     return sum(waits) / max(len(waits), 1)
 
 
-def run_cell(cell: Cell, work: Path) -> dict[str, Any]:
+def run_cell(cell: Cell[Mode], work: Path) -> dict[str, Any]:
     """Do the run; its row."""
     work = work.resolve()
     prepare(work)
@@ -275,7 +253,7 @@ def run_cell(cell: Cell, work: Path) -> dict[str, Any]:
     best = ideal(mode, done)
     return {
         "cell": cell.key,
-        "form": "replay",
+        "form": FORM,
         "mode": mode.name,
         "mix": cell.mix,
         "seed": cell.seed,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from umbra.deploy.interrupts import Interrupts
 from umbra.deploy.live import QuietView
@@ -19,7 +19,43 @@ from umbra.deploy.up import Up
 from umbra.services.runtime.config import RunConfig
 
 HERE = Path(__file__).parent
+
+
+class Named(Protocol):
+    """What a mode has at least."""
+
+    @property
+    def name(self) -> str: ...
+
+
+M = TypeVar("M", bound=Named)
 Scripts = Mapping[str, Sequence[str]]  # by command of umbra: script here, and its own arguments
+
+
+@dataclass(frozen=True)
+class Cell(Generic[M]):
+    """One run of a comparison: how, on what (a mix of lengths, or a task), with which seed."""
+
+    form: str
+    mode: M
+    mix: str
+    seed: int
+
+    @property
+    def key(self) -> str:
+        """Names the cell in files."""
+        return f"{self.form}/{self.mode.name}/{self.mix}/{self.seed}"
+
+
+def cells(
+    form: str, modes: Sequence[M], mixes: Sequence[str], seeds: Sequence[int], chosen: Sequence[str]
+) -> Iterator[Cell[M]]:
+    """All combinations, seeds outermost, of the modes that are named; of all, if none is."""
+    for seed in seeds:
+        for mix in mixes:
+            for mode in modes:
+                if not chosen or mode.name in chosen:
+                    yield Cell(form, mode, mix, seed)
 
 
 def run(config: RunConfig, scripts: Scripts, *, evaluate: bool = False) -> tuple[Any, RunFolder]:

@@ -30,6 +30,16 @@ class Outcome:
     error: str = ""
 
 
+def taken(outcomes: queue.SimpleQueue[Outcome]) -> list[Outcome]:
+    """All that is in `outcomes`, which another thread fills; nothing is left there."""
+    found: list[Outcome] = []
+    while True:
+        try:
+            found.append(outcomes.get_nowait())
+        except queue.Empty:
+            return found
+
+
 class EnvironmentPool(Protocol):
     """Plays many conversations at once."""
 
@@ -124,12 +134,7 @@ class ProcessPool:
         self._thread.call(self._crew.forget, key)
 
     def collect(self) -> list[Outcome]:
-        found: list[Outcome] = []
-        while True:
-            try:
-                found.append(self._outcomes.get_nowait())
-            except queue.Empty:
-                return found
+        return taken(self._outcomes)
 
     def close(self) -> None:
         if not self._thread.closed:

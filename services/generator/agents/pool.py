@@ -23,7 +23,7 @@ from umbra.services.environments.asking import Ask, Turn
 from umbra.services.environments.crew import START_S, Crew
 from umbra.services.environments.loop_thread import LoopThread
 from umbra.services.environments.plays import Result
-from umbra.services.environments.pool import Outcome
+from umbra.services.environments.pool import Outcome, taken
 from umbra.services.environments.protocol import Row, StepResult
 from umbra.services.generator.agents.address import url_of
 from umbra.services.generator.agents.calls import Call, CallRules
@@ -106,12 +106,7 @@ class AgentPool:
 
     def collect(self) -> list[Outcome]:
         """What agents have asked for, and rewards, since the last call."""
-        found: list[Outcome] = []
-        while True:
-            try:
-                found.append(self._outcomes.get_nowait())
-            except queue.Empty:
-                return found
+        return taken(self._outcomes)
 
     def close(self) -> None:
         """End all sessions, the server and our agents."""
