@@ -271,7 +271,7 @@ def make_engine(name: str, path: Path, slots: int) -> StreamingEngine:
 
 def main() -> int:
     """Measure and print; 0 if the goal is met."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--engines", default="vllm,torch")
     parser.add_argument("--requests", type=int, default=512)

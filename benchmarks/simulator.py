@@ -22,8 +22,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import replay_cells as cells
+import replay_cells
 from report import Report
+from whole_runs import Cell, cells
 
 from umbra.deploy.simulator.compare import simulate
 from umbra.deploy.simulator.prediction import Prediction
@@ -49,21 +50,21 @@ QUICK = ("sync, fixed split", "async")
 Rows = Sequence[Mapping[str, Any]]
 
 
-def scenario_of(cell: cells.Cell, prompt_tokens: int) -> Scenario:
+def scenario_of(cell: Cell[replay_cells.Mode], prompt_tokens: int) -> Scenario:
     """The cell as a simulation."""
     mode = cell.mode
-    colocated = mode.generators == mode.training == cells.ACCELERATORS
+    colocated = mode.generators == mode.training == replay_cells.ACCELERATORS
     tables = Tables(
         cluster=Cluster(
-            gpus=cells.ACCELERATORS,
-            gpus_per_node=cells.ACCELERATORS,
+            gpus=replay_cells.ACCELERATORS,
+            gpus_per_node=replay_cells.ACCELERATORS,
             trainer_gpus=0 if colocated else mode.training,
         ),
         speed=Speed(
             decode=DecodeSpeed(),
             training=TrainingSpeed(
                 step_s=mode.train_step_s,
-                tokens_per_s=1 / cells.TRAIN_TOKEN_S,
+                tokens_per_s=1 / replay_cells.TRAIN_TOKEN_S,
                 snapshot_s=SNAPSHOT_S,
             ),
             network=Network(spread_s=SPREAD_S),
@@ -71,14 +72,14 @@ def scenario_of(cell: cells.Cell, prompt_tokens: int) -> Scenario:
         ),
         samples=Samples(prompt_tokens=prompt_tokens),
     )
-    config = load_config(None, overrides=cells.overrides(cell, Path()), environ={})
-    return Scenario(config, tables, cells.replay_model(cell.mix))
+    config = load_config(None, overrides=replay_cells.overrides(cell, Path()), environ={})
+    return Scenario(config, tables, replay_cells.replay_model(cell.mix))
 
 
-def rate(prediction: Prediction, mode: cells.Mode) -> float:
+def rate(prediction: Prediction, mode: replay_cells.Mode) -> float:
     """Samples per second between the steps between which the real run is measured."""
-    first, last = cells.WARM, mode.steps - 1 - mode.ahead
-    samples = (last - first) * cells.BATCH_GROUPS * cells.GROUP_SIZE
+    first, last = replay_cells.WARM, mode.steps - 1 - mode.ahead
+    samples = (last - first) * replay_cells.BATCH_GROUPS * replay_cells.GROUP_SIZE
     return samples / (prediction.commits[last - 1] - prediction.commits[first - 1])
 
 
@@ -88,14 +89,14 @@ def compare(report: Report, measured: Rows) -> None:
     for row in measured:
         if row["form"] == "replay":
             found[row["mix"], row["mode"]].append(row)
-    modes = {mode.name: mode for mode in cells.MODES}
+    modes = {mode.name: mode for mode in replay_cells.MODES}
     for (mix, name), rows in found.items():
         if name not in modes:
             continue
         mode = modes[name]
         prompts = mean(r["steady"]["prompt_tokens"] / r["steady"]["samples"] for r in rows)
         predictions = [
-            simulate(scenario_of(cells.Cell(mode, mix, row["seed"]), round(prompts)))
+            simulate(scenario_of(Cell(replay_cells.FORM, mode, mix, row["seed"]), round(prompts)))
             for row in rows
         ]
         real = mean(row["samples_per_s"] for row in rows)
@@ -123,8 +124,8 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="measure two runs, and compare these")
     args = parser.parse_args()
     if args.quick:
-        chosen = cells.cells(["uniform"], [0], QUICK)
-        measured = [cells.run_cell(cell, args.work) for cell in chosen]
+        chosen = cells(replay_cells.FORM, replay_cells.MODES, ["uniform"], [0], QUICK)
+        measured = [replay_cells.run_cell(cell, args.work) for cell in chosen]
     elif args.measured:
         measured = json.loads(args.measured.read_text(encoding="utf-8"))["rows"]
     else:

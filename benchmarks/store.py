@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from report import Report
 
+from umbra.services.buffer.frames import Value
 from umbra.services.buffer.log_store import LogStore
 
 VALUE_BYTES = 9000
@@ -34,7 +35,7 @@ class Keys(Protocol):
     """What the buffer needs of a store."""
 
     def put(self, key: str, value: bytes) -> None: ...
-    def get(self, key: str) -> bytes: ...
+    def get(self, key: str) -> Value: ...
     def delete(self, key: str) -> None: ...
     def commit(self) -> None: ...
     def close(self) -> None: ...
@@ -55,7 +56,7 @@ class Lmdb:
 
     def get(self, key: str) -> bytes:
         """Read a key."""
-        return self._txn.get(key.encode())
+        return self._txn.get(key.encode()) or b""
 
     def delete(self, key: str) -> None:
         """Remove a key."""

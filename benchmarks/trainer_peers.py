@@ -108,7 +108,8 @@ class TrlStep:
 
     def __init__(self, directory: Path, load: list[Trajectory], out: Path) -> None:
         from datasets import Dataset
-        from trl import GRPOConfig, GRPOTrainer
+        from trl.trainer.grpo_config import GRPOConfig
+        from trl.trainer.grpo_trainer import GRPOTrainer
 
         warnings.simplefilter("ignore")
         model, tokenizer = load_policy(directory)
