@@ -13,6 +13,7 @@ OBJECTIVES: dict[str, tuple[str, ...]] = {
     "naive": ("objective=naive",),
     "ppo": ("objective=ppo",),
     "tis": ("objective=tis",),
+    "tis_opsm": ("objective=tis_opsm",),
     "decoupled": ("objective=decoupled",),
     "decoupled-interpolated": ("objective=decoupled", "proximal=interpolate"),
     "icepop": ("objective=icepop",),
@@ -22,9 +23,8 @@ OBJECTIVES: dict[str, tuple[str, ...]] = {
     "prime_rl": ("objective=prime_rl",),
     "opsm": ("objective=ppo", "mask=opsm"),
     "ppo-dual": ("objective=ppo", "dual_clip=3.0"),
-    "tis-opsm": ("objective=tis", "mask=opsm"),
 }
-DEFAULT = ("naive", "ppo", "tis", "decoupled", "m2po")
+DEFAULT = ("naive", "ppo", "tis", "decoupled", "m2po", "tis_opsm")
 # Where p = mu, these are one and the same; so on-policy a single run stands for all of them.
 ALIKE = ("naive", "ppo", "tis", "decoupled", "decoupled-interpolated", "icepop", "m2po", "ppo-dual")
 

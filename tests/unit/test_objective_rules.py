@@ -47,10 +47,16 @@ def test_a_preset_works_by_itself(preset: str) -> None:
             ["kl_coef=0.1", "kl_in=reward", "kl_unbiased=true", 'buffer.stages=["ref_logp"]'],
             "trainer.kl_unbiased changes the gradient of a KL in the loss",
         ),
-        (["is_cap=3"], "trainer.is_cap does nothing with objective ppo: it needs a correction"),
+        (
+            ["objective=ppo", "is_cap=3"],
+            "trainer.is_cap does nothing with objective ppo: it needs a correction",
+        ),
         (["objective=sapo", "clip_low=0.1"], "trainer.clip_low does nothing with objective sapo"),
         (["objective=dr_grpo", "denominator=all"], "trainer.denominator does nothing"),
-        (["proximal=stage"], "trainer.proximal does nothing with objective ppo: it needs anchor"),
+        (
+            ["objective=ppo", "proximal=stage"],
+            "trainer.proximal does nothing with objective ppo: it needs anchor",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(keys: list[str], told: str) -> None:

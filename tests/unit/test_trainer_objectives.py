@@ -80,6 +80,7 @@ def compute(
         ({"objective": "m2po", "mask_threshold": 0.03}, [-2.6 * 0.8, 0.0, 0.8, 0.0], "1010"),
         # Mean log mu/pi of the sequences: -0.182 and (0.693 - 1.609) / 2 = -0.458.
         ({"objective": "ppo", "mask": "opsm"}, [-2.4, 2.4, 0.8, -1.3], "0011"),
+        ({"objective": "tis_opsm"}, [-2.6 * 0.8, 3.0 * 0.8, 0.8, -2.0], "1010"),
         ({"objective": "ppo", "dual_clip": 1.25, "clip_high": 0.2}, [-2.4, 2.4, 0.8, -1.2], "0011"),
     ],
     ids=str,
@@ -95,7 +96,9 @@ def test_objectives(keys: dict[str, Any], losses: list[float], clipped: str) -> 
 
 
 def test_dual_clip_bounds_the_loss_where_the_advantage_is_negative() -> None:
-    result, gradient = compute(pi=[0.6, 0.9, 0.2, 0.5], dual_clip=1.5, clip_high=0.3)
+    result, gradient = compute(
+        pi=[0.6, 0.9, 0.2, 0.5], objective="ppo", dual_clip=1.5, clip_high=0.3
+    )
     # The second token has r = 1.8 and A = -2: -c A = 3 instead of 3.6.
     assert result.losses[1] == pytest.approx(3.0)
     assert result.clipped.tolist() == [False, True, True, True]
@@ -166,8 +169,8 @@ def test_opsm_leaves_out_what_drifted_and_was_bad() -> None:
 )
 @pytest.mark.parametrize("unbiased", [False, True])
 def test_kl_in_the_loss(estimator: str, value: Any, slope: Any, unbiased: bool) -> None:
-    plain, plain_gradient = compute(clip="none")
-    keys = {"kl_coef": 0.5, "kl_estimator": estimator, "kl_unbiased": unbiased}
+    plain, plain_gradient = compute(objective="ppo", clip="none")
+    keys = {"objective": "ppo", "kl_coef": 0.5, "kl_estimator": estimator, "kl_unbiased": unbiased}
     result, gradient = compute(clip="none", **keys)
     for i, (now, ref, mu) in enumerate(zip(PI, REF, MU, strict=True)):
         d, r = math.log(now / ref), (now / mu if unbiased else 1.0)

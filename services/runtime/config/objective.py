@@ -41,7 +41,7 @@ class ObjectiveKeys(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     objective: Annotated[
         Preset, Meta(description="preset of the policy loss; the keys below change its pieces")
-    ] = "ppo"
+    ] = "tis_opsm"
     advantage: Annotated[
         Advantage | None,
         Meta(

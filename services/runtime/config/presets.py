@@ -13,6 +13,7 @@ Preset = Literal[
     "ppo",
     "naive",
     "tis",
+    "tis_opsm",
     "decoupled",
     "icepop",
     "sequence_mask",
@@ -97,6 +98,7 @@ PRESETS: dict[Preset, Pieces] = {
     "ppo": Pieces(),
     "naive": Pieces(anchor="proximal"),
     "tis": Pieces(anchor="proximal", correction="truncate"),
+    "tis_opsm": Pieces(anchor="proximal", correction="truncate", mask="opsm"),
     "decoupled": Pieces(anchor="proximal", correction="mask"),
     "icepop": Pieces(anchor="proximal", correction="mask", is_floor=0.5, is_cap=5.0),
     "sequence_mask": Pieces(
