@@ -16,7 +16,8 @@ import errno
 import fcntl
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import TypeAlias
 
@@ -26,11 +27,11 @@ from umbra.services.buffer.frames import (
     Value,
     pack_group,
     segment_header,
-    value_of,
 )
 from umbra.services.buffer.segments import (
     Place,
     Replay,
+    read_values,
     refuse_damage,
     segment_path,
 )
@@ -111,24 +112,36 @@ class LogStore:
             KeyError: there is none.
             StoreError: its bytes have changed on the disk.
         """
+        return self.get_all([key])[0]
+
+    def get_all(self, keys: Sequence[str]) -> list[Value]:
+        """The values of `keys`, in order.
+
+        Raises:
+            KeyError: there is no such key.
+            StoreError: bytes have changed on the disk.
+        """
+        values: dict[str, Value] = {}
+        on_disk: list[tuple[Place, str]] = []
+        for key in keys:
+            found = self._find(key)
+            if isinstance(found, Place):
+                on_disk.append((found, key))
+            else:
+                values[key] = found
+        values.update(read_values(self.directory, self._fds, on_disk))
+        return [values[key] for key in keys]
+
+    def _find(self, key: str) -> Value | Place:
+        """The value of `key`, or where it is on the disk."""
         for group in (self._pending, self._frozen):
             if key in group:
                 value = group[key]
                 if value is None:
                     raise KeyError(key)
                 return value
-        return self._value_at(key, self._places[key])
-
-    def _value_at(self, key: str, place: Place) -> Value:
-        if place.value is not None:
-            return place.value
-        fd = self._fds[place.segment]
-        record = memoryview(os.pread(fd, place.end - place.offset, place.offset))
-        value = value_of(record, key)
-        if isinstance(value, str):
-            where = f"{segment_path(self.directory, place.segment)}, byte {place.offset}"
-            raise StoreError(f"{where}: {value}")
-        return value
+        place = self._places[key]
+        return place if place.value is None else place.value
 
     def delete(self, key: str) -> None:
         """Forget `key`."""
@@ -301,13 +314,9 @@ class LogStore:
         bound = GARBAGE * sum(self._live.values()) + (SLACK_SEGMENTS - 1) * self._segment_bytes
         if oldest == self._newest or self.disk_bytes <= bound or not self._live[oldest]:
             return {}
-        moved: Group = {}
-        for key, place in self._places.items():
-            if place.segment != oldest:
-                break
-            if key not in group:
-                moved[key] = self._value_at(key, place)
-        return moved
+        in_oldest = takewhile(lambda item: item[1].segment == oldest, self._places.items())
+        keys = [key for key, _ in in_oldest if key not in group]
+        return dict(zip(keys, self.get_all(keys), strict=True))
 
     def _take_dead(self) -> list[tuple[int, Path]]:
         """The files, opened, of the oldest segments, as far as nothing in them counts any more."""

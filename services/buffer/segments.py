@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,9 +17,12 @@ from umbra.services.buffer.frames import (
     Fault,
     header_fault,
     scan,
+    value_of,
 )
 from umbra.services.buffer.store import StoreError
 
+READ_BYTES = 256 << 10  # read at once, about
+GAP_BYTES = 8 << 10  # of other records between two that are read at once
 _NAME = re.compile(r"(\d{8})\.seg")
 
 log = logging.getLogger(__name__)
@@ -71,6 +76,51 @@ class Image:
 def segment_bytes(directory: Path, number: int) -> memoryview:
     """All bytes of segment `number`."""
     return memoryview(segment_path(directory, number).read_bytes())
+
+
+def read_values(
+    directory: Path, files: Mapping[int, int], wanted: Iterable[tuple[Place, str]]
+) -> Iterator[tuple[str, memoryview]]:
+    """Keys with their values, from their places in `files`, descriptors by segment.
+
+    What lies side by side is read at once: the records of a batch were written shortly after each
+    other, and a call of the system takes longer than to copy one of them.
+
+    Raises:
+        StoreError: bytes have changed on the disk.
+    """
+    stretch: list[tuple[Place, str]] = []
+    for place, key in sorted(wanted, key=_position):
+        if stretch and not _is_near(stretch[0][0], stretch[-1][0], place):
+            yield from _read_stretch(directory, files, stretch)
+            stretch = []
+        stretch.append((place, key))
+    if stretch:
+        yield from _read_stretch(directory, files, stretch)
+
+
+def _position(one: tuple[Place, str]) -> tuple[int, int]:
+    return one[0].segment, one[0].offset
+
+
+def _is_near(first: Place, last: Place, place: Place) -> bool:
+    return (
+        place.segment == first.segment
+        and place.offset - last.end <= GAP_BYTES
+        and place.end - first.offset <= READ_BYTES
+    )
+
+
+def _read_stretch(
+    directory: Path, files: Mapping[int, int], stretch: list[tuple[Place, str]]
+) -> Iterator[tuple[str, memoryview]]:
+    number, begin = stretch[0][0].segment, stretch[0][0].offset
+    data = memoryview(os.pread(files[number], stretch[-1][0].end - begin, begin))
+    for place, key in stretch:
+        value = value_of(data[place.offset - begin : place.end - begin], key)
+        if isinstance(value, str):
+            raise StoreError(f"{segment_path(directory, number)}, byte {place.offset}: {value}")
+        yield key, value
 
 
 class Replay:

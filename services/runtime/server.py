@@ -17,13 +17,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+import msgspec
 import zmq
 
 from umbra.proto import sockets
 from umbra.proto.access import KeyRole, may_send
 from umbra.proto.codec import Encoder, decode_body, decode_header, nack
 from umbra.proto.errors import WireError
-from umbra.proto.messages import ANY, Header, Message
+from umbra.proto.messages import ANY, Header, Message, Ok
 from umbra.services.runtime.keys import OPEN, Security
 from umbra.services.runtime.zap import Gate, Refusals, role_of
 
@@ -37,11 +38,12 @@ ZERO_COPY_BYTES = 1 << 20  # replies from this size are sent without a copy
 RECEIVE_BURST = 256  # messages taken from one socket before the others get their turn
 RECEIVE_BYTES = 512 << 10  # the same in bytes: a commit should not wait for a long burst
 
+ANSWERED = Ok()  # the body of a request once there is an answer to it
+
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(msgspec.Struct, frozen=True, gc=False):
     """A message that arrived, where its reply goes, and the role of its key if there are keys."""
 
     channel: str
@@ -50,6 +52,11 @@ class Request:
     body: Message
     role: KeyRole | None = None
     received_at: float = 0.0  # seconds since the epoch
+
+    @property
+    def bare(self) -> Request:
+        """As much of it as a reply needs, so that nothing large waits with the reply."""
+        return Request(self.channel, self.identity, self.header, ANSWERED)
 
 
 @dataclass(slots=True)
