@@ -54,6 +54,7 @@ def _record(name: str, kept: list[tuple[str, Any]], *more: str) -> type[msgspec.
         [(name, Any) for name in (*required, *more)]
         + [(name, Any, default) for name, default in kept if default is not _REQUIRED],
         omit_defaults=True,
+        gc=False,
     )
 
 
