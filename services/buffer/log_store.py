@@ -29,6 +29,7 @@ from umbra.services.buffer.frames import (
     segment_header,
 )
 from umbra.services.buffer.segments import (
+    Extent,
     Place,
     Replay,
     read_values,
@@ -121,27 +122,26 @@ class LogStore:
             KeyError: there is no such key.
             StoreError: bytes have changed on the disk.
         """
+        pending, frozen, places = self._pending, self._frozen, self._places
         values: dict[str, Value] = {}
-        on_disk: list[tuple[Place, str]] = []
+        on_disk: list[Extent] = []
         for key in keys:
-            found = self._find(key)
-            if isinstance(found, Place):
-                on_disk.append((found, key))
+            if key in pending:
+                value = pending[key]
+            elif key in frozen:
+                value = frozen[key]
             else:
-                values[key] = found
-        values.update(read_values(self.directory, self._fds, on_disk))
-        return [values[key] for key in keys]
-
-    def _find(self, key: str) -> Value | Place:
-        """The value of `key`, or where it is on the disk."""
-        for group in (self._pending, self._frozen):
-            if key in group:
-                value = group[key]
+                place = places[key]
+                value = place.value
                 if value is None:
-                    raise KeyError(key)
-                return value
-        place = self._places[key]
-        return place if place.value is None else place.value
+                    on_disk.append((place.segment, place.offset, place.end, key))
+                    continue
+            if value is None:
+                raise KeyError(key)
+            values[key] = value
+        if on_disk:
+            values.update(read_values(self.directory, self._fds, on_disk))
+        return [values[key] for key in keys]
 
     def delete(self, key: str) -> None:
         """Forget `key`."""

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 
@@ -23,6 +24,7 @@ from umbra.services.buffer.store import StoreError
 
 READ_BYTES = 256 << 10  # read at once, about
 GAP_BYTES = 8 << 10  # of other records between two that are read at once
+Extent: TypeAlias = tuple[int, int, int, str]  # segment, begin and end of a record, and its key
 _NAME = re.compile(r"(\d{8})\.seg")
 
 log = logging.getLogger(__name__)
@@ -79,9 +81,9 @@ def segment_bytes(directory: Path, number: int) -> memoryview:
 
 
 def read_values(
-    directory: Path, files: Mapping[int, int], wanted: Iterable[tuple[Place, str]]
+    directory: Path, files: Mapping[int, int], wanted: Iterable[Extent]
 ) -> Iterator[tuple[str, memoryview]]:
-    """Keys with their values, from their places in `files`, descriptors by segment.
+    """Keys with their values, from where they lie in `files`, descriptors by segment.
 
     What lies side by side is read at once: the records of a batch were written shortly after each
     other, and a call of the system takes longer than to copy one of them.
@@ -89,37 +91,29 @@ def read_values(
     Raises:
         StoreError: bytes have changed on the disk.
     """
-    stretch: list[tuple[Place, str]] = []
-    for place, key in sorted(wanted, key=_position):
-        if stretch and not _is_near(stretch[0][0], stretch[-1][0], place):
+    stretch: list[Extent] = []
+    number = near = far = -1  # the segment of the stretch, and what may still be added to it
+    for extent in sorted(wanted):
+        segment, offset, end, _ = extent
+        if segment != number or offset > near or end > far:
             yield from _read_stretch(directory, files, stretch)
-            stretch = []
-        stretch.append((place, key))
-    if stretch:
-        yield from _read_stretch(directory, files, stretch)
-
-
-def _position(one: tuple[Place, str]) -> tuple[int, int]:
-    return one[0].segment, one[0].offset
-
-
-def _is_near(first: Place, last: Place, place: Place) -> bool:
-    return (
-        place.segment == first.segment
-        and place.offset - last.end <= GAP_BYTES
-        and place.end - first.offset <= READ_BYTES
-    )
+            stretch, number, far = [], segment, offset + READ_BYTES
+        stretch.append(extent)
+        near = end + GAP_BYTES
+    yield from _read_stretch(directory, files, stretch)
 
 
 def _read_stretch(
-    directory: Path, files: Mapping[int, int], stretch: list[tuple[Place, str]]
+    directory: Path, files: Mapping[int, int], stretch: list[Extent]
 ) -> Iterator[tuple[str, memoryview]]:
-    number, begin = stretch[0][0].segment, stretch[0][0].offset
-    data = memoryview(os.pread(files[number], stretch[-1][0].end - begin, begin))
-    for place, key in stretch:
-        value = value_of(data[place.offset - begin : place.end - begin], key)
+    if not stretch:
+        return
+    number, begin = stretch[0][:2]
+    data = memoryview(os.pread(files[number], stretch[-1][2] - begin, begin))
+    for _, offset, end, key in stretch:
+        value = value_of(data[offset - begin : end - begin], key)
         if isinstance(value, str):
-            raise StoreError(f"{segment_path(directory, number)}, byte {place.offset}: {value}")
+            raise StoreError(f"{segment_path(directory, number)}, byte {offset}: {value}")
         yield key, value
 
 
