@@ -55,7 +55,7 @@ class Committer:
             error: BaseException | None = None
             try:
                 write()
-            except BaseException as raised:  # the loop's thread has to hear of it
+            except BaseException as raised:  # noqa: BLE001 - the loop's thread has to hear of it
                 error = raised
             self._ends.put(error)
             self._wake()

@@ -47,33 +47,28 @@ def _kept(cls: type[Any], *left_out: str) -> list[tuple[str, Any]]:
 
 
 def _record(name: str, kept: list[tuple[str, Any]], *more: str) -> type[msgspec.Struct]:
-    """A struct of `kept` and `more` fields; those that have their defaults are left out of it."""
-    required = [name for name, default in kept if default is _REQUIRED]
-    return msgspec.defstruct(
-        name,
-        [(name, Any) for name in (*required, *more)]
-        + [(name, Any, default) for name, default in kept if default is not _REQUIRED],
-        omit_defaults=True,
-        gc=False,
-    )
+    """A struct of `kept` and then `more` fields; those that have their defaults are left out."""
+    required = [(name, Any) for name, default in kept if default is _REQUIRED]
+    others = [(name, Any, default) for name, default in kept if default is not _REQUIRED]
+    more_fields = [(name, Any, None) for name in more]
+    return msgspec.defstruct(name, required + others + more_fields, omit_defaults=True, gc=False)
 
 
 _SAMPLE = _kept(Sample, "group", "leased_at", "deadline", "begun_at", "unscored_since")
 _SampleRecord = _record("_SampleRecord", _SAMPLE)
-_sample_values = attrgetter(*_SampleRecord.__struct_fields__)
+_sample_values = attrgetter(*(name for name, _ in _SAMPLE))
 _GROUP = _kept(Group, "prompt", "samples", "ready", "first_ready_at")
 _GroupRecord = _record("_GroupRecord", _GROUP, "prompt", "samples")
-_group_values = attrgetter(*_GroupRecord.__struct_fields__)
+_group_values = attrgetter(*(name for name, _ in _GROUP))
 
-_MADE = ("oldest", "state", "stage", "segments", "reward", "holder")  # fields that go with a trajectory
+# Fields that go with a trajectory.
+_MADE = ("oldest", "state", "stage", "segments", "reward", "holder")
 
 
 def group_record(group: Group) -> msgspec.Struct:
     """The plain fields of `group` and of its samples that differ from their defaults."""
-    record = _GroupRecord(*_group_values(group))
-    record.prompt = group.prompt.prompt_id
-    record.samples = [_SampleRecord(*_sample_values(sample)) for sample in group.samples]
-    return record
+    samples = [_SampleRecord(*_sample_values(sample)) for sample in group.samples]
+    return _GroupRecord(*_group_values(group), group.prompt.prompt_id, samples)
 
 
 def make_group(record: dict[str, Any], row: dict[str, Any] | None = None) -> Group:
