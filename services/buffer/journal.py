@@ -76,9 +76,9 @@ def make_group(record: dict[str, Any], row: dict[str, Any] | None = None) -> Gro
     values = {k: v for k, v in record.items() if k not in ("prompt", "samples")}
     group = Group(prompt=Prompt(record["prompt"], row or {}), **values)
     for sample in record["samples"]:
-        state = State(sample.get("state", State.QUEUED))
-        group.samples.append(Sample(group=group, **{**sample, "state": state}))
-        group.ready += state in (State.READY, State.TRAINING)
+        kept: dict[str, Any] = {**sample, "state": State(sample.get("state", State.QUEUED))}
+        group.samples.append(Sample(group=group, **kept))
+        group.ready += kept["state"] in (State.READY, State.TRAINING)
     return group
 
 
