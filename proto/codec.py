@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import msgpack
 import msgspec
@@ -21,6 +21,7 @@ from umbra.proto.messages import TYPES, Header, Message, Nack
 from umbra.proto.version import PROTOCOL_MAJOR, PROTOCOL_MINOR
 
 REASON_CHARS = 200  # of a refusal; enough to recognise what was sent
+Frame: TypeAlias = bytes | memoryview
 S = TypeVar("S", bound=msgspec.Struct)
 _PLACE = re.compile(r"(.*) - at `(?:key` in `)?\$\.?([^`]*)`", re.DOTALL)
 _OVER_LIMIT = re.compile(r"\d+ exceeds max_(?:bin|str|array|map)_len\(\d+\)")
@@ -51,7 +52,7 @@ class Envelope:
 
     header: Header
     body: Message
-    raw: Sequence[bytes | memoryview] = ()
+    raw: Sequence[Frame] = ()
 
 
 class Encoder:
@@ -88,7 +89,9 @@ class Encoder:
 
 
 def decode(
-    frames: Sequence[bytes], limits: Limits = DEFAULT_LIMITS, raw: Sequence[bytes | memoryview] = ()
+    frames: Sequence[Frame],
+    limits: Limits = DEFAULT_LIMITS,
+    raw: Sequence[Frame] = (),
 ) -> Envelope:
     """The message in `frames`; raw frames may be among them, or apart in `raw`.
 
@@ -101,9 +104,9 @@ def decode(
 
 def decode_body(
     header: Header,
-    frames: Sequence[bytes],
+    frames: Sequence[Frame],
     limits: Limits = DEFAULT_LIMITS,
-    raw: Sequence[bytes | memoryview] = (),
+    raw: Sequence[Frame] = (),
 ) -> Envelope:
     """The rest of `decode`, for those who look at the header first."""
     cls = TYPES.get(header.type)
@@ -120,7 +123,7 @@ def decode_body(
     return Envelope(header, body, raw)
 
 
-def decode_header(frames: Sequence[bytes], limits: Limits = DEFAULT_LIMITS) -> Header:
+def decode_header(frames: Sequence[Frame], limits: Limits = DEFAULT_LIMITS) -> Header:
     """The header alone, so that a message whose body is bad can still be answered."""
     if len(frames) < 2:
         raise WireError(f"expected at least 2 frames, got {len(frames)}", code="frames")
@@ -168,12 +171,12 @@ def _check_major(header: Any) -> None:
     )
 
 
-def _decode_frame(frame: bytes, cls: type[S], limits: Limits) -> S:
+def _decode_frame(frame: Frame, cls: type[S], limits: Limits) -> S:
     found = _decode_plain(frame, cls, limits)
     return _convert(_unpack(frame, limits), cls) if found is None else found
 
 
-def _decode_plain(frame: bytes, cls: type[S], limits: Limits) -> S | None:
+def _decode_plain(frame: Frame, cls: type[S], limits: Limits) -> S | None:
     """A `cls` straight from its bytes, several times faster; None if only the longer way will do.
 
     In a short frame no length can be above its limit. What is wrong with a bad one is not told.
@@ -195,7 +198,7 @@ def _plain_decoder(cls: type[S]) -> msgspec.msgpack.Decoder[S] | None:
     return msgspec.msgpack.Decoder(cls)
 
 
-def _unpack(frame: bytes, limits: Limits) -> Any:
+def _unpack(frame: Frame, limits: Limits) -> Any:
     if len(frame) > limits.frame_bytes:
         raise LimitError(f"frame of {len(frame)} bytes, at most {limits.frame_bytes}")
     try:

@@ -74,12 +74,14 @@ class Trajectory(Record, frozen=True, kw_only=True):
     @property
     def oldest_version(self) -> int:
         """Policy version of the oldest token; staleness is measured from it."""
-        return min([span.version for span in self.spans])
+        spans = self.spans  # mostly one
+        return spans[0].version if len(spans) == 1 else min([span.version for span in spans])
 
     @property
     def newest_version(self) -> int:
         """Policy version of the newest token."""
-        return max([span.version for span in self.spans])
+        spans = self.spans
+        return spans[0].version if len(spans) == 1 else max([span.version for span in spans])
 
 
 class SampleTask(Record, frozen=True, kw_only=True):

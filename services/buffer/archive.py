@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from umbra.services.buffer.journal import Journal, make_whole, whole_record
+from umbra.services.buffer.journal import Journal, group_record, make_group
 from umbra.services.buffer.replays import Replays
 from umbra.services.buffer.samples import Group, State
 from umbra.services.buffer.shelf import PREFIX as TRAJECTORY
@@ -69,8 +69,8 @@ class Archive:
         if not self.is_kept:
             self._journal.store.delete(f"b/{batch.step}")
             return
-        groups = [whole_record(group) for group in batch.groups]
-        replays = [whole_record(group) for group in batch.replays]
+        groups = [group_record(group) for group in batch.groups]
+        replays = [group_record(group) for group in batch.replays]
         self._write(batch, groups, replays, is_open=False)
         self._again.update(group.group_id for group in batch.replays)
         self.steps.append(batch.step)
@@ -83,7 +83,7 @@ class Archive:
         record = self._journal.read(f"b/{step}")
         known = {**self._replays.groups, **alive}
         groups, replays = (
-            [known.get(one["group_id"]) or make_whole(one) for one in record[part]]
+            [known.get(one["group_id"]) or make_group(one) for one in record[part]]
             for part in ("groups", "replays")
         )
         self._again.subtract(group.group_id for group in replays)
@@ -111,7 +111,7 @@ class Archive:
             if not record["is_open"]:
                 for name in [g["group_id"] for g in record["groups"] if g["group_id"] in live]:
                     mended.append(f"group {name} was trained in step {step}: it is not live")
-                    self._journal.forget(live.pop(name))
+                    self._journal.forget(live.pop(name).group_id)
                 if self.steps and step != self.steps[-1] + 1:
                     broken = step - 1
                 samples = [sample["sample_id"] for group in named for sample in group["samples"]]
@@ -172,8 +172,8 @@ class Archive:
     def _write(
         self,
         batch: Batch,
-        groups: list[dict[str, Any]],
-        replays: list[dict[str, Any]],
+        groups: list[Any],
+        replays: list[Any],
         *,
         is_open: bool,
     ) -> None:

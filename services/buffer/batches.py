@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from umbra.services.buffer.archive import Archive, Batch
 from umbra.services.buffer.groups import Group, Sample, State
 from umbra.services.buffer.replays import Replays
@@ -68,11 +70,11 @@ class Batches:
                 return None
             groups = [group for group in chosen if not group.steps]
             self._pool.start_training(groups)
+            ages = Counter((s.oldest, s.newest) for group in chosen for s in group.samples)
             staleness = StalenessStats()
-            for group in chosen:
-                for sample in group.samples:
-                    assert sample.oldest is not None
-                    staleness.add(sample.oldest, sample.newest, self.version)
+            for (oldest, newest), samples in ages.items():
+                assert oldest is not None
+                staleness.add(oldest, newest, self.version, samples)
             again = [group for group in chosen if group.steps]
             batch = Batch(self.next_step, groups, staleness, now, again)
             self.formed[batch.step] = batch

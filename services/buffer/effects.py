@@ -11,7 +11,7 @@ from umbra.services.runtime.server import Request
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Answer `request`."""
+    """Answer `request`, whose body is not needed for that."""
 
     request: Request
     body: Message
@@ -45,7 +45,7 @@ class Outbox:
 
     def reply(self, request: Request, body: Message) -> None:
         """Answer `request` with `body`."""
-        self._effects.append(Reply(request, body))
+        self._effects.append(Reply(request.bare, body))
 
     def push(self, identity: bytes, body: Message, channel: str = "control") -> None:
         """Send `body` unasked."""

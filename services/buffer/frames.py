@@ -23,7 +23,7 @@ from typing import TypeAlias
 import msgspec
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-SCHEMA = 3  # of the records and of what the broker puts into them
+SCHEMA = 4  # of the records and of what the broker puts into them
 SEGMENT_MAGIC = b"UMBRASTO"
 RECORD_MAGIC = b"\xf5uR\xfa"
 DELETE, END = 1, 2
@@ -103,11 +103,12 @@ def _pack_head(commit: int, name: bytes, value: Value, kind: int) -> bytes:
 
 def value_of(record: memoryview, key: str) -> memoryview | str:
     """The value of `key` in the one record that is to hold it, or what is wrong with that."""
-    begin = HEAD_BYTES + len(key.encode())
+    name = key.encode()
+    begin = HEAD_BYTES + len(name)
     magic, checksum = _PREFIX.unpack_from(record)
     if magic != RECORD_MAGIC or xxh3_64_intdigest(record[PREFIX_BYTES:]) != checksum:
         return parse_reason(record, 0) or "another length"
-    return record[begin:] if bytes(record[HEAD_BYTES:begin]) == key.encode() else "another key"
+    return record[begin:] if record[HEAD_BYTES:begin] == name else "another key"
 
 
 def parse(data: memoryview, offset: int) -> Entry | str:

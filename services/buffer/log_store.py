@@ -16,7 +16,8 @@ import errno
 import fcntl
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import TypeAlias
 
@@ -26,11 +27,12 @@ from umbra.services.buffer.frames import (
     Value,
     pack_group,
     segment_header,
-    value_of,
 )
 from umbra.services.buffer.segments import (
+    Extent,
     Place,
     Replay,
+    read_values,
     refuse_damage,
     segment_path,
 )
@@ -111,24 +113,35 @@ class LogStore:
             KeyError: there is none.
             StoreError: its bytes have changed on the disk.
         """
-        for group in (self._pending, self._frozen):
-            if key in group:
-                value = group[key]
-                if value is None:
-                    raise KeyError(key)
-                return value
-        return self._value_at(key, self._places[key])
+        return self.get_all([key])[0]
 
-    def _value_at(self, key: str, place: Place) -> Value:
-        if place.value is not None:
-            return place.value
-        fd = self._fds[place.segment]
-        record = memoryview(os.pread(fd, place.end - place.offset, place.offset))
-        value = value_of(record, key)
-        if isinstance(value, str):
-            where = f"{segment_path(self.directory, place.segment)}, byte {place.offset}"
-            raise StoreError(f"{where}: {value}")
-        return value
+    def get_all(self, keys: Sequence[str]) -> list[Value]:
+        """The values of `keys`, in order.
+
+        Raises:
+            KeyError: there is no such key.
+            StoreError: bytes have changed on the disk.
+        """
+        pending, frozen, places = self._pending, self._frozen, self._places
+        values: dict[str, Value] = {}
+        on_disk: list[Extent] = []
+        for key in keys:
+            if key in pending:
+                value = pending[key]
+            elif key in frozen:
+                value = frozen[key]
+            else:
+                place = places[key]
+                value = place.value
+                if value is None:
+                    on_disk.append((place.segment, place.offset, place.end, key))
+                    continue
+            if value is None:
+                raise KeyError(key)
+            values[key] = value
+        if on_disk:
+            values.update(read_values(self.directory, self._fds, on_disk))
+        return [values[key] for key in keys]
 
     def delete(self, key: str) -> None:
         """Forget `key`."""
@@ -301,13 +314,9 @@ class LogStore:
         bound = GARBAGE * sum(self._live.values()) + (SLACK_SEGMENTS - 1) * self._segment_bytes
         if oldest == self._newest or self.disk_bytes <= bound or not self._live[oldest]:
             return {}
-        moved: Group = {}
-        for key, place in self._places.items():
-            if place.segment != oldest:
-                break
-            if key not in group:
-                moved[key] = self._value_at(key, place)
-        return moved
+        in_oldest = takewhile(lambda item: item[1].segment == oldest, self._places.items())
+        keys = [key for key, _ in in_oldest if key not in group]
+        return dict(zip(keys, self.get_all(keys), strict=True))
 
     def _take_dead(self) -> list[tuple[int, Path]]:
         """The files, opened, of the oldest segments, as far as nothing in them counts any more."""

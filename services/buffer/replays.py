@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from umbra.services.buffer.groups import Group
-from umbra.services.buffer.journal import Journal, make_whole, whole_record
+from umbra.services.buffer.journal import Journal, group_record, make_group
 from umbra.services.buffer.staleness import StalenessPolicy
 
 PREFIX = "p/"  # of their keys in the store
@@ -70,7 +70,7 @@ class Replays:
         """Read them back; those of which a trajectory is gone are named, and given up."""
         mended: list[str] = []
         for key in self._journal.store.keys(PREFIX):
-            group = make_whole(self._journal.read(key))
+            group = make_group(self._journal.read(key))
             if all(sample.sample_id in trajectories for sample in group.samples):
                 self.groups[group.group_id] = group
             else:
@@ -85,7 +85,7 @@ class Replays:
 
     def _hold(self, group: Group) -> None:
         self.groups[group.group_id] = group
-        self._journal.write(PREFIX + group.group_id, whole_record(group))
+        self._journal.write(PREFIX + group.group_id, group_record(group))
 
     def _drop(self, group: Group) -> None:
         if self.groups.pop(group.group_id, None) is not None:

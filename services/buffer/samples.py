@@ -55,7 +55,7 @@ class Pool:
     ) -> None:
         self.counters = counters
         self.shelf = shelf
-        self.changed: dict[str, Sample | Group] = {}  # since the journal last took note
+        self.changed: dict[str, Group] = {}  # since the journal last took note
         self.blocked = ""  # why no new group may be issued, if so
         self.ledger = RunningLedger()
         self.samples: dict[str, Sample] = {}
@@ -351,7 +351,7 @@ class Pool:
         self.shelf.drop(sample.sample_id)
 
     def _touch(self, sample: Sample) -> None:
-        self.changed[sample.sample_id] = sample
+        self.changed[sample.group.group_id] = sample.group
 
     def _touch_group(self, group: Group) -> None:
         self.changed[group.group_id] = group

@@ -81,9 +81,11 @@ class BatchRules:
 
     def _fill(self, groups: Sequence[Group]) -> list[Group] | None:
         """The first of `groups` that fill a batch; None if all of them don't."""
+        if not self.tokens:
+            return list(groups[: self.groups]) if len(groups) >= self.groups else None
         tokens = 0
         for count, group in enumerate(groups, start=1):
             tokens += sum(sample.tokens for sample in group.samples)
-            if count == self.groups or 0 < self.tokens <= tokens:
+            if count == self.groups or self.tokens <= tokens:
                 return list(groups[:count])
         return None

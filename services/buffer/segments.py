@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 
@@ -15,9 +18,13 @@ from umbra.services.buffer.frames import (
     Fault,
     header_fault,
     scan,
+    value_of,
 )
 from umbra.services.buffer.store import StoreError
 
+READ_BYTES = 256 << 10  # read at once, about
+GAP_BYTES = 8 << 10  # of other records between two that are read at once
+Extent: TypeAlias = tuple[int, int, int, str]  # segment, begin and end of a record, and its key
 _NAME = re.compile(r"(\d{8})\.seg")
 
 log = logging.getLogger(__name__)
@@ -71,6 +78,43 @@ class Image:
 def segment_bytes(directory: Path, number: int) -> memoryview:
     """All bytes of segment `number`."""
     return memoryview(segment_path(directory, number).read_bytes())
+
+
+def read_values(
+    directory: Path, files: Mapping[int, int], wanted: Iterable[Extent]
+) -> Iterator[tuple[str, memoryview]]:
+    """Keys with their values, from where they lie in `files`, descriptors by segment.
+
+    What lies side by side is read at once: the records of a batch were written shortly after each
+    other, and a call of the system takes longer than to copy one of them.
+
+    Raises:
+        StoreError: bytes have changed on the disk.
+    """
+    stretch: list[Extent] = []
+    number = near = far = -1  # the segment of the stretch, and what may still be added to it
+    for extent in sorted(wanted):
+        segment, offset, end, _ = extent
+        if segment != number or offset > near or end > far:
+            yield from _read_stretch(directory, files, stretch)
+            stretch, number, far = [], segment, offset + READ_BYTES
+        stretch.append(extent)
+        near = end + GAP_BYTES
+    yield from _read_stretch(directory, files, stretch)
+
+
+def _read_stretch(
+    directory: Path, files: Mapping[int, int], stretch: list[Extent]
+) -> Iterator[tuple[str, memoryview]]:
+    if not stretch:
+        return
+    number, begin = stretch[0][:2]
+    data = memoryview(os.pread(files[number], stretch[-1][2] - begin, begin))
+    for _, offset, end, key in stretch:
+        value = value_of(data[offset - begin : end - begin], key)
+        if isinstance(value, str):
+            raise StoreError(f"{segment_path(directory, number)}, byte {offset}: {value}")
+        yield key, value
 
 
 class Replay:

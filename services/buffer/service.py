@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import time
 import uuid
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from umbra.proto.errors import EXIT_DONE, UsageError
 from umbra.proto.messages import CONTROL, DATA, Welcome
 from umbra.services.buffer.addresses import Addresses
 from umbra.services.buffer.broker import Broker, Endpoints
+from umbra.services.buffer.committer import Committer
 from umbra.services.buffer.effects import Effect, Measure, Push, Reply
 from umbra.services.buffer.log_store import LogStore
 from umbra.services.buffer.readers import read_source
@@ -154,16 +154,15 @@ class Service:
         self._store = store
         self._held: list[Effect] = []  # what may leave only once the store has it
         self._leaving: list[Effect] = []  # the part of it that the commit under way is for
-        self._commit: Future[None] | None = None
+        self._committer = Committer(server.waker())
 
     def run(self) -> None:
         """Serve until the run is over."""
         drained, ticked_at = False, 0.0
-        with ThreadPoolExecutor(1, "commit") as executor:
-            wake = self._server.waker()
+        with closing(self._committer):
             while True:
-                if self._commit is not None and self._store.waiting_bytes > WAITING_BYTES:
-                    wait([self._commit])  # the disk is slower than they are: let them wait too
+                if self._committer.under_way and self._store.waiting_bytes > WAITING_BYTES:
+                    self._turn_over()  # the disk is slower than they are: let them wait too
                 requests = self._server.poll(POLL_S)
                 now = time.monotonic()
                 for request in requests:
@@ -175,26 +174,20 @@ class Service:
                     drained = True
                     self._held += self._broker.drain("the buffer was asked to stop", now)
                 if self._broker.is_over(now):
-                    self._end(executor, now)
+                    self._end(now)
                     return
-                if self._commit is None or self._commit.done():
-                    self._turn_over(executor)
-                    if self._commit is not None:
-                        self._commit.add_done_callback(lambda _: wake())
+                if self._committer.is_idle:
+                    self._turn_over()
 
-    def _turn_over(self, executor: ThreadPoolExecutor) -> None:
-        """End the commit under way, let go what has waited for it, and begin the next.
+    def _turn_over(self) -> None:
+        """Wait for the commit under way, let go what has waited for it, and begin the next.
 
         While the disk is full, only what promises something waits: heartbeats and status are
         answered meanwhile.
         """
         try:
-            if self._commit is not None:
-                commit, self._commit = self._commit, None
-                error = commit.exception()
-                if error is not None and not isinstance(error, OSError):
-                    raise error
-                self._store.settle(error)
+            if self._committer.under_way:
+                self._store.settle(self._committer.end())
                 self._broker.room.full("")
                 self._let_go()
             self._broker.save()
@@ -210,21 +203,19 @@ class Service:
         if write is None:
             self._let_go()
         else:
-            self._commit = executor.submit(write)
+            self._committer.begin(write)
 
     def _let_go(self) -> None:
         leaving, self._leaving = self._leaving, []
         self._carry_out(leaving)
 
-    def _end(self, executor: ThreadPoolExecutor, now: float) -> None:
+    def _end(self, now: float) -> None:
         """Store and send the rest."""
         is_finished = self._broker.finished
         if is_finished:
             self._held += self._broker.close(now)
         for _ in range(2):  # the commit under way, then one for what has come since
-            if self._commit is not None:
-                wait([self._commit])
-            self._turn_over(executor)
+            self._turn_over()
         if not is_finished:  # what is in flight can go on when the buffer starts again
             self._carry_out(self._broker.close(now))
 

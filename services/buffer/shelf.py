@@ -35,13 +35,14 @@ class Shelf:
         """
         return _decode(self._store.get(PREFIX + sample_id))
 
-    def packed(self, sample_id: str) -> Trajectory:
-        """The same, ready to be sent: a message may hold it, nothing else can be done with it.
+    def packed(self, sample_ids: Iterable[str]) -> list[Trajectory]:
+        """The same of these samples, to be sent: a message may hold it, it serves nothing else.
 
         Raises:
-            KeyError: there is none.
+            KeyError: there is none of one of them.
         """
-        return cast(Trajectory, msgspec.Raw(self._store.get(PREFIX + sample_id)))
+        values = self._store.get_all([PREFIX + sample_id for sample_id in sample_ids])
+        return cast("list[Trajectory]", list(map(msgspec.Raw, values)))
 
     def drop(self, sample_id: str) -> None:
         """Forget it; there need not be one."""

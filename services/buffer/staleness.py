@@ -135,16 +135,16 @@ class StalenessStats:
     mixed: int = 0  # samples with tokens of more than one version
     counts: list[int] = field(default_factory=list[int])  # samples by staleness, from 0
 
-    def add(self, oldest: int, newest: int, version: int) -> None:
-        """Count a sample with tokens of versions `oldest` to `newest`, trained at `version`."""
+    def add(self, oldest: int, newest: int, version: int, samples: int = 1) -> None:
+        """Count samples with tokens of versions `oldest` to `newest`, trained at `version`."""
         total, in_flight, in_queue = split(oldest, newest, version)
-        self.samples += 1
-        self.total += total
-        self.in_flight += in_flight
-        self.in_queue += in_queue
+        self.samples += samples
+        self.total += samples * total
+        self.in_flight += samples * in_flight
+        self.in_queue += samples * in_queue
         self.worst = max(self.worst, total)
-        self.mixed += newest != oldest
-        self._count(total, 1)
+        self.mixed += samples * (newest != oldest)
+        self._count(total, samples)
 
     def merge(self, other: StalenessStats) -> None:
         """Add the sums of `other`."""

@@ -6,7 +6,7 @@ a durable store needs no more than to survive with what it held at its last `com
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from umbra.proto.errors import UmbraError
@@ -42,6 +42,14 @@ class Store(Protocol):
 
         Raises:
             KeyError: there is none.
+        """
+        ...
+
+    def get_all(self, keys: Sequence[str]) -> Sequence[bytes | memoryview]:
+        """The values of `keys`, in order; cheaper than one after the other.
+
+        Raises:
+            KeyError: there is none of one of them.
         """
         ...
 
@@ -111,6 +119,10 @@ class MemoryStore:
     def get(self, key: str) -> bytes:
         """The value of `key`."""
         return self.values[key]
+
+    def get_all(self, keys: Sequence[str]) -> list[bytes]:
+        """The values of `keys`, in order."""
+        return [self.values[key] for key in keys]
 
     def delete(self, key: str) -> None:
         """Forget `key`."""

@@ -24,7 +24,6 @@ OLDEST = 10  # items shown
 TOKENS = 24  # of a trajectory shown
 KINDS = {
     "g/": "groups",
-    "s/": "samples",
     "t/": "trajectories",
     "b/": "batches",
     "r/": "prompt rows",
@@ -63,12 +62,15 @@ class StoreReader:
 
     def summary(self) -> dict[str, Any]:
         """Counts by state and the oldest samples in flight."""
-        samples = [self.read(key) for key in self.image.places if key.startswith("s/s-")]
-        samples.sort(key=lambda sample: sample.get("serial", 0))
+        groups = [self.read(key) for key in self.image.places if key.startswith("g/g-")]
         in_batches = self._groups_in_batches()
-        for sample in samples:
-            if sample["group"] in in_batches:
-                sample["state"] = "training"
+        samples: list[dict[str, Any]] = []
+        for group in groups:
+            for sample in group["samples"]:
+                if group["group_id"] in in_batches:
+                    sample["state"] = "training"
+                samples.append(sample | {"group": group["group_id"]})
+        samples.sort(key=lambda sample: sample.get("serial", 0))
         run: dict[str, Any] = self.read("run") or {}
         now: dict[str, Any] = self.read("now") or {}
         run: dict[str, Any] = self.read("run") or {}

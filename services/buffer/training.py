@@ -191,7 +191,7 @@ class Training:
                 **{f"staleness_{name}": value for name, value in batch.staleness.figures().items()},
             )
         self._question = self.wanted_since = None
-        trajectories = [self._pool.shelf.packed(name) for name in batch.sample_ids]
+        trajectories = self._pool.shelf.packed(batch.sample_ids)
         # Shows, also when it is handed out again, that step and bytes belong together.
         found = digest(trajectories)
         self._outbox.measure("handed_out", step=batch.step, digest=found)
@@ -218,7 +218,7 @@ class Training:
         if groups is not None:
             self._peek = None
             names = [sample.sample_id for group in groups for sample in group.samples]
-            packed = [self._pool.shelf.packed(name) for name in names]
+            packed = self._pool.shelf.packed(names)
             lease = BatchLease(step=question.step, trajectories=packed, digest=digest(packed))
             self._outbox.reply(question.request, lease)
 

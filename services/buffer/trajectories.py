@@ -6,13 +6,24 @@ import math
 
 from umbra.proto.records import Trajectory, unpack_float32
 
+ONES = b"\1" * (64 << 10)
+
 
 def find_fault(trajectory: Trajectory, version: int) -> str | None:
     """What is wrong with `trajectory` at trainer version `version`; None when it is sound."""
-    return _length_fault(trajectory) or _span_fault(trajectory, version) or _value_fault(trajectory)
+    logprobs = {"logprobs": trajectory.logprobs}
+    if trajectory.ref_logprobs is not None:
+        logprobs["ref_logprobs"] = trajectory.ref_logprobs
+    if trajectory.proximal_logprobs is not None:
+        logprobs["proximal_logprobs"] = trajectory.proximal_logprobs
+    return (
+        _length_fault(trajectory, logprobs)
+        or _span_fault(trajectory, version)
+        or _value_fault(trajectory, logprobs)
+    )
 
 
-def _length_fault(trajectory: Trajectory) -> str | None:
+def _length_fault(trajectory: Trajectory, logprobs: dict[str, bytes]) -> str | None:
     tokens, rest = divmod(len(trajectory.response_ids), 4)
     if rest or len(trajectory.prompt_ids) % 4:
         return "token ids are not whole int32 values"
@@ -20,9 +31,8 @@ def _length_fault(trajectory: Trajectory) -> str | None:
         return "no response tokens"
     if len(trajectory.loss_mask) != tokens:
         return f"loss_mask has {len(trajectory.loss_mask)} entries for {tokens} response tokens"
-    for name in ("logprobs", "ref_logprobs", "proximal_logprobs"):
-        data: bytes | None = getattr(trajectory, name)
-        if data is not None and len(data) != 4 * tokens:
+    for name, data in logprobs.items():
+        if len(data) != 4 * tokens:
             return f"{name} has {len(data)} bytes for {tokens} response tokens"
     return None
 
@@ -40,16 +50,18 @@ def _span_fault(trajectory: Trajectory, version: int) -> str | None:
     return None
 
 
-def _value_fault(trajectory: Trajectory) -> str | None:
-    if trajectory.loss_mask.translate(None, b"\0\1"):
+def _value_fault(trajectory: Trajectory, logprobs: dict[str, bytes]) -> str | None:
+    mask = trajectory.loss_mask
+    # Most masks are ones alone, and to compare takes a tenth of the time of the look for others.
+    if not ONES.startswith(mask) and mask.translate(None, b"\0\1"):
         return "loss_mask has values other than 0 and 1"
-    for name in ("logprobs", "ref_logprobs", "proximal_logprobs"):
-        data: bytes | None = getattr(trajectory, name)
-        if data is not None and not _all_finite(data):
+    for name, data in logprobs.items():
+        if not _all_finite(data):
             return f"{name} has values that are not finite"
     if not math.isfinite(trajectory.reward):
         return f"reward is {trajectory.reward}"
-    if not all(map(math.isfinite, trajectory.reward_parts.values())):
+    parts = trajectory.reward_parts
+    if parts and not all(map(math.isfinite, parts.values())):
         return "reward_parts has values that are not finite"
     return None
 
@@ -61,7 +73,7 @@ def _all_finite(data: bytes) -> bool:
     values have that, so it is worth a look at the highest bytes before all values are added up.
     """
     highest = data[3::4]
-    if b"\x7f" not in highest and b"\xff" not in highest:
+    if 0x7F not in highest and 0xFF not in highest:  # as numbers: ten times faster than as bytes
         return True
     # A sum is finite just when every term is: float32 values cannot overflow a double here.
     return math.isfinite(sum(unpack_float32(data)))

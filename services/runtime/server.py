@@ -17,13 +17,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+import msgspec
 import zmq
 
 from umbra.proto import sockets
 from umbra.proto.access import KeyRole, may_send
 from umbra.proto.codec import Encoder, decode_body, decode_header, nack
 from umbra.proto.errors import WireError
-from umbra.proto.messages import ANY, Header, Message
+from umbra.proto.messages import ANY, Header, Message, Ok
 from umbra.services.runtime.keys import OPEN, Security
 from umbra.services.runtime.zap import Gate, Refusals, role_of
 
@@ -34,14 +35,16 @@ PENDING_KEPT = 256  # per peer; one-way messages stay here too, as nobody answer
 # Questions that may be answered twice: of those who ask nothing else, nothing need be remembered.
 QUESTIONS = ("Ping", "StatusRequest", "HubStatusRequest", "VersionsRequest")
 ZERO_COPY_BYTES = 1 << 20  # replies from this size are sent without a copy
+LARGE_BYTES = 4 << 10  # frames from this size are decoded where they were received
 RECEIVE_BURST = 256  # messages taken from one socket before the others get their turn
 RECEIVE_BYTES = 512 << 10  # the same in bytes: a commit should not wait for a long burst
+
+ANSWERED = Ok()  # the body of a request once there is an answer to it
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(msgspec.Struct, frozen=True, gc=False):
     """A message that arrived, where its reply goes, and the role of its key if there are keys."""
 
     channel: str
@@ -50,6 +53,11 @@ class Request:
     body: Message
     role: KeyRole | None = None
     received_at: float = 0.0  # seconds since the epoch
+
+    @property
+    def bare(self) -> Request:
+        """As much of it as a reply needs, so that nothing large waits with the reply."""
+        return Request(self.channel, self.identity, self.header, ANSWERED)
 
 
 @dataclass(slots=True)
@@ -238,24 +246,28 @@ class Server:
         for _ in range(RECEIVE_BURST):
             if left <= 0:
                 break
-            role = None
             try:
-                if self._gate is None:
-                    identity, *frames = channel.socket.recv_multipart(zmq.NOBLOCK)
-                else:  # a frame that is not copied knows its connection
-                    first = channel.socket.recv(zmq.NOBLOCK, copy=False)
-                    identity, role = first.bytes, role_of(first)
-                    frames = channel.socket.recv_multipart(zmq.NOBLOCK)
+                first = channel.socket.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
+            frames: list[bytes | memoryview] = []
+            frame = first
+            while frame.more:  # known without asking the socket, which `recv_multipart` does
+                frame = channel.socket.recv(zmq.NOBLOCK, copy=False)
+                frames.append(frame.bytes if len(frame) < LARGE_BYTES else frame.buffer)
             left -= _size(frames)
-            request = self._decode(channel, identity, frames, role)
+            role = None if self._gate is None else role_of(first)
+            request = self._decode(channel, first.bytes, frames, role)
             if request is not None:
                 requests.append(request)
         return requests
 
     def _decode(
-        self, channel: _Channel, identity: bytes, frames: list[bytes], role: KeyRole | None
+        self,
+        channel: _Channel,
+        identity: bytes,
+        frames: Sequence[bytes | memoryview],
+        role: KeyRole | None,
     ) -> Request | None:
         try:
             header = decode_header(frames)
@@ -284,7 +296,11 @@ class Server:
         return Request(channel.name, identity, header, envelope.body, role, time.time())
 
     def _refuse(
-        self, channel: _Channel, identity: bytes, frames: list[bytes], error: WireError
+        self,
+        channel: _Channel,
+        identity: bytes,
+        frames: Sequence[bytes | memoryview],
+        error: WireError,
     ) -> None:
         self.counters[error.code] += 1
         count = self.counters[error.code]
@@ -346,7 +362,7 @@ class Server:
                 return
 
 
-def _size(frames: Sequence[bytes]) -> int:
+def _size(frames: Sequence[bytes | memoryview]) -> int:
     return sum(map(len, frames))
 
 

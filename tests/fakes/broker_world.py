@@ -155,7 +155,7 @@ class World:
         request = Request("any", name.encode(), header, body)
         own: Message | None = None
         for effect in self.broker.handle(request, self.now):
-            if isinstance(effect, Reply) and effect.request is request:
+            if isinstance(effect, Reply) and effect.request.header is header:
                 assert own is None, "answered twice"
                 own = as_sent(effect.body)
             else:

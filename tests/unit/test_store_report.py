@@ -157,7 +157,7 @@ def test_a_repair_names_the_samples_that_it_costs(tmp_path: Path) -> None:
     text = run("repair", str(world.folder))
     assert text.count("wrong checksum") == 2  # two of them lie side by side
     assert "sample s-5 starts again: its trajectory is gone" in text
-    assert "sample s-6 ends as lost: its group is gone" in text
+    assert "group g-3 ends as lost, with s-6, s-7: its state is gone" in text
     assert "the batches up to step 1 cannot be handed out again" in text
     world.open()
     assert world.pool.ledger.snapshot().balance == 0
