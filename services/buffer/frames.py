@@ -108,7 +108,7 @@ def value_of(record: memoryview, key: str) -> memoryview | str:
     magic, checksum = _PREFIX.unpack_from(record)
     if magic != RECORD_MAGIC or xxh3_64_intdigest(record[PREFIX_BYTES:]) != checksum:
         return parse_reason(record, 0) or "another length"
-    return record[begin:] if record[HEAD_BYTES:begin] == name else "another key"
+    return record[begin:] if bytes(record[HEAD_BYTES:begin]) == name else "another key"
 
 
 def parse(data: memoryview, offset: int) -> Entry | str:

@@ -68,7 +68,7 @@ def run(
         ctx.ready({"role": "generator", "name": ctx.name})
         hub = config.weight_hub
         stream = (
-            WeightStream(ctx.name, hub.receive_bucket_bytes, hub.deadline_s)
+            WeightStream(ctx.name, hub.receive_bucket_bytes, hub.deadline_s, ctx.security)
             if config.generator.receive == "streamed"
             else None
         )

@@ -16,12 +16,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 
-from umbra.proto.errors import PeerLostError, StartupError, WireError
+from umbra.proto.errors import PeerLostError, StartupError, UsageError, WireError
 from umbra.proto.messages import Prepare, Subscribed
 from umbra.proto.records import Manifest
 from umbra.services.runtime.arena import ArenaReader, private_memory
 from umbra.services.runtime.bucket_source import BucketSource
 from umbra.services.runtime.intake import Intake, Intaken
+from umbra.services.runtime.keys import OPEN, Security
 from umbra.services.runtime.lane import Lane
 from umbra.services.runtime.manifest import checksum
 from umbra.services.runtime.receiver import StagedVersion
@@ -108,24 +109,32 @@ class SocketStream:
         noted: told of each version whose source answers, by its epoch.
         frame_bytes: of one message, at most; about ten of them are in memory.
         deadline_s: seconds that a load may take.
+        security: keys of this process.
     """
 
     def __init__(
-        self, name: str, manifest: Manifest, noted: Noted, frame_bytes: int, deadline_s: float
+        self,
+        name: str,
+        manifest: Manifest,
+        noted: Noted,
+        frame_bytes: int,
+        deadline_s: float,
+        security: Security,
     ) -> None:
         self._name = name
         self._manifest = manifest
         self._noted = noted
         self._frame_bytes = frame_bytes
         self._deadline_s = deadline_s
+        self._security = security
 
     def take(self, message: Prepare, target: int, interrupted: Callable[[], bool]) -> Intaken:
         """See whether the source is there: a version must not travel twice."""
         began = time.monotonic()
-        with closing(BucketSource(f"{self._name}/probe")) as source:
+        with closing(BucketSource(f"{self._name}/probe", self._security)) as source:
             try:
                 source.connect(message.source)
-            except StartupError as error:
+            except UsageError as error:
                 return Intaken(error=str(error))
             while not source.connected:
                 source.poll(LOOK_S)
@@ -142,7 +151,7 @@ class SocketStream:
     def _buckets(self, message: Prepare) -> Buckets:
         lane = Lane(self._manifest, message.checksums)
         until = time.monotonic() + self._deadline_s
-        with closing(BucketSource(f"{self._name}/load")) as source:
+        with closing(BucketSource(f"{self._name}/load", self._security)) as source:
             transfer = Transfer(source, lane, self._frame_bytes)
             try:
                 source.connect(message.source)
@@ -151,7 +160,7 @@ class SocketStream:
             except InterruptedError as error:
                 what = f"{len(lane.missing)} of {len(message.checksums)} buckets are missing"
                 raise PeerLostError(f"{what} after {self._deadline_s:g} s") from error
-            except (WireError, StartupError) as error:
+            except (WireError, UsageError) as error:
                 raise PeerLostError(str(error)) from error
 
 
@@ -162,13 +171,17 @@ class WeightStream:
         name: of the receiver.
         frame_bytes: of one message over plane `tcp`, at most.
         deadline_s: seconds that a load over plane `tcp` may take.
+        security: keys of this process.
     """
 
-    def __init__(self, name: str, frame_bytes: int, deadline_s: float) -> None:
+    def __init__(
+        self, name: str, frame_bytes: int, deadline_s: float, security: Security = OPEN
+    ) -> None:
         self.served: Lying | None = None
         self._name = name
         self._frame_bytes = frame_bytes
         self._deadline_s = deadline_s
+        self._security = security
         self._noted: dict[int, Lying] = {}  # by epoch
 
     def open(self, reply: Subscribed) -> Intake:
@@ -176,7 +189,12 @@ class WeightStream:
         if reply.plane == "shm":
             return ArenaStream(reply.path, reply.manifest, self._note)
         return SocketStream(
-            self._name, reply.manifest, self._note, self._frame_bytes, self._deadline_s
+            self._name,
+            reply.manifest,
+            self._note,
+            self._frame_bytes,
+            self._deadline_s,
+            self._security,
         )
 
     def version(self, staged: StagedVersion) -> Lying:

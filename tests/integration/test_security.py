@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from fakes.hub_bench import Bench, load, publish
+from fakes.hub_bench import Bench, content, load, publish, take
 from fakes.keys import of
 
 from umbra.proto import sockets
@@ -41,6 +41,7 @@ from umbra.services.runtime.keys import OPEN, Security, load_keys
 from umbra.services.runtime.link import Link
 from umbra.services.runtime.receiver import Receiver
 from umbra.services.runtime.server import Server
+from umbra.services.runtime.stream import WeightStream
 
 Context = zmq.Context[zmq.Socket[bytes]]
 ANY_PORT = "tcp://127.0.0.1:*"
@@ -282,6 +283,20 @@ def test_weights_travel_over_sockets_with_keys(
         publish(publisher, version)
         load(receiver, version)
     assert bench.hub.stats()["refused"] == 0
+
+
+def test_streamed_weights_travel_over_sockets_with_keys(
+    bench: Bench, hub: Callable[[str, KeyRole], Channel], keys: Path
+) -> None:
+    publisher = bench.publisher(channel=hub("trainer", "trainer"))
+    stream = WeightStream("gen-0", 1024, WAIT_S, of(keys, "generator"))
+    channel = hub("gen-0", "generator")
+    receiver = Receiver(channel, planes=["tcp"], open_intake=stream.open, streamed=True)
+    bench.closers.append(receiver.close)
+    receiver.subscribe(WAIT_S)
+    publish(publisher, 0)
+    loaded = b"".join(bytes(data) for _, data in stream.version(take(receiver)).buckets())
+    assert loaded == content(0)
 
 
 @pytest.mark.parametrize(
