@@ -127,14 +127,15 @@ def failures() -> Iterator[tuple[str, Scenario]]:
             changes = {"failures": failing, "generator": {"partial_flush_tokens": flush}}
             name = f"a generator every {hours:g} h, {'flushed' if flush else 'not flushed'}"
             yield name, of_size(64, run={"steps": 40}, checkpoint={"every": 10}, **changes)
-    others: Tree = {
-        "trainer": {"mtbf_s": 1800.0, "recovery_s": 120.0},
-        "buffer": {"mtbf_s": 1800.0, "recovery_s": 10.0},
-    }
-    for kind, failure in others.items():
+    for kind, mtbf_s, recovery_s in (("trainer", 1800.0, 120.0), ("buffer", 300.0, 10.0)):
         yield (
-            f"the {kind} every 0.5 h",
-            of_size(64, run={"steps": 40}, checkpoint={"every": 10}, failures={kind: failure}),
+            f"the {kind} every {mtbf_s / 60:g} min",
+            of_size(
+                64,
+                run={"steps": 40},
+                checkpoint={"every": 10},
+                failures={kind: {"mtbf_s": mtbf_s, "recovery_s": recovery_s}},
+            ),
         )
 
 
