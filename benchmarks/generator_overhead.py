@@ -52,9 +52,9 @@ from umbra.services.generator.torch_engine import TorchEngine
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_model, load_tokenizer, outline_model
 from umbra.services.modeling.weights import tensors_in
-from umbra.services.runtime.arena import private_memory
 from umbra.services.runtime.config import Environment, Generator
 from umbra.services.runtime.manifest import build_manifest
+from umbra.services.runtime.memory import private_memory
 from umbra.services.runtime.metrics import MetricsFile
 from umbra.services.trainer.make_model import make_model
 

@@ -23,8 +23,8 @@ from umbra.services.modeling.models import (
     pick_device,
     stop_ids,
 )
-from umbra.services.runtime.arena import private_memory
 from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.memory import private_memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from umbra.proto.errors import StartupError
+from umbra.services.runtime.memory import copy
 
 SHM = Path("/dev/shm")
 PAGE_BYTES = mmap.PAGESIZE
-READ_BYTES = 4 << 20  # per system call when a slot is read
 
 
 def shm_host() -> str:
@@ -39,20 +39,23 @@ class Arena:
     """`slots` slots of `slot_bytes` bytes, mapped writable into this process.
 
     Made by `create` (the hub, which also unlinks), by `adopt` (a restarted hub, likewise), by
-    `attach` (the trainer, which writes), or without a name by `anonymous`, which other processes
-    see by `inherited` alone.
+    `attach` (the trainer, which writes, and receivers, which read), or without a name by
+    `anonymous`, which other processes see by `inherited` alone.
     """
 
-    def __init__(self, path: Path, fd: int, slot_bytes: int, slots: int) -> None:
+    def __init__(
+        self, path: Path, fd: int, slot_bytes: int, slots: int, *, populate: bool = True
+    ) -> None:
         self.path = path
         self.slot_bytes = slot_bytes
         self.slots = slots
         self._fd = fd
-        # MAP_POPULATE fills the page table at once; else every page faults at its first use.
+        # MAP_POPULATE fills the page table at once; else every page faults at its first write,
+        # and sixteen together at their first read.
         self._map = mmap.mmap(
             fd,
             slots * _stride(slot_bytes),
-            flags=mmap.MAP_SHARED | mmap.MAP_POPULATE,
+            flags=mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0),
             prot=mmap.PROT_READ | mmap.PROT_WRITE,
         )
         self._view = memoryview(self._map)
@@ -105,15 +108,18 @@ class Arena:
             raise
 
     @classmethod
-    def attach(cls, path: str | Path, *, slot_bytes: int) -> Arena:
-        """The arena at `path`, to write into.
+    def attach(cls, path: str | Path, *, slot_bytes: int, populate: bool = True) -> Arena:
+        """The arena at `path` of another process.
+
+        With `populate` all of it is mapped at once, at the price of a copy of it, for who writes;
+        else as it is used, for who reads.
 
         Raises:
             StartupError: it is not there, or not one of slots of `slot_bytes` bytes.
         """
         fd, slots = _open(Path(path), os.O_RDWR, slot_bytes)
         try:
-            return cls(Path(path), fd, slot_bytes, slots)
+            return cls(Path(path), fd, slot_bytes, slots, populate=populate)
         except BaseException:
             os.close(fd)
             raise
@@ -154,6 +160,21 @@ class Arena:
         start = index * _stride(self.slot_bytes)
         return self._view[start : start + self.slot_bytes]
 
+    def read(self, index: int, start: int, into: memoryview) -> None:
+        """Fill `into` from byte `start` of slot `index`, while other threads go on.
+
+        Raises:
+            IndexError: outside of the slot.
+            StartupError: the file has become shorter; to read it all the same would be a SIGBUS.
+            OSError: closed.
+        """
+        if not 0 <= start <= self.slot_bytes - len(into):
+            raise IndexError(f"bytes {start}+{len(into)} of slot {index} are outside of the arena")
+        if os.fstat(self._fd).st_size < len(self._view):
+            raise StartupError("the weight hub's shared memory has become shorter")
+        source = self.slot(index)[start : start + len(into)]
+        copy(source, into)
+
     def close(self) -> None:
         """Unmap, as soon as the last view of a slot is gone. Does not remove the file."""
         if self._fd < 0:
@@ -167,58 +188,6 @@ class Arena:
     def unlink(self) -> None:
         """Remove the file; once is enough, more does no harm."""
         self.path.unlink(missing_ok=True)
-
-
-class ArenaReader:
-    """Reads an arena's slots into private memory, without mapping them.
-
-    `preadv` copies in one go, releases the interpreter lock, and cannot end in a SIGBUS.
-    """
-
-    def __init__(self, path: str | Path, *, slot_bytes: int) -> None:
-        """Open the arena at `path`.
-
-        Raises:
-            StartupError: it is not there, or not one of slots of `slot_bytes` bytes.
-        """
-        self.slot_bytes = slot_bytes
-        self._fd, self.slots = _open(Path(path), os.O_RDONLY, slot_bytes)
-
-    def read(self, slot: int, start: int, into: memoryview) -> None:
-        """Fill `into` from byte `start` of `slot`.
-
-        Raises:
-            IndexError: outside of the slot.
-            StartupError: the file has become shorter.
-        """
-        if not (0 <= slot < self.slots and 0 <= start <= self.slot_bytes - len(into)):
-            raise IndexError(f"bytes {start}+{len(into)} of slot {slot} are outside of the arena")
-        position = slot * _stride(self.slot_bytes) + start
-        done = 0
-        while done < len(into):
-            count = os.preadv(self._fd, [into[done : done + READ_BYTES]], position + done)
-            if count == 0:
-                raise StartupError("the weight hub's shared memory has become shorter")
-            done += count
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-
-def private_memory(size: int) -> memoryview:
-    """`size` writable bytes of this process alone, already faulted in.
-
-    In huge pages where the kernel has them to give: copies and checksums are a fifth faster.
-    """
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    view = memoryview(memory)
-    view[::PAGE_BYTES] = bytes(len(view[::PAGE_BYTES]))
-    return view
 
 
 def remove_leftovers(run_id: str) -> list[str]:

@@ -15,7 +15,8 @@ from umbra.proto.errors import WireError
 from umbra.proto.messages import FetchBuckets
 from umbra.proto.records import Manifest, Piece
 from umbra.services.runtime import delta
-from umbra.services.runtime.manifest import checksum, copy_and_checksum
+from umbra.services.runtime.manifest import checksum
+from umbra.services.runtime.memory import copy
 
 FAILURES = 3  # of one bucket until a version is given up
 
@@ -104,9 +105,7 @@ class Assembly:
                     f"piece [{piece.offset}, {until}) of bucket {bucket} is out of order"
                 )
             self._contents[self._target][bucket] = 0
-            if len(raw) == len(area):
-                return self._complete(bucket, copy_and_checksum(raw, area))
-            area[piece.offset : until] = raw
+            copy(raw, area[piece.offset : until])
             self._filled[bucket] = until
             if until < len(area):
                 return False
@@ -132,7 +131,7 @@ class Assembly:
                 continue
             if index != self._target:
                 self._contents[self._target][bucket] = 0
-                area[:] = self._buffers[index][start:end]
+                copy(self._buffers[index][start:end], area)
             if checksum(area) == wanted:
                 self._contents[self._target][bucket] = wanted
                 return True
@@ -145,7 +144,7 @@ class Assembly:
             start, end = self.manifest.buckets[bucket]
             for held, buffer in zip(self._contents, self._buffers, strict=True):
                 if held[bucket] == piece.base:
-                    area[:] = buffer[start:end]
+                    copy(buffer[start:end], area)
                     break
             else:
                 raise WireError(f"a delta of bucket {bucket} from a base that is not held")

@@ -10,7 +10,7 @@ from typing import Protocol
 from umbra.proto.errors import StartupError
 from umbra.proto.messages import Prepare
 from umbra.proto.records import Manifest
-from umbra.services.runtime.arena import ArenaReader
+from umbra.services.runtime.arena import Arena
 from umbra.services.runtime.manifest import checksum
 
 
@@ -59,7 +59,7 @@ class ArenaIntake:
     def __init__(self, path: str, manifest: Manifest, buffers: Sequence[memoryview]) -> None:
         self._manifest = manifest
         self._buffers = buffers
-        self._reader = ArenaReader(path, slot_bytes=manifest.total_bytes)
+        self._arena = Arena.attach(path, slot_bytes=manifest.total_bytes, populate=False)
 
     def take(self, message: Prepare, target: int, interrupted: Callable[[], bool]) -> Intaken:
         """Copy and verify bucket by bucket, while each is still in the cache.
@@ -71,7 +71,7 @@ class ArenaIntake:
         for index, (start, end) in enumerate(self._manifest.buckets):
             began = time.perf_counter()
             try:
-                self._reader.read(message.slot, start, data[start:end])
+                self._arena.read(message.slot, start, data[start:end])
             except (IndexError, OSError, StartupError) as error:
                 return Intaken(wire_s, stage_s, start, str(error))
             copied = time.perf_counter()
@@ -84,5 +84,5 @@ class ArenaIntake:
         return Intaken(wire_s, stage_s, self._manifest.total_bytes)
 
     def close(self) -> None:
-        """Close the arena."""
-        self._reader.close()
+        """Unmap the arena."""
+        self._arena.close()

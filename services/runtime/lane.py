@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from umbra.proto.errors import WireError
 from umbra.proto.messages import FetchBuckets
 from umbra.proto.records import Manifest, Piece
-from umbra.services.runtime.arena import private_memory
 from umbra.services.runtime.assembly import FAILURES
 from umbra.services.runtime.manifest import checksum
+from umbra.services.runtime.memory import private_memory
 
 
 class Lane:

@@ -17,7 +17,6 @@ from umbra.proto.errors import WireError
 from umbra.proto.records import Manifest, TensorEntry
 
 ALIGN_BYTES = 64  # a cache line, and what GPU copies like
-BLOCK_BYTES = 256 << 10  # fits into a core's own cache
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 
 
@@ -81,19 +80,6 @@ def check_manifest(manifest: Manifest) -> None:
 def checksum(data: memoryview) -> int:
     """xxh3-64 of one bucket's bytes."""
     return xxhash.xxh3_64_intdigest(data)
-
-
-def copy_and_checksum(source: bytes | memoryview, target: memoryview) -> int:
-    """Copy `source` to `target` (same length); xxh3-64 of what lies in `target` then.
-
-    Block by block, so that what is read for the checksum is still in the core's own cache.
-    """
-    digest = xxhash.xxh3_64()
-    for start in range(0, len(target), BLOCK_BYTES):
-        block = target[start : start + BLOCK_BYTES]
-        block[:] = source[start : start + BLOCK_BYTES]
-        digest.update(block)
-    return digest.intdigest()
 
 
 def checksums(manifest: Manifest, view: memoryview) -> list[int]:

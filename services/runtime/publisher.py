@@ -23,6 +23,7 @@ from umbra.proto.records import Manifest
 from umbra.services.runtime.arena import Arena
 from umbra.services.runtime.channel import Channel
 from umbra.services.runtime.manifest import checksum
+from umbra.services.runtime.memory import copy
 
 PUBLISH_TIMEOUT_S = 30.0
 RETRY_S = 1.0  # between attempts to bring a restarted hub up to date
@@ -259,7 +260,7 @@ class Publisher:
         assert self._arena is not None
         there = _Place(self._arena, slot, place.version)
         if there != place:
-            there.data[:] = place.data
+            copy(place.data, there.data)
         message = Publish(
             version=place.version, slot=slot, checksums=message.checksums, snapshot_s=0.0
         )

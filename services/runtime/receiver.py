@@ -27,13 +27,14 @@ from umbra.proto.messages import (
     Subscribed,
 )
 from umbra.proto.records import Manifest
-from umbra.services.runtime.arena import private_memory, shm_host
+from umbra.services.runtime.arena import shm_host
 from umbra.services.runtime.channel import Channel
 from umbra.services.runtime.gpu.cuda import DeviceMemory
 from umbra.services.runtime.gpu.receiving import GpuReceiving
 from umbra.services.runtime.intake import Intake, Intaken
 from umbra.services.runtime.intakes import GPU_PLANES, Buffers, Intakes
 from umbra.services.runtime.manifest import check_manifest
+from umbra.services.runtime.memory import private_memory
 from umbra.services.runtime.staging import Candidate, Staging
 
 WAKE_S = 0.2  # how soon the thread sees that it should end

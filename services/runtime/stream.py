@@ -19,12 +19,13 @@ from dataclasses import dataclass
 from umbra.proto.errors import PeerLostError, StartupError, UsageError, WireError
 from umbra.proto.messages import Prepare, Subscribed
 from umbra.proto.records import Manifest
-from umbra.services.runtime.arena import ArenaReader, private_memory
+from umbra.services.runtime.arena import Arena
 from umbra.services.runtime.bucket_source import BucketSource
 from umbra.services.runtime.intake import Intake, Intaken
 from umbra.services.runtime.keys import OPEN, Security
 from umbra.services.runtime.lane import Lane
 from umbra.services.runtime.manifest import checksum
+from umbra.services.runtime.memory import private_memory
 from umbra.services.runtime.receiver import StagedVersion
 from umbra.services.runtime.transfer import LOOK_S, LOST_S, Transfer
 
@@ -63,7 +64,7 @@ class ArenaStream:
         self._path = path
         self._manifest = manifest
         self._noted = noted
-        self._reader = ArenaReader(path, slot_bytes=manifest.total_bytes)
+        self._arena = Arena.attach(path, slot_bytes=manifest.total_bytes, populate=False)
         self._lane = private_memory(_largest(manifest))
 
     def take(self, message: Prepare, target: int, interrupted: Callable[[], bool]) -> Intaken:
@@ -71,7 +72,7 @@ class ArenaStream:
         began = time.perf_counter()
         for index in range(len(self._manifest.buckets)):
             try:
-                _read(self._reader, self._manifest, message, index, self._lane)
+                _read(self._arena, self._manifest, message, index, self._lane)
             except (IndexError, OSError, StartupError, PeerLostError) as error:
                 return Intaken(stage_s=time.perf_counter() - began, error=str(error))
             if interrupted():
@@ -80,21 +81,21 @@ class ArenaStream:
         return Intaken(stage_s=time.perf_counter() - began)
 
     def close(self) -> None:
-        """Close the arena; a load under way has opened it for itself."""
-        self._reader.close()
+        """Unmap the arena; a load under way has mapped it for itself."""
+        self._arena.close()
 
     def _buckets(self, message: Prepare) -> Buckets:
         manifest = self._manifest
         ring = [private_memory(_largest(manifest)) for _ in range(LANES)]
         try:
-            reader = ArenaReader(self._path, slot_bytes=manifest.total_bytes)
-            with closing(reader), ThreadPoolExecutor(1, "umbra-stream") as ahead:
-                coming = ahead.submit(_read, reader, manifest, message, 0, ring[0])
+            arena = Arena.attach(self._path, slot_bytes=manifest.total_bytes, populate=False)
+            with closing(arena), ThreadPoolExecutor(1, "umbra-stream") as ahead:
+                coming = ahead.submit(_read, arena, manifest, message, 0, ring[0])
                 for index, (start, _) in enumerate(manifest.buckets):
                     bucket = coming.result()
                     if index + 1 < len(manifest.buckets):
                         lane = ring[(index + 1) % LANES]
-                        coming = ahead.submit(_read, reader, manifest, message, index + 1, lane)
+                        coming = ahead.submit(_read, arena, manifest, message, index + 1, lane)
                     yield start, bucket
         except (IndexError, OSError, StartupError) as error:
             raise PeerLostError(str(error)) from error
@@ -223,11 +224,11 @@ def _largest(manifest: Manifest) -> int:
 
 
 def _read(
-    reader: ArenaReader, manifest: Manifest, message: Prepare, index: int, lane: memoryview
+    arena: Arena, manifest: Manifest, message: Prepare, index: int, lane: memoryview
 ) -> memoryview:
     start, end = manifest.buckets[index]
     bucket = lane[: end - start]
-    reader.read(message.slot, start, bucket)
+    arena.read(message.slot, start, bucket)
     if checksum(bucket) != message.checksums[index]:
         raise PeerLostError(f"checksum of bucket {index} [{start}, {end}) is wrong")
     return bucket

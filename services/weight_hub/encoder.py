@@ -15,8 +15,8 @@ from typing import Any
 
 from umbra.proto.records import Manifest
 from umbra.services.runtime import delta
-from umbra.services.runtime.arena import private_memory
 from umbra.services.runtime.manifest import item_bytes
+from umbra.services.runtime.memory import private_memory
 from umbra.services.weight_hub.store import DELTA_SHARE, BucketStore, Delta
 
 THREADS = 4  # at most

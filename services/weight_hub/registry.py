@@ -29,6 +29,7 @@ from umbra.proto.messages import (
     VersionsRequest,
 )
 from umbra.proto.records import HeldVersion, Manifest
+from umbra.services.runtime import memory
 from umbra.services.runtime.arena import Arena
 from umbra.services.runtime.model_dir import check_model_dir
 from umbra.services.weight_hub.effects import Answer, Effect, Publication, Ticket
@@ -245,7 +246,7 @@ class Registry:
             return [Answer(ticket, Nack(code="no_room", reason=str(error)))]
 
         def work() -> None:
-            copy.slot(0)[:] = arena.slot(slot)
+            memory.copy(arena.slot(slot), copy.slot(0))
 
         def done(now: float) -> list[Effect]:
             self._pins[version] = _Pin(version, sums, copy=copy)
@@ -289,7 +290,7 @@ class Registry:
         self._on_write(slot)
 
         def work() -> None:
-            arena.slot(slot)[:] = copy.slot(0)
+            memory.copy(copy.slot(0), arena.slot(slot))
 
         def done(now: float) -> list[Effect]:
             effects = self._protocol.roll_back(version, slot, sums, now)

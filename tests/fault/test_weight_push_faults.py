@@ -20,11 +20,12 @@ from fakes.hub_bench import PROGRAMS, WAIT_S, Bench
 
 from umbra.proto.messages import Prepare, Subscribed
 from umbra.proto.records import Manifest
-from umbra.services.runtime.arena import SHM, Arena, private_memory
+from umbra.services.runtime.arena import SHM, Arena
 from umbra.services.runtime.fetch import BucketIntake
 from umbra.services.runtime.gpu.cuda import DeviceMemory
 from umbra.services.runtime.intake import ArenaIntake, Intake, Intaken
 from umbra.services.runtime.link import Link
+from umbra.services.runtime.memory import private_memory
 from umbra.services.runtime.publisher import Publisher
 from umbra.services.runtime.receiver import Receiver, StagedVersion
 

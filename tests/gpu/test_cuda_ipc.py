@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from umbra.services.runtime.arena import private_memory
 from umbra.services.runtime.gpu import cuda
 from umbra.services.runtime.manifest import checksum
+from umbra.services.runtime.memory import private_memory
 
 PEER = Path(__file__).parents[1] / "programs" / "ipc_peer.py"
 SIZE = 1 << 30

@@ -14,7 +14,6 @@ from umbra.services.runtime.arena import (
     PAGE_BYTES,
     SHM,
     Arena,
-    ArenaReader,
     remove_leftovers,
     shm_host,
 )
@@ -38,7 +37,7 @@ def arena(run_id: str) -> Iterator[Arena]:
 
 def test_bytes_written_by_one_are_read_by_the_other(arena: Arena) -> None:
     other = Arena.attach(arena.path, slot_bytes=arena.slot_bytes)
-    reader = ArenaReader(str(arena.path), slot_bytes=arena.slot_bytes)
+    reader = Arena.attach(str(arena.path), slot_bytes=arena.slot_bytes)
     assert other.slots == reader.slots == 3
     for index in range(3):
         other.slot(index)[:] = bytes([index + 1]) * arena.slot_bytes
@@ -58,7 +57,7 @@ def test_the_file_is_private_to_the_user_and_fully_allocated(arena: Arena) -> No
 
 
 def test_a_reader_outlives_the_file(arena: Arena) -> None:
-    reader = ArenaReader(arena.path, slot_bytes=arena.slot_bytes)
+    reader = Arena.attach(arena.path, slot_bytes=arena.slot_bytes)
     arena.slot(0)[0] = 7
     arena.unlink()
     arena.unlink()
@@ -101,7 +100,7 @@ def test_there_are_no_other_slots(arena: Arena, index: int) -> None:
 
 
 def test_reading_outside_of_a_slot_is_refused(arena: Arena) -> None:
-    reader = ArenaReader(arena.path, slot_bytes=arena.slot_bytes)
+    reader = Arena.attach(arena.path, slot_bytes=arena.slot_bytes)
     into = memoryview(bytearray(64))
     for slot, start in ((3, 0), (-1, 0), (0, -1), (0, arena.slot_bytes - 63)):
         with pytest.raises(IndexError):
@@ -109,11 +108,26 @@ def test_reading_outside_of_a_slot_is_refused(arena: Arena) -> None:
     reader.close()
 
 
+def test_an_arena_that_was_cut_short_is_an_error_and_not_the_end(arena: Arena) -> None:
+    reader = Arena.attach(arena.path, slot_bytes=arena.slot_bytes)
+    os.truncate(arena.path, PAGE_BYTES)
+    with pytest.raises(StartupError, match="has become shorter"):
+        reader.read(2, 0, memoryview(bytearray(64)))
+    reader.close()
+
+
+def test_nothing_is_read_once_it_is_closed(arena: Arena) -> None:
+    reader = Arena.attach(arena.path, slot_bytes=arena.slot_bytes)
+    reader.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        reader.read(0, 0, memoryview(bytearray(64)))
+
+
 def test_paths_from_the_wire_are_checked(arena: Arena) -> None:
     with pytest.raises(StartupError, match="no arena"):
-        ArenaReader("/etc/passwd", slot_bytes=64)
+        Arena.attach("/etc/passwd", slot_bytes=64)
     with pytest.raises(StartupError, match="no arena"):
-        ArenaReader("/dev/shm/umbra-x/../other", slot_bytes=64)
+        Arena.attach("/dev/shm/umbra-x/../other", slot_bytes=64)
     with pytest.raises(StartupError, match="share /dev/shm"):
         Arena.attach("/dev/shm/umbra-none-weights1", slot_bytes=64)
     with pytest.raises(StartupError, match="no slots of"):

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 from umbra.proto.errors import DeadlineError, PeerLostError, StartupError, UmbraError
 from umbra.proto.messages import Prepare
 from umbra.proto.records import Manifest
-from umbra.services.runtime.arena import private_memory
 from umbra.services.runtime.gpu.broadcast import POLL_S
 from umbra.services.runtime.gpu.cuda import Device, DeviceMemory, Mark, device_stride
 from umbra.services.runtime.intake import Intaken
 from umbra.services.runtime.manifest import checksum
+from umbra.services.runtime.memory import private_memory
 
 LANE_BYTES = 32 << 20  # read back at once
 LANES = 2  # one is verified while the next is read

@@ -1,0 +1,43 @@
+"""Memory of this process that holds weights, and copies of it that stop nobody."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from contextlib import suppress
+
+
+def private_memory(size: int) -> memoryview:
+    """`size` writable bytes of this process alone, already faulted in.
+
+    In huge pages where the kernel has them to give: copies and checksums are a fifth faster.
+    """
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    view = memoryview(memory)
+    view[:: mmap.PAGESIZE] = bytes(len(view[:: mmap.PAGESIZE]))
+    return view
+
+
+def copy(source: bytes | memoryview, target: memoryview) -> None:
+    """Copy `source` to `target`, which is as long, while other threads of this process go on.
+
+    `target[:] = source` holds the interpreter's lock. A thread that does so again and again leaves
+    hardly any time to one that needs the lock for a moment at every step, as an engine does that
+    decodes: it came down to a tenth of its speed, and to a hundredth with blocks of 256 KiB.
+
+    Raises:
+        ValueError: the lengths differ.
+        TypeError: memory that cannot be written.
+    """
+    size = len(target)
+    if len(source) != size:
+        raise ValueError(f"{len(source)} bytes do not fill {size}")
+    if size == 0:
+        return
+    # Held by name, so that nobody can unmap them meanwhile.
+    into = ctypes.c_char.from_buffer(target)
+    out_of = source if isinstance(source, bytes) else ctypes.c_char.from_buffer(source)
+    place = out_of if isinstance(out_of, bytes) else ctypes.byref(out_of)
+    ctypes.memmove(ctypes.byref(into), place, size)
