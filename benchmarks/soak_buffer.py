@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from fakes.crash_run import BufferProcess, CrashRun, check
+from fakes.crash_run import BufferProcess, CrashRun, check, check_kept
 
 
 def main() -> None:
@@ -36,9 +36,7 @@ def main() -> None:
                 buffer.kill()
                 acked = len(run.acked)
                 buffer.start()
-                ledger = run.status().ledger
-                there = ledger.trained + ledger.in_flight["ready"] + ledger.in_flight["training"]
-                assert ledger.balance == 0 and there >= acked, ledger
+                check_kept(run, acked)
             run.work(1.0)
             final = run.finish()
             check(run, final)

@@ -171,7 +171,7 @@ def on_cuda(args: argparse.Namespace, report: Report) -> None:
         head_dim=128,
         max_position_embeddings=32768,
         tie_word_embeddings=True,
-        attn_implementation="sdpa",
+        attn_implementation="sdpa",  # pyright: ignore[reportCallIssue] (by **kwargs)
     )
 
     def model() -> PreTrainedModel:

@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -118,18 +118,20 @@ def push_umbra(
             command = ["receiver", f"gen-{index}", source, way, model.size]
             receivers.append(stack.enter_context(closing(role(*command, prefix=prefix))))
             receivers[-1].hear()
-        runs = [_push(model, publisher, receivers, v, lr) for v in range(passes + 2)][2:]
+        runs = [_push(model, publisher, receivers, v, lr) for v in range(passes + 2)]
         rows = [json.loads(line) for line in metrics.read_text().splitlines()]
         sent = {r["version"]: r["wire_bytes"] for r in rows if r["receiver"].endswith("-0")}
         return [
-            Pushed(*seconds, sent[v + 2], model.nbytes, changed, floor_s)
-            for v, (changed, floor_s, *seconds) in enumerate(runs)
+            replace(run, wire_bytes=sent[version])
+            for version, run in enumerate(runs)
+            if version >= 2
         ]
 
 
 def _push(
     model: Model, publisher: Publisher, receivers: list[Role], version: int, lr: float
-) -> tuple[float, ...]:
+) -> Pushed:
+    """One push, all but its bytes on the wire."""
     changed = model.learn(lr) if version else 0.0
     began = time.monotonic()
     slot = publisher.slot(version, DEADLINE_S)
@@ -139,10 +141,12 @@ def _push(
     heard = [receiver.hear() for receiver in receivers]
     assert all(line["version"] == version and line["whole"] for line in heard), heard
     push_s = max(line["done_at"] for line in heard) - began
-    return (
-        changed,
-        model.copy_seconds(),
-        push_s,
-        snapshot_s,
-        max(line["commit_s"] for line in heard),
+    return Pushed(
+        push_s=push_s,
+        snapshot_s=snapshot_s,
+        commit_s=max(line["commit_s"] for line in heard),
+        wire_bytes=0,
+        nbytes=model.nbytes,
+        changed=changed,
+        floor_s=model.copy_seconds(),
     )

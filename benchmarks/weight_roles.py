@@ -72,6 +72,7 @@ def receiver(name: str, endpoint: str, plane: str, size: str) -> None:
         staged = taker.wait_first(DEADLINE_S, ended)
         if staged is None:
             break
+        assert isinstance(staged.data, memoryview)
         began = time.monotonic()
         model.load(staged.manifest, staged.data)
         done = time.monotonic()

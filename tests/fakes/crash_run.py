@@ -310,6 +310,14 @@ class CrashRun:
             peer.ask(LeaseBatch(step=self.version + 1, wait_s=0.05))
 
 
+def check_kept(run: CrashRun, acked: int) -> None:
+    """As many samples as were acknowledged are ready, in training or trained: none is lost."""
+    ledger = run.status().ledger
+    assert ledger.balance == 0
+    there = ledger.trained + ledger.in_flight["ready"] + ledger.in_flight["training"]
+    assert there >= acked, ledger
+
+
 def check(run: CrashRun, final: RunFinished) -> None:
     """Nothing acknowledged is lost, nothing trained twice, and the ledger is whole."""
     ledger = final.ledger
