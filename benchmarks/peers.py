@@ -101,17 +101,21 @@ def pull(pipe: Connection, port: int, seconds: float) -> None:
     pipe.send((count, time.process_time()))
 
 
+def optional(name: str) -> Any:
+    """A peer's package, which nothing here installs."""
+    return importlib.import_module(name)
+
+
 def xadd(pipe: Connection, port: int, seconds: float, kind: str) -> None:
     """Producer: one XADD round trip per record."""
-    import redis
-
+    redis = optional("redis")
     client = redis.Redis(port=port)
     make, encode, _ = CODECS[kind]
     one = make()
     pipe.recv()
     until, index = time.monotonic() + seconds, 0
     while time.monotonic() < until:
-        fields: dict[Any, Any] = {"index": index, "data": encode(one)}
+        fields = {"index": index, "data": encode(one)}
         client.xadd("stream", fields, maxlen=20_000, approximate=True)
         index += 1
     pipe.send(time.process_time())
@@ -119,10 +123,8 @@ def xadd(pipe: Connection, port: int, seconds: float, kind: str) -> None:
 
 def xread(pipe: Connection, port: int, seconds: float, kind: str) -> None:
     """Consumer: one XREAD round trip per record."""
-    import redis
-
     _, _, decode = CODECS[kind]
-    client: Any = redis.Redis(port=port)  # its types are those of an asynchronous one too
+    client = optional("redis").Redis(port=port)
     pipe.send("ready")
     pipe.recv()
     count, last, until = 0, "0", time.monotonic() + seconds
@@ -173,8 +175,7 @@ def measure_redis(kind: str, seconds: float) -> dict[str, float]:
             stdout=subprocess.DEVNULL,
         )
         try:
-            import redis
-
+            redis = optional("redis")
             deadline = time.monotonic() + 10
             while True:
                 try:
@@ -196,7 +197,7 @@ def measure_redis(kind: str, seconds: float) -> dict[str, float]:
 
 def measure_ray(seconds: float) -> dict[str, float]:
     """An async actor around a deque; 16 puts under way per producer, gets one by one."""
-    ray: Any = importlib.import_module("ray")  # not among what the benchmarks install
+    ray = optional("ray")
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
 
     @ray.remote

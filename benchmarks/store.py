@@ -9,6 +9,7 @@ once when its batch is formed and deleted when it was trained. LMDB needs `pip i
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sqlite3
 import statistics
@@ -17,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -45,8 +46,7 @@ class Lmdb:
     """LMDB with its default of a sync per commit."""
 
     def __init__(self, folder: Path) -> None:
-        import lmdb
-
+        lmdb: Any = importlib.import_module("lmdb")  # which nothing here installs
         self._env = lmdb.open(str(folder), map_size=4 << 30)
         self._txn = self._env.begin(write=True)
 
