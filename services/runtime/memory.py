@@ -24,8 +24,8 @@ def copy(source: bytes | memoryview, target: memoryview) -> None:
     """Copy `source` to `target`, which is as long, while other threads of this process go on.
 
     `target[:] = source` holds the interpreter's lock. A thread that does so again and again leaves
-    hardly any time to one that needs the lock for a moment at every step, as an engine does that
-    decodes: it came down to a tenth of its speed, and to a hundredth with blocks of 256 KiB.
+    hardly any time to one that needs the lock for a moment at every step, as a decoding engine
+    does: that came down to a tenth of its speed, and further the smaller the pieces were.
 
     Raises:
         ValueError: the lengths differ.
