@@ -16,7 +16,7 @@ from typing import Any
 from umbra.proto.records import Manifest
 from umbra.services.runtime import delta
 from umbra.services.runtime.manifest import item_bytes
-from umbra.services.runtime.memory import private_memory
+from umbra.services.runtime.memory import copy, private_memory
 from umbra.services.weight_hub.store import DELTA_SHARE, BucketStore, Delta
 
 THREADS = 4  # at most
@@ -115,6 +115,6 @@ class DeltaEncoder:
                 longest = min(LONGEST_PAUSE, 2 * longest or 1)
                 self._pauses[bucket] = (longest, longest)
         if made is None:
-            old[:] = new
+            copy(new, old)
         self._held[bucket] = content
         return made
