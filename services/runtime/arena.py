@@ -96,7 +96,7 @@ class Arena:
         path = Path(path)
         if not path.name.startswith(_prefix(run_id)):
             raise StartupError(f"{path} is no arena of run {run_id}")
-        fd, slots = _open(path, os.O_RDWR, slot_bytes)
+        fd, slots = _open(path, slot_bytes)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return cls(path, fd, slot_bytes, slots)
@@ -117,7 +117,7 @@ class Arena:
         Raises:
             StartupError: it is not there, or not one of slots of `slot_bytes` bytes.
         """
-        fd, slots = _open(Path(path), os.O_RDWR, slot_bytes)
+        fd, slots = _open(Path(path), slot_bytes)
         try:
             return cls(Path(path), fd, slot_bytes, slots, populate=populate)
         except BaseException:
@@ -172,8 +172,7 @@ class Arena:
             raise IndexError(f"bytes {start}+{len(into)} of slot {index} are outside of the arena")
         if os.fstat(self._fd).st_size < len(self._view):
             raise StartupError("the weight hub's shared memory has become shorter")
-        source = self.slot(index)[start : start + len(into)]
-        copy(source, into)
+        copy(self.slot(index)[start : start + len(into)], into)
 
     def close(self) -> None:
         """Unmap, as soon as the last view of a slot is gone. Does not remove the file."""
@@ -236,12 +235,12 @@ def _allocate(fd: int, size: int) -> None:
         raise StartupError(f"cannot allocate {size} bytes in {SHM}: {error.strerror}") from error
 
 
-def _open(path: Path, flags: int, slot_bytes: int) -> tuple[int, int]:
+def _open(path: Path, slot_bytes: int) -> tuple[int, int]:
     """The open file and its number of slots. The path came over the wire, so it is checked."""
     if path.parent != SHM or not path.name.startswith("umbra-"):
         raise StartupError(f"{path} is no arena of Umbra's")
     try:
-        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
         raise StartupError(
             f"cannot open the weight hub's shared memory {path}: {error.strerror}; this process "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from contextlib import suppress
+from typing import Any
 
 
 def private_memory(size: int) -> memoryview:
@@ -36,8 +37,9 @@ def copy(source: bytes | memoryview, target: memoryview) -> None:
         raise ValueError(f"{len(source)} bytes do not fill {size}")
     if size == 0:
         return
-    # Held by name, so that nobody can unmap them meanwhile.
-    into = ctypes.c_char.from_buffer(target)
-    out_of = source if isinstance(source, bytes) else ctypes.c_char.from_buffer(source)
-    place = out_of if isinstance(out_of, bytes) else ctypes.byref(out_of)
-    ctypes.memmove(ctypes.byref(into), place, size)
+    ctypes.memmove(_place(target), source if isinstance(source, bytes) else _place(source), size)
+
+
+def _place(memory: memoryview) -> Any:
+    """Where `memory` begins; nobody can unmap it while somebody holds this."""
+    return ctypes.byref(ctypes.c_char.from_buffer(memory))
