@@ -96,7 +96,10 @@ class Chat:
     def call_text(self, name: str, arguments: dict[str, Any]) -> str | None:
         """How the template writes a call, as `response_text` gives it; None if it writes none."""
         template = self._needs_template()
-        text = template.call_text(name, arguments)
+        try:
+            text = template.call_text(name, arguments)
+        except TurnsError as error:
+            raise UsageError(f"{template.name} {error}") from error
         return None if text is None else self.response_text(self._encode(text))
 
     def text_ids(self, text: str) -> list[int]:

@@ -21,6 +21,7 @@ from umbra.services.environments.protocol import Message
 _ROUNDS = 2  # some templates write a second tool answer otherwise than the first
 _SHOWN = 40  # characters of a text in an error
 _ASKED = "UMBRAASKED"
+_HEARD = "UMBRAHEARD"
 _TOOL = "umbratool"
 _SCHEMA: dict[str, Any] = {
     "type": "function",
@@ -88,8 +89,8 @@ class ChatTemplate:
         self.name = f"the chat template of {tokenizer.name_or_path}"
         # Templates take reasoning in one of these fields; else it is part of the text.
         source = re.sub(r"{#.*?#}", "", str(tokenizer.chat_template), flags=re.DOTALL)
-        known = (name for name in ("reasoning_content", "thinking") if name in source)
-        self._reasoning = next(known, "content")
+        named = re.search(r"[.'\"](reasoning_content|thinking)\b", source)
+        self._reasoning = named[1] if named else "content"
         self.find = functools.lru_cache(maxsize=256)(self._find)
 
     @functools.cached_property
@@ -103,18 +104,16 @@ class ChatTemplate:
             try:
                 if _ASKED in self._write([_user()], (), cue=True, parts=parts):
                     return parts
-            except Exception as error:  # noqa: BLE001
-                problem = f"fails on a user's message: {error}"
-            else:
-                problem = "does not write a user's message"
-        raise TurnsError(problem)
+            except TurnsError:
+                continue
+        raise TurnsError("does not write a user's message")
 
     @functools.cached_property
     def tells_tools(self) -> bool:
         """Whether it has words for tools; else they, calls and answers are told in plain text."""
         try:
             return _TOOL in self._apply([_user()], [_SCHEMA], cue=True)
-        except Exception:  # noqa: BLE001 - a template may raise anything
+        except TurnsError:
             return False
 
     @functools.cached_property
@@ -123,14 +122,18 @@ class ChatTemplate:
         said = _said(0, _calls(1))
         try:
             text = self._apply([_user(), said, *_heard(0, ("tool",), said)], [_SCHEMA], cue=True)
-        except Exception:  # noqa: BLE001
+        except TurnsError:
             return False
         return self.tells_tools and _mark(0, 0) in text
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, cue: bool = True
     ) -> str:
-        """The text of a conversation; with `cue`, up to where the model begins to speak."""
+        """The text of a conversation; with `cue`, up to where the model begins to speak.
+
+        Raises:
+            TurnsError: the template fails on these messages.
+        """
         if not self.tells_tools:
             messages = as_text(messages)
             messages = with_tools(messages, tools) if tools else messages
@@ -151,7 +154,7 @@ class ChatTemplate:
         return ids
 
     def call_text(self, name: str, arguments: dict[str, Any]) -> str | None:
-        """How it writes a call, from where the model begins to speak; None if it writes none."""
+        """How it writes an assistant's message that is a call; None if it writes no calls."""
         if not self.writes_calls:
             return None
         function = {"name": name, "arguments": arguments}
@@ -168,8 +171,6 @@ class ChatTemplate:
             reasoned = self._try(kind, self._reasoning)
         except TurnsError as error:
             return Finding(refusal=str(error))
-        except Exception as error:  # noqa: BLE001 - a template may raise anything
-            return Finding(refusal=f"fails on {_roles(kind)}: {error}")
         # A cue that ends the reasoning at once fits only a turn that has none.
         return Finding(exact=reasoned.thoughts if reasoned.cues else plain.cues)
 
@@ -223,9 +224,10 @@ class ChatTemplate:
         ends = [(rest.find(stop), stop) for stop in self._stops if stop in rest]
         if not ends:
             raise TurnsError(
-                f"ends an assistant's turn by {rest[:_SHOWN]!r}, in which no token is that ends "
-                f"the model's turns here ({', '.join(map(repr, self._stops))}); if one does, name "
-                "it in sampling.stop_tokens"
+                f"ends an assistant's turn by {rest.partition(_HEARD)[0][:_SHOWN]!r}, in which "
+                "there is no token that ends the model's turns here "
+                f"({', '.join(map(repr, self._stops))}); if one does, name it in "
+                "sampling.stop_tokens"
             )
         position, stop = min(ends)
         rest = rest[position + len(stop) :]
@@ -244,12 +246,16 @@ class ChatTemplate:
         cue: bool,
         parts: bool,
     ) -> str:
-        return self._tokenizer.apply_chat_template(
-            [_in_parts(message) for message in messages] if parts else list(messages),
-            tools=list(tools) or None,
-            tokenize=False,
-            add_generation_prompt=cue,
-        )
+        try:
+            return self._tokenizer.apply_chat_template(
+                [_in_parts(message) for message in messages] if parts else list(messages),
+                tools=list(tools) or None,
+                tokenize=False,
+                add_generation_prompt=cue,
+            )
+        except Exception as error:
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise TurnsError(f"fails on messages of roles {roles}: {error}") from error
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -347,8 +353,7 @@ def _said(number: int, calls: Sequence[dict[str, Any]], field: str = "") -> Mess
 
 def _heard(number: int, roles: Sequence[str], said: Message) -> list[Message]:
     messages: list[Message] = [
-        {"role": role, "content": f"UMBRAHEARD{number}N{index}E"}
-        for index, role in enumerate(roles)
+        {"role": role, "content": f"{_HEARD}{number}N{index}E"} for index, role in enumerate(roles)
     ]
     return _addressed(messages, said.get("tool_calls", ()))
 
