@@ -77,7 +77,8 @@ def chat_tokenizer(name: str) -> tuple[Any, set[int]]:
     )
     tokenizer.add_special_tokens({"additional_special_tokens": special})
     tokenizer.chat_template = text
-    return tokenizer, {tokenizer.convert_tokens_to_ids(end) for end in ends}
+    ids: list[int] = tokenizer.convert_tokens_to_ids(list(ends))  # pyright: ignore[reportAssignmentType]
+    return tokenizer, set(ids)
 
 
 def _all() -> list[str]:
