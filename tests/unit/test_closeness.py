@@ -24,5 +24,5 @@ def test_sums_in_another_order(count: int, size: float) -> None:
 def test_a_tensor_is_as_large_as_its_largest_element() -> None:
     expected = torch.tensor([1000.0, 0.0])
     assert_same_sums(torch.tensor([1000.0, 1e-4]), expected, terms=100)
-    with pytest.raises(AssertionError, match="w: off by 0.1, where rounding explains"):
+    with pytest.raises(AssertionError, match=r"w: off by 0\.1, where rounding explains"):
         assert_same_sums(torch.tensor([1000.0, 0.1]), expected, terms=100, what="w")
