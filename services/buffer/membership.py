@@ -235,6 +235,8 @@ class Membership:
             elif peer.state == "ready" and idle_s > self._stall_s:
                 what = f"no progress in {peer.activity!r}"
                 action = "none: look at its log, restart it if need be"
+                if peer.role == "generator":
+                    action = "it ends itself after generator.stall_s"
                 found.append(Stuck(what=what, holder=peer.name, age_s=idle_s, action=action))
             skew_s = abs(peer.clock_offset_s)
             if peer.clock_error_s >= 0 and skew_s - peer.clock_error_s > SKEW_S:

@@ -25,11 +25,13 @@ from umbra.services.generator.engine import (
 )
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.showcase import Showcase
+from umbra.services.generator.stall import StallWatch
 from umbra.services.generator.streaming import BrokenOffError, Streaming
 from umbra.services.modeling.weights import tensors_in
 from umbra.services.runtime.metrics import MetricsFile
 from umbra.services.runtime.receiver import Receiver, StagedVersion
 from umbra.services.runtime.session import Session
+from umbra.services.runtime.threads import foreseen
 
 DRAIN_S = 10.0  # to hand back what is unfinished
 _IDLE_WAIT_S = 0.005  # new weights are noticed within this time
@@ -61,6 +63,7 @@ class GeneratorLoop:
         wake: set by other threads when there may be something to do.
         showcase: gets what is finished.
         streaming: the receiver keeps no copy: load through this.
+        watch: is told what comes of the engine's work.
         clock: seconds since the epoch.
     """
 
@@ -79,6 +82,7 @@ class GeneratorLoop:
         wake: threading.Event,
         showcase: Showcase,
         streaming: Streaming | None = None,
+        watch: StallWatch,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._session = session
@@ -94,6 +98,7 @@ class GeneratorLoop:
         self._wake = wake
         self._showcase = showcase
         self._streaming = streaming
+        self._watch = watch
         self._clock = clock
         self._activity = Activity(metrics, clock)
         self._finished = 0
@@ -107,17 +112,22 @@ class GeneratorLoop:
         """Turn until asked to stop, then hand back what is unfinished.
 
         Raises:
-            EngineError: the engine broke. What was finished before is delivered; the rest goes to
-                others when this process leaves, from where it was flushed last.
+            EngineError: the engine broke, or anything else that nobody foresaw. What was finished
+                before is delivered; the rest goes to others when this process leaves, from where it
+                was flushed last.
             UmbraError: the buffer refused our work, the weights do not fit, or every sample fails.
         """
         try:
             while not self._session.stopping.is_set():
                 self.turn()
         except EngineError:
-            self._deliver()
-            self._buffer.flush(DRAIN_S)
+            self._deliver_last()
             raise
+        except UmbraError:
+            raise
+        except Exception as error:
+            self._deliver_last()
+            raise EngineError(str(foreseen(error, "the generator"))) from error
         if self._session.failure is not None:
             return  # nobody is there to take anything back
         self.drain(self._session.stop_reason or "stopped")
@@ -133,6 +143,7 @@ class GeneratorLoop:
             self._buffer.give_back(self._runner.interrupt(interrupt.leases, interrupt.reason))
         if self._engine.version >= 0 and self._staged is None:
             self._buffer.ask(self._capacity(), self._engine.version)
+        self._watch.waits("decoding", self._engine.live)
         before, live, read = self._engine.decoded_tokens, self._engine.live, self._prompt_tokens
         self._runner.poll(_IDLE_WAIT_S)
         tokens = self._engine.decoded_tokens - before
@@ -141,7 +152,11 @@ class GeneratorLoop:
         self._buffer.save(self._runner.flush())
         self._buffer.renew(self._runner.leases)
         if tokens or self._engine.busy:
-            self._session.progress("decoding", tokens)
+            if tokens:
+                self._session.progress("decoding", tokens)
+                self._watch.moved()
+            else:
+                self._session.waits("decoding")
             self._activity.decoding(
                 started,
                 tokens,
@@ -172,7 +187,16 @@ class GeneratorLoop:
         )
         self._buffer.flush(DRAIN_S)
 
+    def _deliver_last(self) -> None:
+        """What is finished must not be lost with the engine; what broke may break this as well."""
+        try:
+            self._deliver()
+            self._buffer.flush(DRAIN_S)
+        except Exception:
+            log.exception("what is finished could not be delivered")
+
     def _load_weights(self) -> None:
+        self._receiver.check()  # also while no weights are wanted
         if self._staged is None and not self._keeps_version():
             self._staged = self._receiver.poll()
         staged = self._staged
@@ -180,8 +204,10 @@ class GeneratorLoop:
             return
         self._staged = None
         start = self._clock()
+        self._watch.waits(f"loading version {staged.version}", self._engine.live)
         try:
             aborted = self._load(staged)
+            self._watch.moved()
         except BrokenOffError as error:
             self._receiver.committed(staged, self._clock() - start, error=str(error))
             log.warning("%s", error)
@@ -271,6 +297,7 @@ class GeneratorLoop:
         else:
             reason, activity = "work", "waiting for samples"
         self._session.progress(activity, 0)
+        self._watch.moved()
         self._wake.wait(_IDLE_WAIT_S)
         self._wake.clear()
         self._activity.idle(started, reason)

@@ -45,6 +45,8 @@ def join_in(writer: ShardWriter, scratch: Path, rank: int) -> None:
             note = _Note(file=copy.write(shard_path(scratch, rank)))
         except OSError as error:
             note = _Note(error=error.strerror or str(error))
+        except Exception as error:  # noqa: BLE001 - rank 0 waits for the note, whatever went wrong
+            note = _Note(error=repr(error))
         part = scratch / f".note-{rank}"
         try:
             part.write_bytes(msgspec.json.encode(note))
