@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar, TypeVarTuple
 
-from umbra.services.runtime.threads import end_process, ends_process, foreseen, service_thread
+from umbra.services.runtime.threads import ends_process, service_thread
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -59,5 +59,5 @@ class LoopThread:
 
 def ends_with_it(task: asyncio.Task[None]) -> None:
     """To be called when `task`, whose result nobody takes, is done: its error ends the process."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        end_process(foreseen(error, task.get_name()))
+    if not task.cancelled():
+        ends_process(task.result, task.get_name())()
