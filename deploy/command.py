@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import click
 
 from umbra.deploy.interrupts import Interrupts
 from umbra.deploy.live import LogView, choose_view
-from umbra.deploy.preflight import check_run, resolve_paths, search_path
+from umbra.deploy.preflight import check_ports_free, check_run, resolve_paths, search_path
 from umbra.deploy.programs import buffer_program, other_programs
 from umbra.deploy.run_folder import RunFolder
 from umbra.deploy.summary import summary_rows
@@ -66,15 +67,20 @@ def up(
     checkpoint, with the very batches that came after it.
     """
     before = RunFolder.existing(run_file) if run_file.is_dir() else None
-    if before is not None:
-        run_file = before.config
-    config = load_run(run_file, overrides)
-    check_run(config)  # before a folder is made
-    if dry_run:
-        return _print_programs(config)
-    view = choose_view(quiet=quiet, as_json=as_json)
-    with Interrupts() as interrupts:
+    with ExitStack() as stack:
+        if before is not None:
+            stack.enter_context(before.held())
+            run_file = before.config
+        config = load_run(run_file, overrides)
+        check_run(config)  # before a folder is made
+        if dry_run:
+            return _print_programs(config)
+        check_ports_free(config)
+        view = choose_view(quiet=quiet, as_json=as_json)
+        interrupts = stack.enter_context(Interrupts())
         folder = before or RunFolder.create(config.run.dir, config.run.name)
+        if before is None:
+            stack.enter_context(folder.held())
         if logs:
             view = LogView(view, folder)
         try:

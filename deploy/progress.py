@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 
 from umbra.deploy.run_folder import LineFollower, RunFolder
@@ -11,6 +10,7 @@ from umbra.proto.messages import Status
 from umbra.services.monitor.client import StatusClient
 from umbra.services.monitor.rates import RateMeter, Rates
 from umbra.services.runtime.keys import Security
+from umbra.services.runtime.metrics import parse_row
 
 POLL_S = 0.5
 ANSWER_S = 2.0
@@ -63,7 +63,8 @@ class Progress:
             self.rates = self._meter.update(newest)
         for line in self._metrics.lines():
             if '"kind":"step"' in line:  # most lines are spans: don't parse those
-                self.rewards.append(float(json.loads(line).get("reward/mean") or 0.0))
+                if (row := parse_row(line)) is not None:
+                    self.rewards.append(float(row.get("reward/mean") or 0.0))
 
     @property
     def recent_reward(self) -> float | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -95,7 +94,8 @@ def _least_squares(work: NDArray[np.float64], seconds: NDArray[np.float64]) -> l
 
 
 def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             if line.endswith("\n") and '"kind":"span"' in line:
-                yield json.loads(line)
+                if (row := parse_row(line)) is not None:
+                    yield row
