@@ -118,7 +118,7 @@ class RunFolder:
             yield
 
     def remember(self) -> dict[Path, bytes | None]:
-        """What a start that is refused has to leave as it was; None for a file that is not there."""
+        """What a refused start has to leave as it was; None for a file that is not there."""
         paths = (self.config, self.origin, self.buffer, self.summary)
         return {path: path.read_bytes() if path.is_file() else None for path in paths}
 

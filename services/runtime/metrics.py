@@ -62,19 +62,22 @@ class MetricsFile:
     def _append(self, fd: int, line: bytes) -> None:
         if self._torn:
             line = b"\n" + line
+        written, reason = 0, "No space left on device"  # what else makes a write a short one
         try:
             written = os.write(fd, line)
         except OSError as error:
-            if self.lost == self._lost_before:
-                log.warning("metrics cannot be written, rows are lost: %s", error.strerror)
-            self.lost += 1
+            reason = error.strerror or str(error)
+        told = self.lost > self._lost_before
+        if written == len(line):
+            self._torn = False
+            if told:
+                log.warning("metrics can be written again; %d rows were lost", self.lost)
+                self._lost_before = self.lost
             return
-        self._torn = written < len(line)
-        if self._torn:
-            self.lost += 1
-        elif self.lost > self._lost_before:
-            log.warning("metrics can be written again; %d rows were lost", self.lost)
-            self._lost_before = self.lost
+        self._torn = self._torn or written > 0
+        self.lost += 1
+        if not told:
+            log.warning("metrics cannot be written, rows are lost: %s", reason)
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:

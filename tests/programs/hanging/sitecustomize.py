@@ -49,10 +49,10 @@ def prepare(file: Path) -> None:
                 pass
         return poll(self, timeout_s)
 
-    def loading(self: TorchEngine, *args: Any) -> Any:
+    def loading(self: TorchEngine, tensors: Any, version: int, kv_policy: Any) -> Any:
         if hangs(self, "loads"):
             threading.Event().wait()
-        return load(self, *args)
+        return load(self, tensors, version, kv_policy)
 
     TorchEngine.poll = polling
     TorchEngine.load_weights = loading
