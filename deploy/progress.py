@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 
 from umbra.deploy.run_folder import LineFollower, RunFolder
@@ -14,6 +15,8 @@ from umbra.services.runtime.metrics import parse_row
 
 POLL_S = 0.5
 ANSWER_S = 2.0
+
+log = logging.getLogger(__name__)
 
 
 class StatusWatcher:
@@ -38,6 +41,8 @@ class StatusWatcher:
                 self.latest = self._client.status(ANSWER_S)
             except UmbraError:
                 pass  # not there yet, busy, or ending: the last status still stands
+            except Exception:
+                log.exception("the status cannot be read")  # no reason to end a run
 
 
 class Progress:

@@ -86,10 +86,13 @@ def test_one_that_holds_the_interpreter_ends_as_well(
 @pytest.mark.e2e
 @pytest.mark.fault
 @pytest.mark.timeout(DEADLINE_S + 30)
-def test_an_engine_that_fails_ends_with_a_sentence(
-    hang: Callable[[str], Path], up: Callable[..., UpProcess]
+@pytest.mark.parametrize(
+    ("kind", "what"), [("fails", "the generator"), ("receives", "the receiver of weights")]
+)
+def test_what_nobody_foresaw_ends_with_a_sentence(
+    kind: str, what: str, hang: Callable[[str], Path], up: Callable[..., UpProcess]
 ) -> None:
-    hang("fails")
+    hang(kind)
     text = ended(up(*SETTINGS))
     assert "generator-0 ended (exit code 6)" in text
-    assert "umbra: error: the generator failed: KeyError: 7" in text
+    assert f"umbra: error: {what} failed: KeyError: 7" in text

@@ -132,7 +132,7 @@ def _nccl(what: str) -> Iterator[None]:
 
 
 class Mark:
-    """A point in a stream of `device`: `done` once everything before it has happened."""
+    """A point in a stream: `done` once everything before it has happened."""
 
     def __init__(self, stream: Any) -> None:
         from cupy import cuda

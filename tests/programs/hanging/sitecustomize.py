@@ -7,6 +7,7 @@ The file that the variable `HANG_PLAN` names says how; the first generator to co
     idles     steps come back, without a token
     loads     new weights are never loaded
     fails     a step raises what nobody foresaw
+    receives  so does the thread that gets new weights
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ TOKENS = 200  # before it hangs
 
 def prepare(file: Path) -> None:
     """Have the engine of this process hang."""
+    from umbra.proto.messages import Prepare
     from umbra.services.generator.torch_engine import TorchEngine
+    from umbra.services.runtime.receiver import Receiver
 
     poll, load = TorchEngine.poll, TorchEngine.load_weights
     hanging: list[str] = []
@@ -54,6 +57,15 @@ def prepare(file: Path) -> None:
             threading.Event().wait()
         return load(self, tensors, version, kv_policy)
 
+    stage = Receiver._stage
+
+    def staging(self: Receiver, message: Prepare) -> None:
+        if message.version >= 2 and file.exists() and file.read_text() == "receives":
+            file.unlink()
+            raise KeyError(7)
+        stage(self, message)
+
+    Receiver._stage = staging
     TorchEngine.poll = polling
     TorchEngine.load_weights = loading
 
