@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from fakes.crash_run import CONFIG, BufferProcess, CrashRun, check, check_kept
-from integration.test_up import DEADLINE_S, UpProcess, up
+from integration.test_up import UpProcess, up
 from unit.test_checkpoints import Trainer
 
 from umbra.deploy.report.command import write_report
@@ -99,7 +99,7 @@ def test_a_full_disk_is_waited_for(tmp_path: Path, small_disk: Path) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.fault
-@pytest.mark.timeout(DEADLINE_S + 60)
+@pytest.mark.timeout(240)
 def test_a_run_goes_on_to_its_summary_once_there_is_room(
     project: Path, small_disk: Path, up: Callable[..., UpProcess]
 ) -> None:

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from integration.test_up import DEADLINE_S, UpProcess, up
+from fakes.slowness import seconds
+from integration.test_up import UpProcess, up
 
 from umbra.services.monitor.client import StatusClient
 
@@ -12,7 +13,12 @@ __all__ = ["up"]  # a fixture
 
 HANGING = Path(__file__).parents[1] / "programs" / "hanging"
 STEPS = 12
-SETTINGS = (f"run.steps={STEPS}", "buffer.stall_s=3", "generator.stall_s=12")
+STALL_S = seconds(6.0)
+SETTINGS = (
+    f"run.steps={STEPS}",
+    f"buffer.stall_s={STALL_S / 4:g}",
+    f"generator.stall_s={STALL_S:g}",
+)
 
 
 @pytest.fixture
@@ -42,7 +48,7 @@ def ended(process: UpProcess) -> str:
 
 @pytest.mark.e2e
 @pytest.mark.fault
-@pytest.mark.timeout(DEADLINE_S + 30)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("kind", ["blocks", "idles", "loads"])
 def test_a_stuck_engine_is_named_and_then_ends(
     kind: str, hang: Callable[[str], Path], up: Callable[..., UpProcess]
@@ -66,13 +72,13 @@ def test_a_stuck_engine_is_named_and_then_ends(
     doing = "loading version" if kind == "loads" else "decoding"
     assert "umbra: error: the torch engine is stuck: no token for" in text
     assert f"while it was {doing}" in text
-    assert "requests in flight (generator.stall_s = 12)" in text
-    assert "Current thread" in text or "most recent call first" in text
+    assert f"requests in flight (generator.stall_s = {STALL_S:g})" in text
+    assert "most recent call first" in text
 
 
 @pytest.mark.e2e
 @pytest.mark.fault
-@pytest.mark.timeout(DEADLINE_S + 30)
+@pytest.mark.timeout(240)
 def test_one_that_holds_the_interpreter_ends_as_well(
     hang: Callable[[str], Path], up: Callable[..., UpProcess]
 ) -> None:
@@ -80,12 +86,12 @@ def test_one_that_holds_the_interpreter_ends_as_well(
     process = up(*SETTINGS)
     text = ended(process)
     assert "generator-0 ended (exit code 1)" in text
-    assert "Timeout (0:00:18)!" in text
+    assert "Timeout (0:" in text
 
 
 @pytest.mark.e2e
 @pytest.mark.fault
-@pytest.mark.timeout(DEADLINE_S + 30)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("kind", "what"), [("fails", "the generator"), ("receives", "the receiver of weights")]
 )

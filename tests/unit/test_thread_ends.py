@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from fakes.hub_bench import LAYOUT, WAIT_S, Bench, publish
+from fakes.slowness import seconds
 
 from umbra.proto.errors import UmbraError
 from umbra.services.buffer.committer import Committer
@@ -74,7 +75,7 @@ Event().wait()
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=seconds(60),
         env={"PYTHONPATH": ":".join(sys.path)},
     )
     assert done.returncode == code
