@@ -9,6 +9,7 @@ from umbra.proto.messages import Rates
 
 WINDOW_S = 10.0
 RESOLUTION_S = 0.5  # changes that are closer are one
+LEAST_S = 1.0  # of less than a second nothing can be said
 
 
 class Meter:
@@ -39,8 +40,7 @@ class Meter:
     def rate(self, now: float) -> float:
         """Per second."""
         (first_at, first), (last_at, last) = self._marks[0], self._marks[-1]
-        seconds = max(last_at - first_at, now - last_at)
-        return (last - first) / seconds if seconds > 0 else 0.0
+        return (last - first) / max(last_at - first_at, now - last_at, LEAST_S)
 
 
 class Speed:

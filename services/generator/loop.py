@@ -266,7 +266,7 @@ class GeneratorLoop:
             return
         tokens = self._engine.decoded_tokens
         self._session.stats(
-            tok_s=(tokens - self._stats_tokens) / elapsed,
+            decoded_per_s=(tokens - self._stats_tokens) / elapsed,
             live=self._engine.live,
             active=self._runner.active,
             version=self._engine.version,

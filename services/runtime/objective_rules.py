@@ -48,7 +48,7 @@ def implied(config: RunConfig) -> dict[str, object]:
 
 
 def lone_groups(config: RunConfig) -> str:
-    """What to know about groups of one sample, if there is anything; what rloo refuses is not here."""
+    """What to know of groups of one sample; empty if nothing, and for rloo, which refuses them."""
     advantage = config.trainer.pieces.advantage
     if config.buffer.group_size > 1 or advantage in ("rloo", "reinforce_pp", "gae"):
         return ""
