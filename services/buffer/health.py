@@ -84,7 +84,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class SampleFailure:
     """A sample that failed, and how many samples ended with it: its group, or it alone.
 
     `own` says that the reason may depend on its content: a reward or an environment that raised or
@@ -116,7 +116,7 @@ class Health:
         self._faults = Share(samples)  # of the failed samples, those that failed by themselves
         self._rewards: deque[tuple[float, float]] = deque(maxlen=BATCHES)  # least and most
         self._open_rewards: list[float] = []
-        self._failures: deque[Failure] = deque(maxlen=REASONS_KEPT)
+        self._failures: deque[SampleFailure] = deque(maxlen=REASONS_KEPT)
         self._still = 0  # steps in a row without a gradient
         self._skipped: deque[float] = deque(maxlen=BATCHES)  # share of updates left out, by step
         self._raised: dict[str, RunWarning] = {}
@@ -138,7 +138,7 @@ class Health:
             self._rewards.append((min(self._open_rewards), max(self._open_rewards)))
             self._open_rewards = []
 
-    def failed(self, failure: Failure) -> None:
+    def failed(self, failure: SampleFailure) -> None:
         """A sample failed."""
         if failure.own:
             self._samples.add(failure.samples, failure.samples)
@@ -296,7 +296,7 @@ class Health:
         )
 
 
-def _kind(failure: Failure) -> str:
+def _kind(failure: SampleFailure) -> str:
     """The reason without what differs from sample to sample: numbers and quoted text."""
     return _VARYING.sub("…", failure.reason)[:REASON_CHARS]
 

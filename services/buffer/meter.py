@@ -43,7 +43,7 @@ class Meter:
         return (last - first) / max(last_at - first_at, now - last_at, LEAST_S)
 
 
-class Speed:
+class Throughput:
     """`Status.rates`: what goes on per second, of counts that the broker keeps anyway.
 
     Args:

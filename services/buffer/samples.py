@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from umbra.proto.records import SampleTask, Trajectory
 from umbra.services.buffer.groups import Group, GroupRules, Outcome, Sample, State
-from umbra.services.buffer.health import Failure
+from umbra.services.buffer.health import SampleFailure
 from umbra.services.buffer.ledger import RunningLedger
 from umbra.services.buffer.prompts import GroupEnd, Prompt
 from umbra.services.buffer.queueing import Deadlines, Queue
@@ -66,7 +66,7 @@ class Pool:
         self.held: defaultdict[str, dict[str, Sample]] = defaultdict(dict)  # by holder
         self.over: OrderedDict[str, Outcome] = OrderedDict()
         self.group_ends: list[GroupEnd] = []  # since they were taken
-        self.failures: list[Failure] = []  # so with these
+        self.failures: list[SampleFailure] = []  # so with these
         self.openings = 0  # counts whatever may let a waiting generator have work
         self._rules = rules
         self._stages = tuple(stages)
@@ -227,7 +227,7 @@ class Pool:
         alone = self._rules.can_lose(group)
         count = 1 if alone else len(group.samples)
         prompt = group.prompt.prompt_id
-        self.failures.append(Failure(sample.sample_id, prompt, reason, count, own))
+        self.failures.append(SampleFailure(sample.sample_id, prompt, reason, count, own))
         if alone:
             self.cut(group, [sample], "failed")
         else:

@@ -151,7 +151,7 @@ class Works:
         self._outbox = outbox
 
     def counts(self) -> dict[str, int]:
-        """What `Speed` measures."""
+        """What `Throughput` measures."""
         ledger = self.pool.ledger
         return {
             "steps_per_s": self.batches.version,

@@ -18,7 +18,7 @@ from umbra.proto.messages import (
     SubmitTrajectories,
 )
 from umbra.proto.records import SampleTask, Score
-from umbra.services.buffer.health import BATCHES, NAMES, SHARES, Failure, Health, Share
+from umbra.services.buffer.health import BATCHES, NAMES, SHARES, Health, SampleFailure, Share
 from umbra.services.runtime.config import Buffer, Critic, Run, RunConfig, Trainer
 
 
@@ -37,8 +37,8 @@ def health(
 
 
 def failure(number: int = 1, reason: str = "reward raised KeyError: 'x'", *, own: bool = True,
-            samples: int = 4) -> Failure:  # fmt: skip
-    return Failure(f"s-{number}", f"p{number}", reason, samples, own)
+            samples: int = 4) -> SampleFailure:  # fmt: skip
+    return SampleFailure(f"s-{number}", f"p{number}", reason, samples, own)
 
 
 def held(watcher: Health, version: int = 1) -> dict[str, RunWarning]:
