@@ -45,7 +45,7 @@ def headline(status: Status, reward: float | None = None) -> str:
     parts = [f"step {status.version}/{status.steps}"]
     if reward is not None:
         parts.append(f"reward {reward:.3f}")
-    parts.append(staleness_text(status.staleness))
+    parts.append(staleness_text(status.staleness if status.ledger.trained else {}))
     ess = [m.stats["ess"] for m in status.members if m.role == "trainer" and "ess" in m.stats]
     parts += [f"ess {value:.2f}" for value in ess]
     parts.append(speed_text(status))
