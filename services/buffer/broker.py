@@ -381,7 +381,7 @@ class Broker:
         """Serve what is parked with whatever the event has opened up; the event's effects."""
         self._moved = True
         self.works.settle(now)
-        if self.state == "ready" and (why := self.works.health.verdict()):
+        if self.state == "ready" and (why := self.works.health.verdict):
             self.failure = why
             self._stop(why, now)
         request = self._finish_request

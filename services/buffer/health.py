@@ -108,6 +108,7 @@ class Health:
     def __init__(self, config: RunConfig) -> None:
         buffer = config.buffer
         samples = max(buffer.group_size * buffer.batch_groups, LEAST_SAMPLES)
+        self.verdict = ""  # why the run must end, if so
         self._config = config
         self._has_critic = config.trainer.pieces.advantage == "gae"
         self._groups = Share(max(buffer.batch_groups, LEAST_SAMPLES // buffer.group_size))
@@ -144,6 +145,7 @@ class Health:
             self._samples.add(failure.samples, failure.samples)
             self._faults.add(1, failure.samples)
             self._failures.append(failure)
+            self.verdict = self._judge()
 
     def trained(self, step: int, metrics: Mapping[str, float]) -> None:
         """The trainer has committed `step`; `metrics` are those that it measured."""
@@ -191,8 +193,8 @@ class Health:
         """All that were raised, in the order of `NAMES`; those that are over as they last were."""
         return [self._raised[name] for name in NAMES if name in self._raised]
 
-    def verdict(self) -> str:
-        """Why the run must end; empty while it need not."""
+    def _judge(self) -> str:
+        """The verdict, after a failure."""
         limit = self._config.buffer.max_failed_share
         if not self._samples.full or self._samples.share <= limit:
             return ""

@@ -137,20 +137,18 @@ def test_failures_have_their_most_frequent_reason_and_an_example() -> None:
         "most often (2 of the last 3): reward raised ValueError: 'zzz' is no number (for example "
         "sample s-3 of prompt p3)" in found.text
     )
-    assert not watcher.verdict()
+    assert not watcher.verdict
 
 
 def test_too_many_failures_end_the_run_once_four_batches_are_known() -> None:
     watcher = health()
     for number in range(15):
         watcher.failed(failure(number))
-        assert not watcher.verdict()
+        assert not watcher.verdict
     watcher.failed(failure(15))
-    assert watcher.verdict().startswith("100% of the samples of late ended as failed, 25% by them")
-    assert (
-        "reward raised KeyError: 'x' (for example sample s-15 of prompt p15)" in watcher.verdict()
-    )
-    assert "more than buffer.max_failed_share = 0.5" in watcher.verdict()
+    assert watcher.verdict.startswith("100% of the samples of late ended as failed, 25% by them")
+    assert "reward raised KeyError: 'x' (for example sample s-15 of prompt p15)" in watcher.verdict
+    assert "more than buffer.max_failed_share = 0.5" in watcher.verdict
 
 
 def test_the_share_is_a_bound_that_may_be_met() -> None:
@@ -158,21 +156,21 @@ def test_the_share_is_a_bound_that_may_be_met() -> None:
     for number in range(8):
         watcher.failed(failure(number))
         watcher.group([0.0, 1.0, 0.0, 1.0])
-    assert watcher.figures()["failed_samples"] == 0.5 and not watcher.verdict()
+    assert watcher.figures()["failed_samples"] == 0.5 and not watcher.verdict
     watcher.failed(failure())
-    assert watcher.verdict()
+    assert watcher.verdict
 
 
 def test_lost_leases_and_a_bound_of_one_end_no_run() -> None:
     watcher = health()
     for number in range(100):
         watcher.failed(failure(number, "5 leases were lost", own=False))
-    assert not watcher.verdict() and not held(watcher)
+    assert not watcher.verdict and not held(watcher)
     assert watcher.figures()["failed_samples"] == 0.0
     boundless = health(max_failed_share=1.0)
     for number in range(100):
         boundless.failed(failure(number))
-    assert not boundless.verdict() and "failed_samples" in held(boundless)
+    assert not boundless.verdict and "failed_samples" in held(boundless)
 
 
 def test_a_gradient_of_zero() -> None:
@@ -231,7 +229,7 @@ def test_only_the_counts_of_the_whole_run_survive_the_buffer() -> None:
         watcher.failed(failure(number))
     again = health()
     again.restore(watcher.record())
-    assert not again.verdict() and again.figures()["failed_samples"] == 0.0
+    assert not again.verdict and again.figures()["failed_samples"] == 0.0
     assert again.figures()["failed_samples/run"] == 1.0
     fresh = health()
     fresh.restore({})  # the store of a buffer that kept none
