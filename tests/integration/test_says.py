@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,12 +42,12 @@ def names(title: str) -> set[str]:
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(DEADLINE_S + 30)
+@pytest.mark.timeout(2 * DEADLINE_S + 30)
 def test_a_run_in_which_too_many_samples_fail_ends_with_the_reason(
     project: Path, up: Callable[..., UpProcess]
 ) -> None:
     (project / "tiny_reward.py").write_text(RAISES)
-    process = up("run.steps=100000")
+    process = up("run.steps=2")
     summary = process.finish()
     assert process.popen.returncode == summary["exit_code"] == 8, process.lines
     reason = summary["exit_reason"]
@@ -65,6 +67,18 @@ def test_a_run_in_which_too_many_samples_fail_ends_with_the_reason(
     report = (process.run_dir / "report.html").read_text()
     assert "failed_samples, from step" in report
     assert summary["restarts"] == {}, "it would happen again"
+    # Once the cause is mended, the run goes on from its store.
+    (project / "tiny_reward.py").write_text(CONSTANT)
+    again = subprocess.run(
+        [*UMBRA, "up", str(process.run_dir), "--json"],
+        cwd=project, capture_output=True, text=True, timeout=DEADLINE_S,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    assert again.returncode == 0, again
+    after = json.loads(again.stdout)
+    assert after["steps"] == 2 and after["ledger"]["balance"] == 0
+    assert after["ledger"]["ended"]["failed"] >= ledger["ended"]["failed"]
+    assert 0 < after["health"]["failed_samples/run"] < summary["health"]["failed_samples/run"]
 
 
 @pytest.mark.e2e

@@ -321,6 +321,18 @@ def test_scores_that_fail(own: bool) -> None:
     assert (run.broker.status(run.now).health["failed_samples/run"] == 1.0) == own
 
 
+def test_the_answers_of_a_failed_group_are_lost_with_it() -> None:
+    run = World(group_size=4, batch_groups=4, run_ahead=9, max_staleness=9)
+    run.join("generator", "a")
+    for _ in range(3):
+        *others, last = run.lease("a", 4, 0)
+        run.submit("a", *(trajectory(one, 0) for one in others))
+        fail(run, last, "it raised")
+    health = run.broker.status(run.now).health
+    assert health["failed_samples/run"] == 1.0
+    assert health["equal_rewards/run"] == 0.0, "no group was complete"
+
+
 def test_the_survivors_of_a_group_are_no_failures() -> None:
     run = World(
         group_size=4,
