@@ -23,7 +23,7 @@ from umbra.proto.errors import EXIT_DONE
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config_loader import as_dict, load_config
 from umbra.services.runtime.feasibility import implied_staleness
-from umbra.services.runtime.objective_rules import implied
+from umbra.services.runtime.objective_rules import implied, lone_groups
 
 run_file_argument = click.argument("run_file", type=click.Path(path_type=Path))
 set_option = click.option(
@@ -167,6 +167,8 @@ def check(run_file: Path, overrides: tuple[str, ...]) -> int:
         f"{run.buffer.max_staleness}, run_ahead {run.buffer.run_ahead}, minibatches "
         f"{run.trainer.minibatches}, epochs {run.trainer.epochs})"
     )
+    if text := lone_groups(run):
+        click.echo(f"warning:   lone_groups: {text}")
     return EXIT_DONE
 
 

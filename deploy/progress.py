@@ -9,7 +9,6 @@ from umbra.deploy.run_folder import LineFollower, RunFolder
 from umbra.proto.errors import UmbraError
 from umbra.proto.messages import Status
 from umbra.services.monitor.client import StatusClient
-from umbra.services.monitor.rates import RateMeter, Rates
 from umbra.services.runtime.keys import Security
 from umbra.services.runtime.metrics import parse_row
 
@@ -46,14 +45,12 @@ class StatusWatcher:
 
 
 class Progress:
-    """The newest status with its rates, and the mean reward of every step so far."""
+    """The newest status, and the mean reward of every step so far."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.status: Status | None = None
-        self.rates = Rates()
         self.rewards: list[float] = []
         self._metrics = LineFollower(folder.metrics)
-        self._meter = RateMeter()
         self._watcher: StatusWatcher | None = None
 
     def watch(self, broker: str, security: Security) -> None:
@@ -65,7 +62,6 @@ class Progress:
         newest = None if self._watcher is None else self._watcher.latest
         if newest is not None and newest is not self.status:
             self.status = newest
-            self.rates = self._meter.update(newest)
         for line in self._metrics.lines():
             if '"kind":"step"' in line:  # most lines are spans: don't parse those
                 if (row := parse_row(line)) is not None:

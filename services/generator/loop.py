@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from umbra.proto.errors import UmbraError, UsageError
+from umbra.proto.errors import UmbraError
 from umbra.proto.messages import ReturnedSample
 from umbra.proto.records import SampleTask
 from umbra.services.generator.activity import Activity
@@ -37,9 +37,6 @@ DRAIN_S = 10.0  # to hand back what is unfinished
 _IDLE_WAIT_S = 0.005  # new weights are noticed within this time
 _STATS_EVERY_S = 1.0
 _FAILURES_LOGGED = 20
-# So many failures and nothing else, for so long, are a mistake in the run, not in its samples.
-_HOPELESS_SAMPLES = 256
-_HOPELESS_S = 30.0
 # Samples that wait for slow environments take no slot; more than this many times the slots are not
 # leased, or an environment that is too slow for good would pile them up.
 _MOST_ACTIVE = 4
@@ -103,7 +100,6 @@ class GeneratorLoop:
         self._activity = Activity(metrics, clock)
         self._finished = 0
         self._failed = 0
-        self._failed_at = 0.0  # the first time
         self._stats_at = clock()
         self._stats_tokens = 0
         self._prompt_tokens = 0  # read by the engine
@@ -115,7 +111,7 @@ class GeneratorLoop:
             EngineError: the engine broke, or anything else that nobody foresaw. What was finished
                 before is delivered; the rest goes to others when this process leaves, from where it
                 was flushed last.
-            UmbraError: the buffer refused our work, the weights do not fit, or every sample fails.
+            UmbraError: the buffer refused our work, or the weights do not fit.
         """
         try:
             while not self._session.stopping.is_set():
@@ -273,21 +269,9 @@ class GeneratorLoop:
         self._showcase.finished(finished)
         for sample in failed:
             self._failed += 1
-            if self._failed == 1:
-                self._failed_at = self._clock()
             if self._failed <= _FAILURES_LOGGED:
                 log.warning("sample %s: %s", sample.sample_id, sample.reason)
             self._session.emit("sample_failed", sample=sample.sample_id, reason=sample.reason)
-        if failed and not self._finished:
-            self._check_hope(failed[-1].reason)
-
-    def _check_hope(self, reason: str) -> None:
-        tried_s = self._clock() - self._failed_at
-        if self._failed >= _HOPELESS_SAMPLES and tried_s >= _HOPELESS_S:
-            raise UsageError(
-                f"all of the first {self._failed} samples failed, within {tried_s:.0f} s; the "
-                f"last one: {reason}"
-            )
 
     def _idle(self, started: float) -> None:
         if self._engine.version < 0:
@@ -309,7 +293,7 @@ class GeneratorLoop:
             return
         tokens = self._engine.decoded_tokens
         self._session.stats(
-            tok_s=(tokens - self._stats_tokens) / elapsed,
+            decoded_per_s=(tokens - self._stats_tokens) / elapsed,
             live=self._engine.live,
             active=self._runner.active,
             version=self._engine.version,

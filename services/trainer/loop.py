@@ -45,7 +45,7 @@ SHOWN = {
     "ess": "ess",
     "k3": "mismatch/k3",
     "k3_on_policy": "mismatch/k3_on_policy",
-    "tokens_per_s": "tokens_per_s",
+    "train_tokens_per_s": "train_tokens_per_s",
 }
 
 

@@ -229,6 +229,12 @@ def test_config_check_tells_the_worst_staleness(project: Path) -> None:
     assert "at most 4 versions, typically up to 1" in done.stdout
 
 
+def test_config_check_warns_of_groups_of_one(project: Path) -> None:
+    done = umbra(project, "config", "check", "run.toml", "--set", "buffer.group_size=1")
+    assert done.returncode == 0, done
+    assert "warning:   lone_groups: buffer.group_size = 1 leaves trainer.advantage" in done.stdout
+
+
 def test_config_show_is_a_run_file(project: Path) -> None:
     first = umbra(
         project, "config", "show", "run.toml", "--set", 'environment.options.text="a\\n\'é😀"'
