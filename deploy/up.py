@@ -126,7 +126,7 @@ class Up:
             folder=self.folder,
             environ=self.environ,
             interrupts=self._interrupts,
-            module="umbra.deploy.environment_check",
+            module="umbra.services.generator.environment_check",
         )
 
     def _phases(self) -> tuple[str, int]:

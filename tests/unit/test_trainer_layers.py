@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fakes.closeness import assert_same_logprobs
 from fakes.rank_bench import Trained, make_batches, train
 from fakes.slowness import seconds
 from transformers import AutoModelForCausalLM
@@ -134,12 +135,12 @@ def test_generators_get_the_policy_with_the_adapter_merged(
     slot = memoryview(bytearray(manifest.total_bytes))
     write_shards(learner.model, manifest, slot)
     WeightTable(untouched.model).load(tensors_in(manifest, slot))
-    torch.testing.assert_close(logprobs(untouched), trained, atol=1e-5, rtol=0)
+    assert_same_logprobs(logprobs(untouched), trained, untouched.model)
 
     export_policy(learner.model, tokenizer, tmp_path / "out", learner.weights())
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out", local_files_only=True)
     again = Learner(exported, Trainer(device="cpu"), steps=1)
-    torch.testing.assert_close(logprobs(again), trained, atol=1e-5, rtol=0)
+    assert_same_logprobs(logprobs(again), trained, untouched.model)
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")  # peft says it as well

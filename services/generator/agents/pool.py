@@ -144,6 +144,7 @@ class AgentPool:
                 reply=lambda said: self._thread.call(self._replied, session, said),
                 messages=news.messages,
                 tools=call.tools,
+                calls=news.calls,
                 text=news.text,
                 max_tokens=call.max_tokens,
                 pieces=call.logprobs,
