@@ -20,7 +20,7 @@ from umbra.services.trainer.minibatches import minibatches
 from umbra.services.trainer.objectives.aggregation import count, token_weights
 from umbra.services.trainer.objectives.objective import Constants, Objective, TokenInputs
 from umbra.services.trainer.objectives.proximal import interpolated
-from umbra.services.trainer.objectives.ratios import Sequences
+from umbra.services.trainer.objectives.ratios import LOG_RATIO_BOUND, Sequences
 from umbra.services.trainer.objectives.values import Critic
 from umbra.services.trainer.recorded import recorded_logprobs, token_versions
 from umbra.services.trainer.rewards import rewarded
@@ -77,12 +77,19 @@ class PolicyUpdate:
         found = self._found(batch, first, len(parts))
         fixed = self._fixed(batch, useful, found)
         versions = token_versions(batch) if pieces.proximal == "interpolate" else None
-        seen = LossMetrics(batch, found, cuts, len(parts))
+        seen = LossMetrics(
+            batch,
+            found,
+            cuts,
+            len(parts),
+            version=version,
+            per_version=self._config.updates_per_batch,
+        )
         rows: list[Row] = []
         work = 0.0
         for number, part in enumerate(parts):
             micros = first[number] if number < cuts else self._pack(batch, part)
-            guard = Guard(self._config.max_ratio, self._ranks)
+            guard = Guard(self._config.max_ratio, pieces, self._ranks)
             counts = count(pieces.denominator, own, part, cuts)
             weights = token_weights(pieces.aggregation, batch.tokens, part, counts, self._limit)
             for micro in micros:
@@ -92,12 +99,16 @@ class PolicyUpdate:
                 logprobs, entropy = self._learner.score(
                     micro, batch.temperature[here], entropy_gradient=pieces.entropy_coef > 0
                 )
+                behaviour = batch.behaviour[here].to(logprobs)
+                sequences = Sequences(batch.tokens.owner[here].to(logprobs.device), len(own))
+                out = guard.outliers(logprobs, behaviour, sequences)
                 tokens = TokenInputs(
-                    logprobs=logprobs,
-                    behaviour=batch.behaviour[here].to(logprobs),
+                    # Left out before anything is computed from them: zero times NaN is NaN.
+                    logprobs=torch.where(out, behaviour, logprobs),
+                    behaviour=behaviour,
                     advantages=advantages[here].to(logprobs),
-                    sequences=Sequences(batch.tokens.owner[here].to(logprobs.device), len(own)),
-                    entropy=entropy,
+                    sequences=sequences,
+                    entropy=torch.where(out, 0.0, entropy),
                     reference=None if reference is None else reference[here].to(logprobs),
                 )
                 if fixed is not None:
@@ -105,17 +116,18 @@ class PolicyUpdate:
                 else:
                     constants = self._constants_now(tokens, versions, here, version)
                 result = self._objective(tokens, constants)
-                loss = (result.losses * weights[here].to(logprobs)).sum()
-                guard.see(loss, logprobs, tokens.behaviour)
+                losses = torch.where(out, 0.0, result.losses)
+                loss = (losses * weights[here].to(logprobs)).sum()
+                guard.see(loss, out)
                 self._learner.backward(loss)
                 work += self._learner.operations.update(micro)
-                seen.add(number, here, tokens, result, loss)
+                seen.add(number, here, tokens, result, loss, out)
             rows.append(self._learner.update(version, guard.verdict()))
         row: Row = {
             "trained_samples": float(len(useful)),
             "updates": float(len(parts)),
             "operations": float(self._ranks.sum(torch.tensor([work], dtype=torch.float64))),
-            **seen.summary(version, self._config.updates_per_batch, self._ranks),
+            **seen.summary(self._ranks),
             **_means(rows),
         }
         if self._critic is not None and values is not None:
@@ -146,7 +158,10 @@ class PolicyUpdate:
             return None
         if updates < 2 and pieces.mask != "m2po":
             return None
-        return self._learner.logprobs([m for p in packed for m in p], batch.temperature)
+        found = self._learner.logprobs([m for p in packed for m in p], batch.temperature)
+        # The pass of the update finds such a token too and leaves it out; to masks that look at all
+        # tokens it is as far away as can be.
+        return torch.where(found.isfinite(), found, batch.behaviour + LOG_RATIO_BOUND)
 
     def _fixed(self, batch: Batch, useful: Tensor, found: Tensor | None) -> Constants | None:
         """What depends on p and mu alone, [M], where p is known before the updates."""

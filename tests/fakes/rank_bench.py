@@ -109,7 +109,7 @@ def save(
     """A checkpoint of all ranks, seen through to its end."""
     with closing(ShardWriter(parts, ranks.rank, ranks.world)) as writer:
         if ranks.rank:
-            join_in(writer, Path(ranks.broadcast().decode()), ranks.rank)
+            join_in(writer, Path(ranks.broadcast().decode()), ranks)
             return
         saver = Saver(
             CheckpointFolder(path, config.checkpoint),
