@@ -83,7 +83,7 @@ class Verdicts:
             self._judged.add(name)
             self._told.discard(name)
             largest = max(largest or 0.0, known.mismatch)
-            if not known.mismatch <= self._bound:
+            if known.mismatch > self._bound:
                 above[name] = known
         return largest, above
 

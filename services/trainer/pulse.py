@@ -11,11 +11,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from functools import partial
+from typing import Generic, Protocol, TypeVar
 
 from torch.distributed import DistError
 
 from umbra.proto.errors import DeadlineError
+
+T = TypeVar("T")
 
 BEAT_S = 1.0
 POLL_S = 0.01
@@ -60,25 +63,29 @@ class Pulse:
         )
         self._thread.start()
 
-    def wait(self, rank: int, arrived: Callable[[], bool], what: str) -> None:
-        """Return when `arrived`, which `rank` will bring about; `what` names it.
+    def wait(self, rank: int, ask: Callable[[], T | None], what: str) -> T:
+        """What `ask` finds once it finds something, which `rank` brings about; `what` names it.
+
+        `ask` is called in another thread: if the rank that keeps the store is stopped, a question
+        to the store never comes back.
 
         Raises:
             DeadlineError: `rank` is silent.
             RuntimeError: the store is gone, and with it the rank that keeps it.
         """
-        silence, listen = Silence(time.monotonic()), 0.0
-        while not arrived():
-            now = time.monotonic()
-            if now >= listen:
-                listen = now + self._beat_s
-                if silence.heard(self._store.add(_key(rank), 0), now) > self._timeout_s:
-                    raise DeadlineError(
-                        f"trainer rank {rank} was silent for {self._timeout_s:g} s "
-                        f"(trainer.rank_timeout_s) while {what} was waited for: it hangs, or its "
-                        "machine is gone"
-                    )
-            time.sleep(POLL_S)
+        asking = _Asking(ask, partial(self._store.add, _key(rank), 0), self._beat_s)
+        while not asking.done.wait(self._beat_s):
+            if time.monotonic() - asking.heard > self._timeout_s:
+                asking.enough.set()
+                raise DeadlineError(
+                    f"trainer rank {rank} was silent for {self._timeout_s:g} s "
+                    f"(trainer.rank_timeout_s) while {what} was waited for: it hangs, or its "
+                    "machine is gone"
+                )
+        if asking.error is not None:
+            raise asking.error
+        assert asking.found is not None
+        return asking.found
 
     def close(self) -> None:
         """Fall silent."""
@@ -92,6 +99,33 @@ class Pulse:
             except (DistError, RuntimeError):
                 return  # the rank that keeps the store is gone: the main thread finds out too
             self._stop.wait(self._beat_s)
+
+
+class _Asking(Generic[T]):
+    """Asks again and again, in a thread, until there is an answer or there was `enough`."""
+
+    def __init__(self, ask: Callable[[], T | None], count: Callable[[], int], every_s: float):
+        self.done, self.enough = threading.Event(), threading.Event()
+        self.found: T | None = None
+        self.error: RuntimeError | None = None
+        self.heard = time.monotonic()  # the last sign of life
+        self._ask, self._count, self._every_s = ask, count, every_s
+        threading.Thread(target=self._run, name="umbra-ranks", daemon=True).start()
+
+    def _run(self) -> None:
+        silence, listen = Silence(self.heard), 0.0
+        try:
+            while (found := self._ask()) is None and not self.enough.is_set():
+                if time.monotonic() >= listen:
+                    count = self._count()
+                    now = time.monotonic()
+                    self.heard = now - silence.heard(count, now)
+                    listen = now + self._every_s
+                time.sleep(POLL_S)
+            self.found = found
+        except RuntimeError as error:
+            self.error = error
+        self.done.set()
 
 
 def _key(rank: int) -> str:

@@ -29,7 +29,7 @@ from umbra.services.trainer.pulse import POLL_S, Pulse
 MAX_BYTES = 1 << 31  # of one message of rank 0
 LEAVE_S = 3.0  # that rank 0 keeps the store for others that are about to leave
 # How torch's backends say that a peer is gone; they raise plain RuntimeErrors.
-_SAID, _LEFT = "said", "left"  # counted in the store: messages of rank 0, ranks that are done
+_SAID, _LEFT = "said", "left"  # in the store: messages of rank 0 so far, who is done
 _SIGNS = ("gloo", "nccl", "connection", "timed out", "timeout", "socket", "broken pipe")
 
 
@@ -100,7 +100,7 @@ class Ranks:
             store.add(_SAID, 1)
         else:
             self._heard += 1
-            self.pulse.wait(0, lambda: store.add(_SAID, 0) >= self._heard, "what is to be done")
+            self.pulse.wait(0, self._said, "what is to be done")
         size = torch.tensor([len(data)])
         dist.broadcast(size, 0)
         if self.rank == 0:
@@ -109,6 +109,12 @@ class Ranks:
             content = torch.empty(int(size), dtype=torch.uint8)
         dist.broadcast(content, 0)
         return content.numpy().tobytes()
+
+    def _said(self) -> int | None:
+        """Messages of rank 0, once the next one is announced."""
+        assert self.store is not None
+        said = self.store.add(_SAID, 0)
+        return said if said >= self._heard else None
 
     def agree(self, flag: bool) -> bool:
         """`flag` as rank 0 has it."""
@@ -200,12 +206,15 @@ def _meet(config: Trainer, world: int, listener: socket.socket | None) -> Ranks:
 
 def _leave(ranks: Ranks) -> None:
     """Tell rank 0, which keeps the store, that it is not needed any more."""
-    assert ranks.store is not None
-    left = ranks.store.add(_LEFT, 1)
+    store = ranks.store
+    assert store is not None
+    if ranks.rank:
+        store.set(f"{_LEFT}/{ranks.rank}", "")
+        return
+    others = [f"{_LEFT}/{rank}" for rank in range(1, ranks.world)]
     deadline = time.monotonic() + LEAVE_S
-    while ranks.rank == 0 and left < ranks.world and time.monotonic() < deadline:
+    while not store.check(others) and time.monotonic() < deadline:
         time.sleep(POLL_S)
-        left = ranks.store.add(_LEFT, 0)
 
 
 def _is_lost(error: RuntimeError) -> bool:

@@ -57,8 +57,11 @@ class ShardSync:
             DeadlineError: it is silent.
         """
         key = f"{what}/{rank}"
-        self._pulse.wait(rank, lambda: self._store.check([key]), f"the {what}")
-        return self._store.get(key).decode()
+        found = self._pulse.wait(rank, lambda: self._look(key), f"the {what}")
+        return found.decode()
+
+    def _look(self, key: str) -> bytes | None:
+        return self._store.get(key) if self._store.check([key]) else None
 
     def agree(self, place: tuple[str, int] | None) -> tuple[str, int]:
         """Path of the arena and slot, given by rank 0 (None elsewhere), for the next snapshot.

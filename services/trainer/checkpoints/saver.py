@@ -203,17 +203,24 @@ class Saver:
         Raises:
             UmbraError: one could not write, or is silent.
         """
-        store, notes = self._ranks.store, list[_Note]()
+        notes: list[_Note] = []
         for rank in range(1, self._ranks.world):
-            assert store is not None
-            key = _key(self._writer.copies, rank)
-            self._ranks.pulse.wait(rank, partial(store.check, [key]), "its part of a checkpoint")
-            notes.append(msgspec.json.decode(store.get(key), type=_Note))
-            store.delete_key(key)
+            ask = partial(self._note, _key(self._writer.copies, rank))
+            content = self._ranks.pulse.wait(rank, ask, "its part of a checkpoint")
+            notes.append(msgspec.json.decode(content, type=_Note))
         for rank, note in enumerate(notes, start=1):
             if note.file is None:
                 raise UmbraError(f"trainer rank {rank}: {note.error}")
         return [note.file for note in notes if note.file is not None]
+
+    def _note(self, key: str) -> bytes | None:
+        store = self._ranks.store
+        assert store is not None
+        if not store.check([key]):
+            return None
+        content = store.get(key)
+        store.delete_key(key)
+        return content
 
 
 def _key(number: int, rank: int) -> str:
