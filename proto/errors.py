@@ -7,6 +7,7 @@
     |-- PeerLostError          5  a peer that we need went away
     |   `-- DeadlineError      5  a wait ended without its answer: names what it waited for
     |-- DivergedError          7  training has gone wrong, and would again
+    |   `-- MismatchError      7  generator and trainer do not agree on equal weights
     |-- FailedSamplesError     8  too many samples fail for reasons of their own
     `-- WireError              6  bytes that are not a valid message
         `-- LimitError         6  a message above its size limits
@@ -67,6 +68,10 @@ class FailedSamplesError(UmbraError):
     """Too many samples fail for reasons that depend on their content: what is left is biased."""
 
     exit_code = 8
+
+
+class MismatchError(DivergedError):
+    """A generator gives other log-probabilities than the trainer with the same weights."""
 
 
 class WireError(UmbraError):

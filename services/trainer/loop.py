@@ -30,7 +30,7 @@ from umbra.services.trainer.metrics import (
     sample_metrics,
     speed_metrics,
 )
-from umbra.services.trainer.orders import Snapshot, Stop, Train, Wait, give
+from umbra.services.trainer.orders import Snapshot, Stop, Train, give
 from umbra.services.trainer.prefetch import Ahead, Prefetch
 from umbra.services.trainer.shards import Snapshots
 from umbra.services.trainer.sinks import Sinks
@@ -198,7 +198,6 @@ class Loop:
         while not self._session.stopping.is_set():
             self._saved(self._saver.settled())
             self._session.progress(f"waiting for batch {step}", 0)
-            give(self._learner.ranks, Wait())
             held = ahead.digest if ahead else ""
             ask = LeaseBatch(step=step, wait_s=LEASE_SLICE_S, held=held)
             limit = LEASE_SLICE_S + self._grace_s

@@ -54,6 +54,7 @@ class ShardWriter:
 
     def __init__(self, parts: Mapping[str, Part], rank: int, world: int) -> None:
         self.copy_s = 0.0  # seconds that the last copy took: what training has waited
+        self.copies = 0  # made so far
         self._parts = parts
         self._rank = rank
         self._world = world
@@ -80,6 +81,7 @@ class ShardWriter:
             torch.cuda.synchronize()
         facts = {name: dict(part.facts()) for name, part in self._parts.items()}
         self.copy_s = time.perf_counter() - begin
+        self.copies += 1
         return ShardCopy(rows, json.dumps(facts), layout)
 
     def start(self, work: Callable[[], T]) -> Future[T]:
