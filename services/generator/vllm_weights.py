@@ -15,6 +15,11 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -55,6 +60,7 @@ class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Called once, before the first update."""
         self._blocks = MappedBlocks()
         self._loaded: set[str] | None = set()  # parameters; None if the model does not tell
+        pack_experts_again(self.model)
 
     def start_weight_update(self) -> None:
         """Bring the model back to how it was before its weights were packed for the kernels."""
@@ -89,9 +95,10 @@ class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         Raises:
             UsageError: the version lacks a parameter of the model.
         """
-        wanted = {name for name, _ in self.model.named_parameters()}
-        missing = sorted(wanted - self._loaded) if self._loaded is not None else []
-        if missing:
+        quantized = self.model_config.quantization is not None
+        if self._loaded is not None and (
+            missing := not_loaded(self.model, self._loaded, quantized)
+        ):
             raise UsageError(
                 f"vLLM found no weights for {', '.join(missing[:_NAMES_SHOWN])}"
                 + (f" and {len(missing) - _NAMES_SHOWN} more" * (len(missing) > _NAMES_SHOWN))
@@ -109,3 +116,38 @@ class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             info.loaded_weights.clear()
             info.load_numel = 0
         self.start_weight_update()
+
+
+def not_loaded(model: torch.nn.Module, loaded: set[str], quantized: bool) -> list[str]:
+    """Parameters of `model` that its loader should have filled but did not, by name.
+
+    vLLM asks for all of them where nothing is quantized, and else for none. Quantization adds
+    scales, which it computes from the weights of the same layer: so we ask for one of each layer
+    then. Scales of the KV cache are the attention's own and come from no trainer.
+    """
+    missing: list[str] = []
+    for prefix, layer in model.named_modules():
+        own = [f"{prefix}.{name}" for name, _ in layer.named_parameters(recurse=False)]
+        if quantized and (is_deferred_attention_layer(layer) or loaded.intersection(own)):
+            continue
+        missing += [name for name in own if name not in loaded]
+    return sorted(missing)
+
+
+def pack_experts_again(model: torch.nn.Module) -> None:
+    """Have experts packed for the kernel at every load, before they are copied to their places.
+
+    vLLM 0.32 packs those of CPUs at the first load only
+    (`UnquantizedFusedMoEMethod._setup_kernel`); later ones would be copied unpacked into what the
+    kernel reads as packed. To be called after the first load.
+    """
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if (
+            isinstance(method, UnquantizedFusedMoEMethod)
+            and method.unquantized_backend is UnquantizedMoeBackend.CPU
+            and method.moe_kernel is not None
+        ):
+            # In place of vLLM's whole step, so that a version that packs does not do it twice.
+            experts = method.moe_kernel.fused_experts
+            method.process_weights_after_loading = experts.process_weights_after_loading
