@@ -138,6 +138,8 @@ def kv_cache_bytes(hf_config: Any, config: Generator, dtype: torch.dtype) -> int
     head = _head_size(text)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     token = 2 * text.num_hidden_layers * heads * head * dtype.itemsize // config.tensor_parallel
+    if latent := _latent_size(text):  # one vector for all heads, which every GPU keeps
+        token = text.num_hidden_layers * latent * dtype.itemsize
     blocks = math.ceil(config.max_context / _BLOCK_TOKENS) * config.slots
     return int(_KV_SPARE * blocks * _BLOCK_TOKENS * token)
 
@@ -148,12 +150,19 @@ def check_head_size(hf_config: Any, known: Sequence[int]) -> None:
     Raises:
         UsageError: it can't; vLLM itself notices only at the first request.
     """
-    size = _head_size(hf_config.get_text_config())
+    text = hf_config.get_text_config()
+    size = _latent_size(text) or _head_size(text)
     if size not in known:
         raise UsageError(
             f"model.path: vLLM on CPUs serves heads of {', '.join(map(str, known))} dimensions, "
             f'this model has {size}: set generator.engine = "torch"'
         )
+
+
+def _latent_size(text_config: Any) -> int:
+    """Numbers that multi-head latent attention (DeepSeek) keeps of a token; 0 = another kind."""
+    latent = getattr(text_config, "kv_lora_rank", None)
+    return latent + text_config.qk_rope_head_dim if latent else 0
 
 
 def _head_size(text_config: Any) -> int:
@@ -197,8 +206,11 @@ def engine_arguments(
     }
     if platform == "cpu":
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+        from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 
-        check_head_size(hf_config, CPUAttentionBackend.get_supported_head_sizes())
+        latent = _latent_size(hf_config.get_text_config())
+        backend = CPUMLABackend if latent else CPUAttentionBackend
+        check_head_size(hf_config, backend.get_supported_head_sizes())
         # Compiling takes longer than it saves there, and "90 % of the memory" is too much where
         # trainer and buffer run too.
         ours["enforce_eager"] = True

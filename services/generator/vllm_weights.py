@@ -125,13 +125,15 @@ def not_loaded(model: torch.nn.Module, loaded: set[str], quantized: bool) -> lis
     scales, which it computes from the weights of the same layer: so we ask for one of each layer
     then. Scales of the KV cache are the attention's own and come from no trainer.
     """
-    missing: list[str] = []
-    for prefix, layer in model.named_modules():
-        own = [f"{prefix}.{name}" for name, _ in layer.named_parameters(recurse=False)]
-        if quantized and (is_deferred_attention_layer(layer) or loaded.intersection(own)):
-            continue
-        missing += [name for name in own if name not in loaded]
-    return sorted(missing)
+    named = list(model.named_parameters(remove_duplicate=False))
+    # A router's correction belongs to its experts as well, and came under one of its names.
+    there = {id(parameter) for name, parameter in named if name in loaded}
+    if quantized:
+        for layer in model.modules():
+            own = {id(parameter) for parameter in layer.parameters(recurse=False)}
+            if is_deferred_attention_layer(layer) or own & there:
+                there |= own
+    return sorted({name for name, parameter in named if id(parameter) not in there})
 
 
 def pack_experts_again(model: torch.nn.Module) -> None:
