@@ -53,7 +53,12 @@ class Differences:
 
 
 def vllm_differences(
-    directory: Path, publish: Publish, *, dtype: str = "float32", threads: int = 1
+    directory: Path,
+    publish: Publish,
+    *,
+    dtype: str = "float32",
+    threads: int = 1,
+    **engine_args: Any,
 ) -> Differences:
     """Compare vLLM with Transformers on the model in `directory`; starts and ends a vLLM.
 
@@ -65,6 +70,7 @@ def vllm_differences(
         publish: name and tensor of what the trainer publishes of a model.
         dtype: what vLLM computes in, "float32" or "bfloat16"; Transformers computes in float32.
         threads: of vLLM and of this process.
+        engine_args: of vLLM, as in `generator.engine_args`.
 
     Raises:
         UsageError: vLLM refuses the model, or is not installed.
@@ -77,6 +83,7 @@ def vllm_differences(
         threads=threads,
         slots=_REQUESTS,
         max_context=_PROMPT_TOKENS + _TOKENS,
+        engine_args=engine_args,
     )
     set_environment(config)
     from umbra.services.generator.vllm_engine import VllmEngine  # brings vLLM
