@@ -8,7 +8,7 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,19 @@ _KEYS = {
     "tensor_parallel_size": "generator.tensor_parallel",
     "data_parallel_size": "generator.count",
 }
+# Quantizations that vLLM computes from full weights, hence anew from those that are published.
+_ONLINE = (
+    "fp8",
+    "fp8_per_tensor",
+    "fp8_per_block",
+    "fp8_per_channel",
+    "int8_per_channel_weight_only",
+    "mxfp4",
+    "mxfp8",
+    "nvfp4_per_token",
+    "online",
+)
+_ALWAYS_TIED = ("cohere", "cohere2")  # vLLM 0.32 drops an output layer that they have of their own
 _OWN = ("weight_transfer_config", "logprobs_mode", "skip_tokenizer_init", "disable_log_stats")
 
 
@@ -170,6 +183,42 @@ def _head_size(text_config: Any) -> int:
     return size or text_config.hidden_size // text_config.num_attention_heads
 
 
+def check_updates(engine_args: Mapping[str, Any], hf_config: Any) -> None:
+    """Check that vLLM would serve this model right, before and after new weights.
+
+    Raises:
+        UsageError: it would not, and would not say so.
+    """
+    method = engine_args.get("quantization")
+    if method is not None and method not in _ONLINE:
+        raise UsageError(
+            f'generator.engine_args.quantization = "{method}": vLLM can\'t quantize new weights '
+            f"that way; it can with {', '.join(_ONLINE)}"
+        )
+    stored = getattr(hf_config, "quantization_config", None)
+    if stored is not None:
+        raise UsageError(
+            "model.path: its weights are quantized, and the trainer publishes full ones: give the "
+            "directory of the full weights, and vLLM generator.engine_args.quantization"
+        )
+    if engine_args.get("enable_eplb"):
+        raise UsageError(
+            "generator.engine_args.enable_eplb: vLLM moves experts between places and loads new "
+            "weights into the places of the start; leave it out"
+        )
+    if engine_args.get("all2all_backend") == "moonep":
+        raise UsageError(
+            'generator.engine_args.all2all_backend = "moonep" keeps a part of the experts where '
+            "new weights don't reach it: choose another"
+        )
+    text = hf_config.get_text_config()
+    if text.model_type in _ALWAYS_TIED and not text.tie_word_embeddings:
+        raise UsageError(
+            f"model.path: vLLM takes the embedding for the output layer of a {text.model_type}, "
+            'and this model has another (tie_word_embeddings): set generator.engine = "torch"'
+        )
+
+
 def engine_arguments(
     config: Generator, path: Path, hf_config: Any, dtype: str, seed: int, platform: str
 ) -> dict[str, Any]:
@@ -192,6 +241,7 @@ def engine_arguments(
                 f"generator.engine_args.{name}: vLLM has no such engine argument; "
                 f"did you mean {near[0]}?"
             )
+    check_updates(config.engine_args, hf_config)
     ours: dict[str, Any] = {
         "model": str(path),
         "dtype": dtype,
