@@ -7,7 +7,7 @@ after one of others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,7 @@ def vllm_differences(
     directory: Path,
     publish: Publish,
     *,
+    checked: Collection[str] = (),
     dtype: str = "float32",
     threads: int = 1,
     **engine_args: Any,
@@ -68,6 +69,7 @@ def vllm_differences(
     Args:
         directory: of the model, with its tokenizer.
         publish: name and tensor of what the trainer publishes of a model.
+        checked: see `check_architecture`.
         dtype: what vLLM computes in, "float32" or "bfloat16"; Transformers computes in float32.
         threads: of vLLM and of this process.
         engine_args: of vLLM, as in `generator.engine_args`.
@@ -94,7 +96,12 @@ def vllm_differences(
         directory, local_files_only=True, dtype=torch.float32, attn_implementation="eager"
     )
     engine = VllmEngine(
-        directory, outline_model(directory), config, dtype=dtype, stop_ids=(), version=0
+        directory,
+        outline_model(directory, checked=checked),
+        config,
+        dtype=dtype,
+        stop_ids=(),
+        version=0,
     )
     try:
         prompts = _prompts(model.config.get_text_config().vocab_size)
