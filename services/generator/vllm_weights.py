@@ -32,6 +32,7 @@ from umbra.services.modeling.weights import tensors_in
 from umbra.services.runtime.mapped import MappedBlocks
 
 _NAMES_SHOWN = 3
+_OUTPUT = "lm_head.weight"
 
 
 @dataclass
@@ -60,6 +61,7 @@ class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Called once, before the first update."""
         self._blocks = MappedBlocks()
         self._loaded: set[str] | None = set()  # parameters; None if the model does not tell
+        self._tied = bool(self.model_config.hf_text_config.tie_word_embeddings)
         pack_experts_again(self.model)
 
     def start_weight_update(self) -> None:
@@ -83,7 +85,13 @@ class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._begin_anew()
             return
         manifest = msgspec.msgpack.decode(update_info.manifest, type=Manifest)
-        loaded = self.model.load_weights(tensors_in(manifest, self._blocks.view(update_info.path)))
+        # Some models have no output layer besides a tied embedding, and refuse one by its name.
+        tensors = (
+            (name, tensor)
+            for name, tensor in tensors_in(manifest, self._blocks.view(update_info.path))
+            if name != _OUTPUT or hasattr(self.model, "lm_head") or not self._tied
+        )
+        loaded = self.model.load_weights(tensors)
         if loaded is None or self._loaded is None:
             self._loaded = None
         else:
