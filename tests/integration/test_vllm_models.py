@@ -28,7 +28,7 @@ def test_every_architecture_is_in_the_record() -> None:
     [name if name in QUICK else pytest.param(name, marks=pytest.mark.real) for name in recorded()],
 )
 def test_vllm_serves_what_is_published(name: str, tmp_path: Path) -> None:
-    found = examine(write_model(name, tmp_path / name))
+    found = examine(name, tmp_path)
     expected = recorded()[name]
     assert found["outcome"] == expected["outcome"], found
     assert found.get("why") == expected.get("why")

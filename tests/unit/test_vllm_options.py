@@ -14,7 +14,7 @@ from umbra.services.generator.engines import open_engine
 from umbra.services.generator.vllm_options import (
     check_device,
     check_head_size,
-    check_updates,
+    check_served,
     engine_arguments,
     kv_cache_bytes,
     require_vllm,
@@ -35,7 +35,11 @@ MODEL = SimpleNamespace(
 HF_CONFIG = SimpleNamespace(get_text_config=lambda: MODEL)
 LATENT = SimpleNamespace(**vars(MODEL), kv_lora_rank=512, qk_rope_head_dim=64)
 OF_LATENT = SimpleNamespace(get_text_config=lambda: LATENT)
-COHERE = SimpleNamespace(model_type="cohere2", tie_word_embeddings=False)
+
+
+def of(**fields: object) -> SimpleNamespace:
+    """The config of a text model."""
+    return SimpleNamespace(get_text_config=lambda: SimpleNamespace(**fields))
 
 
 def versions(**known: str):  # noqa: ANN201
@@ -108,20 +112,23 @@ def test_a_latent_cache_has_one_vector_for_all_heads() -> None:
         ({"enable_eplb": True}, HF_CONFIG, "places of the start"),
         ({"all2all_backend": "moonep"}, HF_CONFIG, "don't reach"),
         ({}, SimpleNamespace(quantization_config={"quant_method": "awq"}), "publishes full"),
-        ({}, SimpleNamespace(get_text_config=lambda: COHERE), "takes the embedding"),
+        ({}, of(model_type="cohere", tie_word_embeddings=False), "takes the embedding"),
+        ({}, of(model_type="cohere2", sliding_window=128), "max_context to 128 at most"),
+        ({}, of(model_type="gpt_oss"), "would not reach them"),
     ],
 )
 def test_what_would_be_wrong_after_new_weights_is_refused(
     given: dict[str, object], config: Any, part: str
 ) -> None:
     with pytest.raises(UsageError, match=part):
-        check_updates(given, config)
+        check_served(Generator(engine_args=given, max_context=129), config)
 
 
 def test_what_is_right_after_new_weights_is_taken() -> None:
-    check_updates({"quantization": "fp8", "enable_eplb": False}, HF_CONFIG)
-    tied = SimpleNamespace(model_type="cohere2", tie_word_embeddings=True)
-    check_updates({}, SimpleNamespace(get_text_config=lambda: tied))
+    args = {"quantization": "fp8", "enable_eplb": False}
+    check_served(Generator(engine_args=args), HF_CONFIG)
+    cohere = of(model_type="cohere2", sliding_window=128, tie_word_embeddings=True)
+    check_served(Generator(max_context=128), cohere)
 
 
 @pytest.mark.filterwarnings("ignore")
