@@ -183,8 +183,8 @@ def _head_size(text_config: Any) -> int:
     return size or text_config.hidden_size // text_config.num_attention_heads
 
 
-def check_served(config: Generator, hf_config: Any) -> None:
-    """Check that vLLM 0.32 would serve this model right, before and after new weights.
+def check_served(config: Generator, hf_config: Any, platform: str) -> None:
+    """Check that vLLM 0.32 for `platform` would serve this model right, and new weights of it.
 
     Raises:
         UsageError: it would not, and would not say so.
@@ -217,6 +217,12 @@ def check_served(config: Generator, hf_config: Any) -> None:
         raise UsageError(
             "model.path: vLLM loads experts and sinks of a gpt_oss at its start only, so new "
             'weights would not reach them: set generator.engine = "torch"'
+        )
+    rope = getattr(text, "rope_parameters", None) or {}
+    if platform == "cpu" and _latent_size(text) and rope.get("rope_type") == "default":
+        raise UsageError(
+            "model.path: on CPUs vLLM turns parts of queries wrong in latent attention with plain "
+            'rotary positions (rope_type): set generator.engine = "torch"'
         )
     window = getattr(text, "sliding_window", None) or config.max_context
     if text.model_type == "cohere2" and window < config.max_context:
@@ -254,7 +260,7 @@ def engine_arguments(
                 f"generator.engine_args.{name}: vLLM has no such engine argument; "
                 f"did you mean {near[0]}?"
             )
-    check_served(config, hf_config)
+    check_served(config, hf_config, platform)
     ours: dict[str, Any] = {
         "model": str(path),
         "dtype": dtype,

@@ -23,6 +23,14 @@ RECORD = Path(__file__).parents[2] / "benchmarks/results/vllm_models.json"
 BOUND = 1e-4  # nats; what rounding makes of float32 is 20 times below
 QUICK = ("mistral-window", "qwen3-moe", "deepseek-v3")
 _TIED = {"tie_word_embeddings": True}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 64,
+}
 # Where vLLM asks for what published models of an architecture have and the table leaves open.
 _AS_PUBLISHED: dict[str, dict[str, Any]] = {
     "cohere": _TIED,
@@ -36,18 +44,9 @@ _AS_PUBLISHED: dict[str, dict[str, Any]] = {
         "v_head_dim": 32,
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
+        "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
     },
-    "gpt-oss": {
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 10_000.0,
-            "factor": 4.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-            "original_max_position_embeddings": 64,
-        }
-    },
+    "gpt-oss": {"rope_parameters": _YARN | {"truncate": False}},
 }
 # Where the default for CPUs with AMX takes no float32.
 _ENGINE_ARGS = {"deepseek-v3": {"attention_backend": "CPU_MLA"}}

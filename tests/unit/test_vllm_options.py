@@ -115,20 +115,23 @@ def test_a_latent_cache_has_one_vector_for_all_heads() -> None:
         ({}, of(model_type="cohere", tie_word_embeddings=False), "takes the embedding"),
         ({}, of(model_type="cohere2", sliding_window=128), "max_context to 128 at most"),
         ({}, of(model_type="gpt_oss"), "would not reach them"),
+        ({}, of(**vars(LATENT), rope_parameters={"rope_type": "default"}), "parts of queries"),
     ],
 )
 def test_what_would_be_wrong_after_new_weights_is_refused(
     given: dict[str, object], config: Any, part: str
 ) -> None:
     with pytest.raises(UsageError, match=part):
-        check_served(Generator(engine_args=given, max_context=129), config)
+        check_served(Generator(engine_args=given, max_context=129), config, "cpu")
 
 
 def test_what_is_right_after_new_weights_is_taken() -> None:
     args = {"quantization": "fp8", "enable_eplb": False}
-    check_served(Generator(engine_args=args), HF_CONFIG)
+    check_served(Generator(engine_args=args), HF_CONFIG, "cpu")
     cohere = of(model_type="cohere2", sliding_window=128, tie_word_embeddings=True)
-    check_served(Generator(max_context=128), cohere)
+    check_served(Generator(max_context=128), cohere, "cpu")
+    latent = of(**vars(LATENT), rope_parameters={"rope_type": "default"})
+    check_served(Generator(), latent, "cuda")
 
 
 @pytest.mark.filterwarnings("ignore")
