@@ -17,6 +17,7 @@ from umbra.services.modeling.reference import Expected
 
 _LOGPROBS = 1e-5  # nats, for a largest logit of 1
 _GRADIENTS = 3e-5  # of a gradient's norm
+_VLLM = 1e-4  # nats, whatever the logits
 _HIDDEN, _LAYERS = 64, 2  # at which these were measured
 
 
@@ -31,6 +32,11 @@ def difference(name: str, found: Tensor, expected: Expected, config: Any) -> Row
 def gradient_bound(config: Any) -> float:
     """For the norm of a difference, in parts of the norm."""
     return _GRADIENTS * _growth(config)
+
+
+def vllm_bound(config: Any) -> float:
+    """For logprobs of vLLM's kernels, in nats."""
+    return _VLLM * _growth(config)
 
 
 def _growth(config: Any) -> float:

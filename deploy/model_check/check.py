@@ -19,6 +19,7 @@ from umbra.deploy.model_check.serving import (
 )
 from umbra.deploy.model_check.subject import take
 from umbra.deploy.model_check.training import compare_training
+from umbra.deploy.model_check.vllm import compare_vllm
 from umbra.proto.errors import UmbraError
 from umbra.services.modeling.reference import Reference
 from umbra.services.runtime.architectures import architecture, check_architecture, read_config
@@ -26,11 +27,12 @@ from umbra.services.runtime.model_dir import check_model_dir
 from umbra.services.trainer.policy import load_policy
 
 
-def check_model(path: Path, layers: int = 0) -> Outcome:
+def check_model(path: Path, layers: int = 0, *, vllm: bool = True) -> Outcome:
     """Compare what Umbra computes with the model in `path` with plain Transformers.
 
     Args:
         layers: of the copy that is compared; 0 = all layers, or few of a large model.
+        vllm: compare vLLM too, if it is installed.
 
     Raises:
         UsageError: no model directory, or one that Umbra refuses whatever a comparison says.
@@ -46,6 +48,8 @@ def check_model(path: Path, layers: int = 0) -> Outcome:
         with TemporaryDirectory(prefix="umbra-check-") as scratch:
             subject = take(directory, Path(scratch), layers, [kind])
             rows = list(_compare(directory, subject.directory, Path(scratch), kind))
+            if vllm:
+                rows += _tried("vLLM", compare_vllm(subject.directory, subject.config, [kind]))
     finally:
         transformers_logging.set_verbosity(verbosity)
     return Outcome(str(path), architecture(config), kind, subject.cuts, rows)

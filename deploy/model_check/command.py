@@ -19,11 +19,12 @@ from umbra.proto.errors import EXIT_DONE, UsageError
     show_default=True,
     help="Compare a copy with the first so many layers; 0 = all, or few if the model is large.",
 )
+@click.option("--vllm/--no-vllm", default=True, help="Compare vLLM too, if it is installed.")
 @click.option(
     "--threads", type=click.IntRange(0), default=0, show_default=True, help="CPU threads; 0 = all."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as one JSON object.")
-def command(path: Path, layers: int, threads: int, as_json: bool) -> int:
+def command(path: Path, layers: int, vllm: bool, threads: int, as_json: bool) -> int:
     """Compare what Umbra computes with the model in PATH with plain Transformers.
 
     Logprobs and gradients of packed rows, tokens that the engines sample before and after their
@@ -38,7 +39,7 @@ def command(path: Path, layers: int, threads: int, as_json: bool) -> int:
 
     if threads:
         torch.set_num_threads(threads)
-    outcome = check_model(path, layers)
+    outcome = check_model(path, layers, vllm=vllm)
     click.echo(json.dumps(outcome.as_dict()) if as_json else outcome.as_text())
     if not outcome.equal:
         raise UsageError(

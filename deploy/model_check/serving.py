@@ -79,11 +79,12 @@ def compare_torch_engine(
     engine = TorchEngine(model, stop_ids=(), slots=_SLOTS, max_context=_CONTEXT, version=0)
     prompts = _prompts(model.get_input_embeddings().num_embeddings)
     one, other = versions
-    for name, old, new, policy in (
+    runs: list[tuple[str, Version, Version, KvPolicy]] = [
         ("torch engine", one, one, "keep"),
         ("torch engine, recompute", one, other, "recompute"),
         ("torch engine, keep", other, one, "keep"),
-    ):
+    ]
+    for name, old, new, policy in runs:
         outputs = _generate(engine, prompts, new, policy)
         found: list[Tensor] = []
         expected: list[Expected] = []

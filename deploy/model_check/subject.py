@@ -18,9 +18,10 @@ WINDOW = 16  # tokens; the sequences that are compared are longer
 
 
 class Subject(NamedTuple):
-    """Where it lies, and what it lacks."""
+    """Where it lies, Transformers' config of it, and what it lacks."""
 
     directory: Path
+    config: PreTrainedConfig
     cuts: Sequence[str]
 
 
@@ -49,7 +50,7 @@ def take(original: Path, scratch: Path, layers: int, checked: Collection[str]) -
     if window > WINDOW:
         cuts.append(f"windows of {WINDOW} tokens instead of {window}")
     if not cuts:
-        return Subject(original, cuts)
+        return Subject(original, config, cuts)
     copy = scratch / "copy"
     copy.mkdir(parents=True)
     (copy / "config.json").write_text(json.dumps(_cut(config, kept)), encoding="utf-8")
@@ -63,7 +64,7 @@ def take(original: Path, scratch: Path, layers: int, checked: Collection[str]) -
             original, local_files_only=True, trust_remote_code=False
         )
         tokenizer.save_pretrained(copy)
-    return Subject(copy, cuts)
+    return Subject(copy, smaller, cuts)
 
 
 def fewest_layers(config: PreTrainedConfig) -> int:

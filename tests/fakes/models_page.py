@@ -6,6 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from fakes import vllm_models
 from fakes.architectures import ARCHITECTURES, Architecture
 
 from umbra.deploy.model_check.check import check_model
@@ -14,7 +15,15 @@ from umbra.proto.errors import UsageError
 from umbra.services.runtime.architectures import check_architecture
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-RIGHT = ("architecture", "`model_type`", "tried with", "training", "torch engine", "weights")
+RIGHT = (
+    "architecture",
+    "`model_type`",
+    "tried with",
+    "training",
+    "torch engine",
+    "weights",
+    "vLLM",
+)
 REFUSED = ("architecture", "`model_type`", "Umbra says")
 
 
@@ -26,7 +35,7 @@ def examine(directory: Path) -> Outcome | str:
         return (
             str(error).replace(f"model.path: {directory} is a ", "").replace(str(directory), "PATH")
         )
-    return check_model(directory)
+    return check_model(directory, vllm=False)
 
 
 def right(architecture: Architecture, outcome: Outcome) -> str:
@@ -37,6 +46,7 @@ def right(architecture: Architecture, outcome: Outcome) -> str:
         rows = [row for row in outcome.rows if any(part in row.name for part in kinds)]
         assert rows, f"nothing was compared of {kinds}"
         cells.append("equal" if all(row.outcome == "equal" for row in rows) else "different")
+    cells.append(vllm_models.recorded()[architecture.name]["outcome"])
     return _line(cells)
 
 

@@ -2,12 +2,13 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from fakes import models_page
 from fakes.architectures import ARCHITECTURES, WINDOW
 from transformers import PreTrainedModel
@@ -18,7 +19,10 @@ from umbra.deploy.model_check.command import command
 from umbra.deploy.model_check.outcome import Outcome, Row
 from umbra.deploy.model_check.subject import fewest_layers
 from umbra.deploy.preflight import check_run
-from umbra.proto.errors import UsageError
+from umbra.proto.errors import StartupError, UmbraError, UsageError
+from umbra.services.generator import vllm_check
+from umbra.services.generator.engine import EngineError
+from umbra.services.generator.vllm_check import Differences
 from umbra.services.modeling import models
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.models import load_model, outline_model
@@ -28,6 +32,7 @@ from umbra.services.runtime.config import Model as ModelSection
 from umbra.services.trainer.policy import load_backbone, load_policy
 
 CPU = torch.device("cpu")
+compare = partial(check_model, vllm=False)  # vLLM has tests of its own
 REFUSED = {
     "llama4": "attends in chunks (attention_chunk_size)",
     "qwen3-next": "keeps a running state in some layers (linear_attention)",
@@ -108,7 +113,7 @@ def test_an_architecture_that_is_not_listed_may_be_named_once_it_was_checked(
     model_dir: Path,
 ) -> None:
     check_architecture(model_dir, checked=["bloom"])
-    outcome = check_model(model_dir)
+    outcome = compare(model_dir)
     assert not outcome.equal
     training = different(outcome)["training"]
     assert training.note.startswith("ValueError: "), "its own mask needs another form than ours"
@@ -188,7 +193,7 @@ def test_a_window_that_is_left_out_is_noticed(
         return Attention(tuple((kind, None) for kind in sorted(kinds)))
 
     monkeypatch.setattr(Attention, "of", full)
-    found = different(check_model(model_dir))
+    found = different(compare(model_dir))
     for name in (
         "logprobs of packed rows",
         "logprobs of packed rows, shared prompts",
@@ -206,7 +211,7 @@ def test_a_window_that_is_one_token_too_long_is_noticed(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Attention, "of", lambda _: Attention((("sliding_attention", WINDOW + 1),)))
-    assert "logprobs of packed rows, shared prompts" in different(check_model(model_dir))
+    assert "logprobs of packed rows, shared prompts" in different(compare(model_dir))
 
 
 @of("gemma2")
@@ -214,7 +219,7 @@ def test_a_soft_cap_that_is_left_out_is_noticed(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(models, "attention_implementation", lambda _: "sdpa")
-    found = different(check_model(model_dir))
+    found = different(compare(model_dir))
     assert "logprobs of rows of one sequence" in found
     assert "logprobs of the torch engine" in found
 
@@ -237,7 +242,7 @@ def test_weights_that_arrive_damaged_are_noticed(
 
     monkeypatch.setattr(serving, "write_shards", damaged)
     monkeypatch.setattr(serving, "whole_weights", damaged_export)
-    found = different(check_model(model_dir))
+    found = different(compare(model_dir))
     for name in ("weights published in float32", "weights published in bfloat16"):
         assert found[name].worst == 1
         assert "experts.down_proj" in found[name].note
@@ -251,7 +256,43 @@ def test_an_export_under_other_names_is_noticed(
     monkeypatch.setattr(
         serving, "_stored", lambda path: {"a", "b"} if path.name == "export" else {"a", "c"}
     )
-    assert different(check_model(model_dir))["names exported"].note == "b"
+    assert different(compare(model_dir))["names exported"].note == "b"
+
+
+@pytest.mark.parametrize(
+    ("found", "outcomes"),
+    [
+        (Differences(from_disk=1e-6, same=2e-6, changed=3e-6, moved=1.0), ["equal"] * 3),
+        (
+            Differences(from_disk=1e-6, same=3.84, changed=float("nan"), moved=1.0),
+            ["equal", "different", "different"],
+        ),
+        (UsageError("vLLM is not installed"), ["left out"]),
+        (StartupError("no such head size\nand more"), ["left out"]),
+        (EngineError("an update did not reach experts"), ["different"]),
+    ],
+)
+@of("qwen3-moe")
+def test_what_vllm_serves_is_in_the_table(
+    model_dir: Path,
+    found: Differences | UmbraError,
+    outcomes: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def differences(directory: Path, publish: Any, **_: Any) -> Differences:
+        assert directory == model_dir
+        if isinstance(found, UmbraError):
+            raise found
+        return found
+
+    monkeypatch.setattr(vllm_check, "vllm_differences", differences)
+    monkeypatch.setattr(check, "_compare", lambda *_: iter(()))
+    outcome = check_model(model_dir)
+    assert [row.outcome for row in outcome.rows] == outcomes
+    assert outcome.equal == ("different" not in outcomes)
+    if isinstance(found, UmbraError):
+        assert str(found).partition("\n")[0] in outcome.rows[0].note
+    json.loads(json.dumps(outcome.as_dict(), allow_nan=False))
 
 
 # -- copies of large models ------------------------------------------------------------------------
@@ -288,21 +329,27 @@ def test_a_copy_has_few_layers_and_short_windows(
     for file in (architecture.write(tmp_path / "small")).glob("tokenizer*"):
         shutil.copy(file, path)
     cuts = ["the first 2 of 4 layers", "windows of 16 tokens instead of 4096"]
-    outcome = check_model(path, layers=2)
+    outcome = compare(path, layers=2)
     assert list(outcome.cuts) == cuts
     assert outcome.equal, outcome.as_text()
     assert all(f"compared on a copy with {cut}" in outcome.as_text() for cut in cuts)
-    assert check_model(path, layers=3).cuts[0] == "the first 3 of 4 layers"
+    assert compare(path, layers=3).cuts[0] == "the first 3 of 4 layers"
     monkeypatch.setattr("umbra.deploy.model_check.subject.LARGE", 1000)
-    assert list(check_model(path).cuts) == cuts
+    assert list(compare(path).cuts) == cuts
 
 
 # -- the command -----------------------------------------------------------------------------------
 
 
+def umbra(*arguments: str) -> Result:
+    return CliRunner().invoke(command, list(arguments), standalone_mode=False)
+
+
 @of("qwen3")
 def test_the_command_prints_the_table_and_ends_well(model_dir: Path) -> None:
-    result = CliRunner().invoke(command, [str(model_dir), "--threads", "1"], standalone_mode=False)
+    result = CliRunner().invoke(
+        command, [str(model_dir), "--threads", "1", "--no-vllm"], standalone_mode=False
+    )
     assert result.return_value == 0
     assert "Qwen3ForCausalLM" in result.output
     assert result.output.count(" equal ") == 13
@@ -311,7 +358,9 @@ def test_the_command_prints_the_table_and_ends_well(model_dir: Path) -> None:
 
 @of("qwen3")
 def test_as_json(model_dir: Path) -> None:
-    result = CliRunner().invoke(command, [str(model_dir), "--json"], standalone_mode=False)
+    result = CliRunner().invoke(
+        command, [str(model_dir), "--json", "--no-vllm"], standalone_mode=False
+    )
     found = json.loads(result.output)
     assert found["equal"] and found["architecture"] == "Qwen3ForCausalLM"
     assert {row["outcome"] for row in found["rows"]} == {"equal"}
@@ -319,7 +368,9 @@ def test_as_json(model_dir: Path) -> None:
 
 @of("bloom")
 def test_a_difference_is_the_exit_code_of_a_refusal(model_dir: Path) -> None:
-    result = CliRunner().invoke(command, [str(model_dir), "--json"], standalone_mode=False)
+    result = CliRunner().invoke(
+        command, [str(model_dir), "--json", "--no-vllm"], standalone_mode=False
+    )
     assert isinstance(result.exception, UsageError) and result.exception.exit_code == 2
     assert "BloomForCausalLM" in str(result.exception)
     assert not json.loads(result.output)["equal"]
@@ -329,10 +380,10 @@ def test_a_difference_is_the_exit_code_of_a_refusal(model_dir: Path) -> None:
 def test_what_is_not_listed_is_told_how_to_be_named(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def equal(path: Path, layers: int) -> Outcome:
+    def equal(path: Path, layers: int, *, vllm: bool) -> Outcome:
         row = Row("logprobs", 0.0, 1.0, "nats")
         return Outcome(str(path), "NewForCausalLM", "new", [], [row])
 
     monkeypatch.setattr(check, "check_model", equal)
-    result = CliRunner().invoke(command, [str(model_dir)], standalone_mode=False)
+    result = umbra(str(model_dir))
     assert 'model.checked = ["new"]' in result.output
