@@ -7,6 +7,7 @@ or packed is left to the model's own loader, layer by layer.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import torch
@@ -140,7 +141,7 @@ def not_reached(model: torch.nn.Module, tied: bool) -> list[str]:
     """
     found: list[str] = []
     for prefix, layer in model.named_modules():
-        info = get_layerwise_info(layer)
+        info: Any = get_layerwise_info(layer)
         if not info.can_load() or is_deferred_attention_layer(layer):
             continue
         if tied and isinstance(layer, ParallelLMHead):
