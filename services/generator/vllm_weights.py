@@ -107,9 +107,10 @@ class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             UsageError: the version lacks a parameter of the model.
         """
         quantized = self.model_config.quantization is not None
-        if self._loaded is not None and (
-            missing := not_loaded(self.model, self._loaded, quantized)
-        ):
+        missing = not_reached(self.model, self._tied and self.device.type != "cpu")
+        if not missing and self._loaded is not None:
+            missing = not_loaded(self.model, self._loaded, quantized)
+        if missing:
             raise UsageError(
                 f"vLLM found no weights for {', '.join(missing[:_NAMES_SHOWN])}"
                 + (f" and {len(missing) - _NAMES_SHOWN} more" * (len(missing) > _NAMES_SHOWN))
