@@ -7,6 +7,7 @@ or packed is left to the model's own loader, layer by layer.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import torch
@@ -106,9 +107,10 @@ class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             UsageError: the version lacks a parameter of the model.
         """
         quantized = self.model_config.quantization is not None
-        if self._loaded is not None and (
-            missing := not_loaded(self.model, self._loaded, quantized)
-        ):
+        missing = not_reached(self.model, self._tied and self.device.type != "cpu")
+        if not missing and self._loaded is not None:
+            missing = not_loaded(self.model, self._loaded, quantized)
+        if missing:
             raise UsageError(
                 f"vLLM found no weights for {', '.join(missing[:_NAMES_SHOWN])}"
                 + (f" and {len(missing) - _NAMES_SHOWN} more" * (len(missing) > _NAMES_SHOWN))
@@ -140,7 +142,7 @@ def not_reached(model: torch.nn.Module, tied: bool) -> list[str]:
     """
     found: list[str] = []
     for prefix, layer in model.named_modules():
-        info = get_layerwise_info(layer)
+        info: Any = get_layerwise_info(layer)
         if not info.can_load() or is_deferred_attention_layer(layer):
             continue
         if tied and isinstance(layer, ParallelLMHead):

@@ -61,7 +61,7 @@ class Operations:
             body,
             head,
             width * layers.pop(None, 0),
-            tuple((window, width * count) for window, count in layers.items()),
+            tuple((window, width * count) for window, count in layers.items() if window),
         )
 
     def update(self, micro: MicroBatch) -> float:

@@ -49,7 +49,7 @@ _AS_PUBLISHED: dict[str, dict[str, Any]] = {
     "gpt-oss": {"rope_parameters": _YARN | {"truncate": False}},
 }
 # Where the default for CPUs with AMX takes no float32.
-_ENGINE_ARGS = {"deepseek-v3": {"attention_backend": "CPU_MLA"}}
+_ENGINE_ARGS: dict[str, dict[str, Any]] = {"deepseek-v3": {"attention_backend": "CPU_MLA"}}
 
 
 def write_model(name: str, out: Path) -> Path:

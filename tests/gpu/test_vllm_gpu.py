@@ -107,7 +107,7 @@ def test_new_weights_are_served_as_those_from_disk(
     architecture: str, method: str | None, tmp_path: Path
 ) -> None:
     """Quantization computes its scales anew; a publish takes logprobs no further off than disk."""
-    given = {"quantization": method} if method else {}
+    given: dict[str, Any] = {"quantization": method} if method else {}
     found = vllm_differences(
         write_model(architecture, tmp_path / "model"),
         lambda model: whole_weights(model).items(),

@@ -72,7 +72,7 @@ def test_a_token_meets_some_experts_only() -> None:
         num_hidden_layers=48,
         num_attention_heads=32,
         num_key_value_heads=4,
-        head_dim=128,
+        head_dim=128,  # pyright: ignore[reportCallIssue]
         moe_intermediate_size=768,
         num_experts=128,
         num_experts_per_tok=8,
@@ -88,7 +88,7 @@ def test_a_token_meets_some_experts_only() -> None:
 
 def test_a_token_meets_the_adapters_of_its_experts() -> None:
     config = Qwen3MoeConfig(
-        hidden_size=64, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2, head_dim=16
+        hidden_size=64, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2
     )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from fakes.architectures import ARCHITECTURES
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, PreTrainedConfig, conversion_mapping
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, conversion_mapping
 from transformers.core_model_loading import Transpose, WeightConverter
 
 from umbra.proto.errors import UsageError
@@ -19,7 +19,7 @@ from umbra.services.trainer.snapshot import tensor_layout, write_shards
 NAMES = [name for name in ARCHITECTURES if name not in ("qwen3-tied", "qwen3-vl")]
 
 
-def outline(config: PreTrainedConfig) -> AutoModelForCausalLM:
+def outline(config: PreTrainedConfig) -> PreTrainedModel:
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
 
