@@ -90,7 +90,7 @@ class Pulse:
     def close(self) -> None:
         """Fall silent."""
         self._stop.set()
-        self._thread.join()
+        self._thread.join(self._beat_s)  # no longer: it may be asking a store that is stopped
 
     def _tell(self, store: Store, rank: int) -> None:
         while not self._stop.is_set():
@@ -104,7 +104,9 @@ class Pulse:
 class _Asking(Generic[T]):
     """Asks again and again, in a thread, until there is an answer or there was `enough`."""
 
-    def __init__(self, ask: Callable[[], T | None], count: Callable[[], int], every_s: float):
+    def __init__(
+        self, ask: Callable[[], T | None], count: Callable[[], int], every_s: float
+    ) -> None:
         self.done, self.enough = threading.Event(), threading.Event()
         self.found: T | None = None
         self.error: RuntimeError | None = None

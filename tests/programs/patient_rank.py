@@ -24,6 +24,7 @@ from umbra.services.trainer.checkpoints.folder import CheckpointFolder
 from umbra.services.trainer.checkpoints.parts import Weights
 from umbra.services.trainer.checkpoints.saver import Saver, join_in
 from umbra.services.trainer.checkpoints.shard_writer import ShardCopy, ShardWriter
+from umbra.services.trainer.pulse import Pulse
 from umbra.services.trainer.ranks import Ranks, join_ranks
 from umbra.services.trainer.shards import ShardSync
 
@@ -33,7 +34,13 @@ TIMEOUT_S = 4.0
 def main(case: str, folder: Path) -> int:
     """Do the case; the exit code."""
     try:
-        with join_ranks(Trainer(device="cpu", rank_timeout_s=TIMEOUT_S)) as ranks:
+        # Ranks may take their time to meet; from then on they are impatient.
+        with (
+            join_ranks(Trainer(device="cpu", rank_timeout_s=90.0)) as met,
+            closing(impatient(met)) as pulse,
+        ):
+            ranks = Ranks(met.rank, met.world, met.store, TIMEOUT_S, pulse=pulse)
+            ranks.broadcast()
             if case != "works" and ranks.rank == 0:
                 number = signal.SIGKILL if case == "leaves" else signal.SIGSTOP
                 os.kill(os.getpid(), number)
@@ -44,6 +51,12 @@ def main(case: str, folder: Path) -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def impatient(ranks: Ranks) -> Pulse:
+    """A pulse whose ear has little patience."""
+    assert ranks.store is not None
+    return Pulse(ranks.store, ranks.rank, TIMEOUT_S)
 
 
 def order(ranks: Ranks) -> None:
