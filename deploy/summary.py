@@ -14,6 +14,7 @@ from umbra.deploy.process import Usage
 from umbra.deploy.report.recording import Recording
 from umbra.deploy.run_folder import RunFolder
 from umbra.services.monitor.members import number
+from umbra.services.monitor.view import health_text
 from umbra.services.runtime.figures import PHASES, is_idle
 
 JOIN_S = 0.001  # spans that are closer are one
@@ -191,7 +192,7 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
             )
         )
     if health := summary["health"]:
-        rows.append(("health", health_text(health)))
+        rows.append(("health", health_text(health, "/run")))
     rows += [("warning", warning_text(one)) for one in summary["warnings"]]
     if both := summary["overlap"]:
         rows.append(
@@ -215,15 +216,6 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     if summary["model"]:
         rows.append(("model", summary["model"]))
     return rows
-
-
-def health_text(health: Mapping[str, float]) -> str:
-    """The shares of the whole run that teach nothing."""
-    return (
-        f"{health['equal_rewards/run']:.1%} of groups with equal rewards, "
-        f"{health['truncated/run']:.1%} of answers cut off, "
-        f"{health['failed_samples/run']:.1%} of samples failed"
-    )
 
 
 def warning_text(warning: Mapping[str, Any]) -> str:

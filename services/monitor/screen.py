@@ -18,6 +18,7 @@ from umbra.services.monitor.view import (
     counters_text,
     eta_text,
     evals_text,
+    health_text,
     ledger_text,
     member_table,
     notice_text,
@@ -117,6 +118,7 @@ def _ledger(look: Look) -> RenderableType:
         )
     )
     table.add_row("flow", Text(flow))
+    table.add_row("health", Text(health_text(status.health)))
     in_flight = sum(ledger.in_flight.values())
     for state, count in ledger.in_flight.items():
         table.add_row("", _bar(f"{state:>10}", count, in_flight))

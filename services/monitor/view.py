@@ -72,6 +72,16 @@ def holding(status: Status) -> dict[str, str]:
     return {one.name: one.text for one in status.warnings if one.until < 0}
 
 
+def health_text(health: Mapping[str, float], of: str = "") -> str:
+    """The shares that teach nothing: of late, or with `of` = "/run" of the whole run."""
+    names = {
+        "equal_rewards": "of groups with equal rewards",
+        "truncated": "of answers cut off",
+        "failed_samples": "of samples failed",
+    }
+    return ", ".join(f"{health.get(name + of, 0.0):.1%} {what}" for name, what in names.items())
+
+
 class Herald:
     """Tells each warning once, as a line, where the headline only names those that hold."""
 
@@ -153,6 +163,7 @@ def plain(status: Status) -> str:
     lines.append(headline(status))
     lines += [f"warning: {name}: {text}" for name, text in holding(status).items()]
     lines.append(f"ledger: {ledger_text(status)}")
+    lines.append(f"health: {health_text(status.health)}")
     if evals := evals_text(status):
         lines.append(f"evals: {evals}")
     rows = member_rows(status)
@@ -207,6 +218,7 @@ def render(
     facts = Table.grid(padding=(0, 1))
     facts.add_row("samples", f"{speed_text(status)}   {staleness_text(status.staleness)}")
     facts.add_row("ledger", ledger_text(status))
+    facts.add_row("health", health_text(status.health))
     if evals := evals_text(status):
         facts.add_row("evals", evals)
     if counters := counters_text(status):

@@ -29,7 +29,8 @@ def test_the_screen_has_everything() -> None:
         "run-1", "step 40/300", "2:10 left", "reward/mean", "▁█", "0.875", "-0.5",
         "staleness 1.12 (max 2, bound 2)", "60 75%", "100 issued = 80 trained",
         "130/s issued, 129/s answered, 128/s trained, 2/s ended", "generating",
-        "warning: equal_rewards: 88% are", "15 75%", "4,321", "30% (work)",
+        "warning: equal_rewards: 88% are", "87.5% of groups with equal rewards",
+        "15 75%", "4,321", "30% (work)",
         "generator-0", "shm", "12.3", "20.0", "sort [3 1]", "s-7  reward 1", "versions 38-39",
         "stuck: sample s1 at generator-0 for 31 s, leased again", "expired_leases 2", "q leave",
     ):  # fmt: skip

@@ -104,12 +104,15 @@ OVER = RunWarning(name="truncated", text="cut", figures={"share": 0.3}, since=1,
 def test_a_warning_that_holds_is_shown_everywhere_and_told_once(
     tmp_path: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    warned = status(warnings=[EQUAL, OVER])
+    warned = status(warnings=[EQUAL, OVER], health={"equal_rewards": 0.875})
     sentence = "warning: equal_rewards: 95% of them are"
     assert "  warning: equal_rewards" in headline(warned)
     assert "truncated" not in headline(warned)
     assert sentence in plain(warned).splitlines()
     assert sentence in shown(render(warned))
+    shares = "87.5% of groups with equal rewards, 0.0% of answers cut off, 0.0% of samples failed"
+    assert f"health: {shares}" in plain(warned).splitlines()
+    assert shares in shown(render(warned))
     values = json.loads(json.dumps(status_dict(warned)))
     assert [(one["name"], one["until"]) for one in values["warnings"]] == [
         ("equal_rewards", -1), ("truncated", 2),

@@ -124,7 +124,10 @@ function drawLedger(look) {
   const shares = Object.fromEntries(names.map((n) => [n, inFlight ? flight[n] / inFlight : 0]));
   const keys = element("p", {}, "in flight:");
   for (const name of names) keys.append(element("span", { class: "swatch " + classes[name] }), `${name} ${flight[name]}`);
-  const parts = [line, flow, bar(shares, classes), keys];
+  const share = (name) => `${(100 * (look.health[name] ?? 0)).toFixed(1)}%`;
+  const health = element("p", { class: "dim" }, `of late: ${share("equal_rewards")} of groups with equal rewards, ` +
+    `${share("truncated")} of answers cut off, ${share("failed_samples")} of samples failed`);
+  const parts = [line, flow, health, bar(shares, classes), keys];
   for (const one of look.evals.slice(-3)) {
     parts.push(element("p", {}, `eval of version ${one.version}: ${one.answered}/${one.samples} answered, ` +
       `accuracy ${one.accuracy.toFixed(3)}${one.done ? "" : " so far"}`));
