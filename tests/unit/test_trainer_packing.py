@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.packing import Tokens, first_fit_decreasing, pack
 from umbra.services.modeling.scorer import Scorer
 from umbra.services.trainer.make_model import make_model
@@ -75,10 +76,12 @@ def test_packing_changes_no_logprob(
 
 @torch.no_grad()
 def test_a_row_of_one_sequence_needs_no_mask(model: PreTrainedModel, tokens: Tokens) -> None:
-    assert all(m.mask is None for m in pack(tokens, pack_tokens=1, micro_tokens=10))
+    full = Attention()
+    assert all(m.masks(full) is None for m in pack(tokens, pack_tokens=1, micro_tokens=10))
     (dense,) = pack(tokens, pack_tokens=64, micro_tokens=10_000)
-    assert dense.mask is not None
-    assert dense.mask.any(-1).all(), "a row of the mask without any True gives NaN"
+    mask = dense.masks(full)
+    assert isinstance(mask, Tensor)
+    assert mask.any(-1).all(), "a row of the mask without any True gives NaN"
 
 
 @torch.no_grad()
