@@ -9,7 +9,7 @@ demo with the torch engine and trainer on this machine's cores (`demo_cells.py`)
 else may run, so they are done one at a time.
 
 FILE is written after each run; runs that are in it are skipped, so that it can be made in slices
-(`--minutes`). `docs/plot_end_to_end.py FILE` draws the pictures.
+(`--minutes`).
 """
 
 from __future__ import annotations

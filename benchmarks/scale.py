@@ -178,7 +178,7 @@ def verl() -> Iterator[tuple[str, Scenario]]:
                 "cluster": {"gpus": gpus, "trainer_gpus": trainers},
                 "run": {"steps": 7 if ahead else 2},
                 "buffer": {"run_ahead": ahead},
-                "generator": {"slots": min(256, 8192 // generators)},
+                "generator": {"slots": 8192 // gpus},  # alike: all of a batch on all GPUs
                 "speed": {"training": {"step_s": seconds}},
             }
             yield f"{name}/{gpus}", scenario_of(merged(base, changes), "verl", Path())
@@ -208,7 +208,7 @@ def areal() -> Iterator[tuple[str, Scenario]]:
             "cluster": {"gpus": 128, "trainer_gpus": trainers},
             "run": {"steps": steps},
             "buffer": {"run_ahead": ahead},
-            "generator": {"slots": 64 if not ahead else 256},
+            "generator": {"slots": 64},  # alike: all of a batch on all GPUs
         }
         yield name, scenario_of(merged(base, changes), "areal", Path())
 
