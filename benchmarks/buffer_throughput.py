@@ -242,7 +242,7 @@ def show_transports(report: Report, args: argparse.Namespace, folder: Path) -> N
     for round_number in range(args.rounds):
         ours = measure_buffer(
             folder / f"flat-{round_number}", generators=4, seconds=args.seconds,
-            batch_groups=128, run_ahead=7, capacity=256, per_submit=32,
+            batch_groups=128, run_ahead=7, capacity=256, per_submit=peers.BATCH,
         )  # fmt: skip
         found.setdefault("umbra buffer, durable", []).append(ours)
         for name, measured in peers.measure_all(args.seconds, with_ray=args.ray):

@@ -8,10 +8,10 @@ A document has a template in a comment, and behind it what the template gives:
     <!-- = long_tail: {ratio} times -->4.5 times<!-- / -->
 
 `long_tail` names `results/long_tail.json`. `{ratio}` is one of its figures, with three digits or as
-in `{ratio:.0%}`; `{other.ratio}` one of another file's; `{table:NAME}` a table, `{goals}` its goals,
-`{date}`, `{command}`, `{hardware}` and `{load}` how it came about. A template of several lines is a
-block, whose text begins on a line of its own. Without the file the text says that this was not
-measured, so that no figure outlives its data.
+in `{ratio:.0%}`; `{other.ratio}` one of another file's; `{table:NAME}` a table, `{goals}` its
+goals, `{date}`, `{command}`, `{hardware}` and `{load}` how it came about. A template of several
+lines is a block, whose text begins on a line of its own. Without the file the text says that this
+was not measured, so that no figure outlives its data.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ Rows = list[dict[str, Any]]
 # What each plot is drawn from; without one of the files there is no plot.
 PLOTS: dict[str, tuple[Callable[[Rows], str], tuple[str, ...]]] = {
     "end-to-end.svg": (plot_end_to_end.picture, ("end_to_end_replay",)),
-    "end-to-end-real.svg": (plot_end_to_end.picture, ("end_to_end_real", "trl_peer")),
+    "end-to-end-real.svg": (plot_end_to_end.picture, ("end_to_end_real",)),
     "scale.svg": (plot_scale.picture, ("scale",)),
     "staleness-accuracy.svg": (plot_staleness.picture, ("staleness",)),
 }
 
 
-class NotMeasured(LookupError):
+class NotMeasuredError(LookupError):
     """There is no file of this name in `results/`."""
 
 
@@ -57,11 +57,11 @@ def results(name: str) -> Mapping[str, Any]:
     """The content of `results/NAME.json`.
 
     Raises:
-        NotMeasured: there is none.
+        NotMeasuredError: there is none.
     """
     file = RESULTS / f"{name}.json"
     if not file.exists():
-        raise NotMeasured(name)
+        raise NotMeasuredError(name)
     return json.loads(file.read_text(encoding="utf-8"))
 
 
@@ -78,7 +78,7 @@ def render(document: str, results: Results = results) -> str:
         source = template.lstrip(":").strip()
         try:
             made = _FIELD.sub(lambda one: _value(one, head, results), source)
-        except NotMeasured as missing:
+        except NotMeasuredError as missing:
             made = f"not measured (`python benchmarks/published.py {missing}`)"
             made = f"*This was {made} with the code as it is.*" if block else made
         made = f"\n{made}\n" if block else made
@@ -137,7 +137,7 @@ def plots() -> dict[Path, str | None]:
         try:
             rows = [row for file in files for row in results(file)["rows"]]
             made[DOCS / name] = picture(rows)
-        except NotMeasured:
+        except NotMeasuredError:
             made[DOCS / name] = None
     return made
 

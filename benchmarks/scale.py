@@ -173,7 +173,6 @@ def verl() -> Iterator[tuple[str, Scenario]]:
             ("synchronous", 0, told["training"], 0),
             ("asynchronous", gpus // 2, told["async_training"], 1),
         ):
-            generators = gpus - trainers
             changes: Tree = {
                 "cluster": {"gpus": gpus, "trainer_gpus": trainers},
                 "run": {"steps": 7 if ahead else 2},

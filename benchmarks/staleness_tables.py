@@ -89,8 +89,12 @@ def _losses(
         own_losses, base_losses = [loss for _, loss, _ in cells], [loss for *_, loss in cells]
         met = sum(loss <= POINTS for loss in own_losses)
         rows.append(
-            [f"`{objective}`", f"{mean(own_losses):.1f} ({max(own_losses):.1f})"]
-            + [f"{mean(base_losses):.1f} ({max(base_losses):.1f})", f"{met} of {len(cells)}"]
+            [
+                f"`{objective}`",
+                f"{mean(own_losses):.1f} ({max(own_losses):.1f})",
+                f"{mean(base_losses):.1f} ({max(base_losses):.1f})",
+                f"{met} of {len(cells)}",
+            ]
         )
         report.figure(f"{objective}_loss", round(mean(own_losses), 1))
         report.figure(f"{objective}_loss_most", round(max(own_losses), 1))
