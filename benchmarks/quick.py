@@ -20,6 +20,7 @@ LIMIT_S = 600.0
 FEW = ("--seeds", "0", "--tasks", "guess", "--objectives", "ppo")
 # Arguments that make it quick; "--quick" is that of whoever has it and is not named here.
 QUICK: dict[str, tuple[str, ...]] = {
+    "chaos": ("--minutes", "0.5", "--steps", "60"),
     "buffer_throughput": ("--seconds", "2", "--rounds", "1", "--only", "latency", "scale"),
     "generator_overhead": ("--engines", "torch", "--requests", "48", "--passes", "1"),
     "long_tail": ("--requests", "64", "--passes", "1"),
