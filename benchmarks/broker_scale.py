@@ -329,10 +329,17 @@ def vanish(made: World, report: Report, before: dict[str, Any], seconds: float) 
 def summarise(report: Report) -> None:
     """The table, and the goals: those of the most generators, and what the killed ones cost."""
     table = [
-        [row["what"], row["per_s"], f"{row['buffer_us']:.0f} / {row['buffer_core']:.0%}"]
-        + [f"{row['hub_core']:.0%}", f"{row['ack_p50_ms']:.1f} / {row['ack_p99_ms']:.0f}"]
-        + [f"{row['lease_p50_ms']:.1f} / {row['lease_p99_ms']:.0f}", f"{row['fairness']:.3f}"]
-        + [f"{row['buffer_mb']:.0f} / {row['hub_mb']:.0f}", row["pushes_per_s"]]
+        [
+            row["what"],
+            row["per_s"],
+            f"{row['buffer_us']:.0f} / {row['buffer_core']:.0%}",
+            f"{row['hub_core']:.0%}",
+            f"{row['ack_p50_ms']:.1f} / {row['ack_p99_ms']:.0f}",
+            f"{row['lease_p50_ms']:.1f} / {row['lease_p99_ms']:.0f}",
+            f"{row['fairness']:.3f}",
+            f"{row['buffer_mb']:.0f} / {row['hub_mb']:.0f}",
+            row["pushes_per_s"],
+        ]
         for row in report.rows
     ]
     columns = ["", "trajectories/s", "buffer: us each / of a core", "hub: of a core"]

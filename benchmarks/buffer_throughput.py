@@ -305,8 +305,7 @@ def summarise(report: Report) -> None:
             "transports",
             ["flat out", "trajectories/s", "CPU-s per 1,000"],
             [
-                [row["what"], statistics.median(row["per_s"])]
-                + [statistics.median(row["cpu_s_per_1k"])]
+                [row["what"], *(statistics.median(row[n]) for n in ("per_s", "cpu_s_per_1k"))]
                 for row in transports
             ],
         )
