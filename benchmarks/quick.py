@@ -24,6 +24,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "buffer_throughput": ("--seconds", "2", "--rounds", "1", "--only", "latency", "scale"),
     "generator_overhead": ("--engines", "torch", "--requests", "48", "--passes", "1"),
     "long_tail": ("--requests", "64", "--passes", "1"),
+    "replay_fit": ("--steps", "16"),
     "security_cost": ("--seconds", "2", "--size-mib", "32", "--rounds", "1"),
     "snapshot_memory": ("--size-mib", "64", "--ranks", "1,2"),
     "staleness": (*FEW, "--staleness", "1", "--minibatches", "1"),
