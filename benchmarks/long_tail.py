@@ -139,10 +139,14 @@ def summarise(report: Report) -> None:
         ours = speeds[mix, OURS]
         for name in ENGINES:
             if name != OURS:
-                report.figure(f"{mix} over {name}".replace(" ", "_"), ours / speeds[mix, name])
+                report.figure(_key(f"{mix} over {name}"), ours / speeds[mix, name])
         best = max(speeds[mix, name] for name in ENGINES if name != OURS)
-        report.figure(f"{mix}_over_the_better", ours / best)
+        report.figure(_key(f"{mix} over the better"), ours / best)
         report.goal(f"over the better of Transformers' two, {mix} lengths", ours / best, ">=", goal)
+
+
+def _key(name: str) -> str:
+    return name.replace(" ", "_").replace("-", "_")
 
 
 def main() -> int:

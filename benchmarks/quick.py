@@ -3,8 +3,8 @@
     python benchmarks/quick.py [--out runs/bench] [NAME ...]
 
 Small sizes and few passes: it shows that all of them run and what they print, and its figures are
-rough. Those of docs/benchmarks.md come from the commands that are named there. Results go to OUT as
-JSON. A missed goal is reported; the exit code is 1 if a benchmark breaks.
+rough. Those of the documents come from `published.py`. Results go to OUT as JSON. A missed goal is
+reported; the exit code is 1 if a benchmark breaks.
 """
 
 from __future__ import annotations

@@ -79,8 +79,8 @@ def render(document: str, results: Results = results) -> str:
         try:
             made = _FIELD.sub(lambda one: _value(one, head, results), source)
         except NotMeasuredError as missing:
-            made = f"not measured (`python benchmarks/published.py {missing}`)"
-            made = f"*This was {made} with the code as it is.*" if block else made
+            how = f"`python benchmarks/published.py {missing}`"
+            made = f"*Not measured with the code as it is; {how} does it.*"
         made = f"\n{made}\n" if block else made
         return f"<!-- = {head}{template}-->{made}<!-- / -->"
 

@@ -106,7 +106,7 @@ class Report:
         """
         origin = self._origin or {
             "date": time.strftime("%Y-%m-%d"),
-            "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+            "command": _command(sys.argv),
             "hardware": hardware(),
             "load": [round(min(self._load), 1), round(max(self._load), 1)],
         }
@@ -121,6 +121,15 @@ class Report:
         }
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _command(argv: Sequence[str]) -> str:
+    """How the script was called, but for where its results go."""
+    words = list(argv[1:])
+    if "--json" in words:
+        at = words.index("--json")
+        del words[at : at + 2]
+    return " ".join(["python", f"benchmarks/{Path(argv[0]).name}", *words])
 
 
 def goal_text(goal: dict[str, Any]) -> str:

@@ -106,6 +106,8 @@ def _losses(
             report.figure("early_within", sum(loss <= 2.5 for loss in early))
             for task, updates in panels:
                 some = [loss for place, loss, _ in cells if place[:2] == (task, updates)]
+                if not some:
+                    continue
                 report.figure(f"{objective}_{task}_{updates}_loss_most", round(max(some), 1))
                 report.figure(f"{objective}_{task}_{updates}_loss_at_8", round(some[-1], 1))
             report.goal(f"largest loss of `{objective}`, points", max(own_losses), "<=", POINTS)
