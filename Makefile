@@ -123,6 +123,10 @@ check: lint types imports package test ## Run every check
 bench: $(DEV_STAMP) ## Run the quick form of every benchmark (half an hour or more)
 	@$(BIN)/python benchmarks/quick.py
 
+.PHONY: publish
+publish: $(DEV_STAMP) ## Measure what the documents still lack (hours, on an idle machine)
+	@$(BIN)/python benchmarks/published.py
+
 .PHONY: figures
 figures: $(DEV_STAMP) ## Write the documents' figures from benchmarks/results
 	@$(BIN)/python benchmarks/render.py

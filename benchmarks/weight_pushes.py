@@ -22,7 +22,7 @@ from umbra.services.runtime.link import Link
 from umbra.services.runtime.publisher import Publisher
 
 SCRIPT = Path(__file__).with_name("weight_push.py")
-DEADLINE_S = 120.0
+DEADLINE_S = 600.0
 WARM_UPS = 2  # versions before those that count, of every method
 BUCKET_BYTES = 4 << 20
 

@@ -29,7 +29,7 @@ from umbra.services.runtime.server import Server
 from umbra.services.weight_hub.relay import Relay
 from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
 
-DEADLINE_S = 120.0
+DEADLINE_S = 600.0
 GLOO_BUCKET = 64 << 20
 
 
