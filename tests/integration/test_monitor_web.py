@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from fakes.looks import SAMPLE, header, look
+from fakes.slowness import seconds
 
 from umbra.proto.errors import StartupError, UsageError
 from umbra.proto.messages import Event
@@ -24,7 +25,7 @@ from umbra.services.monitor.web.board import TIMELINE_S, Board
 from umbra.services.monitor.web.prometheus import prometheus_text
 from umbra.services.monitor.web.server import AT_ONCE, HttpServer, parse_address
 
-WAIT_S = 20.0
+WAIT_S = seconds(20.0)
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 )
@@ -193,7 +194,7 @@ def test_the_page_in_a_browser(
                 CHROMIUM or "", "--headless=new", "--no-sandbox", "--disable-gpu",
                 f"--user-data-dir={tmp_path}", "--virtual-time-budget=3000", *flags, url,
             ],
-            capture_output=True, check=True, timeout=100, text=True,
+            capture_output=True, check=True, timeout=seconds(100), text=True,
         )  # fmt: skip
         return done.stdout
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from fakes.slowness import seconds
 
 from umbra.deploy.command import load_run
 from umbra.services.runtime.config_loader import to_json
@@ -20,7 +21,7 @@ def umbra(cwd: Path | None, *arguments: str) -> subprocess.CompletedProcess[str]
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=seconds(50),
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         check=False,
     )

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from fakes.rank_bench import as_text, make_batches
+from fakes.slowness import seconds
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -219,7 +220,7 @@ def test_training_does_not_wait_for_the_disk(
     write = shard_writer.write_safetensors
 
     def slow(*args: Any, **kwargs: Any) -> Any:
-        assert go_on.wait(30)
+        assert go_on.wait(seconds(30))
         return write(*args, **kwargs)
 
     monkeypatch.setattr(shard_writer, "write_safetensors", slow)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fakes.rank_bench import Trained, make_batches, train
+from fakes.slowness import seconds
 from transformers import AutoModelForCausalLM
 
 from umbra.proto.errors import UsageError
@@ -24,7 +25,7 @@ from umbra.services.trainer.policy import export_policy, load_policy
 from umbra.services.trainer.ranks import Ranks
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
 
-WAIT_S = 300.0  # torch.compile takes its time on a busy machine
+WAIT_S = seconds(300.0)  # torch.compile takes its time on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +79,7 @@ def test_recomputing_layers_changes_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(WAIT_S)
+@pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("default")  # those of the compiler are not ours
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_compiled_layers_change_nothing(
