@@ -156,6 +156,7 @@ def _column(rows: Rows, name: str) -> list[float]:
 
 
 def _key(name: str) -> str:
-    for mark in ("sync, ", "`", "(", ")", ","):
+    name = name.removeprefix("sync, ")
+    for mark in ("`", "(", ")", ","):
         name = name.replace(mark, "")
     return name.replace(" ", "_").replace("-", "_")
