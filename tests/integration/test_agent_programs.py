@@ -10,10 +10,10 @@ from fakes.engine import ScriptedEngine
 from fakes.rollouts import STOP, sample, says, settings
 from fakes.slowness import seconds
 
-from umbra.deploy.environment_check import check_environment
 from umbra.proto.errors import UsageError
 from umbra.proto.records import SampleTask, Sampling
 from umbra.services.environments.loading import load_environment
+from umbra.services.generator.environment_check import check_environment
 from umbra.services.generator.evaluate import evaluate_model
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer

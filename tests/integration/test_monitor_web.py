@@ -45,7 +45,7 @@ def full_look(**changes: Any) -> Look:
     feed.heard(header("generator-0"), Event(kind="spans", fields={"spans": spans}))
     feed.heard(header("g"), Event(kind="sample", fields={**SAMPLE, "response": "<b>1 3</b>"}))
     base = look(**changes)
-    return Look(base.status, base.rates, base.pushes, feed.samples(), [], feed.spans())
+    return Look(base.status, base.pushes, feed.samples(), [], feed.spans())
 
 
 @pytest.fixture
@@ -164,7 +164,7 @@ def test_figures_for_prometheus() -> None:
         'umbra_push_seconds{run="run-1",receiver="generator-0",phase="wire"} 0.0123',
         'umbra_curve{run="run-1",name="reward/mean"} 0.875',
         'umbra_trained_by_staleness_total{run="run-1",staleness="1"} 60.0',
-        'umbra_member_stat{run="run-1",member="generator-0",name="tok_s"} 4321.0',
+        'umbra_member_stat{run="run-1",member="generator-0",name="decoded_per_s"} 4321.0',
         'umbra_up{run="run-1"} 1.0',
     ):
         assert expected in lines

@@ -8,6 +8,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from umbra.services.runtime.link import Link
 from umbra.services.runtime.metrics import MetricsFile
 from umbra.services.runtime.receiver import Receiver
 from umbra.services.runtime.server import Server
+from umbra.services.trainer.pulse import Pulse
 from umbra.services.trainer.shards import ShardSync, own_buckets
 from umbra.services.trainer.snapshot import chunk
 from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
@@ -124,9 +126,11 @@ def test_buckets_are_divided_among_the_ranks() -> None:
 
 def test_a_rank_that_is_gone_is_named() -> None:
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-    sync = ShardSync(store, 0, 3, 0.05)
-    sync.agree(("/dev/shm/x", 1))
-    ShardSync(store, 1, 3, 0.05).agree(None)
-    store.set("written of snapshot 1/1", "here")
-    with pytest.raises(DeadlineError, match="trainer rank 2 did not reach 'written of snapshot 1'"):
-        sync.meet("written")
+    with closing(Pulse(store, 0, 0.05)) as pulse:
+        sync = ShardSync(store, 0, 3, pulse)
+        sync.agree(("/dev/shm/x", 1))
+        ShardSync(store, 1, 3, pulse).agree(None)
+        store.set("written of snapshot 1/1", "here")
+        told = "trainer rank 2 was silent for .* while the written of snapshot 1 was waited for"
+        with pytest.raises(DeadlineError, match=told):
+            sync.meet("written")
