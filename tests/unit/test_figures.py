@@ -36,6 +36,7 @@ SETTINGS = (
     "at most 5 times a minute",
     "public pause sleeps for 20 ms",
     "256 points per curve",
+    "% or more of the ",
     "(60 us each)",
     "36,000 tokens/s",
     "tail (2 % of the samples",
