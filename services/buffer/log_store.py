@@ -5,9 +5,8 @@ for. A value is read back from its place in the file, unless it is small. The ol
 cleaned when much of the log is outdated: what still counts in it is appended anew, then the file
 goes. As it is always the oldest, no deletion in it has anything left to delete.
 
-Why a log (benchmarks/store.py): bytes are written once, a third to a quarter of what SQLite and
-LMDB write, the median commit is shorter, damage is told from a torn tail, and no package is
-needed. LMDB takes half the CPU time, 13 us less per trajectory.
+Why a log (benchmarks/store.py): bytes are written once, where SQLite and LMDB write them several
+times, damage is told from a torn tail, and no package is needed. LMDB takes less CPU time.
 """
 
 from __future__ import annotations
