@@ -62,7 +62,12 @@ def load_model(
 
 
 def read_weights(
-    kind: Any, directory: Path, dtype: torch.dtype, source: str, checked: Collection[str] = ()
+    kind: Any,
+    directory: Path,
+    dtype: torch.dtype,
+    source: str,
+    checked: Collection[str] = (),
+    config: Any = None,
 ) -> PreTrainedModel:
     """The model in `directory`, on the CPU, with an attention that computes all it asks for.
 
@@ -72,13 +77,14 @@ def read_weights(
         dtype: of the weights.
         source: the key or flag that the path came from, for errors.
         checked: see `check_architecture`.
+        config: Transformers', in place of the one in `directory`.
 
     Raises:
         UsageError: it cannot be loaded, or Umbra is not right for it.
     """
     check_architecture(directory, source, checked)
     with loading(directory, source):
-        config = read_transformers_config(directory)
+        config = config or read_transformers_config(directory)
         return kind.from_pretrained(
             directory,
             config=config,

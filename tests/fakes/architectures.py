@@ -24,19 +24,22 @@ from umbra.services.trainer.policy import no_progress_bars
 WINDOW = 8  # tokens; less than the sequences of the tests, so that windows matter
 CONTEXT = 256
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+_ALL, _SOME = "a sliding window in all layers", "a sliding window in some layers"
 
 
 @dataclass(frozen=True)
 class Architecture:
     """A Transformers config class and what of its defaults a tiny model changes.
 
-    `own` are fields of this class alone; `drop` names those of `_COMMON` that it does not have.
+    `own` are fields of this class alone; `drop` names those of `_COMMON` that it does not have;
+    `about` is what a reader should know of them.
     """
 
     name: str
     kind: str  # name of the class, without "Config"
     own: dict[str, Any] = field(default_factory=dict)
     drop: tuple[str, ...] = ()
+    about: str = ""
 
     def config(self, layers: int = 2) -> PreTrainedConfig:
         """The config of a model with `layers` layers, of hidden size 64, 2 heads of 32."""
@@ -113,12 +116,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     architecture.name: architecture
     for architecture in (
         Architecture("qwen3", "Qwen3"),
-        Architecture("qwen3-tied", "Qwen3", {"tie_word_embeddings": True}),
+        Architecture("qwen3-tied", "Qwen3", {"tie_word_embeddings": True}, about="tied embeddings"),
         Architecture("qwen2.5", "Qwen2"),
         Architecture(
             "qwen2.5-window",
             "Qwen2",
             {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+            about=_SOME,
         ),
         Architecture("llama", "Llama"),
         Architecture(
@@ -134,20 +138,30 @@ ARCHITECTURES: dict[str, Architecture] = {
                     "original_max_position_embeddings": 32,
                 }
             },
+            about="rotary positions of Llama 3",
         ),
         Architecture("mistral", "Mistral", {"sliding_window": None}),
-        Architecture("mistral-window", "Mistral", {"sliding_window": WINDOW}),
+        Architecture("mistral-window", "Mistral", {"sliding_window": WINDOW}, about=_ALL),
         Architecture("phi3", "Phi3", drop=("head_dim",)),
-        Architecture("phi3-window", "Phi3", {"sliding_window": WINDOW}, drop=("head_dim",)),
+        Architecture(
+            "phi3-window", "Phi3", {"sliding_window": WINDOW}, drop=("head_dim",), about=_ALL
+        ),
         Architecture("olmo2", "Olmo2", drop=("head_dim",)),
         Architecture(
             "olmo3",
             "Olmo3",
             {"sliding_window": WINDOW, "layer_types": [_SLIDING, _FULL]},
             drop=("head_dim",),
+            about=_SOME,
         ),
         Architecture("glm4", "Glm4"),
-        Architecture("smollm3", "SmolLM3", {"no_rope_layers": [1, 0]}, drop=("head_dim",)),
+        Architecture(
+            "smollm3",
+            "SmolLM3",
+            {"no_rope_layers": [1, 0]},
+            drop=("head_dim",),
+            about="some layers without rotary positions",
+        ),
         Architecture(
             "granite",
             "Granite",
@@ -158,12 +172,16 @@ ARCHITECTURES: dict[str, Architecture] = {
                 "logits_scaling": 2.0,
             },
             drop=("head_dim",),
+            about="all four multipliers",
         ),
-        Architecture("cohere", "Cohere", {"logit_scale": 0.5}, drop=("head_dim",)),
+        Architecture(
+            "cohere", "Cohere", {"logit_scale": 0.5}, drop=("head_dim",), about="scaled logits"
+        ),
         Architecture(
             "cohere2",
             "Cohere2",
             {"logit_scale": 0.5, "sliding_window": WINDOW, "layer_types": [_SLIDING, _FULL]},
+            about=f"scaled logits, {_SOME}",
         ),
         Architecture(
             "gemma2",
@@ -175,6 +193,7 @@ ARCHITECTURES: dict[str, Architecture] = {
                 "attn_logit_softcapping": 2.0,
                 "final_logit_softcapping": 3.0,
             },
+            about=f"soft caps on scores and logits, {_SOME}",
         ),
         Architecture(
             "gemma3",
@@ -184,8 +203,11 @@ ARCHITECTURES: dict[str, Architecture] = {
                 "layer_types": [_SLIDING, _FULL],
                 "query_pre_attn_scalar": 24,
             },
+            about=f"the text model, {_SOME}",
         ),
-        Architecture("starcoder2", "Starcoder2", {"sliding_window": WINDOW}, drop=("head_dim",)),
+        Architecture(
+            "starcoder2", "Starcoder2", {"sliding_window": WINDOW}, drop=("head_dim",), about=_ALL
+        ),
         Architecture("qwen3-moe", "Qwen3Moe", {**_EXPERTS, "num_experts": 4}),
         Architecture(
             "qwen2-moe",
@@ -202,6 +224,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "mixtral-window",
             "Mixtral",
             {"num_experts_per_tok": 2, "num_local_experts": 4, "sliding_window": WINDOW},
+            about=_ALL,
         ),
         Architecture(
             "deepseek-v3",
@@ -222,6 +245,7 @@ ARCHITECTURES: dict[str, Architecture] = {
                 "num_mtp_layers": 0,
             },
             drop=("head_dim",),
+            about="latent attention, without layers for multi-token prediction",
         ),
         Architecture(
             "glm4-moe",
@@ -234,6 +258,7 @@ ARCHITECTURES: dict[str, Architecture] = {
                 "num_mtp_layers": 0,
                 "use_qk_norm": True,
             },
+            about="without layers for multi-token prediction",
         ),
         Architecture(
             "gpt-oss",
@@ -245,6 +270,7 @@ ARCHITECTURES: dict[str, Architecture] = {
                 "layer_types": [_SLIDING, _FULL],
                 "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
             },
+            about=f"sinks, {_SOME}",
         ),
         Architecture(
             "llama4",
@@ -284,6 +310,37 @@ ARCHITECTURES: dict[str, Architecture] = {
             ),
         ),
         Architecture("qwen3-vl", "Qwen3VL", _vision(), drop=tuple(_COMMON)),
+        Architecture("gemma", "Gemma"),
+        Architecture(
+            "ministral",
+            "Ministral",
+            {"sliding_window": WINDOW, "layer_types": [_SLIDING, _FULL]},
+            about=_SOME,
+        ),
+        Architecture(
+            "olmoe", "Olmoe", {"num_experts_per_tok": 2, "num_experts": 4}, drop=("head_dim",)
+        ),
+        Architecture("seed-oss", "SeedOss"),
+        Architecture("ernie4.5", "Ernie4_5"),
+        Architecture(
+            "exaone4",
+            "Exaone4",
+            {"sliding_window": WINDOW, "layer_types": [_SLIDING, _FULL]},
+            about=_SOME,
+        ),
+        Architecture(
+            "bloom",
+            "Bloom",
+            {"n_head": 2},
+            drop=(
+                "head_dim",
+                "num_key_value_heads",
+                "intermediate_size",
+                "max_position_embeddings",
+                "num_attention_heads",
+            ),
+            about="stands for any architecture that is not listed above",
+        ),
     )
 }
 
