@@ -10,6 +10,7 @@ import msgspec
 from umbra.proto.access import KeyRole
 from umbra.proto.errors import UsageError
 from umbra.proto.messages import Role
+from umbra.proto.sockets import check_port_free
 from umbra.services.buffer.readers import DATASETS, read_source
 from umbra.services.buffer.sources import open_prompts
 from umbra.services.runtime.architectures import check_architecture
@@ -85,6 +86,18 @@ def check_run(config: RunConfig) -> None:
     folder = Path(config.run.dir)
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"run.dir: {folder} is a file; name a folder")
+
+
+def check_ports_free(config: RunConfig) -> None:
+    """Whether nobody listens yet at the ports that the run names.
+
+    Raises:
+        StartupError: another process does.
+    """
+    host = config.run.broker.rpartition(":")[0]
+    others = (f"{host}:{port}" for port in config.buffer.ports)
+    for endpoint in (config.run.broker, *others, config.weight_hub.listen):
+        check_port_free(endpoint)
 
 
 def _check_security(config: RunConfig) -> None:

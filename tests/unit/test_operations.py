@@ -135,7 +135,7 @@ def test_a_window_bounds_the_keys(tmp_path: Path) -> None:
 
 def test_speed() -> None:
     assert speed_metrics(600.0, 8e12, 2.0, 16e12) == {
-        "tokens_per_s": 300.0, "tflops": 4.0, "mfu": 0.25,
+        "train_tokens_per_s": 300.0, "tflops": 4.0, "mfu": 0.25,
     }  # fmt: skip
     assert speed_metrics(600.0, 8e12, 2.0, 0.0)["mfu"] is None
     assert 0.01 < peak_memory_gib(torch.device("cpu")) < 1000

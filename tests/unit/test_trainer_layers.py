@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from fakes.architectures import ARCHITECTURES
+from fakes.closeness import assert_same_logprobs
 from fakes.rank_bench import Trained, make_batches, train
+from fakes.slowness import seconds
 from transformers import AutoModelForCausalLM
 
 from umbra.proto.errors import UsageError
@@ -26,7 +28,7 @@ from umbra.services.trainer.policy import export_policy, load_policy
 from umbra.services.trainer.ranks import Ranks
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
 
-WAIT_S = 300.0  # torch.compile takes its time on a busy machine
+WAIT_S = seconds(300.0)  # torch.compile takes its time on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +82,7 @@ def test_recomputing_layers_changes_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(WAIT_S)
+@pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("default")  # those of the compiler are not ours
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_compiled_layers_change_nothing(
@@ -149,12 +151,12 @@ def test_generators_get_the_policy_with_the_adapter_merged(
     slot = memoryview(bytearray(manifest.total_bytes))
     write_shards(learner.model, manifest, slot)
     WeightTable(untouched.model).load(tensors_in(manifest, slot))
-    torch.testing.assert_close(logprobs(untouched), trained, atol=1e-5, rtol=0)
+    assert_same_logprobs(logprobs(untouched), trained, untouched.model)
 
     export_policy(learner.model, tokenizer, tmp_path / "out", learner.weights())
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out", local_files_only=True)
     again = Learner(exported, Trainer(device="cpu"), steps=1)
-    torch.testing.assert_close(logprobs(again), trained, atol=1e-5, rtol=0)
+    assert_same_logprobs(logprobs(again), trained, untouched.model)
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")  # peft says it as well

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from umbra.services.runtime.safetensors_file import Stored, Written, write_safetensors
+from umbra.services.trainer.checkpoints.folder import PRIVATE
 from umbra.services.trainer.checkpoints.index import FileInfo, TensorInfo, file_name
 from umbra.services.trainer.checkpoints.parts import Part
 from umbra.services.trainer.checkpoints.reading import NAMES
@@ -40,7 +41,8 @@ class ShardCopy:
             Stored(name, NAMES[rows.dtype], rows.shape, _bytes(rows))
             for name, rows in self.rows.items()
         )
-        written: Written = write_safetensors(path, stored, {"facts": self.facts}, sync=True)
+        facts = {"facts": self.facts}
+        written: Written = write_safetensors(path, stored, facts, sync=True, mode=PRIVATE)
         return FileInfo(written.size, written.checksum)
 
 
@@ -52,6 +54,7 @@ class ShardWriter:
 
     def __init__(self, parts: Mapping[str, Part], rank: int, world: int) -> None:
         self.copy_s = 0.0  # seconds that the last copy took: what training has waited
+        self.copies = 0  # made so far
         self._parts = parts
         self._rank = rank
         self._world = world
@@ -78,6 +81,7 @@ class ShardWriter:
             torch.cuda.synchronize()
         facts = {name: dict(part.facts()) for name, part in self._parts.items()}
         self.copy_s = time.perf_counter() - begin
+        self.copies += 1
         return ShardCopy(rows, json.dumps(facts), layout)
 
     def start(self, work: Callable[[], T]) -> Future[T]:
