@@ -90,19 +90,13 @@ def vllm_differences(
     set_environment(config)
     from umbra.services.generator.vllm_engine import VllmEngine  # brings vLLM
 
+    outline = outline_model(directory, checked=checked)
     torch.set_num_threads(threads)
     # Eager attention: others leave out what they don't have, such as a soft cap.
     model: Any = AutoModelForCausalLM.from_pretrained(
         directory, local_files_only=True, dtype=torch.float32, attn_implementation="eager"
     )
-    engine = VllmEngine(
-        directory,
-        outline_model(directory, checked=checked),
-        config,
-        dtype=dtype,
-        stop_ids=(),
-        version=0,
-    )
+    engine = VllmEngine(directory, outline, config, dtype=dtype, stop_ids=(), version=0)
     try:
         prompts = _prompts(model.config.get_text_config().vocab_size)
         from_disk = _difference(engine, model, prompts)
@@ -111,7 +105,7 @@ def vllm_differences(
         same = _difference(engine, model, prompts)
         outputs = _sample(engine, prompts)
         before = _logprobs(model, prompts, outputs)
-        _change(model, getattr(torch, dtype))
+        change(model, getattr(torch, dtype))
         moved = float((_logprobs(model, prompts, outputs) - before).abs().mean())
         manifest, memory = _version(model, publish, getattr(torch, dtype))
         engine.load_buckets(manifest, _buckets(manifest, memory), 2, "keep")
@@ -158,8 +152,8 @@ def _logprobs(model: Any, prompts: list[list[int]], outputs: list[EngineOutput])
 
 
 @torch.no_grad()
-def _change(model: Any, dtype: torch.dtype) -> None:
-    """Move every weight, to numbers that `dtype` has."""
+def change(model: Any, dtype: torch.dtype) -> None:
+    """Move every weight of `model` to other numbers that `dtype` has, the same each time."""
     generator = torch.Generator().manual_seed(1)
     for weight in model.parameters():
         spread = weight.std() if weight.numel() > 1 else weight.abs().mean()

@@ -122,6 +122,11 @@ def test_a_latent_cache_has_one_vector_for_all_heads() -> None:
         ({}, of(model_type="cohere", tie_word_embeddings=False), "takes the embedding"),
         ({}, of(model_type="cohere2", sliding_window=128), "max_context to 128 at most"),
         ({}, of(model_type="gpt_oss"), "would not reach them"),
+        (
+            {},
+            of(model_type="qwen2", use_sliding_window=True, layer_types=["full_attention"]),
+            "a window or none",
+        ),
         ({}, of(**vars(LATENT), rope_parameters={"rope_type": "default"}), "parts of queries"),
     ],
 )
