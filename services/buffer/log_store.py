@@ -77,7 +77,7 @@ class LogStore:
         self._segment_bytes = segment_bytes
         self._write = write
         self._sync = sync
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = lock(directory)
         self._fds: dict[int, int] = {}
         self._pending: Group = {}
@@ -268,7 +268,7 @@ class LogStore:
     def _add_segment(self, number: int) -> None:
         path = segment_path(self.directory, number)
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        self._fds[number] = os.open(path, flags, 0o644)
+        self._fds[number] = os.open(path, flags, 0o600)
         try:
             self._begin(number)
         except OSError:
@@ -375,7 +375,7 @@ def lock(directory: Path) -> int:
     Raises:
         StoreError: another process has it.
     """
-    fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.packing import MicroBatch
 from umbra.services.modeling.restrict import restrict
 
@@ -22,6 +23,7 @@ class Scorer(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
+        self._attention = Attention.of(model.config)
         self._index: Tensor | None = None
         self._hidden: Tensor | None = None
         head = model.get_output_embeddings()
@@ -72,7 +74,7 @@ class Scorer(nn.Module):
             return self.model(
                 input_ids=batch.input_ids,
                 position_ids=batch.position_ids,
-                attention_mask=batch.mask,
+                attention_mask=batch.masks(self._attention, self.model.dtype),
                 use_cache=False,
             )
         finally:

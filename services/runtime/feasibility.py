@@ -189,6 +189,12 @@ def _deadlines(config: RunConfig) -> Iterator[str]:
             f"buffer.dead_after_s = {buffer.dead_after_s:g} must be more than buffer.heartbeat_s = "
             f"{buffer.heartbeat_s:g}, or every member counts as dead between two heartbeats"
         )
+    if config.generator.stall_s <= buffer.stall_s:
+        yield (
+            f"generator.stall_s = {config.generator.stall_s:g} ends a generator before "
+            f"buffer.stall_s = {buffer.stall_s:g} shows it as stuck: raise the one, or lower the "
+            "other"
+        )
     if buffer.straggler == "survivors" and buffer.straggler_s >= wait_s:
         yield (
             f"trainer.batch_wait_s = {wait_s:g} ends the run before buffer.straggler_s = "

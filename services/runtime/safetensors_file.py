@@ -10,6 +10,7 @@ import json
 import os
 import struct
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,9 +37,16 @@ class Written(NamedTuple):
 
 
 def write_safetensors(
-    path: Path, tensors: Iterable[Stored], metadata: Mapping[str, str], *, sync: bool = False
+    path: Path,
+    tensors: Iterable[Stored],
+    metadata: Mapping[str, str],
+    *,
+    sync: bool = False,
+    mode: int = 0o666,
 ) -> Written:
     """Write `tensors` as the new file `path`; with `sync`, return only when the disk has it.
+
+    `mode` are the permissions of the file, less what the process's umask takes away.
 
     Raises:
         OSError: the file is there already, or cannot be written.
@@ -57,7 +65,7 @@ def write_safetensors(
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % HEADER_ALIGN)
     size, checksum = 0, xxhash.xxh3_64()
-    with path.open("xb") as file:
+    with open(path, "xb", opener=partial(os.open, mode=mode)) as file:
         for data in (
             memoryview(struct.pack("<Q", len(encoded)) + encoded),
             *(tensor.data for tensor in stored),

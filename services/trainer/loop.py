@@ -47,7 +47,7 @@ SHOWN = {
     "k3_on_policy": "mismatch/k3_on_policy",
     "compared": "mismatch/compared",
     "outliers": "outliers",
-    "tokens_per_s": "tokens_per_s",
+    "train_tokens_per_s": "train_tokens_per_s",
 }
 
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from umbra.services.runtime.figures import staleness
 from umbra.services.runtime.metrics import MetricsFile
 from umbra.services.trainer.batch import Batch
 from umbra.services.trainer.objectives.ratios import ratio
@@ -43,14 +44,13 @@ class Phases:
 def sample_metrics(batch: Batch, version: int) -> Row:
     """Rewards, lengths and staleness of a batch that weights of `version` are trained on.
 
-    Staleness of a sample, in versions: total = version - version of its oldest token, split into
-    in_flight = newest - oldest (at most total) and in_queue = the rest.
+    Staleness is that of `runtime.figures.staleness`, in versions.
     """
     lengths = torch.tensor([t.response_tokens for t in batch.trajectories]).double()
     oldest = torch.tensor([t.oldest_version for t in batch.trajectories])
     newest = torch.tensor([t.newest_version for t in batch.trajectories])
-    total = (version - oldest).double()
-    in_flight = torch.minimum(total, (newest - oldest).double())
+    spans = zip(oldest.tolist(), newest.tolist(), strict=True)
+    ages = torch.tensor([staleness(*span, version) for span in spans]).double()  # [samples, 3]
     row: Row = {
         "samples": float(len(batch.trajectories)),
         "tokens": float(batch.tokens.ids.numel()),
@@ -67,11 +67,7 @@ def sample_metrics(batch: Batch, version: int) -> Row:
         "truncated": _fraction(t.finish_reason == "length" for t in batch.trajectories),
         "multi_version": float((newest > oldest).double().mean()),
     }
-    for name, values in (
-        ("total", total),
-        ("in_flight", in_flight),
-        ("in_queue", total - in_flight),
-    ):
+    for name, values in zip(("total", "in_flight", "in_queue"), ages.unbind(1), strict=True):
         row[f"staleness/{name}/mean"] = float(values.mean())
         row[f"staleness/{name}/max"] = float(values.max())
     parts: dict[str, list[float]] = {}
@@ -143,13 +139,14 @@ def ess(weights: float, squares: float, count: float) -> float | None:
 
 
 def speed_metrics(tokens: float, operations: float, seconds: float, ceiling: float) -> Row:
-    """Tokens per second, 10^12 operations per second, and their share of the `ceiling` (MFU).
+    """Tokens per second of the step's training, prompts included; 10^12 operations per second, and
+    their share of the `ceiling` (MFU).
 
     Args:
         ceiling: operations per second that the devices can do; 0 = unknown, and MFU with it.
     """
     return {
-        "tokens_per_s": tokens / seconds,
+        "train_tokens_per_s": tokens / seconds,
         "tflops": operations / seconds / 1e12,
         "mfu": operations / seconds / ceiling if ceiling else None,
     }

@@ -62,7 +62,7 @@ def run(
             "cut distribution and will differ from the trainer's"
         )
     with join_ranks(config.trainer, listener) as ranks:
-        model, tokenizer = load_policy(config.model.path)
+        model, tokenizer = load_policy(config.model.path, checked=config.model.checked)
         learner = Learner(model, config.trainer, config.run.steps, ranks, config.run.seed)
         layout = tensor_layout(learner.model, config.weight_hub.dtype)
         manifest = build_manifest(layout, config.weight_hub.bucket_bytes)

@@ -14,15 +14,18 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from fakes.architectures import ARCHITECTURES
 from fakes.rank_bench import make_batches, train
+from fakes.slowness import seconds
 from safetensors.torch import load_file
 
 from umbra.proto.errors import PeerLostError
 from umbra.proto.records import Trajectory
 from umbra.services.trainer.make_model import make_model
+from umbra.services.trainer.policy import load_policy
 from umbra.services.trainer.ranks import Ranks
 
-WAIT_S = 100.0
+WAIT_S = seconds(100.0)
 TESTS = Path(__file__).parents[1]
 SAME = (
     "loss", "grad_norm", "entropy", "lr", "skipped", "outliers", "ratio/max",
@@ -103,6 +106,17 @@ def launch(folder: Path, world: int, program: list[str]) -> list[subprocess.Pope
     ]
 
 
+def see_through(ranks: list[subprocess.Popen[str]]) -> None:
+    try:
+        for rank in ranks:
+            _, errors = rank.communicate(timeout=WAIT_S)
+            assert rank.returncode == 0, errors
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+
+
 @pytest.fixture(scope="module", params=[2, 3])
 def sharded(
     request: pytest.FixtureRequest,
@@ -112,19 +126,11 @@ def sharded(
 ) -> tuple[int, Path]:
     """The number of ranks, and the folder with what they left."""
     folder = tmp_path_factory.mktemp("ranks")
-    ranks = start(directory, folder, request.param, CASES, batches)
-    try:
-        for rank in ranks:
-            _, errors = rank.communicate(timeout=WAIT_S)
-            assert rank.returncode == 0, errors
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
+    see_through(start(directory, folder, request.param, CASES, batches))
     return request.param, folder
 
 
-@pytest.mark.timeout(WAIT_S + 20)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("case", CASES)
 def test_the_number_of_ranks_does_not_change_what_is_learned(
     sharded: tuple[int, Path], case: str, directory: Path, batches: list[list[Trajectory]]
@@ -158,6 +164,25 @@ def test_the_number_of_ranks_does_not_change_what_is_learned(
         assert sum(parts) == elements == alone.local[name][0]
         if "layernorm" not in name and "lora" not in name:
             assert max(parts) < elements, f"{name} is not sharded: {parts}"
+
+
+@pytest.mark.timeout(WAIT_S + 20)
+def test_adapters_of_experts_are_sharded_and_merged(
+    batches: list[list[Trajectory]], tmp_path: Path
+) -> None:
+    """Four experts on three ranks: two, two and none; each rank merges its own."""
+    model = ARCHITECTURES["qwen3-moe"].write(tmp_path / "model")
+    before = load_policy(model)[0].state_dict()
+    case = {**CASES["lora"], "learning_rate": 0.1}
+    see_through(start(model, tmp_path, 3, {"experts": case}, batches[:2]))
+    alone = train(model, batches[:2], Ranks(), **case)
+    merged = load_file(tmp_path / "experts.safetensors")
+    for name in ("gate_up_proj", "down_proj"):
+        name = f"model.layers.0.mlp.experts.{name}"
+        torch.testing.assert_close(merged[name], alone.weights[name], atol=2e-5, rtol=1e-3)
+        assert all(
+            (a - b).abs().max() > 1e-3 for a, b in zip(merged[name], before[name], strict=True)
+        )
 
 
 def test_a_rank_may_hold_nothing_of_a_small_parameter(sharded: tuple[int, Path]) -> None:

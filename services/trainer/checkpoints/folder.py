@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -18,6 +19,7 @@ from umbra.services.runtime.config import Checkpoint
 from umbra.services.trainer.checkpoints.index import NAME, DamagedError, Index, read_index
 
 SCRATCH = ".writing-"
+PRIVATE, PRIVATE_FOLDER = 0o600, 0o700  # a run's state is its user's alone
 
 
 class CheckpointFolder:
@@ -60,7 +62,8 @@ class CheckpointFolder:
         """
         self.discard()
         scratch = self._scratch(step)
-        scratch.mkdir(parents=True)
+        self.path.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
+        scratch.mkdir(mode=PRIVATE_FOLDER)
         return scratch
 
     def discard(self) -> None:
@@ -75,7 +78,7 @@ class CheckpointFolder:
             OSError: it cannot be written.
         """
         scratch, final = self._scratch(index.step), self.of(index.step)
-        with (scratch / NAME).open("xb") as file:
+        with open(scratch / NAME, "xb", opener=partial(os.open, mode=PRIVATE)) as file:
             file.write(msgspec.json.format(msgspec.json.encode(index), indent=1) + b"\n")
             file.flush()
             os.fsync(file.fileno())

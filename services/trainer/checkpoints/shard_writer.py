@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from umbra.services.runtime.safetensors_file import Stored, Written, write_safetensors
+from umbra.services.trainer.checkpoints.folder import PRIVATE
 from umbra.services.trainer.checkpoints.index import FileInfo, TensorInfo, file_name
 from umbra.services.trainer.checkpoints.parts import Part
 from umbra.services.trainer.checkpoints.reading import NAMES
@@ -40,7 +41,8 @@ class ShardCopy:
             Stored(name, NAMES[rows.dtype], rows.shape, _bytes(rows))
             for name, rows in self.rows.items()
         )
-        written: Written = write_safetensors(path, stored, {"facts": self.facts}, sync=True)
+        facts = {"facts": self.facts}
+        written: Written = write_safetensors(path, stored, facts, sync=True, mode=PRIVATE)
         return FileInfo(written.size, written.checksum)
 
 
