@@ -40,7 +40,7 @@ def main(case: str, folder: Path) -> int:
             closing(impatient(met)) as pulse,
         ):
             ranks = Ranks(met.rank, met.world, met.store, TIMEOUT_S, pulse=pulse)
-            ranks.broadcast()
+            begin(ranks)
             if case != "works" and ranks.rank == 0:
                 number = signal.SIGKILL if case == "leaves" else signal.SIGSTOP
                 os.kill(os.getpid(), number)
@@ -51,6 +51,16 @@ def main(case: str, folder: Path) -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def begin(ranks: Ranks) -> None:
+    """Rank 0 goes on when rank 1 is there."""
+    store = ranks.store
+    assert store is not None
+    if ranks.rank:
+        store.set("begun", "")
+    else:
+        ranks.pulse.wait(1, lambda: store.check(["begun"]) or None, "rank 1")
 
 
 def impatient(ranks: Ranks) -> Pulse:
