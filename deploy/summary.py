@@ -12,6 +12,7 @@ from umbra.deploy.overlap import Interval, overlap
 from umbra.deploy.process import Usage
 from umbra.deploy.report.recording import Recording
 from umbra.deploy.run_folder import RunFolder
+from umbra.services.runtime.disk import DISK, READABLE_MODE
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,8 @@ def measure(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 def write_summary(folder: RunFolder, summary: Mapping[str, Any]) -> None:
     """Write summary.json."""
-    folder.summary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    text = json.dumps(summary, indent=2) + "\n"
+    DISK.replace(folder.summary, text.encode(), mode=READABLE_MODE)
 
 
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -24,7 +24,7 @@ from umbra.services.buffer.store import MemoryStore, Store, StoreFullError
 from umbra.services.runtime.advertise import reachable
 from umbra.services.runtime.command import ServiceContext
 from umbra.services.runtime.config import Buffer
-from umbra.services.runtime.disk import DISK
+from umbra.services.runtime.disk import DISK, READABLE_MODE
 from umbra.services.runtime.feasibility import check_feasible
 from umbra.services.runtime.server import Server
 
@@ -248,4 +248,5 @@ def _write_status(run_dir: Path | None, broker: Broker) -> None:
     if run_dir is not None:
         status = broker.status(time.monotonic())
         target = run_dir / "buffer.json"
-        DISK.replace(target, msgspec.json.format(msgspec.json.encode(status), indent=2) + b"\n")
+        text = msgspec.json.format(msgspec.json.encode(status), indent=2) + b"\n"
+        DISK.replace(target, text, mode=READABLE_MODE)

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 FILE_MODE = 0o600  # what a run keeps is its owner's
+READABLE_MODE = 0o644  # of what other users of the machine may look at
 FOLDER_MODE = 0o700
 
 
@@ -86,6 +87,16 @@ class Disk:
             self.remove_folder(path)
         else:
             self.remove(path)
+
+    def sync_tree(self, path: Path) -> None:
+        """Return when the disk has a folder, with all that is in it, but for the folder's name."""
+        for entry in list(path.iterdir()):
+            if entry.is_dir():
+                self.sync_tree(entry)
+            else:
+                with self.opened(entry) as fd:
+                    self.sync(fd)
+        self.sync_directory(path)
 
     def replace(self, path: Path, data: bytes, *, mode: int = FILE_MODE) -> None:
         """Let the file hold `data`: whatever happens, it has that or what it had before."""

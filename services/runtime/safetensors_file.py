@@ -7,13 +7,14 @@ little-endian and row-major. Pieces are small enough that a thread which writes 
 from __future__ import annotations
 
 import json
-import os
 import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import xxhash
+
+from umbra.services.runtime.disk import DISK, Disk
 
 HEADER_ALIGN = 8
 PIECE_BYTES = 8 << 20
@@ -36,7 +37,12 @@ class Written(NamedTuple):
 
 
 def write_safetensors(
-    path: Path, tensors: Iterable[Stored], metadata: Mapping[str, str], *, sync: bool = False
+    path: Path,
+    tensors: Iterable[Stored],
+    metadata: Mapping[str, str],
+    *,
+    sync: bool = False,
+    disk: Disk = DISK,
 ) -> Written:
     """Write `tensors` as the new file `path`; with `sync`, return only when the disk has it.
 
@@ -57,19 +63,18 @@ def write_safetensors(
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % HEADER_ALIGN)
     size, checksum = 0, xxhash.xxh3_64()
-    with path.open("xb") as file:
+    with disk.opened(path, new=True) as fd:
         for data in (
             memoryview(struct.pack("<Q", len(encoded)) + encoded),
             *(tensor.data for tensor in stored),
         ):
             for start in range(0, data.nbytes, PIECE_BYTES):
                 piece = data[start : start + PIECE_BYTES]
-                file.write(piece)
+                disk.write_all(fd, piece, size + start)
                 checksum.update(piece)
             size += data.nbytes
         if sync:
-            file.flush()
-            os.fsync(file.fileno())
+            disk.sync(fd)
     return Written(size, checksum.intdigest())
 
 

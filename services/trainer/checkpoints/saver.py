@@ -180,7 +180,8 @@ class Saver:
     ) -> Outcome:
         """In the thread: write, wait for the others, name it, remove old ones."""
         try:
-            files = [copy.write(shard_path(scratch, 0)), *self._others(scratch)]
+            mine = copy.write(shard_path(scratch, 0), self.folder.disk)
+            files = [mine, *self._others(scratch)]
             index = Index(
                 step=step,
                 run=self._run,

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from umbra.services.runtime.disk import DISK, Disk
 from umbra.services.runtime.safetensors_file import Stored, Written, write_safetensors
 from umbra.services.trainer.checkpoints.index import FileInfo, TensorInfo, file_name
 from umbra.services.trainer.checkpoints.parts import Part
@@ -30,7 +31,7 @@ class ShardCopy:
     facts: str  # JSON
     layout: dict[str, TensorInfo]
 
-    def write(self, path: Path) -> FileInfo:
+    def write(self, path: Path, disk: Disk = DISK) -> FileInfo:
         """Write it as a new file; return when the disk has it.
 
         Raises:
@@ -40,7 +41,8 @@ class ShardCopy:
             Stored(name, NAMES[rows.dtype], rows.shape, _bytes(rows))
             for name, rows in self.rows.items()
         )
-        written: Written = write_safetensors(path, stored, {"facts": self.facts}, sync=True)
+        facts = {"facts": self.facts}
+        written: Written = write_safetensors(path, stored, facts, sync=True, disk=disk)
         return FileInfo(written.size, written.checksum)
 
 
