@@ -1,7 +1,6 @@
 """The durable store: an append-only log in segment files, with an index in memory.
 
-A commit appends one group of records and calls `fdatasync` once, however many requests it stands
-for. A value is read back from its place in the file, unless it is small. The oldest segment is
+A commit appends one group of records and waits for the disk, however many requests it stands for. A value is read back from its place in the file, unless it is small. The oldest segment is
 cleaned when much of the log is outdated: what still counts in it is appended anew, then the file
 goes. As it is always the oldest, no deletion in it has anything left to delete.
 
@@ -9,8 +8,8 @@ What was acknowledged is named by the head of the store (see `head`), which is w
 disk, after the group and before the answer: nothing of it can be gone without a word.
 
 Why a log (benchmarks/store.py): bytes are written once, a third to a quarter of what SQLite and
-LMDB write, the median commit is shorter, damage is told from a torn tail, and no package is
-needed. LMDB takes half the CPU time, 13 us less per trajectory.
+LMDB write, damage is told from a torn tail, and no package is needed. LMDB takes half the CPU time,
+13 us less per trajectory.
 """
 
 from __future__ import annotations
@@ -292,6 +291,7 @@ class LogStore:
         # before anything is appended: the head allows for one group that it does not name.
         for fd in self._fds.values():
             self._disk.sync(fd)
+        self._disk.sync_directory(self.directory)
         place = {"segment": self._newest, "end": self._sizes[self._newest]}
         head = replace(self._head.head, **place, commit=self._commit, chain=self._chain)
         self._head.write(head)

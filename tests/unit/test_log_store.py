@@ -132,6 +132,22 @@ def test_any_torn_tail_is_cut_off(tmp_path: Path) -> None:
     store.close()
 
 
+def test_nothing_of_a_torn_tail_stays_behind_in_a_segment_that_is_full(tmp_path: Path) -> None:
+    store = filled(tmp_path)
+    store.close()
+    with segment_path(tmp_path, 0).open("ab") as file:
+        file.write(b"torn" * SMALL)
+    store = LogStore(tmp_path, segment_bytes=SMALL)
+    for number in range(2):  # the first fills the segment, but not as far as the tail went
+        store.put(f"large{number}", b"z" * SMALL)
+        store.commit()
+    assert segment_numbers(tmp_path) == [0, 1]
+    held = contents(store)
+    store = reopen(store)
+    assert contents(store) == held
+    store.close()
+
+
 def test_a_flipped_bit_anywhere_before_the_last_group_is_refused(tmp_path: Path) -> None:
     store = filled(tmp_path)
     store.put("last", b"z")

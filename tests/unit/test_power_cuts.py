@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from fakes.lossy_disk import LossyDisk, QuickDisk, power_cuts
+from fakes.lossy_disk import Killed, KillingDisk, LossyDisk, QuickDisk, power_cuts
 
 from umbra.services.buffer.log_store import LogStore
 
@@ -22,13 +22,13 @@ def contents(store: LogStore) -> dict[str, bytes]:
 class Worked:
     """A store at work, and what it had acknowledged by which step of its disk."""
 
-    def __init__(self, root: Path, seed: int) -> None:
-        self.disk = LossyDisk(root)
-        self.promised: list[tuple[int, dict[str, bytes]]] = [(0, {})]
+    def __init__(self, root: Path, seed: int, disk: LossyDisk | None = None) -> None:
+        self.disk = LossyDisk(root) if disk is None else disk
+        begun = len(self.disk.steps)
         self._chance = random.Random(seed)
         self._store = LogStore(root / "store", segment_bytes=SMALL, disk=self.disk)
         self._model = contents(self._store)
-        self.promised[0] = (0, dict(self._model))
+        self.promised = [(begun and len(self.disk.steps), dict(self._model))]
 
     def work(self, commits: int) -> None:
         """Commit so many times."""
@@ -43,6 +43,11 @@ class Worked:
                     self._store.put(key, self._model[key])
             self._store.commit()
             self.promised.append((len(self.disk.steps), dict(self._model)))
+
+    @property
+    def wanted(self) -> dict[str, bytes]:
+        """What it will hold once it has committed."""
+        return self._model
 
     def close(self) -> None:
         """The process ends."""
@@ -86,6 +91,30 @@ def test_a_power_cut_loses_nothing_acknowledged(tmp_path: Path, seed: int) -> No
     assert any(step[0] == "remove" for step in worked.disk.steps), "nothing was cleaned up"
     for step, place in power_cuts(worked.disk, tmp_path, seeds=2):
         check(worked, step, place)
+
+
+def test_a_power_cut_after_the_process_was_killed(tmp_path: Path) -> None:
+    """1. The buffer is killed in a commit. 2. It starts again. 3. The power goes.
+
+    What the killed one has written, but not synced, is there for the next one and not for the disk.
+    """
+    for number, killed_at in enumerate(range(20, 80, 3)):
+        root = tmp_path / f"{number}"
+        root.mkdir()
+        disk = KillingDisk(root, killed_at)
+        killed = Worked(root, 3, disk)
+        with pytest.raises(Killed):
+            killed.work(100)
+        killed.close()
+        again = Worked(root, number, disk)
+        assert again.promised[0][1] in (killed.promised[-1][1], killed.wanted)
+        again.work(1)
+        again.close()
+        for step, place in power_cuts(disk, tmp_path / "after", seeds=0, first=killed_at):
+            if step < again.promised[0][0]:
+                shutil.rmtree(place)
+            else:
+                check(again, step, place)
 
 
 def test_a_power_cut_while_the_store_recovers_from_one(tmp_path: Path) -> None:
