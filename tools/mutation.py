@@ -13,6 +13,7 @@ after every mutant: it may be stopped at any time and goes on there. `docs/quali
 from __future__ import annotations
 
 import argparse
+import ast
 import hashlib
 import importlib
 import json
@@ -66,7 +67,9 @@ GROUPS = {
         ("proto/*.py",),
         ("tests/unit/test_proto_*.py", "tests/unit/test_errors.py", "tests/unit/test_keys.py",
          "tests/unit/test_service_frame.py", "tests/unit/test_manifest.py",
-         "tests/unit/test_buckets.py", "tests/unit/test_nccl_logic.py"),
+         "tests/unit/test_buckets.py", "tests/unit/test_nccl_logic.py",
+         "tests/unit/test_buffer_ledger.py", "tests/unit/test_buffer_broker.py",
+         "tests/integration/test_security.py", "tests/integration/test_runtime.py"),
     ),
     "objectives": Group(
         ("services/trainer/objectives/*.py",),
@@ -110,18 +113,16 @@ class Ran:
     def covering(self, mutant: Mutant) -> list[str]:
         """The tests that run the mutant's lines, the fastest first.
 
-        Of a line that is run by imports alone, all tests that run anything of its file.
+        Of a line that is run by imports alone, all tests.
         """
         names = [name for name in self.lines if name not in self.failed]
         here = {name: set(self.lines[name].get(mutant.path, ())) for name in names}
         found = [name for name in names if here[name].intersection(mutant.lines)]
         if not found and not self._in_function(mutant):
-            found = [name for name in names if here[name]] or names
+            found = names
         return sorted(found, key=lambda name: self.seconds[name])
 
     def _in_function(self, mutant: Mutant) -> bool:
-        import ast
-
         tree = ast.parse((ROOT / mutant.path).read_text())
         return any(
             isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
