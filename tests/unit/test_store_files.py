@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from fakes.lossy_disk import QuickDisk
@@ -15,7 +18,10 @@ from umbra.services.buffer.repair import repair
 from umbra.services.buffer.run_mark import NAME as MARK
 from umbra.services.buffer.run_mark import open_marked, refuse_marked
 from umbra.services.buffer.segments import segment_name, segment_numbers, segment_path
+from umbra.services.buffer.service import open_store
 from umbra.services.buffer.store import StoreError
+from umbra.services.runtime.command import ServiceContext
+from umbra.services.runtime.config import Buffer, RunConfig
 
 SMALL = 2048  # bytes of a segment here
 
@@ -239,6 +245,26 @@ def test_a_run_with_a_store_does_not_go_on_without(tmp_path: Path) -> None:
         refuse_marked(tmp_path / "run")
     refuse_marked(tmp_path)
     refuse_marked(None)
+
+
+def test_the_buffer_asks_for_the_store_of_its_run(tmp_path: Path) -> None:
+    """As `umbra buffer --run-dir` opens it."""
+    run = tmp_path / "run"
+    begun(run)
+
+    def context(store: str = "") -> ServiceContext:
+        config = RunConfig(buffer=Buffer(store=store))
+        fake = SimpleNamespace(config=config, run_dir=run, log=logging.getLogger("test"))
+        return cast(ServiceContext, fake)
+
+    open_store(context()).close()
+    with pytest.raises(StoreError, match="memory"):
+        open_store(context("memory"))
+    with pytest.raises(StoreError, match="holds none"):
+        open_store(context(str(tmp_path / "elsewhere")))
+    shutil.rmtree(run / "store")
+    with pytest.raises(StoreError, match="bring it back"):
+        open_store(context())
 
 
 def test_a_store_may_move(tmp_path: Path) -> None:
