@@ -123,6 +123,10 @@ check: lint types imports package test ## Run every check
 bench: $(DEV_STAMP) ## Run the quick form of every benchmark (about 15 minutes)
 	@$(BIN)/python benchmarks/quick.py
 
+.PHONY: mutation
+mutation: $(DEV_STAMP) ## Try small changes of the code against the tests (hours)
+	@nice -n 19 $(BIN)/python tools/mutation.py $(GROUPS)
+
 .PHONY: clean
 clean: ## Remove the environment, caches and build results
 	rm -rf $(VENV) build dist .ruff_cache .pytest_cache .import_linter_cache .hypothesis
