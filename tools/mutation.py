@@ -51,6 +51,7 @@ TRACED_CALLS = 300  # of a function by a test, as tracing is slow
 SLOWER = 4.0  # times as long as the tests took once a mutant may take before it counts as hung
 LEAST_S = 30.0
 BASE_S = 3600.0  # for the first run of a group's tests
+NOT_NOTICED = ("survived", "untested")
 BROKEN = 70  # exit status of a child that could not run pytest
 Z = 1.96  # for intervals of 95 %
 
@@ -350,7 +351,7 @@ def table(found: dict[str, Any]) -> str:
             f"{100 * group['score']:.0f} % | {low:.0f} to {high:.0f} % |"
         )
     for name in sorted(found):
-        kept = [row for row in found[name]["of"] if row["outcome"] in ("survived", "untested")]
+        kept = [row for row in found[name]["of"] if row["outcome"] in NOT_NOTICED]
         lines += ["", f"Not noticed in {name}: {len(kept)}", ""]
         lines += [f"- `{row['mutant']}`" for row in kept]
     return "\n".join(lines)
@@ -382,16 +383,21 @@ def try_group(name: str, copy: Copy, options: argparse.Namespace, found: dict[st
     by_name = dict(
         sorted(zip(names_of(every), every, strict=True), key=in_random_order(options.seed))
     )
-    before = {row["mutant"]: row for row in found.get(name, {}).get("of", [])}
-    tried: list[dict[str, Any]] = []
-    for mutant_name, mutant in list(by_name.items())[: options.sample]:
-        row = before.get(mutant_name)
-        if row is None or (options.again and row["outcome"] in ("survived", "untested")):
-            outcome, seconds = outcome_of(copy, mutant, ran, log)
-            row = {"mutant": mutant_name, "line": mutant.line, "outcome": outcome}
-            row["seconds"] = round(seconds, 1)
-            print(f"{name} {len(tried) + 1}: {outcome}, {mutant_name}", flush=True)
-        tried.append(row)
+    chosen = list(by_name.items())[: options.sample]
+    known = {row["mutant"]: row for row in found.get(name, {}).get("of", [])}
+    for mutant_name, mutant in chosen:
+        row = known.get(mutant_name)
+        if row is not None and not (options.again and row["outcome"] in NOT_NOTICED):
+            continue
+        outcome, seconds = outcome_of(copy, mutant, ran, log)
+        print(f"{name}: {outcome}, {mutant_name}", flush=True)
+        known[mutant_name] = {
+            "mutant": mutant_name,
+            "line": mutant.line,
+            "outcome": outcome,
+            "seconds": round(seconds, 1),
+        }
+        tried = [known[one] for one, _ in chosen if one in known]
         found[name] = {**summary(len(every), tried), "failing_tests": ran.failed, "of": tried}
         options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(f"{name}: {found[name]['score']} {found[name]['interval_95']}", flush=True)
