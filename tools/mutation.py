@@ -70,8 +70,7 @@ GROUPS = {
         ("tests/unit/test_proto_*.py", "tests/unit/test_errors.py", "tests/unit/test_keys.py",
          "tests/unit/test_service_frame.py", "tests/unit/test_manifest.py",
          "tests/unit/test_buckets.py", "tests/unit/test_nccl_logic.py",
-         "tests/unit/test_buffer_ledger.py", "tests/unit/test_buffer_broker.py",
-         "tests/integration/test_security.py", "tests/integration/test_runtime.py"),
+         "tests/unit/test_buffer_ledger.py", "tests/unit/test_buffer_broker.py"),
     ),
     "objectives": Group(
         ("services/trainer/objectives/*.py",),
