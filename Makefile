@@ -98,6 +98,10 @@ demo: $(RUN_STAMP) ## Train a tiny model on the CPU (TASK=sort SEED=0)
 test: $(DEV_STAMP) ## Run the tests (PYTEST_OPTIONS="-k name")
 	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(PYTEST_OPTIONS)
 
+.PHONY: test-real
+test-real: $(DEV_STAMP) ## Run the tests of every architecture on vLLM (about 20 minutes)
+	@$(BIN)/python -m pytest -m real $(PYTEST_OPTIONS)
+
 .PHONY: lint
 lint: $(DEV_STAMP) ## Check style, formatting and file lengths
 	@$(BIN)/ruff check .

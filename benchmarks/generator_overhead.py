@@ -48,6 +48,7 @@ from umbra.services.generator.loop import GeneratorLoop
 from umbra.services.generator.rollout import RolloutSettings
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.showcase import Showcase
+from umbra.services.generator.stall import StallWatch
 from umbra.services.generator.torch_engine import TorchEngine
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_model, load_tokenizer, outline_model
@@ -138,8 +139,14 @@ class Outside:
     def progress(self, activity: str, count: int = 1) -> None:
         """Nobody watches."""
 
+    def waits(self, activity: str) -> None:
+        """Nobody watches."""
+
     def stats(self, **values: float) -> None:
         """Nobody watches."""
+
+    def check(self) -> None:
+        """Nothing fails."""
 
     def poll(self) -> None:
         """No new weights."""
@@ -172,6 +179,7 @@ def through_the_loop(
         prefetch=32,
         wake=wake,
         showcase=Showcase(metrics, chat),
+        watch=StallWatch("bare", 600.0),
     )
     began = time.perf_counter()
     while buffer.delivered < len(rows):

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from umbra.proto.records import Trajectory
+from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.packing import MicroBatch
 from umbra.services.trainer.batch import Batch
 from umbra.services.trainer.policy import load_policy
@@ -57,7 +58,7 @@ class PlainPacked(_Plain):
     ) -> None:
         super().__init__(model, batch, bf16)
         self._micros = [micro.to(self._device) for micro in micros]
-        self._masks = [micro.mask for micro in self._micros]
+        self._masks = [micro.masks(Attention()) for micro in self._micros]
 
     def __call__(self) -> None:
         """One update."""

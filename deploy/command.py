@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import click
 
 from umbra.deploy.interrupts import Interrupts
 from umbra.deploy.live import LogView, choose_view
-from umbra.deploy.preflight import check_run, resolve_paths, search_path
+from umbra.deploy.preflight import check_ports_free, check_run, resolve_paths, search_path
 from umbra.deploy.programs import buffer_program, other_programs
 from umbra.deploy.run_folder import RunFolder
 from umbra.deploy.summary import summary_rows
@@ -22,7 +23,7 @@ from umbra.proto.errors import EXIT_DONE
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config_loader import as_dict, load_config
 from umbra.services.runtime.feasibility import implied_staleness
-from umbra.services.runtime.objective_rules import implied
+from umbra.services.runtime.objective_rules import implied, lone_groups
 
 run_file_argument = click.argument("run_file", type=click.Path(path_type=Path))
 set_option = click.option(
@@ -66,15 +67,20 @@ def up(
     checkpoint, with the very batches that came after it.
     """
     before = RunFolder.existing(run_file) if run_file.is_dir() else None
-    if before is not None:
-        run_file = before.config
-    config = load_run(run_file, overrides)
-    check_run(config)  # before a folder is made
-    if dry_run:
-        return _print_programs(config)
-    view = choose_view(quiet=quiet, as_json=as_json)
-    with Interrupts() as interrupts:
+    with ExitStack() as stack:
+        if before is not None:
+            stack.enter_context(before.held())
+            run_file = before.config
+        config = load_run(run_file, overrides)
+        check_run(config)  # before a folder is made
+        if dry_run:
+            return _print_programs(config)
+        check_ports_free(config)
+        view = choose_view(quiet=quiet, as_json=as_json)
+        interrupts = stack.enter_context(Interrupts())
         folder = before or RunFolder.create(config.run.dir, config.run.name)
+        if before is None:
+            stack.enter_context(folder.held())
         if logs:
             view = LogView(view, folder)
         try:
@@ -161,6 +167,8 @@ def check(run_file: Path, overrides: tuple[str, ...]) -> int:
         f"{run.buffer.max_staleness}, run_ahead {run.buffer.run_ahead}, minibatches "
         f"{run.trainer.minibatches}, epochs {run.trainer.epochs})"
     )
+    if text := lone_groups(run):
+        click.echo(f"warning:   lone_groups: {text}")
     return EXIT_DONE
 
 

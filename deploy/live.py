@@ -14,7 +14,7 @@ from rich.text import Text
 
 from umbra.deploy.progress import Progress
 from umbra.deploy.run_folder import LineFollower, RunFolder
-from umbra.services.monitor.view import headline, render
+from umbra.services.monitor.view import Herald, headline, render
 
 FRAME_S = 0.25
 LINE_S = 5.0
@@ -64,21 +64,24 @@ class PlainView:
         self._clock = clock
         self._next = clock() + every_s
         self._shown = -1
+        self._herald = Herald()
 
     def say(self, text: str) -> None:
         """Print it."""
         click.echo(text, err=self._err)
 
     def update(self, progress: Progress, processes: Mapping[str, str]) -> None:
-        """Print the headline if it is time to."""
+        """Print what is new in warnings, and the headline if it is time to."""
         status = progress.status
         if status is None:
             return
+        for line in self._herald.news(status):
+            self.say(line)
         last = status.version >= status.steps and self._shown < status.steps
         if last or self._clock() >= self._next:
             self._next = self._clock() + self._every_s
             self._shown = status.version
-            self.say(headline(status, progress.rates, progress.recent_reward))
+            self.say(headline(status, progress.recent_reward))
 
     def close(self) -> None:
         """Nothing to do."""
@@ -108,7 +111,6 @@ class TerminalView:
             self._live.start()
         table = render(
             progress.status,
-            progress.rates,
             processes=processes,
             rewards=progress.rewards,
             elapsed_s=now - self._started,

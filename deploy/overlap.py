@@ -10,7 +10,7 @@ Interval = tuple[float, float]  # start and end, seconds
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Shares of the window in which each side, and both at once, were at work."""
+    """Shares of the window in which each side, and both at once, were busy."""
 
     generator_busy: float
     trainer_busy: float
@@ -18,22 +18,30 @@ class Overlap:
     window_s: float
 
 
-def overlap(train_steps: Sequence[Interval], decodes: Iterable[Interval]) -> Overlap | None:
-    """The overlap in the steady state: second train step's start to the last one's end.
+def overlap(
+    training: Iterable[Interval],
+    generation: Iterable[Interval],
+    running: Iterable[Interval],
+    window: Interval,
+) -> Overlap | None:
+    """How busy both sides were in `window`, without the time in which nothing ran.
 
-    The first step is left out because generation had nothing to overlap with before it. Decodes of
-    several generators count once: a side is at work while any of its processes is. None with fewer
-    than two steps.
+    Several generators count once: a side is busy while any of its processes is.
+
+    Args:
+        training, generation: when the sides did anything but wait.
+        running: when any process of the run did anything at all, waiting included. A run that was
+            ended and taken up again has a gap in it, which does not count.
+        window: from where to where.
+
+    Returns:
+        None for a window in which nothing ran.
     """
-    if len(train_steps) < 2:
-        return None
-    starts = sorted(start for start, _ in train_steps)
-    window = (starts[1], max(end for _, end in train_steps))
-    window_s = window[1] - window[0]
+    window_s = total(clip(merge(running), window))
     if window_s <= 0:
         return None
-    trainer = clip(merge(train_steps), window)
-    generator = clip(merge(decodes), window)
+    trainer = clip(merge(training), window)
+    generator = clip(merge(generation), window)
     return Overlap(
         generator_busy=total(generator) / window_s,
         trainer_busy=total(trainer) / window_s,

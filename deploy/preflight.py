@@ -10,8 +10,10 @@ import msgspec
 from umbra.proto.access import KeyRole
 from umbra.proto.errors import UsageError
 from umbra.proto.messages import Role
+from umbra.proto.sockets import check_port_free
 from umbra.services.buffer.readers import DATASETS, read_source
 from umbra.services.buffer.sources import open_prompts
+from umbra.services.runtime.architectures import check_architecture
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.feasibility import check_feasible
 from umbra.services.runtime.keys import FOLDER, open_security
@@ -70,15 +72,32 @@ def check_run(config: RunConfig) -> None:
     """
     check_feasible(config)
     _check_security(config)
-    check_model_dir(config.model.path)
+    check_architecture(check_model_dir(config.model.path), checked=config.model.checked)
     open_prompts(config.data, seed=config.run.seed)
     if config.eval.prompts:
         _check_eval(config.eval.prompts)
     if "ref_logp" in config.buffer.stages and config.scorer.model:
-        check_model_dir(config.scorer.model, "scorer.model")
+        directory = check_model_dir(config.scorer.model, "scorer.model")
+        check_architecture(directory, "scorer.model", config.model.checked)
+    critic = config.critic
+    if config.trainer.pieces.advantage == "gae" and critic.kind == "model" and critic.path:
+        directory = check_model_dir(critic.path, "critic.path", tokenizer=False)
+        check_architecture(directory, "critic.path", config.model.checked)
     folder = Path(config.run.dir)
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"run.dir: {folder} is a file; name a folder")
+
+
+def check_ports_free(config: RunConfig) -> None:
+    """Whether nobody listens yet at the ports that the run names.
+
+    Raises:
+        StartupError: another process does.
+    """
+    host = config.run.broker.rpartition(":")[0]
+    others = (f"{host}:{port}" for port in config.buffer.ports)
+    for endpoint in (config.run.broker, *others, config.weight_hub.listen):
+        check_port_free(endpoint)
 
 
 def _check_security(config: RunConfig) -> None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import threading
 
 from umbra.deploy.run_folder import LineFollower, RunFolder
 from umbra.proto.errors import UmbraError
 from umbra.proto.messages import Status
 from umbra.services.monitor.client import StatusClient
-from umbra.services.monitor.rates import RateMeter, Rates
 from umbra.services.runtime.keys import Security
+from umbra.services.runtime.metrics import parse_row
 
 POLL_S = 0.5
 ANSWER_S = 2.0
+
+log = logging.getLogger(__name__)
 
 
 class StatusWatcher:
@@ -38,17 +40,17 @@ class StatusWatcher:
                 self.latest = self._client.status(ANSWER_S)
             except UmbraError:
                 pass  # not there yet, busy, or ending: the last status still stands
+            except Exception:
+                log.exception("the status cannot be read")  # no reason to end a run
 
 
 class Progress:
-    """The newest status with its rates, and the mean reward of every step so far."""
+    """The newest status, and the mean reward of every step so far."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.status: Status | None = None
-        self.rates = Rates()
         self.rewards: list[float] = []
         self._metrics = LineFollower(folder.metrics)
-        self._meter = RateMeter()
         self._watcher: StatusWatcher | None = None
 
     def watch(self, broker: str, security: Security) -> None:
@@ -60,10 +62,10 @@ class Progress:
         newest = None if self._watcher is None else self._watcher.latest
         if newest is not None and newest is not self.status:
             self.status = newest
-            self.rates = self._meter.update(newest)
         for line in self._metrics.lines():
             if '"kind":"step"' in line:  # most lines are spans: don't parse those
-                self.rewards.append(float(json.loads(line).get("reward/mean") or 0.0))
+                if (row := parse_row(line)) is not None:
+                    self.rewards.append(float(row.get("reward/mean") or 0.0))
 
     @property
     def recent_reward(self) -> float | None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from umbra.proto.errors import UsageError
+from umbra.services.runtime.folder_lock import HeldError, folder_lock
+from umbra.services.runtime.metrics import parse_row
 
 LAST_LINES_BYTES = 16 << 10
 ENDED = "remove it, and the run goes on if it has not reached its end"
@@ -97,6 +100,39 @@ class RunFolder:
         """The outcome in one object."""
         return self.path / "summary.json"
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep every other `umbra up` out of this folder for the block.
+
+        Raises:
+            UsageError: one is there already, or the folder cannot be written to.
+        """
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(folder_lock(self.path))
+            except HeldError as error:
+                raise UsageError(
+                    f"the run in {self.path} is under way, started by {error}: watch it with "
+                    "`umbra monitor`, or stop it first"
+                ) from error
+            except OSError as error:
+                raise UsageError(f"cannot write to {self.path}: {error.strerror}") from error
+            yield
+
+    def remember(self) -> dict[Path, bytes | None]:
+        """What a refused start has to leave as it was; None for a file that is not there."""
+        paths = (self.config, self.origin, self.buffer, self.summary)
+        return {path: path.read_bytes() if path.is_file() else None for path in paths}
+
+    @staticmethod
+    def put_back(remembered: Mapping[Path, bytes | None]) -> None:
+        """Make it so again."""
+        for path, content in remembered.items():
+            if content is None:
+                path.unlink(missing_ok=True)
+            else:
+                path.write_bytes(content)
+
     def forget_end(self) -> None:
         """Remove what an earlier life of this run has left as its last word."""
         for path in (self.buffer, self.summary):
@@ -165,10 +201,10 @@ class LineFollower:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON lines file; a last line cut off by a crash is left out."""
+    """The rows of metrics in a file; lines that a crash or a full disk has cut are left out."""
     if not path.exists():
         return
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
-            if line.endswith("\n"):
-                yield json.loads(line)
+            if line.endswith("\n") and (row := parse_row(line)) is not None:
+                yield row

@@ -15,7 +15,7 @@ from umbra.proto.errors import UmbraError
 
 POLL_S = 0.02
 UMBRA = "umbra"
-FORESEEN_CODES = (2, 3, 4, 7)  # ends that a sentence for people explains
+FORESEEN_CODES = (2, 3, 4, 7, 8)  # ends that a sentence for people explains
 ERROR_PREFIX = "umbra: error: "
 
 

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-from umbra.deploy.overlap import Interval, overlap
+from umbra.deploy.overlap import Interval, Overlap, overlap
 from umbra.deploy.process import Usage
 from umbra.deploy.report.recording import Recording
 from umbra.deploy.run_folder import RunFolder
+from umbra.services.monitor.members import number
+from umbra.services.monitor.view import health_text
 from umbra.services.runtime.disk import DISK, READABLE_MODE
+from umbra.services.runtime.figures import PHASES, is_idle
+
+JOIN_S = 0.001  # spans that are closer are one
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +52,8 @@ def summarise(folder: RunFolder, outcome: Outcome) -> dict[str, Any]:
         "greedy_after": outcome.after.get("greedy"),
         **measured,
         "staleness": status.get("staleness"),
+        "health": status.get("health"),
+        "warnings": status.get("warnings", []),
         "ledger": ledger,
         "evals": [
             {key: report[key] for key in ("version", "accuracy", "answered", "samples", "scores")}
@@ -66,33 +74,34 @@ def summarise(folder: RunFolder, outcome: Outcome) -> dict[str, Any]:
 def measure(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """What the rows of metrics.jsonl say about the run as a whole.
 
-    Rates are over the steady state, as in `overlap`: from the start of the second train step to the
-    end of the last one.
+    Rates and shares are over the time from the first decoding to the end of the last train step, in
+    which all of the samples were made and trained; so they hold for a run of one step, too.
     """
     steps: list[Mapping[str, Any]] = []
-    trains: list[Interval] = []
-    decodes: list[Interval] = []
     pushes: list[Mapping[str, Any]] = []
+    times = _Times()
     for row in rows:
         match row["kind"]:
             case "step":
                 steps.append(row)
             case "push":
                 pushes.append(row)
-            case "span" if row["name"] == "train_step":
-                trains.append((row["start"], row["end"]))
-            case "span" if row["name"] == "decode":
-                decodes.append((row["start"], row["end"]))
+            case "span":
+                times.add(row)
             case _:
                 pass
-    together = overlap(trains, decodes)
+    together = times.overlap()
     window_s = together.window_s if together else 0.0
     # A trainer that started again has repeated some: only the last of each counts.
     steps = list({row["step"]: row for row in steps}.values())
     k3 = [row.get("mismatch/k3_on_policy") for row in steps]
+    samples = sum(row.get("samples") or 0 for row in steps)
+    tokens = sum(
+        (row.get("samples") or 0) * (row.get("response_length/mean") or 0) for row in steps
+    )
     return {
         "steps": len(steps),
-        "samples": int(sum(row.get("samples") or 0 for row in steps)),
+        "samples": int(samples),
         "pushes": len(pushes),
         "push_seconds": _push_seconds(pushes),
         "mixed_version_trajectories": round(
@@ -100,9 +109,46 @@ def measure(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         ),
         "overlap": asdict(together) if together else None,
         "mismatch_k3_on_policy": max((value for value in k3 if value is not None), default=None),
-        "tokens_per_s": _rate(steps[1:], "tokens", window_s),
-        "samples_per_s": _rate(steps[1:], "samples", window_s),
+        "tokens_per_s": tokens / window_s if window_s else None,
+        "samples_per_s": samples / window_s if window_s else None,
     }
+
+
+class _Times:
+    """When services were busy, by their spans; contiguous ones are merged: so they stay few."""
+
+    def __init__(self) -> None:
+        self._spans: dict[tuple[str, bool], list[Interval]] = {}  # by service, and whether busy
+        self._names: dict[str, set[str]] = {}  # of the spans of each service
+        self._first_decode = math.inf
+        self._last_train = -math.inf
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """A row of kind "span"."""
+        service, name, start, end = row["service"], row["name"], row["start"], row["end"]
+        self._names.setdefault(service, set()).add(name)
+        spans = self._spans.setdefault((service, not is_idle(name)), [])
+        if spans and 0 <= start - spans[-1][1] < JOIN_S:
+            spans[-1] = (spans[-1][0], end)
+        else:
+            spans.append((start, end))
+        if name == "decode":
+            self._first_decode = min(self._first_decode, start)
+        elif name == "train_step":
+            self._last_train = max(self._last_train, end)
+
+    def overlap(self) -> Overlap | None:
+        """Of generation and training; None if not both were there."""
+        window = (self._first_decode, self._last_train)
+        if not window[0] < window[1] < math.inf:
+            return None
+        running = [span for spans in self._spans.values() for span in spans]
+        return overlap(self._busy("train_step"), self._busy("decode"), running, window)
+
+    def _busy(self, doing: str) -> list[Interval]:
+        """When those services that ever do `doing` did anything but wait."""
+        services = [service for service, names in self._names.items() if doing in names]
+        return [span for service in services for span in self._spans.get((service, True), ())]
 
 
 def write_summary(folder: RunFolder, summary: Mapping[str, Any]) -> None:
@@ -147,6 +193,9 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
                 + (f"; replayed {ledger['replayed']} times" if ledger.get("replayed") else ""),
             )
         )
+    if health := summary["health"]:
+        rows.append(("health", health_text(health, "/run")))
+    rows += [("warning", warning_text(one)) for one in summary["warnings"]]
     if both := summary["overlap"]:
         rows.append(
             (
@@ -159,7 +208,8 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append(
             (
                 "speed",
-                f"{summary['samples_per_s']:.0f} samples/s, {summary['tokens_per_s']:.0f} tokens/s",
+                f"{number(summary['samples_per_s'])} samples/s, "
+                f"{number(summary['tokens_per_s'])} tokens/s",
             )
         )
     if summary["restarts"]:
@@ -168,6 +218,17 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     if summary["model"]:
         rows.append(("model", summary["model"]))
     return rows
+
+
+def warning_text(warning: Mapping[str, Any]) -> str:
+    """A warning of a run that is over: from when to when it held, and its last sentence."""
+    until = "the end" if warning["until"] < 0 else f"step {warning['until']}"
+    return f"{warning['name']}, from step {warning['since']} to {until}: {warning['text']}"
+
+
+def warning_rows(rows: Iterable[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """The warnings of a run that is not over, for people: as they were first raised."""
+    return [("warning", f"{row['name']}: {row['text']}") for row in rows]
 
 
 def read_status(folder: RunFolder) -> dict[str, Any]:
@@ -182,14 +243,7 @@ def _push_seconds(pushes: list[Mapping[str, Any]]) -> dict[str, float]:
     """Median seconds of each phase of a push."""
     if not pushes:
         return {}
-    return {
-        phase: median(row.get(f"{phase}_s", 0.0) for row in pushes)
-        for phase in ("snapshot", "wire", "stage", "commit", "total")
-    }
-
-
-def _rate(steps: Iterable[Mapping[str, Any]], key: str, window_s: float) -> float | None:
-    return sum(row.get(key) or 0 for row in steps) / window_s if window_s else None
+    return {phase: median(row.get(f"{phase}_s", 0.0) for row in pushes) for phase in PHASES}
 
 
 def _share(value: float | None) -> str:

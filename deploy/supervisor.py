@@ -14,12 +14,14 @@ from typing import Any, Protocol
 
 from umbra.deploy.process import Usage, describe_exit, own_exit_code
 from umbra.deploy.restart import RestartPolicy
-from umbra.proto.errors import DivergedError, RejectedError, UsageError
+from umbra.proto.errors import DivergedError, FailedSamplesError, RejectedError, UsageError
 
 DRAIN_S = 15.0  # per wave; a trainer may have to end its step
 FINISH_S = 30.0  # from the first orderly exit to the last
 # The same would happen again.
-FINAL_CODES = (UsageError.exit_code, RejectedError.exit_code, DivergedError.exit_code)
+FINAL_CODES = tuple(
+    error.exit_code for error in (UsageError, RejectedError, DivergedError, FailedSamplesError)
+)
 ASKED_CODES = (0, -signal.SIGTERM)  # how a process may end that was asked to
 
 

@@ -20,6 +20,7 @@ from umbra.deploy.run_folder import RunFolder, last_lines
 from umbra.deploy.stage import (
     FORESEEN_CODES,
     Interrupted,
+    StageError,
     last_object,
     last_said,
     run_stage,
@@ -73,20 +74,32 @@ class Up:
         self._evaluate = evaluate and bool(config.eval.prompts)
         self._started = time.monotonic() if started is None else started
         self._outcome: dict[str, Any] = {}
+        self._trained = False  # a step in this life of the run
 
     def run(self) -> dict[str, Any]:
         """Run to the end, good or bad; the summary, which is also in the folder.
 
         Raises:
             UsageError: the configuration cannot work; nothing was started.
+            StageError: the run was to go on, and one of its services refuses that: the folder is as
+                it was before, but for its logs.
         """
-        self.check()
+        before = self.folder.remember() if self.folder.config.is_file() else None
+        try:
+            self.check()
+        except UmbraError:
+            if before is not None:
+                self.folder.put_back(before)
+            raise
         try:
             reason, code = self._phases()
         except Interrupted:
             reason, code = "interrupted", self._interrupts.exit_code
         except UmbraError as error:
             reason, code = str(error), error.exit_code
+        if before is not None and code in FORESEEN_CODES and not self._trained:
+            self.folder.put_back(before)
+            raise StageError(reason, code)
         total_s = time.monotonic() - self._started
         outcome = Outcome(exit_reason=reason, exit_code=code, total_s=total_s, **self._outcome)
         summary = summarise(self.folder, outcome)
@@ -114,7 +127,7 @@ class Up:
             folder=self.folder,
             environ=self.environ,
             interrupts=self._interrupts,
-            module="umbra.deploy.environment_check",
+            module="umbra.services.generator.environment_check",
         )
 
     def _phases(self) -> tuple[str, int]:
@@ -170,12 +183,15 @@ class Up:
             last_line=lambda name: last_said(self.folder, name),
         )
         progress = Progress(self.folder)
+        progress.poll()
+        steps = len(progress.rewards)
         try:
             self._start(supervisor, progress)
             while supervisor.poll():
                 self._turn(supervisor, progress)
         finally:
             progress.poll()
+            self._trained = len(progress.rewards) > steps
             self._view.update(progress, supervisor.states())
             progress.close()
             self._end_all(supervisor)

@@ -7,6 +7,8 @@
     |-- PeerLostError          5  a peer that we need went away
     |   `-- DeadlineError      5  a wait ended without its answer: names what it waited for
     |-- DivergedError          7  training has gone wrong, and would again
+    |   `-- MismatchError      7  generator and trainer do not agree on equal weights
+    |-- FailedSamplesError     8  too many samples fail for reasons of their own
     `-- WireError              6  bytes that are not a valid message
         `-- LimitError         6  a message above its size limits
 
@@ -60,6 +62,16 @@ class DivergedError(UmbraError):
     """Training has gone wrong, and would again from the same checkpoint."""
 
     exit_code = 7
+
+
+class FailedSamplesError(UmbraError):
+    """Too many samples fail for reasons that depend on their content: what is left is biased."""
+
+    exit_code = 8
+
+
+class MismatchError(DivergedError):
+    """A generator gives other log-probabilities than the trainer with the same weights."""
 
 
 class WireError(UmbraError):

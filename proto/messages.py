@@ -181,6 +181,7 @@ class Member(Record, frozen=True, kw_only=True):
     shares: dict[str, float] = {}
     clock_offset_s: float = 0.0
     clock_error_s: float = -1.0
+    progress_per_s: float = 0.0  # units of work as of late
 
 
 class Stuck(Record, frozen=True, kw_only=True):
@@ -197,6 +198,26 @@ class Curves(Record, frozen=True, kw_only=True):
 
     steps: list[int] = []  # the last one of each stretch
     values: dict[str, list[float | None]] = {}  # by name
+
+
+class RunWarning(Record, frozen=True, kw_only=True):
+    """Nothing is learned, or something is lost: which of the known names, and a sentence on it."""
+
+    name: str
+    text: str
+    figures: dict[str, float]
+    since: int  # version at which it was first raised
+    until: int = -1  # version at which it was over; -1 while it holds
+
+
+class Rates(Record, frozen=True, kw_only=True):
+    """What goes on per second, as of late."""
+
+    steps_per_s: float = 0.0  # committed
+    samples_per_s: float = 0.0  # trained: in committed batches
+    answers_per_s: float = 0.0  # complete answers that were accepted
+    issued_per_s: float = 0.0  # samples
+    ended_per_s: float = 0.0  # samples that are over without being trained on
 
 
 class Status(Message, frozen=True, kw_only=True):
@@ -223,6 +244,9 @@ class Status(Message, frozen=True, kw_only=True):
     ending: str = ""  # why the run ends, once it does
     finished: bool = False  # it ends because all steps are done
     refused: dict[str, int] = {}  # who was refused what for lack of the right key, in words
+    rates: Rates = Rates()
+    health: dict[str, float] = {}  # shares of groups, answers and samples that teach nothing
+    warnings: list[RunWarning] = []  # those that hold, and those that are over
 
 
 # -- data socket (buffer: ROUTER) ---------------------------------------------------------------

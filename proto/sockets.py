@@ -14,6 +14,7 @@ import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from socket import AF_INET, AF_INET6, create_server
 
 import zmq
 
@@ -230,15 +231,37 @@ def _socket(
     return socket
 
 
+def check_port_free(endpoint: str) -> None:
+    """Whether nobody listens at `endpoint`, which is to be bound soon; port * or 0 is free always.
+
+    Raises:
+        StartupError: another process does.
+    """
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    if not endpoint.startswith("tcp://") or not port.isdigit() or port == "0":
+        return
+    host = host.strip("[]")
+    try:
+        family = AF_INET6 if ":" in host else AF_INET
+        with create_server(("" if host == "*" else host, int(port)), family=family):
+            pass  # SO_REUSEADDR is set, as by ZeroMQ: only who listens is in the way
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise _in_use(endpoint) from error
+        # Whoever binds it says what else is wrong with it.
+
+
+def _in_use(endpoint: str) -> StartupError:
+    return StartupError(f"{endpoint} is in use by another process: stop it or choose another port")
+
+
 def _bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as error:
         socket.close(linger=0)
         if error.errno == errno.EADDRINUSE:
-            raise StartupError(
-                f"{endpoint} is in use by another process: stop it or choose another port"
-            ) from error
+            raise _in_use(endpoint) from error
         raise UsageError(
             f"cannot bind {endpoint!r}: {error}; write it as tcp://address-of-this-host:port"
         ) from error

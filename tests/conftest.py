@@ -5,6 +5,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from fakes.slowness import seconds
+
 # Before anything imports a library that would look for a hub: tests never use the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -12,8 +14,17 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import zmq
 
-TERM_DEADLINE_S = 5.0
+TERM_DEADLINE_S = seconds(5.0)
+QUIET_TIMEOUT_S = 60.0  # of a test without a mark of its own
 pytest_plugins = ["fakes.fixtures", "fakes.gpu_world", "fakes.keys"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Stretch each test's timeout, which is stated for a quiet machine, by this one's slowness."""
+    for item in items:
+        mark = item.get_closest_marker("timeout")
+        quiet = mark.args[0] if mark is not None else QUIET_TIMEOUT_S
+        item.add_marker(pytest.mark.timeout(seconds(quiet)), append=False)
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from umbra.deploy.report.page import page
 from umbra.deploy.report.recording import Recording
 from umbra.deploy.report.trace import write_trace
 from umbra.deploy.run_folder import RunFolder
-from umbra.deploy.summary import read_status, summary_rows
+from umbra.deploy.summary import read_status, summary_rows, warning_rows
 from umbra.proto.errors import EXIT_DONE
 
 
@@ -44,10 +44,11 @@ def write_report(folder: RunFolder, others: Sequence[Path] = ()) -> tuple[Path, 
     trace, report = folder.path / "trace.json", folder.path / "report.html"
     write_trace(recording, trace)
     summary = _read(folder.summary)
+    figures = gather(recording)
     text = page(
         folder.path.resolve().name,
-        gather(recording),
-        facts=summary_rows(summary) if summary else [],
+        figures,
+        facts=summary_rows(summary) if summary else warning_rows(figures.warnings),
         status=read_status(folder),
         config=_read(folder.config),
         skews=recording.clocks.worst,

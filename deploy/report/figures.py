@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from umbra.deploy.report.recording import Recording, Span
-from umbra.services.monitor.members import IDLE
 
 BINS = 120  # of the time, for the utilisation
 SLOWEST = 15
@@ -43,11 +42,6 @@ class Utilisation:
         """Seconds that are accounted for."""
         return sum(self.seconds.values())
 
-    @property
-    def idle(self) -> float:
-        """Of these, the idle ones."""
-        return sum(spent for name, spent in self.seconds.items() if name.startswith(IDLE))
-
 
 @dataclass
 class Figures:
@@ -58,6 +52,7 @@ class Figures:
     steps: list[Row] = field(default_factory=list[Row])
     pushes: dict[str, list[Row]] = field(default_factory=dict[str, list[Row]])  # by receiver
     evals: list[Row] = field(default_factory=list[Row])
+    warnings: list[Row] = field(default_factory=list[Row])  # as they were first raised
     utilisation: dict[str, Utilisation] = field(default_factory=dict[str, Utilisation])
     excerpt: list[Span] = field(default_factory=list[Span])
     slowest: list[Row] = field(default_factory=list[Row])
@@ -88,6 +83,8 @@ def gather(recording: Recording) -> Figures:
                 figures.pushes.setdefault(row["receiver"], []).append(row)
             case "eval":
                 figures.evals.append(row)
+            case "warning":
+                figures.warnings.append(row)
             case "sample":
                 figures.samples.append(row)
             case "slow_sample":

@@ -11,9 +11,8 @@ from typing import Any
 
 from umbra.deploy.report.figures import EXCERPT_S, Figures, Row, Utilisation
 from umbra.deploy.report.svg import bar_chart, gantt, line_chart, stacked_chart
-from umbra.services.monitor.members import IDLE, cause_of
+from umbra.services.runtime.figures import PHASES, busy, idle_causes, is_idle
 
-PHASES = ("snapshot", "wire", "stage", "commit", "total")
 CHARTS: dict[str, tuple[tuple[str, str], ...]] = {  # title -> (label, column) of each line
     "reward": (("mean", "reward/mean"), ("solved", "solved")),
     "loss": (("loss", "loss"),),
@@ -29,7 +28,8 @@ CHARTS: dict[str, tuple[tuple[str, str], ...]] = {  # title -> (label, column) o
         ("mean", "response_length/mean"),
         ("p99", "response_length/p99"),
     ),
-    "tokens/s while training": (("tokens/s", "tokens_per_s"),),
+    "tokens/s while training": (("tokens/s", "train_tokens_per_s"),),
+    "share of answers cut off": (("truncated", "truncated"),),
     "seconds of a step": (
         ("wait for batch", "seconds/wait_batch"),
         ("train", "seconds/train_step"),
@@ -158,14 +158,14 @@ def _ledger(status: Mapping[str, Any]) -> str:
 def colours(names: Iterable[str]) -> dict[str, tuple[str, str]]:
     """Classes of fill and background by activity: strong ones for work, pale ones for idleness."""
     found: dict[str, tuple[str, str]] = {}
-    busy = idle = 0
+    work = idle = 0
     for name in names:
-        if name.startswith(IDLE):
+        if is_idle(name):
             found[name] = (f"i{idle % 4}", f"j{idle % 4}")
             idle += 1
         else:
-            found[name] = (f"f{busy % 8}", f"b{busy % 8}")
-            busy += 1
+            found[name] = (f"f{work % 8}", f"b{work % 8}")
+            work += 1
     return found
 
 
@@ -173,15 +173,9 @@ def _utilisation(figures: Figures) -> Iterator[str]:
     rows: list[tuple[object, ...]] = []
     charts: list[str] = []
     for service, used in sorted(figures.utilisation.items()):
-        idle = {
-            cause_of(name): spent for name, spent in used.seconds.items() if name.startswith(IDLE)
-        }
-        causes = sorted(idle.items(), key=lambda item: -item[1])
-        told = ", ".join(
-            f"{cause} {spent / used.total:.0%}" for cause, spent in causes if used.total
-        )
-        busy = 1 - used.idle / used.total if used.total else 0.0
-        rows.append((service, f"{busy:.0%}", f"{used.total:.1f} s", told))
+        causes = idle_causes(used.seconds)
+        told = ", ".join(f"{cause} {share:.0%}" for cause, share in causes.items())
+        rows.append((service, f"{busy(used.seconds):.0%}", f"{used.total:.1f} s", told))
         charts.append(_stack(service, used, figures.seconds))
     yield table(("service", "busy", "of", "idle for want of"), rows)
     yield f'<div class="charts">{"".join(charts)}</div>'
@@ -192,7 +186,7 @@ def _stack(service: str, used: Utilisation, seconds: float) -> str:
     width = seconds / max(1, len(next(iter(used.bins.values()), [0.0])))
     layers = [
         (name, classes[name][0], [spent / width for spent in bins])
-        for name, bins in sorted(used.bins.items(), key=lambda item: item[0].startswith(IDLE))
+        for name, bins in sorted(used.bins.items(), key=lambda item: is_idle(item[0]))
     ]
     keys = " ".join(
         f'<span class="swatch {classes[name][1]}"></span>{escape(name)} '

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 
 from umbra.proto.messages import ReturnedSample
 from umbra.proto.records import Trajectory
@@ -17,7 +18,11 @@ log = logging.getLogger(__name__)
 
 
 class Answers:
-    """Accepts what is sound, in time and asked for; the rest is counted and changes nothing."""
+    """Accepts what is sound, in time and asked for; the rest is counted and changes nothing.
+
+    Args:
+        heard: gets each answer that is accepted.
+    """
 
     def __init__(
         self,
@@ -25,11 +30,13 @@ class Answers:
         batches: Batches,
         policy: StalenessPolicy,
         counters: Counter[str],
+        heard: Callable[[Trajectory], None] = lambda _: None,
     ) -> None:
         self._pool = pool
         self._batches = batches
         self._policy = policy
         self._counters = counters
+        self._heard = heard
 
     def submit(self, trajectory: Trajectory, sender: str, now: float) -> str | None:
         """Take the complete `trajectory`; the reason if it is refused.
@@ -56,7 +63,7 @@ class Answers:
         if fault is not None:
             log.warning("%s sent a malformed %s: %s", sender, sample.sample_id, fault)
             if sample.state is State.GENERATING:
-                self._pool.take_back(sample, lost=True)
+                self._pool.take_back(sample, lost=True, fault=fault)
             return self._refuse("malformed_trajectory", f"malformed: {fault}")
         unfit = self._unfit(sample, trajectory)
         if unfit is not None:
@@ -66,6 +73,7 @@ class Answers:
             self._counters["late_accepted"] += 1
         self._pool.accept(sample, trajectory, now)
         self._counters["accepted"] += 1
+        self._heard(trajectory)
         return None
 
     def hand_back(self, returned: ReturnedSample, sender: str) -> None:
@@ -76,7 +84,7 @@ class Answers:
             return
         if returned.failed:
             self._count_failure(sample, returned.reason, sender)
-            self._pool.fail(sample)
+            self._pool.fail(sample, returned.reason or "no reason given", own=True)
             return
         if returned.partial is not None:
             self._keep(sample, returned.partial, sender)

@@ -126,6 +126,7 @@ class Broker:
         self._deadline = 0.0  # for the others to leave, once the run is ending
         self._finish_request: Request | None = None  # waits for an evaluation
         self._moved = True  # anything, since the last `save`
+        self.failure = ""  # why the run ends badly, if so
         self._recovery = Recovery(
             works.journal,
             run={
@@ -139,6 +140,7 @@ class Broker:
             members=self.members,
             training=works.training,
             run_ahead=works.run_ahead,
+            health=works.health,
             evals=works.evals,
             gate=works.gate,
             prompts=prompts,
@@ -205,6 +207,7 @@ class Broker:
             self._remove(peer, f"dead: silent for {now - peer.heard_at:.0f} s", lost=True)
         self.works.tick(now)
         self.room.check(now)
+        self._overview.tick(now)
         return self._settle(now)
 
     def drain(self, reason: str, now: float) -> list[Effect]:
@@ -283,7 +286,7 @@ class Broker:
             return
         match request.body:
             case Heartbeat() as body:
-                self._beat(request, peer, body)
+                self._beat(request, peer, body, now)
             case Leave() as body:
                 log.info("%s has left: %s", peer.name, body.reason)
                 self._remove(peer, body.reason, lost=False)
@@ -318,8 +321,8 @@ class Broker:
                 reason = f"{type(body).__name__} is nothing that the buffer is asked"
                 self._refuse(request, Nack(code="unexpected", reason=reason, path="type"))
 
-    def _beat(self, request: Request, peer: Peer, body: Heartbeat) -> None:
-        self.members.beat(peer, body)
+    def _beat(self, request: Request, peer: Peer, body: Heartbeat, now: float) -> None:
+        self.members.beat(peer, body, now)
         weights, incarnation = self.members.hub
         ack = HeartbeatAck(
             version=self.batches.version,
@@ -378,6 +381,9 @@ class Broker:
         """Serve what is parked with whatever the event has opened up; the event's effects."""
         self._moved = True
         self.works.settle(now)
+        if self.state == "ready" and (why := self.works.health.verdict):
+            self.failure = why
+            self._stop(why, now)
         request = self._finish_request
         if request is not None and not self.works.evals.is_open:
             self._finish_request = None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from queue import SimpleQueue
-from threading import Thread
+
+from umbra.services.runtime.threads import service_thread
 
 
 class Committer:
@@ -19,7 +20,7 @@ class Committer:
         self._wake = wake
         self._writes: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._ends: SimpleQueue[BaseException | None] = SimpleQueue()
-        self._thread = Thread(target=self._run, name="commit", daemon=True)
+        self._thread = service_thread(self._run, "commit")
         self._thread.start()
 
     @property

@@ -1,8 +1,9 @@
 """The durable store: an append-only log in segment files, with an index in memory.
 
-A commit appends one group of records and waits for the disk, however many requests it stands for. A value is read back from its place in the file, unless it is small. The oldest segment is
-cleaned when much of the log is outdated: what still counts in it is appended anew, then the file
-goes. As it is always the oldest, no deletion in it has anything left to delete.
+A commit appends one group of records and waits for the disk, however many requests it stands for.
+A value is read back from its place in the file, unless it is small. The oldest segment is cleaned
+when much of the log is outdated: what still counts in it is appended anew, then the file goes. As
+it is always the oldest, no deletion in it has anything left to delete.
 
 What was acknowledged is named by the head of the store (see `head`), which is written, and on the
 disk, after the group and before the answer: nothing of it can be gone without a word.
@@ -409,7 +410,7 @@ def lock(directory: Path) -> int:
     Raises:
         StoreError: another process has it.
     """
-    fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

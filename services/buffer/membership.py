@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from umbra.proto.messages import Heartbeat, Join, Member, Nack, Role, State, Stuck
+from umbra.services.buffer.meter import Meter
 from umbra.services.runtime.config import Buffer
 from umbra.services.runtime.server import Request
 
@@ -44,6 +45,7 @@ class Peer:
     shares: dict[str, float] = field(default_factory=dict[str, float])
     clock_offset_s: float = 0.0
     clock_error_s: float = -1.0
+    meter: Meter | None = None  # of its progress, from its first heartbeat on
 
     @property
     def is_single(self) -> bool:
@@ -67,6 +69,7 @@ class Peer:
             shares=dict(self.shares),
             clock_offset_s=self.clock_offset_s,
             clock_error_s=self.clock_error_s,
+            progress_per_s=0.0 if self.meter is None else self.meter.rate(now),
         )
 
 
@@ -172,11 +175,14 @@ class Membership:
             code="not_member", reason=f"{header.sender!r} is not a member: {why}", path="sender"
         )
 
-    def beat(self, peer: Peer, body: Heartbeat) -> None:
+    def beat(self, peer: Peer, body: Heartbeat, now: float) -> None:
         """Take over what a heartbeat tells."""
         peer.state = body.state
         peer.activity = body.activity
         peer.progress = body.progress
+        if peer.meter is None:
+            peer.meter = Meter(body.progress, now)
+        peer.meter.see(body.progress, now)
         peer.idle_s = body.idle_s
         peer.stats = dict(body.stats)
         peer.shares = dict(body.shares)
@@ -235,6 +241,8 @@ class Membership:
             elif peer.state == "ready" and idle_s > self._stall_s:
                 what = f"no progress in {peer.activity!r}"
                 action = "none: look at its log, restart it if need be"
+                if peer.role == "generator":
+                    action = "it ends itself after generator.stall_s"
                 found.append(Stuck(what=what, holder=peer.name, age_s=idle_s, action=action))
             skew_s = abs(peer.clock_offset_s)
             if peer.clock_error_s >= 0 and skew_s - peer.clock_error_s > SKEW_S:

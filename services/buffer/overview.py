@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from umbra.proto.messages import State, Status
 from umbra.services.buffer.membership import Membership
+from umbra.services.buffer.meter import Throughput
 from umbra.services.buffer.report import Report
 from umbra.services.buffer.room import Room
 from umbra.services.buffer.works import Works
@@ -51,8 +52,13 @@ class Overview:
         self._started_at = started_at
         self._wire_counters = wire_counters
         self._refusals = refusals
+        self._throughput = Throughput(works.counts, started_at)
         self._last: Status | None = None
         self._last_at = 0.0
+
+    def tick(self, now: float) -> None:
+        """Take note of the time at which counts change."""
+        self._throughput.see(now)
 
     def recent(self, now: float, *, finished: bool) -> Status:
         """The state of a moment ago at the oldest; state and pause are always those of now."""
@@ -99,6 +105,9 @@ class Overview:
             curves=works.training.curves.record(),
             events=self._events,
             refused=dict(self._refusals.counts),
+            rates=self._throughput.rates(now),
+            health=works.health.figures(),
+            warnings=works.health.warnings(),
             paused=works.gate.reason,
             ending=self.ending,
             finished=finished,

@@ -10,6 +10,7 @@ from umbra.proto.errors import UsageError
 from umbra.services.buffer.batches import Batches
 from umbra.services.buffer.evals import Evals
 from umbra.services.buffer.gate import Gate
+from umbra.services.buffer.health import Health
 from umbra.services.buffer.journal import Journal
 from umbra.services.buffer.membership import Membership
 from umbra.services.buffer.prompts import Prompts
@@ -43,6 +44,7 @@ class Recovery:
         members: Membership,
         training: Training,
         run_ahead: RunAhead,
+        health: Health,
         evals: Evals,
         gate: Gate,
         prompts: Prompts,
@@ -56,6 +58,7 @@ class Recovery:
         self._members = members
         self._training = training
         self._run_ahead = run_ahead
+        self._health = health
         self._evals = evals
         self._gate = gate
         self._prompts = prompts
@@ -137,6 +140,7 @@ class Recovery:
             "last_staleness": batches.last.sums(),
             "committer": self._training.committer,
             "run_ahead": self._run_ahead.record(),
+            "health": self._health.record(),
             "prompts": self._prompts.position(),
             "finished": self.finished,
             "paused": self._gate.reason,
@@ -160,6 +164,7 @@ class Recovery:
         batches.last = StalenessStats(**record["last_staleness"])
         self._training.committer = record["committer"]
         self._run_ahead.restore(record["run_ahead"])
+        self._health.restore(record.get("health", {}))
         self.finished = record["finished"]
         self._gate.shut(record["paused"])
         self._counters.update(record["counters"])

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 from umbra.proto.records import SampleTask, Trajectory
 from umbra.services.buffer.groups import Group, GroupRules, Outcome, Sample, State
+from umbra.services.buffer.health import SampleFailure
 from umbra.services.buffer.ledger import RunningLedger
 from umbra.services.buffer.prompts import GroupEnd, Prompt
 from umbra.services.buffer.queueing import Deadlines, Queue
@@ -65,6 +66,7 @@ class Pool:
         self.held: defaultdict[str, dict[str, Sample]] = defaultdict(dict)  # by holder
         self.over: OrderedDict[str, Outcome] = OrderedDict()
         self.group_ends: list[GroupEnd] = []  # since they were taken
+        self.failures: list[SampleFailure] = []  # so with these
         self.openings = 0  # counts whatever may let a waiting generator have work
         self._rules = rules
         self._stages = tuple(stages)
@@ -169,17 +171,18 @@ class Pool:
         sample.segments = 0
         self._touch(sample)
 
-    def take_back(self, sample: Sample, *, lost: bool) -> None:
+    def take_back(self, sample: Sample, *, lost: bool, fault: str = "") -> None:
         """End the lease on `sample` and queue it again.
 
         Only `lost` leases count against `max_attempts`, after which it fails: handing a sample back
-        is no failure of it.
+        is no failure of it. `fault` is what is wrong with its answer, if that is why.
         """
         sample.lost += lost
         if sample.lost >= self._max_attempts:
             self.counters["attempts_exhausted"] += 1
             log.warning("%s failed: %d leases were lost", sample.sample_id, sample.lost)
-            self.fail(sample)
+            why = f"malformed answer: {fault}" if fault else f"{sample.lost} leases were lost"
+            self.fail(sample, why, own=bool(fault))
             return
         sample.segments += sample.oldest is not None
         self._requeue(sample)
@@ -215,12 +218,20 @@ class Pool:
         sample.stage = sample.score_attempts = sample.score_losses = 0
         self._requeue(sample)
 
-    def fail(self, sample: Sample) -> None:
-        """`sample` cannot be had: its group goes on without it, or ends as failed."""
-        if self._rules.can_lose(sample.group):
-            self.cut(sample.group, [sample], "failed")
+    def fail(self, sample: Sample, reason: str, *, own: bool) -> None:
+        """`sample` cannot be had: its group goes on without it, or ends as failed.
+
+        `own` says that the `reason` may depend on its content.
+        """
+        group = sample.group
+        alone = self._rules.can_lose(group)
+        count = 1 if alone else len(group.samples)
+        prompt = group.prompt.prompt_id
+        self.failures.append(SampleFailure(sample.sample_id, prompt, reason, count, own))
+        if alone:
+            self.cut(group, [sample], "failed")
         else:
-            self.end(sample.group, "failed")
+            self.end(group, "failed")
 
     def cut(self, group: Group, samples: Sequence[Sample], reason: str) -> None:
         """End some `samples` of `group`, which goes on without them."""

@@ -97,13 +97,13 @@ class Scoring:
             return "this lease is not the sender's any more"
         sample = lease.sample
         if score.error:
-            self._lose(lease, score.error)
+            self._lose(lease, score.error, own=True)
             return None
         trajectory = lease.pool.shelf.get(sample.sample_id)
         fault = _fault(stage, score, trajectory)
         if fault is not None:
             self._counters["malformed_scores"] += 1
-            self._lose(lease, fault)
+            self._lose(lease, fault, own=True)
             return f"malformed: {fault}"
         del self.leases[sample.sample_id]
         lease.pool.scored(sample, _merge(stage, score, trajectory), now)
@@ -124,14 +124,15 @@ class Scoring:
                 del self.leases[lease.sample.sample_id]
             elif lease.deadline <= now:
                 self._counters["expired_scoring_leases"] += 1
-                self._lose(lease, f"{lease.holder} did not answer within {self._lease_s:g} s")
+                why = f"{lease.holder} did not answer within {self._lease_s:g} s"
+                self._lose(lease, why, own=False)
 
     def take_all_back(self, holder: str, *, lost: bool) -> int:
         """Take back whatever `holder` has; only `lost` leases count as attempts."""
         held = [lease for lease in self.leases.values() if lease.holder == holder]
         for lease in held:
             if lost:
-                self._lose(lease, f"{holder} is gone")
+                self._lose(lease, f"{holder} is gone", own=False)
             else:
                 self._requeue(lease)
         return len(held)
@@ -160,8 +161,8 @@ class Scoring:
         sample = lease.sample
         return _is_in(sample, lease.pool, lease.stage) and sample.score_attempts == lease.attempt
 
-    def _lose(self, lease: Lease, reason: str) -> None:
-        """The attempt was for nothing: try again, or give up."""
+    def _lose(self, lease: Lease, reason: str, *, own: bool) -> None:
+        """The attempt was for nothing: try again, or give up. `own` as of `Pool.fail`."""
         sample = lease.sample
         if not self._is_current(lease):
             del self.leases[sample.sample_id]
@@ -175,7 +176,7 @@ class Scoring:
         self._counters["scoring_failures"] += 1
         if count_reason(self._counters, f"{lease.stage}: {reason}"):
             log.warning("%s failed in stage %s: %s", sample.sample_id, lease.stage, reason)
-        lease.pool.fail(sample)
+        lease.pool.fail(sample, f"{lease.stage}: {reason}", own=own)
 
     def _requeue(self, lease: Lease) -> None:
         del self.leases[lease.sample.sample_id]

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from umbra.proto.errors import EXIT_DONE, UsageError
+from umbra.proto.errors import EXIT_DONE, FailedSamplesError, UsageError
 from umbra.proto.messages import CONTROL, DATA, Welcome
 from umbra.services.buffer.addresses import Addresses
 from umbra.services.buffer.broker import Broker, Endpoints
@@ -41,6 +41,7 @@ def serve(context: ServiceContext) -> int:
         UsageError: bad prompts, an address that cannot be bound, or the store of another run.
         StartupError: the address is taken.
         StoreError: the store is damaged, foreign, or in use.
+        FailedSamplesError: the run was ended because too many samples failed.
     """
     config = context.config
     check_feasible(config)
@@ -77,6 +78,8 @@ def serve(context: ServiceContext) -> int:
             Service(context, server, broker, store).run()
         finally:
             _write_status(context.run_dir, broker)
+    if broker.failure:
+        raise FailedSamplesError(broker.failure)
     return EXIT_DONE
 
 

@@ -42,6 +42,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.figures import staleness as split
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,16 +112,6 @@ class StalenessPolicy:
         if self.run_ahead > self.bound:
             text += "; max_staleness keeps generation from using all of run_ahead"
         return text
-
-
-def split(oldest: int, newest: int, version: int) -> tuple[int, int, int]:
-    """Staleness at training as `(total, in flight, in queue)`.
-
-    In flight is the part that passed while the sample was generated, in queue the rest.
-    """
-    total = version - oldest
-    in_flight = min(total, newest - oldest)
-    return total, in_flight, total - in_flight
 
 
 @dataclass(slots=True)

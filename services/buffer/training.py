@@ -22,6 +22,7 @@ from umbra.services.buffer.curves import StepCurves
 from umbra.services.buffer.effects import Outbox
 from umbra.services.buffer.evals import Evals
 from umbra.services.buffer.gate import Gate
+from umbra.services.buffer.health import Health
 from umbra.services.buffer.run_ahead import RunAhead
 from umbra.services.buffer.samples import Pool
 from umbra.services.buffer.shelf import digest
@@ -51,7 +52,7 @@ class Training:
         gate: while it is shut no batch is handed out.
         evals: while training waits for one of them, no new batch is formed.
         formed: called when a new batch was formed.
-        run_ahead: hears what the trainer says of each batch.
+        run_ahead: hears what the trainer says of each batch; so does `health`.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Training:
         evals: Evals,
         formed: Callable[[], None],
         run_ahead: RunAhead,
+        health: Health,
         counters: Counter[str],
         outbox: Outbox,
     ) -> None:
@@ -81,6 +83,7 @@ class Training:
         self._evals = evals
         self._formed = formed
         self._run_ahead = run_ahead
+        self._health = health
         self._counters = counters
         self._outbox = outbox
         self._question: _Question | None = None
@@ -255,6 +258,7 @@ class Training:
 
     def _heard(self, body: CommitBatch) -> None:
         """What the trainer has measured of a batch."""
+        self._health.trained(body.step, body.metrics)
         if body.metrics.get("skipped") == 1.0:
             self._counters["batches_skipped"] += 1
         ess = body.metrics.get("ess")

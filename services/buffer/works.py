@@ -13,6 +13,7 @@ from umbra.services.buffer.effects import Outbox
 from umbra.services.buffer.evals import EvalAnswers, Evals
 from umbra.services.buffer.gate import Gate
 from umbra.services.buffer.groups import GroupRules
+from umbra.services.buffer.health import Health
 from umbra.services.buffer.interrupts import Interrupts
 from umbra.services.buffer.journal import Journal
 from umbra.services.buffer.leases import Leases
@@ -63,6 +64,7 @@ class Works:
         buffer = config.buffer
         self.counters = counters
         self.gate = Gate()
+        self.health = Health(config)
         self.policy = StalenessPolicy.of(config)
         self.pool = Pool(
             rules=GroupRules.of(buffer),
@@ -109,7 +111,7 @@ class Works:
             self.pool,
             self.batches,
             self.leases,
-            Answers(self.pool, self.batches, self.policy, counters),
+            Answers(self.pool, self.batches, self.policy, counters, self.health.answered),
             self.evals,
             EvalAnswers(eval_pool, self.batches, self.policy, counters),
             self.gate,
@@ -141,10 +143,23 @@ class Works:
             evals=self.evals,
             formed=self.interrupts.batch_formed,
             run_ahead=self.run_ahead,
+            health=self.health,
             counters=counters,
             outbox=outbox,
         )
         self._prompts = prompts
+        self._outbox = outbox
+
+    def counts(self) -> dict[str, int]:
+        """What `Throughput` measures."""
+        ledger = self.pool.ledger
+        return {
+            "steps_per_s": self.batches.version,
+            "samples_per_s": ledger.trained,
+            "answers_per_s": self.health.answers,
+            "issued_per_s": ledger.issued,
+            "ended_per_s": ledger.ended.total(),
+        }
 
     def tick(self, now: float) -> None:
         """Leases that expire, waits that are over."""
@@ -153,6 +168,11 @@ class Works:
         self.scorers.expire(now)
         self.rollouts.expire(now)
         self.training.expire(now)
+        for warning in self.health.look(self.batches.version):
+            log.warning("%s: %s", warning.name, warning.text)
+            self._outbox.measure(
+                "warning", name=warning.name, text=warning.text, figures=warning.figures
+            )
 
     def settle(self, now: float) -> None:
         """Serve what is parked with whatever an event has opened up; check the balances."""
@@ -160,7 +180,13 @@ class Works:
             self.evals.advance(now)
         for end in self.pool.group_ends:
             self._prompts.ended(end)
+            if end.reason != "failed":
+                self.health.group(end.rewards)
         self.pool.group_ends.clear()
+        for failure in self.pool.failures:
+            self.health.failed(failure)
+        self.pool.failures.clear()
+        self.evals.pool.failures.clear()  # they are told in its report
         self.training.serve(now)
         self.scorers.serve(now)
         self.rollouts.serve(now)

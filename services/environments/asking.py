@@ -42,13 +42,15 @@ class Turn:
 class Ask:
     """An agent's wish for one turn of the model.
 
-    `messages` are those since the model's last turn, in the first ask all of them; with `text` the
-    model goes on from plain text instead. `reply` is called once, from any thread.
+    `messages` are those since the model's last turn, in the first ask all of them, and `calls` the
+    tools that this turn called, as the agent was told; with `text` the model goes on from plain
+    text instead. `reply` is called once, from any thread.
     """
 
     reply: Callable[[Turn | UmbraError], None]
     messages: list[Message] = field(default_factory=list)
     tools: list[dict[str, Any]] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
     text: str | None = None
     max_tokens: int = 0  # of the turn, at most; 0 = as configured
     pieces: bool = False

@@ -30,6 +30,7 @@ from umbra.services.environments.frames import (
     read_from_worker,
 )
 from umbra.services.environments.loading import name_of
+from umbra.services.environments.loop_thread import ends_with_it
 from umbra.services.environments.plays import Result
 from umbra.services.environments.worker import overdue
 from umbra.services.runtime.config import Environment
@@ -322,9 +323,10 @@ class Crew:
         return worker
 
     def _spawn(self, coroutine: Coroutine[object, object, None]) -> None:
-        task = asyncio.ensure_future(coroutine)
+        task = asyncio.create_task(coroutine, name="the keeper of environment processes")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(ends_with_it)
 
 
 def _differs(call: _Call, results: list[Result]) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar, TypeVarTuple
+
+from umbra.services.runtime.threads import ends_process, service_thread
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -20,7 +21,8 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._name = name
+        self._thread = service_thread(self._run, name)
         self._thread.start()
 
     @property
@@ -29,9 +31,10 @@ class LoopThread:
         return self._loop.is_closed()
 
     def call(self, function: Callable[[*Ts], object], *args: *Ts) -> None:
-        """Call `function` there, soon; never, if it is closed."""
+        """Call `function` there, soon; never, if it is closed. What it raises ends the process."""
         if not self.closed:
-            self._loop.call_soon_threadsafe(function, *args)
+            guarded = ends_process(function, f"the thread {self._name}")
+            self._loop.call_soon_threadsafe(guarded, *args)
 
     def wait(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """Run `coroutine` there to its end, and return its result.
@@ -52,3 +55,9 @@ class LoopThread:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
+
+
+def ends_with_it(task: asyncio.Task[None]) -> None:
+    """To be called when `task`, whose result nobody takes, is done: its error ends the process."""
+    if not task.cancelled():
+        ends_process(task.result, task.get_name())()

@@ -96,6 +96,23 @@ class Plays:
                 for part, value in result.reward_parts.items()
             },
             reason=str(result.reason),
+            tool_calls=self._calls(result.tool_calls),
+        )
+
+    def _calls(self, calls: Any) -> list[dict[str, Any]]:
+        try:
+            well_formed = all(
+                isinstance(call["function"]["name"], str)
+                and isinstance(call["function"]["arguments"], dict)
+                for call in calls
+            )
+        except (TypeError, KeyError):
+            well_formed = False
+        if isinstance(calls, list) and well_formed:
+            return calls
+        raise SampleError(
+            f'{self._name}: step gave tool_calls {calls!r} instead of a list of {{"id": ..., '
+            '"type": "function", "function": {"name": ..., "arguments": {...}}}'
         )
 
     def _number(self, value: Any, what: str) -> float:

@@ -32,7 +32,9 @@ class StepResult(msgspec.Struct, frozen=True, tag="step"):
     """The answer to one turn of the model: the end (`done`), or `messages` to go on from.
 
     Rewards of the turns add up. `reason` is the finish reason of a finished sample: "turns" if the
-    environment's turns ran out, "stop" otherwise.
+    environment's turns ran out, "stop" otherwise. `tool_calls` are the calls that the environment
+    read in the model's turn, as chat templates take them, if `messages` answer calls:
+    `{"id": ..., "type": "function", "function": {"name": ..., "arguments": {...}}}`.
     """
 
     reward: float = 0.0
@@ -40,6 +42,7 @@ class StepResult(msgspec.Struct, frozen=True, tag="step"):
     messages: list[Message] = msgspec.field(default_factory=list)
     reward_parts: dict[str, float] = msgspec.field(default_factory=dict)
     reason: str = "stop"
+    tool_calls: list[dict[str, Any]] = msgspec.field(default_factory=list)
 
 
 class Environment(Protocol):

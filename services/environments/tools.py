@@ -41,6 +41,11 @@ class ToolCall:
     name: str
     arguments: dict[str, Any]
 
+    def as_message(self, call_id: str) -> dict[str, Any]:
+        """The call as it stands in an assistant's message."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": call_id, "type": "function", "function": function}
+
 
 def parse_tool_calls(response: str) -> list[ToolCall | ToolCallError]:
     """The calls in `response`, in order; a malformed one as its error."""
@@ -124,7 +129,19 @@ class ToolUse:
             {"role": "tool", "content": f"error: {a}" if isinstance(a, ToolCallError) else a}
             for a in answers
         ]
-        return StepResult(done=False, messages=messages, reward_parts=parts)
+        # Calls are told as such if all could be read; else they are the text of the model's turn.
+        told = [
+            call.as_message(f"call_{index}")
+            for index, call in enumerate(calls)
+            if isinstance(call, ToolCall)
+        ]
+        whole = len(told) == len(calls)
+        return StepResult(
+            done=False,
+            messages=messages,
+            reward_parts=parts,
+            tool_calls=told if whole else [],
+        )
 
     def _right(self, response: str) -> bool:
         wanted = last_number(self._answer)

@@ -73,6 +73,8 @@ class Worker:
             del self._under_way[play.key]
         if task.cancelled():
             self._write(frame(Played(play.number, error="its sample is over")))
+        elif (error := task.exception()) is not None:
+            self._write(frame(Played(play.number, error=f"the environment: {error!r}")))
 
     def _write(self, reply: bytes) -> None:
         self._out.write(reply)

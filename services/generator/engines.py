@@ -67,7 +67,7 @@ def _vllm(config: RunConfig, name: str) -> OpenEngine:
 
     require_vllm()
     tokenizer = load_tokenizer(config.model.path)
-    outline = outline_model(config.model.path)
+    outline = outline_model(config.model.path, checked=config.model.checked)
     stops = stop_ids(outline, tokenizer) | named_tokens(tokenizer, config.sampling.stop_tokens)
     set_environment(config.generator)
     from umbra.services.generator.vllm_engine import VllmEngine  # brings vLLM
@@ -94,7 +94,7 @@ def _torch(config: RunConfig, name: str) -> OpenEngine:
     device = pick_device(config.generator.device)
     dtype = getattr(torch, config.weight_hub.dtype)  # it computes in what it is served
     tokenizer = load_tokenizer(config.model.path)
-    model = load_model(config.model.path, device, dtype)
+    model = load_model(config.model.path, device, dtype, checked=config.model.checked)
     stops = stop_ids(model, tokenizer) | named_tokens(tokenizer, config.sampling.stop_tokens)
     engine = TorchEngine(
         model,

@@ -66,7 +66,7 @@ def evaluate_model(
         torch.set_num_threads(config.generator.threads)
     where = pick_device(config.generator.device)
     tokenizer = load_tokenizer(path, source)
-    model = load_model(path, where, _dtype(where), source)
+    model = load_model(path, where, _dtype(where), source, config.model.checked)
     stops = stop_ids(model, tokenizer) | named_tokens(tokenizer, config.sampling.stop_tokens)
     max_context = config.generator.max_context
     engine = TorchEngine(

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from umbra.proto.errors import UmbraError, UsageError
+from umbra.proto.errors import UmbraError
 from umbra.proto.messages import ReturnedSample
 from umbra.proto.records import SampleTask
 from umbra.services.generator.activity import Activity
@@ -25,19 +25,18 @@ from umbra.services.generator.engine import (
 )
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.showcase import Showcase
+from umbra.services.generator.stall import StallWatch
 from umbra.services.generator.streaming import BrokenOffError, Streaming
 from umbra.services.modeling.weights import tensors_in
 from umbra.services.runtime.metrics import MetricsFile
 from umbra.services.runtime.receiver import Receiver, StagedVersion
 from umbra.services.runtime.session import Session
+from umbra.services.runtime.threads import foreseen
 
 DRAIN_S = 10.0  # to hand back what is unfinished
 _IDLE_WAIT_S = 0.005  # new weights are noticed within this time
 _STATS_EVERY_S = 1.0
 _FAILURES_LOGGED = 20
-# So many failures and nothing else, for so long, are a mistake in the run, not in its samples.
-_HOPELESS_SAMPLES = 256
-_HOPELESS_S = 30.0
 # Samples that wait for slow environments take no slot; more than this many times the slots are not
 # leased, or an environment that is too slow for good would pile them up.
 _MOST_ACTIVE = 4
@@ -61,6 +60,7 @@ class GeneratorLoop:
         wake: set by other threads when there may be something to do.
         showcase: gets what is finished.
         streaming: the receiver keeps no copy: load through this.
+        watch: is told what comes of the engine's work.
         clock: seconds since the epoch.
     """
 
@@ -79,6 +79,7 @@ class GeneratorLoop:
         wake: threading.Event,
         showcase: Showcase,
         streaming: Streaming | None = None,
+        watch: StallWatch,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._session = session
@@ -94,11 +95,11 @@ class GeneratorLoop:
         self._wake = wake
         self._showcase = showcase
         self._streaming = streaming
+        self._watch = watch
         self._clock = clock
         self._activity = Activity(metrics, clock)
         self._finished = 0
         self._failed = 0
-        self._failed_at = 0.0  # the first time
         self._stats_at = clock()
         self._stats_tokens = 0
         self._prompt_tokens = 0  # read by the engine
@@ -107,17 +108,22 @@ class GeneratorLoop:
         """Turn until asked to stop, then hand back what is unfinished.
 
         Raises:
-            EngineError: the engine broke. What was finished before is delivered; the rest goes to
-                others when this process leaves, from where it was flushed last.
-            UmbraError: the buffer refused our work, the weights do not fit, or every sample fails.
+            EngineError: the engine broke, or anything else that nobody foresaw. What was finished
+                before is delivered; the rest goes to others when this process leaves, from where it
+                was flushed last.
+            UmbraError: the buffer refused our work, or the weights do not fit.
         """
         try:
             while not self._session.stopping.is_set():
                 self.turn()
         except EngineError:
-            self._deliver()
-            self._buffer.flush(DRAIN_S)
+            self._deliver_last()
             raise
+        except UmbraError:
+            raise
+        except Exception as error:
+            self._deliver_last()
+            raise EngineError(str(foreseen(error, "the generator"))) from error
         if self._session.failure is not None:
             return  # nobody is there to take anything back
         self.drain(self._session.stop_reason or "stopped")
@@ -133,6 +139,7 @@ class GeneratorLoop:
             self._buffer.give_back(self._runner.interrupt(interrupt.leases, interrupt.reason))
         if self._engine.version >= 0 and self._staged is None:
             self._buffer.ask(self._capacity(), self._engine.version)
+        self._watch.waits("decoding", self._engine.live)
         before, live, read = self._engine.decoded_tokens, self._engine.live, self._prompt_tokens
         self._runner.poll(_IDLE_WAIT_S)
         tokens = self._engine.decoded_tokens - before
@@ -141,7 +148,11 @@ class GeneratorLoop:
         self._buffer.save(self._runner.flush())
         self._buffer.renew(self._runner.leases)
         if tokens or self._engine.busy:
-            self._session.progress("decoding", tokens)
+            if tokens:
+                self._session.progress("decoding", tokens)
+                self._watch.moved()
+            else:
+                self._session.waits("decoding")
             self._activity.decoding(
                 started,
                 tokens,
@@ -172,7 +183,16 @@ class GeneratorLoop:
         )
         self._buffer.flush(DRAIN_S)
 
+    def _deliver_last(self) -> None:
+        """What is finished must not be lost with the engine; what broke may break this as well."""
+        try:
+            self._deliver()
+            self._buffer.flush(DRAIN_S)
+        except Exception:
+            log.exception("what is finished could not be delivered")
+
     def _load_weights(self) -> None:
+        self._receiver.check()  # also while no weights are wanted
         if self._staged is None and not self._keeps_version():
             self._staged = self._receiver.poll()
         staged = self._staged
@@ -180,8 +200,10 @@ class GeneratorLoop:
             return
         self._staged = None
         start = self._clock()
+        self._watch.waits(f"loading version {staged.version}", self._engine.live)
         try:
             aborted = self._load(staged)
+            self._watch.moved()
         except BrokenOffError as error:
             self._receiver.committed(staged, self._clock() - start, error=str(error))
             log.warning("%s", error)
@@ -247,21 +269,9 @@ class GeneratorLoop:
         self._showcase.finished(finished)
         for sample in failed:
             self._failed += 1
-            if self._failed == 1:
-                self._failed_at = self._clock()
             if self._failed <= _FAILURES_LOGGED:
                 log.warning("sample %s: %s", sample.sample_id, sample.reason)
             self._session.emit("sample_failed", sample=sample.sample_id, reason=sample.reason)
-        if failed and not self._finished:
-            self._check_hope(failed[-1].reason)
-
-    def _check_hope(self, reason: str) -> None:
-        tried_s = self._clock() - self._failed_at
-        if self._failed >= _HOPELESS_SAMPLES and tried_s >= _HOPELESS_S:
-            raise UsageError(
-                f"all of the first {self._failed} samples failed, within {tried_s:.0f} s; the "
-                f"last one: {reason}"
-            )
 
     def _idle(self, started: float) -> None:
         if self._engine.version < 0:
@@ -271,6 +281,7 @@ class GeneratorLoop:
         else:
             reason, activity = "work", "waiting for samples"
         self._session.progress(activity, 0)
+        self._watch.moved()
         self._wake.wait(_IDLE_WAIT_S)
         self._wake.clear()
         self._activity.idle(started, reason)
@@ -282,7 +293,7 @@ class GeneratorLoop:
             return
         tokens = self._engine.decoded_tokens
         self._session.stats(
-            tok_s=(tokens - self._stats_tokens) / elapsed,
+            decoded_per_s=(tokens - self._stats_tokens) / elapsed,
             live=self._engine.live,
             active=self._runner.active,
             version=self._engine.version,

@@ -10,6 +10,7 @@ from pathlib import Path
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Sampling
 from umbra.services.environments.pool import EnvironmentPool, open_pool
+from umbra.services.generator.template_check import check_template
 from umbra.services.modeling.chat import Chat
 from umbra.services.runtime.config import Environment, RunConfig
 
@@ -34,10 +35,12 @@ def open_environments(
         wake: called, from any thread, whenever there may be something to do.
 
     Raises:
-        UsageError: environment or agent can't be loaded, or the address can't be served.
+        UsageError: environment or agent can't be loaded, the model's chat template can't write its
+            turns, or the address can't be served.
         StartupError: its ports are taken.
         DeadlineError: loading took too long.
     """
+    check_template(environment, chat)
     if environment.kind != "agent":
         return open_pool(environment, wake=wake)
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 
 from umbra.proto.errors import UsageError
 from umbra.services.generator.replay_model import ReplayModel
+from umbra.services.runtime.metrics import parse_row
 
 _QUANTILES = 101
 _LEAST_SPANS = 8  # three numbers are fitted, and a part is left out
@@ -95,7 +95,8 @@ def _least_squares(work: NDArray[np.float64], seconds: NDArray[np.float64]) -> l
 
 
 def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             if line.endswith("\n") and '"kind":"span"' in line:
-                yield json.loads(line)
+                if (row := parse_row(line)) is not None:
+                    yield row

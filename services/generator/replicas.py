@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from umbra.services.runtime.command import READY_FD_VARIABLE, ServiceContext
 from umbra.services.runtime.config import Generator, RunConfig
 from umbra.services.runtime.config_loader import ENV_PREFIX, to_json
 from umbra.services.runtime.parent import PARENT_PID_VARIABLE
+from umbra.services.runtime.threads import service_thread
 
 STOP_S = 30.0  # for the replicas to drain
 _LOOK_S = 0.05
@@ -59,7 +59,7 @@ class Replica:
         finally:
             os.close(child_end)
         os.set_blocking(self._ready_fd, False)
-        self._reader = threading.Thread(target=self._pass_on, name=f"log {name}", daemon=True)
+        self._reader = service_thread(self._pass_on, f"log {name}")
         self._reader.start()
 
     def ready(self) -> bool:

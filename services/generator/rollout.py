@@ -69,6 +69,7 @@ class Rollout:
         self.task = task
         self.phase = Phase.RESET
         self.ask: Ask | None = None  # what an agent asked for last
+        self._opening = Opening([])
         self._settings = settings
         self._prompt: list[int] = []
         self._tokens = ResponseTokens()
@@ -90,6 +91,7 @@ class Rollout:
         Raises:
             SampleError: the prompt has no tokens, or leaves no room for an answer.
         """
+        self._opening = opening
         if not self._prompt:
             chat = self._settings.chat
             self._prompt = _templated(
@@ -272,6 +274,7 @@ class Rollout:
         if self._prompt and prompt != self._prompt:
             self._restart()  # what there is of the sample belongs to another prompt
         self._prompt, self._began = prompt, self._settings.clock()
+        self._opening = Opening(ask.messages, ask.tools)
 
     def _asked_more(self, ask: Ask) -> None:
         if not self._turn_complete():
@@ -305,7 +308,10 @@ class Rollout:
             return chat.text_ids(text)
         if last_token is None:
             return _templated("the prompt", lambda: chat.prompt_ids(ask.messages, ask.tools))
-        return _templated("a later turn", lambda: chat.turn_ids(ask.messages, last_token))
+        return _templated(
+            "a later turn",
+            lambda: chat.turn_ids(ask.messages, last_token, ask.calls, self._opening),
+        )
 
     def _continue_turn(self) -> None:
         """The model speaks on, or the environment answers what it said."""
@@ -338,7 +344,10 @@ class Rollout:
         if not result.messages:
             raise SampleError("the environment is not done, but has no messages to go on from")
         chat = self._settings.chat
-        return _templated("a later turn", lambda: chat.turn_ids(result.messages, last_token))
+        return _templated(
+            "a later turn",
+            lambda: chat.turn_ids(result.messages, last_token, result.tool_calls, self._opening),
+        )
 
     # -- partials ---------------------------------------------------------------------------------
 

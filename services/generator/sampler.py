@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from umbra.proto.records import Sampling
+from umbra.services.modeling.restrict import restrict
 
 
 class Sampler:
@@ -54,7 +55,7 @@ class Sampler:
             temperature = torch.where(greedy, 1.0, temperature)
         scaled = logits / temperature
         if any(self._restricted[row] for row in index):
-            scaled = _restrict(scaled, settings, greedy)
+            scaled = restrict(scaled, settings, greedy)
         logprobs = torch.log_softmax(scaled, dim=-1)
         tokens = self._draw(logprobs)
         if some_greedy:
@@ -71,20 +72,3 @@ class Sampler:
         # A hair below the whole, for a product that rounds up to it would be past the last token.
         tokens = torch.searchsorted(sums, drawn * (1 - 1e-15) * sums[:, -1:], right=True)[:, 0]
         return tokens.clamp_(max=logprobs.shape[1] - 1)  # past it where the logits are NaN
-
-
-def _restrict(logits: torch.Tensor, settings: torch.Tensor, greedy: torch.Tensor) -> torch.Tensor:
-    """`logits` [n, V] within top-k, top-p and min-p; those of `greedy` rows [n, 1] as they are."""
-    vocabulary = logits.shape[1]
-    top_k, top_p, min_p = settings[:, 1].long(), settings[:, 2], settings[:, 3]
-    ordered, order = torch.sort(logits, dim=-1, descending=True)
-    ranks = torch.arange(vocabulary, device=logits.device)[None]
-    kept = ranks < torch.where(top_k > 0, top_k, vocabulary)[:, None]
-    probs = torch.softmax(ordered.masked_fill(~kept, -torch.inf), dim=-1)
-    # Keep a token while the mass before it is below top_p: the first one that reaches it stays.
-    kept &= (probs.cumsum(dim=-1) - probs < top_p[:, None]) | (top_p >= 1)[:, None]
-    kept &= probs >= min_p[:, None] * probs[:, :1]
-    kept |= greedy
-    kept[:, 0] = True
-    allowed = torch.zeros_like(kept).scatter(1, order, kept)
-    return logits.masked_fill(~allowed, -torch.inf)

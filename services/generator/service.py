@@ -18,6 +18,7 @@ from umbra.services.generator.pools import open_environments
 from umbra.services.generator.rollout import RolloutSettings, limits_of, sampling_of
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.showcase import Showcase
+from umbra.services.generator.stall import StallWatch, watching
 from umbra.services.generator.streaming import Streaming
 from umbra.services.runtime.command import ServiceContext
 from umbra.services.runtime.config import RunConfig, WeightHub
@@ -76,7 +77,8 @@ def run(
         receiver = _subscribe(session, hub, stream, gpu, opened.allocate)
         if receiver is None:
             return _end(session)
-        with closing(receiver):
+        watch = StallWatch(config.generator.engine, config.generator.stall_s)
+        with closing(receiver), watching(watch, session):
             GeneratorLoop(
                 session=session,
                 receiver=receiver,
@@ -89,7 +91,8 @@ def run(
                 prefetch=config.generator.prefetch,
                 wake=wake,
                 showcase=Showcase(ctx.metrics, settings.chat),
-                streaming=Streaming(engine, stream) if stream is not None else None,
+                streaming=Streaming(engine, stream, watch.moved) if stream is not None else None,
+                watch=watch,
             ).run()
         return _end(session)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+
 from umbra.proto.errors import PeerLostError
 from umbra.services.generator.engine import EngineOutput, KvPolicy, StreamingEngine
 from umbra.services.runtime.receiver import StagedVersion
@@ -18,11 +20,15 @@ class Streaming:
     Args:
         engine: is given the buckets.
         weights: knows where versions lie.
+        moved: called when a bucket came.
     """
 
-    def __init__(self, engine: StreamingEngine, weights: WeightStream) -> None:
+    def __init__(
+        self, engine: StreamingEngine, weights: WeightStream, moved: Callable[[], None]
+    ) -> None:
         self._engine = engine
         self._weights = weights
+        self._moved = moved
 
     def load(self, staged: StagedVersion, kv_policy: KvPolicy) -> list[EngineOutput]:
         """Serve `staged`; returns what was aborted under policy "abort".
@@ -36,7 +42,7 @@ class Streaming:
         try:
             lying = self._weights.version(staged)
             aborted = self._engine.load_buckets(
-                lying.manifest, lying.buckets(), staged.version, kv_policy
+                lying.manifest, self._seen(lying.buckets()), staged.version, kv_policy
             )
         except PeerLostError as error:
             what = f"version {staged.version} broke off while it was loaded ({error})"
@@ -49,11 +55,17 @@ class Streaming:
         version, served = self._engine.version, self._weights.served
         if served is None or version < 0:
             return BrokenOffError(f"{what}; none is in service yet")
+        buckets = self._seen(served.buckets())
         try:
-            self._engine.load_buckets(served.manifest, served.buckets(), version, "keep")
+            self._engine.load_buckets(served.manifest, buckets, version, "keep")
         except PeerLostError as error:
             return PeerLostError(
                 f"{what}, and version {version} is not there any more ({error}): the weights are "
                 "neither, so this generator leaves; started again it gets the newest version"
             )
         return BrokenOffError(f"{what}; version {version} was loaded again and is served")
+
+    def _seen(self, buckets: Iterable[tuple[int, memoryview]]) -> Iterator[tuple[int, memoryview]]:
+        for bucket in buckets:
+            self._moved()
+            yield bucket

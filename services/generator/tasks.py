@@ -21,7 +21,7 @@ from umbra.proto.errors import UsageError
 from umbra.services.environments.calculator import calculator
 from umbra.services.environments.gym import gym_rows
 from umbra.services.environments.tools import parse_tool_calls, schema
-from umbra.services.modeling.chat import as_user, with_tools
+from umbra.services.modeling.chat_template import as_text, with_tools
 
 Row = dict[str, Any]
 
@@ -190,7 +190,7 @@ def _calculator_demo(source: random.Random) -> Row:
     messages = [
         {"role": "user", "content": f"{asked}?"},
         {"role": "assistant", "content": _called(call)},
-        as_user({"role": "tool", "content": heard}),
+        *as_text([{"role": "tool", "content": heard}]),
         {"role": "assistant", "content": answer},
     ]
     return {"messages": with_tools(messages, [schema(calculator)])}

@@ -27,6 +27,7 @@ from umbra.services.generator.engine import (
 )
 from umbra.services.generator.sampler import Sampler
 from umbra.services.generator.slots import SlotCache
+from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.weights import WeightTable
 
 _PREFILL_TOKENS = 16384  # padded tokens per prefill pass, so that its memory stays bounded
@@ -86,8 +87,10 @@ class TorchEngine:
         self.decoded_tokens = 0
         self._model = model.eval()
         self._device: torch.device = model.device
+        self._dtype: torch.dtype = model.dtype
         self._stop_ids = frozenset(stop_ids)
         self._vocabulary: int = model.get_input_embeddings().num_embeddings
+        self._attention = Attention.of(model.config)
         self._weights = WeightTable(model)
         self._cache = SlotCache(slots, max_context)
         self._sampler = Sampler(slots, self._device, seed)
@@ -238,12 +241,15 @@ class TorchEngine:
         positions = self._positions[:count]
         self._cache.begin_decode(positions, columns)
         # What is added to attention scores: of a boolean mask every layer would make that anew.
-        unseen = torch.arange(columns, device=self._device)[None] > positions[:, None]
-        mask = torch.zeros(unseen.shape, dtype=self._model.dtype, device=self._device)
+        held = torch.arange(columns, device=self._device)[None]
+        latest = positions[:, None]
+        mask = self._attention.masks(
+            (held <= latest)[:, None], latest, held, self._dtype, additive=True
+        )
         logits = self._model(
             input_ids=self._last_tokens[:count, None],
             position_ids=positions[:, None],
-            attention_mask=mask.masked_fill_(unseen, -torch.inf)[:, None, None],
+            attention_mask=mask,
             past_key_values=self._cache,
             use_cache=True,
         ).logits[:, -1]
@@ -291,11 +297,12 @@ class TorchEngine:
         valid = index[None] >= padding[:, None]
         # Padding attends to itself: a row of the mask without any True would give NaN.
         causal = index[None] <= index[:, None]
-        mask = (causal[None] & valid[:, None, :]) | (index[None] == index[:, None])[None]
+        seen = (causal[None] & valid[:, None, :]) | (index[None] == index[:, None])[None]
+        columns = index[None]  # padding moves queries and keys alike
         logits = self._model(
             input_ids=torch.tensor(padded, device=self._device),
             position_ids=(index[None] - padding[:, None]).clamp(min=0),
-            attention_mask=mask[:, None],
+            attention_mask=self._attention.masks(seen, columns, columns, self._dtype),
             past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=1,

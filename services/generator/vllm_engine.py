@@ -22,6 +22,7 @@ from umbra.services.generator.engine import (
     KvPolicy,
     check_request,
 )
+from umbra.services.generator.vllm_names import CheckpointNames
 from umbra.services.generator.vllm_options import check_device, engine_arguments
 from umbra.services.generator.vllm_parts import filled
 from umbra.services.generator.vllm_server import Job, Pause, VllmServer
@@ -71,6 +72,7 @@ class VllmEngine:
         self.pause: Pause | None = None  # of the last change of weights
         self.memory = SharedMemory()  # versions that are staged here need no copy
         self._fit = WeightTable(outline)
+        self._checkpoint = CheckpointNames(outline)
         self._vocabulary: int = outline.config.get_text_config().vocab_size
         self._stop_ids = frozenset(stop_ids)
         self._params: dict[tuple[Sampling, int, frozenset[int]], SamplingParams] = {}
@@ -147,7 +149,7 @@ class VllmEngine:
         given = dict(tensors)
         self._fit.check(given)
         path, manifest, keep = self._place(given)
-        part = _part(path, manifest, self._fit.left_out(given))
+        part = self._part(path, manifest, self._fit.left_out(given))
         outputs = self._update([part], version, kv_policy)
         del keep
         return outputs
@@ -169,7 +171,7 @@ class VllmEngine:
         self._fit.check_manifest(manifest)
         tied = self._fit.left_out({entry.name for entry in manifest.tensors})
         parts = (
-            _part(self.memory.path(memory), part, tied)
+            self._part(self.memory.path(memory), part, tied)
             for part, memory in filled(manifest, buckets, self.memory.allocate)
         )
         return self._update(parts, version, kv_policy)
@@ -259,6 +261,21 @@ class VllmEngine:
             target.view(tensor.shape).copy_(tensor)
         return self.memory.path(block), manifest, block
 
+    def _part(self, path: str, manifest: Manifest, tied: Mapping[str, list[str]]) -> dict[str, Any]:
+        """What `UpdateInfo` says of tensors in the block at `path`.
+
+        `tied`: more names of them. A version has tied tensors once, but vLLM packs them for each
+        layer.
+        """
+        tensors = [
+            part
+            for entry in manifest.tensors
+            for name in (entry.name, *tied.get(entry.name, ()))
+            for part in self._checkpoint.of(msgspec.structs.replace(entry, name=name))
+        ]
+        manifest = msgspec.structs.replace(manifest, tensors=tensors)
+        return {"path": path, "manifest": msgspec.msgpack.encode(manifest)}
+
     def _update(
         self, parts: Iterable[dict[str, Any]], version: int, kv_policy: KvPolicy
     ) -> list[EngineOutput]:
@@ -301,20 +318,6 @@ class VllmEngine:
 
 def _named(output: EngineOutput, name: str) -> EngineOutput:
     return EngineOutput(name, output.token_ids, output.logprobs, output.spans, output.finish_reason)
-
-
-def _part(path: str, manifest: Manifest, tied: Mapping[str, list[str]]) -> dict[str, Any]:
-    """What `UpdateInfo` says of tensors in the block at `path`.
-
-    `tied`: more names of them. A version has tied tensors once, but vLLM packs them for each layer.
-    """
-    tensors = [
-        msgspec.structs.replace(entry, name=name)
-        for entry in manifest.tensors
-        for name in (entry.name, *tied.get(entry.name, ()))
-    ]
-    manifest = msgspec.structs.replace(manifest, tensors=tensors)
-    return {"path": path, "manifest": msgspec.msgpack.encode(manifest)}
 
 
 def _dtype_name(name: str, tensor: torch.Tensor) -> str:

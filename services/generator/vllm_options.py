@@ -33,6 +33,19 @@ _KEYS = {
     "tensor_parallel_size": "generator.tensor_parallel",
     "data_parallel_size": "generator.count",
 }
+# Quantizations that vLLM computes from full weights, hence anew from those that are published.
+_ONLINE = (
+    "fp8",
+    "fp8_per_tensor",
+    "fp8_per_block",
+    "fp8_per_channel",
+    "int8_per_channel_weight_only",
+    "mxfp4",
+    "mxfp8",
+    "nvfp4_per_token",
+    "online",
+)
+_ALWAYS_TIED = ("cohere", "cohere2")  # vLLM 0.32 drops an output layer that they have of their own
 _OWN = ("weight_transfer_config", "logprobs_mode", "skip_tokenizer_init", "disable_log_stats")
 
 
@@ -138,6 +151,8 @@ def kv_cache_bytes(hf_config: Any, config: Generator, dtype: torch.dtype) -> int
     head = _head_size(text)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     token = 2 * text.num_hidden_layers * heads * head * dtype.itemsize // config.tensor_parallel
+    if latent := _latent_size(text):  # one vector for all heads, which every GPU keeps
+        token = text.num_hidden_layers * latent * dtype.itemsize
     blocks = math.ceil(config.max_context / _BLOCK_TOKENS) * config.slots
     return int(_KV_SPARE * blocks * _BLOCK_TOKENS * token)
 
@@ -148,7 +163,8 @@ def check_head_size(hf_config: Any, known: Sequence[int]) -> None:
     Raises:
         UsageError: it can't; vLLM itself notices only at the first request.
     """
-    size = _head_size(hf_config.get_text_config())
+    text = hf_config.get_text_config()
+    size = _latent_size(text) or _head_size(text)
     if size not in known:
         raise UsageError(
             f"model.path: vLLM on CPUs serves heads of {', '.join(map(str, known))} dimensions, "
@@ -156,9 +172,70 @@ def check_head_size(hf_config: Any, known: Sequence[int]) -> None:
         )
 
 
+def _latent_size(text_config: Any) -> int:
+    """Numbers that multi-head latent attention (DeepSeek) keeps of a token; 0 = another kind."""
+    latent = getattr(text_config, "kv_lora_rank", None)
+    return latent + text_config.qk_rope_head_dim if latent else 0
+
+
 def _head_size(text_config: Any) -> int:
     size = getattr(text_config, "head_dim", None)
     return size or text_config.hidden_size // text_config.num_attention_heads
+
+
+def check_served(config: Generator, hf_config: Any, platform: str) -> None:
+    """Check that vLLM 0.32 for `platform` would serve this model right, and new weights of it.
+
+    Raises:
+        UsageError: it would not, and would not say so.
+    """
+    engine_args = config.engine_args
+    method = engine_args.get("quantization")
+    if method is not None and method not in _ONLINE:
+        raise UsageError(
+            f'generator.engine_args.quantization = "{method}": vLLM can\'t quantize new weights '
+            f"that way; it can with {', '.join(_ONLINE)}"
+        )
+    stored = getattr(hf_config, "quantization_config", None)
+    if stored is not None:
+        raise UsageError(
+            "model.path: its weights are quantized, and the trainer publishes full ones: give the "
+            "directory of the full weights, and vLLM generator.engine_args.quantization"
+        )
+    if engine_args.get("enable_eplb"):
+        raise UsageError(
+            "generator.engine_args.enable_eplb: vLLM moves experts between places and loads new "
+            "weights into the places of the start; leave it out"
+        )
+    if engine_args.get("all2all_backend") == "moonep":
+        raise UsageError(
+            'generator.engine_args.all2all_backend = "moonep" keeps a part of the experts where '
+            "new weights don't reach it: choose another"
+        )
+    text = hf_config.get_text_config()
+    if text.model_type == "gpt_oss":
+        raise UsageError(
+            "model.path: vLLM loads experts and sinks of a gpt_oss at its start only, so new "
+            'weights would not reach them: set generator.engine = "torch"'
+        )
+    rope = getattr(text, "rope_parameters", None) or {}
+    if platform == "cpu" and _latent_size(text) and rope.get("rope_type") == "default":
+        raise UsageError(
+            "model.path: on CPUs vLLM turns parts of queries wrong in latent attention with plain "
+            'rotary positions (rope_type): set generator.engine = "torch"'
+        )
+    window = getattr(text, "sliding_window", None) or config.max_context
+    if text.model_type == "cohere2" and window < config.max_context:
+        raise UsageError(
+            f"model.path: in the windows of a cohere2 vLLM has one token more than Transformers: "
+            f"set generator.max_context to {window} at most, or generator.engine = "
+            '"torch"'
+        )
+    if text.model_type in _ALWAYS_TIED and not text.tie_word_embeddings:
+        raise UsageError(
+            f"model.path: vLLM takes the embedding for the output layer of a {text.model_type}, "
+            'and this model has another (tie_word_embeddings): set generator.engine = "torch"'
+        )
 
 
 def engine_arguments(
@@ -183,6 +260,7 @@ def engine_arguments(
                 f"generator.engine_args.{name}: vLLM has no such engine argument; "
                 f"did you mean {near[0]}?"
             )
+    check_served(config, hf_config, platform)
     ours: dict[str, Any] = {
         "model": str(path),
         "dtype": dtype,
@@ -197,8 +275,11 @@ def engine_arguments(
     }
     if platform == "cpu":
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+        from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 
-        check_head_size(hf_config, CPUAttentionBackend.get_supported_head_sizes())
+        latent = _latent_size(hf_config.get_text_config())
+        backend = CPUMLABackend if latent else CPUAttentionBackend
+        check_head_size(hf_config, backend.get_supported_head_sizes())
         # Compiling takes longer than it saves there, and "90 % of the memory" is too much where
         # trainer and buffer run too.
         ours["enforce_eager"] = True

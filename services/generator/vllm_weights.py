@@ -7,6 +7,7 @@ or packed is left to the model's own loader, layer by layer.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import torch
@@ -15,11 +16,18 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Manifest
@@ -27,6 +35,7 @@ from umbra.services.modeling.weights import tensors_in
 from umbra.services.runtime.mapped import MappedBlocks
 
 _NAMES_SHOWN = 3
+_OUTPUT = "lm_head.weight"
 
 
 @dataclass
@@ -55,6 +64,8 @@ class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Called once, before the first update."""
         self._blocks = MappedBlocks()
         self._loaded: set[str] | None = set()  # parameters; None if the model does not tell
+        self._tied = bool(self.model_config.hf_text_config.tie_word_embeddings)
+        pack_experts_again(self.model)
 
     def start_weight_update(self) -> None:
         """Bring the model back to how it was before its weights were packed for the kernels."""
@@ -77,7 +88,13 @@ class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._begin_anew()
             return
         manifest = msgspec.msgpack.decode(update_info.manifest, type=Manifest)
-        loaded = self.model.load_weights(tensors_in(manifest, self._blocks.view(update_info.path)))
+        # Some models have no output layer besides a tied embedding, and refuse one by its name.
+        tensors = (
+            (name, tensor)
+            for name, tensor in tensors_in(manifest, self._blocks.view(update_info.path))
+            if name != _OUTPUT or hasattr(self.model, "lm_head") or not self._tied
+        )
+        loaded = self.model.load_weights(tensors)
         if loaded is None or self._loaded is None:
             self._loaded = None
         else:
@@ -89,13 +106,16 @@ class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         Raises:
             UsageError: the version lacks a parameter of the model.
         """
-        wanted = {name for name, _ in self.model.named_parameters()}
-        missing = sorted(wanted - self._loaded) if self._loaded is not None else []
+        quantized = self.model_config.quantization is not None
+        missing = not_reached(self.model, self._tied and self.device.type != "cpu")
+        if not missing and self._loaded is not None:
+            missing = not_loaded(self.model, self._loaded, quantized)
         if missing:
             raise UsageError(
                 f"vLLM found no weights for {', '.join(missing[:_NAMES_SHOWN])}"
                 + (f" and {len(missing) - _NAMES_SHOWN} more" * (len(missing) > _NAMES_SHOWN))
-                + ": it names the tensors of this architecture differently from the trainer"
+                + ": it names the tensors of this architecture differently from the trainer, or "
+                "can't load them again"
             )
         finalize_layerwise_reload(self.model, self.model_config)
 
@@ -109,3 +129,62 @@ class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             info.loaded_weights.clear()
             info.load_numel = 0
         self.start_weight_update()
+
+
+def not_reached(model: torch.nn.Module, tied: bool) -> list[str]:
+    """Parameters of layers that are not complete, of which nothing has come.
+
+    vLLM would put their old weights back. So it is where a model's loader copies weights itself,
+    past what takes note of them for a later load, and yet says that they were loaded.
+
+    Args:
+        tied: the output layer reads the embedding's weights where they lie.
+    """
+    found: list[str] = []
+    for prefix, layer in model.named_modules():
+        info: Any = get_layerwise_info(layer)
+        if not info.can_load() or is_deferred_attention_layer(layer):
+            continue
+        if tied and isinstance(layer, ParallelLMHead):
+            continue
+        came = {name for name, _ in info.loaded_weights} | SKIP_TENSORS
+        own = (name for name, _ in layer.named_parameters(recurse=False) if name not in came)
+        found += [f"{prefix}.{name}" for name in own]
+    return found
+
+
+def not_loaded(model: torch.nn.Module, loaded: set[str], quantized: bool) -> list[str]:
+    """Parameters of `model` that its loader should have filled but did not, by name.
+
+    vLLM asks for all of them where nothing is quantized, and else for none. Quantization adds
+    scales, which it computes from the weights of the same layer: so we ask for one of each layer
+    then. Scales of the KV cache are the attention's own and come from no trainer.
+    """
+    named = list(model.named_parameters(remove_duplicate=False))
+    # A router's correction belongs to its experts as well, and came under one of its names.
+    there = {id(parameter) for name, parameter in named if name in loaded}
+    if quantized:
+        for layer in model.modules():
+            own = {id(parameter) for parameter in layer.parameters(recurse=False)}
+            if is_deferred_attention_layer(layer) or own & there:
+                there |= own
+    return sorted({name for name, parameter in named if id(parameter) not in there})
+
+
+def pack_experts_again(model: torch.nn.Module) -> None:
+    """Have experts packed for the kernel at every load, before they are copied to their places.
+
+    vLLM 0.32 packs those of CPUs at the first load only
+    (`UnquantizedFusedMoEMethod._setup_kernel`); later ones would be copied unpacked into what the
+    kernel reads as packed. To be called after the first load.
+    """
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if (
+            isinstance(method, UnquantizedFusedMoEMethod)
+            and method.unquantized_backend is UnquantizedMoeBackend.CPU
+            and method.moe_kernel is not None
+        ):
+            # In place of vLLM's whole step, so that a version that packs does not do it twice.
+            experts = method.moe_kernel.fused_experts
+            method.process_weights_after_loading = experts.process_weights_after_loading

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from umbra.proto.errors import UsageError
-from umbra.services.environments.protocol import Message
+from umbra.services.environments.protocol import Message, Opening
+from umbra.services.modeling.chat_template import ChatTemplate, Finding, Kind, TurnsError
 
-_PLACEHOLDER = "UMBRA-PLACEHOLDER"
+_PLAIN = Opening([])  # no system message, no tools
 _CACHED_CHARS = 16_384  # what tools read out may be long, and is not read twice
 
 
@@ -25,6 +26,9 @@ class Chat:
     def __init__(self, tokenizer: Any, stop_ids: Iterable[int]) -> None:
         self._tokenizer = tokenizer
         self.stop_ids = frozenset(stop_ids)
+        self._template: ChatTemplate | None = None
+        if tokenizer.chat_template is not None:
+            self._template = ChatTemplate(tokenizer, self.stop_ids)
         # The samples of a group have one prompt, and environments say few different things.
         self._prompt = functools.lru_cache(maxsize=4096)(self._encode_prompt)
         self._tail = functools.lru_cache(maxsize=4096)(self._encode_tail)
@@ -37,21 +41,66 @@ class Chat:
         A template that knows no tools has them described in a system message instead.
 
         Raises:
-            UsageError: several messages for a tokenizer that has no chat template.
+            UsageError: several messages for a tokenizer that has no chat template, or a template
+                that does not write them.
         """
         texts = json.dumps(list(messages)), json.dumps(list(tools))
         short = sum(map(len, texts)) <= _CACHED_CHARS
         return list((self._prompt if short else self._encode_prompt)(*texts))
 
-    def turn_ids(self, messages: Sequence[Message], last_token: int) -> list[int]:
+    def turn_ids(
+        self,
+        messages: Sequence[Message],
+        last_token: int,
+        calls: Sequence[dict[str, Any]] = (),
+        opening: Opening = _PLAIN,
+    ) -> list[int]:
         """Tokens that the environment adds between a model's turn and its next one.
 
         They are what the template writes after an assistant's message when `messages` follow it.
-        `last_token` is the last one of the model's turn: its end token is not repeated.
+
+        Args:
+            messages: what the environment says.
+            last_token: the last one of the model's turn: its end token is not repeated.
+            calls: the tools that were called in that turn, as chat templates take them; many
+                templates write an answer differently, or not at all, without its call.
+            opening: how the conversation began.
+
+        Raises:
+            UsageError: appended tokens would not be what the template writes for the whole
+                conversation; says what is in the way.
         """
-        text = json.dumps(list(messages))
+        template = self._needs_template()
+        told = calls if template.writes_calls else ()
+        roles = tuple(str(message.get("role")) for message in messages)
+        self._require(template.find(_kind(roles, len(told), opening)))
+        text = json.dumps([list(messages), list(told)])
         ids = (self._tail if len(text) <= _CACHED_CHARS else self._encode_tail)(text)
         return list(ids[1:] if ids[0] == last_token else ids)
+
+    def check_turns(self, roles: Sequence[str], opening: Opening = _PLAIN) -> bool:
+        """Whether all of a model's turn is still there, in the template's eyes, after `roles`.
+
+        If not, the template drops something of it, most often its reasoning, which stays in the
+        tokens of the conversation. With "tool" among the roles, the turn called that many tools.
+
+        Raises:
+            UsageError: the conversation can't be continued by messages of these roles.
+        """
+        template = self._needs_template()
+        calls = roles.count("tool") if template.writes_calls else 0
+        found = template.find(_kind(tuple(roles), calls, opening))
+        self._require(found)
+        return found.exact
+
+    def call_text(self, name: str, arguments: dict[str, Any]) -> str | None:
+        """How the template writes a call, as `response_text` gives it; None if it writes none."""
+        template = self._needs_template()
+        try:
+            text = template.call_text(name, arguments)
+        except TurnsError as error:
+            raise UsageError(f"{template.name} {error}") from error
+        return None if text is None else self.response_text(self._encode(text))
 
     def text_ids(self, text: str) -> list[int]:
         """Tokens of plain text, without a template."""
@@ -74,69 +123,41 @@ class Chat:
 
     def _encode_prompt(self, text: str, tools_text: str) -> tuple[int, ...]:
         messages: list[Message] = json.loads(text)
-        tools: list[dict[str, Any]] = json.loads(tools_text)
-        if self._tokenizer.chat_template is None:
+        if self._template is None:
             if len(messages) != 1:
                 raise UsageError(
                     f"{self._tokenizer.name_or_path} has no chat template: prompts must be text"
                 )
             return self._encode(messages[0]["content"])
-        if tools and "tools" not in self._tokenizer.chat_template:
-            messages = with_tools(messages, tools)
-            tools = []
-        return self._encode(self._render(messages, tools))
+        try:
+            return self._encode(self._template.render(messages, json.loads(tools_text)))
+        except TurnsError as error:
+            raise UsageError(f"{self._template.name} {error}") from error
 
-    def _encode_tail(self, messages: str) -> tuple[int, ...]:
-        if self._tokenizer.chat_template is None:
+    def _encode_tail(self, text: str) -> tuple[int, ...]:
+        template = self._needs_template()
+        messages, calls = json.loads(text)
+        try:
+            return tuple(template.tail(messages, calls))
+        except TurnsError as error:
+            raise UsageError(f"{template.name} {error}") from error
+
+    def _needs_template(self) -> ChatTemplate:
+        if self._template is None:
             raise UsageError(
                 f"{self._tokenizer.name_or_path} has no chat template, which an environment of "
                 "several turns needs"
             )
-        history: list[Message] = [
-            {"role": "user", "content": "."},
-            {"role": "assistant", "content": _PLACEHOLDER},
-        ]
-        text = self._render([*history, *json.loads(messages)])
-        _, found, tail = text.partition(_PLACEHOLDER)
-        if not found or not tail:
-            raise UsageError(
-                f"the chat template of {self._tokenizer.name_or_path} does not write earlier "
-                "assistant messages: environments of several turns can't use it"
-            )
-        return self._encode(tail)
+        return self._template
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> str:
-        if "tool" not in self._tokenizer.chat_template:
-            messages = [as_user(message) for message in messages]
-        return self._tokenizer.apply_chat_template(
-            list(messages),
-            tools=list(tools) or None,
-            tokenize=False,
-            add_generation_prompt=True,
-        )
+    def _require(self, found: Finding) -> None:
+        if found.refusal:
+            raise UsageError(f"{self._needs_template().name} {found.refusal}")
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def with_tools(messages: list[Message], tools: list[dict[str, Any]]) -> list[Message]:
-    """`messages` after a system message that says what may be called, and how."""
-    described = "\n".join(json.dumps(tool) for tool in tools)
-    system: Message = {
-        "role": "system",
-        "content": "You may call these tools:\n"
-        f"<tools>\n{described}\n</tools>\n"
-        'Call one by writing <tool_call>{"name": ..., "arguments": {...}}</tool_call>. '
-        "Answer in plain text when you know the answer.",
-    }
-    if messages and messages[0].get("role") == "system":
-        joined = f"{messages[0]['content']}\n\n{system['content']}"
-        return [{"role": "system", "content": joined}, *messages[1:]]
-    return [system, *messages]
-
-
-def as_user(message: Message) -> Message:
-    """What a tool said, as templates write it that know no such role."""
-    if message.get("role") != "tool":
-        return message
-    return {"role": "user", "content": f"<tool_response>{message['content']}</tool_response>"}
+def _kind(roles: tuple[str, ...], calls: int, opening: Opening) -> Kind:
+    first = opening.messages[0] if opening.messages else {}
+    return Kind(roles, calls, first.get("role") == "system", bool(opening.tools))

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from umbra.services.modeling.attention import Attention, Mask
+
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
@@ -49,15 +51,18 @@ class MicroBatch:
     prefix: Tensor | None = None  # int32 [R, L], segment of the prompt; its own if not shared
     tokens: int = 0  # of R * L, those that are not padding
 
-    @property
-    def mask(self) -> Tensor | None:
-        """Bool [R, 1, L, L], True = attend; None: plain causal attention is exact."""
+    def masks(self, attention: Attention, dtype: torch.dtype = torch.float32) -> Mask | None:
+        """What a model of that `attention` is given; None: its own causal attention is exact.
+
+        `dtype` is the model's, for attention that adds masks to scores.
+        """
         if self.segment is None or self.prefix is None:
             return None
         keys = self.segment[:, None, :]
         # Padding attends within itself: a row of the mask without any True would give NaN.
         seen = (self.segment[:, :, None] == keys) | (self.prefix[:, :, None] == keys)
-        return seen.tril().unsqueeze(1)
+        positions = self.position_ids
+        return attention.masks(seen.tril(), positions, positions, dtype)
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on `device`."""

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging as transformers_logging
 
 from umbra.proto.errors import UsageError
+from umbra.services.runtime.architectures import architecture, check_architecture, in_the_way
 from umbra.services.runtime.model_dir import check_model_dir
 
 
@@ -34,50 +43,111 @@ def pick_device(device: str) -> torch.device:
 
 
 def load_model(
-    path: str | Path, device: torch.device, dtype: torch.dtype, source: str = "model.path"
+    path: str | Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    source: str = "model.path",
+    checked: Collection[str] = (),
 ) -> Any:
     """The causal language model in `path`, ready for the torch engine.
 
     Raises:
-        UsageError: not a model directory, or an architecture the slot cache can't serve.
+        UsageError: not a model directory, or an architecture that Umbra is not right for; see
+            `check_architecture`, also for `checked`.
     """
     directory = check_model_dir(path, source)
     transformers_logging.disable_progress_bar()
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
+    model: Any = read_weights(AutoModelForCausalLM, directory, dtype, source, checked)
+    return model.to(device).eval()
+
+
+def read_weights(
+    kind: Any,
+    directory: Path,
+    dtype: torch.dtype,
+    source: str,
+    checked: Collection[str] = (),
+    config: Any = None,
+) -> PreTrainedModel:
+    """The model in `directory`, on the CPU, with an attention that computes all it asks for.
+
+    Args:
+        kind: `AutoModelForCausalLM`, or `AutoModel` for one without its output layer.
+        directory: see `check_model_dir`.
+        dtype: of the weights.
+        source: the key or flag that the path came from, for errors.
+        checked: see `check_architecture`.
+        config: Transformers', in place of the one in `directory`.
+
+    Raises:
+        UsageError: it cannot be loaded, or Umbra is not right for it.
+    """
+    check_architecture(directory, source, checked)
+    with loading(directory, source):
+        config = config or read_transformers_config(directory)
+        return kind.from_pretrained(
             directory,
+            config=config,
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
             dtype=dtype,
-            attn_implementation="sdpa",
+            attn_implementation=attention_implementation(config),
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+
+
+def read_transformers_config(directory: Path) -> Any:
+    """The config in `directory`, its defaults filled in by Transformers.
+
+    Raises:
+        UsageError: a default says what Umbra would get wrong.
+    """
+    config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    filled = config.to_dict()
+    if fault := in_the_way(filled):
+        raise UsageError(f"{directory} is a {architecture(filled)}, which {fault}")
+    return config
+
+
+def attention_implementation(config: Any) -> str:
+    """Transformers' name of the fastest attention that is right for the model of `config`.
+
+    Its SDPA drops a soft cap on scores without a word; classes that have learned sinks don't
+    offer it.
+    """
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    classes = AutoModelForCausalLM._model_mapping
+    model = classes[type(config)] if type(config) in classes else None
+    return "sdpa" if getattr(model, "_supports_sdpa", False) and not capped else "eager"
+
+
+@contextmanager
+def loading(directory: Path, source: str) -> Iterator[None]:
+    """Tell in one sentence what goes wrong in Transformers when it reads `directory`.
+
+    Raises:
+        UsageError: anything did.
+    """
+    try:
+        yield
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise UsageError(f"{source}: {directory} cannot be loaded: {error}") from error
-    layers = set(getattr(model.config, "layer_types", None) or ["full_attention"])
-    if layers != {"full_attention"}:
-        raise UsageError(
-            f"{source}: {directory} has layers of type {', '.join(sorted(layers))}; the torch "
-            "engine serves models with full attention only"
-        )
-    return model.to(device).eval()
 
 
-def outline_model(path: str | Path, source: str = "model.path") -> Any:
+def outline_model(
+    path: str | Path, source: str = "model.path", checked: Collection[str] = ()
+) -> Any:
     """The model in `path` without its weights: names, shapes and generation config.
 
     Raises:
-        UsageError: not a model directory, or an unknown architecture.
+        UsageError: not a model directory, or an architecture that Umbra is not right for.
     """
     directory = check_model_dir(path, source)
-    try:
-        config = AutoConfig.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=False
-        )
+    check_architecture(directory, source, checked)
+    with loading(directory, source):
+        config = read_transformers_config(directory)
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise UsageError(f"{source}: {directory} cannot be loaded: {error}") from error
     if (directory / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
     return model

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.packing import MicroBatch
+from umbra.services.modeling.restrict import restrict
 
 
 class Scorer(nn.Module):
@@ -21,6 +23,7 @@ class Scorer(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
+        self._attention = Attention.of(model.config)
         self._index: Tensor | None = None
         self._hidden: Tensor | None = None
         head = model.get_output_embeddings()
@@ -34,18 +37,24 @@ class Scorer(nn.Module):
         *,
         with_entropy: bool = True,
         entropy_gradient: bool = False,
+        sampling: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Logprobs and entropies in nats, float32 [N].
 
         Entropies are zeros unless `with_entropy`, and have a gradient only with `entropy_gradient`,
         which keeps another tensor of the logits' size.
 
-        `temperature` [N] divides the logits, as it did when the tokens were sampled.
+        `temperature` [N] divides the logits, as it did when the tokens were sampled. With
+        `sampling` (rows as of `restrict`, [N, 4]) logprobs are those of what top-k, top-p and min-p
+        leave in, and finite for a token just outside of it too.
         """
         logits = self._run(batch).logits.float() / temperature.unsqueeze(-1)  # [N, V]
         self._hidden = None
         distribution = logits.log_softmax(-1)
         logprobs = distribution.gather(-1, batch.targets.unsqueeze(-1)).squeeze(-1)
+        if sampling is not None:
+            inside = restrict(logits, sampling, torch.zeros_like(sampling[:, :1], dtype=torch.bool))
+            logprobs = logprobs - (inside.logsumexp(-1) - logits.logsumexp(-1))
         entropy = torch.zeros_like(logprobs)
         if with_entropy:
             with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
@@ -65,7 +74,7 @@ class Scorer(nn.Module):
             return self.model(
                 input_ids=batch.input_ids,
                 position_ids=batch.position_ids,
-                attention_mask=batch.mask,
+                attention_mask=batch.masks(self._attention, self.model.dtype),
                 use_cache=False,
             )
         finally:

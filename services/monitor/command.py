@@ -22,8 +22,7 @@ from umbra.services.monitor.options import (
     timeout_option,
     watching_keys,
 )
-from umbra.services.monitor.rates import Rates
-from umbra.services.monitor.view import headline, plain, status_dict
+from umbra.services.monitor.view import Herald, headline, plain, status_dict
 from umbra.services.monitor.watch import Look, Watch, look_dict
 from umbra.services.monitor.web.board import Board
 from umbra.services.monitor.web.server import HttpServer, Resource, parse_address
@@ -86,7 +85,7 @@ def status(broker: str, security: Security, timeout_s: float, as_json: bool) -> 
     """Print the state of a run once."""
     with StatusClient(broker, security) as client:
         current = client.status(timeout_s)
-    click.echo(json.dumps(status_dict(current)) if as_json else plain(current, Rates()))
+    click.echo(json.dumps(status_dict(current)) if as_json else plain(current))
     return EXIT_DONE
 
 
@@ -148,11 +147,11 @@ def monitor(
             telemetry = stack.enter_context(closing(Telemetry.over_http(look.status.run_id, otlp)))
             sinks.append(telemetry.show)
         if once:
-            _echo_json(look) if as_json else click.echo(plain(look.status, look.rates))
+            _echo_json(look) if as_json else click.echo(plain(look.status))
         elif sys.stdout.isatty() and not as_json and not served and not otlp:
             LiveView(watch, interval_s, timeout_s).run(look, stopping)
         else:
-            show = _echo_json if as_json else _echo_line
+            show = _echo_json if as_json else _Lines().show
             follow = _Follow(watch, board, interval_s, timeout_s, stays=bool(served or otlp))
             follow.run(look, stopping, [*sinks, show])
     return EXIT_DONE
@@ -172,8 +171,15 @@ def _echo_json(look: Look) -> None:
     click.echo(json.dumps(look_dict(look)))
 
 
-def _echo_line(look: Look) -> None:
-    click.echo(headline(look.status, look.rates))
+class _Lines:
+    """A line per look, and one for each warning."""
+
+    def __init__(self) -> None:
+        self._herald = Herald()
+
+    def show(self, look: Look) -> None:
+        for line in [*self._herald.news(look.status), headline(look.status)]:
+            click.echo(line)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from umbra.proto.messages import Member, Status
-from umbra.services.monitor.rates import Rates
+from umbra.services.runtime.figures import busy, idle_causes
 
 SLOW_S = 10.0  # idle or silent for longer than this is pointed out
-IDLE = ("idle", "wait")  # what activities begin with that are idleness
 INCARNATION_SHOWN = 6  # characters, enough to see that it is another one
-SHOWN_APART = ("version", "step", "tok_s", "tokens_per_s")
+SHOWN_APART = ("version", "step", "decoded_per_s", "train_tokens_per_s")
 
 
 class MemberRow(NamedTuple):
@@ -29,15 +28,13 @@ class MemberRow(NamedTuple):
     figures: str = ""
 
 
-def member_rows(
-    status: Status, rates: Rates, processes: Mapping[str, str] | None = None
-) -> list[MemberRow]:
+def member_rows(status: Status, processes: Mapping[str, str] | None = None) -> list[MemberRow]:
     """A row for everyone.
 
     `processes` are the supervisor's words on its children; those that are no members show, too.
     """
     rows = [
-        _row(member, status.version, rates)
+        _row(member, status.version)
         for member in sorted(status.members, key=lambda m: (m.role, m.name))
     ]
     present = {member.name for member in status.members}
@@ -63,29 +60,14 @@ def most_telling(rows: Sequence[MemberRow], count: int) -> list[MemberRow]:
     return [*shown, MemberRow(f"and {len(rows) - len(shown)} more", "")]
 
 
-def idle_shares(shares: Mapping[str, float]) -> dict[str, float]:
-    """The shares that are idleness, by cause, the largest first."""
-    idle = {cause_of(name): share for name, share in shares.items() if name.startswith(IDLE)}
-    return dict(sorted(idle.items(), key=lambda item: -item[1]))
-
-
-def cause_of(activity: str) -> str:
-    """What an idle activity waits for: `work` of "idle: work", `batch` of "wait_batch"."""
-    for begin in ("idle: ", "wait_", "idle", "wait"):
-        if activity.startswith(begin) and len(activity) > len(begin):
-            return activity.removeprefix(begin)
-    return activity
-
-
 def idle_text(member: Member) -> str:
     """The idle share with its main cause; or for how long nothing has moved, if that is long."""
     if member.idle_s >= SLOW_S:
         return f"still for {member.idle_s:.0f} s"
-    idle = idle_shares(member.shares)
-    if not idle:
+    causes = idle_causes(member.shares)
+    if not causes:
         return "0%" if member.shares else ""
-    cause = next(iter(idle))
-    return f"{sum(idle.values()):.0%} ({cause})"
+    return f"{sum(causes.values()):.0%} ({next(iter(causes))})"
 
 
 def number(value: float) -> str:
@@ -93,14 +75,13 @@ def number(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
 
 
-def _row(member: Member, newest: int, rates: Rates) -> MemberRow:
+def _row(member: Member, newest: int) -> MemberRow:
     stats = member.stats
     version = stats.get("version", stats.get("step"))
-    tokens_s = stats.get("tok_s", stats.get("tokens_per_s"))
-    busy = 1.0 - sum(idle_shares(member.shares).values())
+    tokens_s = stats.get("decoded_per_s", stats.get("train_tokens_per_s"))
     figures = [f"{key} {number(value)}" for key, value in stats.items() if key not in SHOWN_APART]
-    if member.name in rates.members and tokens_s is None:
-        figures.insert(0, f"{rates.members[member.name]:.1f}/s")
+    if member.progress_per_s and tokens_s is None:
+        figures.insert(0, f"progress/s {number(member.progress_per_s)}")
     return MemberRow(
         name=member.name,
         state=f"silent {member.silent_s:.0f} s" if member.silent_s >= SLOW_S else member.state,
@@ -108,7 +89,7 @@ def _row(member: Member, newest: int, rates: Rates) -> MemberRow:
         version="" if version is None or version < 0 else f"{version:.0f}",
         lag="" if version is None or version < 0 else f"{max(0.0, newest - version):.0f}",
         tokens_s="" if tokens_s is None else f"{tokens_s:,.0f}",
-        busy=f"{busy:.0%}" if member.shares else "",
+        busy=f"{busy(member.shares):.0%}" if member.shares else "",
         idle=idle_text(member),
         activity=member.activity,
         figures="  ".join(figures),

@@ -18,6 +18,7 @@ from umbra.services.monitor.view import (
     counters_text,
     eta_text,
     evals_text,
+    health_text,
     ledger_text,
     member_table,
     notice_text,
@@ -25,8 +26,10 @@ from umbra.services.monitor.view import (
     sparkline,
     staleness_text,
     stuck_text,
+    warning_lines,
 )
 from umbra.services.monitor.watch import Look
+from umbra.services.runtime.figures import PHASES
 
 CURVES = ("reward/mean", "loss", "response_length/mean", "staleness/total/mean", "entropy")
 PUSHES_SHOWN = 6
@@ -43,6 +46,7 @@ def screen(look: Look, keys: str = "") -> RenderableType:
         parts.append(Text(keys, style="dim"))
     if notice := notice_text(status):
         parts.append(Text(notice, style="bold yellow"))
+    parts += warning_lines(status)
     parts += [
         Text(f"stuck: {stuck_text(status, i)}", style="bold red")
         for i in range(min(len(status.stuck), STUCK_SHOWN))
@@ -50,7 +54,7 @@ def screen(look: Look, keys: str = "") -> RenderableType:
     top = Table.grid(padding=(0, 3))
     top.add_row(_curves(status), _staleness(status))
     parts += [top, Rule("samples", style="dim"), _ledger(look)]
-    parts += [Rule("services", style="dim"), member_table(status, look.rates)]
+    parts += [Rule("services", style="dim"), member_table(status)]
     if look.pushes:
         parts += [Rule("last pushes, ms", style="dim"), _pushes(look)]
     if look.samples:
@@ -64,13 +68,16 @@ def screen(look: Look, keys: str = "") -> RenderableType:
 
 
 def _title(look: Look) -> RenderableType:
-    status, rates = look.status, look.rates
+    status = look.status
     title = Table.grid(padding=(0, 1))
     title.add_row(
         Text.assemble(("umbra ", "bold"), status.run_id, f"  {status.state}"),
         Text(clock_text(status.uptime_s)),
         ProgressBar(total=max(1, status.steps), completed=status.version, width=30),
-        Text(f"step {status.version}/{status.steps}  {rates.steps:.2f}/s{eta_text(status, rates)}"),
+        Text(
+            f"step {status.version}/{status.steps}  {number(status.rates.steps_per_s)}/s"
+            f"{eta_text(status)}"
+        ),
     )
     return title
 
@@ -98,11 +105,20 @@ def _staleness(status: Status) -> RenderableType:
 
 def _ledger(look: Look) -> RenderableType:
     status = look.status
-    ledger, rates = status.ledger, look.rates
+    ledger, rates = status.ledger, status.rates
     table = Table.grid(padding=(0, 1))
     table.add_row("ledger", Text(ledger_text(status)))
-    flow = f"{rates.issued:.0f}/s issued, {rates.samples:.0f}/s trained, {rates.ended:.0f}/s ended"
+    flow = ", ".join(
+        f"{number(rate)}/s {what}"
+        for what, rate in (
+            ("issued", rates.issued_per_s),
+            ("answered", rates.answers_per_s),
+            ("trained", rates.samples_per_s),
+            ("ended", rates.ended_per_s),
+        )
+    )
     table.add_row("flow", Text(flow))
+    table.add_row("health", Text(health_text(status.health)))
     in_flight = sum(ledger.in_flight.values())
     for state, count in ledger.in_flight.items():
         table.add_row("", _bar(f"{state:>10}", count, in_flight))
@@ -112,12 +128,12 @@ def _ledger(look: Look) -> RenderableType:
 
 
 def _pushes(look: Look) -> RenderableType:
-    columns = ("version", "receiver", "plane", "snapshot", "wire", "stage", "commit", "total")
+    columns = ("version", "receiver", "plane", *PHASES)
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column in columns:
         table.add_column(column, justify="left" if column in columns[1:3] else "right")
     for push in reversed(look.pushes[-PUSHES_SHOWN:]):
-        phases = (push.snapshot_s, push.wire_s, push.stage_s, push.commit_s, push.total_s)
+        phases = (getattr(push, f"{phase}_s") for phase in PHASES)
         table.add_row(
             str(push.version),
             Text(push.receiver),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+import msgspec
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.metrics import CallbackOptions, Observation
@@ -23,6 +24,16 @@ GAUGES: dict[str, Callable[[Look], Iterable[tuple[float, dict[str, str]]]]] = {
         (count, {"state": state}) for state, count in look.status.ledger.in_flight.items()
     ],
     "umbra.staleness.mean": lambda look: [(look.status.staleness.get("mean", 0.0), {})],
+    "umbra.rate": lambda look: [
+        (value, {"figure": name})
+        for name, value in msgspec.structs.asdict(look.status.rates).items()
+    ],
+    "umbra.health": lambda look: [
+        (value, {"figure": name}) for name, value in look.status.health.items()
+    ],
+    "umbra.warning": lambda look: [
+        (float(one.until < 0), {"name": one.name}) for one in look.status.warnings
+    ],
     "umbra.stuck": lambda look: [(len(look.status.stuck), {})],
     "umbra.curve": lambda look: [
         (values[-1], {"name": name})

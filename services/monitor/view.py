@@ -14,9 +14,9 @@ from rich.text import Text
 
 from umbra.proto.messages import Status, Stuck
 from umbra.proto.records import EvalReport
-from umbra.services.monitor.members import MemberRow, member_rows, most_telling
-from umbra.services.monitor.rates import Rates
+from umbra.services.monitor.members import MemberRow, member_rows, most_telling, number
 from umbra.services.runtime.eval_scores import telling
+from umbra.services.runtime.figures import busy
 
 BARS = "▁▂▃▄▅▆▇█"
 COLUMNS = (
@@ -32,29 +32,67 @@ STATE_STYLES = {
 
 
 def status_dict(status: Status) -> dict[str, Any]:
-    """The status as plain values for JSON, with the ledger's balance."""
+    """The status as plain values for JSON, with the ledger's balance and how busy members are."""
     values = msgspec.to_builtins(status)
     values["ledger"]["balance"] = status.ledger.balance
+    for member, found in zip(status.members, values["members"], strict=True):
+        found["busy"] = busy(member.shares) if member.shares else None
     return values
 
 
-def headline(status: Status, rates: Rates, reward: float | None = None) -> str:
+def headline(status: Status, reward: float | None = None) -> str:
     """The run in one line."""
     parts = [f"step {status.version}/{status.steps}"]
     if reward is not None:
         parts.append(f"reward {reward:.3f}")
-    parts.append(staleness_text(status.staleness))
+    parts.append(staleness_text(status.staleness if status.ledger.trained else {}))
     ess = [m.stats["ess"] for m in status.members if m.role == "trainer" and "ess" in m.stats]
     parts += [f"ess {value:.2f}" for value in ess]
-    parts.append(f"samples/s {rates.samples:.0f}")
+    parts.append(speed_text(status))
     parts.append(f"in flight {sum(status.ledger.in_flight.values())}")
     if failed := status.ledger.ended.get("failed"):
         parts.append(f"failed {failed}")
+    parts += [f"warning: {name}" for name in holding(status)]
     parts += [eval_text(one) for one in status.evals if not one.done]
     if status.ledger.balance:
         parts.append(f"LEDGER OFF BY {status.ledger.balance}")
     parts += [f"stuck: {_where(stuck)}" for stuck in status.stuck[:1]]
     return "  ".join(parts)
+
+
+def speed_text(status: Status) -> str:
+    """`samples/s`, of trained ones; until there are some, how fast answers come."""
+    if not status.ledger.trained:
+        return f"samples/s -  answers/s {number(status.rates.answers_per_s)}"
+    return f"samples/s {number(status.rates.samples_per_s)}"
+
+
+def holding(status: Status) -> dict[str, str]:
+    """The warnings that hold now: name and sentence."""
+    return {one.name: one.text for one in status.warnings if one.until < 0}
+
+
+def health_text(health: Mapping[str, float], of: str = "") -> str:
+    """The shares that teach nothing: of late, or with `of` = "/run" of the whole run."""
+    names = {
+        "equal_rewards": "of groups with equal rewards",
+        "truncated": "of answers cut off",
+        "failed_samples": "of samples failed",
+    }
+    return ", ".join(f"{health.get(name + of, 0.0):.1%} {what}" for name, what in names.items())
+
+
+class Herald:
+    """Tells each warning once, as a line, where the headline only names those that hold."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def news(self, status: Status) -> list[str]:
+        """The sentences that were not told yet."""
+        new = {name: text for name, text in holding(status).items() if name not in self._told}
+        self._told |= set(new)
+        return [f"warning: {name}: {text}" for name, text in new.items()]
 
 
 def staleness_text(staleness: Mapping[str, float]) -> str:
@@ -117,16 +155,18 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
     return "".join(BARS[round((mean - low) * scale)] for mean in means)
 
 
-def plain(status: Status, rates: Rates) -> str:
+def plain(status: Status) -> str:
     """The whole status as lines of plain text."""
     lines = [f"run {status.run_id}: {status.state}, up {clock_text(status.uptime_s)}"]
     if notice := notice_text(status):
         lines.append(notice)
-    lines.append(headline(status, rates))
+    lines.append(headline(status))
+    lines += [f"warning: {name}: {text}" for name, text in holding(status).items()]
     lines.append(f"ledger: {ledger_text(status)}")
+    lines.append(f"health: {health_text(status.health)}")
     if evals := evals_text(status):
         lines.append(f"evals: {evals}")
-    rows = member_rows(status, rates)
+    rows = member_rows(status)
     rows.insert(0, MemberRow(*COLUMNS))
     widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
     for row in rows:
@@ -152,7 +192,6 @@ def _where(stuck: Stuck) -> str:
 
 def render(
     status: Status,
-    rates: Rates,
     *,
     processes: Mapping[str, str] | None = None,
     rewards: Sequence[float] = (),
@@ -164,21 +203,22 @@ def render(
         ("umbra ", "bold"),
         status.run_id,
         f"  {status.state}  {clock_text(elapsed)}",
-        eta_text(status, rates),
+        eta_text(status),
     )
     bar = Table.grid(padding=(0, 1))
     bar.add_row(
         f"step {status.version}/{status.steps}",
         ProgressBar(total=max(1, status.steps), completed=status.version, width=40),
-        f"{rates.steps:.1f}/s",
+        f"{number(status.rates.steps_per_s)}/s",
     )
     if rewards:
         recent = rewards[-10:]
         mean = sum(recent) / len(recent)
         bar.add_row("reward", Text(sparkline(rewards), style="cyan"), f"{mean:.3f}")
     facts = Table.grid(padding=(0, 1))
-    facts.add_row("samples", f"{rates.samples:.0f}/s   {staleness_text(status.staleness)}")
+    facts.add_row("samples", f"{speed_text(status)}   {staleness_text(status.staleness)}")
     facts.add_row("ledger", ledger_text(status))
+    facts.add_row("health", health_text(status.health))
     if evals := evals_text(status):
         facts.add_row("evals", evals)
     if counters := counters_text(status):
@@ -186,12 +226,13 @@ def render(
     for text in refused_texts(status)[:REFUSED_SHOWN]:
         facts.add_row("refused", Text(text, style="yellow"))
     notice = [Text(notice, style="bold yellow")] if (notice := notice_text(status)) else []
+    notice += warning_lines(status)
     parts: list[RenderableType] = [
         title,
         *notice,
         bar,
         facts,
-        member_table(status, rates, processes),
+        member_table(status, processes),
     ]
     parts += [
         Text(f"stuck: {stuck_text(status, i)}", style="bold red") for i in range(len(status.stuck))
@@ -199,9 +240,7 @@ def render(
     return Group(*parts)
 
 
-def member_table(
-    status: Status, rates: Rates, processes: Mapping[str, str] | None = None
-) -> RenderableType:
+def member_table(status: Status, processes: Mapping[str, str] | None = None) -> RenderableType:
     """Everyone in a table."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column in COLUMNS:
@@ -211,11 +250,17 @@ def member_table(
             no_wrap=column != "figures",
             justify="right" if column in NUMBERS else "left",
         )
-    for row in most_telling(member_rows(status, rates, processes), MEMBERS_SHOWN):
+    for row in most_telling(member_rows(status, processes), MEMBERS_SHOWN):
         cells = [Text(cell) for cell in row]
         cells[1].stylize(STATE_STYLES.get(row.state, "yellow"))
         table.add_row(*cells)
     return table
+
+
+def warning_lines(status: Status) -> list[Text]:
+    """The warnings that hold, for a terminal."""
+    found = holding(status).items()
+    return [Text(f"warning: {name}: {text}", style="yellow") for name, text in found]
 
 
 def counters_text(status: Status) -> str:
@@ -236,9 +281,9 @@ def clock_text(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def eta_text(status: Status, rates: Rates) -> str:
+def eta_text(status: Status) -> str:
     """How long the rest of the run takes at the speed of now."""
     left = status.steps - status.version
-    if rates.steps <= 0 or left <= 0:
+    if status.rates.steps_per_s <= 0 or left <= 0:
         return ""
-    return f"  about {clock_text(left / rates.steps)} left"
+    return f"  about {clock_text(left / status.rates.steps_per_s)} left"

@@ -11,7 +11,6 @@ import msgspec
 from umbra.proto.messages import Status
 from umbra.services.monitor.client import StatusClient
 from umbra.services.monitor.feed import TOPICS, Feed, PushSeen, SampleSeen, SpanSeen
-from umbra.services.monitor.rates import RateMeter, Rates
 from umbra.services.monitor.view import status_dict
 from umbra.services.runtime.keys import OPEN, Security
 
@@ -21,7 +20,6 @@ class Look:
     """What is known of a run at one moment. Spans are by the buffer's clock."""
 
     status: Status
-    rates: Rates = field(default_factory=Rates)
     pushes: list[PushSeen] = field(default_factory=list[PushSeen])
     samples: list[SampleSeen] = field(default_factory=list[SampleSeen])
     slow: list[SampleSeen] = field(default_factory=list[SampleSeen])
@@ -38,7 +36,6 @@ class Watch:
     def __init__(self, broker: str, security: Security = OPEN) -> None:
         self.client = StatusClient(broker, security)
         self._feed = Feed()
-        self._meter = RateMeter()
         self._endpoint = ""
 
     def look(self, timeout_s: float) -> Look:
@@ -53,7 +50,6 @@ class Watch:
             self.client.subscribe(status.events, TOPICS, self._feed.heard)
         return Look(
             status=status,
-            rates=self._meter.update(status),
             pushes=self._feed.pushes(),
             samples=self._feed.samples(),
             slow=self._feed.slow(),
@@ -90,7 +86,6 @@ def look_dict(look: Look) -> dict[str, Any]:
     """All of it as plain values for JSON."""
     return {
         **status_dict(look.status),
-        "rates": msgspec.to_builtins(look.rates),
         "pushes": msgspec.to_builtins(look.pushes),
         "samples": msgspec.to_builtins(look.samples),
         "slow_samples": msgspec.to_builtins(look.slow),

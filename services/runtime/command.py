@@ -26,6 +26,7 @@ from umbra.services.runtime.logs import setup_logging
 from umbra.services.runtime.metrics import MetricsFile
 from umbra.services.runtime.session import Session
 from umbra.services.runtime.signals import stop_on_signals
+from umbra.services.runtime.threads import named_errors
 
 OPEN_FILES = 65_536
 READY_FD_VARIABLE = "UMBRA_READY_FD"
@@ -199,7 +200,7 @@ def _run_service(
         run_dir.mkdir(parents=True, exist_ok=True)
     stopping = threading.Event()
     metrics = MetricsFile(run_dir / "metrics.jsonl" if run_dir else None, name)
-    with closing(metrics), stop_on_signals(stopping):
+    with closing(metrics), stop_on_signals(stopping), named_errors(name):
         return run(
             ServiceContext(
                 config=config,

@@ -184,18 +184,16 @@ def _sampling(config: RunConfig) -> Iterator[str]:
 
 def _deadlines(config: RunConfig) -> Iterator[str]:
     buffer, wait_s = config.buffer, config.trainer.batch_wait_s
-    # What rank 0 may have to wait for, while the others hear nothing of it.
-    silence_s = max(config.run.broker_grace_s, 2 * config.weight_hub.deadline_s)
-    if config.trainer.ranks > 1 and config.trainer.rank_timeout_s <= silence_s:
-        yield (
-            f"trainer.rank_timeout_s = {config.trainer.rank_timeout_s:g} ends the trainer while "
-            f"its rank 0 may still wait {silence_s:g} s for the buffer (run.broker_grace_s) or the "
-            "hub (twice weight_hub.deadline_s)"
-        )
     if buffer.dead_after_s <= buffer.heartbeat_s:
         yield (
             f"buffer.dead_after_s = {buffer.dead_after_s:g} must be more than buffer.heartbeat_s = "
             f"{buffer.heartbeat_s:g}, or every member counts as dead between two heartbeats"
+        )
+    if config.generator.stall_s <= buffer.stall_s:
+        yield (
+            f"generator.stall_s = {config.generator.stall_s:g} ends a generator before "
+            f"buffer.stall_s = {buffer.stall_s:g} shows it as stuck: raise the one, or lower the "
+            "other"
         )
     if buffer.straggler == "survivors" and buffer.straggler_s >= wait_s:
         yield (

@@ -7,6 +7,7 @@ a folder with all public files and one secret file is what a node of that role g
 
 from __future__ import annotations
 
+import os
 import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -122,9 +123,13 @@ def load_keys(folder: Path, role: KeyRole) -> Keys:
     """The keys in `folder` for a process of `role`.
 
     Raises:
-        UsageError: a file is missing, is no certificate, or everyone on this machine can read it.
+        UsageError: a file is missing, is no certificate, can't be read by us, or can by others.
     """
-    if not folder.is_dir():
+    try:
+        there = folder.is_dir()
+    except PermissionError as error:
+        raise _forbidden(folder) from error
+    if not there:
         raise UsageError(f"security.keys: there is no folder {folder}; make it with `umbra keys`")
     public, secret = _read(folder / f"{role}{SECRET}", secret=True)
     roles: dict[KeyRole, bytes] = {one: _read(folder / f"{one}{PUBLIC}")[0] for one in KEY_ROLES}
@@ -155,6 +160,30 @@ def open_security(
     return Security(load_keys(where, (held or roles)[0]), config.insecure)
 
 
+def _check_private(path: Path) -> None:
+    """Whether a secret is its owner's alone.
+
+    One that belongs to another user may be open to a group of ours, since that is the one way in
+    which we can read it (a mounted secret of Kubernetes); so OpenSSH treats its keys.
+    """
+    found = path.stat()
+    mode = stat.S_IMODE(found.st_mode)
+    who = "every user of this machine" if mode & 0o007 else ""
+    if not who and mode & 0o070 and found.st_uid == os.geteuid():
+        who = "its group"
+    if who:
+        raise UsageError(
+            f"the permissions of {path} ({mode:03o}) open it to {who}: chmod 600 {path}"
+        )
+
+
+def _forbidden(path: Path) -> UsageError:
+    return UsageError(
+        f"security.keys: no permission to read {path}: give it to the user of this process, with "
+        f"`chown` and `chmod 600` (700 for the folder)"
+    )
+
+
 def _write(path: Path, keys: Mapping[str, bytes]) -> None:
     lines = [f'    {name} = "{key.decode()}"\n' for name, key in keys.items()]
     path.with_name(f"{path.name}.part").unlink(missing_ok=True)  # with whatever mode it has
@@ -164,9 +193,11 @@ def _write(path: Path, keys: Mapping[str, bytes]) -> None:
 def _read(path: Path, *, secret: bool = False) -> tuple[bytes, bytes]:
     """Public and secret key in a certificate; the latter is empty where none is asked for."""
     try:
-        if secret and stat.S_IMODE(path.stat().st_mode) & 0o007:
-            raise UsageError(f"{path} is open to every user of this machine: chmod 600 {path}")
+        if secret:
+            _check_private(path)
         public, private = load_certificate(path)
+    except PermissionError as error:
+        raise _forbidden(path) from error
     except (OSError, ValueError) as error:
         reason = "cannot be read" if path.exists() else "is missing"
         raise UsageError(

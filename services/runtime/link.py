@@ -18,6 +18,7 @@ from umbra.proto.messages import Event, Header, Role
 from umbra.services.runtime.channel import Channel
 from umbra.services.runtime.handshake import Handshake
 from umbra.services.runtime.keys import OPEN, Security
+from umbra.services.runtime.threads import service_thread
 
 CLOSE_DEADLINE_S = 5.0
 HEARD_AT_ONCE = 256  # events taken from one subscription before the others get their turn
@@ -60,7 +61,7 @@ class Link:
         self._wake_in, self._wake_out = sockets.pair(self._context, "wake")
         self._poller = zmq.Poller()
         self._poller.register(self._wake_in, zmq.POLLIN)
-        self._thread = threading.Thread(target=self._main, name="umbra-link", daemon=True)
+        self._thread = service_thread(self._main, "umbra-link")
         self._thread.start()
 
     def run(self, job: Callable[[], None]) -> None:

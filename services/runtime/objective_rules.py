@@ -47,6 +47,18 @@ def implied(config: RunConfig) -> dict[str, object]:
     }
 
 
+def lone_groups(config: RunConfig) -> str:
+    """What to know of groups of one sample; empty if nothing, and for rloo, which refuses them."""
+    advantage = config.trainer.pieces.advantage
+    if config.buffer.group_size > 1 or advantage in ("rloo", "reinforce_pp", "gae"):
+        return ""
+    return (
+        f"buffer.group_size = 1 leaves trainer.advantage = {advantage} nothing to compare a sample "
+        "with, so that its advantage is its reward: set buffer.group_size to 2 or more, or "
+        "trainer.advantage to reinforce_pp"
+    )
+
+
 def objective_faults(config: RunConfig) -> Iterator[str]:
     """One sentence for each thing that cannot work, with the keys to change."""
     pieces = config.trainer.pieces

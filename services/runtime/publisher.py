@@ -24,6 +24,7 @@ from umbra.services.runtime.arena import Arena
 from umbra.services.runtime.channel import Channel
 from umbra.services.runtime.manifest import checksum
 from umbra.services.runtime.memory import copy
+from umbra.services.runtime.threads import service_thread
 
 PUBLISH_TIMEOUT_S = 30.0
 RETRY_S = 1.0  # between attempts to bring a restarted hub up to date
@@ -77,7 +78,7 @@ class Publisher:
         self._closing = threading.Event()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="umbra-publish")
         self._publishing: Future[None] | None = None
-        self._thread = threading.Thread(target=self._follow, name="umbra-publisher", daemon=True)
+        self._thread = service_thread(self._follow, "umbra-publisher")
 
     @property
     def arena(self) -> tuple[str, int]:

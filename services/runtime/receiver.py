@@ -36,6 +36,7 @@ from umbra.services.runtime.intakes import GPU_PLANES, Buffers, Intakes
 from umbra.services.runtime.manifest import check_manifest
 from umbra.services.runtime.memory import private_memory
 from umbra.services.runtime.staging import Candidate, Staging
+from umbra.services.runtime.threads import foreseen
 
 WAKE_S = 0.2  # how soon the thread sees that it should end
 CLOSE_DEADLINE_S = 5.0
@@ -134,15 +135,25 @@ class Receiver:
         self._hub.on_moved = self._hub_moved
         self._thread.start()
 
-    def poll(self) -> StagedVersion | None:
-        """The newest version that the engine should load now; to be followed by `committed`.
+    def check(self) -> None:
+        """See whether new versions can still come.
 
         Raises:
-            UmbraError: the hub is gone, or no longer has weights for us.
+            UmbraError: they can't: the hub is gone, no longer has weights for us, or the thread
+                that stages them has failed.
         """
         with self._changed:
             if self.failure is not None:
                 raise self.failure
+
+    def poll(self) -> StagedVersion | None:
+        """The newest version that the engine should load now; to be followed by `committed`.
+
+        Raises:
+            UmbraError: as `check`.
+        """
+        self.check()
+        with self._changed:
             candidate = self._staging.take()
             if candidate is None:
                 return None
@@ -213,8 +224,8 @@ class Receiver:
     def _main(self) -> None:
         try:
             self._serve()
-        except UmbraError as error:
-            self._fail(error)
+        except BaseException as error:  # noqa: BLE001 - its owner's thread has to hear of it
+            self._fail(foreseen(error, "the receiver of weights"))
 
     def _serve(self) -> None:
         check_at = time.monotonic() + self._check_s
@@ -304,8 +315,8 @@ class Receiver:
                 self._channel = self._hub
                 gone = Abort(epoch=0, version=-1, reason="the relay is gone", dropped=True)
                 self._hub.pushes.put(gone)
-            elif isinstance(error, UmbraError):
-                self._fail(error)
+            else:
+                self._fail(foreseen(error, "the receiver of weights"))
 
         channel.request(body, timeout_s=timeout_s, on_done=answered)
 

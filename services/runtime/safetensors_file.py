@@ -42,9 +42,12 @@ def write_safetensors(
     metadata: Mapping[str, str],
     *,
     sync: bool = False,
+    mode: int = 0o666,
     disk: Disk = DISK,
 ) -> Written:
     """Write `tensors` as the new file `path`; with `sync`, return only when the disk has it.
+
+    `mode` are the permissions of the file, less what the process's umask takes away.
 
     Raises:
         OSError: the file is there already, or cannot be written.
@@ -63,7 +66,7 @@ def write_safetensors(
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % HEADER_ALIGN)
     size, checksum = 0, xxhash.xxh3_64()
-    with disk.opened(path, new=True) as fd:
+    with disk.opened(path, new=True, mode=mode) as fd:
         for data in (
             memoryview(struct.pack("<Q", len(encoded)) + encoded),
             *(tensor.data for tensor in stored),

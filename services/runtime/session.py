@@ -197,6 +197,11 @@ class Session:
             self._progress += count
             self._moved_at = self._link.clock()
 
+    def waits(self, activity: str) -> None:
+        """The main loop is busy with `activity`, and has not moved."""
+        with self._lock:
+            self._activity = activity
+
     def stats(self, **values: float) -> None:
         """Figures for the monitor, sent with the next heartbeats."""
         with self._lock:

@@ -72,7 +72,7 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
     path, source = (scorer.model, "scorer.model") if own else (config.model.path, "model.path")
     dtype = getattr(torch, config.weight_hub.dtype)
     device = pick_device(scorer.device)
-    model = load_model(path, device, dtype, source)
+    model = load_model(path, device, dtype, source, config.model.checked)
     if scorer.stage == "ref_logp":
         context.ready({"stage": scorer.stage, "model": path})
         worker = LogprobWorker(model, scorer)

@@ -35,12 +35,19 @@ class Batch:
         """Version of the oldest token of the sample that each learned token is of, int64 [M]."""
         return torch.tensor([t.oldest_version for t in self.trajectories])[self.tokens.owner]
 
-    def on_policy(self, version: int) -> Tensor:
-        """Which learned tokens are of samples made by policy `version` alone, bool [M]."""
-        samples = torch.tensor(
-            [t.oldest_version == t.newest_version == version for t in self.trajectories]
-        )
-        return samples[self.tokens.owner]
+    def leading(self, version: int) -> Tensor:
+        """Which learned tokens `version` sampled from the beginning of their response on, bool [M].
+
+        Their whole context was read by these very weights. That is not known of tokens after a
+        change of version: under `generator.kv_policy` = keep the cache before them is of older
+        weights, so that their logprobs are of no version alone.
+        """
+        tokens = self.tokens
+        assert tokens.prompts is not None
+        first = [t.spans[0] for t in self.trajectories]
+        ends = torch.tensor([span.end if span.version == version else 0 for span in first])
+        starts = tokens.lengths.cumsum(0) - tokens.lengths + tokens.prompts
+        return tokens.learned - starts[tokens.owner] < ends[tokens.owner]
 
 
 def make_batch(trajectories: list[Trajectory], vocab_size: int) -> Batch:

@@ -167,5 +167,11 @@ def open_critic(config: RunConfig, learner: Learner) -> LearnedCritic | None:
     apart = learner.ranks.apart()
     if config.critic.kind == "head":
         return LearnedCritic(PolicyHead(given, learner, apart), config, apart)
-    model = OwnModel(given or Path(config.model.path), config.trainer, learner.device, apart)
+    model = OwnModel(
+        given or Path(config.model.path),
+        config.trainer,
+        learner.device,
+        apart,
+        config.model.checked,
+    )
     return LearnedCritic(model, config, apart)

@@ -1,4 +1,4 @@
-"""Keeps an update from doing harm, and ends a run that has gone wrong."""
+"""Keeps tokens and updates from doing harm, and ends a run that has gone wrong."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import torch
 from torch import Tensor
 
 from umbra.proto.errors import DivergedError
+from umbra.services.runtime.config.presets import Pieces
 from umbra.services.trainer.metrics import Row
+from umbra.services.trainer.objectives.ratios import Sequences
 from umbra.services.trainer.ranks import Ranks
 
 # Why an update is left out, in the order of the columns `skipped/<reason>`.
 REASONS = {
     "loss": "its loss is not finite",
-    "ratio": "a token's ratio to the generator's probability is above trainer.max_ratio",
+    "outliers": "all its tokens have logprobs that are not finite, or more than trainer.max_ratio "
+    "times the generator's probability",
     "gradient": "its gradient is not finite",
 }
 
@@ -23,26 +26,40 @@ class Guard:
     """Watches the forward passes of one update; all ranks come to the same verdict.
 
     Args:
-        max_ratio: bound on pi / mu of every learned token; 0 = none.
+        max_ratio: bound on pi / mu of a learned token; 0 = none.
+        pieces: of the objective: where a sequence's tokens share a ratio, one that is out of bounds
+            takes the whole sequence along.
     """
 
-    def __init__(self, max_ratio: float, ranks: Ranks) -> None:
+    def __init__(self, max_ratio: float, pieces: Pieces, ranks: Ranks) -> None:
         self._bound = math.log(max_ratio) if max_ratio else math.inf
+        self._whole = pieces.by_sequence
         self._ranks = ranks
-        self._faults: list[Tensor] = []  # [2] of each pass, on the device
+        self._seen: list[Tensor] = []  # [3] of each pass, on the device
 
-    def see(self, loss: Tensor, logprobs: Tensor, behaviour: Tensor) -> None:
-        """A pass: its loss, and log pi and log mu of its N tokens."""
-        ratios = logprobs.detach() - behaviour > self._bound
-        self._faults.append(torch.stack([~loss.detach().isfinite(), ratios.any()]))
+    def outliers(self, logprobs: Tensor, behaviour: Tensor, sequences: Sequences) -> Tensor:
+        """Which of a pass's N tokens must not enter the loss, bool [N].
+
+        Those whose log pi is not finite, or whose pi / mu is above the bound.
+        """
+        log_ratio = logprobs.detach() - behaviour
+        out = ~log_ratio.isfinite() | (log_ratio > self._bound)
+        if self._whole:
+            out = sequences.sum(out.to(behaviour)) > 0
+        return out
+
+    def see(self, loss: Tensor, outliers: Tensor) -> None:
+        """A pass: its loss, and which of its tokens were left out."""
+        counts = [outliers.sum(), torch.tensor(len(outliers), device=outliers.device)]
+        self._seen.append(torch.stack([(~loss.detach().isfinite()).long(), *counts]))
 
     def verdict(self) -> str:
         """Why the update must not be made, as a key of `REASONS`; empty if it may be."""
-        found = torch.zeros(2)
-        if self._faults:
-            found = torch.stack(self._faults).any(0).float().cpu()
-        loss, ratio = self._ranks.sum(found).tolist()
-        return "loss" if loss else "ratio" if ratio else ""
+        found = torch.zeros(3, dtype=torch.int64)
+        if self._seen:
+            found = torch.stack(self._seen).sum(0).cpu()
+        loss, out, tokens = self._ranks.sum(found).tolist()
+        return "loss" if loss else "outliers" if tokens and out == tokens else ""
 
 
 class Patience:

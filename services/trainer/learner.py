@@ -86,14 +86,19 @@ class Learner:
         *,
         with_entropy: bool = True,
         entropy_gradient: bool = False,
+        sampling: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Logprobs (with gradient) and entropies of the learned tokens, on the device; [N] each."""
+        """Logprobs (with gradient) and entropies of the learned tokens, on the device; [N] each.
+
+        `sampling` [N, 4] is as of `Scorer`.
+        """
         with self._accelerator.autocast():
             return self._scorer(
                 micro.to(self.device),
                 temperature.to(self.device),
                 with_entropy=with_entropy,
                 entropy_gradient=entropy_gradient,
+                sampling=None if sampling is None else sampling.to(self.device),
             )
 
     @torch.no_grad()

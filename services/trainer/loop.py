@@ -30,7 +30,7 @@ from umbra.services.trainer.metrics import (
     sample_metrics,
     speed_metrics,
 )
-from umbra.services.trainer.orders import Snapshot, Stop, Train, Wait, give
+from umbra.services.trainer.orders import Snapshot, Stop, Train, give
 from umbra.services.trainer.prefetch import Ahead, Prefetch
 from umbra.services.trainer.shards import Snapshots
 from umbra.services.trainer.sinks import Sinks
@@ -45,7 +45,7 @@ SHOWN = {
     "ess": "ess",
     "k3": "mismatch/k3",
     "k3_on_policy": "mismatch/k3_on_policy",
-    "tokens_per_s": "tokens_per_s",
+    "train_tokens_per_s": "train_tokens_per_s",
 }
 
 
@@ -198,7 +198,6 @@ class Loop:
         while not self._session.stopping.is_set():
             self._saved(self._saver.settled())
             self._session.progress(f"waiting for batch {step}", 0)
-            give(self._learner.ranks, Wait())
             held = ahead.digest if ahead else ""
             ask = LeaseBatch(step=step, wait_s=LEASE_SLICE_S, held=held)
             limit = LEASE_SLICE_S + self._grace_s

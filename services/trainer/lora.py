@@ -1,7 +1,8 @@
 """LoRA by `peft`: small factors are trained instead of the weights, and merged where they go out.
 
 A layer's weight W [out, in] becomes W + alpha / rank * B A with B [out, rank], A [rank, in]
-(arXiv 2106.09685). B starts at zero, so the policy starts as the base model.
+(arXiv 2106.09685). B starts at zero, so the policy starts as the base model. Experts, whose weights
+are one parameter [experts, out, in], have an A and a B each.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
 
 from umbra.proto.errors import UsageError
@@ -23,28 +26,46 @@ _ADAPTER = "default"
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """The weight that a layer with an adapter stands for."""
+    """The weight that a layer with an adapter, or all experts of one, stand for.
 
-    base: Tensor  # [out, in], frozen
-    a: Tensor  # [rank, in]
-    b: Tensor  # [out, rank]
+    Attributes:
+        base: [out, in] or [experts, out, in], frozen.
+        a: [rank, in] or [experts * rank, in], rank by rank of each expert.
+        b: [out, rank] or [out, rank * experts], expert by expert of each rank.
+        scale: of their product.
+        transposed: whether experts are [experts, in, out].
+    """
+
+    base: Tensor
+    a: Tensor
+    b: Tensor
     scale: float
+    transposed: bool = False
 
     @property
     def shape(self) -> torch.Size:
-        """[out, in]."""
+        """That of the base."""
         return self.base.shape
 
     @torch.no_grad()
     def merged(self) -> Tensor:
-        """[out, in] in the base's dtype; sharded by rows as the base is.
+        """The weight in the base's shape and dtype; sharded by its first dimension as the base is.
 
-        Only A, which is small, is gathered: a collective if the ranks hold shards.
+        Only the small factors are gathered: a collective if the ranks hold shards.
         """
         if not isinstance(self.base, DTensor):
-            return self.base + self.scale * (self.b @ self.a)
+            return self.base + self.scale * self._product(self.b, self.a, 0, len(self.base))
         assert isinstance(self.a, DTensor) and isinstance(self.b, DTensor)
-        own = self.base.to_local() + self.scale * (self.b.to_local() @ self.a.full_tensor())
+        local = self.base.to_local()
+        if self.base.dim() == 2:
+            product = self.b.to_local() @ self.a.full_tensor()
+        else:
+            _, (first, *_) = compute_local_shape_and_global_offset(
+                self.base.shape, self.base.device_mesh, self.base.placements
+            )
+            a, b = self.a.full_tensor(), self.b.full_tensor()
+            product = self._product(b, a, first, first + len(local))
+        own = local + self.scale * product
         return DTensor.from_local(
             own,
             self.base.device_mesh,
@@ -53,6 +74,16 @@ class LowRank:
             shape=self.base.shape,
             stride=self.base.stride(),
         )
+
+    def _product(self, b: Tensor, a: Tensor, first: int, end: int) -> Tensor:
+        """B A, of experts `[first, end)`."""
+        if self.base.dim() == 2:
+            return b @ a
+        experts = self.base.shape[0]
+        of_a = a.view(experts, -1, a.shape[-1])[first:end]
+        of_b = b.view(b.shape[0], -1, experts).permute(2, 0, 1)[first:end]
+        product = of_b @ of_a
+        return product.mT if self.transposed else product
 
 
 def add_adapter(model: PreTrainedModel, config: Trainer, seed: int) -> None:
@@ -64,22 +95,27 @@ def add_adapter(model: PreTrainedModel, config: Trainer, seed: int) -> None:
         UsageError: peft is missing, no layer has such a name, or one cannot be merged.
     """
     try:
-        from peft import LoraConfig, inject_adapter_in_model
+        from peft import LoraConfig, LoraModel
     except ImportError:
         raise UsageError(
             "trainer.lora_rank needs peft: install it with pip install 'umbra-rl[lora]'"
         ) from None
+    modules, parameters = _targets(model, config.lora_targets)
     lora = LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,  # pyright: ignore[reportArgumentType]  # any number works
-        target_modules=config.lora_targets or "all-linear",
+        target_modules=modules,
+        target_parameters=parameters,
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
     )
+    # Else peft takes names of dense layers for those of experts in checkpoints, and leaves shared
+    # experts out.
+    lora.peft_type = None  # pyright: ignore[reportAttributeAccessIssue]
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            inject_adapter_in_model(lora, model, adapter_name=_ADAPTER)
+            LoraModel(model, lora, _ADAPTER)
     except ValueError as error:
         raise UsageError(f"trainer.lora_targets: {error}") from error
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -87,9 +123,45 @@ def add_adapter(model: PreTrainedModel, config: Trainer, seed: int) -> None:
     head: Any = model.get_output_embeddings()
     if strange or (hasattr(head, "lora_A") and model.config.tie_word_embeddings):
         raise UsageError(
-            "trainer.lora_targets: only linear layers that share their weight with no other layer "
-            "can have an adapter"
+            "trainer.lora_targets: only linear layers that share their weight with no other layer, "
+            "and experts, can have an adapter"
         )
+
+
+def _targets(model: PreTrainedModel, wanted: list[str]) -> tuple[list[str], list[str]]:
+    """Full names of the modules, and of the experts' parameters, that are to have an adapter.
+
+    Args:
+        wanted: names or their ends, as in peft; empty = all linear layers but the output, and the
+            experts. Routers are neither.
+
+    Raises:
+        UsageError: nothing has such a name.
+    """
+    head = model.get_output_embeddings()
+    named = dict(model.named_modules())
+    linear = [n for n, m in named.items() if isinstance(m, nn.Linear) and m is not head]
+    experts = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.dim() == 3 and not isinstance(named[name.rpartition(".")[0]], _ConvNd)
+    ]
+    if not wanted:
+        return linear, experts
+    modules: list[str] = []
+    parameters: list[str] = []
+    for target in wanted:
+        of_modules = [name for name in named if f".{name}".endswith(f".{target}")]
+        of_experts = [name for name in experts if f".{name}".endswith(f".{target}")]
+        if not of_modules and not of_experts:
+            known = sorted({name.rpartition(".")[2] for name in (*linear, *experts)})
+            raise UsageError(
+                f"trainer.lora_targets: {type(model).__name__} has no layer {target}; it has "
+                + ", ".join(known)
+            )
+        modules += of_modules
+        parameters += of_experts
+    return modules, parameters
 
 
 def is_adapter(name: str) -> bool:
@@ -102,11 +174,16 @@ def low_rank(model: nn.Module) -> dict[str, LowRank]:
     found: dict[str, LowRank] = {}
     for name, module in model.named_modules():
         layer: Any = module
-        if hasattr(layer, "lora_A") and hasattr(layer, "base_layer"):
-            found[f"{name}.weight"] = LowRank(
-                layer.base_layer.weight,
-                layer.lora_A[_ADAPTER].weight,
-                layer.lora_B[_ADAPTER].weight,
-                layer.scaling[_ADAPTER],
-            )
+        if not (hasattr(layer, "lora_A") and hasattr(layer, "base_layer")):
+            continue
+        # Experts have several parameters, so the adapters of one may be around those of another.
+        weight = getattr(layer, "parameter_name", "weight")
+        base = layer.get_base_layer()
+        found[f"{name.replace(BASE, '')}.{weight}"] = LowRank(
+            getattr(base, weight),
+            layer.lora_A[_ADAPTER].weight,
+            layer.lora_B[_ADAPTER].weight,
+            layer.scaling[_ADAPTER],
+            getattr(base, "is_transposed", False),
+        )
     return found

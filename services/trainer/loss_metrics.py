@@ -1,4 +1,4 @@
-"""What the forward passes of a batch showed, token by token."""
+"""What the forward passes of a batch showed, as sums over tokens; no token is kept."""
 
 from __future__ import annotations
 
@@ -6,109 +6,148 @@ import torch
 from torch import Tensor
 
 from umbra.services.trainer.batch import Batch
-from umbra.services.trainer.metrics import Row, ess, mismatch_metrics
+from umbra.services.trainer.metrics import MISMATCH, Row, ess, mismatch_row, mismatch_sums
 from umbra.services.trainer.objectives.objective import TokenInputs, TokenLosses
 from umbra.services.trainer.objectives.ratios import ratio
 from umbra.services.trainer.ranks import Ranks
 
-COLUMNS = ("update", "logprob", "entropy", "advantage", "ratio", "clipped", "masked", "kl")
+# Sums over the tokens that were seen, all epochs; /+ and /- those with such an advantage.
+SUMS: tuple[str, ...] = (
+    "tokens", "entropy", "kl", "age", "outliers", "loss", "last", "last/r", "last/r2",
+    "tokens/+", "clipped", "clipped/+", "clipped/-",
+    "tokens/-", "masked", "masked/+", "masked/-",
+)  # fmt: skip
+MAXIMA: tuple[str, ...] = ("ratio", "age")
 
 
 class LossMetrics:
-    """Collects the passes of a batch; everything stays on the device until the end.
+    """Adds up the passes of a batch on the device; the ranks exchange a row of sums each.
 
-    In each epoch a token is seen once on one of the ranks, so sums over the ranks put the whole
-    together.
+    In each epoch a token is seen once on one of the ranks, so sums over the ranks are those of the
+    whole.
 
     Args:
         batch: M learned tokens.
         found: logprobs under the weights that the batch found, [M], where a pass was spent on them.
         parts: how many optimizer steps an epoch is cut into.
         updates: optimizer steps of all epochs.
+        version: of the weights that the batch found.
+        per_version: optimizer updates of a version, for the staleness counted in them.
     """
 
-    def __init__(self, batch: Batch, found: Tensor | None, parts: int, updates: int) -> None:
+    def __init__(
+        self,
+        batch: Batch,
+        found: Tensor | None,
+        parts: int,
+        updates: int,
+        *,
+        version: int,
+        per_version: int,
+    ) -> None:
         self._batch = batch
         self._found = found
         self._per_epoch = parts
         self._updates = updates
-        self._parts: list[tuple[Tensor, Tensor]] = []  # which tokens [N], their columns [8, N]
-        self._losses: list[Tensor] = []
+        self._age = (version - batch.oldest) * per_version  # [M]
+        self._on_policy = batch.leading(version)
+        self._sums = torch.zeros(len(SUMS), dtype=torch.float64)
+        self._maxima = torch.full((len(MAXIMA),), -torch.inf, dtype=torch.float64)
+        self._mismatch = torch.zeros(len(MISMATCH), dtype=torch.float64)
         self._knows_kl = False
 
     def add(
-        self, update: int, source: Tensor, tokens: TokenInputs, result: TokenLosses, loss: Tensor
+        self,
+        update: int,
+        source: Tensor,
+        tokens: TokenInputs,
+        result: TokenLosses,
+        loss: Tensor,
+        outliers: Tensor,
     ) -> None:
-        """Keep a micro-batch's results, without their graph; `source` names its tokens."""
+        """Add a micro-batch's results; `source` names its tokens, `outliers` [N] are left out."""
         now = tokens.logprobs.detach()
-        columns = (
-            torch.full_like(now, update + 1.0),  # 0: a token that no update saw
-            now,
-            tokens.entropy.detach(),
-            tokens.advantages,
-            result.ratio,
-            result.clipped,
-            ~result.kept,
-            torch.zeros_like(now) if result.kl is None else result.kl,
-        )
-        # A row of the table for each token and epoch.
-        where = source + update // self._per_epoch * len(self._batch.behaviour)
-        self._parts.append((where, torch.stack([column.to(now) for column in columns])))
-        self._losses.append(loss.detach())
+        here = now.device
+        if self._sums.device != here:
+            self._sums, self._maxima = self._sums.to(here), self._maxima.to(here)
+            self._mismatch = self._mismatch.to(here)
+        if not len(source):
+            self._sums[SUMS.index("loss")] += loss.detach().double()
+            return
+        seen = ~outliers
+        age = self._age[source].to(here) + update
+        positive, negative = tokens.advantages > 0, tokens.advantages < 0
+        masked = ~result.kept | outliers
+        clipped = result.clipped & seen
+        last = seen & (update == self._updates - 1)
+        weight = torch.where(last, ratio(now.double(), tokens.behaviour.double()), 0.0)
+        columns = {
+            "tokens": torch.ones_like(now),
+            "entropy": tokens.entropy.detach(),
+            "kl": torch.zeros_like(now) if result.kl is None else result.kl,
+            "age": age,
+            "outliers": outliers,
+            "last": last,
+            "last/r": weight,
+            "last/r2": weight.square(),
+            "tokens/+": positive,
+            "tokens/-": negative,
+            "clipped": clipped,
+            "clipped/+": clipped & positive,
+            "clipped/-": clipped & negative,
+            "masked": masked,
+            "masked/+": masked & positive,
+            "masked/-": masked & negative,
+        }
+        sums = {name: column.double().sum() for name, column in columns.items()}
+        sums["loss"] = loss.detach().double()
+        self._sums += torch.stack([sums[name] for name in SUMS])
+        ratios = torch.where(seen, result.ratio.double(), -torch.inf)
+        highest = torch.stack([ratios.max(), age.double().max()])
+        self._maxima = torch.maximum(self._maxima, highest)
         self._knows_kl = result.kl is not None
+        if update < (1 if self._found is None else self._per_epoch):
+            logprobs = now if self._found is None else self._found[source].to(now)
+            self._mismatch += mismatch_sums(
+                logprobs, tokens.behaviour, self._on_policy[source].to(here), seen
+            )
 
-    def summary(self, version: int, per_version: int, ranks: Ranks) -> Row:
+    def summary(self, ranks: Ranks) -> Row:
         """Means over the trained tokens of all epochs; None where there were none.
 
         A token is clipped where its gain has no gradient (or its weight is clipped: CISPO), masked
         where it has no gain. /positive and /negative are shares of the tokens with such an
-        advantage. The mismatch to the generators is that of the weights the batch found, so it is
-        taken from their logprobs, or else from the tokens of the first update. What the further
-        updates add is in `ess_last`, the effective share of samples at the last of them, and in the
-        staleness counted in updates, `per_version` for a version.
+        advantage. Outliers count as masked, and in no ratio. The mismatch to the generators is that
+        of the weights the batch found, so it is taken from their logprobs, or else from the tokens
+        of the first update. What the further updates add is in `ess_last`, the effective share of
+        samples at the last of them, and in the staleness counted in updates.
         """
         if not self._updates:
-            empty = torch.zeros(0)
             row: Row = dict.fromkeys(("loss", "entropy", "clip_fraction", "mask_fraction"))
-            row["ess_last"] = None
-            return row | mismatch_metrics(empty, empty, empty.bool())
-        epochs = self._updates // self._per_epoch
-        table = torch.zeros(len(COLUMNS), epochs * len(self._batch.behaviour))
-        for source, columns in self._parts:
-            table[:, source] = columns.float().cpu()
-        table = ranks.sum(table)
-        loss = ranks.sum(torch.stack(self._losses).double().sum().cpu())
-        seen = table[0] > 0
-        column: dict[str, Tensor] = dict(zip(COLUMNS, table[:, seen], strict=True))
+            row |= {"ess_last": None, "outliers": 0.0}
+            return row | mismatch_row(self._mismatch)
+        # Each rank's sums and maxima: some dozen numbers, however many tokens there are.
+        rows = ranks.gather(torch.cat([self._sums, self._mismatch, self._maxima]).cpu())
+        total = rows[:, : -len(MAXIMA)].sum(0)
+        sums = dict(zip(SUMS, total[: len(SUMS)].tolist(), strict=True))
+        highest = dict(zip(MAXIMA, rows[:, -len(MAXIMA) :].amax(0).tolist(), strict=True))
         row = {
-            "loss": float(loss) / self._updates,
-            "entropy": float(column["entropy"].mean()),
-            "ratio/max": float(column["ratio"].max()),
+            "loss": sums["loss"] / self._updates,
+            "entropy": _share(sums["entropy"], sums["tokens"]),
+            "ratio/max": highest["ratio"],
+            "outliers": sums["outliers"],
         }
         if self._knows_kl:
-            row["kl"] = float(column["kl"].mean())
-        advantage = column["advantage"]
+            row["kl"] = _share(sums["kl"], sums["tokens"])
         for name, flag in (("clip_fraction", "clipped"), ("mask_fraction", "masked")):
-            row[name] = float(column[flag].mean())
-            row[f"{name}/positive"] = _mean(column[flag][advantage > 0])
-            row[f"{name}/negative"] = _mean(column[flag][advantage < 0])
-        behaviour = self._batch.behaviour
-        last = table[0] == self._updates
-        sampled = behaviour.repeat(epochs)[last].double()
-        row["ess_last"] = ess(ratio(table[1, last].double(), sampled))
-        age = (version - self._batch.oldest).double().repeat(epochs) * per_version + table[0] - 1
-        row["staleness/updates/mean"] = float(age[seen].mean())
-        row["staleness/updates/max"] = float(age[seen].max())
-        first, logprobs = table[:2, : len(behaviour)]
-        unchanged = first == 1
-        if self._found is not None:
-            unchanged, logprobs = first > 0, self._found
-        return row | mismatch_metrics(
-            logprobs[unchanged],
-            behaviour[unchanged],
-            self._batch.on_policy(version)[unchanged],
-        )
+            row[name] = _share(sums[flag], sums["tokens"])
+            row[f"{name}/positive"] = _share(sums[f"{flag}/+"], sums["tokens/+"])
+            row[f"{name}/negative"] = _share(sums[f"{flag}/-"], sums["tokens/-"])
+        row["ess_last"] = ess(sums["last/r"], sums["last/r2"], sums["last"])
+        row["staleness/updates/mean"] = _share(sums["age"], sums["tokens"])
+        row["staleness/updates/max"] = highest["age"]
+        return row | mismatch_row(total[len(SUMS) :])
 
 
-def _mean(values: Tensor) -> float | None:
-    return float(values.mean()) if values.numel() else None
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole else None

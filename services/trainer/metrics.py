@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from umbra.services.runtime.figures import staleness
 from umbra.services.runtime.metrics import MetricsFile
 from umbra.services.trainer.batch import Batch
 from umbra.services.trainer.objectives.ratios import ratio
@@ -43,14 +44,13 @@ class Phases:
 def sample_metrics(batch: Batch, version: int) -> Row:
     """Rewards, lengths and staleness of a batch that weights of `version` are trained on.
 
-    Staleness of a sample, in versions: total = version - version of its oldest token, split into
-    in_flight = newest - oldest (at most total) and in_queue = the rest.
+    Staleness is that of `runtime.figures.staleness`, in versions.
     """
     lengths = torch.tensor([t.response_tokens for t in batch.trajectories]).double()
     oldest = torch.tensor([t.oldest_version for t in batch.trajectories])
     newest = torch.tensor([t.newest_version for t in batch.trajectories])
-    total = (version - oldest).double()
-    in_flight = torch.minimum(total, (newest - oldest).double())
+    spans = zip(oldest.tolist(), newest.tolist(), strict=True)
+    ages = torch.tensor([staleness(*span, version) for span in spans]).double()  # [samples, 3]
     row: Row = {
         "samples": float(len(batch.trajectories)),
         "tokens": float(batch.tokens.ids.numel()),
@@ -67,11 +67,7 @@ def sample_metrics(batch: Batch, version: int) -> Row:
         "truncated": _fraction(t.finish_reason == "length" for t in batch.trajectories),
         "multi_version": float((newest > oldest).double().mean()),
     }
-    for name, values in (
-        ("total", total),
-        ("in_flight", in_flight),
-        ("in_queue", total - in_flight),
-    ):
+    for name, values in zip(("total", "in_flight", "in_queue"), ages.unbind(1), strict=True):
         row[f"staleness/{name}/mean"] = float(values.mean())
         row[f"staleness/{name}/max"] = float(values.max())
     parts: dict[str, list[float]] = {}
@@ -83,53 +79,74 @@ def sample_metrics(batch: Batch, version: int) -> Row:
     return row
 
 
-def mismatch_metrics(logprobs: Tensor, behaviour: Tensor, on_policy: Tensor) -> Row:
-    """How far the trainer's policy is from the one that sampled, over N learned tokens.
+# Sums over tokens that `mismatch_row` makes means of; d = log pi - log mu, r = pi / mu.
+MISMATCH = ("tokens", "d", "k3", "r", "r2", "on_policy", "on_policy/k3")
 
-    With r = pi/mu: k1 = mean(-log r), k3 = mean(r - log r - 1), chi2 = mean(r^2) - 1, and the
-    effective share of samples ess = (sum r)^2 / (N sum r^2). On samples of the current version only
-    rounding is left, so `k3_on_policy` (None without such samples) tells errors of the programs
-    from staleness.
+
+def mismatch_sums(
+    logprobs: Tensor, behaviour: Tensor, on_policy: Tensor, seen: Tensor | None = None
+) -> Tensor:
+    """The sums named in `MISMATCH` over N learned tokens, float64, on the device of `logprobs`.
 
     Args:
         logprobs: log pi [N], with the weights that the batch found.
         behaviour: log mu [N].
-        on_policy: bool [N], tokens of samples that the current version made alone.
+        on_policy: bool [N], tokens whose version is that of these weights (`Batch.leading`).
+        seen: bool [N], those that count; None: all.
     """
-    if not logprobs.numel():
-        return dict.fromkeys(
-            ("mismatch/k1", "mismatch/k3", "mismatch/chi2", "mismatch/k3_on_policy", "ess")
-        )
-    log_ratio = (logprobs - behaviour).double()
-    weight = ratio(logprobs.double(), behaviour.double())
+    if seen is None:
+        seen = torch.ones_like(on_policy)
+    on_policy = on_policy & seen
+    log_ratio = torch.where(seen, logprobs - behaviour, 0.0).double()
+    weight = ratio(log_ratio, torch.zeros_like(log_ratio)) * seen
     # expm1 keeps the digits that r - 1 loses where r is close to 1.
     k3 = torch.expm1(log_ratio.clamp(max=20.0)) - log_ratio
+    columns = (seen, log_ratio, k3, weight, weight.square(), on_policy, k3 * on_policy)
+    return torch.stack([column.double().sum() for column in columns])
+
+
+def mismatch_row(sums: Tensor) -> Row:
+    """How far the trainer's policy is from the one that sampled; None without tokens.
+
+    With r = pi/mu: k1 = mean(-log r), k3 = mean(r - log r - 1), chi2 = mean(r^2) - 1, and the
+    effective share of samples ess = (sum r)^2 / (N sum r^2). On tokens of the current version only
+    rounding is left, so `k3_on_policy` (None without such tokens) tells errors of the programs
+    from staleness.
+
+    Args:
+        sums: as `mismatch_sums` gives them, of all ranks.
+    """
+    total = dict(zip(MISMATCH, sums.tolist(), strict=True))
+    count, on_policy = total["tokens"], total["on_policy"]
     return {
-        "mismatch/k1": float(-log_ratio.mean()),
-        "mismatch/k3": float(k3.mean()),
-        "mismatch/chi2": float(weight.square().mean()) - 1,
-        "mismatch/k3_on_policy": float(k3[on_policy].mean()) if bool(on_policy.any()) else None,
-        "ess": ess(weight),
+        "mismatch/k1": -total["d"] / count if count else None,
+        "mismatch/k3": total["k3"] / count if count else None,
+        "mismatch/chi2": total["r2"] / count - 1 if count else None,
+        "mismatch/k3_on_policy": total["on_policy/k3"] / on_policy if on_policy else None,
+        "ess": ess(total["r"], total["r2"], count),
     }
 
 
-def ess(weight: Tensor) -> float:
-    """The effective share of N tokens, (sum r)^2 / (N sum r^2) with r = pi / mu; in (0, 1].
+def ess(weights: float, squares: float, count: float) -> float | None:
+    """The effective share of `count` tokens, (sum r)^2 / (N sum r^2) with r = pi / mu; in (0, 1].
 
     Args:
-        weight: r of each token, float64 [N].
+        weights: sum of r.
+        squares: sum of r^2.
+        count: N; without any it is None.
     """
-    return float(weight.sum().square() / (weight.numel() * weight.square().sum()))
+    return weights**2 / (count * squares) if count else None
 
 
 def speed_metrics(tokens: float, operations: float, seconds: float, ceiling: float) -> Row:
-    """Tokens per second, 10^12 operations per second, and their share of the `ceiling` (MFU).
+    """Tokens per second of the step's training, prompts included; 10^12 operations per second, and
+    their share of the `ceiling` (MFU).
 
     Args:
         ceiling: operations per second that the devices can do; 0 = unknown, and MFU with it.
     """
     return {
-        "tokens_per_s": tokens / seconds,
+        "train_tokens_per_s": tokens / seconds,
         "tflops": operations / seconds / 1e12,
         "mfu": operations / seconds / ceiling if ceiling else None,
     }

@@ -2,54 +2,110 @@
 
 from __future__ import annotations
 
+import re
 import time
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
+from umbra.proto.errors import UsageError
+from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.packing import MicroBatch
 
 MATRIX = 8192  # rows of the product that gives the ceiling
 TRIES = 12
+_ROUTED = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts")  # names of one thing
 
 
 @dataclass(frozen=True, slots=True)
 class Operations:
     """What a token costs in a model.
 
-    Counted are 6 operations per weight and token (2 forward, 4 backward; the output layer: per
-    learned token), and 12 per head dimension, head, layer and pair of a token and one that it
-    attends to: 6 L^2 for a sequence of L tokens. Kaplan et al. 2020, arXiv 2001.08361, section 2.1.
+    Counted are 6 operations per weight that a token meets (2 forward, 4 backward; of experts those
+    that it is routed to; the output layer: per learned token), and 12 per head dimension, head,
+    layer and pair of a token and one that it attends to: 6 L^2 for a sequence of L tokens without
+    a window. Weights that an adapter leaves alone count like others. Kaplan et al. 2020, arXiv
+    2001.08361, section 2.1.
     """
 
     body: int  # weights of the layers
     head: int  # of the output layer
-    attention: int  # heads * head dimension * layers
+    attention: float  # heads * head dimension, summed over the layers that see all
+    windowed: tuple[tuple[int, float], ...] = ()  # window in tokens, and the same of its layers
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Operations:
-        """Those of `model`, which may be sharded."""
-        config: Any = model.config
+        """Those of `model`, which may be sharded or have adapters.
+
+        Raises:
+            UsageError: the model's config does not say how many experts a token meets.
+        """
+        config: Any = model.config.get_text_config()
         head = config.vocab_size * config.hidden_size
-        body = sum(p.numel() for name, p in model.named_parameters() if "embed" not in name)
+        named = {n: p for n, p in model.named_parameters() if "embed" not in n}
+        body = sum(_met(named, config))
         if not config.tie_word_embeddings:
             body -= head
-        width = getattr(config, "head_dim", None)
-        width = width or config.hidden_size // config.num_attention_heads
-        attention = config.num_attention_heads * width * config.num_hidden_layers
-        return cls(body, head, attention)
+        kinds = getattr(config, "layer_types", None)
+        windows = dict(Attention.of(config).windows)
+        if not kinds:
+            kinds = [*windows] * config.num_hidden_layers
+        layers = Counter(windows[kind] for kind in kinds)
+        width = config.num_attention_heads * _head_width(config)
+        return cls(
+            body,
+            head,
+            width * layers.pop(None, 0),
+            tuple((window, width * count) for window, count in layers.items() if window),
+        )
 
     def update(self, micro: MicroBatch) -> float:
         """Of a forward and a backward pass over `micro`: what it feeds, padding left out."""
         seen = micro.position_ids.double() + 1  # keys that a token attends to
+        pairs = self.attention * seen
+        for window, attention in self.windowed:
+            pairs += attention * seen.clamp(max=window)
         if micro.segment is not None:
-            keys = float(seen[micro.segment >= 0].sum())
+            attended = float(pairs[micro.segment >= 0].sum())
         else:
-            keys = float(seen.mean()) * micro.tokens
+            attended = float(pairs.mean()) * micro.tokens
         learned = len(micro.targets)
-        return 6 * self.body * micro.tokens + 6 * self.head * learned + 12 * self.attention * keys
+        return 6 * self.body * micro.tokens + 6 * self.head * learned + 12 * attended
+
+
+def _met(named: dict[str, nn.Parameter], config: Any) -> Iterator[int]:
+    """How many elements of each parameter a token is multiplied with, in the mean."""
+    stacked = [len(p) for name, p in named.items() if ".experts." in name and p.dim() == 3]
+    single = {found[1] for name in named if (found := re.search(r"\.experts\.(\d+)\.", name))}
+    experts = stacked[0] if stacked else len(single)
+    routed = _routed(config) if experts else 0
+    for name, parameter in named.items():
+        count = parameter.numel()
+        yield count * routed // experts if ".experts." in name else count  # adapters included
+
+
+def _routed(config: Any) -> int:
+    """Experts that a token is routed to."""
+    for key in _ROUTED:
+        if isinstance(count := getattr(config, key, None), int):
+            return count
+    raise UsageError(
+        f"model.path: the config of a {config.model_type} does not say how many experts a token "
+        f"meets (none of {', '.join(_ROUTED)})"
+    )
+
+
+def _head_width(config: Any) -> float:
+    """Dimensions of a head: the mean of a query's and a value's."""
+    if getattr(config, "kv_lora_rank", None):
+        return (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) / 2
+    width = getattr(config, "head_dim", None)
+    return width or config.hidden_size // config.num_attention_heads
 
 
 def ceiling(device: torch.device) -> float:

@@ -18,10 +18,6 @@ from umbra.services.trainer.shards import Snapshots
 from umbra.services.trainer.update import Update
 
 
-class Wait(msgspec.Struct, frozen=True, tag=True):
-    """Rank 0 is alive and has nothing to do yet."""
-
-
 class Train(msgspec.Struct, frozen=True, tag=True):
     """Update the policy, which is at `version`, on this batch."""
 
@@ -55,7 +51,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Order = Wait | Train | Snapshot | Save | Gather | Export | Stop
+Order = Train | Snapshot | Save | Gather | Export | Stop
 
 
 def give(ranks: Ranks, order: Order) -> None:
@@ -77,15 +73,13 @@ def follow(
     decoder = msgspec.msgpack.Decoder(Order)
     while True:
         match decoder.decode(ranks.broadcast()):
-            case Wait():
-                pass
             case Train(version, trajectories):
                 batch = make_batch(trajectories, learner.model.config.vocab_size)
                 update(batch, version, lambda: True)
             case Snapshot():
                 snapshots.write()
             case Save(scratch):
-                join_in(writer, Path(scratch), ranks.rank)
+                join_in(writer, Path(scratch), ranks)
             case Gather():
                 learner.weights()
             case Export(out):

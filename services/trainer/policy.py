@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -21,64 +20,43 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from umbra.proto.errors import UmbraError, UsageError
+from umbra.proto.errors import UmbraError
+from umbra.services.modeling.models import loading, read_weights
 from umbra.services.runtime.disk import DISK
 from umbra.services.runtime.model_dir import check_model_dir
 
 
 def load_policy(
-    path: str | Path, source: str = "model.path"
+    path: str | Path, source: str = "model.path", checked: Collection[str] = ()
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The float32 model (SDPA attention, on the CPU) and the tokenizer in directory `path`.
+    """The float32 model (on the CPU) and the tokenizer in directory `path`.
 
-    `source` is the key or flag that the path came from, for errors.
+    `source` is the key or flag that the path came from, for errors; `checked` are architectures
+    that the user vouches for (`check_architecture`).
 
     Raises:
-        UsageError: no such directory, a part of it is missing, or it cannot be loaded.
+        UsageError: no such directory, a part of it is missing, it cannot be loaded, or Umbra is
+            not right for it.
     """
     directory = check_model_dir(path, source)
-    with _loading(directory, source):
-        tokenizer = AutoTokenizer.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=False
-        )
-    return _load(AutoModelForCausalLM, directory, source), tokenizer
+    with no_progress_bars():
+        model = read_weights(AutoModelForCausalLM, directory, torch.float32, source, checked)
+        with loading(directory, source):
+            tokenizer = AutoTokenizer.from_pretrained(
+                directory, local_files_only=True, trust_remote_code=False
+            )
+    return model, tokenizer
 
 
-def load_backbone(path: str | Path, source: str) -> PreTrainedModel:
+def load_backbone(path: str | Path, source: str, checked: Collection[str] = ()) -> PreTrainedModel:
     """The float32 transformer in directory `path` without its output layer.
 
     Raises:
         UsageError: as `load_policy`; it needs no tokenizer.
     """
-    return _load(AutoModel, check_model_dir(path, source, tokenizer=False), source)
-
-
-def _load(kind: Any, directory: Path, source: str) -> PreTrainedModel:
-    with _loading(directory, source):
-        model: PreTrainedModel = kind.from_pretrained(
-            directory,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            dtype=torch.float32,
-            attn_implementation="sdpa",
-        )
-    layers = set(getattr(model.config, "layer_types", None) or ["full_attention"])
-    if layers != {"full_attention"}:
-        raise UsageError(
-            f"{source}: {directory} has layers of type {', '.join(sorted(layers))}; packed rows "
-            "need full attention in all of them"
-        )
-    return model
-
-
-@contextmanager
-def _loading(directory: Path, source: str) -> Iterator[None]:
-    try:
-        with no_progress_bars():
-            yield
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-        raise UsageError(f"{source}: {directory} cannot be loaded: {error}") from error
+    directory = check_model_dir(path, source, tokenizer=False)
+    with no_progress_bars():
+        return read_weights(AutoModel, directory, torch.float32, source, checked)
 
 
 def export_policy(

@@ -1,17 +1,19 @@
 """The ranks of a trainer: rank 0 leads, and all do the same things in the same order.
 
 Rank 0 alone is a member of the run. What it decides reaches the others as bytes over the process
-group; while it waits it says so every second, so that a rank which hears nothing for
-`trainer.rank_timeout_s` knows that something is wrong. A rank that dies closes its connections,
-which the others notice in the collective that they are in, or in the next one.
+group, which they enter when it has announced them: until then they wait for as long as it lives
+(`pulse.py`). A rank that dies closes its connections, which the others notice in the collective
+that they are in, or in the next one; within a collective none may be silent for longer than
+`trainer.rank_timeout_s`.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import timedelta
 
 import torch
@@ -22,9 +24,12 @@ from torch.distributed.rendezvous import rendezvous
 
 from umbra.proto.errors import PeerLostError, UsageError
 from umbra.services.runtime.config import Trainer
+from umbra.services.trainer.pulse import POLL_S, Pulse
 
 MAX_BYTES = 1 << 31  # of one message of rank 0
+LEAVE_S = 3.0  # that rank 0 keeps the store for others that are about to leave
 # How torch's backends say that a peer is gone; they raise plain RuntimeErrors.
+_SAID, _LEFT = "said", "left"  # in the store: messages of rank 0 so far, who is done
 _SIGNS = ("gloo", "nccl", "connection", "timed out", "timeout", "socket", "broken pipe")
 
 
@@ -33,7 +38,9 @@ class Ranks:
 
     Args:
         store: where the ranks meet, needed if there are several.
+        timeout_s: seconds that another rank may be silent.
         group: None is the one of all ranks.
+        pulse: how they wait for each other, needed if there are several.
     """
 
     def __init__(
@@ -43,6 +50,7 @@ class Ranks:
         store: Store | None = None,
         timeout_s: float = 0.0,
         group: dist.ProcessGroup | None = None,
+        pulse: Pulse | None = None,
     ) -> None:
         self.rank = rank
         self.world = world
@@ -50,6 +58,8 @@ class Ranks:
         self.store = store
         self.timeout_s = timeout_s
         self.group = group
+        self._pulse = pulse
+        self._heard = 0  # messages of rank 0
 
     def apart(self) -> Ranks:
         """The same ranks with a process group of their own; all of them have to call it.
@@ -62,16 +72,35 @@ class Ranks:
         assert isinstance(group, dist.ProcessGroup), "all ranks are members"
         return Ranks(self.rank, self.world, None, self.timeout_s, group)
 
+    @property
+    def pulse(self) -> Pulse:
+        """How these ranks wait for each other.
+
+        Raises:
+            ValueError: there is one rank.
+        """
+        if self._pulse is None:
+            raise ValueError("a single rank waits for nobody")
+        return self._pulse
+
     def broadcast(self, data: bytes = b"") -> bytes:
-        """What rank 0 gave as `data`, on every rank.
+        """What rank 0 gives as `data`, on every rank; they wait for it for as long as it lives.
 
         Raises:
             ValueError: more than `MAX_BYTES`.
+            DeadlineError: rank 0 is silent.
         """
         if self.world == 1:
             return data
         if len(data) > MAX_BYTES:
             raise ValueError(f"{len(data)} bytes for the other ranks: at most {MAX_BYTES}")
+        store = self.store
+        assert store is not None
+        if self.rank == 0:
+            store.add(_SAID, 1)
+        else:
+            self._heard += 1
+            self.pulse.wait(0, self._said, "what is to be done")
         size = torch.tensor([len(data)])
         dist.broadcast(size, 0)
         if self.rank == 0:
@@ -80,6 +109,12 @@ class Ranks:
             content = torch.empty(int(size), dtype=torch.uint8)
         dist.broadcast(content, 0)
         return content.numpy().tobytes()
+
+    def _said(self) -> int | None:
+        """Messages of rank 0, once the next one is announced."""
+        assert self.store is not None
+        said = self.store.add(_SAID, 0)
+        return said if said >= self._heard else None
 
     def agree(self, flag: bool) -> bool:
         """`flag` as rank 0 has it."""
@@ -94,6 +129,12 @@ class Ranks:
         if self.world > 1:
             dist.all_reduce(tensor, group=self.group)
         return tensor
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """What each rank gave, on every rank: a tensor [...] on the CPU becomes [world, ...]."""
+        rows = tensor.new_zeros(self.world, *tensor.shape)
+        rows[self.rank] = tensor
+        return self.sum(rows)
 
 
 @contextmanager
@@ -120,7 +161,10 @@ def join_ranks(config: Trainer, listener: socket.socket | None = None) -> Iterat
         yield Ranks()
         return
     try:
-        yield _meet(config, world, listener)
+        ranks = _meet(config, world, listener)
+        with closing(ranks.pulse):
+            yield ranks
+        _leave(ranks)
     except RuntimeError as error:
         if not _is_lost(error):
             raise
@@ -156,7 +200,21 @@ def _meet(config: Trainer, world: int, listener: socket.socket | None) -> Ranks:
         world_size=world,
         timeout=timeout,
     )
-    return Ranks(rank, world, PrefixStore("snapshots", store), config.rank_timeout_s)
+    pulse = Pulse(PrefixStore("pulse", store), rank, config.rank_timeout_s)
+    return Ranks(rank, world, PrefixStore("ranks", store), config.rank_timeout_s, pulse=pulse)
+
+
+def _leave(ranks: Ranks) -> None:
+    """Tell rank 0, which keeps the store, that it is not needed any more."""
+    store = ranks.store
+    assert store is not None
+    if ranks.rank:
+        store.set(f"{_LEFT}/{ranks.rank}", "")
+        return
+    others = [f"{_LEFT}/{rank}" for rank in range(1, ranks.world)]
+    deadline = time.monotonic() + LEAVE_S
+    while not store.check(others) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
 
 
 def _is_lost(error: RuntimeError) -> bool:

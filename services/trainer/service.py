@@ -30,7 +30,7 @@ from umbra.services.trainer.ranks import join_ranks
 from umbra.services.trainer.shards import Snapshots
 from umbra.services.trainer.sinks import open_sinks
 from umbra.services.trainer.snapshot import tensor_layout
-from umbra.services.trainer.update import PolicyUpdate, Update
+from umbra.services.trainer.update import Update, guarded_update
 
 HUB_DEADLINE_S = 60.0  # a hub starts within seconds; the rest is for slow machines
 FINISH_S = 60.0  # the buffer ends and drains what is in flight
@@ -39,7 +39,7 @@ FINISH_S = 60.0  # the buffer ends and drains what is in flight
 def run(
     context: ServiceContext,
     listener: socket.socket | None = None,
-    make_update: Callable[[RunConfig, Learner, LearnedCritic | None], Update] = PolicyUpdate,
+    make_update: Callable[[RunConfig, Learner, LearnedCritic | None], Update] = guarded_update,
 ) -> int:
     """Train to `run.steps`, write the model to `<run_dir>/model`, end the run; the exit code.
 
@@ -62,7 +62,7 @@ def run(
             "cut distribution and will differ from the trainer's"
         )
     with join_ranks(config.trainer, listener) as ranks:
-        model, tokenizer = load_policy(config.model.path)
+        model, tokenizer = load_policy(config.model.path, checked=config.model.checked)
         learner = Learner(model, config.trainer, config.run.steps, ranks, config.run.seed)
         layout = tensor_layout(learner.model, config.weight_hub.dtype)
         manifest = build_manifest(layout, config.weight_hub.bucket_bytes)

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -70,3 +70,10 @@ def shard(
     for layer in decoder_layers(model):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(root or model, mesh=mesh, mp_policy=policy)
+
+
+def reshard(model: nn.Module) -> None:
+    """Let go of gathered parameters: the root keeps its own after a pass without a backward one."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

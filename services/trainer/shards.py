@@ -3,23 +3,21 @@
 Rank 0 has a slot of the arena, tells the others where it is, and all write their rows. When all
 have, each computes the checksums of an equal share of the buckets (buckets may hold rows of several
 ranks), and rank 0 collects them for Publish. They meet in a `torch.distributed` store, which is
-neither the training's process group nor the hub: a rank that is gone is a deadline here, and no
-collective that hangs.
+neither the training's process group nor the hub, and wait for each other as long as the other lives
+(`pulse.py`): no collective hangs here, and a version may be of any size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Protocol
 
 from torch import nn
-from torch.distributed import DistError
 
-from umbra.proto.errors import DeadlineError
 from umbra.proto.records import Manifest
 from umbra.services.runtime.arena import Arena
 from umbra.services.runtime.manifest import checksum
+from umbra.services.trainer.pulse import Pulse
 from umbra.services.trainer.ranks import Ranks
 from umbra.services.trainer.snapshot import write_shards
 
@@ -29,7 +27,7 @@ class Store(Protocol):
 
     def set(self, key: str, value: str, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
-    def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
+    def check(self, keys: list[str], /) -> bool: ...
     def delete_key(self, key: str, /) -> bool: ...
 
 
@@ -38,14 +36,14 @@ class ShardSync:
 
     Args:
         store: shared by all ranks, for this purpose alone (`PrefixStore`).
-        timeout_s: seconds that the slowest rank may take for each part.
+        pulse: how the ranks wait for each other.
     """
 
-    def __init__(self, store: Store, rank: int, world: int, timeout_s: float) -> None:
+    def __init__(self, store: Store, rank: int, world: int, pulse: Pulse) -> None:
         self.rank = rank
         self.world = world
         self._store = store
-        self._timeout_s = timeout_s
+        self._pulse = pulse
         self._meetings = 0
 
     def tell(self, what: str, value: str) -> None:
@@ -56,22 +54,20 @@ class ShardSync:
         """What `rank` told.
 
         Raises:
-            DeadlineError: it told nothing in time.
+            DeadlineError: it is silent.
         """
         key = f"{what}/{rank}"
-        try:
-            self._store.wait([key], timedelta(seconds=self._timeout_s))
-        except DistError as error:
-            raise DeadlineError(
-                f"trainer rank {rank} did not reach {what!r} within {self._timeout_s:g} s"
-            ) from error
-        return self._store.get(key).decode()
+        found = self._pulse.wait(rank, lambda: self._look(key), f"the {what}")
+        return found.decode()
+
+    def _look(self, key: str) -> bytes | None:
+        return self._store.get(key) if self._store.check([key]) else None
 
     def agree(self, place: tuple[str, int] | None) -> tuple[str, int]:
         """Path of the arena and slot, given by rank 0 (None elsewhere), for the next snapshot.
 
         Raises:
-            DeadlineError: rank 0 gave none in time.
+            DeadlineError: rank 0 is silent.
         """
         self._meetings += 1
         what = f"slot of snapshot {self._meetings}"
@@ -89,7 +85,7 @@ class ShardSync:
         """Go on when all ranks are here.
 
         Raises:
-            DeadlineError: one of them did not come in time.
+            DeadlineError: one of them is silent.
         """
         key = f"{what} of snapshot {self._meetings}"
         self.tell(key, "here")
@@ -100,7 +96,7 @@ class ShardSync:
         """On rank 0 the checksums of all ranks in order; on the others none.
 
         Raises:
-            DeadlineError: a rank's did not come in time.
+            DeadlineError: a rank is silent.
         """
         what = f"checksums of snapshot {self._meetings}"
         if self.rank:
@@ -128,7 +124,7 @@ def snapshot_shards(
     """Write this rank's rows into `slot`, wait for the others; all checksums on rank 0, else none.
 
     Raises:
-        DeadlineError: another rank did not do its part in time.
+        DeadlineError: another rank is silent.
     """
     write_shards(model, manifest, slot, sync.rank, sync.world)
     sync.meet("written")
@@ -145,7 +141,7 @@ class Snapshots:
         self._manifest = manifest
         self._sync: ShardSync | None = None
         if ranks.store is not None:
-            self._sync = ShardSync(ranks.store, ranks.rank, ranks.world, ranks.timeout_s)
+            self._sync = ShardSync(ranks.store, ranks.rank, ranks.world, ranks.pulse)
         self._arena: tuple[str, Arena] | None = None
 
     def write(
@@ -162,7 +158,7 @@ class Snapshots:
             wrote: told up to which byte the slot is complete, where there is one rank.
 
         Raises:
-            DeadlineError: another rank did not do its part in time.
+            DeadlineError: another rank is silent.
         """
         if self._sync is None:
             assert slot is not None

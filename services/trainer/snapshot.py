@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from umbra.proto.records import Manifest
 from umbra.services.trainer.lora import BASE, LowRank, is_adapter, low_rank
+from umbra.services.trainer.sharding import reshard
 
 # Configuration's names, torch's types and safetensors' names.
 DTYPES: dict[str, tuple[torch.dtype, str]] = {
@@ -75,9 +75,7 @@ def write_shards(
     Raises:
         ValueError: a parameter is sharded other than by rows.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # the root stays gathered after a forward pass without a backward
+    reshard(model)
     tensors = _tensors(model)
     piece = max(end - start for start, end in manifest.buckets)
     written = 0

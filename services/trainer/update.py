@@ -11,6 +11,7 @@ from umbra.proto.errors import UsageError
 from umbra.services.modeling.packing import MicroBatch, pack
 from umbra.services.runtime.config import RunConfig
 from umbra.services.trainer.advantages import token_advantages
+from umbra.services.trainer.agreement import Agreement
 from umbra.services.trainer.batch import Batch
 from umbra.services.trainer.guard import REASONS, Guard
 from umbra.services.trainer.learner import Learner
@@ -20,10 +21,17 @@ from umbra.services.trainer.minibatches import minibatches
 from umbra.services.trainer.objectives.aggregation import count, token_weights
 from umbra.services.trainer.objectives.objective import Constants, Objective, TokenInputs
 from umbra.services.trainer.objectives.proximal import interpolated
-from umbra.services.trainer.objectives.ratios import Sequences
+from umbra.services.trainer.objectives.ratios import LOG_RATIO_BOUND, Sequences
 from umbra.services.trainer.objectives.values import Critic
 from umbra.services.trainer.recorded import recorded_logprobs, token_versions
 from umbra.services.trainer.rewards import rewarded
+
+
+def guarded_update(config: RunConfig, learner: Learner, critic: Critic | None) -> PolicyUpdate:
+    """An update before which generators and trainer are compared; a replay engine has no model."""
+    known = config.generator.engine != "replay"
+    return PolicyUpdate(config, learner, critic, Agreement(config, learner) if known else None)
+
 
 # Learns from a batch at a version, for as long as it is told to keep going; what it measured.
 Update = Callable[[Batch, int, Callable[[], bool]], Row | None]
@@ -36,7 +44,13 @@ class PolicyUpdate:
         UsageError: advantages by a value model without one.
     """
 
-    def __init__(self, config: RunConfig, learner: Learner, critic: Critic | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        learner: Learner,
+        critic: Critic | None = None,
+        agreement: Agreement | None = None,
+    ) -> None:
         self._config = config.trainer
         self._seed = config.run.seed
         self._pieces = config.trainer.pieces
@@ -46,6 +60,7 @@ class PolicyUpdate:
         self._has_reference = "ref_logp" in config.buffer.stages
         self._learner = learner
         self._critic = critic
+        self._agreement = agreement
         self._warmup = config.critic.warmup_steps
         self._ranks = learner.ranks
         self._objective = Objective(self._pieces)
@@ -61,6 +76,7 @@ class PolicyUpdate:
 
         Raises:
             BatchError: a sample lacks logprobs that the objective needs.
+            MismatchError: generator and trainer do not agree; nothing is updated.
         """
         pieces = self._pieces
         reference = recorded_logprobs(batch, "ref_logprobs") if self._has_reference else None
@@ -74,15 +90,25 @@ class PolicyUpdate:
         cuts = min(self._config.minibatches, len(useful))
         parts = minibatches(useful, cuts, self._config.epochs, f"{self._seed}/{version}")
         first = [self._pack(batch, part) for part in parts[:cuts]]  # every sample once
+        agreement, agreed = self._agreement, Row()
+        if agreement is not None:
+            agreement.begin(batch, version, parts[0] if parts else useful)
         found = self._found(batch, first, len(parts))
         fixed = self._fixed(batch, useful, found)
         versions = token_versions(batch) if pieces.proximal == "interpolate" else None
-        seen = LossMetrics(batch, found, cuts, len(parts))
+        seen = LossMetrics(
+            batch,
+            found,
+            cuts,
+            len(parts),
+            version=version,
+            per_version=self._config.updates_per_batch,
+        )
         rows: list[Row] = []
         work = 0.0
         for number, part in enumerate(parts):
             micros = first[number] if number < cuts else self._pack(batch, part)
-            guard = Guard(self._config.max_ratio, self._ranks)
+            guard = Guard(self._config.max_ratio, pieces, self._ranks)
             counts = count(pieces.denominator, own, part, cuts)
             weights = token_weights(pieces.aggregation, batch.tokens, part, counts, self._limit)
             for micro in micros:
@@ -92,12 +118,18 @@ class PolicyUpdate:
                 logprobs, entropy = self._learner.score(
                     micro, batch.temperature[here], entropy_gradient=pieces.entropy_coef > 0
                 )
+                if agreement is not None and number == 0:
+                    agreement.see(here, logprobs)
+                behaviour = batch.behaviour[here].to(logprobs)
+                sequences = Sequences(batch.tokens.owner[here].to(logprobs.device), len(own))
+                out = guard.outliers(logprobs, behaviour, sequences)
                 tokens = TokenInputs(
-                    logprobs=logprobs,
-                    behaviour=batch.behaviour[here].to(logprobs),
+                    # Left out before anything is computed from them: zero times NaN is NaN.
+                    logprobs=torch.where(out, behaviour, logprobs),
+                    behaviour=behaviour,
                     advantages=advantages[here].to(logprobs),
-                    sequences=Sequences(batch.tokens.owner[here].to(logprobs.device), len(own)),
-                    entropy=entropy,
+                    sequences=sequences,
+                    entropy=torch.where(out, 0.0, entropy),
                     reference=None if reference is None else reference[here].to(logprobs),
                 )
                 if fixed is not None:
@@ -105,18 +137,24 @@ class PolicyUpdate:
                 else:
                     constants = self._constants_now(tokens, versions, here, version)
                 result = self._objective(tokens, constants)
-                loss = (result.losses * weights[here].to(logprobs)).sum()
-                guard.see(loss, logprobs, tokens.behaviour)
+                losses = torch.where(out, 0.0, result.losses)
+                loss = (losses * weights[here].to(logprobs)).sum()
+                guard.see(loss, out)
                 self._learner.backward(loss)
                 work += self._learner.operations.update(micro)
-                seen.add(number, here, tokens, result, loss)
+                seen.add(number, here, tokens, result, loss, out)
+            if agreement is not None and number == 0:
+                agreed = agreement.verdict()
             rows.append(self._learner.update(version, guard.verdict()))
+        if agreement is not None and not parts:
+            agreed = agreement.verdict()
         row: Row = {
             "trained_samples": float(len(useful)),
             "updates": float(len(parts)),
             "operations": float(self._ranks.sum(torch.tensor([work], dtype=torch.float64))),
-            **seen.summary(version, self._config.updates_per_batch, self._ranks),
+            **seen.summary(self._ranks),
             **_means(rows),
+            **agreed,
         }
         if self._critic is not None and values is not None:
             row |= self._critic.learn(batch, values, returns)
@@ -146,7 +184,10 @@ class PolicyUpdate:
             return None
         if updates < 2 and pieces.mask != "m2po":
             return None
-        return self._learner.logprobs([m for p in packed for m in p], batch.temperature)
+        found = self._learner.logprobs([m for p in packed for m in p], batch.temperature)
+        # The pass of the update finds such a token too and leaves it out; to masks that look at all
+        # tokens it is as far away as can be.
+        return torch.where(found.isfinite(), found, batch.behaviour + LOG_RATIO_BOUND)
 
     def _fixed(self, batch: Batch, useful: Tensor, found: Tensor | None) -> Constants | None:
         """What depends on p and mu alone, [M], where p is known before the updates."""

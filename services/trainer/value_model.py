@@ -6,7 +6,7 @@ before a learned token.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from umbra.proto.errors import UsageError
+from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.packing import MicroBatch
 from umbra.services.runtime.config import Trainer
 from umbra.services.trainer.learner import Learner
@@ -94,13 +95,14 @@ class ValueModel(nn.Module):
         super().__init__()
         self.backbone = backbone
         self.head = head
+        self._attention = Attention.of(backbone.config)
 
     def forward(self, micro: MicroBatch) -> Tensor:
         """Values float32 [N]."""
         output: Any = self.backbone(
             input_ids=micro.input_ids,
             position_ids=micro.position_ids,
-            attention_mask=micro.mask,
+            attention_mask=micro.masks(self._attention, self.backbone.dtype),
             use_cache=False,
         )
         return self.head(output.last_hidden_state.flatten(0, 1)[micro.index])
@@ -114,15 +116,21 @@ class OwnModel:
         config: precision and layers, as the policy's.
         device: where it computes.
         ranks: who shares the work, with a process group that nobody else uses.
+        checked: see `check_architecture`.
 
     Raises:
         UsageError: it cannot be loaded.
     """
 
     def __init__(
-        self, directory: Path, config: Trainer, device: torch.device, ranks: Ranks
+        self,
+        directory: Path,
+        config: Trainer,
+        device: torch.device,
+        ranks: Ranks,
+        checked: Collection[str] = (),
     ) -> None:
-        backbone = load_backbone(directory, "critic.path")
+        backbone = load_backbone(directory, "critic.path", checked)
         head = ValueHead(backbone.config.hidden_size)
         head.load(directory)
         prepare_layers(backbone, config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -46,11 +46,12 @@ def warm_start(
     seed: int,
     config: Trainer,
     report: Callable[[Progress], None] = lambda _: None,
+    checked: Collection[str] = (),
 ) -> Outcome:
     """Train the model of `model_dir` on what the assistant says in `data`; write it to `out`.
 
     Each update takes `batch` examples, in an order that `seed` fixes, and the mean of
-    -log p over their learned tokens.
+    -log p over their learned tokens. For `checked` see `check_architecture`.
 
     Raises:
         UsageError: a model, a file or an example that cannot be used; it names which.
@@ -63,7 +64,7 @@ def warm_start(
     from umbra.services.trainer.policy import export_policy, load_policy
 
     conversations = read_conversations(data)
-    model, tokenizer = load_policy(model_dir, "MODEL")
+    model, tokenizer = load_policy(model_dir, "MODEL", checked)
     # Only what is drawn at least once is tokenised.
     draws = _draws(len(conversations), steps * batch, torch.Generator().manual_seed(seed))
     used = sorted(set(draws))
@@ -149,6 +150,9 @@ class _Display:
     "--threads", type=click.IntRange(0), default=0, show_default=True, help="CPU threads; 0 = all."
 )
 @click.option("--device", default="auto", show_default=True, help="cpu, cuda or auto.")
+@click.option(
+    "--checked", multiple=True, metavar="MODEL_TYPE", help="As model.checked of a run file."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as one JSON object.")
 def command(
     model: Path,
@@ -161,6 +165,7 @@ def command(
     seed: int,
     threads: int,
     device: str,
+    checked: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Warm-start MODEL, a Hugging Face directory, on worked examples.
@@ -177,7 +182,15 @@ def command(
         micro_tokens=8192,
     )
     outcome = warm_start(
-        model, data, out, steps=steps, batch=batch, seed=seed, config=config, report=_Display()
+        model,
+        data,
+        out,
+        steps=steps,
+        batch=batch,
+        seed=seed,
+        config=config,
+        report=_Display(),
+        checked=checked,
     )
     if as_json:
         click.echo(json.dumps({"out": str(out), **outcome._asdict()}))

@@ -14,6 +14,7 @@ from umbra.proto.records import Manifest
 from umbra.services.runtime.heap import keep_freed_memory
 from umbra.services.runtime.keys import OPEN, Security
 from umbra.services.runtime.server import Request, Server
+from umbra.services.runtime.threads import service_thread
 from umbra.services.weight_hub.outbox import Outbox
 from umbra.services.weight_hub.store import BucketStore, Part
 
@@ -55,7 +56,7 @@ class BucketServer:
         self._lock = threading.Lock()  # guards _outbox against a change of the layout
         self._closing = threading.Event()
         self.sent_bytes = 0
-        self._thread = threading.Thread(target=self._main, name="umbra-buckets", daemon=True)
+        self._thread = service_thread(self._main, "umbra-buckets")
         self._thread.start()
 
     def serve(self, manifest: Manifest) -> BucketStore:

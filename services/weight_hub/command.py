@@ -26,6 +26,7 @@ from umbra.services.runtime.metrics import MetricsFile
 from umbra.services.runtime.parent import die_with_parent
 from umbra.services.runtime.session import Session
 from umbra.services.runtime.signals import stop_on_signals
+from umbra.services.runtime.threads import named_errors
 
 
 def _run(context: ServiceContext) -> int:
@@ -99,6 +100,7 @@ def relay(
     with ExitStack() as stack:
         stack.callback(metrics.close)
         stack.enter_context(stop_on_signals(stopping))
+        stack.enter_context(named_errors(name))
         relaying = Relay(
             name, hub, listen, settings.weight_hub, metrics, gpu=gpu, security=security
         )

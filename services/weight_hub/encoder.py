@@ -17,6 +17,7 @@ from umbra.proto.records import Manifest
 from umbra.services.runtime import delta
 from umbra.services.runtime.manifest import item_bytes
 from umbra.services.runtime.memory import copy, private_memory
+from umbra.services.runtime.threads import ends_process
 from umbra.services.weight_hub.store import DELTA_SHARE, BucketStore, Delta
 
 THREADS = 4  # at most
@@ -64,9 +65,9 @@ class DeltaEncoder:
         todo = [i for i, held in enumerate(self._held) if held != contents[i]]
         self._store.encode_later(todo)
         self._job = _Job(data, contents, anchor, todo[::-1])
-        self._job.workers = [
-            self._executor.submit(self._work, self._job) for _ in range(self._threads)
-        ]
+        # Receivers wait for these deltas: a thread that fails must not leave them waiting.
+        work = ends_process(self._work, "the encoder of deltas")
+        self._job.workers = [self._executor.submit(work, self._job) for _ in range(self._threads)]
 
     def stop(self) -> None:
         """End the encoding under way, within the time that a bucket takes."""

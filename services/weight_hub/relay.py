@@ -34,6 +34,7 @@ from umbra.services.runtime.publisher import Publisher
 from umbra.services.runtime.receiver import Receiver
 from umbra.services.runtime.server import Server
 from umbra.services.runtime.session import Session
+from umbra.services.runtime.threads import service_thread
 from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
 from umbra.services.weight_hub.store import BucketStore, Delta
 
@@ -170,7 +171,7 @@ class Relay:
             stack.callback(self._hub.close)
             self._tcp = self._hub.planes.open_tcp()
             self.buckets = self._tcp.endpoint
-            self._serving = threading.Thread(target=self._serve, name="umbra-relay", daemon=True)
+            self._serving = service_thread(self._serve, "umbra-relay")
             self._serving.start()
             stack.callback(self._stop_serving)
             self._link = Link(name, uuid.uuid4().hex[:12], security=security)

@@ -89,6 +89,9 @@ COMMANDS: dict[str, SubCommand] = {
     "completion": SubCommand(
         "umbra.deploy.completion_command:command", "Print what completes commands in a shell."
     ),
+    "check-model": SubCommand(
+        "umbra.deploy.model_check.command:command", "Compare Umbra with Transformers on a model."
+    ),
     "make-model": SubCommand(
         "umbra.services.trainer.make_model:command", "Create a small model with random weights."
     ),

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from fakes.rollouts import sample
+from fakes.slowness import seconds
 from openai import OpenAI
 
 from umbra.proto.messages import ReturnedSample
@@ -21,7 +22,7 @@ from umbra.services.generator.rollout import RolloutSettings
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.runtime.config import Environment
 
-WAIT_S = 30.0
+WAIT_S = seconds(30.0)
 Make = Callable[..., "AgentWorld"]  # from an engine, a temperature and more options
 
 

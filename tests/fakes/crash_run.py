@@ -16,6 +16,7 @@ from pathlib import Path
 
 import zmq
 from fakes.broker_world import trajectory
+from fakes.slowness import seconds
 
 from umbra.proto import sockets
 from umbra.proto.codec import Encoder, decode
@@ -41,7 +42,7 @@ from umbra.proto.messages import (
 from umbra.proto.records import Trajectory
 from umbra.services.runtime.keys import Security, load_keys
 
-ANSWER_S = 20.0
+ANSWER_S = seconds(20.0)
 RESEND_S = 0.25
 CONFIG = """
 [run]

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 import zmq
 from fakes.hub_bench import Bench
+from fakes.slowness import seconds
 
 from umbra.services.runtime.arena import remove_leftovers
 
 UMBRA = (sys.executable, "-m", "umbra")
-FIXTURE_DEADLINE_S = 300.0  # importing torch takes a minute on a machine that does much else
+FIXTURE_DEADLINE_S = seconds(60.0)  # torch is imported
 REWARD = """
 def score(prompt, completion, row):
     return float(row["word"] in completion) + 0.01 * len(set(completion))
@@ -27,7 +28,7 @@ def raises(prompt, completion, row):
 def says_so(prompt, completion, row):
     return "very good"
 """
-RUN = """
+RUN = f"""
 [run]
 name = "test"
 steps = 4
@@ -43,8 +44,8 @@ max_tokens = 12
 [buffer]
 group_size = 4
 batch_groups = 4
-lease_s = 5.0
-dead_after_s = 5.0
+lease_s = {seconds(2.5)}
+dead_after_s = {seconds(2.5)}
 [generator]
 device = "cpu"
 threads = 1

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import zmq
+from fakes.slowness import seconds
 
 from umbra.proto.messages import Ping, Pong
 from umbra.proto.records import Manifest
@@ -24,7 +25,7 @@ from umbra.services.runtime.receiver import Receiver, StagedVersion
 from umbra.services.runtime.server import Server
 from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
 
-WAIT_S = 20.0
+WAIT_S = seconds(20.0)
 PROGRAMS = Path(__file__).parents[1] / "programs"
 LAYOUT = build_manifest(
     [("embed", "F32", [300, 16]), ("layer.0", "BF16", [33, 7]), ("norm", "F32", [16])], 4096

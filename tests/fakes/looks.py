@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from umbra.proto.messages import Curves, Event, Header, Member, Status, Stuck
+from umbra.proto.messages import Curves, Event, Header, Member, Rates, RunWarning, Status, Stuck
 from umbra.proto.records import Ledger
 from umbra.services.monitor.feed import Feed
-from umbra.services.monitor.rates import Rates
 from umbra.services.monitor.watch import Look
 
 PUSH = {
@@ -33,7 +32,7 @@ def status(**changes: Any) -> Status:
         "run_id": "run-1", "state": "ready", "uptime_s": 75.0, "version": 40, "steps": 300,
         "ledger": Ledger(issued=100, trained=80, in_flight={"generating": 15, "ready": 5}),
         "members": [
-            member("generator-0", stats={"tok_s": 4321.0, "version": 39.0},
+            member("generator-0", stats={"decoded_per_s": 4321.0, "version": 39.0},
                    shares={"decode": 0.7, "idle: work": 0.3}),
         ],
         "departed": {}, "staleness": {"mean": 1.125, "max": 2.0, "bound": 2.0},
@@ -43,6 +42,15 @@ def status(**changes: Any) -> Status:
         "curves": Curves(
             steps=[1, 2], values={"reward/mean": [0.1, 0.875], "loss": [None, -0.5]}
         ),
+        "rates": Rates(
+            steps_per_s=2.0, samples_per_s=128.0, answers_per_s=129.0, issued_per_s=130.0,
+            ended_per_s=2.0,
+        ),
+        "health": {"equal_rewards": 0.875, "equal_rewards/run": 0.5},
+        "warnings": [
+            RunWarning(name="equal_rewards", text="88% are", figures={"share": 0.875}, since=30),
+            RunWarning(name="truncated", text="they were", figures={}, since=1, until=9),
+        ],
     }  # fmt: skip
     return Status(**{**fields, **changes})
 
@@ -62,7 +70,6 @@ def look(**changes: Any) -> Look:
     feed = heard(("push", PUSH), ("sample", SAMPLE))
     return Look(
         status(**changes),
-        Rates(steps=2.0, samples=128.0, issued=130.0, ended=2.0),
         pushes=feed.pushes(),
         samples=feed.samples(),
     )

@@ -26,6 +26,7 @@ from umbra.services.generator.loop import GeneratorLoop
 from umbra.services.generator.rollout import RolloutSettings
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.showcase import Showcase
+from umbra.services.generator.stall import StallWatch
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer
 from umbra.services.runtime.metrics import MetricsFile
@@ -82,6 +83,9 @@ class FakeSession:
         del count
         self.activities.append(activity)
 
+    def waits(self, activity: str) -> None:
+        self.activities.append(f"{activity}: no progress")
+
     def stats(self, **values: float) -> None:
         self.figures |= values
 
@@ -100,6 +104,12 @@ class FakeStaged:
 class FakeReceiver:
     staged: FakeStaged | None = None
     answers: list[tuple[int, str]] = field(default_factory=list)
+
+    failure: UmbraError | None = None
+
+    def check(self) -> None:
+        if self.failure is not None:
+            raise self.failure
 
     def poll(self) -> FakeStaged | None:
         staged, self.staged = self.staged, None
@@ -185,6 +195,7 @@ def open_bench(folder: Path, model_dir: Path, *, drains: bool = False) -> Iterat
             prefetch=2,
             wake=wake,
             showcase=Showcase(metrics, settings.chat, clock=lambda: now[0]),
+            watch=StallWatch("scripted", 60.0, clock=lambda: now[0]),
             clock=lambda: now[0],
         )
         yield Bench(channel, session, receiver, engine, loop, path, now)

@@ -10,9 +10,11 @@ from torch import Tensor
 from umbra.proto.records import Sampling, Trajectory, VersionSpan, pack_float32, pack_int32
 from umbra.services.trainer.guard import REASONS
 from umbra.services.trainer.learner import Learner
+from umbra.services.trainer.make_model import END, SPECIAL_TOKENS
 from umbra.services.trainer.metrics import Row
 
 TEMPERATURE = 0.7
+END_ID = SPECIAL_TOKENS.index(END)
 
 
 class Recorder(Learner):
@@ -35,7 +37,7 @@ class Recorder(Learner):
 def noisy_trajectories(
     model: Any, *, groups: int = 3, size: int = 4, spread: float = 0.3, version: int = 2
 ) -> list[Trajectory]:
-    """Groups of random responses of 2 to 7 tokens, every third cut off at the limit.
+    """Groups of random responses of 2 to 7 tokens; every third is cut off, without an end token.
 
     Behaviour, proximal and reference logprobs are the model's plus noise of deviation `spread`
     each. The last token of each is of `version`, the others of the one before.
@@ -54,6 +56,9 @@ def noisy_trajectories(
         prompt = draw(5, 30, 2 + group)
         for member in range(size):
             response = draw(5, 30, draw(2, 8, 1)[0])
+            cut = len(made) % 3 == 0
+            if not cut:
+                response[-1] = END_ID
             logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
             distribution = (logits.float() / TEMPERATURE).log_softmax(-1)
             logprobs = distribution.gather(1, torch.tensor(response)[:, None])[:, 0]
@@ -74,7 +79,7 @@ def noisy_trajectories(
                         VersionSpan(version=version - 1, start=0, end=last),
                         VersionSpan(version=version, start=last, end=last + 1),
                     ],
-                    finish_reason="length" if len(made) % 3 == 0 else "stop",
+                    finish_reason="length" if cut else "stop",
                     reward=draw(0, 100, 1)[0] / 7,  # none is its group's mean
                     sampling=Sampling(temperature=TEMPERATURE),
                 )

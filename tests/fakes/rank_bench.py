@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -16,6 +17,7 @@ from umbra.proto.records import Sampling, Trajectory, VersionSpan, pack_float32,
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config_loader import as_dict, load_config
 from umbra.services.runtime.model_dir import weights_checksum
+from umbra.services.trainer.agreement import Agreement
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.checkpoints.folder import CheckpointFolder
 from umbra.services.trainer.checkpoints.parts import Part
@@ -59,12 +61,14 @@ def train(
     *,
     checkpoints: Path | None = None,
     until: int | None = None,
+    lag: int | None = None,
     **trainer: Any,
 ) -> Trained:
     """One update after another, from the model in `directory`; a critic is written to `out`.
 
     Settings with a point are keys of other sections. If `checkpoints` is given, from the newest one
-    there, with one more at the end; `until` is the last step that is trained, if not all are.
+    there, with one more at the end; `until` is the last step that is trained, if not all are. With
+    a `lag` the samples are so many versions old, and are compared with the versions they are of.
     """
     settings = PLAIN | trainer
     overrides = [
@@ -77,7 +81,8 @@ def train(
     model, _ = load_policy(directory)
     learner = Learner(model, config.trainer, config.run.steps, ranks)
     critic = open_critic(config, learner)
-    update = PolicyUpdate(config, learner, critic)
+    agreement = None if lag is None else Agreement(config, learner)
+    update = PolicyUpdate(config, learner, critic, agreement)
     rows: list[dict[str, Any]] = []
     parts = learner.parts(weights_checksum(directory) if config.trainer.lora_rank else "")
     parts |= critic.parts() if critic is not None else {}
@@ -86,9 +91,12 @@ def train(
         folder = CheckpointFolder(checkpoints, config.checkpoint)
         begin = resume(folder, parts, ranks)
     for version in range(begin, end):
-        batch = make_batch(batches[version], model.config.vocab_size)
-        row = update(batch, version, lambda: True)
+        made = (
+            batches[version] if lag is None else [aged(t, version - lag) for t in batches[version]]
+        )
+        row = update(make_batch(made, model.config.vocab_size), version, lambda: True)
         assert row is not None
+        row.pop("mismatch/seconds", None)  # each rank has its own
         rows.append(row)
     if checkpoints is not None:
         save(checkpoints, parts, ranks, config, step=end, row=rows[-1])
@@ -103,13 +111,19 @@ def train(
     return Trained(rows, learner.weights(), local)
 
 
+def aged(trajectory: Trajectory, version: int) -> Trajectory:
+    """The same, sampled by `version`, or by the first one."""
+    span = VersionSpan(version=max(0, version), start=0, end=trajectory.response_tokens)
+    return msgspec.structs.replace(trajectory, spans=[span])
+
+
 def save(
     path: Path, parts: dict[str, Part], ranks: Ranks, config: RunConfig, *, step: int, row: Row
 ) -> None:
     """A checkpoint of all ranks, seen through to its end."""
     with closing(ShardWriter(parts, ranks.rank, ranks.world)) as writer:
         if ranks.rank:
-            join_in(writer, Path(ranks.broadcast().decode()), ranks.rank)
+            join_in(writer, Path(ranks.broadcast().decode()), ranks)
             return
         saver = Saver(
             CheckpointFolder(path, config.checkpoint),

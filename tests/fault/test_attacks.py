@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import zmq
 from fakes.crash_run import BufferProcess, CrashRun, check
+from fakes.slowness import seconds
 
 from umbra.proto import sockets
 from umbra.proto.access import KeyRole
@@ -30,7 +31,7 @@ from umbra.proto.messages import (
 )
 from umbra.services.runtime.keys import Security, load_keys, make_keys
 
-WAIT_S = 20.0
+WAIT_S = seconds(20.0)
 CONNECTIONS = 300
 GREETING = b"\xff" + b"\0" * 8 + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + b"\0" * 32
 HUGE_COMMAND = b"\x06" + (200 << 20).to_bytes(8, "big")  # a handshake command of 200 MiB to come

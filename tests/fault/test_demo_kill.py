@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from fakes.fixtures import FIXTURE_DEADLINE_S
 from fault.test_run_kill import kill
-from integration.test_up import DEADLINE_S, UMBRA, UpProcess, up
+from integration.test_up import UMBRA, UpProcess, up
 
 __all__ = ["up"]  # a fixture
 
@@ -56,7 +56,7 @@ def rows(process: UpProcess, kind: str) -> list[dict[str, Any]]:
 
 @pytest.mark.e2e
 @pytest.mark.fault
-@pytest.mark.timeout(DEADLINE_S + 30)
+@pytest.mark.timeout(180)
 def test_the_demo_outlives_its_buffer_and_so_do_its_evaluations(
     up: Callable[..., UpProcess],
 ) -> None:
@@ -81,7 +81,7 @@ def test_the_demo_outlives_its_buffer_and_so_do_its_evaluations(
 
 @pytest.mark.e2e
 @pytest.mark.fault
-@pytest.mark.timeout(DEADLINE_S + 30)
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("sampling", ["fifo", "replay"])
 def test_the_demos_trainer_gets_the_same_batches_again(
     up: Callable[..., UpProcess], sampling: str

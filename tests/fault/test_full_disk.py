@@ -1,13 +1,20 @@
 """A full disk under the real buffer: back-pressure and a clear word, and no loss."""
 
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
 from fakes.crash_run import CONFIG, BufferProcess, CrashRun, check, check_kept
+from integration.test_up import UpProcess, up
 from unit.test_checkpoints import Trainer
+
+from umbra.deploy.report.command import write_report
+from umbra.deploy.run_folder import RunFolder
+from umbra.services.monitor.client import StatusClient
+
+__all__ = ["up"]  # a fixture
 
 
 @pytest.fixture
@@ -88,3 +95,38 @@ def test_a_full_disk_is_waited_for(tmp_path: Path, small_disk: Path) -> None:
     finally:
         run.close()
         buffer.close()
+
+
+@pytest.mark.e2e
+@pytest.mark.fault
+@pytest.mark.timeout(240)
+def test_a_run_goes_on_to_its_summary_once_there_is_room(
+    project: Path, small_disk: Path, up: Callable[..., UpProcess]
+) -> None:
+    """1. A run trains. 2. Its disk is full, for store, metrics and logs. 3. There is room again.
+
+    Result: nobody has died of it, all is trained, and there are summary and report.
+    """
+    (project / "runs").symlink_to(small_disk)
+    steps = 40
+    process = up(f"run.steps={steps}", "checkpoint.every=0")
+    broker = process.broker()
+    process.until(lambda: len(process.steps()) >= 3, "step 3")
+    ballast = fill(small_disk)
+    with StatusClient(broker) as client:
+
+        def stuck() -> bool:
+            return any("No space left" in item.what for item in client.status(20.0).stuck)
+
+        process.until(stuck, "a full disk")
+        for _ in range(30):  # meanwhile everyone has something to write
+            assert stuck()
+            assert process.popen.poll() is None
+    ballast.unlink()
+    summary = process.finish()
+    assert process.popen.returncode == 0, process.lines
+    assert not summary["restarts"]
+    ledger = summary["ledger"]
+    assert (ledger["trained"], ledger["balance"]) == (steps * 16, 0)
+    _, report = write_report(RunFolder(process.run_dir))
+    assert report.stat().st_size

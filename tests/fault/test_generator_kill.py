@@ -7,15 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fakes.slowness import seconds
 from fault.test_run_kill import kill
 from integration import test_up
-from integration.test_up import DEADLINE_S, UpProcess, up
+from integration.test_up import UpProcess, up
 
 from umbra.services.trainer.make_model import make_model
 
 __all__ = ["up"]  # a fixture
 
-VLLM_DEADLINE_S = 500.0  # vLLM starts twice, on a machine that may do much else
+VLLM_DEADLINE_S = seconds(500.0)  # vLLM starts twice, on a machine that may do much else
 FLUSH_TOKENS = 32
 TURNS = 40
 # A slow environment that writes down, per generator, what the model said to it.
@@ -61,14 +62,14 @@ def same(first: list[str], second: list[str]) -> int:
 
 @pytest.mark.e2e
 @pytest.mark.fault
-@pytest.mark.timeout(DEADLINE_S + 30)
+@pytest.mark.timeout(180)
 def test_little_is_lost_of_samples_under_way(project: Path, up: Callable[..., UpProcess]) -> None:
     check_what_is_lost(project, up)
 
 
 @pytest.mark.e2e
 @pytest.mark.fault
-@pytest.mark.timeout(VLLM_DEADLINE_S + 60)
+@pytest.mark.timeout(560)
 def test_nor_is_more_of_those_on_vllm(
     project: Path, up: Callable[..., UpProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:

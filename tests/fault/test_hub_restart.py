@@ -30,7 +30,7 @@ def pushes(process: UpProcess) -> list[dict[str, Any]]:
 
 @pytest.mark.e2e
 @pytest.mark.fault
-@pytest.mark.timeout(DEADLINE_S + 30)
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize(("run_ahead", "receive"), [(0, "staged"), (1, "streamed")])
 def test_a_killed_hub_is_restarted_and_the_run_goes_on(
     up: Callable[..., UpProcess],  # noqa: F811

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from integration.test_up import DEADLINE_S, UpProcess, up
+from integration.test_up import UpProcess, up
 
 __all__ = ["up"]  # a fixture
 
@@ -27,7 +27,7 @@ def kill(process: UpProcess, service: str) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.fault
-@pytest.mark.timeout(DEADLINE_S + 30)
+@pytest.mark.timeout(180)
 def test_a_run_outlives_its_buffer(up: Callable[..., UpProcess]) -> None:
     process = up(f"run.steps={STEPS}")
     process.broker()
@@ -44,7 +44,7 @@ def test_a_run_outlives_its_buffer(up: Callable[..., UpProcess]) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.fault
-@pytest.mark.timeout(DEADLINE_S + 30)
+@pytest.mark.timeout(180)
 def test_a_trainer_that_starts_again_gets_the_same_batches(up: Callable[..., UpProcess]) -> None:
     """It has no checkpoint, so it begins at step 1 again; what it learns from is the same."""
     process = up(f"run.steps={STEPS}", "checkpoint.every=0")

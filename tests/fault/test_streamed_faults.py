@@ -78,7 +78,7 @@ class World:
             model_dir,
             self.receiver,
             lambda engine: Streaming(
-                cast(Any, Interrupted(engine, 1, lambda: self.happens())), stream
+                cast(Any, Interrupted(engine, 1, lambda: self.happens())), stream, lambda: None
             ),
         )
         self.generator.until(self.publish())

@@ -17,6 +17,7 @@ import msgspec
 import pytest
 from fakes.generating import Generating, Policy, publisher_of
 from fakes.hub_bench import PROGRAMS, WAIT_S, Bench
+from fakes.slowness import seconds
 
 from umbra.proto.messages import Prepare, Subscribed
 from umbra.proto.records import Manifest
@@ -31,7 +32,7 @@ from umbra.services.runtime.receiver import Receiver, StagedVersion
 
 pytestmark = pytest.mark.fault
 PLANES = pytest.mark.parametrize("plane", ["shm", "tcp"])
-DEADLINE_S = 1.0
+DEADLINE_S = seconds(1.0)
 
 
 class Halting:

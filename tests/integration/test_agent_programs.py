@@ -8,11 +8,12 @@ import pytest
 from fakes.agents import AgentWorld
 from fakes.engine import ScriptedEngine
 from fakes.rollouts import STOP, sample, says, settings
+from fakes.slowness import seconds
 
-from umbra.deploy.environment_check import check_environment
 from umbra.proto.errors import UsageError
 from umbra.proto.records import SampleTask, Sampling
 from umbra.services.environments.loading import load_environment
+from umbra.services.generator.environment_check import check_environment
 from umbra.services.generator.evaluate import evaluate_model
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer
@@ -103,10 +104,11 @@ def task(name: str, do: str) -> SampleTask:
 
 
 def test_what_an_agent_does_costs_its_own_sample_only(world: World) -> None:
-    endpoint = world("mine:plain", timeout_s=2.0)
+    patience_s = seconds(1.0)
+    endpoint = world("mine:plain", timeout_s=patience_s)
     faults = {
         "raise": "agent mine:plain raised KeyError: 'gold'",
-        "hang": "asked for nothing for environment.timeout_s = 2 s after turn 2",
+        "hang": f"asked for nothing for environment.timeout_s = {patience_s:g} s after turn 2",
         "exit": "the process of its environment ended with exit code 3",
         "nothing": "its agent returned no reward, and has posted none",
         "text": "agent mine:plain returned '1.0', which is not a finite number",
@@ -127,7 +129,7 @@ def test_what_an_agent_does_costs_its_own_sample_only(world: World) -> None:
 
 
 def test_async_agents_share_a_process(world: World) -> None:
-    endpoint = world("mine:together", timeout_s=2.0)
+    endpoint = world("mine:together", timeout_s=seconds(1.0))
     endpoint.add(*(task(f"s{i}", "") for i in range(8)), task("hung", "hang"))
     rewards = {endpoint.trajectory().reward for _ in range(8)}
     assert len(rewards) == 1
@@ -137,7 +139,7 @@ def test_async_agents_share_a_process(world: World) -> None:
 
 
 def test_an_async_agent_that_blocks_loses_its_process(world: World) -> None:
-    endpoint = world("mine:together", timeout_s=1.0)
+    endpoint = world("mine:together", timeout_s=seconds(0.5))
     endpoint.add(task("bad", "block"))
     assert endpoint.failed().sample_id == "bad"
     endpoint.add(task("good", ""))

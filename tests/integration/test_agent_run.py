@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from fakes.fixtures import UMBRA
+from fakes.slowness import seconds
 
 AGENT = '''
 """A loop that knows nothing of Umbra but where its endpoint is."""
@@ -49,7 +50,7 @@ def test_a_run_trains_on_what_an_agent_does(project: Path) -> None:
         cwd=project,
         capture_output=True,
         text=True,
-        timeout=220,
+        timeout=seconds(220),
         check=False,
     )
     assert up.returncode == 0, up.stdout + up.stderr

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 import zmq
 from fakes.crash_run import CONFIG, BufferProcess, Peer
+from fakes.slowness import seconds
 
 NOBODY = "tcp://127.0.0.1:9"
 ANY = "tcp://127.0.0.1:*"
-WAIT_S = 120.0  # torch is imported, on a machine that may have other work
+WAIT_S = seconds(120.0)  # torch is imported, on a machine that may have other work
 SKEWED = Path(__file__).parents[1] / "programs" / "skewed"
 UMBRA = (sys.executable, "-m", "umbra")
 

@@ -5,13 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_up import DEADLINE_S, UpProcess, up
+from test_up import UpProcess, up
 
 __all__ = ["up"]  # a fixture
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(DEADLINE_S + 30)
+@pytest.mark.timeout(180)
 def test_prompts_that_are_too_long_are_left_out(
     project: Path, up: Callable[..., UpProcess]
 ) -> None:

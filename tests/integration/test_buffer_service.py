@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import pytest
 import zmq
 from fakes.broker_world import trajectory
+from fakes.slowness import seconds
 
 from umbra.proto import sockets
 from umbra.proto.codec import Encoder, decode
@@ -47,7 +48,7 @@ from umbra.proto.messages import (
 )
 from umbra.services.runtime.session import Session
 
-WAIT_S = 20.0
+WAIT_S = seconds(20.0)
 UMBRA = (sys.executable, "-m", "umbra")
 
 M = TypeVar("M", bound=Message)
@@ -93,7 +94,7 @@ class Client:
     def receive(self, number: int | None, on: zmq.Socket[bytes]) -> Message:
         """The reply to request `number`; with None, the next push."""
         while True:
-            assert on.poll(round(WAIT_S * 1000)), f"nothing for {self.name}"
+            assert on.poll(round(1000 * WAIT_S)), f"nothing for {self.name}"
             envelope = decode(on.recv_multipart())
             if envelope.header.reply_to == number:
                 return envelope.body

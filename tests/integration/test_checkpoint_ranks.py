@@ -56,7 +56,7 @@ def run_ranks(
             rank.communicate()
 
 
-@pytest.mark.timeout(2 * WAIT_S + 20)
+@pytest.mark.timeout(220)
 def test_two_ranks_save_one_goes_on(
     directory: Path, batches: list[list[Trajectory]], tmp_path: Path
 ) -> None:
@@ -90,7 +90,7 @@ def sizes(path: Path) -> dict[str, int]:
     return {name: shape[0] for name, shape in shapes.items() if len(shape) > 1}
 
 
-@pytest.mark.timeout(2 * WAIT_S + 20)
+@pytest.mark.timeout(220)
 def test_one_rank_saves_three_go_on(
     directory: Path, batches: list[list[Trajectory]], tmp_path: Path
 ) -> None:
@@ -113,7 +113,7 @@ def test_one_rank_saves_three_go_on(
         assert read_index(tmp_path / name / f"step-{STEPS}").world == 3
 
 
-@pytest.mark.timeout(2 * WAIT_S + 20)
+@pytest.mark.timeout(220)
 def test_as_many_ranks_go_on_bit_by_bit(
     directory: Path, batches: list[list[Trajectory]], tmp_path: Path
 ) -> None:

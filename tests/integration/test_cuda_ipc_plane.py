@@ -8,6 +8,7 @@ import signal
 import pytest
 from fakes.gpu_world import TOTAL, GpuWorld
 from fakes.hub_bench import content, load, publish, take
+from fakes.slowness import seconds
 
 from umbra.proto.errors import RejectedError, UsageError
 from umbra.services.runtime.gpu.cuda import DeviceMemory
@@ -32,7 +33,7 @@ def test_on_one_gpu_versions_are_copied_from_the_hubs_device_memory(gpu_world: G
 
 
 def test_what_the_engine_loads_from_a_gpu_is_left_alone(gpu_world: GpuWorld) -> None:
-    gpu_world.start("cuda_ipc", deadline_s=0.5)  # who takes long to load is dropped
+    gpu_world.start("cuda_ipc", deadline_s=seconds(0.5))  # who takes long to load is dropped
     publisher = gpu_world.bench.publisher()
     receiver = gpu_world.receiver("gen-0", "cuda_ipc")
     publish(publisher, 0)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import zmq
+from fakes.slowness import seconds
 
 from umbra.proto.errors import RejectedError
 from umbra.services.runtime.arena import SHM, Arena, remove_leftovers
@@ -22,7 +23,7 @@ from umbra.services.runtime.receiver import Receiver
 from umbra.services.runtime.server import Server
 from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
 
-WAIT_S = 20.0
+WAIT_S = seconds(20.0)
 LAYOUT = build_manifest([("embed", "F32", [300, 16]), ("norm", "F32", [16])], 4096)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import zmq
 from fakes.looks import PUSH, SAMPLE, status
+from fakes.slowness import seconds
 
 from umbra.proto.access import KeyRole
 from umbra.proto.errors import RejectedError
@@ -37,7 +38,7 @@ from umbra.services.runtime.metrics import MetricsFile
 from umbra.services.runtime.server import Server
 from umbra.services.runtime.session import Session
 
-WAIT_S = 20.0
+WAIT_S = seconds(20.0)
 
 SecurityOf = Callable[[KeyRole], Security]
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from fakes.looks import SAMPLE, header, look
+from fakes.slowness import seconds
 
 from umbra.proto.errors import StartupError, UsageError
 from umbra.proto.messages import Event
@@ -24,7 +25,7 @@ from umbra.services.monitor.web.board import TIMELINE_S, Board
 from umbra.services.monitor.web.prometheus import prometheus_text
 from umbra.services.monitor.web.server import AT_ONCE, HttpServer, parse_address
 
-WAIT_S = 20.0
+WAIT_S = seconds(20.0)
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 )
@@ -44,7 +45,7 @@ def full_look(**changes: Any) -> Look:
     feed.heard(header("generator-0"), Event(kind="spans", fields={"spans": spans}))
     feed.heard(header("g"), Event(kind="sample", fields={**SAMPLE, "response": "<b>1 3</b>"}))
     base = look(**changes)
-    return Look(base.status, base.rates, base.pushes, feed.samples(), [], feed.spans())
+    return Look(base.status, base.pushes, feed.samples(), [], feed.spans())
 
 
 @pytest.fixture
@@ -163,7 +164,7 @@ def test_figures_for_prometheus() -> None:
         'umbra_push_seconds{run="run-1",receiver="generator-0",phase="wire"} 0.0123',
         'umbra_curve{run="run-1",name="reward/mean"} 0.875',
         'umbra_trained_by_staleness_total{run="run-1",staleness="1"} 60.0',
-        'umbra_member_stat{run="run-1",member="generator-0",name="tok_s"} 4321.0',
+        'umbra_member_stat{run="run-1",member="generator-0",name="decoded_per_s"} 4321.0',
         'umbra_up{run="run-1"} 1.0',
     ):
         assert expected in lines
@@ -193,7 +194,7 @@ def test_the_page_in_a_browser(
                 CHROMIUM or "", "--headless=new", "--no-sandbox", "--disable-gpu",
                 f"--user-data-dir={tmp_path}", "--virtual-time-budget=3000", *flags, url,
             ],
-            capture_output=True, check=True, timeout=100, text=True,
+            capture_output=True, check=True, timeout=seconds(100), text=True,
         )  # fmt: skip
         return done.stdout
 

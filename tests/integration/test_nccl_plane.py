@@ -9,6 +9,7 @@ import threading
 import pytest
 from fakes.gpu_world import TOTAL, GpuWorld, kill_agent
 from fakes.hub_bench import OTHER_LAYOUT, WAIT_S, content, load, publish, take
+from fakes.slowness import seconds
 
 from umbra.proto.errors import RejectedError
 from umbra.services.runtime.metrics import MetricsFile
@@ -54,7 +55,7 @@ def test_one_that_hangs_in_init_is_killed_and_the_others_go_on(gpu_world: GpuWor
     Result: both get each of them; gen-0 by broadcast as soon as it is known who hangs, gen-1 never;
     when its process is another, and hangs no more, it is in again.
     """
-    gpu_world.start("nccl", deadline_s=4.0)
+    gpu_world.start("nccl", deadline_s=seconds(4.0))
     publisher = gpu_world.bench.publisher()
     gpu_world.fault("stay-hang-init-gen-1")
     receivers = {name: gpu_world.receiver(name, "nccl") for name in NAMES}
@@ -119,7 +120,7 @@ def test_an_agent_that_is_killed_in_a_broadcast(
 def test_an_asynchronous_error_is_reported_before_any_deadline(
     gpu_world: GpuWorld, caplog: pytest.LogCaptureFixture
 ) -> None:
-    gpu_world.start("nccl", deadline_s=60.0)
+    gpu_world.start("nccl", deadline_s=seconds(60.0))
     publisher = gpu_world.bench.publisher()
     receivers = [gpu_world.receiver(name, "nccl") for name in NAMES]
     gpu_world.fault("error-bcast-gen-0")
@@ -132,7 +133,7 @@ def test_an_asynchronous_error_is_reported_before_any_deadline(
 
 
 def test_the_hubs_own_agent_is_killed_in_a_broadcast(gpu_world: GpuWorld) -> None:
-    gpu_world.start("nccl", deadline_s=60.0)
+    gpu_world.start("nccl", deadline_s=seconds(60.0))
     publisher = gpu_world.bench.publisher()
     receiver = gpu_world.receiver("gen-0", "nccl")
     publish(publisher, 0)
@@ -165,7 +166,7 @@ def test_a_receiver_that_dies_costs_the_others_a_new_communicator(gpu_world: Gpu
 
 def test_one_that_loads_slowly_holds_up_nobody(gpu_world: GpuWorld) -> None:
     """gen-1 is loading version 0 while 1 and 2 come: it fetches the newest later."""
-    gpu_world.start("nccl", deadline_s=30.0)
+    gpu_world.start("nccl", deadline_s=seconds(30.0))
     publisher = gpu_world.bench.publisher()
     receivers = {name: gpu_world.receiver(name, "nccl") for name in NAMES}
     publish(publisher, 0)
@@ -246,7 +247,7 @@ def test_a_relay_receives_a_broadcast_and_serves_its_node(gpu_world: GpuWorld) -
         "relay-1",
         bench.endpoint,
         "tcp://127.0.0.1:*",
-        bench.config(deadline_s=8.0, chunk_bytes=4096),
+        bench.config(deadline_s=seconds(8.0), chunk_bytes=4096),
         metrics,
         host="node-1",
         gpu=gpu_world.gpu("relay-1", device=1, planes=("nccl",)),

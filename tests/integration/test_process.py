@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fakes.slowness import seconds
 
 from umbra.deploy.interrupts import Interrupts
 from umbra.deploy.process import Process, Usage, child_environ
@@ -20,7 +21,7 @@ from umbra.deploy.supervisor import Program, Supervisor
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 CHILD = (sys.executable, str(PROGRAMS / "child.py"))
-DEADLINE_S = 20.0
+DEADLINE_S = seconds(20.0)
 
 
 def until(condition: Callable[[], object], what: str) -> None:

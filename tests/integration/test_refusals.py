@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from fakes.slowness import seconds
 
 from umbra.deploy.command import load_run
+from umbra.deploy.run_folder import RunFolder
 from umbra.services.runtime.config_loader import to_json
 
 
@@ -20,7 +22,7 @@ def umbra(cwd: Path | None, *arguments: str) -> subprocess.CompletedProcess[str]
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=seconds(50),
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         check=False,
     )
@@ -141,8 +143,8 @@ def test_an_occupied_port(project: Path) -> None:
     assert str(port) in sentence
 
 
-def test_a_run_that_could_not_go_on_has_not_the_last_word_of_before(project: Path) -> None:
-    """Its buffer ends before it has said anything: what it said when the run was drained is old."""
+def test_a_run_that_may_not_go_on_is_left_as_it_was(project: Path) -> None:
+    """Its address is in use: refused at once, and every file is as it was."""
     folder = project / "runs" / "run-1"
     folder.mkdir(parents=True)
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -152,11 +154,56 @@ def test_a_run_that_could_not_go_on_has_not_the_last_word_of_before(project: Pat
         before = {"ledger": {"issued": 8, "trained": 8, "ended": {}, "in_flight": {}}}
         (folder / "buffer.json").write_text(json.dumps({**before, "ending": "drained"}))
         (folder / "summary.json").write_text(json.dumps({**before, "exit_code": 143}))
+        files = contents(folder)
         done = umbra(project, "up", str(folder), "--no-eval", "--json")
+        bad = umbra(project, "up", str(folder), "--set", "environment.reward=tiny_reward:raises")
     assert done.returncode == 3, done
-    summary = json.loads((folder / "summary.json").read_text())
-    assert "in use" in summary["exit_reason"]
-    assert summary["ledger"] is None
+    assert f"{address} is in use by another process" in done.stderr
+    assert bad.returncode in (2, 3), bad
+    assert contents(folder) == files
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """All files of a run, but for its lock and its logs."""
+    found = (path for path in folder.rglob("*") if path.is_file())
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in found
+        if path.name != "lock" and path.parent.name != "logs"
+    }
+
+
+def test_settings_with_which_a_run_cannot_go_on_are_not_kept(project: Path) -> None:
+    folder = project / "runs" / "run-1"
+    folder.mkdir(parents=True)
+    config = load_run(project / "run.toml", ())
+    (folder / "config.json").write_bytes(to_json(config))
+    files = contents(folder)
+    for setting, said in (
+        ("environment.reward=tiny_reward:raises", "no such thing"),
+        ("buffer.group_sze=3", "did you mean buffer.group_size"),
+        ("model.path=nowhere", "nowhere"),
+    ):
+        done = umbra(project, "up", str(folder), "--set", setting)
+        assert done.returncode == 2, done
+        assert said in done.stderr
+        assert contents(folder) == files
+
+
+def test_a_second_up_on_a_folder_is_refused_and_told_who_has_it(project: Path) -> None:
+    folder = project / "runs" / "run-1"
+    folder.mkdir(parents=True)
+    config = load_run(project / "run.toml", ())
+    (folder / "config.json").write_bytes(to_json(config))
+    with RunFolder.existing(folder).held():
+        files = contents(folder)
+        done = umbra(project, "up", str(folder), "--set", "model.path=nowhere")
+    assert done.returncode == 2, done
+    said = f"the run in {folder} is under way, started by process {os.getpid()}: watch it"
+    assert said in done.stderr
+    assert contents(folder) == files
+    with RunFolder.existing(folder).held():
+        pass  # whoever had it is gone
 
 
 @pytest.mark.parametrize("command", ["ping", "status", "monitor"])
@@ -180,6 +227,12 @@ def test_config_check_tells_the_worst_staleness(project: Path) -> None:
     done = umbra(project, "config", "check", "run.toml", "--set", "buffer.max_staleness=4")
     assert done.returncode == 0, done
     assert "at most 4 versions, typically up to 1" in done.stdout
+
+
+def test_config_check_warns_of_groups_of_one(project: Path) -> None:
+    done = umbra(project, "config", "check", "run.toml", "--set", "buffer.group_size=1")
+    assert done.returncode == 0, done
+    assert "warning:   lone_groups: buffer.group_size = 1 leaves trainer.advantage" in done.stdout
 
 
 def test_config_show_is_a_run_file(project: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import zmq
 from click.testing import CliRunner
+from fakes.slowness import seconds
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -29,7 +30,7 @@ from umbra.services.trainer.snapshot import tensor_layout, write_shards
 from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
 from umbra.services.weight_hub.weights_command import command
 
-WAIT_S = 20.0
+WAIT_S = seconds(20.0)
 
 
 class Bench:

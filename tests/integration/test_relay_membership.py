@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 import zmq
 from fakes.crash_run import BufferProcess, Peer
+from fakes.slowness import seconds
 
 from umbra.proto.messages import FinishRun, Member, RunFinished
 from umbra.services.monitor.client import StatusClient
 
-WAIT_S = 40.0
+WAIT_S = seconds(40.0)
 UMBRA = (sys.executable, "-m", "umbra")
 
 

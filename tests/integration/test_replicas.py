@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.test_up import DEADLINE_S, UpProcess, up
+from fakes.slowness import seconds
+from integration.test_up import UpProcess, up
 
 from umbra.proto.errors import UsageError
 from umbra.services.generator.replicas import share_gpus
@@ -41,7 +42,7 @@ def spans(process: UpProcess) -> list[dict[str, Any]]:
 
 @pytest.mark.e2e
 @pytest.mark.fault
-@pytest.mark.timeout(DEADLINE_S + 30)
+@pytest.mark.timeout(180)
 def test_a_run_on_two_engines_without_a_model_one_of_which_is_killed(
     project: Path, up: Callable[..., UpProcess]
 ) -> None:
@@ -77,7 +78,7 @@ def test_what_a_replica_cannot_do_is_said_by_the_group(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=seconds(50),
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         check=False,
     )

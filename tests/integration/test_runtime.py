@@ -11,6 +11,7 @@ from contextlib import suppress
 
 import pytest
 import zmq
+from fakes.slowness import seconds
 
 from umbra.proto import sockets
 from umbra.proto.codec import Encoder, decode
@@ -38,7 +39,7 @@ from umbra.services.runtime.metrics import MetricsFile
 from umbra.services.runtime.server import Request, Server
 from umbra.services.runtime.session import Session
 
-WAIT_S = 20.0
+WAIT_S = seconds(20.0)
 WAIT_MS = 20_000
 
 

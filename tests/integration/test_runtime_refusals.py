@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import msgpack
 import pytest
 import zmq
+from fakes.slowness import seconds
 
 from umbra.proto import sockets
 from umbra.proto.codec import Encoder, decode
@@ -32,8 +33,8 @@ from umbra.services.runtime.session import Session
 
 Context = zmq.Context[zmq.Socket[bytes]]
 ANY_PORT = "tcp://127.0.0.1:*"
-WAIT_S = 20.0
-WAIT_MS = 20_000
+WAIT_S = seconds(20.0)
+WAIT_MS = round(1000 * WAIT_S)
 
 
 class Bench:

@@ -11,6 +11,7 @@ import pytest
 import zmq
 from fakes.hub_bench import Bench, content, load, publish, take
 from fakes.keys import of
+from fakes.slowness import seconds
 
 from umbra.proto import sockets
 from umbra.proto.access import KeyRole
@@ -45,7 +46,7 @@ from umbra.services.runtime.stream import WeightStream
 
 Context = zmq.Context[zmq.Socket[bytes]]
 ANY_PORT = "tcp://127.0.0.1:*"
-WAIT_S = 20.0
+WAIT_S = seconds(20.0)
 REFUSED_S = 3.0  # a broken handshake is an answer only at the deadline
 
 

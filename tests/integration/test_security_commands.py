@@ -10,16 +10,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fakes.slowness import seconds
 
 from umbra.services.runtime.keys import load_keys
 
-WAIT_S = 20.0
+WAIT_S = seconds(20.0)
 UMBRA = (sys.executable, "-m", "umbra")
 
 
 def umbra(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*UMBRA, *arguments], cwd=cwd, capture_output=True, text=True, timeout=50, check=False
+        [*UMBRA, *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=seconds(50),
+        check=False,
     )
 
 
@@ -114,7 +120,7 @@ def test_a_whole_run_with_keys(project: Path) -> None:
         cwd=project,
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=seconds(170),
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         check=False,
     )

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from fakes.slowness import seconds
 
 
 @pytest.mark.e2e
@@ -26,7 +27,7 @@ def test_a_run_with_all_stages_and_evaluations(project: Path) -> None:
         cwd=project,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=seconds(150),
         check=False,
     )
     assert ended.returncode == 0, ended.stderr

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import zmq
+from fakes.slowness import seconds
 from torch import nn
 
 from umbra.proto.errors import PeerLostError, UsageError
@@ -27,7 +28,7 @@ from umbra.services.runtime.stream import WeightStream
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
 from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
 
-WAIT_S = 20.0
+WAIT_S = seconds(20.0)
 
 
 def make_model(rows: int = 65) -> nn.Module:

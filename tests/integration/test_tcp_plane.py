@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fakes.hub_bench import OTHER_LAYOUT, WAIT_S, Bench, content, load, publish, take
+from fakes.slowness import seconds
 
 from umbra.proto.messages import Ready
 from umbra.proto.records import Manifest
@@ -177,7 +178,7 @@ class Node:
 
 @pytest.fixture
 def nodes(bench: Bench) -> Iterator[list[Node]]:
-    bench.start(plane="tcp", delta="always", deadline_s=5.0)
+    bench.start(plane="tcp", delta="always", deadline_s=seconds(5.0))
     made: list[Node] = []
     yield made
     for node in made:

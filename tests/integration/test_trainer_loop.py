@@ -309,7 +309,7 @@ def test_a_run_that_diverges_ends_with_a_sentence(
     assert world.committed() == [1, 2]
     commits = [body for body in world.asked if isinstance(body, CommitBatch)]
     assert [body.metrics["skipped"] for body in commits] == [1, 1]
-    assert [row["skipped/ratio"] for row in rows(tmp_path, "step")] == [1, 1]
+    assert [row["skipped/outliers"] for row in rows(tmp_path, "step")] == [1, 1]
     for name, tensor in world.published[0].items():
         assert torch.equal(tensor, world.published[2][name])
     assert not (tmp_path / "model").exists()

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from fakes.slowness import seconds
 from safetensors.torch import load_file
 
 from umbra.proto.records import Trajectory
@@ -24,7 +25,7 @@ from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.policy import load_policy
 from umbra.services.trainer.update import PolicyUpdate
 
-DEADLINE_S = 150.0
+DEADLINE_S = seconds(150.0)
 RANKS = ("--set", "trainer.ranks=2")
 
 
@@ -72,7 +73,7 @@ def batch(folder: Path, step: int) -> list[Trajectory]:
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(DEADLINE_S + 30)
+@pytest.mark.timeout(180)
 def test_two_ranks_learn_what_one_would_have_learned(project: Path) -> None:
     """1. A run with two ranks. 2. One process learns from the very same batches. Result: equal."""
     folder = run(project, "--set", "run.steps=5")
@@ -103,7 +104,7 @@ def test_two_ranks_learn_what_one_would_have_learned(project: Path) -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(DEADLINE_S + 30)
+@pytest.mark.timeout(180)
 def test_an_adapter_is_trained_and_goes_out_merged(project: Path) -> None:
     lora = ("--set", "trainer.lora_rank=2", "--set", "trainer.learning_rate=0.02")
     folder = run(project, *lora, "--set", "run.steps=4")
@@ -124,7 +125,7 @@ def test_an_adapter_is_trained_and_goes_out_merged(project: Path) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.fault
-@pytest.mark.timeout(DEADLINE_S + 30)
+@pytest.mark.timeout(180)
 def test_a_killed_rank_ends_the_trainer_which_is_started_again(project: Path) -> None:
     """1. Two ranks train. 2. The second is killed. Result: both start again, the run ends well."""
     process = start(project, "--set", "run.steps=30")

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from fakes.policy_rollouts import rollouts
+from fakes.slowness import seconds
 from integration.test_trainer_loop import (
     World,
     directory,  # noqa: F401 - a fixture
@@ -63,7 +64,7 @@ class Ahead(World):
             self.shown.set()
             return BatchLease(step=body.step, trajectories=made, digest=f"of {body.step}")
         if isinstance(body, CommitBatch) and not self.refuses:
-            assert self.shown.wait(30)  # else it would depend on which is faster
+            assert self.shown.wait(seconds(30))  # else it would depend on which is faster
         if isinstance(body, LeaseBatch):
             self.leases.append(body)
             if body.held and self.keeps:
@@ -108,7 +109,7 @@ class NeverFull(Ahead):
     ) -> Message:
         if isinstance(body, PeekBatch):
             self.shown.set()
-            assert stopping is not None and stopping.wait(30), "it is told that it may end"
+            assert stopping is not None and stopping.wait(seconds(30)), "it is told that it may end"
             raise DeadlineError("stopped while waiting for the buffer")
         return super().call(body, reply, timeout_s=timeout_s, stopping=stopping)
 

@@ -8,12 +8,13 @@ from pathlib import Path
 import psutil
 import pytest
 import test_up
+from fakes.slowness import seconds
 from test_up import UpProcess, up  # noqa: F401 - a fixture
 
 from umbra.services.trainer.make_model import make_model
 
 pytest.importorskip("vllm", reason="vLLM is not installed (make setup)")
-DEADLINE_S = 500.0  # vLLM starts twice, on a busy machine
+DEADLINE_S = seconds(500.0)  # vLLM starts twice, on a busy machine
 VLLM = (
     'generator.engine="vllm"',
     "generator.engine_args.block_size=32",
@@ -44,7 +45,7 @@ def cores(project: Path) -> list[psutil.Process]:
 
 @pytest.mark.e2e
 @pytest.mark.fault
-@pytest.mark.timeout(DEADLINE_S)
+@pytest.mark.timeout(500)
 def test_a_run_on_vllm_whose_core_is_killed(
     vllm_project: Path,
     up: Callable[..., UpProcess],  # noqa: F811

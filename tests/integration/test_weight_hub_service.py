@@ -18,6 +18,7 @@ from fakes.hub_bench import (
     publish,
     take,
 )
+from fakes.slowness import seconds
 
 from umbra.proto.errors import DeadlineError, RejectedError, UsageError
 from umbra.proto.messages import (
@@ -101,7 +102,9 @@ def test_a_late_joiner_gets_the_newest_version(bench: Bench) -> None:
 
 
 def test_memory_that_is_being_loaded_is_left_alone(bench: Bench) -> None:
-    bench.start(deadline_s=0.2)  # the hub drops who takes long to load, and pushes the next
+    bench.start(
+        deadline_s=seconds(0.2)
+    )  # the hub drops who takes long to load, and pushes the next
     publisher = bench.publisher()
     receiver = bench.receiver("gen-0")
     publish(publisher, 0)
@@ -124,14 +127,14 @@ def test_corrupted_bytes_are_never_loaded(bench: Bench, run_id: str) -> None:
         file.write(b"\xff\xff\xff\xff\xff")
     receiver = bench.receiver("gen-0")
     with pytest.raises(DeadlineError, match="no weights from the weight hub"):
-        receiver.wait_first(0.3, threading.Event())
+        receiver.wait_first(seconds(0.3), threading.Event())
     publish(publisher, 1)
     load(receiver, 1)
     assert bench.hub.protocol.counters["failed"] >= 2
 
 
 def test_a_killed_receiver_does_not_stop_the_others(bench: Bench) -> None:
-    bench.start(deadline_s=0.5)
+    bench.start(deadline_s=seconds(0.5))
     publisher = bench.publisher()
     receiver = bench.receiver("gen-0")
     command = [sys.executable, str(PROGRAMS / "stuck_receiver.py"), bench.endpoint, "gen-stuck"]
@@ -148,7 +151,7 @@ def test_a_killed_receiver_does_not_stop_the_others(bench: Bench) -> None:
 
 
 def test_a_dropped_receiver_comes_back(bench: Bench) -> None:
-    bench.start(deadline_s=0.2)
+    bench.start(deadline_s=seconds(0.2))
     publisher = bench.publisher()
     receiver = bench.receiver("gen-0")
     publish(publisher, 0)
@@ -188,7 +191,9 @@ def test_another_layout_reaches_those_who_had_the_old(bench: Bench, run_id: str)
     assert bytes(staged.data) == content(7, OTHER_LAYOUT.total_bytes)
     assert len(list(SHM.glob(f"umbra-{run_id}-*"))) == 1
     with pytest.raises(RejectedError) as caught:
-        publisher._channel.call(Prepare(epoch=1, version=1, slot=0, checksums=[]), Ok, timeout_s=5)
+        publisher._channel.call(
+            Prepare(epoch=1, version=1, slot=0, checksums=[]), Ok, timeout_s=WAIT_S
+        )
     assert caught.value.code == "wrong_socket"
 
 

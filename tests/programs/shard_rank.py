@@ -23,10 +23,11 @@ from umbra.services.runtime.arena import Arena
 from umbra.services.runtime.link import Link
 from umbra.services.runtime.manifest import build_manifest
 from umbra.services.runtime.publisher import Publisher
+from umbra.services.trainer.pulse import Pulse
 from umbra.services.trainer.shards import ShardSync, snapshot_shards
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
 
-WAIT_S = 40.0
+WAIT_S = 600.0  # the test that started it gives up first
 BUCKET = 512  # smaller than many rows, so that buckets hold rows of several ranks
 
 
@@ -89,7 +90,8 @@ def main(rank: int, world: int, folder: Path, endpoint: str) -> None:
     path = f"{folder}/snapshots"
     store = dist.FileStore(path, world)  # pyright: ignore[reportPrivateImportUsage]
     store.set_timeout(timedelta(seconds=WAIT_S))
-    sync = ShardSync(store, rank, world, WAIT_S)
+    pulse = Pulse(store, rank, WAIT_S)
+    sync = ShardSync(store, rank, world, pulse)
     link = Link("trainer", uuid.uuid4().hex)
     publisher = Publisher(link.channel(endpoint, "weight hub"), manifest)
     arenas: dict[str, Arena] = {}
@@ -126,6 +128,7 @@ def main(rank: int, world: int, folder: Path, endpoint: str) -> None:
     for arena in arenas.values():
         arena.close()
     link.close()
+    pulse.close()
     dist.destroy_process_group()
 
 

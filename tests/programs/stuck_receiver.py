@@ -12,9 +12,9 @@ from umbra.services.runtime.link import Link
 
 endpoint, name = sys.argv[1:]
 channel = Link(name, "stuck").channel(endpoint, "weight hub")
-channel.call(Subscribe(host=shm_host(), planes=["shm"]), Subscribed, timeout_s=20)
+channel.call(Subscribe(host=shm_host(), planes=["shm"]), Subscribed, timeout_s=600)
 print("subscribed", flush=True)
-message = channel.pushes.get(timeout=20)
+message = channel.pushes.get(timeout=600)
 assert isinstance(message, Prepare)
 print("staging", flush=True)
-threading.Event().wait(60)
+threading.Event().wait(3600)  # it is killed long before

@@ -70,7 +70,7 @@ class Service:
         """What its health check says; a stranger on the node has no `keys` to ask with."""
         environ = {k: v for k, v in self.environ.items() if keys or k != "UMBRA_SECURITY__KEYS"}
         done = subprocess.run(
-            self.health, env=environ, capture_output=True, timeout=60, check=False
+            self.health, env=environ, capture_output=True, timeout=600, check=False
         )
         return done.returncode == 0
 

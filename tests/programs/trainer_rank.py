@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 from fakes.rank_bench import train
+from fakes.slowness import seconds
 from safetensors.torch import save_file
 
 from umbra.proto.errors import PeerLostError
@@ -32,7 +33,7 @@ def main(model: Path, folder: Path) -> int:
     batches = msgspec.msgpack.decode(
         (folder / "batches.msgpack").read_bytes(), type=list[list[Trajectory]]
     )
-    timeout_s = 2.0 if "hangs" in cases else 60.0
+    timeout_s = seconds(1.0 if "hangs" in cases else 30.0)
     try:
         with join_ranks(Trainer(device="cpu", rank_timeout_s=timeout_s)) as ranks:
             for name, settings in cases.items():

@@ -62,6 +62,20 @@ def test_a_history_that_grows_gives_only_what_is_new(agent: Agent) -> None:
     assert news == News([user("e"), user("f")])
 
 
+def test_a_tools_answer_comes_with_the_calls_that_it_answers(agent: Agent) -> None:
+    tools = [{"function": {"name": "add"}}]
+    agent.ask(user("a"), tools=tools)
+    message = agent.hear('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
+    answer = {"role": "tool", "tool_call_id": "call_0_0", "content": "2"}
+    # As they come back over HTTP, where `read_chat` has made objects of the arguments.
+    back = {**message, "content": "", "tool_calls": [dict(call) for call in message["tool_calls"]]}
+    function = {"name": "add", "arguments": {"a": 1}}
+    back["tool_calls"][0]["function"] = function
+    news = agent.ask(user("a"), back, answer, tools=tools)
+    call = {"id": "call_0_0", "type": "function", "function": function}
+    assert news == News([answer], [call])
+
+
 def test_plain_text_goes_on_where_it_ended(agent: Agent) -> None:
     assert agent.ask(text="one") == News(text="one")
     agent.hear(" two")

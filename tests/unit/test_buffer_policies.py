@@ -331,7 +331,8 @@ def test_stages_without_a_scorer_of_their_own_and_busy_ones_are_named() -> None:
 
 def test_reasons_of_failure_are_counted_by_name_as_far_as_that_is_bounded() -> None:
     """User code gives every sample a reason of its own, also across restarts of the buffer."""
-    run = scored(batch_groups=1, run_ahead=1000, score_attempts=1, steps=2000, durable=True)
+    sizes = {"batch_groups": 1, "run_ahead": 1000, "steps": 2000, "durable": True}
+    run = scored(**sizes, score_attempts=1, max_failed_share=1.0)
     for number in range(120):
         (task,) = run.lease("a", 1, 0)
         if number % 2:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from fakes.rank_bench import as_text, make_batches
+from fakes.slowness import seconds
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -219,7 +220,7 @@ def test_training_does_not_wait_for_the_disk(
     write = shard_writer.write_safetensors
 
     def slow(*args: Any, **kwargs: Any) -> Any:
-        assert go_on.wait(30)
+        assert go_on.wait(seconds(30))
         return write(*args, **kwargs)
 
     monkeypatch.setattr(shard_writer, "write_safetensors", slow)
@@ -360,3 +361,12 @@ def test_the_memory_of_a_copy_is_used_again(start: Any) -> None:
     with closing(ShardWriter(trainer.parts, 0, 1)) as writer:
         places = [tensor.data_ptr() for tensor in writer.copy().rows.values()]
         assert [tensor.data_ptr() for tensor in writer.copy().rows.values()] == places
+
+
+def test_they_are_for_their_user_alone(tiny_model_dir: Path, tmp_path: Path) -> None:
+    with closing(Trainer(tiny_model_dir, tmp_path / "checkpoints")) as trainer:
+        trainer.train(1).save()
+        folder = tmp_path / "checkpoints"
+        modes = {p: p.stat().st_mode & 0o777 for p in [folder, *folder.rglob("*")]}
+    assert {mode for path, mode in modes.items() if path.is_dir()} == {0o700}
+    assert {mode for path, mode in modes.items() if path.is_file()} == {0o600}

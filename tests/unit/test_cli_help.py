@@ -11,6 +11,7 @@ from pathlib import Path
 
 import click
 import pytest
+from fakes.slowness import seconds
 
 from umbra import cli
 
@@ -103,7 +104,7 @@ def complete(words: str) -> list[str]:
     code = "import sys; sys.argv[0] = 'umbra'; from umbra.cli import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env=environ, capture_output=True, text=True, timeout=50, check=False,
+        env=environ, capture_output=True, text=True, timeout=seconds(50), check=False,
     )  # fmt: skip
     assert not done.stderr
     return [line.partition(",")[2] for line in done.stdout.splitlines()]
@@ -119,7 +120,7 @@ def test_commands_and_flags_are_completed() -> None:
 def test_a_dry_run_starts_nothing(project: Path) -> None:
     done = subprocess.run(
         [*UMBRA, "up", "run.toml", "--dry-run", "--set", "generator.count=2"],
-        cwd=project, capture_output=True, text=True, timeout=50, check=False,
+        cwd=project, capture_output=True, text=True, timeout=seconds(50), check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     names = [line.partition(":")[0] for line in done.stdout.splitlines()]
@@ -131,7 +132,7 @@ def test_a_dry_run_finds_what_is_missing(project: Path) -> None:
     (project / "prompts.jsonl").unlink()
     done = subprocess.run(
         [*UMBRA, "up", "run.toml", "--dry-run"],
-        cwd=project, capture_output=True, text=True, timeout=50, check=False,
+        cwd=project, capture_output=True, text=True, timeout=seconds(50), check=False,
     )  # fmt: skip
     assert done.returncode == 2
     assert "prompts.jsonl" in done.stderr

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import click
 import pytest
+from fakes.slowness import seconds
 
 import umbra
 from umbra import cli
@@ -25,7 +26,7 @@ sys.exit(code)
 
 def run_python(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *args], capture_output=True, text=True, timeout=50, check=False
+        [sys.executable, *args], capture_output=True, text=True, timeout=seconds(50), check=False
     )
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.slowness import seconds
 
 from umbra.proto.errors import UsageError
 from umbra.services.environments.pool import Outcome, ProcessPool, open_pool
@@ -92,7 +93,7 @@ class Player:
     def outcomes(self, count: int) -> dict[str, Outcome]:
         found: dict[str, Outcome] = {}
         while len(found) < count:
-            assert self._event.wait(30)
+            assert self._event.wait(seconds(30))
             self._event.clear()
             found |= {outcome.key: outcome for outcome in self.pool.collect()}
         return found

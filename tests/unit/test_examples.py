@@ -9,10 +9,10 @@ import pytest
 
 from umbra.cli import main
 from umbra.deploy.demo import DEMOS, RECIPES
-from umbra.deploy.environment_check import check_environment
 from umbra.deploy.preflight import resolve_paths
 from umbra.proto.errors import UsageError
 from umbra.services.buffer.prompts import read_prompts
+from umbra.services.generator.environment_check import check_environment
 from umbra.services.runtime.config import Environment, RunConfig
 from umbra.services.runtime.config_loader import load_config
 from umbra.services.runtime.feasibility import implied_staleness

@@ -80,10 +80,6 @@ def test_implied_staleness(
         (buffer(dead_after_s=1.0, heartbeat_s=2.0), "buffer.heartbeat_s = 2"),
         (buffer(straggler="survivors", straggler_s=700.0), "trainer.batch_wait_s = 600"),
         (
-            RunConfig(trainer=Trainer(ranks=2, rank_timeout_s=60.0)),
-            r"rank_timeout_s = 60 ends the trainer while its rank 0 may still wait 60 s",
-        ),
-        (
             RunConfig(trainer=Trainer(batch_wait_s=20.0)),
             "environment.timeout_s = 30",
         ),

@@ -1,7 +1,8 @@
-"""Updates that would do harm are left out, with weights and optimizer state as they were."""
+"""Tokens, and updates, that would do harm are left out."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,16 @@ from torch import Tensor
 
 from umbra.proto.errors import DivergedError
 from umbra.proto.records import Trajectory, pack_float32
+from umbra.services.modeling.packing import MicroBatch
+from umbra.services.runtime.config.presets import Pieces
 from umbra.services.runtime.config_loader import load_config
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.guard import REASONS, Guard, Patience
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.make_model import make_model
 from umbra.services.trainer.metrics import Row
+from umbra.services.trainer.objectives.objective import TokenLosses
+from umbra.services.trainer.objectives.ratios import Sequences
 from umbra.services.trainer.policy import load_policy
 from umbra.services.trainer.ranks import Ranks
 from umbra.services.trainer.update import PolicyUpdate
@@ -36,32 +41,37 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def improbable(batch: list[Trajectory]) -> list[Trajectory]:
-    """The same, but the generator gave the first token of each sample next to no probability."""
-    count = [len(t.logprobs) // 4 for t in batch]
+def improbable(batch: list[Trajectory], samples: int, tokens: int = 10**6) -> list[Trajectory]:
+    """The same, but the generator gave next to no probability to some tokens of some samples."""
+
+    def spoilt(count: int, improbable: int) -> bytes:
+        return pack_float32([-60.0] * improbable + [-4.6] * (count - improbable))
+
+    counts = [len(t.logprobs) // 4 for t in batch]
     return [
-        msgspec.structs.replace(t, logprobs=pack_float32([-30.0] + [-4.6] * (n - 1)))
-        for t, n in zip(batch, count, strict=True)
+        msgspec.structs.replace(t, logprobs=spoilt(n, min(n, tokens if at < samples else 0)))
+        for at, (t, n) in enumerate(zip(batch, counts, strict=True))
     ]
 
 
 def harm(
-    learner: Learner, monkeypatch: pytest.MonkeyPatch, kind: str
+    learner: Learner, update: PolicyUpdate, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> Callable[[list[Trajectory]], list[Trajectory]]:
     """Have the next batch do harm of this kind; what it becomes."""
-    score, backward = learner.score, learner.backward
+    objective, backward = update._objective, learner.backward
 
-    def nan(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        logprobs, entropy = score(*args, **kwargs)
-        return logprobs * torch.nan, entropy
+    def nan(*args: Any) -> TokenLosses:
+        result = objective(*args)
+        return dataclasses.replace(result, losses=result.losses * torch.nan)
 
     match kind:
         case "loss":
-            monkeypatch.setattr(learner, "score", nan)
+            monkeypatch.setattr(update, "_objective", nan)
+            nan.constants = objective.constants  # pyright: ignore[reportFunctionMemberAccess]
         case "gradient":
             monkeypatch.setattr(learner, "backward", lambda loss: backward(loss * 1e38 * 1e10))
         case _:
-            return improbable
+            return lambda batch: improbable(batch, len(batch))
     return lambda batch: batch
 
 
@@ -75,17 +85,21 @@ def state(learner: Learner) -> dict[str, Tensor]:
     }
 
 
+def trainer(directory: Path, **keys: Any) -> tuple[Learner, PolicyUpdate]:
+    keys = {**KEYS, **keys}
+    overrides = [f"trainer.{key}={as_text(value)}" for key, value in keys.items()]
+    config = load_config(overrides=[*overrides, f"model.path={directory}"], environ={})
+    learner = Learner(load_policy(directory)[0], config.trainer, 4)
+    return learner, PolicyUpdate(config, learner)
+
+
 @pytest.mark.parametrize("minibatches", [1, 3])
 @pytest.mark.parametrize("kind", REASONS)
 def test_harm_is_left_out(
     directory: Path, monkeypatch: pytest.MonkeyPatch, kind: str, minibatches: int
 ) -> None:
-    keys = {**KEYS, "minibatches": minibatches}
-    overrides = [f"trainer.{key}={as_text(value)}" for key, value in keys.items()]
-    config = load_config(overrides=[*overrides, f"model.path={directory}"], environ={})
-    model, _ = load_policy(directory)
-    learner = Learner(model, config.trainer, 4)
-    update = PolicyUpdate(config, learner)
+    learner, update = trainer(directory, minibatches=minibatches)
+    model = learner.model
 
     def train(batch: list[Trajectory], version: int) -> Row:
         row = update(make_batch(batch, model.config.vocab_size), version, lambda: True)
@@ -95,7 +109,7 @@ def test_harm_is_left_out(
     assert train(BATCHES[0], 0)["skipped"] == 0
     before = state(learner)
     with monkeypatch.context() as patch:
-        spoil = harm(learner, patch, kind)
+        spoil = harm(learner, update, patch, kind)
         row = train(spoil(BATCHES[1]), 1)
     assert row["skipped"] == 1
     assert [row[f"skipped/{reason}"] for reason in REASONS] == [float(r == kind) for r in REASONS]
@@ -107,30 +121,97 @@ def test_harm_is_left_out(
     assert any(not torch.equal(before[name], moved[name]) for name in before)
 
 
+def spoiled(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, value: float | None, **keys: Any
+) -> tuple[dict[str, Tensor], Row]:
+    """Weights after a batch whose first learned token is an outlier, or has this logprob."""
+    learner, update = trainer(directory, optimizer="sgd", betas=[0.0, 0.9], **keys)
+    batch = BATCHES[0]
+    if value is None:
+        batch = improbable(batch, 1, 1)
+    else:
+        score = learner.score
+
+        def one(micro: MicroBatch, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            logprobs, entropy = score(micro, *args, **kwargs)
+            return torch.where(micro.source == 0, value, logprobs), entropy
+
+        monkeypatch.setattr(learner, "score", one)
+        batch = improbable(batch, 0)
+    row = update(make_batch(batch, learner.model.config.vocab_size), 0, lambda: True)
+    assert row is not None
+    return {name: p.detach().clone() for name, p in learner.model.named_parameters()}, row
+
+
+@pytest.mark.parametrize(
+    "objective", ["ppo", "decoupled", "gspo", "sequence_mask", "tis_opsm", "cispo", "m2po"]
+)
+def test_an_outlier_is_left_out_alone_or_with_its_sequence(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, objective: str
+) -> None:
+    """Whatever it is, it has no part in the update; all the others have."""
+    keys: dict[str, Any] = {"objective": objective, "kl_coef": 0.0, "minibatches": 2}
+    if objective == "sequence_mask":
+        keys |= {"mask_low": 0.1, "mask_high": 10.0}  # its own bounds leave nothing of this batch
+    weights, row = spoiled(directory, monkeypatch, None, **keys)
+    sequence = objective in ("gspo", "sequence_mask", "tis_opsm")
+    whole = sum(BATCHES[0][0].loss_mask)
+    assert whole > 1
+    assert row["outliers"] == (whole if sequence else 1)
+    assert row["skipped"] == 0
+    clean, _ = trainer(directory)
+    start = dict(clean.model.named_parameters())
+    assert any(not torch.equal(weights[name], start[name]) for name in start)
+    for value in (torch.nan, torch.inf, -torch.inf):
+        with monkeypatch.context() as patch:
+            again, other = spoiled(directory, patch, value, **keys)
+        assert other["outliers"] == row["outliers"]
+        assert other["skipped"] == 0
+        assert other["loss"] == pytest.approx(row["loss"])
+        for name, tensor in weights.items():
+            torch.testing.assert_close(again[name], tensor)
+
+
 def test_the_bound_can_be_moved_and_taken_away() -> None:
-    loss, behaviour = torch.tensor(1.0), torch.tensor([-3.0, -9.0])
-    for bound, verdict in ((100.0, "ratio"), (1000.0, ""), (0.0, "")):
-        guard = Guard(bound, Ranks())
-        guard.see(loss, torch.tensor([-3.0, -3.0]), behaviour)
-        assert guard.verdict() == verdict, "e^6 = 403"
+    pieces, ranks = Pieces(), Ranks()
+    behaviour = torch.tensor([-3.0, -9.0])
+    one = Sequences(torch.zeros(2, dtype=torch.int64), 1)
+    for bound, found in ((100.0, [False, True]), (1000.0, [False] * 2), (0.0, [False] * 2)):
+        guard = Guard(bound, pieces, ranks)
+        out = guard.outliers(torch.tensor([-3.0, -3.0]), behaviour, one)
+        assert out.tolist() == found, "e^6 = 403"
+        guard.see(torch.tensor(1.0), out)
+        assert guard.verdict() == "", "one is left"
+    whole = Guard(100.0, Pieces(ratio_level="sequence"), ranks)
+    out = whole.outliers(torch.tensor([-3.0, -3.0]), behaviour, one)
+    assert out.tolist() == [True, True]
+    whole.see(torch.tensor(0.0), out)
+    assert whole.verdict() == "outliers", "nothing is left"
 
 
 class OtherRank(Ranks):
     """Another rank has found this."""
 
-    def __init__(self, *found: float) -> None:
+    def __init__(self, *found: int) -> None:
         super().__init__()
-        self.found = torch.tensor(found)
+        self.found = torch.tensor(found, dtype=torch.int64)
 
     def sum(self, tensor: Tensor) -> Tensor:
         return tensor + self.found
 
 
 def test_all_ranks_come_to_the_same_verdict() -> None:
-    guard = Guard(100.0, OtherRank(0.0, 1.0))
-    guard.see(torch.tensor(1.0), torch.zeros(2), torch.zeros(2))
-    assert guard.verdict() == "ratio"
-    assert Guard(100.0, OtherRank(1.0, 0.0)).verdict() == "loss", "a rank without a pass"
+    one = Sequences(torch.zeros(2, dtype=torch.int64), 1)
+
+    def verdict(*others: int) -> str:
+        guard = Guard(100.0, Pieces(), OtherRank(*others))
+        guard.see(torch.tensor(1.0), guard.outliers(torch.zeros(2), torch.full((2,), -9.0), one))
+        return guard.verdict()
+
+    assert verdict(0, 1, 1) == "outliers", "nothing is left on any"
+    assert verdict(0, 1, 2) == "", "the other has one left"
+    assert verdict(1, 1, 2) == "loss"
+    assert Guard(100.0, Pieces(), OtherRank(1, 0, 0)).verdict() == "loss", "a rank without a pass"
 
 
 def row(skipped: float | None, reason: str = "gradient") -> Row:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from fakes.slowness import seconds
+
 PROGRAM = """
 import resource
 from umbra.services.runtime.heap import keep_freed_memory
@@ -26,7 +28,11 @@ print(int(kept), faults() - before)
 
 def test_pages_are_not_faulted_in_again() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=30
+        [sys.executable, "-c", PROGRAM],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=seconds(30),
     )
     kept, faults = map(int, done.stdout.split())
     assert not kept or faults < 1000  # else 8192 for each of the ten rounds

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import stat
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -81,10 +83,47 @@ def test_a_node_needs_the_public_keys_and_the_secret_one_of_its_role(folder: Pat
         load_keys(folder, "trainer")
 
 
-def test_a_secret_that_everyone_can_read_is_refused(folder: Path) -> None:
-    (folder / "buffer.key_secret").chmod(0o644)
-    with pytest.raises(UsageError, match=r"chmod 600 .*buffer\.key_secret"):
+@pytest.mark.parametrize(
+    ("mode", "who"), [(0o644, "every user"), (0o602, "every user"), (0o640, "its group")]
+)
+def test_a_secret_that_others_can_read_is_refused(folder: Path, mode: int, who: str) -> None:
+    (folder / "buffer.key_secret").chmod(mode)
+    said = rf"permissions of .*\({mode:o}\) open it to {who}.*: chmod 600 .*buffer\.key_secret"
+    with pytest.raises(UsageError, match=said):
         load_keys(folder, "buffer")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_but_not_one_that_only_our_group_lets_us_read(folder: Path) -> None:
+    """As in a pod of Kubernetes: secrets belong to root there, and to a group of the process."""
+    secret = folder / "buffer.key_secret"
+    secret.chmod(0o440)
+    os.chown(secret, 65534, 0)
+    assert load_keys(folder, "buffer").role == "buffer"
+    secret.chmod(0o444)
+    with pytest.raises(UsageError, match="every user"):
+        load_keys(folder, "buffer")
+
+
+@pytest.mark.parametrize("what", ["file", "folder"])
+def test_a_permission_that_is_missing_is_named(what: str) -> None:
+    """Not in pytest's own folder, which is closed to other users anyway."""
+    with tempfile.TemporaryDirectory() as top:
+        make_keys(folder := Path(top) / "keys")
+        for path in (Path(top), folder, *folder.iterdir()):
+            path.chmod(0o755 if path.is_dir() else 0o600)
+            os.chown(path, *((65534, 65534) if os.geteuid() == 0 else (-1, -1)))
+        closed = folder if what == "folder" else folder / "buffer.key_secret"
+        closed.chmod(0)
+        before = os.geteuid()
+        try:
+            if before == 0:
+                os.seteuid(65534)
+            with pytest.raises(UsageError, match=f"no permission to read .*{closed.name}"):
+                load_keys(folder, "buffer")
+        finally:
+            os.seteuid(before)
+            closed.chmod(0o700)
 
 
 @pytest.mark.parametrize("text", ["", 'curve\n    public-key = "short"\n', "\0\xff"])

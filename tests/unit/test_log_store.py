@@ -306,3 +306,12 @@ def test_a_commit_that_failed_yields_to_what_came_after_it(tmp_path: Path) -> No
     store = reopen(store)
     assert (store.get("a0"), store.get("d")) == (b"second", b"d")
     store.close()
+
+
+def test_it_is_for_its_user_alone(tmp_path: Path) -> None:
+    store = LogStore(tmp_path / "store")
+    store.put("a", b"1")
+    store.commit()
+    store.close()
+    assert (tmp_path / "store").stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "store").iterdir()} == {0o600}

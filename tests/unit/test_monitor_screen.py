@@ -28,7 +28,9 @@ def test_the_screen_has_everything() -> None:
     for expected in (
         "run-1", "step 40/300", "2:10 left", "reward/mean", "▁█", "0.875", "-0.5",
         "staleness 1.12 (max 2, bound 2)", "60 75%", "100 issued = 80 trained",
-        "130/s issued, 128/s trained, 2/s ended", "generating", "15 75%", "4,321", "30% (work)",
+        "130/s issued, 129/s answered, 128/s trained, 2/s ended", "generating",
+        "warning: equal_rewards: 88% are", "87.5% of groups with equal rewards",
+        "15 75%", "4,321", "30% (work)",
         "generator-0", "shm", "12.3", "20.0", "sort [3 1]", "s-7  reward 1", "versions 38-39",
         "stuck: sample s1 at generator-0 for 31 s, leased again", "expired_leases 2", "q leave",
     ):  # fmt: skip
@@ -54,7 +56,7 @@ def test_a_look_as_json() -> None:
     values = look_dict(look())
     assert values["pushes"][0]["wire_s"] == 0.0123
     assert values["samples"][0]["response"] == "1 3"
-    assert values["rates"]["issued"] == 130.0
+    assert values["rates"]["issued_per_s"] == 130.0
     assert values["ledger"]["balance"] == 0
 
 

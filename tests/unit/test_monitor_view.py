@@ -11,10 +11,9 @@ from rich.console import Console
 from umbra.deploy.live import PlainView
 from umbra.deploy.progress import Progress
 from umbra.deploy.run_folder import RunFolder
-from umbra.proto.messages import Member, Status, Stuck
+from umbra.proto.messages import Member, Rates, RunWarning, Status, Stuck
 from umbra.proto.records import EvalReport, Ledger
 from umbra.services.monitor.members import MemberRow, idle_text, member_rows, most_telling
-from umbra.services.monitor.rates import RateMeter, Rates
 from umbra.services.monitor.view import (
     headline,
     ledger_text,
@@ -36,7 +35,7 @@ def member(name: str = "generator-0", **changes: Any) -> Member:
         "progress": 100,
         "idle_s": 0.1,
         "silent_s": 0.2,
-        "stats": {"tokens_per_s": 1234.5, "version": 3.0, "live": 8.0},
+        "stats": {"decoded_per_s": 1234.5, "version": 3.0, "live": 8.0},
         "shares": {"decode": 0.75, "idle: work": 0.25},
     }
     return Member(name=name, **{**fields, **changes})
@@ -72,7 +71,7 @@ def shown(renderable: Any) -> str:
 
 
 def test_headline() -> None:
-    line = headline(status(stuck=[STUCK]), Rates(samples=1200.4), reward=0.45)
+    line = headline(status(stuck=[STUCK], rates=Rates(samples_per_s=1200.4)), reward=0.45)
     assert line == (
         "step 40/300  reward 0.450  staleness 1.12 (max 2, bound 2)  samples/s 1200  in flight 16  "
         "stuck: sample s1 at generator-0 for 31 s"
@@ -81,23 +80,59 @@ def test_headline() -> None:
 
 def test_the_headline_has_the_trainers_ess() -> None:
     trainer = member("trainer", role="trainer", stats={"ess": 0.8125, "loss": 1.0})
-    line = headline(status(members=[member(), trainer]), Rates())
+    line = headline(status(members=[member(), trainer]))
     assert "  staleness 1.12 (max 2, bound 2)  ess 0.81  " in line
 
 
 def test_headline_before_anything_was_trained() -> None:
-    line = headline(status(version=0, staleness={"bound": 2.0}, ledger=Ledger()), Rates())
-    assert line == "step 0/300  staleness -  samples/s 0  in flight 0"
+    line = headline(status(version=0, staleness={"bound": 2.0}, ledger=Ledger()))
+    assert line == "step 0/300  staleness -  samples/s -  answers/s 0  in flight 0"
+
+
+def test_the_first_look_at_work_shows_its_speed() -> None:
+    """A large model takes minutes per step: neither nothing nor zero is what it does."""
+    first = status(ledger=Ledger(issued=64), rates=Rates(answers_per_s=1.25))
+    assert "  samples/s -  answers/s 1.25  " in headline(first)
+    slow = status(rates=Rates(samples_per_s=0.42))
+    assert "  samples/s 0.42  " in headline(slow)
+
+
+EQUAL = RunWarning(name="equal_rewards", text="95% of them are", figures={"share": 0.95}, since=3)
+OVER = RunWarning(name="truncated", text="cut", figures={"share": 0.3}, since=1, until=2)
+
+
+def test_a_warning_that_holds_is_shown_everywhere_and_told_once(
+    tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    warned = status(warnings=[EQUAL, OVER], health={"equal_rewards": 0.875})
+    sentence = "warning: equal_rewards: 95% of them are"
+    assert "  warning: equal_rewards" in headline(warned)
+    assert "truncated" not in headline(warned)
+    assert sentence in plain(warned).splitlines()
+    assert sentence in shown(render(warned))
+    shares = "87.5% of groups with equal rewards, 0.0% of answers cut off, 0.0% of samples failed"
+    assert f"health: {shares}" in plain(warned).splitlines()
+    assert shares in shown(render(warned))
+    values = json.loads(json.dumps(status_dict(warned)))
+    assert [(one["name"], one["until"]) for one in values["warnings"]] == [
+        ("equal_rewards", -1), ("truncated", 2),
+    ]  # fmt: skip
+    progress = Progress(RunFolder(tmp_path))
+    progress.status = warned
+    view = PlainView(every_s=5.0, clock=lambda: 0.0)
+    view.update(progress, {})
+    view.update(progress, {})
+    assert capsys.readouterr().out == sentence + "\n"
 
 
 def test_failed_samples_are_in_the_headline() -> None:
     ledger = Ledger(issued=12, ended={"failed": 12})
-    assert headline(status(ledger=ledger), Rates()).endswith("  in flight 0  failed 12")
+    assert headline(status(ledger=ledger)).endswith("  in flight 0  failed 12")
 
 
 def test_an_unbalanced_ledger_is_shouted() -> None:
     wrong = status(ledger=Ledger(issued=5, trained=3))
-    assert "LEDGER OFF BY 2" in headline(wrong, Rates())
+    assert "LEDGER OFF BY 2" in headline(wrong)
     assert ledger_text(wrong).endswith("OFF BY 2")
 
 
@@ -110,7 +145,6 @@ def test_ledger_text_adds_up() -> None:
 def test_members_gone_and_processes_without_membership_are_shown() -> None:
     rows = member_rows(
         status(departed={"generator-1": "silent for 15 s"}),
-        Rates(members={"generator-0": 12.34}),
         {
             "buffer": "running",
             "generator-0": "running",
@@ -139,7 +173,7 @@ def test_members_gone_and_processes_without_membership_are_shown() -> None:
 
 def test_of_many_members_those_in_trouble_are_shown() -> None:
     many = [member(f"generator-{i:03}", state="failed" if i == 77 else "ready") for i in range(90)]
-    rows = most_telling(member_rows(status(members=many), Rates()), 10)
+    rows = most_telling(member_rows(status(members=many)), 10)
     assert len(rows) == 10
     assert "generator-077" in [row.name for row in rows]
     assert rows[-1].name == "and 81 more"
@@ -147,7 +181,7 @@ def test_of_many_members_those_in_trouble_are_shown() -> None:
 
 
 def test_silence_and_idleness_are_pointed_out() -> None:
-    rows = member_rows(status(members=[member(silent_s=12.0, idle_s=40.0)]), Rates())
+    rows = member_rows(status(members=[member(silent_s=12.0, idle_s=40.0)]))
     assert rows[0].state == "silent 12 s"
     assert rows[0].idle == "still for 40 s"
 
@@ -158,7 +192,7 @@ def test_silence_and_idleness_are_pointed_out() -> None:
         ({}, ""),
         ({"decode": 1.0}, "0%"),
         ({"train_step": 0.5, "wait_batch": 0.4, "wait_slot": 0.1}, "50% (batch)"),
-        ({"idle: weights": 0.05, "idle: environment": 0.15}, "20% (environment)"),
+        ({"idle: weights": 0.05, "idle: environment": 0.15, "decode": 0.8}, "20% (environment)"),
     ],
 )
 def test_idleness_has_a_cause(shares: dict[str, float], text: str) -> None:
@@ -167,15 +201,14 @@ def test_idleness_has_a_cause(shares: dict[str, float], text: str) -> None:
 
 def test_a_member_without_tokens_shows_its_progress() -> None:
     (row,) = member_rows(
-        status(members=[member(role="scorer", stats={}, shares={})]),
-        Rates(members={"generator-0": 12.34}),
+        status(members=[member(role="scorer", stats={}, shares={}, progress_per_s=12.34)]),
     )
-    assert row.figures == "12.3/s"
+    assert row.figures == "progress/s 12.3"
     assert (row.version, row.lag, row.busy) == ("", "", "")
 
 
 def test_plain_has_everything() -> None:
-    text = plain(status(stuck=[STUCK]), Rates())
+    text = plain(status(stuck=[STUCK]))
     assert text.splitlines()[0] == "run run-1: ready, up 1:15"
     assert "stuck: sample s1 at generator-0 for 31 s, leased again" in text
     assert "counters: expired_leases 2" in text
@@ -184,19 +217,18 @@ def test_plain_has_everything() -> None:
 def test_render_has_everything() -> None:
     text = shown(
         render(
-            status(stuck=[STUCK]),
-            Rates(steps=2.0, samples=100.0),
+            status(stuck=[STUCK], rates=Rates(steps_per_s=2.0, samples_per_s=100.0)),
             processes={"trainer": "restarts in 1.0 s"},
             rewards=[0.1, 0.5],
         )
     )
     for expected in ("run-1", "2:10 left", "step 40/300", "▁█", "expired_leases", "decoding",
-                     "restarts in 1.0 s", "leased again", "2.0/s"):  # fmt: skip
+                     "restarts in 1.0 s", "leased again", "2/s", "samples/s 100"):  # fmt: skip
         assert expected in text
 
 
 def test_text_of_others_is_never_markup() -> None:
-    text = shown(render(status(members=[member(activity="[red]x[/nothing]")]), Rates()))
+    text = shown(render(status(members=[member(activity="[red]x[/nothing]")])))
     assert "[red]x[/nothing]" in text
 
 
@@ -217,32 +249,6 @@ def test_status_dict_is_json_with_the_balance() -> None:
     values = json.loads(json.dumps(status_dict(status())))
     assert values["ledger"]["balance"] == 0
     assert values["members"][0]["stats"]["version"] == 3.0
-
-
-def test_rates_over_a_window() -> None:
-    meter = RateMeter(window_s=5.0)
-    assert meter.update(status(uptime_s=0.0, version=0)) == Rates()
-    rates = meter.update(
-        status(
-            uptime_s=2.0,
-            version=4,
-            ledger=Ledger(issued=500, trained=280, ended={"stale": 8}),
-            members=[member(progress=150)],
-        )
-    )
-    assert rates == Rates(
-        steps=2.0, samples=100.0, issued=200.0, ended=2.0, members={"generator-0": 25.0}
-    )
-    rates = meter.update(status(uptime_s=10.0, version=4, ledger=Ledger(trained=280)))
-    assert rates.steps == 0.0  # the first look is out of the window
-
-
-def test_rates_do_not_mix_incarnations_or_runs() -> None:
-    meter = RateMeter()
-    meter.update(status(uptime_s=5.0))
-    rates = meter.update(status(uptime_s=6.0, members=[member(incarnation="b", progress=0)]))
-    assert rates.members == {}
-    assert meter.update(status(uptime_s=0.5)) == Rates()  # the buffer was restarted
 
 
 def test_the_plain_view_speaks_now_and_then_and_at_the_last_step(
@@ -272,17 +278,15 @@ def test_evaluations_are_shown_while_they_are_under_way() -> None:
         version=40, done=False, samples=128, answered=31, ended={"failed": 1}, accuracy=0.5
     )
     both = status(evals=[done, open_])
-    assert "eval of version 40: 31/128 answered (1 failed), accuracy 0.500" in headline(
-        both, Rates()
-    )
-    text = plain(both, Rates())
+    assert "eval of version 40: 31/128 answered (1 failed), accuracy 0.500" in headline(both)
+    text = plain(both)
     assert text.count("evals: ") == 1 and "eval of version 20: accuracy 0.750" in text
     console = Console(file=io.StringIO(), width=160)
-    console.print(render(both, Rates()))
+    console.print(render(both))
     assert "31/128" in console.file.getvalue()  # type: ignore[attr-defined]
-    assert "eval" not in headline(status(evals=[done]), Rates())
+    assert "eval" not in headline(status(evals=[done]))
     nothing = EvalReport(version=40, done=False, samples=8)
-    assert "0/8 answered, no accuracy yet" in plain(status(evals=[nothing]), Rates())
+    assert "0/8 answered, no accuracy yet" in plain(status(evals=[nothing]))
 
 
 def test_replayed_samples_are_shown_beside_the_ledger() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from click.testing import CliRunner
+from fakes.slowness import seconds
 
 from umbra.deploy.env_command import command as env
 from umbra.proto.errors import DeadlineError, PeerLostError, UmbraError, UsageError
@@ -26,7 +27,7 @@ from umbra.services.weight_hub.planes import PLANES, check_plane, mismatch
 
 FACTS = GpuFacts(nccl=22809, cuda_major=13, environment="a", variables={"NCCL_NET": "Socket"})
 FAKE = (str(Path(__file__).parents[1] / "programs" / "fake_agent.py"),)
-WAIT_S = 20.0
+WAIT_S = seconds(20.0)
 
 
 def test_every_change_of_membership_makes_a_communicator_of_the_next_epoch() -> None:

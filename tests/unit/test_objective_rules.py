@@ -7,7 +7,7 @@ from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config.presets import PRESETS
 from umbra.services.runtime.config_loader import load_config
 from umbra.services.runtime.feasibility import check_feasible
-from umbra.services.runtime.objective_rules import implied
+from umbra.services.runtime.objective_rules import implied, lone_groups
 
 
 def trainer(*keys: str) -> RunConfig:
@@ -88,3 +88,19 @@ def test_what_a_preset_implies_is_what_no_key_says_and_something_reads() -> None
     assert shown["clip_high"] == 0.28
     assert shown["denominator"] == "all"
     assert not shown.keys() & {"clip_low", "is_cap", "kl_to", "gamma"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "advantage"),
+    [
+        (["buffer.group_size=1"], "dr_grpo"),
+        (["buffer.group_size=1", "objective=grpo"], "grpo"),
+        (["buffer.group_size=1", "objective=reinforce_pp"], ""),
+        (["buffer.group_size=2"], ""),
+    ],
+)
+def test_a_group_of_one_has_nothing_to_compare_with(keys: list[str], advantage: str) -> None:
+    text = lone_groups(trainer(*keys))
+    assert bool(text) == bool(advantage)
+    if advantage:
+        assert f"trainer.advantage = {advantage} nothing to compare a sample with" in text

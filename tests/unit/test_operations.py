@@ -8,11 +8,19 @@ import pytest
 import torch
 from fakes.noisy_batch import noisy_trajectories
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma3TextConfig,
+    PreTrainedConfig,
+    Qwen3MoeConfig,
+)
 
 from umbra.services.modeling.packing import pack
 from umbra.services.runtime.config import Trainer
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.learner import Learner
+from umbra.services.trainer.lora import add_adapter
 from umbra.services.trainer.make_model import make_model
 from umbra.services.trainer.metrics import peak_memory_gib, speed_metrics
 from umbra.services.trainer.operations import Operations
@@ -49,9 +57,85 @@ def test_a_sequence_alone_by_hand(tmp_path: Path) -> None:
     assert cost.update(micro) == 6 * 1000 * fed + 6 * 100 * learned + 12 * 10 * keys
 
 
+def of(config: PreTrainedConfig) -> tuple[Operations, int]:
+    """What `config` costs, and how many weights there are, without any in memory."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    return Operations.of(model), sum(p.numel() for p in model.parameters())
+
+
+def test_a_token_meets_some_experts_only() -> None:
+    """Qwen3-30B-A3B, by hand: 8 of 128 experts of 3 x 2048 x 768 weights in each of 48 layers."""
+    config = Qwen3MoeConfig(
+        vocab_size=151_936,
+        hidden_size=2048,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,  # pyright: ignore[reportCallIssue]
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
+    )
+    cost, total = of(config)
+    attention = 2 * 2048 * 32 * 128 + 2 * 2048 * 4 * 128
+    norms = 2 * 2048 + 2 * 128
+    layer = attention + norms + 128 * 2048 + 8 * 3 * 2048 * 768
+    assert cost == Operations(body=48 * layer + 2048, head=151_936 * 2048, attention=48 * 32 * 128)
+    assert total == pytest.approx(30.5e9, rel=0.01)
+    assert cost.body + 2 * cost.head == pytest.approx(3.3e9, rel=0.02)  # as its authors count them
+
+
+def test_a_token_meets_the_adapters_of_its_experts() -> None:
+    config = Qwen3MoeConfig(
+        hidden_size=64, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    before = Operations.of(model)
+    add_adapter(model, Trainer(lora_rank=4, lora_targets=["experts.down_proj"]), 0)
+    each = 4 * (32 + 64)
+    assert Operations.of(model).body - before.body == config.num_hidden_layers * 2 * each
+
+
+def test_shared_experts_and_dense_layers_are_met_by_every_token() -> None:
+    """DeepSeek-V3 has 671B weights, of which a token meets 37B (arXiv 2412.19437)."""
+    cost, total = of(DeepseekV3Config())
+    assert total == pytest.approx(671e9, rel=0.001)
+    assert cost.body + cost.head == pytest.approx(37e9, rel=0.02)
+    latent = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
+    norms = 2 * 7168 + 1536 + 512
+    dense, experts = 3 * 7168 * 18_432, 9 * 3 * 7168 * 2048 + 256 * 7168
+    assert cost.body == 61 * (latent + norms) + 3 * dense + 58 * experts + 7168
+    # A query and a key of 128 + 64 dimensions, a value of 128, in 128 heads.
+    assert cost.attention == 61 * 128 * (192 + 128) / 2
+
+
+def test_a_window_bounds_the_keys(tmp_path: Path) -> None:
+    """Gemma 3 has both kinds of layers."""
+    cost, _ = of(
+        Gemma3TextConfig(
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            head_dim=16,
+            sliding_window=2,
+            layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        )
+    )
+    assert (cost.attention, cost.windowed) == (64, ((2, 128),))
+    make_model(tmp_path / "model")
+    batch = make_batch(
+        noisy_trajectories(load_policy(tmp_path / "model")[0], groups=1, size=1), 1000
+    )
+    (micro,) = pack(batch.tokens, pack_tokens=64, micro_tokens=64)
+    fed = micro.tokens
+    keys = 64 * fed * (fed + 1) / 2 + 128 * (2 * fed - 1)
+    assert Operations(0, 0, 64, ((2, 128),)).update(micro) == 12 * keys
+
+
 def test_speed() -> None:
     assert speed_metrics(600.0, 8e12, 2.0, 16e12) == {
-        "tokens_per_s": 300.0, "tflops": 4.0, "mfu": 0.25,
+        "train_tokens_per_s": 300.0, "tflops": 4.0, "mfu": 0.25,
     }  # fmt: skip
     assert speed_metrics(600.0, 8e12, 2.0, 0.0)["mfu"] is None
     assert 0.01 < peak_memory_gib(torch.device("cpu")) < 1000

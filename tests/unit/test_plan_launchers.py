@@ -13,6 +13,7 @@ import jsonschema
 import pytest
 import yaml
 from fakes.clusters import PLANS, SCHEMAS, parse_planned, plan_of, plans, render
+from fakes.slowness import seconds
 
 from umbra.deploy.cluster.plan import Plan
 from umbra.proto.errors import UsageError
@@ -106,7 +107,7 @@ def test_the_script_starts_every_step_and_ends_as_the_trainer(tmp_path: Path, co
         "CALLS": str(calls),
         "TRAINER_EXIT": str(code),
     }
-    done = subprocess.run(["bash", script], env=environ, timeout=30, check=False)
+    done = subprocess.run(["bash", script], env=environ, timeout=seconds(30), check=False)
     assert done.returncode == code
     lines = calls.read_text(encoding="utf-8").splitlines()
     started = {line.split("--name ")[1].split()[0] for line in lines}
@@ -122,7 +123,9 @@ def test_the_script_starts_every_step_and_ends_as_the_trainer(tmp_path: Path, co
 @plans
 def test_scripts_are_valid_shell_and_name_all_nodes(plan: Plan, tmp_path: Path) -> None:
     text = render(plan, "slurm", out=tmp_path)["run.sbatch"]
-    checked = subprocess.run(["bash", "-n"], input=text, text=True, timeout=30, check=False)
+    checked = subprocess.run(
+        ["bash", "-n"], input=text, text=True, timeout=seconds(30), check=False
+    )
     assert checked.returncode == 0
     nodes = [node for node in plan.nodes if plan.on(node)]
     used = [node.name for node in nodes]

@@ -17,6 +17,7 @@ from umbra.deploy.report.svg import bar_chart, line_chart
 from umbra.deploy.run_folder import RunFolder
 from umbra.deploy.summary import measure
 from umbra.proto.errors import UsageError
+from umbra.services.runtime.figures import busy
 
 T0 = 1_700_000_000.0
 AHEAD = {"generator-0": 5.0, "trainer": -2.0}  # by how much each clock is ahead of the buffer's
@@ -159,7 +160,7 @@ def test_the_overlap_is_by_one_clock(tmp_path: Path) -> None:
     folder.metrics.write_text("".join(json.dumps(one) + "\n" for one in rows))
     overlap = measure(Recording([folder.path]).aligned_rows())["overlap"]
     assert overlap["both_busy"] == pytest.approx(0.0, abs=1e-6)
-    assert overlap["generator_busy"] == pytest.approx(4 / 9)
+    assert overlap["generator_busy"] == pytest.approx(6 / 12)
 
 
 def test_figures(folder: RunFolder) -> None:
@@ -167,7 +168,7 @@ def test_figures(folder: RunFolder) -> None:
     assert (figures.begin, figures.end) == (T0, T0 + 4.0)
     generator = figures.utilisation["generator-0"]
     assert generator.seconds == {"decode": 3.0, "idle: work": 1.0}
-    assert generator.idle / generator.total == 0.25
+    assert busy(generator.seconds) == 0.75
     assert sum(generator.bins["decode"]) == pytest.approx(3.0)
     assert [one["step"] for one in figures.steps] == [1, 2]
     assert [one["seconds"] for one in figures.slowest] == [39.0 - i for i in range(SLOWEST)]

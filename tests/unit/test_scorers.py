@@ -33,7 +33,7 @@ from umbra.services.runtime.config import Scorer
 from umbra.services.scorer.logprobs import LogprobWorker
 from umbra.services.scorer.reward import RewardWorker
 from umbra.services.trainer.batch import make_batch
-from umbra.services.trainer.metrics import mismatch_metrics
+from umbra.services.trainer.metrics import mismatch_row, mismatch_sums
 from umbra.services.trainer.policy import load_policy
 
 STOP = 3
@@ -122,7 +122,7 @@ def test_scorer_and_trainer_find_the_same_logprobs(tiny_model_dir: Path) -> None
     masks = [task.trajectory.loss_mask for task in tasks]
     learned = [m for mask in masks for m in mask]
     flat = [x for x, m in zip(itertools.chain(*found), learned, strict=True) if m]
-    row = mismatch_metrics(torch.tensor(flat), expected, torch.ones(len(flat)).bool())
+    row = mismatch_row(mismatch_sums(torch.tensor(flat), expected, torch.ones(len(flat)).bool()))
     assert row["mismatch/k3"] == pytest.approx(0.0, abs=1e-10)
     for values, mask in zip(found, masks, strict=True):
         assert not any(x for x, m in zip(values, mask, strict=True) if not m)

@@ -16,6 +16,7 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner
+from fakes.slowness import seconds
 
 from umbra.proto.errors import UsageError
 from umbra.services.runtime.command import ServiceContext, service_command
@@ -24,7 +25,7 @@ from umbra.services.runtime.logs import ConsoleFormatter, JsonFormatter
 from umbra.services.runtime.metrics import MetricsFile
 from umbra.services.runtime.signals import stop_on_signals
 
-WAIT_S = 20.0
+WAIT_S = seconds(20.0)
 
 
 def run_service(*flags: str, env: dict[str, str] | None = None) -> ServiceContext:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fakes.slowness import seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 PICKLE_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"}
@@ -19,7 +20,7 @@ def source_files() -> list[Path]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=seconds(30),
         check=False,
     )
     if listing.returncode != 0:

@@ -13,12 +13,16 @@ from umbra.proto.errors import UsageError
 
 
 def step(number: int, **more: Any) -> dict[str, Any]:
-    row = {"samples": 8.0, "tokens": 100.0, "multi_version": 0.25, "mismatch/k3_on_policy": 1e-7}
+    row = {
+        "samples": 8.0, "tokens": 100.0, "response_length/mean": 10.0, "multi_version": 0.25,
+        "mismatch/k3_on_policy": 1e-7,
+    }  # fmt: skip
     return {"kind": "step", "service": "trainer", "step": number, **row, **more}
 
 
 def span(name: str, start: float, end: float) -> dict[str, Any]:
-    return {"kind": "span", "service": "s", "name": name, "start": start, "end": end}
+    service = "generator-0" if name in ("decode", "load_weights", "idle") else "trainer"
+    return {"kind": "span", "service": service, "name": name, "start": start, "end": end}
 
 
 ROWS = [
@@ -37,7 +41,13 @@ ROWS = [
 STATUS = {
     "ledger": {"issued": 30, "trained": 24, "ended": {"stale": 2, "cancelled": 4}, "in_flight": {}},
     "staleness": {"mean": 0.5, "max": 2.0, "bound": 2.0},
-}
+    "health": {"equal_rewards/run": 0.5, "truncated/run": 0.125, "failed_samples/run": 0.0},
+    "warnings": [
+        {"name": "equal_rewards", "text": "half", "figures": {"share": 0.5}, "since": 2,
+         "until": -1},
+        {"name": "truncated", "text": "cut", "figures": {"share": 0.3}, "since": 0, "until": 4},
+    ],
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -60,15 +70,46 @@ def test_measures() -> None:
     assert result["push_seconds"]["stage"] == 0.3
     assert result["mixed_version_trajectories"] == 6
     assert result["mismatch_k3_on_policy"] == 3e-7
-    # The steady state is [3, 7): trained for 3 s of it, decoded for 1 s, never both.
+    # All of [0, 7): trained for 4 s of it, decoded for 4 s, both for 1 s.
     assert result["overlap"] == {
-        "generator_busy": 0.25,
-        "trainer_busy": 0.75,
-        "both_busy": 0.0,
-        "window_s": 4,
+        "generator_busy": pytest.approx(4 / 7),
+        "trainer_busy": pytest.approx(4 / 7),
+        "both_busy": pytest.approx(1 / 7),
+        "window_s": 7,
     }
-    assert result["samples_per_s"] == 4.0
-    assert result["tokens_per_s"] == 50.0
+    assert result["samples_per_s"] == pytest.approx(24 / 7)
+    assert result["tokens_per_s"] == pytest.approx(240 / 7), "of responses, of trained samples"
+
+
+def test_the_speed_of_two_steps_is_that_of_the_run() -> None:
+    """Both batches were ready when the first was trained: the second took milliseconds."""
+    rows = [
+        *(span("decode", second, second + 1) for second in range(100)),
+        span("wait_batch", 0, 99.9),
+        span("train_step", 99.9, 99.95), step(1, samples=150.0),
+        span("wait_batch", 99.95, 99.96),
+        span("train_step", 99.96, 100.0), step(2, samples=150.0),
+    ]  # fmt: skip
+    result = measure(rows)
+    assert result["samples_per_s"] == pytest.approx(3.0)
+    assert result["tokens_per_s"] == pytest.approx(30.0)
+    assert result["overlap"]["generator_busy"] == pytest.approx(1.0)
+    assert result["overlap"]["trainer_busy"] == pytest.approx(0.0009)
+    assert result["overlap"]["window_s"] == pytest.approx(100.0)
+    one = measure(rows[:103])
+    assert one["samples_per_s"] == pytest.approx(150 / 99.95)
+
+
+def test_waiting_is_not_busy_and_loading_weights_is() -> None:
+    rows = [
+        span("decode", 0, 4), span("idle", 4, 6), span("load_weights", 6, 8), span("decode", 8, 9),
+        span("wait_batch", 0, 6), span("train_step", 6, 9), span("wait_slot", 9, 9.5),
+        span("train_step", 9.5, 10), step(1),
+    ]  # fmt: skip
+    found = measure(rows)["overlap"]
+    assert found["generator_busy"] == pytest.approx(0.7)
+    assert found["trainer_busy"] == pytest.approx(0.35)
+    assert found["both_busy"] == pytest.approx(0.3)
 
 
 def test_summary_of_a_good_run(folder: RunFolder) -> None:
@@ -99,6 +140,14 @@ def test_summary_of_a_good_run(folder: RunFolder) -> None:
     assert rows["ledger"] == "30 issued = 24 trained + 2 stale, 4 cancelled, balanced"
     assert rows["restarts"] == "generator-0 1"
     assert "greedy" not in rows
+    assert rows["health"] == (
+        "50.0% of groups with equal rewards, 12.5% of answers cut off, 0.0% of samples failed"
+    )
+    assert summary["warnings"] == STATUS["warnings"]
+    assert [text for name, text in summary_rows(summary) if name == "warning"] == [
+        "equal_rewards, from step 2 to the end: half",
+        "truncated, from step 0 to step 4: cut",
+    ]
 
 
 def test_summary_of_a_run_that_never_began(folder: RunFolder) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from umbra.proto.records import Sampling, Trajectory, VersionSpan, pack_float32, pack_int32
 from umbra.services.trainer.batch import BatchError, make_batch
-from umbra.services.trainer.metrics import finite, mismatch_metrics, sample_metrics
+from umbra.services.trainer.metrics import finite, mismatch_row, mismatch_sums, sample_metrics
 
 
 def trajectory(**changes: Any) -> Trajectory:
@@ -51,7 +51,8 @@ def test_tensors() -> None:
     assert batch.behaviour.tolist() == [-1.0, -2.0, -0.25]
     assert batch.temperature.tolist() == [0.5, 0.5, 1.0]
     assert batch.groups.tolist() == [0, 1]
-    assert batch.on_policy(4).tolist() == [False, False, True]
+    assert batch.leading(4).tolist() == [False, False, True]
+    assert batch.leading(3).tolist() == [True, False, False], "the second is of version 4"
     row = sample_metrics(batch, version=6)
     assert row["reward/mean"] == row["solved"] == row["multi_version"] == 0.5
     assert (row["staleness/total/mean"], row["staleness/total/max"]) == (2.5, 3.0)
@@ -90,15 +91,19 @@ def test_an_empty_batch_is_refused() -> None:
 def test_mismatch_by_hand() -> None:
     behaviour = torch.tensor([0.5, 0.5]).log()
     logprobs = torch.tensor([1.0, 0.25]).log()  # ratios 2 and 1/2
-    row = mismatch_metrics(logprobs, behaviour, torch.tensor([False, True]))
+    row = mismatch_row(mismatch_sums(logprobs, behaviour, torch.tensor([False, True])))
     ln2 = 0.6931471805599453
     assert row["mismatch/k1"] == pytest.approx(0.0, abs=1e-6)
     assert row["mismatch/k3"] == pytest.approx(((1 - ln2) + (-0.5 + ln2)) / 2, abs=1e-6)
     assert row["mismatch/k3_on_policy"] == pytest.approx(-0.5 + ln2, abs=1e-6)
     assert row["ess"] == pytest.approx(2.5**2 / (2 * 4.25), abs=1e-6)
-    none = mismatch_metrics(logprobs, behaviour, torch.tensor([False, False]))
+    none = mismatch_row(mismatch_sums(logprobs, behaviour, torch.tensor([False, False])))
     assert none["mismatch/k3_on_policy"] is None
-    assert set(none) == set(mismatch_metrics(*[torch.zeros(0)] * 3))
+    nothing = mismatch_row(mismatch_sums(*[torch.zeros(0)] * 2, torch.zeros(0).bool()))
+    assert nothing == dict.fromkeys(none)
+    spoilt = torch.tensor([torch.nan, 0.25]).log()
+    one = mismatch_sums(spoilt, behaviour, torch.tensor([True, True]), torch.tensor([False, True]))
+    assert mismatch_row(one)["mismatch/k3"] == pytest.approx(-0.5 + ln2, abs=1e-6)
 
 
 def test_json_has_no_nan() -> None:

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from fakes.architectures import ARCHITECTURES
+from fakes.closeness import assert_same_logprobs
 from fakes.rank_bench import Trained, make_batches, train
+from fakes.slowness import seconds
 from transformers import AutoModelForCausalLM
 
 from umbra.proto.errors import UsageError
@@ -19,12 +22,13 @@ from umbra.services.runtime.config import Trainer
 from umbra.services.runtime.manifest import build_manifest
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.learner import Learner
+from umbra.services.trainer.lora import low_rank
 from umbra.services.trainer.make_model import make_model
 from umbra.services.trainer.policy import export_policy, load_policy
 from umbra.services.trainer.ranks import Ranks
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
 
-WAIT_S = 300.0  # torch.compile takes its time on a busy machine
+WAIT_S = seconds(300.0)  # torch.compile takes its time on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +82,7 @@ def test_recomputing_layers_changes_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(WAIT_S)
+@pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("default")  # those of the compiler are not ours
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_compiled_layers_change_nothing(
@@ -100,10 +104,15 @@ def test_prompts_shared_or_not_the_update_is_the_same(
 # -- adapters --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "architecture", ["", "qwen3-moe", "qwen2-moe", "mixtral", "deepseek-v3", "glm4-moe"]
+)
 def test_generators_get_the_policy_with_the_adapter_merged(
-    directory: Path, batches: list[list[Trajectory]], tmp_path: Path
+    directory: Path, batches: list[list[Trajectory]], tmp_path: Path, architecture: str
 ) -> None:
     """What is published, and what is exported, gives the logprobs that the trainer sees."""
+    if architecture:
+        directory = ARCHITECTURES[architecture].write(tmp_path / "model")
     model, tokenizer = load_policy(directory)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     config = Trainer(lora_rank=4, learning_rate=0.02, warmup_steps=0, device="cpu")
@@ -124,26 +133,35 @@ def test_generators_get_the_policy_with_the_adapter_merged(
     trained = logprobs(learner)
     assert (trained - logprobs(untouched)).abs().max() > 0.1
 
+    assert low_rank(learner.model).keys() == {
+        name
+        for name in before
+        if name.removesuffix(".weight").endswith(("_proj", "_with_mqa"))
+        or "shared_expert_gate" in name
+    }
     for name, parameter in learner.model.named_parameters():
-        if "lora" not in name:
+        if ".lora_B." in name:
+            assert parameter.abs().max() > 0, name  # it has left its zero
+        elif "lora" not in name:
             assert not parameter.requires_grad
             assert torch.equal(parameter, before[name.replace(".base_layer", "")]), name
     manifest = build_manifest(tensor_layout(learner.model, "float32"), 4096)
-    assert [entry.name for entry in manifest.tensors] == list(before)
+    sent = [entry.name for entry in manifest.tensors]
+    assert [name for name in sent if name in before] == list(before), "and buffers"
     slot = memoryview(bytearray(manifest.total_bytes))
     write_shards(learner.model, manifest, slot)
     WeightTable(untouched.model).load(tensors_in(manifest, slot))
-    torch.testing.assert_close(logprobs(untouched), trained, atol=1e-5, rtol=0)
+    assert_same_logprobs(logprobs(untouched), trained, untouched.model)
 
     export_policy(learner.model, tokenizer, tmp_path / "out", learner.weights())
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out", local_files_only=True)
     again = Learner(exported, Trainer(device="cpu"), steps=1)
-    torch.testing.assert_close(logprobs(again), trained, atol=1e-5, rtol=0)
+    assert_same_logprobs(logprobs(again), trained, untouched.model)
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")  # peft says it as well
 def test_adapters_that_cannot_be_are_refused(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def learner(**config: Any) -> Learner:
         return Learner(load_policy(directory)[0], Trainer(device="cpu", **config), steps=1)
@@ -153,6 +171,12 @@ def test_adapters_that_cannot_be_are_refused(
     assert len(names) == 2 * 2, "A and B in each of two layers"
     with pytest.raises(UsageError, match=r"trainer\.lora_targets: .*no_such_layer"):
         learner(lora_rank=2, lora_targets=["no_such_layer"])
+    experts = load_policy(ARCHITECTURES["qwen3-moe"].write(tmp_path / "experts"))[0]
+    known = (
+        r"has no layer gate_proj; it has down_proj, gate_up_proj, k_proj, o_proj, q_proj, v_proj"
+    )
+    with pytest.raises(UsageError, match=known):
+        Learner(experts, Trainer(device="cpu", lora_rank=2, lora_targets=["gate_proj"]), steps=1)
     for shared in ("lm_head", "embed_tokens"):
         with pytest.raises(UsageError, match="share their weight"):
             learner(lora_rank=2, lora_targets=[shared])

@@ -1,8 +1,11 @@
 """The same batch, model and hyper-parameters give TRL's loss and gradients.
 
 Umbra's side is a whole `PolicyUpdate`: advantages, packed rows, aggregation by counts. TRL's is
-`GRPOTrainer._compute_loss` on the padded batch. Advantages are Umbra's on both sides (TRL's epsilon
-of the deviation is another), and so are the importance weights that TRL would get from vLLM.
+`GRPOTrainer._generate_and_score_completions`, whose generation is replaced by the same responses,
+and `_compute_loss`: padding, masks of tool answers and of truncated responses, importance weights
+and their truncation are TRL's own code. So are advantages that are not scaled; of scaled ones TRL's
+epsilon is another, so that Umbra's are used. What the two models before the update say of the
+tokens (old, reference) is in the batch, and not computed by TRL.
 """
 
 from __future__ import annotations
@@ -10,13 +13,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import msgspec
 import pytest
 import torch
+from fakes.closeness import assert_same_sums, same_sum
 from fakes.noisy_batch import TEMPERATURE, Recorder, noisy_trajectories
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from umbra.proto.records import Trajectory
+from umbra.proto.records import Trajectory, pack_float32, unpack_float32, unpack_int32
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config_loader import load_config
 from umbra.services.trainer.advantages import token_advantages
@@ -29,8 +34,8 @@ from umbra.services.trainer.update import PolicyUpdate
 pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of TRL and its friends
 
+TERMS = 300  # two layers, forward and backward, of 64 units at most, and a small vocabulary
 LIMIT = 8  # tokens of a response at most
-IS = "vllm_importance_sampling_correction"
 
 
 @pytest.fixture(scope="module")
@@ -60,59 +65,20 @@ def umbra_side(
     return row["loss"], learner.gradients
 
 
-def padded(rows: list[Any], *, left: bool = False) -> Tensor:
-    width = max(map(len, rows))
-    table = torch.zeros(len(rows), width, dtype=torch.from_numpy(rows[0]).dtype)
-    for line, row in zip(table, rows, strict=True):
-        line[width - len(row) :] if left else line[: len(row)]
-        place = slice(width - len(row), width) if left else slice(0, len(row))
-        line[place] = torch.from_numpy(row)
-    return table
+def padded(trajectories: list[Trajectory], field: str) -> Tensor:
+    rows = [torch.tensor(unpack_float32(getattr(t, field))) for t in trajectories]
+    return pad_sequence(rows, batch_first=True)
 
 
-def trl_inputs(
-    directory: Path, trajectories: list[Trajectory], old: str, **keys: Any
-) -> dict[str, Tensor]:
-    """The batch as TRL wants it, with Umbra's advantages."""
-    config = settings(directory, **keys)
-    batch = make_batch(trajectories, vocab_size=1000)
-    earned = rewarded(batch, config.trainer.pieces, LIMIT, None, None)
-    advantages, _ = token_advantages(earned, config.trainer.pieces)
-    first = torch.searchsorted(batch.tokens.owner, torch.arange(len(trajectories)))
-
-    def floats(field: str) -> Tensor:
-        return padded([np.frombuffer(getattr(t, field), "<f4").copy() for t in trajectories])
-
-    def tokens(field: str, *, left: bool) -> tuple[Tensor, Tensor]:
-        rows = [np.frombuffer(getattr(t, field), "<i4").astype(np.int64) for t in trajectories]
-        return padded(rows, left=left), padded([np.ones_like(row) for row in rows], left=left)
-
-    prompts, prompt_mask = tokens("prompt_ids", left=True)
-    responses, mask = tokens("response_ids", left=False)
-    if config.trainer.pieces.overlong_filter:
-        mask[torch.tensor([t.finish_reason == "length" for t in trajectories])] = 0
-    return {
-        "prompt_ids": prompts,
-        "prompt_mask": prompt_mask,
-        "completion_ids": responses,
-        "completion_mask": mask,
-        "advantages": advantages[first],
-        "old_per_token_logps": floats(old),
-        "ref_per_token_logps": floats("ref_logprobs"),
-        "sampling_per_token_logps": floats("logprobs"),
-        "num_items_in_batch": mask.sum(),
-    }
-
-
-def trl_side(
-    directory: Path, tmp_path: Path, inputs: dict[str, Tensor], **args: Any
-) -> tuple[float, dict[str, Tensor]]:
+def trl_trainer(
+    directory: Path, tmp_path: Path, trajectories: list[Trajectory], **args: Any
+) -> Any:
+    """TRL's trainer, which generates `trajectories`, whatever the prompts."""
     from datasets import Dataset
     from trl.trainer.grpo_config import GRPOConfig
     from trl.trainer.grpo_trainer import GRPOTrainer
 
     model, tokenizer = load_policy(directory)
-    with_vllm = args.pop(IS, False)
     config = GRPOConfig(
         output_dir=str(tmp_path),
         use_cpu=True,
@@ -125,39 +91,89 @@ def trl_side(
         gradient_checkpointing=False,
         **args,
     )
-    trainer = GRPOTrainer(
+    trainer: Any = GRPOTrainer(
         model,
-        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        reward_funcs=lambda completions, **_: [t.reward for t in trajectories],
         args=config,
         train_dataset=Dataset.from_dict({"prompt": ["1", "2", "3", "4"]}),
         processing_class=tokenizer,
     )
-    if with_vllm:  # the weights are in `inputs`; no vLLM is started
-        trainer.use_vllm = True
-        trainer.vllm_importance_sampling_correction = True
+    masks = [list(t.loss_mask) for t in trajectories]
+    tools = masks if any(0 in mask for mask in masks) else None
+
+    def generate(prompts: list[str]) -> tuple[Any, ...]:
+        return (
+            [unpack_int32(t.prompt_ids) for t in trajectories],
+            [unpack_int32(t.response_ids) for t in trajectories],
+            tools,
+            [""] * len(prompts),
+            [unpack_float32(t.logprobs) for t in trajectories],
+            {},
+            None,
+            None,
+        )
+
+    trainer._generate = generate
+    return trainer
+
+
+def trl_side(
+    directory: Path,
+    trainer: Any,
+    trajectories: list[Trajectory],
+    old: str,
+    **keys: Any,
+) -> tuple[float, dict[str, Tensor], dict[str, Any]]:
+    """Loss, gradients, and the batch as TRL has made it of the trajectories."""
+    olds = {"old_per_token_logps": padded(trajectories, old)}
+    with pytest.MonkeyPatch.context() as patch:  # the policy before the update is not at hand
+        before = (olds["old_per_token_logps"], None, None)
+        patch.setattr(trainer, "_get_per_token_logps_and_entropies", lambda *_, **__: before)
+        patch.setattr(trainer, "beta", 0.0)
+        inputs = trainer._generate_and_score_completions([{"prompt": "1"}] * len(trajectories))
+    inputs |= olds | {"ref_per_token_logps": padded(trajectories, "ref_logprobs")}
+    if trainer.scale_rewards != "none":
+        inputs["advantages"] = our_advantages(directory, trajectories, **keys)
+    model = trainer.model
     model.eval()  # neither dropout nor a share of an accumulation
-    loss = trainer._compute_loss(model, inputs)  # pyright: ignore[reportPrivateUsage]
+    loss = trainer._compute_loss(model, inputs)
     loss.backward()
     named = model.named_parameters()
-    return float(loss.detach()), {n: p.grad.clone() for n, p in named if p.grad is not None}
+    gradients = {n: p.grad.clone() for n, p in named if p.grad is not None}
+    return float(loss.detach()), gradients, inputs
 
 
-def weights(inputs: dict[str, Tensor], level: str, mode: str, low: float, high: float) -> Tensor:
-    """TRL's importance weights, as documented for vllm_importance_sampling_mode."""
-    difference = inputs["old_per_token_logps"] - inputs["sampling_per_token_logps"]
-    difference = difference * inputs["completion_mask"]
-    if level == "sequence":
-        difference = difference.sum(-1, keepdim=True)
-    found = difference.exp()
-    if mode == "truncate":
-        return found.clamp(low, high)
-    return found.masked_fill((found < low) | (found > high), 0.0)
+def our_advantages(directory: Path, trajectories: list[Trajectory], **keys: Any) -> Tensor:
+    """One per sample."""
+    config = settings(directory, **keys)
+    batch = make_batch(trajectories, vocab_size=1000)
+    earned = rewarded(batch, config.trainer.pieces, LIMIT, None, None)
+    advantages, _ = token_advantages(earned, config.trainer.pieces)
+    first = torch.searchsorted(batch.tokens.owner, torch.arange(len(trajectories)))
+    return advantages[first]
+
+
+def interrupted(trajectories: list[Trajectory]) -> list[Trajectory]:
+    """The second token of every response that has three is an environment's."""
+
+    def told(trajectory: Trajectory) -> Trajectory:
+        if trajectory.response_tokens < 3:
+            return trajectory
+        mask = bytearray(trajectory.loss_mask)
+        mask[1] = 0
+        logprobs = unpack_float32(trajectory.logprobs)
+        logprobs[1] = 0.0
+        return msgspec.structs.replace(
+            trajectory, loss_mask=bytes(mask), logprobs=pack_float32(logprobs)
+        )
+
+    return [told(trajectory) for trajectory in trajectories]
 
 
 SEQUENCE = {"importance_sampling_level": "sequence"}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "grpo": ({"objective": "grpo"}, {"loss_type": "grpo"}),
-    "dr_grpo": ({"objective": "dr_grpo"}, {"loss_type": "dr_grpo"}),
+    "dr_grpo": ({"objective": "dr_grpo"}, {"loss_type": "dr_grpo", "scale_rewards": "none"}),
     "dapo": ({"objective": "dapo"}, {"loss_type": "dapo", "epsilon_high": 0.28}),
     "bnpo": ({"objective": "ppo", "denominator": "all"}, {"loss_type": "bnpo"}),
     "gspo": (
@@ -195,36 +211,50 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "overlong filter": (
         {"objective": "dapo", "clip_high": 0.2, "overlong_filter": "true"},
-        {"loss_type": "dapo"},
+        {"loss_type": "dapo", "mask_truncated_completions": True},
     ),
 }
 
 
 def assert_same(
-    ours: tuple[float, dict[str, Tensor]], theirs: tuple[float, dict[str, Tensor]]
+    ours: tuple[float, dict[str, Tensor]], theirs: tuple[float, dict[str, Tensor], dict[str, Any]]
 ) -> None:
-    assert ours[0] == pytest.approx(theirs[0], rel=1e-5, abs=1e-6)
+    assert ours[0] == same_sum(theirs[0], terms=TERMS, scale=1.0)
     assert ours[1].keys() == theirs[1].keys()
     assert max(float(g.abs().max()) for g in ours[1].values()) > 1e-3
     for name, gradient in ours[1].items():
-        torch.testing.assert_close(gradient, theirs[1][name], rtol=1e-4, atol=2e-6)
+        assert_same_sums(gradient, theirs[1][name], terms=TERMS, what=name)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_loss_and_gradients_are_trls(name: str, directory: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "environment"),
+    [
+        *((name, False) for name in CASES),
+        *((name, True) for name in ("grpo", "dapo", "gspo", "opsm", "overlong filter")),
+    ],
+)
+def test_loss_and_gradients_are_trls(
+    name: str, environment: bool, directory: Path, tmp_path: Path
+) -> None:
     keys, args = CASES[name]
     trajectories = noisy_trajectories(load_policy(directory)[0])
-    inputs = trl_inputs(directory, trajectories, "logprobs", **keys)
-    assert_same(
-        umbra_side(directory, trajectories, **keys),
-        trl_side(directory, tmp_path, inputs, **args),
-    )
+    if environment:
+        trajectories = interrupted(trajectories)
+    trainer = trl_trainer(directory, tmp_path, trajectories, **args)
+    theirs = trl_side(directory, trainer, trajectories, "logprobs", **keys)
+    assert_same(umbra_side(directory, trajectories, **keys), theirs)
+    assert ("tool_mask" in theirs[2]) == environment
+    trained = theirs[2]["completion_mask"].any(-1).tolist()
+    cut = [t.finish_reason == "length" for t in trajectories]
+    assert any(cut)
+    assert trained == [not (c and name == "overlong filter") for c in cut]
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
+@pytest.mark.parametrize("environment", [False, True])
 def test_importance_sampling_is_trls(
-    level: str, mode: str, directory: Path, tmp_path: Path
+    level: str, mode: str, environment: bool, directory: Path, tmp_path: Path
 ) -> None:
     low, high = 0.8, 1.3
     keys = {
@@ -238,15 +268,17 @@ def test_importance_sampling_is_trls(
         "denominator": "all",
     }
     trajectories = noisy_trajectories(load_policy(directory)[0])
-    inputs = trl_inputs(directory, trajectories, "proximal_logprobs", **keys)
-    found = weights(inputs, level, mode, low, high)
+    if environment:
+        trajectories = interrupted(trajectories)
+    trainer = trl_trainer(directory, tmp_path, trajectories, loss_type="grpo")
+    trainer.use_vllm = True  # none is started: its logprobs are in the trajectories
+    trainer.vllm_importance_sampling_correction = True
+    trainer.vllm_importance_sampling_mode = f"{level}_{mode}"
+    trainer.vllm_importance_sampling_clip_min = low
+    trainer.vllm_importance_sampling_clip_max = high
+    theirs = trl_side(directory, trainer, trajectories, "proximal_logprobs", **keys)
+    found = theirs[2]["importance_sampling_ratio"]
     assert len(found.unique()) > 3
-    assert_same(
-        umbra_side(directory, trajectories, **keys),
-        trl_side(
-            directory,
-            tmp_path,
-            inputs | {"importance_sampling_ratio": found},
-            **{"loss_type": "grpo", IS: True},
-        ),
-    )
+    assert float(found.min()) == pytest.approx(low if mode == "truncate" else 0.0)
+    assert float(found.max()) < 1.001 * high
+    assert_same(umbra_side(directory, trajectories, **keys), theirs)

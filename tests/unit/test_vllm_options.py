@@ -4,6 +4,7 @@ import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from umbra.services.generator.engines import open_engine
 from umbra.services.generator.vllm_options import (
     check_device,
     check_head_size,
+    check_served,
     engine_arguments,
     kv_cache_bytes,
     require_vllm,
@@ -23,9 +25,21 @@ from umbra.services.runtime.config_loader import load_config
 from umbra.services.runtime.mapped import MappedBlocks, SharedMemory
 
 MODEL = SimpleNamespace(
-    num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=128, head_dim=32
+    model_type="qwen3",
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    hidden_size=128,
+    head_dim=32,
 )
 HF_CONFIG = SimpleNamespace(get_text_config=lambda: MODEL)
+LATENT = SimpleNamespace(**vars(MODEL), kv_lora_rank=512, qk_rope_head_dim=64)
+OF_LATENT = SimpleNamespace(get_text_config=lambda: LATENT)
+
+
+def of(**fields: object) -> SimpleNamespace:
+    """The config of a text model."""
+    return SimpleNamespace(get_text_config=lambda: SimpleNamespace(**fields))
 
 
 def versions(**known: str):  # noqa: ANN201
@@ -80,6 +94,44 @@ def test_a_head_size_that_vllm_cannot_serve_on_cpus() -> None:
     check_head_size(HF_CONFIG, [32, 64])
     with pytest.raises(UsageError, match=r"32, 64|this model has"):
         check_head_size(HF_CONFIG, [64])
+
+
+def test_a_latent_cache_has_one_vector_for_all_heads() -> None:
+    check_head_size(OF_LATENT, [576])
+    with pytest.raises(UsageError, match="this model has 576"):
+        check_head_size(OF_LATENT, [32])
+    config = Generator(slots=10, max_context=200, tensor_parallel=2)
+    blocks = 1.25 * 10 * 256
+    assert kv_cache_bytes(OF_LATENT, config, torch.bfloat16) == blocks * 2 * (512 + 64) * 2
+
+
+@pytest.mark.parametrize(
+    ("given", "config", "part"),
+    [
+        ({"quantization": "awq"}, HF_CONFIG, r"can't quantize new weights that way; .*fp8"),
+        ({"enable_eplb": True}, HF_CONFIG, "places of the start"),
+        ({"all2all_backend": "moonep"}, HF_CONFIG, "don't reach"),
+        ({}, SimpleNamespace(quantization_config={"quant_method": "awq"}), "publishes full"),
+        ({}, of(model_type="cohere", tie_word_embeddings=False), "takes the embedding"),
+        ({}, of(model_type="cohere2", sliding_window=128), "max_context to 128 at most"),
+        ({}, of(model_type="gpt_oss"), "would not reach them"),
+        ({}, of(**vars(LATENT), rope_parameters={"rope_type": "default"}), "parts of queries"),
+    ],
+)
+def test_what_would_be_wrong_after_new_weights_is_refused(
+    given: dict[str, object], config: Any, part: str
+) -> None:
+    with pytest.raises(UsageError, match=part):
+        check_served(Generator(engine_args=given, max_context=129), config, "cpu")
+
+
+def test_what_is_right_after_new_weights_is_taken() -> None:
+    args = {"quantization": "fp8", "enable_eplb": False}
+    check_served(Generator(engine_args=args), HF_CONFIG, "cpu")
+    cohere = of(model_type="cohere2", sliding_window=128, tie_word_embeddings=True)
+    check_served(Generator(max_context=128), cohere, "cpu")
+    latent = of(**vars(LATENT), rope_parameters={"rope_type": "default"})
+    check_served(Generator(), latent, "cuda")
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -21,7 +21,7 @@ import msgspec
 from umbra.proto.errors import UmbraError
 from umbra.services.environments.asking import Ask, Turn
 from umbra.services.environments.crew import START_S, Crew
-from umbra.services.environments.loop_thread import LoopThread
+from umbra.services.environments.loop_thread import LoopThread, ends_with_it
 from umbra.services.environments.plays import Result
 from umbra.services.environments.pool import Outcome, taken
 from umbra.services.environments.protocol import Row, StepResult
@@ -144,6 +144,7 @@ class AgentPool:
                 reply=lambda said: self._thread.call(self._replied, session, said),
                 messages=news.messages,
                 tools=call.tools,
+                calls=news.calls,
                 text=news.text,
                 max_tokens=call.max_tokens,
                 pieces=call.logprobs,
@@ -244,7 +245,8 @@ class AgentPool:
         await self._server.start(bound)
         if self._crew is not None:
             await self._crew.start()
-        self._watch = asyncio.ensure_future(self._keep_watch())
+        self._watch = asyncio.create_task(self._keep_watch(), name="the keeper of agents' sessions")
+        self._watch.add_done_callback(ends_with_it)
 
     async def _stop(self) -> None:
         if self._watch is not None:

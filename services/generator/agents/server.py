@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from umbra.services.environments.loop_thread import ends_with_it
 from umbra.services.environments.protocol import StepResult
 from umbra.services.generator.agents.calls import Call, CallRules, read_chat, read_text
 from umbra.services.generator.agents.errors import ApiError
@@ -223,7 +224,9 @@ class HttpServer:
 
     async def start(self, bound: socket.socket) -> None:
         """Serve on a socket that listens; it is closed in the end."""
-        self._task = asyncio.ensure_future(self._server.serve(sockets=[bound]))
+        serving = self._server.serve(sockets=[bound])
+        self._task = asyncio.create_task(serving, name="the server for agents")
+        self._task.add_done_callback(ends_with_it)
 
     async def stop(self) -> None:
         """Let open requests get their answers, and end."""

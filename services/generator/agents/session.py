@@ -25,9 +25,10 @@ Listener = Callable[[Answer | ApiError], None]
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What a call adds to the history: messages, or text."""
+    """What a call adds to the history: messages after the tools that were called, or text."""
 
     messages: list[Message] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
     text: str | None = None
 
 
@@ -191,7 +192,7 @@ class Session:
         if self.reward is not None:
             raise ApiError("this session has its reward: it is over", code="rewarded")
         if self._answer is None or self._call is None:
-            return News(call.messages, call.text)
+            return News(call.messages, text=call.text)
         if (call.text is None) != (self._call.text is None):
             raise _edited("it began with the other of chat completions and completions")
         if call.text is not None:
@@ -212,7 +213,7 @@ class Session:
                 f"messages has {len(call.messages)} entries and needs more than the {len(known)} "
                 "that there were, the model's answer included"
             )
-        return News(call.messages[len(known) :])
+        return News(call.messages[len(known) :], known[-1].get("tool_calls", []))
 
 
 def _edited(what: str) -> ApiError:

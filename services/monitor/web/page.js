@@ -118,13 +118,16 @@ function drawLedger(look) {
   const line = element("p", {}, words + (ledger.balance ? "" : ", balanced"));
   if (ledger.balance) line.append(element("span", { class: "bad" }, ` OFF BY ${ledger.balance}`));
   const rates = look.rates;
-  const flow = element("p", { class: "dim" }, `${number(rates.issued)}/s issued, ` +
-    `${number(rates.samples)}/s trained, ${number(rates.ended)}/s ended`);
+  const flow = element("p", { class: "dim" }, `${number(rates.issued_per_s)}/s issued, ` +
+    `${number(rates.answers_per_s)}/s answered, ${number(rates.samples_per_s)}/s trained, ${number(rates.ended_per_s)}/s ended`);
   const names = Object.keys(flight), classes = Object.fromEntries(names.map((n, i) => [n, "f" + i]));
   const shares = Object.fromEntries(names.map((n) => [n, inFlight ? flight[n] / inFlight : 0]));
   const keys = element("p", {}, "in flight:");
   for (const name of names) keys.append(element("span", { class: "swatch " + classes[name] }), `${name} ${flight[name]}`);
-  const parts = [line, flow, bar(shares, classes), keys];
+  const share = (name) => `${(100 * (look.health[name] ?? 0)).toFixed(1)}%`;
+  const health = element("p", { class: "dim" }, `of late: ${share("equal_rewards")} of groups with equal rewards, ` +
+    `${share("truncated")} of answers cut off, ${share("failed_samples")} of samples failed`);
+  const parts = [line, flow, health, bar(shares, classes), keys];
   for (const one of look.evals.slice(-3)) {
     parts.push(element("p", {}, `eval of version ${one.version}: ${one.answered}/${one.samples} answered, ` +
       `accuracy ${one.accuracy.toFixed(3)}${one.done ? "" : " so far"}`));
@@ -136,14 +139,12 @@ function drawServices(look) {
   const rows = [...look.members].sort((a, b) => (a.role + a.name).localeCompare(b.role + b.name)).map((m) => {
     const version = m.stats.version ?? m.stats.step;
     const idle = Object.entries(m.shares).filter(([name]) => isIdle(name)).sort((a, b) => b[1] - a[1]);
-    const share = idle.reduce((sum, [, part]) => sum + part, 0);
     const why = idle.length ? ` (${idle[0][0].replace(/^(idle: |wait_)/, "")})` : "";
-    const known = Object.keys(m.shares).length > 0;
     const clock = m.clock_error_s < 0 ? "" : `${(1e3 * m.clock_offset_s).toFixed(1)} ± ${(1e3 * m.clock_error_s).toFixed(1)} ms`;
     return [m.name, m.silent_s >= 10 ? `silent ${m.silent_s.toFixed(0)} s` : m.state, m.incarnation,
       version ?? "", version === undefined ? "" : Math.max(0, look.version - version),
-      Math.round(m.stats.tok_s ?? m.stats.tokens_per_s ?? 0) || "", bar(m.shares, colours(Object.keys(m.shares))),
-      known ? (100 * share).toFixed(0) + "%" + why : "", m.activity, m.host, clock];
+      Math.round(m.stats.decoded_per_s ?? m.stats.train_tokens_per_s ?? 0) || "", bar(m.shares, colours(Object.keys(m.shares))),
+      m.busy === null ? "" : (100 * (1 - m.busy)).toFixed(0) + "%" + why, m.activity, m.host, clock];
   });
   for (const [name, why] of Object.entries(look.departed)) {
     rows.push([name, "gone", "", "", "", "", "", "", why, "", ""]);
@@ -194,10 +195,12 @@ function draw(look) {
   $("state").textContent = `${look.state}, up ${Math.floor(look.uptime_s / 60)} min ${Math.floor(look.uptime_s % 60)} s`;
   $("progress").max = Math.max(1, look.steps);
   $("progress").value = look.version;
-  $("step").textContent = `step ${look.version}/${look.steps}, ${number(look.rates.steps)}/s`;
+  $("step").textContent = `step ${look.version}/${look.steps}, ${number(look.rates.steps_per_s)}/s`;
   const notice = look.ending ? `ENDING: ${look.ending}` : look.paused ? `PAUSED: ${look.paused}` : "";
   $("notice").hidden = !notice;
   $("notice").textContent = notice;
+  $("warnings").replaceChildren(...look.warnings.filter((w) => w.until < 0).map((w) =>
+    element("li", {}, `warning: ${w.name}: ${w.text}`)));
   $("stuck").replaceChildren(...look.stuck.map((s) =>
     element("li", {}, `${s.what} at ${s.holder}${s.age_s ? ` for ${s.age_s.toFixed(0)} s` : ""}, ${s.action}`)));
   const charts = CURVES.map((name) => look.curves.values[name] && lineChart(name, look.curves.steps, look.curves.values[name]));

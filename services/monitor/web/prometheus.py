@@ -8,7 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
+import msgspec
+
 from umbra.services.monitor.watch import Look
+from umbra.services.runtime.figures import PHASES, busy
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -53,6 +56,21 @@ def prometheus_text(look: Look, *, lost: bool = False) -> bytes:
         "What the buffer has counted.",
         [({"kind": k}, v) for k, v in status.counters.items()],
     )
+    text.gauge(
+        "rate",
+        "What goes on per second, as of late.",
+        [({"figure": name}, value) for name, value in msgspec.structs.asdict(status.rates).items()],
+    )
+    text.gauge(
+        "health",
+        "Shares of groups, answers and samples that teach nothing.",
+        [({"figure": name}, value) for name, value in status.health.items()],
+    )
+    text.gauge(
+        "warning",
+        "1 while a warning holds, 0 once it is over.",
+        [({"name": one.name}, float(one.until < 0)) for one in status.warnings],
+    )
     text.gauge("stuck", "Things that are overdue.", [({}, len(status.stuck))])
     text.gauge(
         "curve",
@@ -70,7 +88,7 @@ def prometheus_text(look: Look, *, lost: bool = False) -> bytes:
         [
             ({"receiver": push.receiver, "phase": phase}, getattr(push, f"{phase}_s"))
             for push in {push.receiver: push for push in look.pushes}.values()
-            for phase in ("snapshot", "wire", "stage", "commit", "total")
+            for phase in PHASES
         ],
     )
     return text.encode()
@@ -92,6 +110,16 @@ def _members(text: _Text, look: Look) -> None:
         "member_idle_seconds",
         "Without progress.",
         [({"member": m.name}, m.idle_s) for m in members],
+    )
+    text.gauge(
+        "member_busy",
+        "Share of a member's last 10 s in which it did anything but wait.",
+        [({"member": m.name}, busy(m.shares)) for m in members if m.shares],
+    )
+    text.gauge(
+        "member_progress_per_second",
+        "Units of work, as of late.",
+        [({"member": m.name}, m.progress_per_s) for m in members],
     )
     text.gauge(
         "member_share",

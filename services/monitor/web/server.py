@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from umbra.proto.errors import StartupError, UsageError
+from umbra.services.runtime.threads import service_thread
 
 AT_ONCE = 32  # connections; more are closed at once
 SLOW_S = 10.0  # a client that takes longer to ask is dropped
@@ -61,9 +62,7 @@ class HttpServer:
         self.port = self._server.server_address[1]
         self.is_local = _is_loopback(host)
         self._server.is_local = self.is_local
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(0.1,), name="http", daemon=True
-        )
+        self._thread = service_thread(lambda: self._server.serve_forever(0.1), "http")
         self._thread.start()
 
     def close(self) -> None:

@@ -85,6 +85,15 @@ class Buffer(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_filtered: Annotated[
         int, Meta(description="groups replaced in a row until one is trained on anyway", ge=1)
     ] = 256
+    max_failed_share: Annotated[
+        float,
+        Meta(
+            description="the run ends when more than this share of the samples of the last batches "
+            "failed for reasons of their own (a reward that raises, say); 1 = never",
+            ge=0,
+            le=1,
+        ),
+    ] = 0.5
     prompt_attempts: Annotated[
         int,
         Meta(

@@ -102,6 +102,14 @@ class Generator(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
             ge=0,
         ),
     ] = 512
+    stall_s: Annotated[
+        float,
+        Meta(
+            description="seconds that the engine may be busy without a token, or load one version, "
+            "until this generator ends with exit code 6",
+            gt=0,
+        ),
+    ] = 600.0
     threads: Annotated[
         int, Meta(description="CPU threads of the engine; 0 = torch's choice", ge=0)
     ] = 0

@@ -92,6 +92,15 @@ class Pieces(msgspec.Struct, frozen=True, kw_only=True):
         """Whether a sample without advantage has a gradient nevertheless."""
         return self.entropy_coef > 0 or (self.kl_coef > 0 and self.kl_in == "loss")
 
+    @property
+    def by_sequence(self) -> bool:
+        """Whether a ratio or a mask is that of a whole response."""
+        return (
+            self.ratio_level == "sequence"
+            or (self.correction != "none" and self.is_level == "sequence")
+            or self.mask in ("sequence", "geometric", "opsm")
+        )
+
 
 # Published objectives count every sample of the batch, those without advantage included.
 PRESETS: dict[Preset, Pieces] = {

@@ -32,6 +32,13 @@ class Model(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The policy."""
 
     path: Annotated[str, Meta(description="Hugging Face model directory, tokenizer included")] = ""
+    checked: Annotated[
+        list[str],
+        Meta(
+            description="architectures (model_type) outside of docs/models.md that umbra "
+            "check-model found right"
+        ),
+    ] = []
 
 
 class Data(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

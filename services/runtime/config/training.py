@@ -69,11 +69,30 @@ class Trainer(ObjectiveKeys, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_ratio: Annotated[
         float,
         Meta(
-            description="an update is left out if a token's probability is more than so many times "
-            "that with which it was generated; 0 = no bound",
+            description="a token is left out of the loss if its probability is more than so many "
+            "times that with which it was generated; 0 = no bound",
             ge=0,
         ),
     ] = 1e4
+    max_mismatch: Annotated[
+        float,
+        Meta(
+            description="bound on k3 between a generator and the trainer on equal weights; 0 = by "
+            "the coarsest format: 1e-4 float32, 0.002 fp16, 0.02 bf16, 0.1 fp8",
+            ge=0,
+        ),
+    ] = 0.0
+    on_mismatch: Annotated[Literal["stop", "warn"], Meta(description="what is done above it")] = (
+        "stop"
+    )
+    mismatch_every: Annotated[
+        int,
+        Meta(
+            description="steps without such a comparison until weights are kept aside (in host "
+            "memory) for one of later samples; 0 = never",
+            ge=0,
+        ),
+    ] = 20
     max_skipped: Annotated[
         int,
         Meta(description="batches in a row whose updates are left out until the run ends", ge=1),

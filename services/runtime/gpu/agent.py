@@ -14,7 +14,8 @@ too, in the order of the orders. NCCL itself prints to stdout as it likes.
 
 In a transfer rank 0 sends a slot of its arena, the others receive into one of theirs. `export`
 gives a handle of device memory with as many slots as the arena, which `upload` fills. An answer
-with "error" says what went wrong. A thread watches the socket while an order is carried out:
+with "error" says what went wrong; with "broken", that the process is of no more use, and its owner
+starts another. A thread watches the socket while an order is carried out:
 `abort` works at any time, and the process ends at once when its owner is gone. If it hangs in NCCL,
 its owner kills it.
 """
@@ -26,7 +27,6 @@ import os
 import queue
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -37,6 +37,7 @@ from umbra.proto.errors import DeadlineError, UmbraError, UsageError
 from umbra.services.runtime.arena import Arena
 from umbra.services.runtime.gpu import cuda
 from umbra.services.runtime.gpu.broadcast import POLL_S, broadcast, chunks
+from umbra.services.runtime.threads import service_thread
 
 LANES = 2  # device buffers
 PACKET_BYTES = 1 << 16
@@ -78,8 +79,12 @@ class Agent:
             if act is None:
                 raise UsageError(f"no such order: {order}")
             return act(**arguments)
-        except Exception as error:  # noqa: BLE001 - CUDA and NCCL raise what they like
-            return {"error": str(error) if isinstance(error, UmbraError) else repr(error)}
+        except cuda.GpuError as error:
+            return {"error": str(error), "broken": True}
+        except UmbraError as error:
+            return {"error": str(error)}
+        except Exception as error:  # noqa: BLE001 - whatever it is, its owner has to hear of it
+            return {"error": repr(error), "broken": True}
 
     def facts(self) -> dict[str, Any]:
         """What must agree between all agents; makes the CUDA context on the way."""
@@ -179,7 +184,7 @@ def serve(agent: Agent, owner: socket.socket) -> None:
                 agent.abort()  # now, and not when the order before it is done
             waiting.put((order, fds[0] if fds else -1))
 
-    threading.Thread(target=watch, name="orders", daemon=True).start()
+    service_thread(watch, "orders").start()
     while True:
         order, fd = waiting.get()
         answer = {} if order["op"] == "abort" else agent.carry_out(order, fd)

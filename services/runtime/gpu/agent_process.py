@@ -108,7 +108,7 @@ class AgentProcess:
         Raises:
             DeadlineError: none came in time; the agent was killed.
             PeerLostError: the agent has ended, or was interrupted.
-            UmbraError: it says what went wrong.
+            UmbraError: it says what went wrong; one that says it is broken was killed.
         """
         if self._pending == 0:
             raise PeerLostError("the GPU agent does not run, or has no order")
@@ -128,6 +128,8 @@ class AgentProcess:
                 raise PeerLostError("given up while it was under way")
         found = json.loads(packet)
         if error := found.get("error"):
+            if found.get("broken"):
+                self.kill()
             raise UmbraError(f"GPU agent: {error}")
         return found
 

@@ -1,6 +1,7 @@
 """CUDA for the planes `nccl` and `cuda_ipc`: memory, streams, communicators. All CuPy is in here.
 
-CuPy is imported when something here is first used, never with this module. NCCL is entered by agent
+CuPy is imported when something here is first used, never with this module. What CUDA and NCCL
+raise leaves here as errors of ours, whatever CuPy makes of it. NCCL is entered by agent
 processes only (`agent`): a communicator whose peer is gone may block for ever inside C code, and
 then only the end of its process helps.
 """
@@ -11,12 +12,14 @@ import ctypes
 import os
 import threading
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from typing import Any
 
 import xxhash
 
-from umbra.proto.errors import PeerLostError, StartupError
+from umbra.proto.errors import PeerLostError, StartupError, UmbraError
 from umbra.proto.records import GpuFacts
 
 INSTALL = "cupy is not installed: pip install 'umbra-rl[nccl]' (CUDA 12) or [nccl-cuda13]"
@@ -29,6 +32,14 @@ SHARED_VARIABLES = (
 ABORT_DEADLINE_S = 5.0  # an abort may block in turn
 HOST_REGISTER_PORTABLE = 1
 DEVICE_ALIGN_BYTES = 512
+SUCCESS, NOT_READY = 0, 600  # of cudaError_t
+# CuPy has no texts for these, and raises a KeyError in their place.
+NCCL_STATES = {7: "NCCL_IN_PROGRESS", 8: "NCCL_TIMEOUT"}
+IN_PROGRESS = 7
+
+
+class GpuError(UmbraError):
+    """CUDA failed. Most such errors stay for as long as the process does, so it should end."""
 
 
 @cache
@@ -65,16 +76,17 @@ def facts(device: int) -> GpuFacts:
         raise StartupError(f"the GPU cannot be used: {reason}")
     from cupy.cuda import nccl, runtime
 
-    if not 0 <= device < (count := runtime.getDeviceCount()):
-        raise StartupError(f"there is no GPU {device}: {count} can be seen")
     shared = {name: os.environ[name] for name in SHARED_VARIABLES if name in os.environ}
-    return GpuFacts(
-        nccl=nccl.get_version() if nccl.available else 0,
-        cuda_major=runtime.runtimeGetVersion() // 1000,
-        environment=xxhash.xxh3_64_hexdigest(repr(sorted(shared.items())).encode()),
-        variables=shared,
-        device=bytes(runtime.getDeviceProperties(device)["uuid"]).hex(),
-    )
+    with _cuda(f"GPU {device} cannot be used", StartupError):
+        if not 0 <= device < (count := runtime.getDeviceCount()):
+            raise StartupError(f"there is no GPU {device}: {count} can be seen")
+        return GpuFacts(
+            nccl=nccl.get_version() if nccl.available else 0,
+            cuda_major=runtime.runtimeGetVersion() // 1000,
+            environment=xxhash.xxh3_64_hexdigest(repr(sorted(shared.items())).encode()),
+            variables=shared,
+            device=bytes(runtime.getDeviceProperties(device)["uuid"]).hex(),
+        )
 
 
 def unique_id() -> bytes:
@@ -84,7 +96,8 @@ def unique_id() -> bytes:
     """
     from cupy.cuda import nccl
 
-    made = nccl.get_unique_id()
+    with _nccl("NCCL: no id for a communicator"):
+        made = nccl.get_unique_id()
     return made if isinstance(made, bytes) else bytes(byte & 0xFF for byte in made)  # CuPy < 14
 
 
@@ -93,18 +106,59 @@ def device_stride(slot_bytes: int) -> int:
     return -(-slot_bytes // DEVICE_ALIGN_BYTES) * DEVICE_ALIGN_BYTES
 
 
+@contextmanager
+def _cuda(what: str, kind: type[UmbraError] = GpuError) -> Iterator[None]:
+    """CUDA's errors in the block as `kind`, with a sentence that says what was done."""
+    from cupy import cuda
+
+    try:
+        yield
+    except (cuda.runtime.CUDARuntimeError, cuda.driver.CUDADriverError) as error:
+        raise kind(f"{what}: {error}") from error
+
+
+@contextmanager
+def _nccl(what: str) -> Iterator[None]:
+    """NCCL's and CUDA's errors in the block as a peer that is lost."""
+    from cupy.cuda import nccl
+
+    try:
+        with _cuda(what, PeerLostError):
+            yield
+    except nccl.NcclError as error:
+        raise PeerLostError(f"{what}: {error}") from error
+    except KeyError as error:  # CuPy has no text for it
+        raise PeerLostError(f"{what}: {NCCL_STATES.get(error.args[0], error)}") from error
+
+
 class Mark:
     """A point in a stream: `done` once everything before it has happened."""
 
-    def __init__(self) -> None:
+    def __init__(self, stream: Any) -> None:
         from cupy import cuda
 
-        self.event = cuda.Event(disable_timing=True)
+        self._stream = stream
+        with _cuda("an event cannot be put into a stream"):
+            self.event = cuda.Event(disable_timing=True)
+            self.event.record(stream)
 
     @property
     def done(self) -> bool:
-        """Whether the stream has come to it."""
-        return self.event.done
+        """Whether the stream has come to it.
+
+        Raises:
+            GpuError: it never will.
+        """
+        with _cuda("what was begun on the GPU has failed"):
+            if self.event.done:
+                return True
+            # The event takes any error for "not yet".
+            from cupy.cuda import runtime
+
+            status = runtime.streamQuery(self._stream.ptr)
+            if status not in (SUCCESS, NOT_READY):
+                raise runtime.CUDARuntimeError(status)
+        return False
 
 
 class Device:
@@ -112,21 +166,27 @@ class Device:
 
     Memory comes from CUDA itself and not from a pool: NCCL and IPC want whole allocations. CUDA
     remembers the current device by thread: a thread that was not the one to make this calls `use`.
+
+    Raises:
+        StartupError: CUDA refuses the GPU.
+        GpuError: from any method: CUDA failed.
     """
 
     def __init__(self, index: int) -> None:
         from cupy import cuda
 
         self.index = index
-        self._device = cuda.Device(index)
         self._runtime = cuda.runtime
-        self.use()
-        self.copies = cuda.Stream(non_blocking=True)
-        self.collectives = cuda.Stream(non_blocking=True)
+        with _cuda(f"GPU {index} cannot be used", StartupError):
+            self._device = cuda.Device(index)
+            self._device.use()
+            self.copies = cuda.Stream(non_blocking=True)
+            self.collectives = cuda.Stream(non_blocking=True)
 
     def use(self) -> None:
         """Make it the current device of the calling thread."""
-        self._device.use()
+        with self._working("it cannot be made the current device"):
+            self._device.use()
 
     def allocate(self, size: int) -> int:
         """The address of `size` bytes of device memory.
@@ -144,55 +204,56 @@ class Device:
 
     def free(self, address: int) -> None:
         """Give memory back."""
-        self._runtime.free(address)
+        with self._working("memory cannot be given back"):
+            self._runtime.free(address)
 
     def pin(self, memory: memoryview) -> int:
-        """Register host memory (writable) with the driver, so that copies run at full speed."""
+        """Register host memory (writable) with the driver, so that copies run at full speed.
+
+        Raises:
+            StartupError: the driver refuses.
+        """
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        self._runtime.hostRegister(address, len(memory), HOST_REGISTER_PORTABLE)
+        what = f"{len(memory)} bytes of host memory cannot be pinned for GPU {self.index}"
+        with _cuda(what, StartupError):
+            self._runtime.hostRegister(address, len(memory), HOST_REGISTER_PORTABLE)
         return address
 
     def unpin(self, address: int) -> None:
         """Undo `pin`."""
-        self._runtime.hostUnregister(address)
+        with self._working("host memory cannot be unpinned"):
+            self._runtime.hostUnregister(address)
 
     def to_device(self, target: int, source: int, size: int) -> None:
         """Begin a copy from pinned host memory."""
-        kind = self._runtime.memcpyHostToDevice
-        self._runtime.memcpyAsync(target, source, size, kind, self.copies.ptr)
+        self._copy(target, source, size, self._runtime.memcpyHostToDevice)
 
     def to_host(self, target: int, source: int, size: int) -> None:
         """Begin a copy to pinned host memory."""
-        kind = self._runtime.memcpyDeviceToHost
-        self._runtime.memcpyAsync(target, source, size, kind, self.copies.ptr)
+        self._copy(target, source, size, self._runtime.memcpyDeviceToHost)
 
     def within(self, target: int, source: int, size: int) -> None:
         """Begin a copy inside of the device."""
-        kind = self._runtime.memcpyDeviceToDevice
-        self._runtime.memcpyAsync(target, source, size, kind, self.copies.ptr)
+        self._copy(target, source, size, self._runtime.memcpyDeviceToDevice)
 
     def mark_copies(self) -> Mark:
         """A mark after the copies so far; later collectives wait for it."""
-        mark = Mark()
-        mark.event.record(self.copies)
-        self.collectives.wait_event(mark.event)
-        return mark
+        return self._mark(self.copies, self.collectives)
 
     def mark_collectives(self) -> Mark:
         """A mark after the collectives so far; later copies wait for it."""
-        mark = Mark()
-        mark.event.record(self.collectives)
-        self.copies.wait_event(mark.event)
-        return mark
+        return self._mark(self.collectives, self.copies)
 
     def drain(self) -> None:
         """Wait until nothing that was begun can touch any memory any more."""
-        self.collectives.synchronize()
-        self.copies.synchronize()
+        with self._working("what was begun has failed"):
+            self.collectives.synchronize()
+            self.copies.synchronize()
 
     def export(self, address: int) -> bytes:
         """A handle with which another process on this machine can map an allocation; do it once."""
-        return self._runtime.ipcGetMemHandle(address)
+        with self._working("no handle of its memory"):
+            return self._runtime.ipcGetMemHandle(address)
 
     def open(self, handle: bytes) -> int:
         """Map another process's allocation; once per handle, since opening is slow.
@@ -200,14 +261,26 @@ class Device:
         Raises:
             StartupError: it cannot be mapped: another GPU or machine, or its owner is gone.
         """
-        try:
+        with _cuda("the hub's device memory cannot be mapped", StartupError):
             return self._runtime.ipcOpenMemHandle(handle)
-        except self._runtime.CUDARuntimeError as error:
-            raise StartupError(f"the hub's device memory cannot be mapped: {error}") from error
 
     def close(self, address: int) -> None:
         """Unmap what `open` mapped."""
-        self._runtime.ipcCloseMemHandle(address)
+        with self._working("memory of the hub cannot be unmapped"):
+            self._runtime.ipcCloseMemHandle(address)
+
+    def _working(self, what: str) -> AbstractContextManager[None]:
+        return _cuda(f"GPU {self.index} has failed: {what}")
+
+    def _copy(self, target: int, source: int, size: int, kind: int) -> None:
+        with self._working(f"a copy of {size} bytes"):
+            self._runtime.memcpyAsync(target, source, size, kind, self.copies.ptr)
+
+    def _mark(self, stream: Any, later: Any) -> Mark:
+        mark = Mark(stream)
+        with self._working("one stream cannot wait for another"):
+            later.wait_event(mark.event)
+        return mark
 
 
 class DeviceMemory:
@@ -224,7 +297,7 @@ class DeviceMemory:
         self.size = size
         self.address = device.allocate(size)
         # Not at exit: the driver may be gone by then, and takes everything back anyway.
-        weakref.finalize(self, device.free, self.address).atexit = False
+        weakref.finalize(self, _give_back, device.free, self.address).atexit = False
 
     def __len__(self) -> int:
         return self.size
@@ -243,8 +316,13 @@ class DeviceMemory:
         self.device.use()
         host = ctypes.create_string_buffer(self.size)
         self.device.to_host(ctypes.addressof(host), self.address, self.size)
-        self.device.copies.synchronize()
+        self.device.drain()
         return host.raw
+
+
+def _give_back(free: Callable[[int], object], address: int) -> None:
+    with suppress(Exception):  # nobody hears of an error here; whoever uses the GPU next does
+        free(address)
 
 
 class NcclCommunicator:
@@ -258,6 +336,9 @@ class NcclCommunicator:
         size: number of ranks.
         uid: from `unique_id`, the same in all ranks.
         rank: of this process; 0 sends.
+
+    Raises:
+        PeerLostError: NCCL or CUDA failed.
     """
 
     def __init__(self, device: Device, size: int, uid: bytes, rank: int) -> None:
@@ -267,12 +348,14 @@ class NcclCommunicator:
         self._nccl = nccl
         self._stream = device.collectives
         given = uid if int(cupy.__version__.split(".")[0]) >= 14 else _signed(uid)
-        self._comm: nccl.NcclCommunicator | None = nccl.NcclCommunicator(size, given, rank)
+        with _nccl("NCCL: the communicator did not come about"):
+            self._comm: nccl.NcclCommunicator | None = nccl.NcclCommunicator(size, given, rank)
         # The first collective connects the ranks, which may block; later ones are only enqueued.
         warm_up = device.allocate(1)
         try:
             self.broadcast(warm_up, 1)
-            self._stream.synchronize()
+            with _nccl("NCCL: the first broadcast"):
+                self._stream.synchronize()
         except BaseException:
             self.abort()
             raise
@@ -288,10 +371,8 @@ class NcclCommunicator:
         comm = self._comm
         if comm is None:
             raise PeerLostError("the NCCL communicator was aborted")
-        try:
+        with _nccl("NCCL broadcast"):
             comm.bcast(address, size, self._nccl.NCCL_UINT8, 0, self._stream.ptr)
-        except self._nccl.NcclError as error:
-            raise PeerLostError(f"NCCL broadcast: {error}") from error
 
     def check(self) -> None:
         """See whether NCCL has noticed that something is wrong.
@@ -302,23 +383,30 @@ class NcclCommunicator:
         comm = self._comm
         if comm is None:
             raise PeerLostError("the NCCL communicator was aborted")
-        try:
-            comm.check_async_error()
-        except self._nccl.NcclError as error:
-            raise PeerLostError(f"NCCL: {error}") from error
+        with _nccl("NCCL"):
+            try:
+                comm.check_async_error()
+            except KeyError as error:
+                if error.args[0] != IN_PROGRESS:  # which is no error
+                    raise
 
     def abort(self) -> bool:
-        """End it, without the other ranks; False if even that hangs, and the process has to go.
+        """End it, without the other ranks; False if even that fails, and the process has to go.
 
         Never left to the garbage collector: it would `destroy`, which waits for the other ranks.
         """
         comm, self._comm = self._comm, None
         if comm is None:
             return True
-        thread = threading.Thread(target=comm.abort, name="nccl-abort", daemon=True)
-        thread.start()
-        thread.join(ABORT_DEADLINE_S)
-        return not thread.is_alive()
+        ended = threading.Event()
+
+        def abort() -> None:
+            with suppress(PeerLostError), _nccl("NCCL abort"):
+                comm.abort()
+                ended.set()
+
+        threading.Thread(target=abort, name="nccl-abort", daemon=True).start()
+        return ended.wait(ABORT_DEADLINE_S)
 
 
 def _signed(uid: bytes) -> tuple[int, ...]:

@@ -9,12 +9,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 from umbra.proto.errors import DeadlineError, PeerLostError, StartupError, UmbraError
 from umbra.proto.messages import Prepare
 from umbra.proto.records import Manifest
 from umbra.services.runtime.gpu.broadcast import POLL_S
-from umbra.services.runtime.gpu.cuda import Device, DeviceMemory, Mark, device_stride
+from umbra.services.runtime.gpu.cuda import (
+    Device,
+    DeviceMemory,
+    GpuError,
+    Mark,
+    device_stride,
+)
 from umbra.services.runtime.intake import Intaken
 from umbra.services.runtime.manifest import checksum
 from umbra.services.runtime.memory import private_memory
@@ -49,7 +56,11 @@ class IpcIntake:
         self._mapped = 0
 
     def take(self, message: Prepare, target: int, interrupted: Callable[[], bool]) -> Intaken:
-        """Copy a version inside of the GPU and verify the copy."""
+        """Copy a version inside of the GPU and verify the copy.
+
+        Raises:
+            GpuError: CUDA failed in this process, which is of no more use.
+        """
         began = copied = time.perf_counter()
         size, error, unusable = self._manifest.total_bytes, "", False
         try:
@@ -61,6 +72,8 @@ class IpcIntake:
             self._wait(self._device.mark_copies(), interrupted)
             copied = time.perf_counter()
             self._verify(message, interrupted)
+        except GpuError:
+            raise
         except UmbraError as problem:
             self._device.drain()  # nothing is under way when the buffer is used again
             # Mapping fails for good where the hub's process is in another container, say.
@@ -70,11 +83,12 @@ class IpcIntake:
 
     def close(self) -> None:
         """Unmap the hub's memory."""
-        self._device.use()
-        self._unmap()
-        for address in self._pinned:
-            self._device.unpin(address)
-        self._pinned = []
+        pinned, self._pinned = self._pinned, []
+        with suppress(GpuError):  # whoever uses the GPU next hears of it
+            self._device.use()
+            self._unmap()
+            for address in pinned:
+                self._device.unpin(address)
 
     def _map(self, handle: bytes) -> int:
         if handle != self._handle:  # the hub's agent is another one than before

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from umbra.proto.errors import UmbraError
 from umbra.proto.messages import Prepare
@@ -17,7 +18,7 @@ from umbra.proto.records import NcclRound
 from umbra.services.runtime.arena import Arena
 from umbra.services.runtime.fetch import BucketIntake
 from umbra.services.runtime.gpu.agent_process import AgentProcess
-from umbra.services.runtime.gpu.cuda import Device
+from umbra.services.runtime.gpu.cuda import Device, GpuError
 from umbra.services.runtime.intake import Intaken
 
 TRANSFER_DEADLINES = 3  # of a chunk, that a whole transfer may take
@@ -78,11 +79,12 @@ class NcclIntake:
     def close(self) -> None:
         """End the agent, close the sockets and the arena."""
         self._agent.kill()  # first: it writes into the arena
+        pinned, self._pinned = self._pinned, []
         if self._device is not None:
-            self._device.use()
-            for address in self._pinned:
-                self._device.unpin(address)
-            self._pinned = []
+            with suppress(GpuError):  # whoever uses the GPU next hears of it
+                self._device.use()
+                for address in pinned:
+                    self._device.unpin(address)
         self._pull.close()
         self._arena.close()
 

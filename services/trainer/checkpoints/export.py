@@ -42,7 +42,7 @@ def export_checkpoint(checkpoint: Path, out: Path, model: str = "") -> Path:
         check_files(checkpoint, index)
         config = msgspec.convert(index.config, RunConfig)
         source = "--model" if model else f"model.path of {checkpoint}, or --model"
-        policy, tokenizer = load_policy(model or config.model.path, source)
+        policy, tokenizer = load_policy(model or config.model.path, source, config.model.checked)
         base = ""
         if config.trainer.lora_rank:
             base = weights_checksum(model or config.model.path)

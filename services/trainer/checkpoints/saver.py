@@ -1,8 +1,8 @@
 """When a checkpoint is made, and how the ranks make it together.
 
 Rank 0 decides, and has the others join in. All copy their share, which is what training waits for;
-then their threads write. Each of the others leaves a note beside its file when the disk has it.
-When rank 0 has seen all notes, it writes the index and gives the checkpoint its name.
+then their threads write. Each of the others leaves a note in the ranks' store when the disk has its
+file. When rank 0 has seen all notes, it writes the index and gives the checkpoint its name.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,33 +25,30 @@ from umbra.services.trainer.checkpoints.shard_writer import ShardCopy, ShardWrit
 from umbra.services.trainer.metrics import Row
 from umbra.services.trainer.ranks import Ranks
 
-POLL_S = 0.02
-
 log = logging.getLogger(__name__)
 
 
 class _Note(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a rank leaves beside its file, or instead of it."""
+    """What became of a rank's file."""
 
     file: FileInfo | None = None
     error: str = ""
 
 
-def join_in(writer: ShardWriter, scratch: Path, rank: int) -> None:
+def join_in(writer: ShardWriter, scratch: Path, ranks: Ranks) -> None:
     """All ranks but the first: copy now, write later, leave a note."""
-    copy = writer.copy()
+    copy, number = writer.copy(), writer.copies
+    store = ranks.store
+    assert store is not None
 
     def write() -> None:
         try:
-            note = _Note(file=copy.write(shard_path(scratch, rank)))
+            note = _Note(file=copy.write(shard_path(scratch, ranks.rank)))
         except OSError as error:
             note = _Note(error=error.strerror or str(error))
-        part = scratch / f".note-{rank}"
-        try:
-            part.write_bytes(msgspec.json.encode(note))
-            part.rename(_note_path(scratch, rank))
-        except OSError as error:
-            log.warning("rank %d could not write its part of a checkpoint: %s", rank, error)
+        except Exception as error:  # noqa: BLE001 - rank 0 waits for a note, whatever it is
+            note = _Note(error=f"{type(error).__name__}: {error}")
+        store.set(_key(number, ranks.rank), msgspec.json.encode(note).decode())
 
     writer.start(write)
 
@@ -181,7 +179,7 @@ class Saver:
         """In the thread: write, wait for the others, name it, remove old ones."""
         try:
             mine = copy.write(shard_path(scratch, 0), self.folder.disk)
-            files = [mine, *self._others(scratch)]
+            files = [mine, *self._others()]
             index = Index(
                 step=step,
                 run=self._run,
@@ -200,30 +198,32 @@ class Saver:
         size = sum(file.size for file in files)
         return Outcome(step, "", size, copy_s, time.perf_counter() - began - copy_s)
 
-    def _others(self, scratch: Path) -> list[FileInfo]:
+    def _others(self) -> list[FileInfo]:
         """What the other ranks noted.
 
         Raises:
-            UmbraError: one could not write, or notes nothing in time.
+            UmbraError: one could not write, or is silent.
         """
-        files: list[FileInfo] = []
-        until = time.monotonic() + self._ranks.timeout_s
+        notes: list[_Note] = []
         for rank in range(1, self._ranks.world):
-            path = _note_path(scratch, rank)
-            while not path.exists():
-                if time.monotonic() > until:
-                    raise UmbraError(
-                        f"trainer rank {rank} did not write its part within "
-                        f"{self._ranks.timeout_s:g} s (trainer.rank_timeout_s)"
-                    )
-                time.sleep(POLL_S)
-            note = msgspec.json.decode(path.read_bytes(), type=_Note)
+            ask = partial(self._note, _key(self._writer.copies, rank))
+            content = self._ranks.pulse.wait(rank, ask, "its part of a checkpoint")
+            notes.append(msgspec.json.decode(content, type=_Note))
+        for rank, note in enumerate(notes, start=1):
             if note.file is None:
                 raise UmbraError(f"trainer rank {rank}: {note.error}")
-            files.append(note.file)
-            path.unlink()
-        return files
+        return [note.file for note in notes if note.file is not None]
+
+    def _note(self, key: str) -> bytes | None:
+        store = self._ranks.store
+        assert store is not None
+        if not store.check([key]):
+            return None
+        content = store.get(key)
+        store.delete_key(key)
+        return content
 
 
-def _note_path(scratch: Path, rank: int) -> Path:
-    return scratch / f"note-{rank}.json"
+def _key(number: int, rank: int) -> str:
+    """Where a rank leaves its note; all ranks count their copies alike."""
+    return f"note of copy {number}/{rank}"

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from umbra.services.runtime.disk import DISK, Disk
+from umbra.services.runtime.disk import DISK, FILE_MODE, Disk
 from umbra.services.runtime.safetensors_file import Stored, Written, write_safetensors
 from umbra.services.trainer.checkpoints.index import FileInfo, TensorInfo, file_name
 from umbra.services.trainer.checkpoints.parts import Part
@@ -42,7 +42,9 @@ class ShardCopy:
             for name, rows in self.rows.items()
         )
         facts = {"facts": self.facts}
-        written: Written = write_safetensors(path, stored, facts, sync=True, disk=disk)
+        written: Written = write_safetensors(
+            path, stored, facts, sync=True, mode=FILE_MODE, disk=disk
+        )
         return FileInfo(written.size, written.checksum)
 
 
@@ -54,6 +56,7 @@ class ShardWriter:
 
     def __init__(self, parts: Mapping[str, Part], rank: int, world: int) -> None:
         self.copy_s = 0.0  # seconds that the last copy took: what training has waited
+        self.copies = 0  # made so far
         self._parts = parts
         self._rank = rank
         self._world = world
@@ -80,6 +83,7 @@ class ShardWriter:
             torch.cuda.synchronize()
         facts = {name: dict(part.facts()) for name, part in self._parts.items()}
         self.copy_s = time.perf_counter() - begin
+        self.copies += 1
         return ShardCopy(rows, json.dumps(facts), layout)
 
     def start(self, work: Callable[[], T]) -> Future[T]:

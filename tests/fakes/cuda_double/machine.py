@@ -7,9 +7,11 @@ import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 _maps: dict[int, mmap.mmap] = {}
-_streams: list[Callable[[Callable[[], object]], None]] = []
+broken = 0  # an error that stays, as after an access to memory that is not ours
+_streams: list[Stream] = []
 names: dict[int, str] = {}  # of the file behind each address
 
 
@@ -28,15 +30,34 @@ def setting(variable: str, default: int) -> int:
     return int(os.environ.get(variable, str(default)))
 
 
-def register_stream(enqueue: Callable[[Callable[[], object]], None]) -> int:
+class Stream(Protocol):
+    """A stream of the double."""
+
+    @property
+    def idle(self) -> bool: ...
+    def enqueue(self, work: Callable[[], object]) -> None: ...
+
+
+def register_stream(stream: Stream) -> int:
     """What CuPy calls the pointer of a stream."""
-    _streams.append(enqueue)
+    _streams.append(stream)
     return len(_streams) - 1
 
 
 def enqueue(stream: int, work: Callable[[], object]) -> None:
     """Do something in a stream."""
-    _streams[stream](work)
+    _streams[stream].enqueue(work)
+
+
+def idle(stream: int) -> bool:
+    """Whether nothing waits in a stream."""
+    return _streams[stream].idle
+
+
+def check(error: Callable[[int], Exception]) -> None:
+    """After an error that stays every call fails."""
+    if broken:
+        raise error(broken)
 
 
 def map_file(file: str) -> int:

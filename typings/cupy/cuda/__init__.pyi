@@ -1,3 +1,4 @@
+from cupy.cuda import driver as driver
 from cupy.cuda import nccl as nccl
 from cupy.cuda import runtime as runtime
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from fakes.cuda_double import machine
 
+from cupy.cuda import driver as driver
 from cupy.cuda import nccl as nccl
 from cupy.cuda import runtime as runtime
 
@@ -18,7 +19,8 @@ class Device:
 
     def use(self) -> None:
         if not 0 <= self.id < runtime.getDeviceCount():
-            raise runtime.CUDARuntimeError(f"cudaErrorInvalidDevice: {self.id}")
+            raise runtime.CUDARuntimeError(101)
+        machine.check(runtime.CUDARuntimeError)
 
 
 class Event:
@@ -30,9 +32,11 @@ class Event:
 
     @property
     def done(self) -> bool:
-        return self._happened.is_set()
+        # As CuPy: whatever is no success, an error as well, is "not yet".
+        return not machine.broken and self._happened.is_set()
 
     def record(self, stream: Stream) -> None:
+        machine.check(runtime.CUDARuntimeError)
         happened = self._happened = threading.Event()
         stream.enqueue(happened.set)
 
@@ -47,7 +51,8 @@ class Stream:
     """Does its work in order, on a thread of its own."""
 
     def __init__(self, null: bool = False, non_blocking: bool = False, ptds: bool = False) -> None:
-        self.ptr = machine.register_stream(self.enqueue)
+        machine.check(runtime.CUDARuntimeError)
+        self.ptr = machine.register_stream(self)
         self._work: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         threading.Thread(target=self._main, daemon=True).start()
 
@@ -55,12 +60,18 @@ class Stream:
         self._work.put(work)
 
     def synchronize(self) -> None:
+        machine.check(runtime.CUDARuntimeError)
         done = threading.Event()
         self.enqueue(done.set)
         done.wait()
 
     def wait_event(self, event: Event) -> None:
+        machine.check(runtime.CUDARuntimeError)
         self.enqueue(event.happened().wait)
+
+    @property
+    def idle(self) -> bool:
+        return self._work.empty()
 
     def _main(self) -> None:
         while True:

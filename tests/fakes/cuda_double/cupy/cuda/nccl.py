@@ -18,8 +18,21 @@ LOOK_S = 0.005
 PIECE_BYTES = 4096
 
 
+# As CuPy, which has no texts for those of later versions of NCCL.
+NCCL_ERR_STR = {
+    1: "NCCL_ERROR_UNHANDLED_CUDA_ERROR",
+    2: "NCCL_ERROR_SYSTEM_ERROR",
+    3: "NCCL_ERROR_INTERNAL_ERROR",
+    4: "NCCL_ERROR_INVALID_ARGUMENT",
+    5: "NCCL_ERROR_INVALID_USAGE",
+    6: "NCCL_ERROR_REMOTE_ERROR",
+}
+
+
 class NcclError(RuntimeError):
-    status = 6
+    def __init__(self, status: int, text: str = "") -> None:
+        self.status = status
+        super().__init__(f"{NCCL_ERR_STR[status]}: {text}")
 
 
 def get_version() -> int:
@@ -51,7 +64,9 @@ class NcclCommunicator:
 
     def check_async_error(self) -> None:
         if self._error:
-            raise NcclError(f"NCCL_ERROR_REMOTE_ERROR: {self._error}")
+            raise NcclError(6, self._error)
+        if status := machine.setting("FAKE_NCCL_STATE", 0):
+            raise NcclError(status)
 
     def abort(self) -> None:
         self._aborted.set()

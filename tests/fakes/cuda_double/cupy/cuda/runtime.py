@@ -16,8 +16,27 @@ HANDLE_BYTES = 64
 _pinned: set[int] = set()
 
 
+TEXTS = {
+    2: "cudaErrorMemoryAllocation: out of memory",
+    101: "cudaErrorInvalidDevice: invalid device ordinal",
+    400: "cudaErrorInvalidResourceHandle: invalid resource handle",
+    700: "cudaErrorIllegalAddress: an illegal memory access was encountered",
+    712: "cudaErrorHostMemoryAlreadyRegistered: part or all of it is already mapped",
+}
+
+
 class CUDARuntimeError(RuntimeError):
-    status = 2
+    def __init__(self, status: int) -> None:
+        self.status = status
+        super().__init__(TEXTS[status])
+
+
+def check() -> None:
+    machine.check(CUDARuntimeError)
+
+
+def streamQuery(stream: int) -> int:  # noqa: N802
+    return machine.broken or (0 if machine.idle(stream) else 600)
 
 
 def getDeviceCount() -> int:  # noqa: N802
@@ -33,8 +52,9 @@ def runtimeGetVersion() -> int:  # noqa: N802
 
 
 def malloc(size: int) -> int:
+    check()
     if size > machine.setting("FAKE_CUDA_MEMORY", 1 << 40):
-        raise CUDARuntimeError("cudaErrorMemoryAllocation: out of memory")
+        raise CUDARuntimeError(2)
     file = f"memory-{uuid.uuid4().hex[:16]}"
     with (machine.folder() / file).open("w+b") as opened:
         opened.truncate(size)
@@ -42,28 +62,37 @@ def malloc(size: int) -> int:
 
 
 def free(ptr: int) -> None:
+    check()
     machine.names.pop(ptr)
 
 
 def hostRegister(ptr: int, size: int, flags: int) -> None:  # noqa: N802
+    check()
     if ptr in _pinned:
-        raise CUDARuntimeError("cudaErrorHostMemoryAlreadyRegistered")
+        raise CUDARuntimeError(712)
     _pinned.add(ptr)
 
 
 def hostUnregister(ptr: int) -> None:  # noqa: N802
+    check()
     _pinned.remove(ptr)
 
 
 def memcpyAsync(dst: int, src: int, size: int, kind: int, stream: int) -> None:  # noqa: N802
+    check()
+    if machine.strikes("break-copy"):
+        machine.broken = 700  # as an error of asynchronous work: later calls tell
+        return
     machine.enqueue(stream, lambda: ctypes.memmove(dst, src, size))
 
 
 def ipcGetMemHandle(ptr: int) -> bytes:  # noqa: N802
+    check()
     return machine.names[ptr].encode().ljust(HANDLE_BYTES, b"\0")
 
 
 def ipcOpenMemHandle(handle: bytes, flags: int = 1) -> int:  # noqa: N802
+    check()
     assert len(handle) == HANDLE_BYTES
     file = handle.rstrip(b"\0").decode()
     with (machine.folder() / "ipc-opened").open("a") as log:
@@ -73,8 +102,9 @@ def ipcOpenMemHandle(handle: bytes, flags: int = 1) -> int:  # noqa: N802
             raise OSError("another container")
         return machine.map_file(file)
     except OSError as error:
-        raise CUDARuntimeError(f"cudaErrorInvalidResourceHandle: {file}") from error
+        raise CUDARuntimeError(400) from error
 
 
 def ipcCloseMemHandle(ptr: int) -> None:  # noqa: N802
+    check()
     machine.names.pop(ptr)

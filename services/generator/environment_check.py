@@ -1,4 +1,6 @@
-"""Tries a run's environment on its first prompt: `python -m umbra.deploy.environment_check CONFIG`.
+"""Tries a run's environment on its first prompt, before anything of the run is started.
+
+    python -m umbra.services.generator.environment_check CONFIG
 
 A process of its own, because it runs the user's code: that may hang, or pull in all of torch.
 """
@@ -13,6 +15,8 @@ from typing import Any
 from umbra.proto.errors import UmbraError, UsageError
 from umbra.services.environments.loading import load_environment
 from umbra.services.environments.plays import Plays
+from umbra.services.environments.protocol import Opening, StepResult
+from umbra.services.generator.template_check import check_play
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config_loader import load_config
 from umbra.services.runtime.jsonl import read_jsonl
@@ -22,10 +26,12 @@ from umbra.services.runtime.parent import die_with_parent
 def check_environment(config: RunConfig, row: dict[str, Any]) -> None:
     """Load the environment and put an empty response to `row` into it; agents are only loaded.
 
-    A model can say nothing at all, so every reward must take an empty response.
+    A model can say nothing at all, so every reward must take an empty response. If there are more
+    turns, the model's chat template must be able to write them.
 
     Raises:
-        UsageError: the environment cannot be loaded, or fails on that response.
+        UsageError: the environment cannot be loaded, fails on that response, or goes on in a way
+            that the chat template can't.
     """
     kind = config.environment.kind
     if kind == "agent" and not config.environment.agent:
@@ -36,9 +42,11 @@ def check_environment(config: RunConfig, row: dict[str, Any]) -> None:
     what = config.environment.reward if kind == "reward" else kind
     key = "environment.reward" if kind == "reward" else "environment.kind"
     try:
-        asyncio.run(Plays(make, what).play("first", row, [""]))
+        opening, answer = asyncio.run(Plays(make, what).play("first", row, [""]))
     except UmbraError as error:
         raise UsageError(f"{key}: an empty response to the first prompt failed: {error}") from error
+    if isinstance(opening, Opening) and isinstance(answer, StepResult):
+        check_play(config, opening, answer)
 
 
 def main(path: str) -> int:

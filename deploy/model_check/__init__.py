@@ -1,0 +1,1 @@
+"""`umbra check-model`: what Umbra computes with a model, compared with Transformers."""

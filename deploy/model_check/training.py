@@ -1,0 +1,133 @@
+"""What the trainer computes, compared with Transformers: logprobs of packed rows, and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from umbra.deploy.model_check.bounds import difference, gradient_bound
+from umbra.deploy.model_check.outcome import Row
+from umbra.services.modeling.packing import Tokens, pack
+from umbra.services.modeling.reference import Expected, Reference
+from umbra.services.modeling.scorer import Scorer
+
+_PROMPTS = ((5, 4), (19, 3), (11, 1))  # tokens of each, and how many responses it has
+_PACK_TOKENS = 96
+_TEMPERATURE = 0.8  # of every second sequence
+
+_LAYOUTS = (
+    ("rows of one sequence", 1, False),
+    ("packed rows", _PACK_TOKENS, False),
+    ("packed rows, shared prompts", _PACK_TOKENS, True),
+)
+
+
+def compare_training(policy: PreTrainedModel, reference: Reference) -> Iterator[Row]:
+    """Rows about `policy`, as `load_policy` gives it, with the weights of `reference`."""
+    scorer = Scorer(policy).eval()
+    embeddings: Any = policy.get_input_embeddings()
+    tokens = _tokens(embeddings.num_embeddings)
+    temperatures = torch.where(tokens.owner % 2 == 0, 1.0, _TEMPERATURE)
+    weights = torch.randn(len(tokens.learned), generator=torch.Generator().manual_seed(3))
+    expected, gradients = _reference(reference, tokens, weights)
+    for name, pack_tokens, share in _LAYOUTS:
+        policy.zero_grad()
+        found = torch.full((len(tokens.learned),), float("nan"))
+        for micro in pack(
+            tokens, pack_tokens=pack_tokens, micro_tokens=4 * _PACK_TOKENS, share_prompts=share
+        ):
+            logprobs, _ = scorer(micro, temperatures[micro.source], with_entropy=False)
+            (logprobs * weights[micro.source]).sum().backward()
+            found[micro.source] = logprobs.detach()
+        yield difference(f"logprobs of {name}", found, expected, policy.config)
+        yield _gradients(f"gradients of {name}", policy, gradients)
+    policy.zero_grad()
+
+
+def _tokens(vocabulary: int) -> Tokens:
+    """Prompts of several lengths with responses of 2 to 40 tokens, all but prompts learned."""
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    ids: list[Tensor] = []
+    lengths: list[int] = []
+    prompts: list[int] = []
+    family: list[int] = []
+    for number, (size, responses) in enumerate(_PROMPTS):
+        prompt = torch.randint(vocabulary, (size,), generator=generator)
+        for _ in range(responses):
+            response = torch.randint(vocabulary, (draw(2, 40),), generator=generator)
+            ids += [prompt, response]
+            lengths.append(size + len(response))
+            prompts.append(size)
+            family.append(number)
+    starts = torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)
+    spans = [
+        torch.arange(start + prompt, start + length)
+        for start, prompt, length in zip(starts.tolist(), prompts, lengths, strict=True)
+    ]
+    counts = torch.tensor([len(span) for span in spans])
+    return Tokens(
+        ids=torch.cat(ids),
+        lengths=torch.tensor(lengths),
+        learned=torch.cat(spans),
+        owner=torch.arange(len(spans)).repeat_interleave(counts),
+        prompts=torch.tensor(prompts),
+        family=torch.tensor(family),
+    )
+
+
+def _reference(
+    reference: Reference, tokens: Tokens, weights: Tensor
+) -> tuple[Expected, dict[str, Tensor]]:
+    """What each sequence alone gives: logprobs, and the gradients of their weighted sum."""
+    assert tokens.prompts is not None
+    reference.model.zero_grad()
+    logprobs: list[Tensor] = []
+    scales: list[Tensor] = []
+    start = taken = 0
+    for number, (length, prompt) in enumerate(
+        zip(tokens.lengths.tolist(), tokens.prompts.tolist(), strict=True)
+    ):
+        sequence = tokens.ids[start : start + length].tolist()
+        temperature = _TEMPERATURE if number % 2 else 1.0
+        found, scale = reference.logprobs(sequence, prompt, temperature)
+        (found * weights[taken : taken + len(found)]).sum().backward()
+        logprobs.append(found.detach())
+        scales.append(scale)
+        start, taken = start + length, taken + len(found)
+    gradients = {
+        name: parameter.grad
+        for name, parameter in reference.model.named_parameters()
+        if parameter.grad is not None
+    }
+    reference.model.zero_grad()
+    return Expected(torch.cat(logprobs), torch.cat(scales)), gradients
+
+
+def _gradients(name: str, policy: PreTrainedModel, expected: dict[str, Tensor]) -> Row:
+    """The largest norm of a parameter's difference, in parts of the gradient's norm.
+
+    Of its own, but at least a thousandth of the whole one: a gradient that cancels to nothing is
+    all rounding.
+    """
+    whole = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    worst, at = torch.zeros(()), ""
+    for parameter_name, parameter in policy.named_parameters():
+        gradient = parameter.grad
+        wanted = expected.get(parameter_name)
+        if gradient is None and wanted is None:
+            continue
+        gradient = torch.zeros_like(parameter) if gradient is None else gradient
+        wanted = torch.zeros_like(parameter) if wanted is None else wanted
+        share = (gradient - wanted).norm() / torch.maximum(wanted.norm(), whole / 1000)
+        if not share <= worst:
+            worst, at = share, parameter_name
+    bound = gradient_bound(policy.config)
+    return Row(name, float(worst), bound, "of a norm", "" if worst <= bound else at)

@@ -1,0 +1,309 @@
+"""What a run loses, and whether anything is learned from the rest: events in, warnings out.
+
+Shares are of late: over the last `BATCHES` batches' worth of groups or samples, batches or not, so
+that they are known even where no batch ever gets full. `docs/monitor.md` lists names and bounds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from umbra.proto.messages import RunWarning
+from umbra.proto.records import Trajectory
+from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.objective_rules import lone_groups
+
+BATCHES = 4  # that "of late" means
+LEAST_SAMPLES = 16  # in a batch's worth: fewer say nothing
+EQUAL_REWARDS = 0.8  # share of groups from which on there is a warning; so with the next two
+TRUNCATED = 0.2
+FAILED = 0.01
+REASONS_KEPT = 64  # of the last failures
+REASON_CHARS = 300
+NAMES = (
+    "lone_groups", "constant_reward", "equal_rewards", "truncated", "failed_samples",
+    "zero_gradient", "skipped_updates",
+)  # fmt: skip
+SHARES = ("equal_rewards", "truncated", "failed_samples")
+
+_VARYING = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")  # what differs between failures of one kind
+
+
+class Share:
+    """How many of what was seen were hits: in the whole run, and of late.
+
+    Args:
+        part: so many make a batch's worth; of late are the last `BATCHES` of these and what has
+            come since.
+    """
+
+    def __init__(self, part: int) -> None:
+        self.hits = self.seen = 0  # of the whole run
+        self._part = part
+        self._parts: deque[tuple[int, int]] = deque(maxlen=BATCHES)
+        self._open = (0, 0)
+
+    def add(self, hits: int, seen: int) -> None:
+        """`hits` of `seen` more."""
+        self.hits += hits
+        self.seen += seen
+        self._open = (self._open[0] + hits, self._open[1] + seen)
+        if self._open[1] >= self._part:
+            self._parts.append(self._open)
+            self._open = (0, 0)
+
+    @property
+    def late(self) -> tuple[int, int]:
+        """Hits, and what was seen, of late."""
+        pairs = [*self._parts, self._open]
+        return sum(hits for hits, _ in pairs), sum(seen for _, seen in pairs)
+
+    @property
+    def share(self) -> float:
+        """Of late; 0 before anything was seen."""
+        hits, seen = self.late
+        return hits / seen if seen else 0.0
+
+    @property
+    def whole(self) -> float:
+        """Of the whole run; 0 before anything was seen."""
+        return self.hits / self.seen if self.seen else 0.0
+
+    @property
+    def begun(self) -> bool:
+        """Whether a batch's worth was seen."""
+        return bool(self._parts)
+
+    @property
+    def full(self) -> bool:
+        """Whether `BATCHES` batches' worth were seen."""
+        return len(self._parts) == BATCHES
+
+
+@dataclass(frozen=True, slots=True)
+class SampleFailure:
+    """A sample that failed, and how many samples ended with it: its group, or it alone.
+
+    `own` says that the reason may depend on its content: a reward or an environment that raised or
+    took too long, an answer that is not sound. Leases that were lost do not.
+    """
+
+    sample_id: str
+    prompt_id: str
+    reason: str
+    samples: int
+    own: bool
+
+
+class Health:
+    """Watches one run; changes nothing.
+
+    Counts of the whole run survive a restart of the buffer. What is of late begins anew, so that a
+    run that was ended because of it can go on once its cause is mended.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        buffer = config.buffer
+        samples = max(buffer.group_size * buffer.batch_groups, LEAST_SAMPLES)
+        self.verdict = ""  # why the run must end, if so
+        self._config = config
+        self._has_critic = config.trainer.pieces.advantage == "gae"
+        self._groups = Share(max(buffer.batch_groups, LEAST_SAMPLES // buffer.group_size))
+        self._answers = Share(samples)
+        self._samples = Share(samples)
+        self._faults = Share(samples)  # of the failed samples, those that failed by themselves
+        self._rewards: deque[tuple[float, float]] = deque(maxlen=BATCHES)  # least and most
+        self._open_rewards: list[float] = []
+        self._failures: deque[SampleFailure] = deque(maxlen=REASONS_KEPT)
+        self._still = 0  # steps in a row without a gradient
+        self._skipped: deque[float] = deque(maxlen=BATCHES)  # share of updates left out, by step
+        self._raised: dict[str, RunWarning] = {}
+
+    # -- events ------------------------------------------------------------------------------------
+
+    def answered(self, trajectory: Trajectory) -> None:
+        """A complete answer was accepted."""
+        self._answers.add(trajectory.finish_reason == "length", 1)
+
+    def group(self, rewards: Sequence[float]) -> None:
+        """All samples of a group are there; so also when it is filtered."""
+        self._groups.add(len(rewards) > 1 and len(set(rewards)) == 1, 1)
+        self._samples.add(0, len(rewards))
+        self._faults.add(0, len(rewards))
+        self._open_rewards += rewards
+        size = self._config.buffer.group_size * self._config.buffer.batch_groups
+        if len(self._open_rewards) >= max(size, LEAST_SAMPLES):
+            self._rewards.append((min(self._open_rewards), max(self._open_rewards)))
+            self._open_rewards = []
+
+    def failed(self, failure: SampleFailure) -> None:
+        """A sample failed."""
+        if failure.own:
+            self._samples.add(failure.samples, failure.samples)
+            self._faults.add(1, failure.samples)
+            self._failures.append(failure)
+            self.verdict = self._judge()
+
+    def trained(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The trainer has committed `step`; `metrics` are those that it measured."""
+        if step <= self._config.critic.warmup_steps and self._has_critic:
+            return  # the policy waits for the value model
+        still = metrics.get("updates") == 0.0 or metrics.get("grad_norm") == 0.0
+        self._still = self._still + 1 if still else 0
+        self._skipped.append(metrics.get("skipped", 0.0))
+
+    @property
+    def answers(self) -> int:
+        """Complete answers that were accepted, in the whole run."""
+        return self._answers.seen
+
+    # -- what is told ------------------------------------------------------------------------------
+
+    def figures(self) -> dict[str, float]:
+        """Each of `SHARES` of late, and over the whole run as `<name>/run`."""
+        shares = (self._groups, self._answers, self._samples)
+        late = {name: one.share for name, one in zip(SHARES, shares, strict=True)}
+        whole = {f"{name}/run": one.whole for name, one in zip(SHARES, shares, strict=True)}
+        return late | whole
+
+    def look(self, version: int) -> list[RunWarning]:
+        """See what holds at `version`; the warnings that are raised for the first time."""
+        new: list[RunWarning] = []
+        held = {one.name: one for one in self._holding(version)}
+        for name, warning in held.items():
+            before = self._raised.get(name)
+            if before is None:
+                new.append(warning)
+            since = version if before is None else before.since
+            self._raised[name] = RunWarning(
+                name=name, text=warning.text, figures=warning.figures, since=since
+            )
+        for name, warning in self._raised.items():
+            if name not in held and warning.until < 0:
+                self._raised[name] = RunWarning(
+                    name=name, text=warning.text, figures=warning.figures,
+                    since=warning.since, until=version,
+                )  # fmt: skip
+        return new
+
+    def warnings(self) -> list[RunWarning]:
+        """All that were raised, in the order of `NAMES`; those that are over as they last were."""
+        return [self._raised[name] for name in NAMES if name in self._raised]
+
+    def _judge(self) -> str:
+        """The verdict, after a failure."""
+        limit = self._config.buffer.max_failed_share
+        if not self._samples.full or self._samples.share <= limit:
+            return ""
+        return (
+            f"{self._failed_text()}. That is more than buffer.max_failed_share = {limit:g}, and "
+            "what is left to train on is no fair sample: mend the cause, or raise that share"
+        )
+
+    def record(self) -> dict[str, list[int]]:
+        """The counts of the whole run, for the journal."""
+        shares = (self._groups, self._answers, self._samples)
+        return {name: [one.hits, one.seen] for name, one in zip(SHARES, shares, strict=True)}
+
+    def restore(self, record: Mapping[str, Sequence[int]]) -> None:
+        """Take over the counts of before."""
+        shares = (self._groups, self._answers, self._samples)
+        for name, share in zip(SHARES, shares, strict=True):
+            share.hits, share.seen = record.get(name, (0, 0))
+
+    # -- conditions --------------------------------------------------------------------------------
+
+    def _holding(self, version: int) -> Iterator[RunWarning]:
+        if text := lone_groups(self._config):
+            yield _warning("lone_groups", text, group_size=1)
+        yield from self._about_rewards()
+        if self._answers.begun and self._answers.share >= TRUNCATED:
+            yield _warning(
+                "truncated",
+                f"{self._answers.share:.0%} of the answers of late were cut off at a limit on "
+                f"tokens (sampling.max_tokens = {self._config.sampling.max_tokens}, "
+                "generator.max_context, environment.max_tokens), and what they earned is that of "
+                "an unfinished answer: allow more tokens, or set trainer.overlong_filter",
+                share=self._answers.share,
+            )
+        if self._samples.begun and self._samples.share >= FAILED:
+            yield _warning(
+                "failed_samples",
+                f"{self._failed_text()}; above {self._config.buffer.max_failed_share:.0%} the run "
+                "ends (buffer.max_failed_share)",
+                share=self._samples.share,
+                own=self._faults.share,
+            )
+        yield from self._about_updates(version)
+
+    def _about_rewards(self) -> Iterator[RunWarning]:
+        if self._rewards:
+            least = min([low for low, _ in self._rewards] + self._open_rewards)
+            most = max([high for _, high in self._rewards] + self._open_rewards)
+            if least == most:
+                yield _warning(
+                    "constant_reward",
+                    f"every sample of the last batches earned the same reward, {least:g}: nothing "
+                    "can be learned from that; look at the reward and at a few answers",
+                    reward=least,
+                )
+        share = self._groups.share
+        if self._groups.begun and share >= EQUAL_REWARDS:
+            remedy = (
+                "they are replaced (buffer.dynamic_sampling), which costs as much generation"
+                if self._config.buffer.dynamic_sampling
+                else "nothing is learned from them; choose prompts that are neither solved nor "
+                "hopeless, a finer reward, or buffer.dynamic_sampling"
+            )
+            text = f"{share:.0%} of the groups of late have equal rewards: {remedy}"
+            yield _warning("equal_rewards", text, share=share)
+
+    def _about_updates(self, version: int) -> Iterator[RunWarning]:
+        if self._still:
+            steps = "step" if self._still == 1 else f"{self._still} steps"
+            yield _warning(
+                "zero_gradient",
+                f"the gradient of the last {steps}, up to step {version}, was zero: the weights "
+                "did not learn from these batches",
+                steps=self._still,
+            )
+        if self._skipped and (share := sum(self._skipped) / len(self._skipped)):
+            yield _warning(
+                "skipped_updates",
+                f"{share:.0%} of the updates of the last {len(self._skipped)} steps were left out "
+                "(the columns skipped/... of the metrics say why)",
+                share=share,
+            )
+
+    def _failed_text(self) -> str:
+        own = self._faults.share
+        text = f"{self._samples.share:.0%} of the samples of late ended as failed"
+        if self._samples.share - own >= 0.005:
+            text += (
+                f", {own:.0%} by themselves and the others with their group (buffer.straggler = "
+                "survivors would keep those)"
+            )
+        if not self._failures:
+            return text
+        kinds = Counter(_kind(failure) for failure in self._failures)
+        kind, count = kinds.most_common(1)[0]
+        example = next(one for one in reversed(self._failures) if _kind(one) == kind)
+        often = f"{count} of the last {len(self._failures)}" if len(self._failures) > 1 else "it"
+        return (
+            f"{text}; most often ({often}): {example.reason[:REASON_CHARS]} (for example sample "
+            f"{example.sample_id} of prompt {example.prompt_id})"
+        )
+
+
+def _kind(failure: SampleFailure) -> str:
+    """The reason without what differs from sample to sample: numbers and quoted text."""
+    return _VARYING.sub("…", failure.reason)[:REASON_CHARS]
+
+
+def _warning(name: str, text: str, **figures: float) -> RunWarning:
+    return RunWarning(
+        name=name, text=text, figures={k: float(v) for k, v in figures.items()}, since=-1
+    )

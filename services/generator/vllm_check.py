@@ -1,0 +1,188 @@
+"""vLLM against Transformers: logprobs of one model from disk, and after its weights were published.
+
+Three times vLLM samples the same prompts and plain Transformers computes the logprobs of what was
+sampled: with the weights that vLLM read from disk, after a publish of the very same weights, and
+after one of others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from umbra.proto.records import Manifest, Sampling
+from umbra.services.generator.engine import EngineOutput, EngineRequest, StreamingEngine
+from umbra.services.generator.vllm_options import require_vllm, set_environment
+from umbra.services.modeling.models import outline_model
+from umbra.services.modeling.weights import tensors_in
+from umbra.services.runtime.config import Generator
+from umbra.services.runtime.manifest import build_manifest
+
+_REQUESTS = 8
+_PROMPT_TOKENS = 96  # of the longest prompt
+_TOKENS = 24  # sampled by each request
+_CHANGE = 0.3  # standard deviation of what is added to each tensor, in its own
+_BUCKET_BYTES = 1 << 20
+_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+
+Publish = Callable[[Any], Iterable[tuple[str, torch.Tensor]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Differences:
+    """The largest difference between logprobs of vLLM and Transformers, in nats.
+
+    `moved` is by how much the change of weights itself moved the logprobs of the same tokens: a
+    publish that did nothing would show as `changed` of about that size.
+    """
+
+    from_disk: float
+    same: float
+    changed: float
+    moved: float
+
+    @property
+    def worst(self) -> float:
+        """The largest of the three."""
+        return max(self.from_disk, self.same, self.changed)
+
+
+def vllm_differences(
+    directory: Path,
+    publish: Publish,
+    *,
+    checked: Collection[str] = (),
+    dtype: str = "float32",
+    threads: int = 1,
+    **engine_args: Any,
+) -> Differences:
+    """Compare vLLM with Transformers on the model in `directory`; starts and ends a vLLM.
+
+    The same weights go to vLLM as a whole, as a receiver stages them, the changed ones in buckets,
+    as it streams them.
+
+    Args:
+        directory: of the model, with its tokenizer.
+        publish: name and tensor of what the trainer publishes of a model.
+        checked: see `check_architecture`.
+        dtype: what vLLM computes in, "float32" or "bfloat16"; Transformers computes in float32.
+        threads: of vLLM and of this process.
+        engine_args: of vLLM, as in `generator.engine_args`.
+
+    Raises:
+        UsageError: vLLM refuses the model, or is not installed.
+        StartupError: vLLM's processes did not come up.
+        EngineError: vLLM could not load what was published.
+    """
+    require_vllm()
+    config = Generator(
+        engine="vllm",
+        threads=threads,
+        slots=_REQUESTS,
+        max_context=_PROMPT_TOKENS + _TOKENS,
+        engine_args=engine_args,
+    )
+    set_environment(config)
+    from umbra.services.generator.vllm_engine import VllmEngine  # brings vLLM
+
+    torch.set_num_threads(threads)
+    # Eager attention: others leave out what they don't have, such as a soft cap.
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        directory, local_files_only=True, dtype=torch.float32, attn_implementation="eager"
+    )
+    engine = VllmEngine(
+        directory,
+        outline_model(directory, checked=checked),
+        config,
+        dtype=dtype,
+        stop_ids=(),
+        version=0,
+    )
+    try:
+        prompts = _prompts(model.config.get_text_config().vocab_size)
+        from_disk = _difference(engine, model, prompts)
+        manifest, memory = _version(model, publish, getattr(torch, dtype))
+        engine.load_weights(tensors_in(manifest, memory), 1, "keep")
+        same = _difference(engine, model, prompts)
+        outputs = _sample(engine, prompts)
+        before = _logprobs(model, prompts, outputs)
+        _change(model, getattr(torch, dtype))
+        moved = float((_logprobs(model, prompts, outputs) - before).abs().mean())
+        manifest, memory = _version(model, publish, getattr(torch, dtype))
+        engine.load_buckets(manifest, _buckets(manifest, memory), 2, "keep")
+        changed = _difference(engine, model, prompts)
+    finally:
+        engine.close()
+    return Differences(from_disk=from_disk, same=same, changed=changed, moved=moved)
+
+
+def _prompts(vocabulary: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    lengths = [1 + index * (_PROMPT_TOKENS - 1) // (_REQUESTS - 1) for index in range(_REQUESTS)]
+    return [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in lengths]
+
+
+def _difference(engine: StreamingEngine, model: Any, prompts: list[list[int]]) -> float:
+    outputs = _sample(engine, prompts)
+    theirs = torch.tensor([logprob for output in outputs for logprob in output.logprobs])
+    return float((theirs - _logprobs(model, prompts, outputs)).abs().max())
+
+
+def _sample(engine: StreamingEngine, prompts: list[list[int]]) -> list[EngineOutput]:
+    """An output for each prompt, in their order."""
+    sampling = Sampling(max_tokens=_TOKENS)
+    engine.submit(
+        EngineRequest(str(index), prompt, sampling, _TOKENS) for index, prompt in enumerate(prompts)
+    )
+    outputs: dict[int, EngineOutput] = {}
+    while engine.busy:
+        outputs |= {int(output.request_id): output for output in engine.poll(1.0)}
+    return [outputs[index] for index in range(len(prompts))]
+
+
+@torch.inference_mode()
+def _logprobs(model: Any, prompts: list[list[int]], outputs: list[EngineOutput]) -> torch.Tensor:
+    """Of all sampled tokens, one sequence at a time: nothing is padded, packed or cached."""
+    found: list[torch.Tensor] = []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        sampled = torch.tensor(output.token_ids)
+        logits = model(torch.tensor([[*prompt, *output.token_ids]]), use_cache=False).logits[0]
+        rows = logits[len(prompt) - 1 : -1].float().log_softmax(-1)
+        found.append(rows.gather(1, sampled[:, None])[:, 0])
+    return torch.cat(found)
+
+
+@torch.no_grad()
+def _change(model: Any, dtype: torch.dtype) -> None:
+    """Move every weight, to numbers that `dtype` has."""
+    generator = torch.Generator().manual_seed(1)
+    for weight in model.parameters():
+        spread = weight.std() if weight.numel() > 1 else weight.abs().mean()
+        noise = torch.randn(weight.shape, generator=generator)
+        weight.add_(noise * _CHANGE * spread).copy_(weight.to(dtype))
+
+
+def _version(model: Any, publish: Publish, dtype: torch.dtype) -> tuple[Manifest, memoryview]:
+    """As they lie in a slot of the trainer: weights in `dtype`, buffers as they are."""
+    weights = {name for name, _ in model.named_parameters()}
+    given = {
+        name: tensor.detach().to(dtype if name in weights else tensor.dtype)
+        for name, tensor in publish(model)
+    }
+    manifest = build_manifest(
+        ((name, _NAMES[tensor.dtype], tensor.shape) for name, tensor in given.items()),
+        _BUCKET_BYTES,
+    )
+    memory = memoryview(bytearray(manifest.total_bytes))
+    for name, place in tensors_in(manifest, memory):
+        place.copy_(given[name])
+    return manifest, memory
+
+
+def _buckets(manifest: Manifest, memory: memoryview) -> Iterator[tuple[int, memoryview]]:
+    return ((start, memory[start:end]) for start, end in manifest.buckets)

@@ -1,0 +1,93 @@
+"""Tensors under the names that checkpoints have, which are those that vLLM's loaders know.
+
+Transformers fuses the experts of a layer when it loads a checkpoint, and the trainer publishes what
+it trains: `mlp.experts.gate_up_proj` [experts, 2 x ff, hidden] where the checkpoint has
+`mlp.experts.0.gate_proj.weight` and so on, or another architecture's names. Every tensor of the
+checkpoint is a part of one such tensor, row after row, so only names and offsets change: no byte
+is copied.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import msgspec
+import torch
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from umbra.proto.errors import UsageError
+from umbra.proto.records import TensorEntry
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A tensor of a checkpoint, and at which element of the model's tensor it begins."""
+
+    name: str
+    first: int
+    shape: tuple[int, ...]
+
+
+class CheckpointNames:
+    """What the tensors of `model`, which may be without weights, are called in its checkpoints.
+
+    Raises:
+        UsageError: a checkpoint has them in another layout.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._parts = {
+            name: _parts(model, name, tuple(tensor.shape))
+            for name, tensor in model.state_dict().items()
+        }
+        names = [part.name for parts in self._parts.values() for part in parts]
+        if len(set(names)) != len(names):  # one of a checkpoint is made of several of the model
+            raise _another_layout(model, next(name for name in names if names.count(name) > 1))
+
+    def of(self, entry: TensorEntry) -> list[TensorEntry]:
+        """`entry`, which is a whole tensor of the model, as tensors of a checkpoint."""
+        item = entry.nbytes // max(1, prod(entry.shape))
+        return [
+            msgspec.structs.replace(
+                entry,
+                name=part.name,
+                shape=list(part.shape),
+                offset=entry.offset + part.first * item,
+                nbytes=prod(part.shape) * item,
+            )
+            for part in self._parts[entry.name]
+        ]
+
+
+def _parts(model: PreTrainedModel, name: str, shape: tuple[int, ...]) -> list[_Part]:
+    """Where Transformers would put the tensor `name` when it writes a checkpoint.
+
+    It converts a tensor that holds numbers of places instead of weights, the first two of each row.
+    """
+    width = shape[-1] if shape else 1
+    kept = min(width, 2)
+    numbers = torch.arange(prod(shape[:-1]) * kept).view(*shape[:-1], *[kept] * bool(shape))
+    try:
+        converted = revert_weight_conversion(model, {name: numbers})
+    except (ValueError, RuntimeError, KeyError, IndexError) as error:
+        raise _another_layout(model, name) from error
+    parts: list[_Part] = []
+    seen = 0
+    for target, found in sorted(converted.items(), key=lambda pair: int(pair[1].flatten()[0])):
+        ascending = torch.arange(seen, seen + found.numel()).view(found.shape)
+        if not torch.equal(found, ascending) or tuple(found.shape[-1:]) != numbers.shape[-1:]:
+            raise _another_layout(model, name)
+        parts.append(_Part(target, seen // kept * width, (*found.shape[:-1], *shape[-1:])))
+        seen += found.numel()
+    if seen != numbers.numel():
+        raise _another_layout(model, name)
+    return parts
+
+
+def _another_layout(model: PreTrainedModel, name: str) -> UsageError:
+    return UsageError(
+        f'generator.engine = "vllm": checkpoints of {type(model).__name__} have {name} in another '
+        'layout than the trainer publishes it in: set generator.engine = "torch"'
+    )

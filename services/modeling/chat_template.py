@@ -1,0 +1,389 @@
+"""What a chat template writes between the model's turns, and whether that can be appended.
+
+A conversation goes on by appending tokens: those that there are, the model's turn as it was
+sampled, and its *tail*, which is what the template writes from the end of that turn to where the
+model speaks again. This is right if the template writes the same for the whole conversation, the
+model's own turns left aside. Reading a template does not tell, so it is tried: for every kind of
+tail that comes up (`Kind`) a conversation of marked words is rendered whole and compared.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from umbra.services.environments.protocol import Message
+
+_ROUNDS = 2  # some templates write a second tool answer otherwise than the first
+_SHOWN = 40  # characters of a text in an error
+_ASKED = "UMBRAASKED"
+_HEARD = "UMBRAHEARD"
+_TOOL = "umbratool"
+_SCHEMA: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": _TOOL,
+        "description": "Marks.",
+        "parameters": {
+            "type": "object",
+            "properties": {"mark": {"type": "string", "description": "a mark"}},
+            "required": ["mark"],
+        },
+    },
+}
+
+
+class TurnsError(Exception):
+    """Why turns can't be appended: the end of a sentence that begins with the template's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What decides how a tail is written, its words aside.
+
+    `roles` are those of the messages in it and `calls` the number of tools that the model called
+    before; `system` and `tools` tell whether the conversation began with such a message, and
+    whether the model was told of tools.
+    """
+
+    roles: tuple[str, ...]
+    calls: int = 0
+    system: bool = False
+    tools: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Whether tails of a kind can be appended.
+
+    `refusal` is what is in the way, empty if nothing is. `exact` is whether the model's turn, its
+    reasoning included, stands in the whole conversation as it stood when it was sampled. If not,
+    the template changes it afterwards (drops its reasoning, mostly), and appending does not.
+    """
+
+    refusal: str = ""
+    exact: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    cues: bool  # what stood before the model's turns when it began to speak still does
+    thoughts: bool  # so does its reasoning
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer that has one.
+        stop_ids: the tokens that end a model's turn.
+    """
+
+    def __init__(self, tokenizer: Any, stop_ids: Iterable[int]) -> None:
+        self._tokenizer = tokenizer
+        self._stops = {tokenizer.decode([token]): token for token in sorted(stop_ids)}
+        self.name = f"the chat template of {tokenizer.name_or_path}"
+        # Templates take reasoning in one of these fields; else it is part of the text.
+        source = re.sub(r"{#.*?#}", "", str(tokenizer.chat_template), flags=re.DOTALL)
+        named = re.search(r"[.'\"](reasoning_content|thinking)\b", source)
+        self._reasoning = named[1] if named else "content"
+        self.find = functools.lru_cache(maxsize=256)(self._find)
+
+    @functools.cached_property
+    def _parts(self) -> bool:
+        """Whether it takes messages as lists of parts only; those of some vision models do.
+
+        Raises:
+            TurnsError: it writes the user's words in neither form.
+        """
+        for parts in (False, True):
+            try:
+                if _ASKED in self._write([_user()], (), cue=True, parts=parts):
+                    return parts
+            except TurnsError:
+                continue
+        raise TurnsError("does not write a user's message")
+
+    @functools.cached_property
+    def tells_tools(self) -> bool:
+        """Whether it has words for tools; else they, calls and answers are told in plain text."""
+        try:
+            return _TOOL in self._apply([_user()], [_SCHEMA], cue=True)
+        except TurnsError:
+            return False
+
+    @functools.cached_property
+    def writes_calls(self) -> bool:
+        """Whether it writes the calls of an earlier turn; else they are in that turn's text."""
+        said = _said(0, _calls(1))
+        try:
+            text = self._apply([_user(), said, *_heard(0, ("tool",), said)], [_SCHEMA], cue=True)
+        except TurnsError:
+            return False
+        return self.tells_tools and _mark(0, 0) in text
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, cue: bool = True
+    ) -> str:
+        """The text of a conversation; with `cue`, up to where the model begins to speak.
+
+        Raises:
+            TurnsError: the template fails on these messages.
+        """
+        if not self.tells_tools:
+            messages = as_text(messages)
+            messages = with_tools(messages, tools) if tools else messages
+            tools = ()
+        return self._apply(messages, tools, cue=cue)
+
+    def tail(self, messages: Sequence[Message], calls: Sequence[dict[str, Any]] = ()) -> list[int]:
+        """The tokens from the end of a model's turn on, its end token being the first.
+
+        Args:
+            messages: what follows the turn.
+            calls: the tools that it called, as chat templates take them.
+
+        Raises:
+            TurnsError: the template writes no such turn, or does not end it.
+        """
+        _, ids = self._tail(messages, calls)
+        return ids
+
+    def call_text(self, name: str, arguments: dict[str, Any]) -> str | None:
+        """How it writes an assistant's message that is a call; None if it writes no calls."""
+        if not self.writes_calls:
+            return None
+        function = {"name": name, "arguments": arguments}
+        said = {**_said(0, ()), "content": "", "tool_calls": [_call(0, function)]}
+        before = self.render([_user()], [_SCHEMA], cue=False)
+        after = self.render([_user(), said], [_SCHEMA], cue=False)
+        return after.removeprefix(before)
+
+    # -- trying -----------------------------------------------------------------------------------
+
+    def _find(self, kind: Kind) -> Finding:
+        try:
+            plain = self._try(kind, "")
+            reasoned = self._try(kind, self._reasoning)
+        except TurnsError as error:
+            return Finding(refusal=str(error))
+        # A cue that ends the reasoning at once fits only a turn that has none.
+        return Finding(exact=reasoned.thoughts if reasoned.cues else plain.cues)
+
+    def _try(self, kind: Kind, field: str) -> _Kept:
+        """Hold a conversation; the model's reasoning, if it has some, is in `field`.
+
+        Raises:
+            TurnsError: something else changes when the conversation goes on.
+        """
+        tools = [_SCHEMA] if kind.tools else []
+        history = [{"role": "system", "content": "UMBRARULES"}] if kind.system else []
+        history.append(_user())
+        spoken = self._encode(self.render(history, tools))
+        cues = thoughts = True
+        for number in range(_ROUNDS):
+            said = _said(number, _calls(kind.calls), field)
+            heard = _heard(number, kind.roles, said)
+            before = self._encode(self.render(history, tools, cue=False))
+            text, tail = self._tail(heard, said.get("tool_calls", ()))
+            _check_heard(text, heard, kind)
+            history += [said, *heard]
+            rendered = self.render(history, tools)
+            whole = self._encode(rendered)
+            if whole[-len(tail) :] != tail:
+                raise TurnsError(
+                    f"writes {_roles(kind)} otherwise in a longer conversation than in a short one"
+                )
+            own = whole[: -len(tail)]
+            if own[: len(spoken)] != spoken:
+                cues = False
+                if before != own[: len(before)] or before != spoken[: len(before)]:
+                    raise TurnsError(f"changes earlier messages when {_roles(kind)} follows")
+            if field and any(_thought(n) not in rendered for n in range(number + 1)):
+                thoughts = False
+            spoken = whole
+        return _Kept(cues, thoughts)
+
+    def _tail(
+        self, messages: Sequence[Message], calls: Sequence[dict[str, Any]]
+    ) -> tuple[str, list[int]]:
+        """The text after the end of a model's turn, and its tokens with the end token before."""
+        said = _said(0, [_marked(0, i, call) for i, call in enumerate(calls)])
+        text = self.render([_user(), said, *_addressed(messages, calls)])
+        found, rest = True, text
+        for index in range(max(1, len(calls))):
+            _, mark, rest = rest.partition(_mark(0, index))
+            found = found and bool(mark)
+        if not found:
+            many = f"{len(calls)} tool calls in one turn"
+            raise TurnsError(f"does not write {many if calls else 'earlier assistant messages'}")
+        ends = [(rest.find(stop), stop) for stop in self._stops if stop in rest]
+        if not ends:
+            raise TurnsError(
+                f"ends an assistant's turn by {rest.partition(_HEARD)[0][:_SHOWN]!r}, in which "
+                "there is no token that ends the model's turns here "
+                f"({', '.join(map(repr, self._stops))}); if one does, name it in "
+                "sampling.stop_tokens"
+            )
+        position, stop = min(ends)
+        rest = rest[position + len(stop) :]
+        return rest, self._encode(stop + rest)
+
+    def _apply(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, cue: bool
+    ) -> str:
+        return self._write(messages, tools, cue=cue, parts=self._parts)
+
+    def _write(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+        *,
+        cue: bool,
+        parts: bool,
+    ) -> str:
+        try:
+            return self._tokenizer.apply_chat_template(
+                [_in_parts(message) for message in messages] if parts else list(messages),
+                tools=list(tools) or None,
+                tokenize=False,
+                add_generation_prompt=cue,
+            )
+        except Exception as error:
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise TurnsError(f"fails on messages of roles {roles}: {error}") from error
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def with_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
+    """`messages` after a system message that says what may be called, and how."""
+    described = "\n".join(json.dumps(tool) for tool in tools)
+    system: Message = {
+        "role": "system",
+        "content": "You may call these tools:\n"
+        f"<tools>\n{described}\n</tools>\n"
+        'Call one by writing <tool_call>{"name": ..., "arguments": {...}}</tool_call>. '
+        "Answer in plain text when you know the answer.",
+    }
+    if messages and messages[0].get("role") == "system":
+        joined = f"{messages[0]['content']}\n\n{system['content']}"
+        return [{"role": "system", "content": joined}, *messages[1:]]
+    return [system, *messages]
+
+
+def as_text(messages: Sequence[Message]) -> list[Message]:
+    """Calls and answers of tools as plain text, for templates that know neither.
+
+    Answers to one turn are one message, since many templates want users and models to alternate.
+    """
+    plain: list[Message] = []
+    answering = False
+    for message in messages:
+        if message.get("role") == "tool":
+            text = f"<tool_response>{message['content']}</tool_response>"
+            if answering:
+                text = f"{plain.pop()['content']}\n{text}"
+            plain.append({"role": "user", "content": text})
+        elif message.get("tool_calls"):
+            text = "".join(map(_call_text, message["tool_calls"]))
+            plain.append({"role": message["role"], "content": (message["content"] or "") + text})
+        else:
+            plain.append(message)
+        answering = message.get("role") == "tool"
+    return plain
+
+
+def _call_text(call: dict[str, Any]) -> str:
+    called = {key: call["function"][key] for key in ("name", "arguments")}
+    return f"<tool_call>{json.dumps(called)}</tool_call>"
+
+
+def _in_parts(message: Message) -> Message:
+    if not isinstance(message.get("content"), str):
+        return message
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+
+# -- the marked conversation ----------------------------------------------------------------------
+
+
+def _user() -> Message:
+    return {"role": "user", "content": _ASKED}
+
+
+def _mark(number: int, index: int) -> str:
+    """What the model says in turn `number`, or as the argument of its call `index`."""
+    return f"UMBRASAID{number}N{index}E"
+
+
+def _thought(number: int) -> str:
+    return f"UMBRATHOUGHT{number}E"
+
+
+def _call(index: int, function: dict[str, Any]) -> dict[str, Any]:
+    return {"id": f"call{index:05d}", "type": "function", "function": function}
+
+
+def _calls(count: int) -> list[dict[str, Any]]:
+    return [_call(index, {"name": _TOOL, "arguments": {}}) for index in range(count)]
+
+
+def _marked(number: int, index: int, call: dict[str, Any]) -> dict[str, Any]:
+    function = {"name": call["function"]["name"], "arguments": {"mark": _mark(number, index)}}
+    return {**call, "function": function}
+
+
+def _said(number: int, calls: Sequence[dict[str, Any]], field: str = "") -> Message:
+    """A turn of the model: words, or calls; with reasoning in `field` of the message, if any."""
+    said: Message = {"role": "assistant", "content": "" if calls else _mark(number, 0)}
+    if calls:
+        said["tool_calls"] = [_marked(number, i, call) for i, call in enumerate(calls)]
+    if field == "content":
+        said["content"] = f"<think>\n{_thought(number)}\n</think>\n\n{said['content']}"
+    elif field:
+        said[field] = _thought(number)
+    return said
+
+
+def _heard(number: int, roles: Sequence[str], said: Message) -> list[Message]:
+    messages: list[Message] = [
+        {"role": role, "content": f"{_HEARD}{number}N{index}E"} for index, role in enumerate(roles)
+    ]
+    return _addressed(messages, said.get("tool_calls", ()))
+
+
+def _addressed(messages: Sequence[Message], calls: Sequence[dict[str, Any]]) -> list[Message]:
+    """`messages` with the name and id of the call in every tool's answer; templates need either.
+
+    An answer that names no call is that to the next one in order.
+    """
+    by_id = {call.get("id"): call for call in calls}
+    order = iter(calls)
+    addressed: list[Message] = []
+    for message in messages:
+        if message.get("role") == "tool":
+            call = next(order, None)
+            call = by_id.get(message.get("tool_call_id"), call)
+            if call is not None:
+                names = {"name": call["function"]["name"], "tool_call_id": call.get("id")}
+                message = {**names, **message}
+        addressed.append(message)
+    return addressed
+
+
+def _check_heard(text: str, heard: Sequence[Message], kind: Kind) -> None:
+    for message in heard:
+        _, found, text = text.partition(message["content"])
+        if not found:
+            after = "a tool call" if kind.calls else "an assistant's message"
+            raise TurnsError(f"drops a message of role {message['role']!r} after {after}")
+
+
+def _roles(kind: Kind) -> str:
+    return "a message of role " + " and ".join(map(repr, kind.roles))

@@ -1,0 +1,176 @@
+"""Which models Umbra is right for, decided from their `config.json` before anything is loaded.
+
+An architecture is one of `PROVEN`, for which the tests compare training, generation, publishing
+and export with Transformers, or it is refused. Beyond that a config may ask for something that is
+wrong in rows which several sequences share, or in a cache of keys and values, whatever the
+architecture: `in_the_way` names it. `docs/models.md` has the list with its outcomes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from umbra.proto.errors import UsageError
+
+# Transformers' `model_type`.
+PROVEN = frozenset(
+    {
+        "cohere",
+        "cohere2",
+        "deepseek_v3",
+        "ernie4_5",
+        "exaone4",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "glm4",
+        "glm4_moe",
+        "gpt_oss",
+        "granite",
+        "llama",
+        "ministral",
+        "mistral",
+        "mixtral",
+        "olmo2",
+        "olmo3",
+        "olmoe",
+        "phi3",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+        "seed_oss",
+        "smollm3",
+        "starcoder2",
+    }
+)
+# Of those, the ones whose class looks at `layer_types`; all others give each layer one window.
+_BY_LAYER = frozenset(
+    {
+        "cohere2",
+        "exaone4",
+        "gemma2",
+        "gemma3_text",
+        "gpt_oss",
+        "ministral",
+        "olmo3",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "smollm3",
+    }
+)
+_ATTENTION = {"full_attention", "sliding_attention"}
+# Fields that only architectures with a running state have.
+_STATE = (
+    "state_size",
+    "ssm_state_size",
+    "ssm_cfg",
+    "mamba_d_state",
+    "mamba_num_heads",
+    "linear_num_value_heads",
+    "linear_attn_config",
+    "conv_L_cache",
+    "conv_kernel",
+    "lru_width",
+    "time_mix_extra_dim",
+)
+_CHANGING_ROPE = ("dynamic", "longrope", "su")
+
+
+def check_architecture(
+    directory: str | Path, source: str = "model.path", checked: Collection[str] = ()
+) -> None:
+    """Refuse the model in `directory` unless Umbra is known to be right for it.
+
+    Args:
+        directory: has a `config.json`.
+        source: the key or flag it came from, for the error.
+        checked: architectures (`model_type`) for which the user has run `umbra check-model`.
+
+    Raises:
+        UsageError: names the architecture, and what of it is in the way.
+    """
+    config = read_config(directory, source)
+    name, fault = architecture(config), in_the_way(config)
+    if fault:
+        raise UsageError(f"{source}: {directory} is a {name}, which {fault}: Umbra can't run it")
+    kind = config.get("model_type", "")
+    if kind not in PROVEN and kind not in checked:
+        raise UsageError(
+            f"{source}: {directory} is a {name}, an architecture that Umbra was not tested with: "
+            f"compare it with `umbra check-model {directory}`, and if all is equal set "
+            f'model.checked = ["{kind}"]'
+        )
+
+
+def read_config(directory: str | Path, source: str = "model.path") -> dict[str, Any]:
+    """The `config.json` in `directory`.
+
+    Raises:
+        UsageError: there is none, or it is no JSON object.
+    """
+    path = Path(directory) / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{source}: {path} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise UsageError(f"{source}: {path} is no JSON object")
+    return config
+
+
+def architecture(config: Mapping[str, Any]) -> str:
+    """What to call the model: its class, or else its `model_type`."""
+    named = config.get("architectures") or [config.get("model_type") or "model of no known type"]
+    return str(named[0])
+
+
+def in_the_way(config: Mapping[str, Any]) -> str:
+    """What of the model in `config` Umbra would get wrong, as the rest of "which ..."; or ""."""
+    layers = config.get("layer_types") or []
+    strange = sorted(set(layers) - _ATTENTION)
+    others = [key for key in config if key.endswith(("vision_config", "audio_config"))]
+    if others or "text_config" in config:
+        return f"has more than a text model ({', '.join(others) or 'text_config'})"
+    if config.get("is_encoder_decoder"):
+        return "is an encoder with a decoder (is_encoder_decoder)"
+    if config.get("attention_chunk_size") or "chunked_attention" in strange:
+        return "attends in chunks (attention_chunk_size), which packed rows don't keep"
+    state = [key for key in _STATE if config.get(key) is not None]
+    if strange or state:
+        what = ", ".join(strange or state)
+        return (
+            f"keeps a running state in some layers ({what}), which packed rows would carry from "
+            "one sequence into the next"
+        )
+    if config.get("use_bidirectional_attention"):
+        return "attends to later tokens too (use_bidirectional_attention)"
+    for rope in _ropes(config):
+        kind = rope.get("rope_type", rope.get("type"))
+        if kind in _CHANGING_ROPE:
+            return (
+                f"turns positions by angles that depend on the longest sequence of a row (rope "
+                f"type {kind})"
+            )
+    if quantized := config.get("quantization_config"):
+        method = quantized.get("quant_method", "") if isinstance(quantized, Mapping) else ""
+        return f"has quantized weights ({method or 'quantization_config'}): write them out whole"
+    kind = config.get("model_type")
+    windows = config.get("sliding_window") or "sliding_attention" in layers
+    if kind in PROVEN and kind not in _BY_LAYER and layers and windows:
+        return "has layer_types that its class does not read"
+    return ""
+
+
+def _ropes(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What is said of rotary positions: for all layers, or for each kind of layer."""
+    found: list[Mapping[str, Any]] = []
+    for key in ("rope_scaling", "rope_parameters"):
+        value = config.get(key)
+        if isinstance(value, Mapping):
+            found += [value, *(v for v in value.values() if isinstance(v, Mapping))]
+    return found

@@ -1,0 +1,134 @@
+"""How the ranks of a trainer wait for each other: as long as the other lives.
+
+Every rank tells in the store where they meet that it is alive, from a thread that does nothing
+else. So a rank may write a model for an hour, and the others, which wait for what comes next, still
+notice within `trainer.rank_timeout_s` that one has died or was stopped. A collective would not do:
+its deadline is fixed when it begins.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Generic, Protocol, TypeVar
+
+from torch.distributed import DistError
+
+from umbra.proto.errors import DeadlineError
+
+T = TypeVar("T")
+
+BEAT_S = 1.0
+POLL_S = 0.01
+
+
+class Store(Protocol):
+    """What is needed of a `torch.distributed.Store`."""
+
+    def add(self, key: str, amount: int, /) -> int: ...
+
+
+class Silence:
+    """For how long something that counts has stood still."""
+
+    def __init__(self, now: float) -> None:
+        self._count: int | None = None
+        self._since = now
+
+    def heard(self, count: int, now: float) -> float:
+        """Seconds since `count` was another, or since we began to listen."""
+        if count != self._count:
+            self._count, self._since = count, now
+        return now - self._since
+
+
+class Pulse:
+    """One rank's pulse, and its ear for those of the others.
+
+    Args:
+        store: shared by all ranks, for this purpose alone (`PrefixStore`).
+        timeout_s: seconds that another rank may be silent.
+    """
+
+    def __init__(self, store: Store, rank: int, timeout_s: float) -> None:
+        clone: Callable[[], Store] = store.clone  # pyright: ignore[reportAttributeAccessIssue]
+        self._store = clone()  # a connection is one thread's
+        self._timeout_s = timeout_s
+        self._beat_s = min(BEAT_S, timeout_s / 8)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(
+            target=self._tell, args=(clone(), rank), name="umbra-pulse", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self, rank: int, ask: Callable[[], T | None], what: str) -> T:
+        """What `ask` finds once it finds something, which `rank` brings about; `what` names it.
+
+        `ask` is called in another thread: if the rank that keeps the store is stopped, a question
+        to the store never comes back.
+
+        Raises:
+            DeadlineError: `rank` is silent.
+            RuntimeError: the store is gone, and with it the rank that keeps it.
+        """
+        asking = _Asking(ask, partial(self._store.add, _key(rank), 0), self._beat_s)
+        while not asking.done.wait(self._beat_s):
+            if time.monotonic() - asking.heard > self._timeout_s:
+                asking.enough.set()
+                raise DeadlineError(
+                    f"trainer rank {rank} was silent for {self._timeout_s:g} s "
+                    f"(trainer.rank_timeout_s) while {what} was waited for: it hangs, or its "
+                    "machine is gone"
+                )
+        if asking.error is not None:
+            raise asking.error
+        assert asking.found is not None
+        return asking.found
+
+    def close(self) -> None:
+        """Fall silent."""
+        self._stop.set()
+        self._thread.join(self._beat_s)  # no longer: it may be asking a store that is stopped
+
+    def _tell(self, store: Store, rank: int) -> None:
+        while not self._stop.is_set():
+            try:
+                store.add(_key(rank), 1)
+            except (DistError, RuntimeError):
+                return  # the rank that keeps the store is gone: the main thread finds out too
+            self._stop.wait(self._beat_s)
+
+
+class _Asking(Generic[T]):
+    """Asks again and again, in a thread, until there is an answer or there was `enough`."""
+
+    def __init__(
+        self, ask: Callable[[], T | None], count: Callable[[], int], every_s: float
+    ) -> None:
+        self.done, self.enough = threading.Event(), threading.Event()
+        self.found: T | None = None
+        self.error: RuntimeError | None = None
+        self.heard = time.monotonic()  # the last sign of life
+        self._ask, self._count, self._every_s = ask, count, every_s
+        threading.Thread(target=self._run, name="umbra-ranks", daemon=True).start()
+
+    def _run(self) -> None:
+        silence, listen = Silence(self.heard), 0.0
+        try:
+            while (found := self._ask()) is None and not self.enough.is_set():
+                if time.monotonic() >= listen:
+                    count = self._count()
+                    now = time.monotonic()
+                    self.heard = now - silence.heard(count, now)
+                    listen = now + self._every_s
+                time.sleep(POLL_S)
+            self.found = found
+        except RuntimeError as error:
+            self.error = error
+        self.done.set()
+
+
+def _key(rank: int) -> str:
+    return f"pulse/{rank}"

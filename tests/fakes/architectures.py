@@ -1,0 +1,371 @@
+"""Tiny random models of the architectures that Umbra is tried with, from Transformers' own classes.
+
+A model is a Hugging Face directory like any other: config, weights in float32, a tokenizer of one
+token per character. Every weight is drawn so that leaving any part of the model out changes its
+logprobs by far more than rounding does: norms are not ones, biases, sinks and corrections of a
+router not zeros.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from umbra.services.trainer.make_model import END, PAD, SPECIAL_TOKENS, make_tokenizer
+from umbra.services.trainer.policy import no_progress_bars
+
+WINDOW = 8  # tokens; less than the sequences of the tests, so that windows matter
+CONTEXT = 256
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_ALL, _SOME = "a sliding window in all layers", "a sliding window in some layers"
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A Transformers config class and what of its defaults a tiny model changes.
+
+    `own` are fields of this class alone; `drop` names those of `_COMMON` that it does not have;
+    `about` is what a reader should know of them.
+    """
+
+    name: str
+    kind: str  # name of the class, without "Config"
+    own: dict[str, Any] = field(default_factory=dict)
+    drop: tuple[str, ...] = ()
+    about: str = ""
+
+    def config(self, layers: int = 2) -> PreTrainedConfig:
+        """The config of a model with `layers` layers, of hidden size 64, 2 heads of 32."""
+        fields = {**_COMMON, **self.own, "num_hidden_layers": layers}
+        for name in self.drop:
+            del fields[name]
+        return getattr(transformers, f"{self.kind}Config")(**fields)
+
+    def model(self, seed: int = 0) -> PreTrainedModel:
+        """A model with random weights, which depend on `seed` alone."""
+        config = self.config()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            if self.name in _NOT_CAUSAL:
+                model: Any = getattr(transformers, _NOT_CAUSAL[self.name])(config)
+            else:
+                model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            _disturb(model)
+        model.generation_config = GenerationConfig(
+            do_sample=True,
+            temperature=1.0,
+            eos_token_id=_COMMON["eos_token_id"],
+            pad_token_id=_COMMON["pad_token_id"],
+        )
+        return model.eval()
+
+    def write(self, out: Path, seed: int = 0) -> Path:
+        """Write such a model to the directory `out`."""
+        with no_progress_bars():
+            self.model(seed).save_pretrained(out)
+            make_tokenizer(CONTEXT).save_pretrained(out)
+        return out
+
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": len(make_tokenizer()),
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": CONTEXT,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.1,
+    "pad_token_id": SPECIAL_TOKENS.index(PAD),
+    "bos_token_id": None,
+    "eos_token_id": SPECIAL_TOKENS.index(END),
+}
+_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_NOT_CAUSAL = {"qwen3-vl": "Qwen3VLForConditionalGeneration"}
+
+
+def _vision() -> dict[str, Any]:
+    """A vision model and a text model, as Qwen3-VL has them."""
+    text = {**_COMMON, "num_hidden_layers": 2}
+    text["rope_parameters"] = {
+        "rope_type": "default",
+        "rope_theta": 10_000.0,
+        "mrope_section": [6, 5, 5],
+    }
+    vision = {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0],
+    }
+    return {"text_config": text, "vision_config": vision}
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    architecture.name: architecture
+    for architecture in (
+        Architecture("qwen3", "Qwen3"),
+        Architecture("qwen3-tied", "Qwen3", {"tie_word_embeddings": True}, about="tied embeddings"),
+        Architecture("qwen2.5", "Qwen2"),
+        Architecture(
+            "qwen2.5-window",
+            "Qwen2",
+            {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+            about=_SOME,
+        ),
+        Architecture("llama", "Llama"),
+        Architecture(
+            "llama3-rope",
+            "Llama",
+            {
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "rope_theta": 10_000.0,
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 32,
+                }
+            },
+            about="rotary positions of Llama 3",
+        ),
+        Architecture("mistral", "Mistral", {"sliding_window": None}),
+        Architecture("mistral-window", "Mistral", {"sliding_window": WINDOW}, about=_ALL),
+        Architecture("phi3", "Phi3", drop=("head_dim",)),
+        Architecture(
+            "phi3-window", "Phi3", {"sliding_window": WINDOW}, drop=("head_dim",), about=_ALL
+        ),
+        Architecture("olmo2", "Olmo2", drop=("head_dim",)),
+        Architecture(
+            "olmo3",
+            "Olmo3",
+            {"sliding_window": WINDOW, "layer_types": [_SLIDING, _FULL]},
+            drop=("head_dim",),
+            about=_SOME,
+        ),
+        Architecture("glm4", "Glm4"),
+        Architecture(
+            "smollm3",
+            "SmolLM3",
+            {"no_rope_layers": [1, 0]},
+            drop=("head_dim",),
+            about="some layers without rotary positions",
+        ),
+        Architecture(
+            "granite",
+            "Granite",
+            {
+                "embedding_multiplier": 3.0,
+                "attention_multiplier": 0.3,
+                "residual_multiplier": 0.5,
+                "logits_scaling": 2.0,
+            },
+            drop=("head_dim",),
+            about="all four multipliers",
+        ),
+        Architecture(
+            "cohere", "Cohere", {"logit_scale": 0.5}, drop=("head_dim",), about="scaled logits"
+        ),
+        Architecture(
+            "cohere2",
+            "Cohere2",
+            {"logit_scale": 0.5, "sliding_window": WINDOW, "layer_types": [_SLIDING, _FULL]},
+            about=f"scaled logits, {_SOME}",
+        ),
+        Architecture(
+            "gemma2",
+            "Gemma2",
+            {
+                "sliding_window": WINDOW,
+                "layer_types": [_SLIDING, _FULL],
+                "query_pre_attn_scalar": 24,
+                "attn_logit_softcapping": 2.0,
+                "final_logit_softcapping": 3.0,
+            },
+            about=f"soft caps on scores and logits, {_SOME}",
+        ),
+        Architecture(
+            "gemma3",
+            "Gemma3Text",
+            {
+                "sliding_window": WINDOW,
+                "layer_types": [_SLIDING, _FULL],
+                "query_pre_attn_scalar": 24,
+            },
+            about=f"the text model, {_SOME}",
+        ),
+        Architecture(
+            "starcoder2", "Starcoder2", {"sliding_window": WINDOW}, drop=("head_dim",), about=_ALL
+        ),
+        Architecture("qwen3-moe", "Qwen3Moe", {**_EXPERTS, "num_experts": 4}),
+        Architecture(
+            "qwen2-moe",
+            "Qwen2Moe",
+            {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 48},
+            drop=("head_dim",),
+        ),
+        Architecture(
+            "mixtral",
+            "Mixtral",
+            {"num_experts_per_tok": 2, "num_local_experts": 4, "sliding_window": None},
+        ),
+        Architecture(
+            "mixtral-window",
+            "Mixtral",
+            {"num_experts_per_tok": 2, "num_local_experts": 4, "sliding_window": WINDOW},
+            about=_ALL,
+        ),
+        Architecture(
+            "deepseek-v3",
+            "DeepseekV3",
+            {
+                **_EXPERTS,
+                "n_routed_experts": 8,
+                "n_shared_experts": 1,
+                "n_group": 2,
+                "topk_group": 1,
+                "first_k_dense_replace": 1,
+                "num_key_value_heads": 2,
+                "q_lora_rank": 24,
+                "kv_lora_rank": 32,
+                "qk_rope_head_dim": 16,
+                "qk_nope_head_dim": 16,
+                "v_head_dim": 24,
+                "num_mtp_layers": 0,
+            },
+            drop=("head_dim",),
+            about="latent attention, without layers for multi-token prediction",
+        ),
+        Architecture(
+            "glm4-moe",
+            "Glm4Moe",
+            {
+                **_EXPERTS,
+                "n_routed_experts": 4,
+                "n_shared_experts": 1,
+                "first_k_dense_replace": 1,
+                "num_mtp_layers": 0,
+                "use_qk_norm": True,
+            },
+            about="without layers for multi-token prediction",
+        ),
+        Architecture(
+            "gpt-oss",
+            "GptOss",
+            {
+                "num_experts_per_tok": 2,
+                "num_local_experts": 4,
+                "sliding_window": WINDOW,
+                "layer_types": [_SLIDING, _FULL],
+                "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+            },
+            about=f"sinks, {_SOME}",
+        ),
+        Architecture(
+            "llama4",
+            "Llama4Text",
+            {
+                "intermediate_size_mlp": 96,
+                "num_local_experts": 4,
+                "num_experts_per_tok": 1,
+                "interleave_moe_layer_step": 2,
+                "attention_chunk_size": WINDOW,
+                "no_rope_layers": [1, 0],
+            },
+        ),
+        Architecture(
+            "qwen3-next",
+            "Qwen3Next",
+            {
+                **_EXPERTS,
+                "num_experts": 4,
+                "shared_expert_intermediate_size": 48,
+                "layer_types": ["linear_attention", _FULL],
+                "linear_num_key_heads": 2,
+                "linear_num_value_heads": 2,
+                "linear_key_head_dim": 16,
+                "linear_value_head_dim": 16,
+            },
+        ),
+        Architecture(
+            "mamba2",
+            "Mamba2",
+            {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16, "chunk_size": 16},
+            drop=(
+                "intermediate_size",
+                "num_attention_heads",
+                "num_key_value_heads",
+                "max_position_embeddings",
+            ),
+        ),
+        Architecture("qwen3-vl", "Qwen3VL", _vision(), drop=tuple(_COMMON)),
+        Architecture("gemma", "Gemma"),
+        Architecture(
+            "ministral",
+            "Ministral",
+            {"sliding_window": WINDOW, "layer_types": [_SLIDING, _FULL]},
+            about=_SOME,
+        ),
+        Architecture(
+            "olmoe", "Olmoe", {"num_experts_per_tok": 2, "num_experts": 4}, drop=("head_dim",)
+        ),
+        Architecture("seed-oss", "SeedOss"),
+        Architecture("ernie4.5", "Ernie4_5"),
+        Architecture(
+            "exaone4",
+            "Exaone4",
+            {"sliding_window": WINDOW, "layer_types": [_SLIDING, _FULL]},
+            about=_SOME,
+        ),
+        Architecture(
+            "bloom",
+            "Bloom",
+            {"n_head": 2},
+            drop=(
+                "head_dim",
+                "num_key_value_heads",
+                "intermediate_size",
+                "max_position_embeddings",
+                "num_attention_heads",
+            ),
+            about="stands for any architecture that is not listed above",
+        ),
+    )
+}
+
+
+@torch.no_grad()
+def _disturb(model: PreTrainedModel) -> None:
+    """Move every parameter and stored buffer off the value that it was initialised with."""
+    for parameter in model.parameters():
+        scale = 0.1 if parameter.dim() == 1 else 1 / math.sqrt(parameter.shape[-1])
+        parameter.add_(torch.randn_like(parameter) * scale)
+    stored = model.state_dict()
+    for name, buffer in model.named_buffers():
+        if name in stored and buffer.is_floating_point():
+            buffer.add_(torch.randn_like(buffer) * 0.1)
+
+
+def main() -> None:
+    """Write the models that are named, or all, to a folder of their own each."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(ARCHITECTURES))
+    options = parser.parse_args()
+    for name in options.names or ARCHITECTURES:
+        print(ARCHITECTURES[name].write(options.out / name))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,5 @@
+"""The driver's errors of the double."""
+
+
+class CUDADriverError(RuntimeError):
+    pass

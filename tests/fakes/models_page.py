@@ -1,0 +1,89 @@
+"""The tables of `docs/models.md`; `python -m fakes.models_page`, in `tests/`, writes them anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from fakes import vllm_models
+from fakes.architectures import ARCHITECTURES, Architecture
+
+from umbra.deploy.model_check.check import check_model
+from umbra.deploy.model_check.outcome import Outcome
+from umbra.proto.errors import UsageError
+from umbra.services.runtime.architectures import check_architecture
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+RIGHT = (
+    "architecture",
+    "`model_type`",
+    "tried with",
+    "training",
+    "torch engine",
+    "weights",
+    "vLLM",
+)
+REFUSED = ("architecture", "`model_type`", "Umbra says")
+
+
+def examine(directory: Path) -> Outcome | str:
+    """What the comparisons of the model in `directory` came to, or why it is refused."""
+    try:
+        check_architecture(directory, "model.path")
+    except UsageError as error:
+        return (
+            str(error).replace(f"model.path: {directory} is a ", "").replace(str(directory), "PATH")
+        )
+    return check_model(directory, vllm=False)
+
+
+def right(architecture: Architecture, outcome: Outcome) -> str:
+    """The line of an architecture whose comparisons were made."""
+    cells = [f"**{outcome.architecture}**", f"`{outcome.model_type}`", architecture.about]
+    for kind in ("rows", "torch engine", ("published", "exported")):
+        kinds = (kind,) if isinstance(kind, str) else kind
+        rows = [row for row in outcome.rows if any(part in row.name for part in kinds)]
+        assert rows, f"nothing was compared of {kinds}"
+        cells.append("equal" if all(row.outcome == "equal" for row in rows) else "different")
+    cells.append(vllm_models.recorded()[architecture.name]["outcome"])
+    return _line(cells)
+
+
+def refused(architecture: Architecture, reason: str) -> str:
+    """The line of an architecture that is refused."""
+    return _line([architecture.name, f"`{architecture.config().model_type}`", reason])
+
+
+def table(heading: tuple[str, ...], lines: list[str]) -> str:
+    """A table of `lines`."""
+    return "\n".join((_line(list(heading)), _line(["---"] * len(heading)), *lines))
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def write(page: Path = PAGE) -> None:
+    """Examine all architectures, and put what came of it between the marks of the page."""
+    good: list[str] = []
+    bad: list[str] = []
+    with TemporaryDirectory() as folder:
+        for name, architecture in ARCHITECTURES.items():
+            found = examine(architecture.write(Path(folder) / name))
+            if isinstance(found, str):
+                bad.append(refused(architecture, found))
+            else:
+                good.append(right(architecture, found))
+    text = page.read_text(encoding="utf-8")
+    for mark, content in (("right", table(RIGHT, good)), ("refused", table(REFUSED, bad))):
+        begin, end = f"<!-- {mark} -->\n", f"<!-- end of {mark} -->\n"
+        before, rest = text.split(begin)
+        _, after = rest.split(end)
+        text = f"{before}{begin}{content}\n{end}{after}"
+    page.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    write()

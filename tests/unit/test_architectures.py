@@ -1,0 +1,389 @@
+"""With each architecture Umbra computes what Transformers does, or refuses it by name."""
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from fakes import models_page
+from fakes.architectures import ARCHITECTURES, WINDOW
+from transformers import PreTrainedModel
+
+from umbra.deploy.model_check import check, serving
+from umbra.deploy.model_check.check import check_model
+from umbra.deploy.model_check.command import command
+from umbra.deploy.model_check.outcome import Outcome, Row
+from umbra.deploy.model_check.subject import fewest_layers
+from umbra.deploy.preflight import check_run
+from umbra.proto.errors import StartupError, UmbraError, UsageError
+from umbra.services.generator import vllm_check
+from umbra.services.generator.engine import EngineError
+from umbra.services.generator.vllm_check import Differences
+from umbra.services.modeling import models
+from umbra.services.modeling.attention import Attention
+from umbra.services.modeling.models import load_model, outline_model
+from umbra.services.runtime.architectures import PROVEN, check_architecture, in_the_way
+from umbra.services.runtime.config import Data, RunConfig, Scorer
+from umbra.services.runtime.config import Model as ModelSection
+from umbra.services.trainer.policy import load_backbone, load_policy
+
+CPU = torch.device("cpu")
+compare = partial(check_model, vllm=False)  # vLLM has tests of its own
+REFUSED = {
+    "llama4": "attends in chunks (attention_chunk_size)",
+    "qwen3-next": "keeps a running state in some layers (linear_attention)",
+    "mamba2": "keeps a running state in some layers (state_size",
+    "qwen3-vl": "has more than a text model (vision_config)",
+    "bloom": "an architecture that Umbra was not tested with",
+}
+RIGHT = [name for name in ARCHITECTURES if name not in REFUSED]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("architectures")
+
+
+@pytest.fixture
+def model_dir(folder: Path, request: pytest.FixtureRequest) -> Path:
+    """The model of the architecture that the test's parameter names."""
+    path = folder / request.param
+    return path if path.exists() else ARCHITECTURES[request.param].write(path)
+
+
+def of(*names: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("model_dir", names, indirect=True)
+
+
+def page() -> list[str]:
+    return models_page.PAGE.read_text(encoding="utf-8").splitlines()
+
+
+@of(*RIGHT)
+def test_what_is_computed_is_what_transformers_computes(model_dir: Path) -> None:
+    outcome = models_page.examine(model_dir)
+    assert isinstance(outcome, Outcome), outcome
+    assert outcome.equal, outcome.as_text()
+    assert len(outcome.rows) == 13
+    assert outcome.model_type in PROVEN
+    assert models_page.right(ARCHITECTURES[model_dir.name], outcome) in page()
+
+
+@of(*REFUSED)
+def test_what_cannot_be_right_is_refused_by_name_before_anything_starts(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    architecture = json.loads((model_dir / "config.json").read_text())["architectures"][0]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a"}\n')
+    run = RunConfig(model=ModelSection(path=str(model_dir)), data=Data(prompts=str(prompts)))
+    for refuse in (
+        lambda: load_policy(model_dir),
+        lambda: load_backbone(model_dir, "model.path"),
+        lambda: load_model(model_dir, CPU, torch.float32),
+        lambda: outline_model(model_dir),
+        lambda: check_run(run),
+    ):
+        with pytest.raises(UsageError) as caught:
+            refuse()
+        sentence = str(caught.value)
+        assert sentence.startswith(f"model.path: {model_dir} is a {architecture}, ")
+        assert REFUSED[model_dir.name] in sentence
+        assert "\n" not in sentence
+    reason = models_page.examine(model_dir)
+    assert isinstance(reason, str)
+    assert models_page.refused(ARCHITECTURES[model_dir.name], reason) in page()
+
+
+def test_the_lists_are_those_of_the_tests() -> None:
+    assert {ARCHITECTURES[name].config().model_type for name in RIGHT} == PROVEN
+
+
+@of("bloom")
+def test_an_architecture_that_is_not_listed_may_be_named_once_it_was_checked(
+    model_dir: Path,
+) -> None:
+    check_architecture(model_dir, checked=["bloom"])
+    outcome = compare(model_dir)
+    assert not outcome.equal
+    training = different(outcome)["training"]
+    assert training.note.startswith("ValueError: "), "its own mask needs another form than ours"
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "(rope type dynamic)"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "(rope type longrope)"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}},
+            "(rope type dynamic)",
+        ),
+        ({"use_bidirectional_attention": True}, "attends to later tokens too"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "has quantized weights (fp8)"),
+        ({"layer_types": ["chunked_attention"]}, "attends in chunks"),
+        ({"attention_chunk_size": 8192}, "attends in chunks"),
+        ({"layer_types": ["conv", "full_attention"]}, "a running state in some layers (conv)"),
+        (
+            {"sliding_window": 8, "layer_types": ["full_attention"]},
+            "has layer_types that its class does not read",
+        ),
+        ({"text_config": {}}, "has more than a text model (text_config)"),
+        ({"is_encoder_decoder": True}, "is an encoder with a decoder"),
+        ({"rope_scaling": {"rope_type": "yarn"}, "rope_parameters": None}, ""),
+        ({"layer_types": ["full_attention"], "sliding_window": None}, ""),
+    ],
+)
+def test_fields_of_a_config_that_would_be_wrong(fields: dict[str, Any], reason: str) -> None:
+    found = in_the_way({"model_type": "llama", **fields})
+    assert (reason in found) if reason else not found
+
+
+@of("llama4")
+def test_a_default_that_would_be_wrong_is_refused_too(model_dir: Path, tmp_path: Path) -> None:
+    """Fields that config.json leaves out are filled in by Transformers."""
+    path = shutil.copytree(model_dir, tmp_path / "model")
+    fields = json.loads((path / "config.json").read_text())
+    del fields["attention_chunk_size"], fields["layer_types"]
+    (path / "config.json").write_text(json.dumps(fields))
+    check_architecture(path, checked=["llama4_text"])
+    with pytest.raises(UsageError, match="Llama4ForCausalLM, which attends in chunks"):
+        load_model(path, CPU, torch.float32, checked=["llama4_text"])
+
+
+@of("llama4")
+def test_the_reference_model_of_a_scorer_is_checked_too(
+    model_dir: Path, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a"}\n')
+    run = RunConfig(
+        model=ModelSection(path=str(tiny_model_dir)),
+        data=Data(prompts=str(prompts)),
+        scorer=Scorer(model=str(model_dir), ref_logp=1),
+    )
+    check_run(run)
+    run.buffer.stages.append("ref_logp")
+    with pytest.raises(UsageError, match=r"scorer\.model: .* attends in chunks"):
+        check_run(run)
+
+
+# -- the comparisons notice ------------------------------------------------------------------------
+
+
+def different(outcome: Outcome) -> dict[str, Row]:
+    return {row.name: row for row in outcome.rows if row.outcome == "different"}
+
+
+@of("mistral-window", "olmo3")
+def test_a_window_that_is_left_out_is_noticed(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(config: Any) -> Attention:
+        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+        return Attention(tuple((kind, None) for kind in sorted(kinds)))
+
+    monkeypatch.setattr(Attention, "of", full)
+    found = different(compare(model_dir))
+    for name in (
+        "logprobs of packed rows",
+        "logprobs of packed rows, shared prompts",
+        "logprobs of the torch engine",
+        "logprobs of the torch engine, recompute",
+        "logprobs of the torch engine, keep",
+    ):
+        worst = found[name].worst
+        assert worst is not None and worst > 0.05
+    assert "logprobs of rows of one sequence" not in found, "Transformers makes those masks"
+
+
+@of("mistral-window")
+def test_a_window_that_is_one_token_too_long_is_noticed(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Attention, "of", lambda _: Attention((("sliding_attention", WINDOW + 1),)))
+    assert "logprobs of packed rows, shared prompts" in different(compare(model_dir))
+
+
+@of("gemma2")
+def test_a_soft_cap_that_is_left_out_is_noticed(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "attention_implementation", lambda _: "sdpa")
+    found = different(compare(model_dir))
+    assert "logprobs of rows of one sequence" in found
+    assert "logprobs of the torch engine" in found
+
+
+@of("qwen3-moe")
+def test_weights_that_arrive_damaged_are_noticed(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, written = serving.write_shards, serving.whole_weights
+
+    def damaged(policy: PreTrainedModel, manifest: Any, memory: memoryview) -> None:
+        whole(policy, manifest, memory)
+        entry = next(e for e in manifest.tensors if "experts.down_proj" in e.name)
+        memory[entry.offset] ^= 1
+
+    def damaged_export(policy: PreTrainedModel) -> dict[str, torch.Tensor]:
+        weights = {name: tensor.clone() for name, tensor in written(policy).items()}
+        next(t for n, t in weights.items() if "experts.down_proj" in n).view(-1)[0] += 1
+        return weights
+
+    monkeypatch.setattr(serving, "write_shards", damaged)
+    monkeypatch.setattr(serving, "whole_weights", damaged_export)
+    found = different(compare(model_dir))
+    for name in ("weights published in float32", "weights published in bfloat16"):
+        assert found[name].worst == 1
+        assert "experts.down_proj" in found[name].note
+    assert "experts.down_proj" in found["weights exported"].note
+
+
+@of("qwen3-moe")
+def test_an_export_under_other_names_is_noticed(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        serving, "_stored", lambda path: {"a", "b"} if path.name == "export" else {"a", "c"}
+    )
+    assert different(compare(model_dir))["names exported"].note == "b"
+
+
+@pytest.mark.parametrize(
+    ("found", "outcomes"),
+    [
+        (Differences(from_disk=1e-6, same=2e-6, changed=3e-6, moved=1.0), ["equal"] * 3),
+        (
+            Differences(from_disk=1e-6, same=3.84, changed=float("nan"), moved=1.0),
+            ["equal", "different", "different"],
+        ),
+        (UsageError("vLLM is not installed"), ["left out"]),
+        (StartupError("no such head size\nand more"), ["left out"]),
+        (EngineError("an update did not reach experts"), ["different"]),
+    ],
+)
+@of("qwen3-moe")
+def test_what_vllm_serves_is_in_the_table(
+    model_dir: Path,
+    found: Differences | UmbraError,
+    outcomes: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def differences(directory: Path, publish: Any, **_: Any) -> Differences:
+        assert directory == model_dir
+        if isinstance(found, UmbraError):
+            raise found
+        return found
+
+    monkeypatch.setattr(vllm_check, "vllm_differences", differences)
+    monkeypatch.setattr(check, "_compare", lambda *_: iter(()))
+    outcome = check_model(model_dir)
+    assert [row.outcome for row in outcome.rows] == outcomes
+    assert outcome.equal == ("different" not in outcomes)
+    if isinstance(found, UmbraError):
+        assert str(found).partition("\n")[0] in outcome.rows[0].note
+    json.loads(json.dumps(outcome.as_dict(), allow_nan=False))
+
+
+# -- copies of large models ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [("llama", 2), ("deepseek-v3", 2), ("gemma3", 2), ("smollm3", 2), ("qwen2.5-window", 2)],
+)
+def test_few_layers_that_have_every_kind(name: str, layers: int) -> None:
+    assert fewest_layers(ARCHITECTURES[name].config(2)) == layers
+
+
+def test_as_many_layers_as_the_last_kind_takes() -> None:
+    config: Any = ARCHITECTURES["deepseek-v3"].config(6)
+    config.first_k_dense_replace = 3
+    assert fewest_layers(config) == 4
+    config: Any = ARCHITECTURES["llama"].config(6)
+    config.no_rope_layers = [1, 1, 1, 0, 1, 1]
+    assert fewest_layers(config) == 4
+
+
+def test_a_copy_has_few_layers_and_short_windows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    architecture = ARCHITECTURES["gemma2"]
+    config: Any = architecture.config(2)
+    kinds = ["sliding_attention"] * 3 + ["full_attention"]
+    fields = {**config.to_dict(), "num_hidden_layers": 4, "layer_types": kinds}
+    fields["sliding_window"] = 4096
+    path = tmp_path / "model"
+    model = type(architecture.model())(type(config)(**fields))
+    model.save_pretrained(path)
+    for file in (architecture.write(tmp_path / "small")).glob("tokenizer*"):
+        shutil.copy(file, path)
+    cuts = ["the first 2 of 4 layers", "windows of 16 tokens instead of 4096"]
+    outcome = compare(path, layers=2)
+    assert list(outcome.cuts) == cuts
+    assert outcome.equal, outcome.as_text()
+    assert all(f"compared on a copy with {cut}" in outcome.as_text() for cut in cuts)
+    assert compare(path, layers=3).cuts[0] == "the first 3 of 4 layers"
+    monkeypatch.setattr("umbra.deploy.model_check.subject.LARGE", 1000)
+    assert list(compare(path).cuts) == cuts
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def umbra(*arguments: str) -> Result:
+    return CliRunner().invoke(command, list(arguments), standalone_mode=False)
+
+
+@of("qwen3")
+def test_the_command_prints_the_table_and_ends_well(model_dir: Path) -> None:
+    result = CliRunner().invoke(
+        command, [str(model_dir), "--threads", "1", "--no-vllm"], standalone_mode=False
+    )
+    assert result.return_value == 0
+    assert "Qwen3ForCausalLM" in result.output
+    assert result.output.count(" equal ") == 13
+    assert "model.checked" not in result.output
+
+
+@of("qwen3")
+def test_as_json(model_dir: Path) -> None:
+    result = CliRunner().invoke(
+        command, [str(model_dir), "--json", "--no-vllm"], standalone_mode=False
+    )
+    found = json.loads(result.output)
+    assert found["equal"] and found["architecture"] == "Qwen3ForCausalLM"
+    assert {row["outcome"] for row in found["rows"]} == {"equal"}
+
+
+@of("bloom")
+def test_a_difference_is_the_exit_code_of_a_refusal(model_dir: Path) -> None:
+    result = CliRunner().invoke(
+        command, [str(model_dir), "--json", "--no-vllm"], standalone_mode=False
+    )
+    assert isinstance(result.exception, UsageError) and result.exception.exit_code == 2
+    assert "BloomForCausalLM" in str(result.exception)
+    assert not json.loads(result.output)["equal"]
+
+
+@of("qwen3")
+def test_what_is_not_listed_is_told_how_to_be_named(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def equal(path: Path, layers: int, *, vllm: bool) -> Outcome:
+        row = Row("logprobs", 0.0, 1.0, "nats")
+        return Outcome(str(path), "NewForCausalLM", "new", [], [row])
+
+    monkeypatch.setattr(check, "check_model", equal)
+    result = umbra(str(model_dir))
+    assert 'model.checked = ["new"]' in result.output

@@ -1,0 +1,373 @@
+"""What a run loses and whether it learns: the watcher alone, and in the broker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fakes.broker_world import World, trajectory
+
+from umbra.proto.messages import (
+    CommitBatch,
+    LeaseScoring,
+    ReturnedSample,
+    ReturnSamples,
+    RunWarning,
+    ScoringLeases,
+    SubmitScores,
+    SubmitTrajectories,
+)
+from umbra.proto.records import SampleTask, Score
+from umbra.services.buffer.health import BATCHES, NAMES, SHARES, Health, SampleFailure, Share
+from umbra.services.runtime.config import Buffer, Critic, Run, RunConfig, Trainer
+
+
+def health(
+    *, trainer: Trainer | None = None, critic: Critic | None = None, **buffer: Any
+) -> Health:
+    sizes = {"group_size": 4, "batch_groups": 4, **buffer}  # 16 samples a batch
+    return Health(
+        RunConfig(
+            run=Run(steps=100),
+            buffer=Buffer(**sizes),
+            trainer=trainer or Trainer(),
+            critic=critic or Critic(),
+        )
+    )
+
+
+def failure(number: int = 1, reason: str = "reward raised KeyError: 'x'", *, own: bool = True,
+            samples: int = 4) -> SampleFailure:  # fmt: skip
+    return SampleFailure(f"s-{number}", f"p{number}", reason, samples, own)
+
+
+def held(watcher: Health, version: int = 1) -> dict[str, RunWarning]:
+    watcher.look(version)
+    return {one.name: one for one in watcher.warnings() if one.until < 0}
+
+
+def test_a_share_is_of_the_last_batches_and_of_the_whole_run() -> None:
+    share = Share(10)
+    assert (share.share, share.whole, share.begun, share.full) == (0.0, 0.0, False, False)
+    for _ in range(BATCHES):
+        assert not share.full
+        share.add(10, 10)
+    assert share.full and share.share == 1.0
+    share.add(0, 5)
+    assert share.share == pytest.approx(40 / 45), "what has come since counts, too"
+    for _ in range(BATCHES):
+        share.add(0, 10)
+    assert share.share == 0.0, "what is older does not count any more"
+    assert share.whole == pytest.approx(40 / 85)
+
+
+def test_groups_with_equal_rewards() -> None:
+    watcher = health()
+    for _ in range(3):
+        watcher.group([1.0] * 4)
+    assert not held(watcher), "three groups are not a batch"
+    watcher.group([0.0, 1.0, 0.0, 0.0])
+    assert watcher.figures()["equal_rewards"] == 0.75 and "equal_rewards" not in held(watcher)
+    for _ in range(4):
+        watcher.group([0.0] * 4)
+    found = held(watcher, 7)["equal_rewards"]
+    assert found.figures == {"share": 0.875} and found.since == 7
+    assert "88% of the groups" in found.text and "buffer.dynamic_sampling" in found.text
+    assert "constant_reward" not in held(watcher)
+    for _ in range(16):
+        watcher.group([0.0, 1.0, 0.0, 0.0])
+    assert "equal_rewards" not in held(watcher, 9)
+    (over,) = watcher.warnings()
+    assert (over.name, over.since, over.until) == ("equal_rewards", 7, 9)
+    assert watcher.figures() == {
+        "equal_rewards": 0.0, "truncated": 0.0, "failed_samples": 0.0,
+        "equal_rewards/run": 7 / 24, "truncated/run": 0.0, "failed_samples/run": 0.0,
+    }  # fmt: skip
+
+
+def test_groups_that_are_replaced_are_told_as_such() -> None:
+    watcher = health(dynamic_sampling=True)
+    for _ in range(4):
+        watcher.group([1.0] * 4)
+    assert "are replaced (buffer.dynamic_sampling)" in held(watcher)["equal_rewards"].text
+
+
+def test_a_reward_that_never_changes() -> None:
+    watcher = health()
+    for _ in range(4):
+        watcher.group([0.25] * 4)
+    found = held(watcher)["constant_reward"]
+    assert found.figures == {"reward": 0.25} and "the same reward, 0.25" in found.text
+    watcher.group([0.25, 0.25, 0.25, 0.5])
+    assert "constant_reward" not in held(watcher)
+
+
+def test_equal_groups_of_different_rewards_are_no_constant_reward() -> None:
+    watcher = health()
+    for reward in (0.0, 1.0, 0.0, 1.0):
+        watcher.group([reward] * 4)
+    assert set(held(watcher)) == {"equal_rewards"}
+
+
+def test_answers_that_are_cut_off() -> None:
+    watcher = health()
+    task = SampleTask(sample_id="s", group_id="g", prompt_id="p", attempt=1, row={}, lease_s=1.0)
+    for number in range(16):
+        reason = "length" if number < 4 else "stop"
+        watcher.answered(trajectory(task, 0, finish_reason=reason))
+    found = held(watcher)["truncated"]
+    assert found.figures == {"share": 0.25}
+    assert found.text.startswith(
+        "25% of the answers of late were cut off at a limit on tokens (samp"
+    )
+    assert watcher.answers == 16
+
+
+def test_failures_have_their_most_frequent_reason_and_an_example() -> None:
+    watcher = health()
+    for _ in range(8):
+        watcher.group([0.0, 1.0, 0.0, 1.0])
+    watcher.failed(failure(1, "the tool took longer than 60 s"))
+    for number, text in enumerate(("'12x'", "'zzz'"), 2):
+        watcher.failed(failure(number, f"reward raised ValueError: {text} is no number"))
+    found = held(watcher)["failed_samples"]
+    assert found.figures == {"share": pytest.approx(12 / 44), "own": pytest.approx(3 / 44)}
+    assert "27% of the samples of late ended as failed, 7% by themselves" in found.text
+    assert (
+        "most often (2 of the last 3): reward raised ValueError: 'zzz' is no number (for example "
+        "sample s-3 of prompt p3)" in found.text
+    )
+    assert not watcher.verdict
+
+
+def test_too_many_failures_end_the_run_once_four_batches_are_known() -> None:
+    watcher = health()
+    for number in range(15):
+        watcher.failed(failure(number))
+        assert not watcher.verdict
+    watcher.failed(failure(15))
+    assert watcher.verdict.startswith("100% of the samples of late ended as failed, 25% by them")
+    assert "reward raised KeyError: 'x' (for example sample s-15 of prompt p15)" in watcher.verdict
+    assert "more than buffer.max_failed_share = 0.5" in watcher.verdict
+
+
+def test_the_share_is_a_bound_that_may_be_met() -> None:
+    watcher = health(max_failed_share=0.5)
+    for number in range(8):
+        watcher.failed(failure(number))
+        watcher.group([0.0, 1.0, 0.0, 1.0])
+    assert watcher.figures()["failed_samples"] == 0.5 and not watcher.verdict
+    watcher.failed(failure())
+    assert watcher.verdict
+
+
+def test_lost_leases_and_a_bound_of_one_end_no_run() -> None:
+    watcher = health()
+    for number in range(100):
+        watcher.failed(failure(number, "5 leases were lost", own=False))
+    assert not watcher.verdict and not held(watcher)
+    assert watcher.figures()["failed_samples"] == 0.0
+    boundless = health(max_failed_share=1.0)
+    for number in range(100):
+        boundless.failed(failure(number))
+    assert not boundless.verdict and "failed_samples" in held(boundless)
+
+
+def test_a_gradient_of_zero() -> None:
+    watcher = health()
+    watcher.trained(1, {"grad_norm": 0.5, "updates": 1.0})
+    assert not held(watcher)
+    watcher.trained(2, {"updates": 0.0})
+    watcher.trained(3, {"grad_norm": 0.0, "updates": 1.0})
+    found = held(watcher, 3)["zero_gradient"]
+    assert found.figures == {"steps": 2.0} and "last 2 steps, up to step 3, was zero" in found.text
+    watcher.trained(4, {"grad_norm": 0.1})
+    assert not held(watcher, 4)
+    watcher.trained(5, {})  # nothing was said
+    assert not held(watcher, 5)
+
+
+def test_the_policy_waits_for_the_value_model() -> None:
+    critic = Critic(warmup_steps=2)
+    watcher = health(trainer=Trainer(objective="ppo_critic"), critic=critic)
+    watcher.trained(2, {"updates": 0.0})
+    assert not held(watcher)
+    watcher.trained(3, {"updates": 0.0})
+    assert "zero_gradient" in held(watcher)
+
+
+def test_updates_that_are_left_out() -> None:
+    watcher = health()
+    watcher.trained(1, {"skipped": 1.0})
+    watcher.trained(2, {"skipped": 0.0, "grad_norm": 1.0})
+    assert held(watcher)["skipped_updates"].figures == {"share": 0.5}
+    for step in range(3, 3 + BATCHES):
+        watcher.trained(step, {"skipped": 0.0, "grad_norm": 1.0})
+    assert not held(watcher)
+
+
+@pytest.mark.parametrize(
+    ("objective", "warned"), [("tis_opsm", True), ("grpo", True), ("reinforce_pp", False)]
+)
+def test_groups_of_one(objective: Any, warned: bool) -> None:
+    trainer = Trainer(objective=objective)
+    assert ("lone_groups" in held(health(group_size=1, trainer=trainer))) == warned
+    assert "lone_groups" not in held(health(group_size=2, trainer=trainer))
+
+
+def test_a_warning_is_new_once() -> None:
+    watcher = health(group_size=1)
+    assert [one.name for one in watcher.look(0)] == ["lone_groups"]
+    assert watcher.look(1) == []
+    assert [one.since for one in watcher.warnings()] == [0]
+
+
+def test_only_the_counts_of_the_whole_run_survive_the_buffer() -> None:
+    """A run that was ended for its failures goes on with a clean sheet, once they are mended."""
+    watcher = health()
+    for number in range(16):
+        watcher.failed(failure(number))
+    again = health()
+    again.restore(watcher.record())
+    assert not again.verdict and again.figures()["failed_samples"] == 0.0
+    assert again.figures()["failed_samples/run"] == 1.0
+    fresh = health()
+    fresh.restore({})  # the store of a buffer that kept none
+    assert not any(fresh.figures().values())
+
+
+def test_names_are_complete() -> None:
+    """Each name is raised by a test above, so none of them is only a word."""
+    assert len(set(NAMES)) == len(NAMES) == 7
+    assert set(health().figures()) == {*SHARES, *(f"{name}/run" for name in SHARES)}
+
+
+# -- in the broker ---------------------------------------------------------------------------------
+
+
+def fail(run: World, task: SampleTask, reason: str) -> None:
+    back = ReturnedSample(
+        sample_id=task.sample_id, attempt=task.attempt, reason=reason, failed=True
+    )
+    run.ask("a", ReturnSamples(samples=[back]))
+
+
+def test_a_run_whose_reward_always_raises_ends_with_a_balanced_ledger() -> None:
+    run = World(group_size=4, batch_groups=4)
+    run.join("generator", "a")
+    run.join("trainer", "trainer")
+    for _ in range(16):
+        assert run.broker.state == "ready" and not run.broker.failure
+        (task,) = run.lease("a", 1, 0)
+        fail(run, task, "reward raised KeyError: 'answer'")
+    assert "reward raised KeyError: 'answer'" in run.broker.failure
+    status = run.broker.status(run.now)
+    assert (status.state, status.ending) == ("draining", run.broker.failure)
+    assert not status.finished, "it can go on from its store"
+    run.broker.close(run.now)
+    ledger = run.broker.status(run.now).ledger
+    assert ledger.ended["failed"] == 64 and ledger.balance == 0
+    assert sum(ledger.in_flight.values()) == 0
+
+
+def test_samples_that_nobody_can_finish_end_no_run() -> None:
+    """Every generator dies with its sample: what fails says nothing about its content."""
+    run = World(group_size=4, batch_groups=4, max_attempts=1, lease_s=10.0)
+    run.join("generator", "a")
+    for _ in range(30):
+        run.lease("a", 1, 0)
+        run.now += 11.0
+        run.beat("a")
+        run.pass_time(0.0)
+    status = run.broker.status(run.now)
+    assert status.ledger.ended["failed"] == 120
+    assert status.state == "ready" and not run.broker.failure
+    assert status.health["failed_samples/run"] == 0.0
+
+
+def test_answers_that_are_malformed_to_the_last_are_failures_of_their_own() -> None:
+    run = World(group_size=4, batch_groups=4, max_attempts=1)
+    run.join("generator", "a")
+    for _ in range(16):
+        (task,) = run.lease("a", 1, 0)
+        bad = trajectory(task, 0, logprobs=b"")
+        run.ask("a", SubmitTrajectories(trajectories=[bad]))
+    assert "malformed answer: " in run.broker.failure
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_scores_that_fail(own: bool) -> None:
+    """A reward that raises is of the sample's own; a scorer that dies is not."""
+    run = World(group_size=4, batch_groups=4, stages=["reward"], score_attempts=1,
+                score_lease_s=5.0, run_ahead=9)  # fmt: skip
+    run.join("generator", "a")
+    run.join("scorer", "r")
+    for _ in range(16):
+        (task,) = run.lease("a", 1, 0)
+        run.ask("a", SubmitTrajectories(trajectories=[trajectory(task, 0)]))
+        taken = run.ask("r", LeaseScoring(stage="reward", capacity=1, wait_s=0.0))
+        assert isinstance(taken, ScoringLeases)
+        (scoring,) = taken.tasks
+        if own:
+            score = Score(sample_id=scoring.sample_id, attempt=scoring.attempt, error="it raised")
+            run.ask("r", SubmitScores(stage="reward", scores=[score]))
+        else:
+            run.now += 6.0
+            run.beat("a")
+            run.beat("r")
+            run.pass_time(0.0)
+    assert run.broker.status(run.now).ledger.ended["failed"] == 64
+    assert ("reward: it raised" in run.broker.failure) == own
+    assert (run.broker.status(run.now).health["failed_samples/run"] == 1.0) == own
+
+
+def test_the_answers_of_a_failed_group_are_lost_with_it() -> None:
+    run = World(group_size=4, batch_groups=4, run_ahead=9, max_staleness=9)
+    run.join("generator", "a")
+    for _ in range(3):
+        *others, last = run.lease("a", 4, 0)
+        run.submit("a", *(trajectory(one, 0) for one in others))
+        fail(run, last, "it raised")
+    health = run.broker.status(run.now).health
+    assert health["failed_samples/run"] == 1.0
+    assert health["equal_rewards/run"] == 0.0, "no group was complete"
+
+
+def test_the_survivors_of_a_group_are_no_failures() -> None:
+    run = World(
+        group_size=4,
+        batch_groups=4,
+        straggler="survivors",
+        min_survivors=2,
+        run_ahead=9,
+        max_staleness=9,
+    )
+    run.join("generator", "a")
+    for _ in range(16):
+        first, *others = run.lease("a", 4, 0)
+        fail(run, first, "it raised")
+        run.ask("a", SubmitTrajectories(trajectories=[trajectory(one, 0) for one in others]))
+    status = run.broker.status(run.now)
+    assert status.health["failed_samples"] == 0.25 and not run.broker.failure
+
+
+def test_the_status_has_figures_and_warnings_and_the_metrics_a_row() -> None:
+    run = World(group_size=4, batch_groups=4, run_ahead=9)
+    run.join("generator", "a")
+    run.join("trainer", "trainer")
+    for _ in range(4):
+        tasks = run.lease("a", 4, 0)
+        answers = [trajectory(one, 0, finish_reason="length") for one in tasks]
+        run.ask("a", SubmitTrajectories(trajectories=answers))
+    run.pass_time(0.1)
+    assert run.batch(1).trajectories
+    run.ask("trainer", CommitBatch(step=1, metrics={"updates": 0.0}))
+    run.pass_time(0.1)
+    status = run.broker.status(run.now)
+    assert [one.name for one in status.warnings] == [
+        "constant_reward", "equal_rewards", "truncated", "zero_gradient",
+    ]  # fmt: skip
+    assert status.health["equal_rewards"] == status.health["truncated"] == 1.0
+    rows = {row.fields["name"]: row.fields for row in run.rows if row.kind == "warning"}
+    assert set(rows) == {one.name for one in status.warnings}
+    assert rows["zero_gradient"]["figures"] == {"steps": 1.0}

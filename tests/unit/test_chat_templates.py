@@ -1,0 +1,296 @@
+"""Every chat template that TRL ships: what is appended turn by turn is what it writes at once.
+
+`docs/agents.md` has the outcome as a table. After a change that is meant:
+
+    PYTHONPATH=tests python tests/unit/test_chat_templates.py
+"""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes.chat_templates import chat_tokenizer, template_names, training_names
+
+from umbra.proto.errors import UsageError
+from umbra.services.environments.protocol import Message, Opening
+from umbra.services.environments.tools import ToolCall, parse_tool_calls
+from umbra.services.modeling.chat import Chat
+from umbra.services.modeling.chat_template import as_text, with_tools
+
+DOC = Path(__file__).parents[2] / "docs" / "agents.md"
+BEGIN, END = "<!-- chat templates -->\n", "<!-- end of chat templates -->"
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "description": "its name"}},
+            "required": ["city"],
+        },
+    },
+}
+SYSTEM = {"role": "system", "content": "Be brief."}
+ASKED = {"role": "user", "content": "How warm is it?"}
+USER, TOOL, TOOLS = ("user",), ("tool",), ("tool", "tool")
+CONVERSATIONS: dict[str, list[tuple[str, ...]]] = {
+    "the user goes on": [USER, USER, USER],
+    "a tool answers": [TOOL, TOOL, TOOL],
+    "two at once": [TOOLS, TOOLS],
+    "both": [TOOL, USER, TOOL, TOOL, USER],
+}
+EQUAL, CHANGED = "equal", "its turns stay"
+
+
+@functools.cache
+def tokenizer_of(name: str) -> tuple[Any, Chat]:
+    tokenizer, stops = chat_tokenizer(name)
+    return tokenizer, Chat(tokenizer, stops)
+
+
+def call(number: int, index: int) -> dict[str, Any]:
+    function = {"name": "weather", "arguments": {"city": f"Lund{number}{index}"}}
+    return {"id": f"call{number:02d}{index:03d}", "type": "function", "function": function}
+
+
+def said(number: int, calls: int, field: str) -> Message:
+    """A turn of the model with reasoning in `field`: words, or calls."""
+    message: Message = {"role": "assistant", "content": "" if calls else f"Words{number}."}
+    if calls:
+        message["tool_calls"] = [call(number, index) for index in range(calls)]
+    if field == "content":
+        message["content"] = f"<think>\nDoubts{number}\n</think>\n\n{message['content']}"
+    elif field:
+        message[field] = f"Doubts{number}"
+    return message
+
+
+def heard(number: int, roles: tuple[str, ...]) -> list[Message]:
+    return [
+        {"role": "user", "content": f"Heard{number}0?"}
+        if role == "user"
+        else {"role": "tool", "tool_call_id": call(number, i)["id"], "content": f"Heard{number}{i}"}
+        for i, role in enumerate(roles)
+    ]
+
+
+class Whole:
+    """What a template writes, asked directly."""
+
+    def __init__(self, name: str) -> None:
+        self.tokenizer, _ = tokenizer_of(name)
+        source = self.tokenizer.chat_template
+        self.parts = "['content'][0]['type']" in source or "selectattr('type'" in source
+        self.tells_tools = "weather" in self._text([ASKED], [WEATHER], cue=True)
+        self.writes_calls = self.tells_tools and "Lund00" in self._text(
+            [ASKED, said(0, 1, ""), *heard(0, TOOL)], [WEATHER], cue=True
+        )
+
+    def ids(self, messages: list[Message], *, tools: bool, cue: bool = True) -> list[int]:
+        if tools and not self.tells_tools:
+            messages, tools = with_tools(as_text(messages), [WEATHER]), False
+        text = self._text(messages, [WEATHER] if tools else [], cue=cue)
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _text(self, messages: list[Message], tools: list[Any], *, cue: bool) -> str:
+        if self.parts:
+            messages = [
+                {**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages
+            ]
+        names = {c["id"]: c["function"]["name"] for m in messages for c in m.get("tool_calls", ())}
+        named = [
+            {**m, "name": names.get(m["tool_call_id"])} if m.get("tool_call_id") in names else m
+            for m in messages
+        ]
+        return self.tokenizer.apply_chat_template(
+            named, tools=tools or None, tokenize=False, add_generation_prompt=cue
+        )
+
+
+def find(ids: list[int], part: list[int], start: int) -> int:
+    for at in range(start, len(ids) - len(part) + 1):
+        if ids[at : at + len(part)] == part:
+            return at
+    raise AssertionError("tokens that were appended are not in the whole conversation")
+
+
+def converse(name: str, kinds: list[tuple[str, ...]], field: str, *, system: bool = False) -> bool:
+    """Hold the conversation by appending, and compare it with the whole.
+
+    Returns whether the model's turns, reasoning included, and their cues are the whole's, too.
+
+    Raises:
+        UsageError: the template is refused.
+    """
+    whole, (tokenizer, chat) = Whole(name), tokenizer_of(name)
+    tools = any(roles[0] == "tool" for roles in kinds)
+    messages: list[Message] = [SYSTEM, ASKED] if system else [ASKED]
+    opening = Opening(list(messages), [WEATHER] if tools else [])
+    prompt = chat.prompt_ids(opening.messages, opening.tools)
+    assert prompt == whole.ids(messages, tools=tools)
+    bare = whole.ids(messages, tools=tools, cue=False)
+    cue = prompt[len(bare) :] if prompt[: len(bare)] == bare else []
+    tails: list[list[int]] = []
+    for number, roles in enumerate(kinds):
+        calls = len(roles) if roles[0] == "tool" else 0
+        message, answers = said(number, calls, field), heard(number, roles)
+        given = message.get("tool_calls", [])
+        tails_of = [chat.turn_ids(answers, stop, given, opening) for stop in chat.stop_ids]
+        tail = min(tails_of, key=len)  # the one after the turn's own end token, not repeated
+        for answer in answers:
+            assert answer["content"] in tokenizer.decode(tail)
+        tails.append(tail)
+        messages += [message if whole.writes_calls else as_text([message])[0], *answers]
+    ids = whole.ids(messages, tools=tools)
+    assert ids[-len(tails[-1]) :] == tails[-1]
+    equal, at, before = True, 0, prompt
+    for number, tail in enumerate([*tails]):
+        # What stands before the model's turn, with the cue if the template leaves it there.
+        if ids[at : at + len(before)] != before:
+            equal = False
+            assert cue
+            assert before[-len(cue) :] == cue
+            before = before[: -len(cue)]
+            assert ids[at : at + len(before)] == before
+        at += len(before)
+        last = number == len(tails) - 1
+        bare_tail = tail if last or not cue or tail[-len(cue) :] != cue else tail[: -len(cue)]
+        end = len(ids) - len(tail) if last else find(ids, bare_tail, at)
+        own = tokenizer.decode(ids[at:end])
+        assert ids[end - 1] in chat.stop_ids
+        assert "Heard" not in own
+        assert f"Words{number}" in own or f"Lund{number}0" in own
+        equal = equal and (not field or f"Doubts{number}" in own)
+        at, before = end, tail
+    return equal
+
+
+def field_of(name: str) -> str:
+    """Where the template takes a model's reasoning from, as its source says."""
+    source = tokenizer_of(name)[0].chat_template
+    for known in ("reasoning_content", "thinking"):
+        if any(f"{sign}{known}" in source for sign in ("message.", "m.", "'", '"')):
+            return known
+    return "content"
+
+
+def outcome(name: str, kinds: list[tuple[str, ...]]) -> str:
+    try:
+        plain = converse(name, kinds, "")
+        try:
+            plain = converse(name, kinds, "", system=True) and plain
+        except UsageError as error:
+            if "system" not in str(error).lower():
+                raise
+        reasoned = converse(name, kinds, field_of(name))
+    except UsageError as error:
+        return f"refused: {str(error).removeprefix(f'the chat template of {name} ')}"
+    return EQUAL if reasoned or (plain and not_reasoning(name)) else CHANGED
+
+
+def not_reasoning(name: str) -> bool:
+    """Whether the template's cue has the model answer without reasoning."""
+    _, chat = tokenizer_of(name)
+    return chat.text(chat.prompt_ids([ASKED])).rstrip().endswith("</think>")
+
+
+def calls_read(name: str) -> str:
+    """Whether a call as the template writes it is one to the tools of agents and environments."""
+    _, chat = tokenizer_of(name)
+    if "weather" not in chat.text(chat.prompt_ids([ASKED], [WEATHER])):
+        return "no"
+    if not Whole(name).tells_tools:
+        return "as text"
+    wanted = ToolCall("weather", {"city": "Lund"})
+    text = chat.call_text(wanted.name, wanted.arguments)
+    return "yes" if text is not None and parse_tool_calls(text) == [wanted] else "no"
+
+
+@functools.cache
+def row(name: str) -> dict[str, str]:
+    outcomes = {column: outcome(name, kinds) for column, kinds in CONVERSATIONS.items()}
+    try:
+        return {**outcomes, "calls are read": calls_read(name)}
+    except UsageError:
+        return {**outcomes, "calls are read": "no"}
+
+
+def table() -> str:
+    """The table of `docs/agents.md`."""
+    rows = {name: row(name) for name in template_names()}
+    columns = [*CONVERSATIONS, "calls are read"]
+    reasons: list[str] = []
+
+    def cell(text: str) -> str:
+        what, refused, reason = text.partition("refused: ")
+        if not refused:
+            return what
+        if reason not in reasons:
+            reasons.append(reason)
+        return f"refused ({reasons.index(reason) + 1})"
+
+    lines = [
+        "| template | " + " | ".join(columns) + " |",
+        "|---" * (len(columns) + 1) + "|",
+        *(
+            f"| {name} | " + " | ".join(cell(found[column]) for column in columns) + " |"
+            for name, found in rows.items()
+        ),
+    ]
+    for name in training_names():
+        own, original = row(name), rows[name.removesuffix("_training")]
+        if own != original:
+            lines.append(f"| {name} | " + " | ".join(cell(own[c]) for c in columns) + " |")
+    lines.append("")
+    lines += [f"{number}. The template {reason}." for number, reason in enumerate(reasons, 1)]
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("name", [*template_names(), *training_names()])
+def test_what_is_appended_is_what_the_template_writes(name: str) -> None:
+    found = row(name)
+    # Nothing is refused that is not known to be: each has its cause in the template's source.
+    refused = {column for column, text in found.items() if text.startswith("refused")}
+    family = name.removesuffix("_training")
+    assert refused == {
+        "gemma": {"a tool answers", "two at once", "both"},  # takes no system message
+        "gptoss": {"the user goes on", "two at once", "both"},  # <|return|> becomes <|end|>
+        "llama3_1": {"two at once"},
+        "llama3_2": {"two at once"},
+    }.get(family, set())
+
+
+def test_the_document_has_the_outcome() -> None:
+    _, begin, rest = DOC.read_text(encoding="utf-8").partition(BEGIN)
+    assert begin
+    assert rest.partition(END)[0] == table()
+
+
+def test_what_start_says_is_what_the_conversation_shows() -> None:
+    """`check_turns` is asked before a run; it must not promise more than holds."""
+    for name in template_names():
+        _, chat = tokenizer_of(name)
+        for column, kinds in list(CONVERSATIONS.items())[:3]:
+            roles = kinds[0]
+            opening = Opening([ASKED], [WEATHER] if roles[0] == "tool" else [])
+            try:
+                said = EQUAL if chat.check_turns(roles, opening) else CHANGED
+            except UsageError as error:
+                said = str(error)
+                assert error.args[0].startswith(f"the chat template of {name} ")
+            assert said.startswith("the chat") == row(name)[column].startswith("refused"), name
+            if not said.startswith("the chat"):
+                assert said == row(name)[column], (name, column)
+
+
+def write() -> None:
+    """Write the table anew."""
+    text = DOC.read_text(encoding="utf-8")
+    before, begin, rest = text.partition(BEGIN)
+    DOC.write_text(before + begin + table() + END + rest.partition(END)[2], encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write()

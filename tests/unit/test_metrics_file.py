@@ -1,0 +1,111 @@
+"""`metrics.jsonl` on a disk that is full: rows are lost and counted, nothing else."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from umbra.deploy.progress import Progress
+from umbra.deploy.report.command import command
+from umbra.deploy.run_folder import RunFolder, read_rows
+from umbra.services.generator.replay_fit import fit_run
+from umbra.services.runtime.metrics import MetricsFile, parse_row
+
+
+class Disk:
+    """Takes `room` more bytes."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.room = 1 << 20
+        self._write = os.write
+        patch.setattr(os, "write", self.write)
+
+    def write(self, fd: int, data: bytes) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        taken = data[: self.room]
+        self.room -= len(taken)
+        return self._write(fd, taken)
+
+
+def test_a_full_disk_costs_rows_and_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk, path = Disk(monkeypatch), tmp_path / "metrics.jsonl"
+    file = MetricsFile(path, "generator-0")
+    file.write("step", number=0)
+    disk.room = 10  # the next one is cut
+    with caplog.at_level(logging.WARNING):
+        for number in range(1, 4):
+            file.write("step", number=number)
+        assert [r.getMessage() for r in caplog.records] == [
+            "metrics cannot be written, rows are lost: No space left on device"
+        ]
+        disk.room = 1 << 20
+        file.write("step", number=4)
+        file.write("step", number=5)
+    assert file.lost == 3
+    assert caplog.records[-1].getMessage() == "metrics can be written again; 3 rows were lost"
+    assert len(caplog.records) == 2
+    assert [row["number"] for row in read_rows(path)] == [0, 4, 5]
+    file.close()
+
+
+def test_watchers_get_what_the_disk_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, seen = MetricsFile(tmp_path / "metrics.jsonl", "hub"), list[str]()
+    file.on_row = lambda kind, _fields: seen.append(kind)
+    Disk(monkeypatch).room = 0
+    file.write("push")
+    assert seen == ["push"]
+    file.close()
+
+
+def test_it_is_for_its_user_alone(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl", "hub")
+    assert (tmp_path / "metrics.jsonl").stat().st_mode & 0o777 == 0o600
+    file.close()
+
+
+TORN = [
+    '{"time":1.0,"service":"trainer","kind":"step","rew',
+    '{"time":1.0,"service":"trainer","kind":"step","re{"time":2.0,"service":"g","kind":"span"}',
+    '"kind":"step"',
+    '{"kind":"span"',
+    '["kind"]',
+    "\0\0\0",
+]
+
+
+@pytest.mark.parametrize("torn", TORN)
+def test_a_torn_line_stops_nobody_who_reads(tmp_path: Path, torn: str) -> None:
+    rows = [
+        {"time": t, "service": "trainer", "kind": "step", "step": t, "reward/mean": 0.5}
+        for t in (1, 2)
+    ]
+    spans = [
+        {
+            "time": t, "service": "g", "kind": "span", "name": "decode", "start": t, "end": t + 1,
+            "tokens": 10 + t % 3, "steps": 5.0, "prompt_tokens": t % 4, "lengths": [t],
+        }
+        for t in range(16)
+    ]  # fmt: skip
+    lines = [json.dumps(row, separators=(",", ":")) for row in (rows[0], *spans, rows[1])]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("\n".join([lines[0], torn, *lines[1:], torn]) + "\n" + torn)
+    assert parse_row(torn) is None
+    assert len(list(read_rows(path))) == len(lines)
+    progress = Progress(RunFolder(tmp_path))
+    progress.poll()
+    assert progress.rewards == [0.5, 0.5]
+    assert fit_run(tmp_path).lengths
+    done = CliRunner().invoke(command, [str(tmp_path)], catch_exceptions=False)
+    assert done.exit_code == 0
+    assert (tmp_path / "report.html").exists()

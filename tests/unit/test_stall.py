@@ -1,0 +1,190 @@
+"""Progress is counted in tokens: an engine that is busy without them is noticed, named, ended."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from fakes.broker_world import world
+from fakes.loop_bench import Bench, open_bench, version
+from fakes.slowness import seconds
+
+from umbra.proto.errors import UmbraError, UsageError
+from umbra.proto.messages import Status, StatusRequest
+from umbra.services.generator import stall
+from umbra.services.generator.engine import EngineError
+from umbra.services.generator.stall import StallWatch, watching
+from umbra.services.generator.streaming import Streaming
+from umbra.services.runtime.config_loader import load_config
+from umbra.services.runtime.feasibility import check_feasible
+
+
+@pytest.fixture
+def bench(tmp_path: Path, tiny_model_dir: Path) -> Iterator[Bench]:
+    with open_bench(tmp_path, tiny_model_dir) as opened:
+        yield opened
+
+
+def watched(limit_s: float = 100.0) -> tuple[StallWatch, list[float]]:
+    now = [0.0]
+    return StallWatch("vllm", limit_s, clock=lambda: now[0]), now
+
+
+def test_seconds_without_a_token_are_counted() -> None:
+    watch, now = watched()
+    watch.waits("decoding", 12)
+    for _ in range(100):
+        now[0] += watch.look_s
+        watch.look()
+    assert watch.look() == pytest.approx(100.0)
+    assert watch.describe() == (
+        "the vllm engine is stuck: no token for 100 s while it was decoding, with 12 requests in "
+        "flight (generator.stall_s = 100)"
+    )
+    watch.moved()
+    assert watch.look() == 0.0
+
+
+def test_a_process_that_was_stopped_has_not_been_stuck() -> None:
+    watch, now = watched()
+    watch.look()
+    now[0] += 10_000.0
+    assert watch.look() == 2 * watch.look_s
+
+
+class Leaving:
+    """A session that notes what it was left with."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def leave(self, reason: str) -> None:
+        self.said.append(reason)
+
+
+def test_who_is_stuck_leaves_the_run_and_then_ends(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended, session = threading.Event(), Leaving()
+    found: list[UmbraError] = []
+
+    def end(error: UmbraError) -> None:
+        assert session.said, "others have to wait for its leases"
+        found.append(error)
+        ended.set()
+
+    monkeypatch.setattr(stall, "end_process", end)
+    watch = StallWatch("torch", 0.2)
+    with watching(watch, cast(Any, session)):
+        assert ended.wait(seconds(30))
+    assert isinstance(found[0], EngineError)
+    assert found[0].exit_code == 6
+    assert str(found[0]).startswith("the torch engine is stuck: no token for 0 s while it was")
+    assert session.said[0] == f"failed: {found[0]}"
+    assert "soon this generator ends" in caplog.text
+
+
+def test_a_turn_without_a_token_is_no_progress(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = bench.loop._watch
+    bench.serve()
+    bench.lease("a")
+    bench.turns(2)
+    assert bench.session.activities[-1] == "decoding"
+    monkeypatch.setattr(bench.engine, "poll", lambda _timeout_s: [])
+    for _ in range(200):
+        bench.now[0] += 2.0
+        watch.look()
+        bench.turns(1)
+    assert bench.session.activities[-1] == "decoding: no progress"
+    assert watch.look() >= watch.limit_s
+    assert "while it was decoding, with 1 requests in flight" in watch.describe()
+
+
+def test_tokens_weights_and_having_nothing_to_do_are_progress(bench: Bench) -> None:
+    watch = bench.loop._watch
+    for act in (
+        lambda: None,  # no weights yet
+        bench.serve,
+        lambda: bench.lease("a"),
+        lambda: setattr(bench.receiver, "staged", version(1)),
+    ):
+        act()
+        bench.now[0] += 1.0
+        watch.look()
+        bench.turns(1)
+        assert watch.look() < 0.1  # since the turn
+
+
+def test_each_bucket_of_a_streamed_version_is_progress() -> None:
+    seen: list[str] = []
+
+    class Engine:
+        version = -1
+
+        def load_buckets(self, _manifest: Any, buckets: Any, *_rest: Any) -> list[Any]:
+            seen.extend(str(start) for start, _ in buckets)
+            return []
+
+    class Lying:
+        manifest = None
+
+        def buckets(self) -> Iterator[tuple[int, memoryview]]:
+            yield from ((0, memoryview(b"a")), (1, memoryview(b"b")))
+
+    class Weights:
+        served = None
+
+        def version(self, _staged: Any) -> Lying:
+            return Lying()
+
+        def loaded(self, _lying: Lying) -> None: ...
+
+    streaming = Streaming(cast(Any, Engine()), cast(Any, Weights()), lambda: seen.append("moved"))
+    streaming.load(cast(Any, version(0)), "keep")
+    assert seen == ["moved", "0", "moved", "1"]
+
+
+def test_the_loop_ends_when_the_receiver_has_failed_whatever_it_waits_for(bench: Bench) -> None:
+    """Also while an evaluation wants no other weights than those that are served."""
+    bench.serve()
+    bench.lease("a", pinned=0)
+    bench.turns(1)
+    bench.receiver.failure = UmbraError("the receiver of weights failed: KeyError: 7")
+    with pytest.raises(UmbraError, match="the receiver of weights failed"):
+        bench.turns(1)
+
+
+def test_whatever_the_loop_raises_is_said_and_what_is_finished_is_delivered(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.serve()
+
+    def fail() -> None:
+        raise KeyError(7)
+
+    delivered: list[float] = []
+    monkeypatch.setattr(bench.loop, "turn", fail)
+    monkeypatch.setattr(bench.loop._buffer, "flush", delivered.append)
+    with pytest.raises(EngineError, match="the generator failed: KeyError: 7"):
+        bench.loop.run()
+    assert delivered
+
+
+def test_a_generator_is_shown_before_it_ends() -> None:
+    check_feasible(load_config(None, overrides=["generator.stall_s=61"]))
+    with pytest.raises(UsageError, match=r"generator\.stall_s = 60 .* buffer\.stall_s = 60"):
+        check_feasible(load_config(None, overrides=["generator.stall_s=60"]))
+
+
+def test_the_status_says_what_becomes_of_it() -> None:
+    run = world(stall_s=5, dead_after_s=1000)
+    run.join("generator", "g")
+    run.beat("g", idle_s=6.0)
+    (stuck,) = run.get("g", StatusRequest(), Status).stuck
+    assert stuck.what.startswith("no progress in")
+    assert stuck.action == "it ends itself after generator.stall_s"

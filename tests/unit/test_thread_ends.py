@@ -1,0 +1,212 @@
+"""A thread that fails ends its process with a sentence, whichever service it belongs to."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from fakes.hub_bench import LAYOUT, WAIT_S, Bench, publish
+from fakes.slowness import seconds
+
+from umbra.proto.errors import UmbraError
+from umbra.services.buffer.committer import Committer
+from umbra.services.environments.crew import Crew
+from umbra.services.environments.loop_thread import LoopThread
+from umbra.services.generator.replicas import Replica
+from umbra.services.runtime import threads
+from umbra.services.runtime.command import service_command
+from umbra.services.runtime.config import Environment
+from umbra.services.runtime.link import Link
+from umbra.services.runtime.metrics import MetricsFile
+from umbra.services.weight_hub.bucket_server import BucketServer
+from umbra.services.weight_hub.encoder import DeltaEncoder
+from umbra.services.weight_hub.relay import Relay
+from umbra.services.weight_hub.store import BucketStore
+
+Ends = Callable[[], str]
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
+    """Waits for the sentence with which the process would have ended."""
+    there, found = threading.Event(), list[UmbraError]()
+
+    def end(error: UmbraError) -> None:
+        found.append(error)
+        there.set()
+
+    def wait() -> str:
+        assert there.wait(WAIT_S), "no thread has ended the process"
+        return str(found[0])
+
+    monkeypatch.setattr(threads, "end_process", end)
+    yield wait
+
+
+def breaks(*_args: Any, **_kwargs: Any) -> Any:
+    raise KeyError(7)
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "said"),
+    [
+        ("KeyError(7)", 6, "the thread io failed: KeyError: 7"),
+        ("SystemExit()", 6, "the thread io failed: SystemExit"),
+        ("RejectedError('no such run')", 4, "no such run"),
+    ],
+)
+def test_it_ends_with_sentence_and_code(raised: str, code: int, said: str) -> None:
+    program = f"""
+from threading import Event
+from umbra.proto.errors import RejectedError
+from umbra.services.runtime.threads import service_thread
+def main():
+    raise {raised}
+service_thread(main, "io").start()
+Event().wait()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=seconds(60),
+        env={"PYTHONPATH": ":".join(sys.path)},
+    )
+    assert done.returncode == code
+    assert done.stderr.splitlines()[-1] == f"umbra: error: {said}"
+    assert not done.stdout
+
+
+def relay_of(bench: Bench) -> Relay:
+    bench.start(plane="tcp")
+    metrics = MetricsFile(None, "relay-0")
+    return Relay(
+        "relay-0", bench.endpoint, "tcp://127.0.0.1:*", Bench.config(), metrics, host="node-0"
+    )
+
+
+def test_the_links_thread(ends: Ends) -> None:
+    link = Link("me", "one")
+    link.run(breaks)
+    assert ends() == "the thread umbra-link failed: KeyError: 7"
+    link._thread.join()
+    link._shut()
+
+
+def test_the_publishers_thread(bench: Bench, ends: Ends) -> None:
+    bench.start()
+    publisher = bench.publisher()
+    publisher._restore = breaks  # pyright: ignore[reportAttributeAccessIssue]
+    publisher._moved.set()
+    assert ends() == "the thread umbra-publisher failed: KeyError: 7"
+
+
+def test_the_thread_that_serves_buckets(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = BucketServer("hub", "one", "tcp://127.0.0.1:*")
+    monkeypatch.setattr(server._server, "poll", breaks)
+    server._wake()
+    assert ends() == "the thread umbra-buckets failed: KeyError: 7"
+    server._thread.join()
+    server._server.close()
+    server._context.destroy(linger=0)
+
+
+def test_the_encoder_of_deltas(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = DeltaEncoder(BucketStore(LAYOUT, lambda: None), LAYOUT, 0)
+    monkeypatch.setattr(encoder, "_encode", breaks)
+    encoder.start(memoryview(bytes(LAYOUT.total_bytes)), [1] * len(LAYOUT.buckets))
+    assert ends() == "the encoder of deltas failed: KeyError: 7"
+    encoder.close()
+
+
+def test_the_thread_of_commits(ends: Ends) -> None:
+    committer = Committer(wake=breaks)
+    committer.begin(lambda: None)
+    assert ends() == "the thread commit failed: KeyError: 7"
+
+
+def test_what_is_called_in_an_event_loop(ends: Ends) -> None:
+    loop = LoopThread("environments")
+    loop.call(breaks)
+    assert ends() == "the thread environments failed: KeyError: 7"
+    loop.close()
+
+
+def test_the_keeper_of_environment_processes(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        crew = Crew(Environment(), deliver=breaks)
+        monkeypatch.setattr(crew, "_hire", breaks)
+        crew._spawn(crew._grow())
+        await asyncio.sleep(0)
+        await crew.close()
+
+    asyncio.run(main())
+    assert ends() == "the keeper of environment processes failed: KeyError: 7"
+
+
+def test_the_reader_of_a_replicas_log(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        def write(self, _line: str) -> None:
+            raise ValueError("I/O operation on closed file")
+
+    monkeypatch.setattr(sys, "stderr", Broken())
+    replica = Replica("gen-1", [sys.executable, "-c", "import sys; sys.stderr.write('hi\\n')"], {})
+    assert ends() == "the thread log gen-1 failed: ValueError: I/O operation on closed file"
+    replica.close()
+
+
+def test_the_thread_of_a_relay(bench: Bench, ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    relay = relay_of(bench)
+    monkeypatch.setattr(relay._hub, "step", breaks)
+    assert ends() == "the thread umbra-relay failed: KeyError: 7"
+    relay.close()
+
+
+@pytest.mark.parametrize("error", [KeyError(7), RuntimeError("CUDA error: unknown"), SystemExit()])
+def test_whatever_ends_a_receivers_thread_is_its_owners_failure(
+    bench: Bench, error: BaseException
+) -> None:
+    """1. A receiver has a version. 2. Its thread fails. Result: `poll` and `check` raise."""
+    bench.start()
+    publisher, receiver = bench.publisher(), bench.receiver("gen-0")
+
+    def fail(*_args: object) -> None:
+        raise error
+
+    receiver._stage = fail  # pyright: ignore[reportAttributeAccessIssue]
+    publish(publisher, 0)
+    receiver._thread.join(WAIT_S)
+    for ask in (receiver.poll, receiver.check):
+        with pytest.raises(UmbraError, match="the receiver of weights failed: ") as caught:
+            ask()
+        assert type(error).__name__ in str(caught.value)
+        assert caught.value.exit_code == 6
+
+
+def test_a_relay_ends_when_its_receiver_fails(bench: Bench) -> None:
+    relay = relay_of(bench)
+    publisher = bench.publisher()
+    relay._receiver._stage = breaks  # pyright: ignore[reportAttributeAccessIssue]
+    publish(publisher, 0)
+    with pytest.raises(UmbraError, match="the receiver of weights failed: KeyError: 7"):
+        relay.run(threading.Event(), WAIT_S)
+
+
+def test_a_service_ends_with_a_sentence_whatever_it_raises() -> None:
+    result = CliRunner().invoke(service_command("trainer", breaks), ["--broker", "tcp://h:1"])
+    assert isinstance(result.exception, UmbraError)
+    assert str(result.exception) == "trainer failed: KeyError: 7"
+
+
+def test_but_a_package_that_is_missing_is_named_by_the_command() -> None:
+    def run(_context: object) -> int:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+    result = CliRunner().invoke(service_command("trainer", run), ["--broker", "tcp://h:1"])
+    assert isinstance(result.exception, ModuleNotFoundError)
