@@ -135,6 +135,10 @@ publish: $(DEV_STAMP) ## Measure what the documents still lack (hours, on an idl
 figures: $(DEV_STAMP) ## Write the documents' figures from benchmarks/results
 	@$(BIN)/python benchmarks/render.py
 
+.PHONY: mutation
+mutation: $(DEV_STAMP) ## Try small changes of the code against the tests (hours)
+	@nice -n 19 $(BIN)/python tools/mutation.py $(GROUPS)
+
 .PHONY: clean
 clean: ## Remove the environment, caches and build results
 	rm -rf $(VENV) build dist .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -15,6 +15,7 @@ from umbra.deploy.report.recording import Recording
 from umbra.deploy.run_folder import RunFolder
 from umbra.services.monitor.members import number
 from umbra.services.monitor.view import health_text
+from umbra.services.runtime.disk import DISK, READABLE_MODE
 from umbra.services.runtime.figures import PHASES, is_idle
 
 JOIN_S = 0.001  # spans that are closer are one
@@ -154,7 +155,8 @@ class _Times:
 
 def write_summary(folder: RunFolder, summary: Mapping[str, Any]) -> None:
     """Write summary.json."""
-    folder.summary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    text = json.dumps(summary, indent=2) + "\n"
+    DISK.replace(folder.summary, text.encode(), mode=READABLE_MODE)
 
 
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -67,6 +67,15 @@ def test_running_ahead_hides_the_shorter_of_both() -> None:
     assert training.trainer["train"] > 0.98 and training.generator["work"] > 0.4
 
 
+def test_new_weights_hold_up_what_is_being_decoded() -> None:
+    """Training is quick, so generation is all there is: 100 * 0.014, and 1 s for each version."""
+    changes: dict[str, Any] = {"buffer": {"run_ahead": 1}, "run": {"steps": 20}}
+    decode = {"step_s": 0.01, "token_s": 0.001}
+    for pause_s, expected in ((0.0, 1.4), (1.0, 2.4)):
+        speed = {"decode": {**decode, "pause_s": pause_s}, "training": {"step_s": 0.2}}
+        assert simulate(scenario(**changes, speed=speed)).step_s == pytest.approx(expected)
+
+
 def test_colocated_roles_take_turns_on_all_gpus_and_switch_twice_a_step() -> None:
     """8 samples on 2 engines: 100 * 0.014; 8 * 100 tokens trained on 2 GPUs."""
     one = simulate(
