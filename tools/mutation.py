@@ -110,25 +110,25 @@ class Ran:
     lines: dict[str, dict[str, list[int]]] = field(default_factory=dict[str, dict[str, list[int]]])
     failed: list[str] = field(default_factory=list[str])
 
-    def covering(self, mutant: Mutant) -> list[str]:
-        """The tests that run the mutant's lines, the fastest first.
+    def covering(self, mutant: Mutant, text: str) -> list[str]:
+        """The tests that run the mutant's lines in a file that holds `text`, the fastest first.
 
         Of a line that is run by imports alone, all tests.
         """
         names = [name for name in self.lines if name not in self.failed]
         here = {name: set(self.lines[name].get(mutant.path, ())) for name in names}
         found = [name for name in names if here[name].intersection(mutant.lines)]
-        if not found and not self._in_function(mutant):
+        if not found and not _in_function(mutant, text):
             found = names
         return sorted(found, key=lambda name: self.seconds[name])
 
-    def _in_function(self, mutant: Mutant) -> bool:
-        tree = ast.parse((ROOT / mutant.path).read_text())
-        return any(
-            isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-            and _first_line(node) <= mutant.line <= (node.end_lineno or 0)
-            for node in ast.walk(tree)
-        )
+
+def _in_function(mutant: Mutant, text: str) -> bool:
+    return any(
+        isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        and _first_line(node) <= mutant.line <= (node.end_lineno or 0)
+        for node in ast.walk(ast.parse(text))
+    )
 
 
 def _first_line(node: Any) -> int:
@@ -301,7 +301,7 @@ def first_run(copy: Copy, group: Group, log: Path) -> Ran:
 
 def outcome_of(copy: Copy, mutant: Mutant, ran: Ran, log: Path) -> tuple[str, float]:
     """`killed`, `hung`, `survived` or `untested`; and how many seconds that took."""
-    tests = ran.covering(mutant)
+    tests = ran.covering(mutant, copy.read(mutant.path))
     if not tests:
         return "untested", 0.0
     begun = time.monotonic()

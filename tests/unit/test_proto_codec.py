@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import msgpack
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -450,3 +451,20 @@ def test_a_nack_about_anything_can_be_sent() -> None:
     sent = decode(Encoder("buffer", "i").encode(nack(error), reply_to=1)[1]).body
     assert isinstance(sent, Nack)
     assert re.fullmatch(r"role|name", sent.path)
+
+
+def test_the_encoder_takes_what_is_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = len(Encoder("x", "i").encode(Event(kind="x" * 100))[1][1])
+    at, below = (replace(DEFAULT_LIMITS, frame_bytes=most) for most in (size, size - 1))
+    monkeypatch.setattr("umbra.proto.codec.DEFAULT_LIMITS", at)
+    Encoder("x", "i").encode(Event(kind="x" * 100))
+    monkeypatch.setattr("umbra.proto.codec.DEFAULT_LIMITS", below)
+    with pytest.raises(LimitError):
+        Encoder("x", "i").encode(Event(kind="x" * 100))
+
+
+@pytest.mark.parametrize("versions", [[4], [4, 7], [7, 4], [5, 4, 7, 6]])
+def test_the_oldest_and_the_newest_version_of_a_trajectory(versions: list[int]) -> None:
+    spans = [VersionSpan(version=one, start=n, end=n + 1) for n, one in enumerate(versions)]
+    made = msgspec.structs.replace(TRAJECTORY, spans=spans)
+    assert (made.oldest_version, made.newest_version) == (min(versions), max(versions))
