@@ -93,11 +93,11 @@ def checkpoint(ranks: Ranks, folder: Path) -> None:
         if ranks.rank:
             write = ShardCopy.write
 
-            def slow(self: ShardCopy, path: Path) -> Any:
+            def slow(self: ShardCopy, path: Path, *more: Any) -> Any:
                 time.sleep(2 * TIMEOUT_S)
-                return write(self, path)
+                return write(self, path, *more)
 
-            ShardCopy.write = slow
+            setattr(ShardCopy, "write", slow)  # noqa: B010 - of a frozen class
             join_in(writer, Path(ranks.broadcast().decode()), ranks)
             return
         saver = Saver(

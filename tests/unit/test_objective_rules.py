@@ -4,7 +4,7 @@ import pytest
 
 from umbra.proto.errors import UsageError
 from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config.presets import PRESETS
+from umbra.services.runtime.config.presets import PRESETS, Preset
 from umbra.services.runtime.config_loader import load_config
 from umbra.services.runtime.feasibility import check_feasible
 from umbra.services.runtime.objective_rules import implied, lone_groups
@@ -16,7 +16,7 @@ def trainer(*keys: str) -> RunConfig:
 
 
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name != "ppo_critic"])
-def test_a_preset_works_by_itself(preset: str) -> None:
+def test_a_preset_works_by_itself(preset: Preset) -> None:
     config = trainer(f"objective={preset}")
     check_feasible(config)
     assert config.trainer.pieces == PRESETS[preset]
