@@ -106,3 +106,16 @@ def bench(
     bench = Bench(zmq_context, run_id, tmp_path)
     yield bench
     bench.close()
+
+
+@pytest.fixture
+def benchmarks_importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Scripts of `benchmarks/` are imported by their names, anew in each test."""
+    folder = Path(__file__).parents[2] / "benchmarks"
+    monkeypatch.syspath_prepend(str(folder))
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        file = getattr(sys.modules[name], "__file__", None)
+        if file and Path(file).parent == folder:
+            del sys.modules[name]

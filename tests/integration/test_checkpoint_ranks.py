@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fakes.rank_bench import make_batches, train
-from integration.test_trainer_ranks import WAIT_S, start
+from integration.test_trainer_ranks import see_through, start
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -45,15 +45,7 @@ def batches() -> list[list[Trajectory]]:
 def run_ranks(
     directory: Path, folder: Path, world: int, cases: dict[str, Any], batches: Any
 ) -> None:
-    ranks = start(directory, folder, world, cases, batches)
-    try:
-        for rank in ranks:
-            _, errors = rank.communicate(timeout=WAIT_S)
-            assert rank.returncode == 0, errors
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
+    see_through(start(directory, folder, world, cases, batches))
 
 
 @pytest.mark.timeout(220)

@@ -3,7 +3,6 @@
 import json
 import sys
 import threading
-from collections.abc import Iterator
 from concurrent.futures import Future
 from itertools import pairwise
 from pathlib import Path
@@ -43,15 +42,7 @@ ANSWER = Trajectory(
 )
 
 
-@pytest.fixture(autouse=True)
-def _path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    before = set(sys.modules)
-    yield
-    for name in set(sys.modules) - before:
-        file = getattr(sys.modules[name], "__file__", None)
-        if file and Path(file).parent == BENCHMARKS:
-            del sys.modules[name]
+pytestmark = pytest.mark.usefixtures("benchmarks_importable")
 
 
 def steady(**changes: Any) -> Any:

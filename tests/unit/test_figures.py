@@ -4,7 +4,6 @@ import importlib
 import json
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -52,15 +51,7 @@ SETTINGS = (
 )
 
 
-@pytest.fixture(autouse=True)
-def _path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    before = set(sys.modules)
-    yield
-    for name in set(sys.modules) - before:
-        file = getattr(sys.modules[name], "__file__", None)
-        if file and Path(file).parent == BENCHMARKS:
-            del sys.modules[name]
+pytestmark = pytest.mark.usefixtures("benchmarks_importable")
 
 
 def load(name: str) -> ModuleType:
