@@ -11,6 +11,7 @@ import torch
 from click.testing import CliRunner, Result
 from fakes import models_page
 from fakes.architectures import ARCHITECTURES, WINDOW
+from msgspec.structs import replace
 from transformers import PreTrainedModel
 
 from umbra.deploy.model_check import check, serving
@@ -176,9 +177,9 @@ def test_the_reference_model_of_a_scorer_is_checked_too(
         scorer=Scorer(model=str(model_dir), ref_logp=1),
     )
     check_run(run)
-    run.buffer.stages.append("ref_logp")
+    with_reference = replace(run, buffer=replace(run.buffer, stages=["ref_logp"]))
     with pytest.raises(UsageError, match=r"scorer\.model: .* attends in chunks"):
-        check_run(run)
+        check_run(with_reference)
 
 
 # -- the comparisons notice ------------------------------------------------------------------------
