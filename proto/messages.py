@@ -40,6 +40,7 @@ from umbra.proto.training import (
     FinishRun,
     LeaseBatch,
     PeekBatch,
+    RejectSamples,
     RunFinished,
 )
 from umbra.proto.weights import (
@@ -360,7 +361,7 @@ CONTROL: tuple[type[Message], ...] = (
 DATA: tuple[type[Message], ...] = (
     LeaseSamples, SampleLeases, SubmitTrajectories, SubmitAck, ReturnSamples, RenewLeases, RenewAck,
     Interrupt, FlushPartials, LeaseScoring, ScoringLeases, SubmitScores,
-    LeaseBatch, PeekBatch, BatchLease, CommitBatch, CommitAck, CheckpointSaved,
+    LeaseBatch, PeekBatch, BatchLease, RejectSamples, CommitBatch, CommitAck, CheckpointSaved,
     FinishRun, RunFinished,
 )  # fmt: skip
 WEIGHTS: tuple[type[Message], ...] = (
