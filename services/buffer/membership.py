@@ -7,6 +7,7 @@ death; a member that beats but does not move is stuck, which is only told.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,11 +30,12 @@ class Peer:
     name: str
     role: Role
     incarnation: str
-    identity: bytes  # of its sockets, for pushes; nobody else knows it
+    identity: bytes  # of its sockets, for pushes; nobody else knows it; empty: not heard of yet
     pid: int
     host: str
     endpoints: dict[str, str]
     heard_at: float
+    seal: bytes = b""  # digest of `identity`: what is kept of it opens nothing
     relay: bool = False
     confirmed: bool = True  # False after a restart of the buffer, until it is heard of
     state: State = "joining"
@@ -139,6 +141,7 @@ class Membership:
             role=body.role,
             incarnation=header.incarnation,
             identity=request.identity,
+            seal=_seal(request.identity),
             pid=body.pid,
             host=body.host,
             endpoints=dict(body.endpoints),
@@ -159,12 +162,16 @@ class Membership:
         header = request.header
         peer = self.peers.get(header.sender)
         if peer is not None and peer.incarnation == header.incarnation:
-            if request.identity != peer.identity or request.role not in (None, peer.role):
+            known = request.identity == peer.identity or (
+                not peer.identity and _seal(request.identity) == peer.seal
+            )
+            if not known or request.role not in (None, peer.role):
                 return Nack(
                     code="not_allowed",
                     reason=f"{peer.name!r} has joined over another connection",
                     path="sender",
                 )
+            peer.identity = request.identity
             peer.heard_at = now
             peer.confirmed = True
             return peer
@@ -199,13 +206,16 @@ class Membership:
     def record(self, name: str) -> dict[str, Any] | None:
         """The member `name` in plain values, for the journal; None if it is gone."""
         peer = self.peers.get(name)
-        names = ("name", "role", "incarnation", "identity", "pid", "host", "endpoints", "relay")
+        names = ("name", "role", "incarnation", "seal", "pid", "host", "endpoints", "relay")
         return None if peer is None else {name: getattr(peer, name) for name in names}
 
     def restore(self, records: list[dict[str, Any]], now: float) -> None:
         """Take over the members of before a restart of the buffer; most have outlived it."""
         for record in records:
-            peer = Peer(**record, heard_at=now, confirmed=False)
+            kept = dict(record)
+            if older := kept.pop("identity", b""):
+                kept["seal"] = _seal(older)  # of a store that has the identity itself
+            peer = Peer(**kept, identity=b"", heard_at=now, confirmed=False)
             self.peers[peer.name] = peer
         self._index()
 
@@ -261,6 +271,10 @@ class Membership:
             reason=f"another process has joined as {name!r} since: names must be unique",
             path="incarnation",
         )
+
+
+def _seal(identity: bytes) -> bytes:
+    return hashlib.sha256(identity).digest()
 
 
 def _forget_oldest(kept: dict[Any, Any]) -> None:
