@@ -62,10 +62,9 @@ from umbra.proto.messages import (
 KeyRole = Role | Literal["operator"]
 KEY_ROLES: tuple[KeyRole, ...] = (*get_args(Role), "operator")
 
-MEMBERS: tuple[KeyRole, ...] = ("generator", "scorer", "trainer", "weight_hub", "monitor")
+MEMBERS: tuple[KeyRole, ...] = ("generator", "scorer", "trainer", "weight_hub", "relay", "monitor")
 ANYONE: tuple[KeyRole, ...] = (*MEMBERS, "operator")
-PUBLISHERS: tuple[KeyRole, ...] = ("trainer", "weight_hub")  # a relay, to the hub within itself
-RECEIVERS: tuple[KeyRole, ...] = ("generator", "scorer", "weight_hub")  # as a relay
+RECEIVERS: tuple[KeyRole, ...] = ("generator", "scorer", "relay")
 
 SENDERS: dict[type[Message], tuple[KeyRole, ...]] = {
     Ok: ANYONE,
@@ -94,9 +93,9 @@ SENDERS: dict[type[Message], tuple[KeyRole, ...]] = {
     CommitBatch: ("trainer",),
     CheckpointSaved: ("trainer",),
     FinishRun: ("trainer",),
-    RegisterManifest: PUBLISHERS,
-    AcquireSlot: PUBLISHERS,
-    Publish: PUBLISHERS,
+    RegisterManifest: ("trainer",),
+    AcquireSlot: ("trainer",),
+    Publish: ("trainer",),
     Subscribe: RECEIVERS,
     Ready: RECEIVERS,
     Committed: RECEIVERS,

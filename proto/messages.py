@@ -88,10 +88,7 @@ class Nack(Message, frozen=True, kw_only=True):
 
 
 class Join(Message, frozen=True, kw_only=True):
-    """A process asks to take part. `endpoints` are those it binds itself (the hub's `weights`).
-
-    A `relay` has the role of the hub, for which it stands in on its node; a run has any number.
-    """
+    """A process asks to take part. `endpoints` are those it binds itself (the hub's `weights`)."""
 
     role: Role
     name: str
@@ -99,7 +96,6 @@ class Join(Message, frozen=True, kw_only=True):
     host: str
     package_version: str
     endpoints: dict[str, str] = {}
-    relay: bool = False
 
 
 class Welcome(Message, frozen=True, kw_only=True):

@@ -36,7 +36,6 @@ class Peer:
     endpoints: dict[str, str]
     heard_at: float
     seal: bytes = b""  # digest of `identity`: what is kept of it opens nothing
-    relay: bool = False
     confirmed: bool = True  # False after a restart of the buffer, until it is heard of
     state: State = "joining"
     activity: str = ""
@@ -52,7 +51,7 @@ class Peer:
     @property
     def is_single(self) -> bool:
         """Whether a run has only one of its kind."""
-        return self.role in SINGLE and not self.relay
+        return self.role in SINGLE
 
     def record(self, now: float) -> Member:
         """The member as others are told of it."""
@@ -117,7 +116,7 @@ class Membership:
         for other in self.peers.values():
             if other.role != body.role or other.name == body.name or body.role not in SINGLE:
                 continue
-            if other.confirmed and not (other.relay or body.relay):
+            if other.confirmed:
                 return Nack(
                     code=f"duplicate_{body.role}",
                     reason=(
@@ -145,7 +144,6 @@ class Membership:
             pid=body.pid,
             host=body.host,
             endpoints=dict(body.endpoints),
-            relay=body.relay,
             heard_at=now,
         )
         self.peers[body.name] = peer
@@ -162,9 +160,8 @@ class Membership:
         header = request.header
         peer = self.peers.get(header.sender)
         if peer is not None and peer.incarnation == header.incarnation:
-            known = request.identity == peer.identity or (
-                not peer.identity and _seal(request.identity) == peer.seal
-            )
+            seal = _seal(request.identity) if not peer.identity else peer.seal
+            known = request.identity == (peer.identity or request.identity) and seal == peer.seal
             if not known or request.role not in (None, peer.role):
                 return Nack(
                     code="not_allowed",
@@ -206,13 +203,15 @@ class Membership:
     def record(self, name: str) -> dict[str, Any] | None:
         """The member `name` in plain values, for the journal; None if it is gone."""
         peer = self.peers.get(name)
-        names = ("name", "role", "incarnation", "seal", "pid", "host", "endpoints", "relay")
+        names = ("name", "role", "incarnation", "seal", "pid", "host", "endpoints")
         return None if peer is None else {name: getattr(peer, name) for name in names}
 
     def restore(self, records: list[dict[str, Any]], now: float) -> None:
         """Take over the members of before a restart of the buffer; most have outlived it."""
         for record in records:
             kept = dict(record)
+            if kept.pop("relay", False):  # what a relay was called before it had a role
+                kept["role"] = "relay"
             if older := kept.pop("identity", b""):
                 kept["seal"] = _seal(older)  # of a store that has the identity itself
             peer = Peer(**kept, identity=b"", heard_at=now, confirmed=False)
