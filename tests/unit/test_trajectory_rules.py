@@ -12,13 +12,18 @@ from fakes.broker_world import World, trajectory
 from umbra.proto.messages import (
     BatchLease,
     LeaseBatch,
+    LeaseScoring,
     Ok,
     RejectSamples,
+    ScoringLeases,
+    SubmitAck,
+    SubmitScores,
     SubmitTrajectories,
 )
 from umbra.proto.records import (
     SampleTask,
     Sampling,
+    Score,
     Trajectory,
     VersionSpan,
     pack_float32,
@@ -207,3 +212,29 @@ def test_a_rejection_of_another_batch_changes_nothing() -> None:
         run.get("trainer", body, Ok)
     assert not run.pool.ledger.ended and run.broker.counters["rejected_samples"] == 0
     run.commit(1)
+
+
+@pytest.mark.parametrize(
+    ("stage", "changes", "words"),
+    [
+        ("reward", {"reward": 1e308}, "reward is 1e+308"),
+        ("reward", {"reward": math.nan}, "reward is nan"),
+        ("reward", {"reward_parts": {"x": 1e300}}, "reward_parts has 1e+300"),
+        ("ref_logp", {"logprobs": pack_float32([-0.5, 2.0])}, "above 0"),
+        ("ref_logp", {"logprobs": pack_float32([-0.5, -1e30])}, "below -131072"),
+        ("ref_logp", {"logprobs": None}, "logprobs have 0 bytes"),
+        ("logp", {"logprobs": pack_float32([-0.5, -9.0]), "version": 2**63}, "version is"),
+    ],
+)
+def test_scores_are_judged_by_the_same_rules(
+    stage: str, changes: dict[str, Any], words: str
+) -> None:
+    run = world(stages=[stage])
+    run.join("scorer", "r")
+    answer(run, "a", 1)
+    ask = LeaseScoring(stage=stage, capacity=1, wait_s=0.0)
+    (task,) = run.get("r", ask, ScoringLeases).tasks
+    score = Score(sample_id=task.sample_id, attempt=task.attempt, **changes)
+    ack = run.get("r", SubmitScores(stage=stage, scores=[score]), SubmitAck)
+    assert words in ack.refused[task.sample_id]
+    assert run.broker.counters["malformed_scores"] == 1
