@@ -359,7 +359,13 @@ def test_only_a_relay_may_serve(
     bench: Bench, hub: Callable[[str, KeyRole], Channel], where: str
 ) -> None:
     """Others would fetch their weights from whoever may say that it hands them on."""
-    ask = Subscribe(host="h", planes=["tcp"], **{where: "tcp://127.0.0.1:9"})
+    endpoint = "tcp://127.0.0.1:9"
+    ask = Subscribe(
+        host="h",
+        planes=["tcp"],
+        serves=endpoint if where == "serves" else "",
+        buckets=endpoint if where == "buckets" else "",
+    )
     for role in ("generator", "scorer"):
         with pytest.raises(RejectedError, match=f"only relays serve others, not the {role} key"):
             hub(f"evil-{role}", role).call(ask, Subscribed, timeout_s=WAIT_S)
