@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import re
+import sys
 import types
 import typing
 from dataclasses import replace
 from typing import Any
 
 import msgpack
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from umbra.proto.codec import DEFAULT_LIMITS, REASON_CHARS, Encoder, decode, decode_header, nack
+from umbra.proto.codec import (
+    DEFAULT_LIMITS,
+    REASON_CHARS,
+    Encoder,
+    Limits,
+    decode,
+    decode_header,
+    nack,
+)
 from umbra.proto.errors import LimitError, WireError
 from umbra.proto.messages import (
     TYPES,
@@ -341,6 +351,60 @@ def test_limits(value: Any, limits: dict[str, int]) -> None:
     assert "100" in str(error)
 
 
+@pytest.mark.parametrize(
+    ("value", "limits"),
+    [
+        (b"x" * 100, {"bin_bytes": 100}),
+        ("x" * 100, {"str_bytes": 100}),
+        ([0] * 100, {"items": 100}),
+        ({str(number): 0 for number in range(100)}, {"items": 100}),
+    ],
+)
+def test_what_is_at_a_limit_is_taken(value: Any, limits: dict[str, int]) -> None:
+    event = frames("Event", {"kind": "x", "fields": {"a": value}}, sender="me")
+    size = {"frame_bytes": len(event[1]), "header_bytes": len(event[0])}
+    assert decode(event, replace(DEFAULT_LIMITS, **limits, **size)).header.sender == "me"
+    for name, most in size.items():
+        with pytest.raises(LimitError):
+            decode(event, replace(DEFAULT_LIMITS, **limits, **(size | {name: most - 1})))
+
+
+def test_raw_frames_have_the_limit_of_all() -> None:
+    body = {"number": 1, "pieces": [{"bucket": 0, "result": 1}]}
+    sent = frames("Buckets", body)
+    limits = replace(DEFAULT_LIMITS, frame_bytes=500)
+    assert decode(sent, limits, [b"x" * 500]).raw == (b"x" * 500,)
+    with pytest.raises(LimitError, match="a raw frame of more than 500 bytes"):
+        decode(sent, limits, [b"x" * 501])
+
+
+def test_the_quick_way_is_for_frames_in_which_no_limit_can_be_passed() -> None:
+    names = ("frame_bytes", "bin_bytes", "str_bytes", "items")
+    for least in names:
+        limits = Limits(**{name: 7 if name == least else 9 for name in names})
+        assert limits.safe_bytes == 7
+
+
+@pytest.mark.parametrize(("major", "whose"), [(PROTOCOL_MAJOR + 1, "here"), (0, "of me")])
+def test_of_two_majors_the_older_one_is_to_be_upgraded(major: int, whose: str) -> None:
+    error = refusal(frames("Ping", {}, major=major, sender="me"))
+    assert str(error).endswith(f"upgrade the umbra-rl {whose}")
+    assert (error.code, error.path) == ("protocol", "major")
+
+
+@pytest.mark.parametrize("order", ["little", "big"])
+def test_arrays_are_little_endian_on_any_machine(
+    monkeypatch: pytest.MonkeyPatch, order: str
+) -> None:
+    """On a machine of the other order the bytes are turned around, both ways."""
+    turned = order != sys.byteorder
+    monkeypatch.setattr(sys, "byteorder", order)
+    packed = pack_int32([1, 2])
+    assert packed == (b"\0\0\0\1\0\0\0\2" if turned else b"\1\0\0\0\2\0\0\0")
+    assert unpack_int32(packed) == [1, 2]
+    assert unpack_float32(pack_float32([0.5, -2.0])) == [0.5, -2.0]
+
+
 def test_a_header_above_its_limit() -> None:
     error = refusal(frames("Ping", {}, new="x" * DEFAULT_LIMITS.header_bytes))
     assert error.code == "too_large"
@@ -387,3 +451,20 @@ def test_a_nack_about_anything_can_be_sent() -> None:
     sent = decode(Encoder("buffer", "i").encode(nack(error), reply_to=1)[1]).body
     assert isinstance(sent, Nack)
     assert re.fullmatch(r"role|name", sent.path)
+
+
+def test_the_encoder_takes_what_is_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = len(Encoder("x", "i").encode(Event(kind="x" * 100))[1][1])
+    at, below = (replace(DEFAULT_LIMITS, frame_bytes=most) for most in (size, size - 1))
+    monkeypatch.setattr("umbra.proto.codec.DEFAULT_LIMITS", at)
+    Encoder("x", "i").encode(Event(kind="x" * 100))
+    monkeypatch.setattr("umbra.proto.codec.DEFAULT_LIMITS", below)
+    with pytest.raises(LimitError):
+        Encoder("x", "i").encode(Event(kind="x" * 100))
+
+
+@pytest.mark.parametrize("versions", [[4], [4, 7], [7, 4], [5, 4, 7, 6]])
+def test_the_oldest_and_the_newest_version_of_a_trajectory(versions: list[int]) -> None:
+    spans = [VersionSpan(version=one, start=n, end=n + 1) for n, one in enumerate(versions)]
+    made = msgspec.structs.replace(TRAJECTORY, spans=spans)
+    assert (made.oldest_version, made.newest_version) == (min(versions), max(versions))
