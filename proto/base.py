@@ -6,7 +6,7 @@ from typing import Literal
 
 from umbra.proto.records import Record
 
-Role = Literal["buffer", "generator", "scorer", "trainer", "weight_hub", "monitor"]
+Role = Literal["buffer", "generator", "scorer", "trainer", "weight_hub", "relay", "monitor"]
 State = Literal["starting", "joining", "ready", "draining", "stopped", "failed"]
 
 

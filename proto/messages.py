@@ -40,6 +40,7 @@ from umbra.proto.training import (
     FinishRun,
     LeaseBatch,
     PeekBatch,
+    RejectSamples,
     RunFinished,
 )
 from umbra.proto.weights import (
@@ -87,10 +88,7 @@ class Nack(Message, frozen=True, kw_only=True):
 
 
 class Join(Message, frozen=True, kw_only=True):
-    """A process asks to take part. `endpoints` are those it binds itself (the hub's `weights`).
-
-    A `relay` has the role of the hub, for which it stands in on its node; a run has any number.
-    """
+    """A process asks to take part. `endpoints` are those it binds itself (the hub's `weights`)."""
 
     role: Role
     name: str
@@ -98,7 +96,6 @@ class Join(Message, frozen=True, kw_only=True):
     host: str
     package_version: str
     endpoints: dict[str, str] = {}
-    relay: bool = False
 
 
 class Welcome(Message, frozen=True, kw_only=True):
@@ -360,7 +357,7 @@ CONTROL: tuple[type[Message], ...] = (
 DATA: tuple[type[Message], ...] = (
     LeaseSamples, SampleLeases, SubmitTrajectories, SubmitAck, ReturnSamples, RenewLeases, RenewAck,
     Interrupt, FlushPartials, LeaseScoring, ScoringLeases, SubmitScores,
-    LeaseBatch, PeekBatch, BatchLease, CommitBatch, CommitAck, CheckpointSaved,
+    LeaseBatch, PeekBatch, BatchLease, RejectSamples, CommitBatch, CommitAck, CheckpointSaved,
     FinishRun, RunFinished,
 )  # fmt: skip
 WEIGHTS: tuple[type[Message], ...] = (

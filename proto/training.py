@@ -12,6 +12,7 @@ class LeaseBatch(Message, frozen=True, kw_only=True):
     step: int
     wait_s: float
     held: str = ""  # `digest` of what it was given for this step in advance
+    vocabulary: int = 0  # tokens of its model, by which answers are judged from now on; 0 = unsaid
 
 
 class PeekBatch(Message, frozen=True, kw_only=True):
@@ -37,6 +38,15 @@ class BatchLease(Message, frozen=True, kw_only=True):
     evals: list[EvalReport] = []  # the last ones that are over, for the trainer's curves
     digest: str = ""  # of the trajectories, if the trainer only peeked
     same: bool = False  # the batch is what the trainer holds, and not sent again
+
+
+class RejectSamples(Message, frozen=True, kw_only=True):
+    """The trainer cannot use these samples of the batch of `step`: they end as `rejected`, and the
+    batch is formed anew. Samples that are not in the batch that is leased change nothing.
+    """
+
+    step: int
+    faults: dict[str, str]  # by sample, in words
 
 
 class CommitBatch(Message, frozen=True, kw_only=True):

@@ -86,6 +86,7 @@ class Prepare(Message, frozen=True, kw_only=True):
     slot: int
     checksums: list[int]
     source: str = ""  # a buckets endpoint, for planes "tcp" and "nccl"
+    relayed: bool = False  # `source` is a relay's, which has the key of that role
     round: NcclRound | None = None  # for plane "nccl", unless it is to be fetched
     memory: bytes | None = None  # a CUDA IPC handle, for plane "cuda_ipc"
 
