@@ -18,8 +18,8 @@ from socket import AF_INET, AF_INET6, create_server
 
 import zmq
 
-from umbra.proto.codec import DEFAULT_LIMITS
 from umbra.proto.errors import StartupError, UmbraError, UsageError
+from umbra.proto.sizes import MOST_BYTES, socket_bytes
 
 LINGER_MS = 1_000
 HEARTBEAT_INTERVAL_MS = 10_000  # two connections of each member: a server of many notices
@@ -77,9 +77,14 @@ def unguessable(name: str) -> bytes:
 
 
 def router(
-    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, curve: Curve | None = None
+    context: zmq.Context[zmq.Socket[bytes]],
+    endpoint: str,
+    curve: Curve | None = None,
+    frame_bytes: int = MOST_BYTES,
 ) -> tuple[zmq.Socket[bytes], str]:
     """A bound ROUTER and the endpoint it really has (port `*` or 0 picks a free one).
+
+    A peer that sends a frame of more than `frame_bytes` loses its connection.
 
     Raises:
         StartupError: the address is taken.
@@ -87,6 +92,7 @@ def router(
     """
     socket = _socket(context, zmq.ROUTER, curve=curve)
     socket.set(zmq.RCVHWM, ROUTER_RECEIVE_HWM)
+    socket.set(zmq.MAXMSGSIZE, frame_bytes)
     socket.set(zmq.ROUTER_MANDATORY, 1)
     socket.set(zmq.ROUTER_HANDOVER, 1)
     return socket, _bind(socket, endpoint)
@@ -155,8 +161,10 @@ def relay(
         UsageError: one is not ours, or none.
     """
     inward = _socket(context, zmq.XSUB, TELEMETRY_HWM_MESSAGES, curve_in)
+    inward.set(zmq.MAXMSGSIZE, socket_bytes("events_in"))
     actual_in = _bind(inward, endpoint_in)
     outward = _socket(context, zmq.XPUB, TELEMETRY_HWM_MESSAGES, curve_out)
+    outward.set(zmq.MAXMSGSIZE, socket_bytes("events_out"))
     try:
         actual_out = _bind(outward, endpoint_out)
     except UmbraError:
@@ -211,7 +219,7 @@ def _socket(
     socket.set(zmq.LINGER, LINGER_MS)
     socket.set(zmq.SNDHWM, hwm)
     socket.set(zmq.RCVHWM, hwm)
-    socket.set(zmq.MAXMSGSIZE, DEFAULT_LIMITS.frame_bytes)
+    socket.set(zmq.MAXMSGSIZE, MOST_BYTES)
     if kind not in BINDING:
         socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
         socket.set(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)

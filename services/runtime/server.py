@@ -21,10 +21,11 @@ import msgspec
 import zmq
 
 from umbra.proto import sockets
-from umbra.proto.access import KeyRole, may_send
-from umbra.proto.codec import Encoder, decode_body, decode_header, nack
+from umbra.proto.access import SENDERS, KeyRole, may_send
+from umbra.proto.codec import Encoder, decode_body, decode_header, kind_of, nack
 from umbra.proto.errors import WireError
 from umbra.proto.messages import ANY, Header, Message, Ok
+from umbra.proto.sizes import allowed_bytes, socket_bytes
 from umbra.services.runtime.keys import OPEN, Security
 from umbra.services.runtime.zap import Gate, Refusals, role_of
 
@@ -136,7 +137,8 @@ class Server:
         """
         self.security.check_bind(endpoint)
         curve = self.security.binding(channel)
-        socket, actual = sockets.router(self._context, endpoint, curve)
+        limit = socket_bytes(channel)
+        socket, actual = sockets.router(self._context, endpoint, curve, limit)
         bound = _Channel(channel, socket, accepts, actual)
         self._channels[socket] = self._by_name[channel] = bound
         self._register(channel, socket)
@@ -271,29 +273,40 @@ class Server:
     ) -> Request | None:
         try:
             header = decode_header(frames)
+            kind = kind_of(header)
+            self._check_allowed(channel, header, kind, role)
             is_kept = header.reply_to is None and header.type not in QUESTIONS
             if is_kept and self._is_resend(channel, identity, header):
                 return None  # before its body costs anything: resends come when there is much to do
-            envelope = decode_body(header, frames)
-            if not isinstance(envelope.body, (*channel.accepts, *ANY)):
-                raise WireError(
-                    f"{envelope.header.type} does not belong on the {channel.name} socket",
-                    path="type",
-                    code="wrong_socket",
-                )
-            if self._gate is not None and not (role and may_send(role, type(envelope.body))):
-                self.refusals.add(f"{header.type} of {header.sender!r}, which has the {role} key")
-                raise WireError(
-                    f"{header.type} is nothing that the {role} key allows",
-                    path="type",
-                    code="not_allowed",
-                )
+            envelope = decode_body(header, kind, frames, allowed_bytes(kind, role))
         except WireError as error:
             self._refuse(channel, identity, frames, error)
             return None
         if is_kept:
             self._peers[channel.name, identity].asked(header.id)
         return Request(channel.name, identity, header, envelope.body, role, time.time())
+
+    def _check_allowed(
+        self, channel: _Channel, header: Header, kind: type[Message], role: KeyRole | None
+    ) -> None:
+        """Whether such a message may come here at all, which is known before it is decoded."""
+        if kind not in channel.accepts and kind not in ANY:
+            raise WireError(
+                f"{header.type} does not belong on the {channel.name} socket",
+                path="type",
+                code="wrong_socket",
+            )
+        if self._gate is not None and not (role and may_send(role, kind)):
+            self.refusals.add(f"{header.type} of {header.sender!r}, which has the {role} key")
+            raise WireError(
+                f"{header.type} is nothing that the {role} key allows",
+                path="type",
+                code="not_allowed",
+            )
+        if kind not in SENDERS:
+            raise WireError(
+                f"{header.type} is nothing that a server is sent", path="type", code="unexpected"
+            )
 
     def _refuse(
         self,
