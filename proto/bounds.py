@@ -11,6 +11,7 @@ import math
 import re
 import sys
 from functools import cache
+from itertools import islice
 from typing import Annotated, Any
 
 import msgspec
@@ -21,6 +22,9 @@ NAME_CHARS = 256
 ID_CHARS = 256
 TEXT_CHARS = 4096
 FIGURES = 512
+STATS = 64  # figures of a process in its heartbeat: the buffer tells those of all members together
+STAT_CHARS = 64
+MEMBERS = 4096  # of a run
 TOKENS = 1 << 20  # in one trajectory
 SPANS = 128  # versions that wrote one trajectory
 PARTS = 64  # of a reward
@@ -43,6 +47,10 @@ Text = Annotated[str, Meta(max_length=TEXT_CHARS, pattern=NO_CONTROL)]
 Id = Annotated[str, Meta(max_length=ID_CHARS)]
 Number = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 Figures = Annotated[dict[Name, Number], Meta(max_length=FIGURES)]
+Stats = Annotated[
+    dict[Annotated[str, Meta(max_length=STAT_CHARS, pattern=NO_CONTROL)], Number],
+    Meta(max_length=STATS),
+]
 Counts = Annotated[dict[Name, int], Meta(max_length=FIGURES)]
 Int32s = Annotated[bytes, Meta(max_length=4 * TOKENS)]
 Float32s = Annotated[bytes, Meta(max_length=4 * TOKENS)]
@@ -60,45 +68,51 @@ def one_line(text: str, most: int = TEXT_CHARS) -> str:
 
 
 def keep_to_bounds(record: msgspec.Struct) -> None:
-    """Make texts of `record` one line each, and leave figures out that are not finite.
+    """Make texts of `record` one line each, and leave out figures that its receiver would refuse.
 
-    Texts come from exceptions, figures from computations: neither should make a message that its
-    receiver refuses. A decoded record is within its bounds already.
+    Texts come from exceptions, figures from computations and from what users name: none of them
+    should make a message that is refused as a whole. A decoded record is within its bounds already.
     """
     for name, kind in _softly_bound(type(record)):
         value: Any = getattr(record, name)
-        if kind == "text":
-            kept = one_line(value)
-        elif kind == "figures":
-            kept = _finite(value)
-        else:
+        if isinstance(kind, msgspec.inspect.StrType):
+            kept: Any = one_line(value)
+        elif isinstance(kind.value_type, msgspec.inspect.StrType):
             kept = {key: one_line(text) for key, text in value.items()}
+        else:
+            kept = _fitting(value, kind)
         if kept is not value:
             msgspec.structs.force_setattr(record, name, kept)
 
 
-def _finite(figures: dict[str, float]) -> dict[str, float]:
-    if all(map(math.isfinite, figures.values())):
+def _fitting(figures: dict[str, float], kind: msgspec.inspect.DictType) -> dict[str, float]:
+    assert isinstance(kind.key_type, msgspec.inspect.StrType)
+    most, chars = kind.max_length or 0, kind.key_type.max_length or 0
+    fit = {
+        name: value
+        for name, value in figures.items()
+        if math.isfinite(value) and len(name) <= chars and not _control.search(name)
+    }
+    if len(fit) == len(figures) <= most:
         return figures
-    return {name: value for name, value in figures.items() if math.isfinite(value)}
+    return dict(islice(fit.items(), most))
 
 
 @cache
-def _softly_bound(cls: type[msgspec.Struct]) -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
+def _softly_bound(
+    cls: type[msgspec.Struct],
+) -> list[tuple[str, msgspec.inspect.StrType | msgspec.inspect.DictType]]:
+    """Fields of type `Text`, maps of it, and maps of numbers."""
     info = msgspec.inspect.type_info(cls)
     assert isinstance(info, msgspec.inspect.StructType)
+    found: list[tuple[str, msgspec.inspect.StrType | msgspec.inspect.DictType]] = []
     for field in info.fields:
         kind = field.type
-        if _is_text(kind):
-            found.append((field.name, "text"))
-        elif isinstance(kind, msgspec.inspect.DictType):
-            if _is_text(kind.value_type):
-                found.append((field.name, "texts"))
-            elif isinstance(kind.value_type, msgspec.inspect.FloatType) and kind.value_type.ge:
-                found.append((field.name, "figures"))
+        inner = kind.value_type if isinstance(kind, msgspec.inspect.DictType) else kind
+        is_text = isinstance(inner, msgspec.inspect.StrType) and inner.max_length == TEXT_CHARS
+        is_number = isinstance(inner, msgspec.inspect.FloatType) and inner.ge is not None
+        if isinstance(kind, msgspec.inspect.DictType) and (is_text or is_number):
+            found.append((field.name, kind))
+        elif isinstance(kind, msgspec.inspect.StrType) and is_text:
+            found.append((field.name, kind))
     return found
-
-
-def _is_text(kind: msgspec.inspect.Type) -> bool:
-    return isinstance(kind, msgspec.inspect.StrType) and kind.max_length == TEXT_CHARS

@@ -18,6 +18,7 @@ from umbra.proto.bounds import (
     BATCH,
     FIGURES,
     LEASES,
+    MEMBERS,
     RUN,
     SUBMITTED,
     Figures,
@@ -25,6 +26,7 @@ from umbra.proto.bounds import (
     Name,
     Number,
     Row,
+    Stats,
     Text,
 )
 from umbra.proto.operator import (
@@ -136,8 +138,8 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     activity: Name
     progress: int
     idle_s: Number
-    stats: Figures = {}
-    shares: Figures = {}  # of its recent time, by activity
+    stats: Stats = {}
+    shares: Stats = {}  # of its recent time, by activity
     clock_offset_s: Number = 0.0  # add it to a time of the sender to get the buffer's
     clock_error_s: Number = -1.0  # of the offset, at most; negative = not measured yet
 
@@ -193,8 +195,8 @@ class Member(Told, frozen=True, kw_only=True):
     progress: int
     idle_s: Number
     silent_s: Number  # since its last message
-    stats: Figures = {}
-    shares: Figures = {}
+    stats: Stats = {}
+    shares: Stats = {}
     clock_offset_s: Number = 0.0
     clock_error_s: Number = -1.0
     progress_per_s: Number = 0.0  # units of work as of late
@@ -247,7 +249,7 @@ class Status(Message, frozen=True, kw_only=True):
     version: int
     steps: int  # the run's goal
     ledger: Ledger
-    members: Annotated[list[Member], Meta(max_length=RUN)]
+    members: Annotated[list[Member], Meta(max_length=MEMBERS)]
     departed: Annotated[dict[Name, Text], Meta(max_length=BATCH)]  # name -> why it is gone
     staleness: Figures  # of the samples trained so far: mean, max, bound
     counters: Annotated[
