@@ -160,7 +160,7 @@ class Score(Told, frozen=True, kw_only=True):
     error: Text = ""
 
 
-class TensorEntry(Record, frozen=True, kw_only=True):
+class TensorEntry(Record, frozen=True, kw_only=True, gc=False):
     """Where a tensor lies in a version slot: `nbytes` bytes at `offset`, row-major."""
 
     name: Name

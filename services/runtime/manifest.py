@@ -14,7 +14,7 @@ import msgspec
 import xxhash
 
 from umbra.proto.bounds import BUCKETS, DIMENSIONS, TENSORS
-from umbra.proto.errors import WireError
+from umbra.proto.errors import UsageError, WireError
 from umbra.proto.records import Manifest, TensorEntry
 
 ALIGN_BYTES = 64  # a cache line, and what GPU copies like
@@ -29,7 +29,8 @@ def build_manifest(
 
     Raises:
         ValueError: no tensors or too many, a name twice, an unknown dtype, too many dimensions, or
-            `bucket_bytes` below 128 or so small that there are too many buckets.
+            `bucket_bytes` below 128.
+        UsageError: `bucket_bytes` is so small that there are too many buckets.
     """
     if bucket_bytes < 2 * ALIGN_BYTES:
         raise ValueError(f"buckets of {bucket_bytes} bytes are too small")
@@ -55,7 +56,7 @@ def build_manifest(
         raise ValueError(f"{len(entries)} tensors, at most {TENSORS}")
     buckets = list(_buckets(entries, offset, bucket_bytes))
     if len(buckets) > BUCKETS:
-        raise ValueError(
+        raise UsageError(
             f"{len(buckets)} buckets of {bucket_bytes} bytes, at most {BUCKETS}: raise "
             "weight_hub.bucket_bytes"
         )
@@ -77,12 +78,8 @@ def check_manifest(manifest: Manifest) -> None:
     names: set[str] = set()
     for entry in manifest.tensors:
         size = prod(entry.shape) * ITEM_BYTES.get(entry.dtype, -1)
-        if (
-            min(entry.nbytes, entry.offset) < 0
-            or size != entry.nbytes
-            or entry.offset < end
-            or entry.name in names
-        ):
+        is_sized = size == entry.nbytes and min(size, *entry.shape, 0) == 0
+        if not is_sized or entry.offset < end or entry.name in names:
             raise WireError(f"manifest: bad layout of tensor {entry.name}", path="tensors")
         end = entry.offset + entry.nbytes
         names.add(entry.name)

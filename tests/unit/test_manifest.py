@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from umbra.proto.bounds import BUCKETS, DIMENSIONS, TENSORS
-from umbra.proto.errors import WireError
+from umbra.proto.errors import UsageError, WireError
 from umbra.proto.messages import RegisterManifest
 from umbra.proto.records import Manifest
 from umbra.services.runtime.manifest import (
@@ -162,7 +162,7 @@ def test_the_decoder_refuses_a_tensor_that_no_model_has(wrong: dict[str, object]
 def test_more_tensors_than_a_manifest_has_are_refused() -> None:
     with pytest.raises(ValueError, match="at most"):
         build_manifest([(str(n), "F16", [1]) for n in range(TENSORS + 1)], 4096)
-    with pytest.raises(ValueError, match="raise weight_hub.bucket_bytes"):
+    with pytest.raises(UsageError, match=r"raise weight_hub\.bucket_bytes"):
         build_manifest([("a", "F16", [BUCKETS, 128])], 128)
     with pytest.raises(ValueError, match="dimensions"):
         build_manifest([("a", "F16", [1] * (DIMENSIONS + 1))], 4096)
