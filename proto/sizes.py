@@ -38,6 +38,7 @@ from umbra.proto.messages import (
 HEADER_BYTES = 4 << 10
 COMMON_BYTES = 64 << 10
 SUBMIT_BYTES = 32 << 20  # one trajectory of the most tokens fits, and thousands of usual ones
+SUBSCRIPTION_BYTES = 1 << 10  # what a handshake needs; a topic is far shorter
 RAW_BYTES = 64 << 20  # a raw frame
 MOST_BYTES = 256 << 20  # any frame
 
@@ -87,6 +88,6 @@ def allowed_bytes(kind: type[Message], role: KeyRole | None) -> int:
 def socket_bytes(socket: str) -> int:
     """Bytes of the largest frame that anybody may send to a server's `socket`."""
     if socket == "events_out":
-        return HEADER_BYTES  # subscriptions
+        return SUBSCRIPTION_BYTES
     kinds = SOCKETS.get(socket, ())
     return max((body_bytes(kind) for kind in kinds if kind in SENDERS), default=COMMON_BYTES)

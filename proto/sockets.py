@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import re
 import secrets
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from socket import AF_INET, AF_INET6, create_server
@@ -30,6 +31,7 @@ TELEMETRY_HWM_MESSAGES = 1_000  # of some KB each: what a watcher that does not 
 RECONNECT_MS = 50
 BINDING = (zmq.ROUTER, zmq.XSUB, zmq.XPUB)
 RECONNECT_MAX_MS = 1_000
+REBIND_S = 5.0
 HANDSHAKE_MS = 10_000  # for a peer to show its key; whoever is slower is disconnected
 HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -163,14 +165,39 @@ def relay(
     inward = _socket(context, zmq.XSUB, TELEMETRY_HWM_MESSAGES, curve_in)
     inward.set(zmq.MAXMSGSIZE, socket_bytes("events_in"))
     actual_in = _bind(inward, endpoint_in)
-    outward = _socket(context, zmq.XPUB, TELEMETRY_HWM_MESSAGES, curve_out)
-    outward.set(zmq.MAXMSGSIZE, socket_bytes("events_out"))
+    outward = _xpub(context, curve_out)
     try:
         actual_out = _bind(outward, endpoint_out)
     except UmbraError:
         inward.close(linger=0)
         raise
     return inward, actual_in, outward, actual_out
+
+
+def watched(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, curve: Curve | None = None
+) -> zmq.Socket[bytes]:
+    """Another XPUB at `endpoint`, where one has just been closed.
+
+    Raises:
+        StartupError: the address has not become free.
+    """
+    until = time.monotonic() + REBIND_S
+    while True:
+        socket = _xpub(context, curve)
+        try:
+            _bind(socket, endpoint)
+            return socket
+        except StartupError:  # ZeroMQ closes in its own time
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.001)
+
+
+def _xpub(context: zmq.Context[zmq.Socket[bytes]], curve: Curve | None) -> zmq.Socket[bytes]:
+    socket = _socket(context, zmq.XPUB, TELEMETRY_HWM_MESSAGES, curve)
+    socket.set(zmq.MAXMSGSIZE, socket_bytes("events_out"))
+    return socket
 
 
 def pair(

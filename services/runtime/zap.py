@@ -106,6 +106,14 @@ class Gate:
         """Take note of handshakes that fail on a bound socket."""
         self._watched[sockets.handshakes(self._context, socket, UNASKED)] = (name, socket)
 
+    def unwatch(self, socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+        """The opposite of `watch`, while `socket` is open; what is not to be polled any more."""
+        monitor = next(one for one, (_, watched) in self._watched.items() if watched is socket)
+        del self._watched[monitor]
+        socket.disable_monitor()
+        monitor.close(linger=0)
+        return monitor
+
     def serve(self, socket: zmq.Socket[bytes]) -> None:
         """Handle what has come on one of `sockets`."""
         for _ in range(BURST):
