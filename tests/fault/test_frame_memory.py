@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
 
 import msgpack
 import pytest
@@ -141,11 +140,9 @@ def attack(
             if not may_connect(role, on):
                 continue
             attacker = Client(context, keys, role, endpoint, server, f"evil-{role}")
-            joins = on == "control" and role in get_args(Role) and role != "weight_hub"
-            if joins and role != "buffer":
-                attacker.call(
-                    Join(role=role, name=attacker.name, pid=1, host="h", package_version="0")  # type: ignore[arg-type]
-                )
+            if on == "control" and role not in ("buffer", "weight_hub", "operator"):
+                join = Join(role=role, name=attacker.name, pid=1, host="h", package_version="0")
+                assert isinstance(attacker.call(join), Welcome)
             for cls in sorted(SOCKETS[on], key=lambda cls: -allowed_bytes(cls, role)):
                 limit = min(allowed_bytes(cls, role), MOST_BYTES) or REFUSED_BYTES
                 sender = "nobody" if cls in ENDS else attacker.name
