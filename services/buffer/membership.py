@@ -11,6 +11,7 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
+from umbra.proto.bounds import MEMBERS
 from umbra.proto.messages import Heartbeat, Join, Member, Nack, Role, State, Stuck
 from umbra.services.buffer.meter import Meter
 from umbra.services.runtime.config import Buffer
@@ -132,6 +133,9 @@ class Membership:
                 reason=f"{body.name!r} is the name of a {before.role} of this run: choose another",
                 path="name",
             )
+        if before is None and len(self.peers) >= MEMBERS:
+            reason = f"the run has {MEMBERS} members already"
+            return Nack(code="too_many", reason=reason, path="name")
         if before is not None and before.incarnation != header.incarnation:
             self._superseded[body.name, before.incarnation] = None
             _forget_oldest(self._superseded)
