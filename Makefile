@@ -124,8 +124,20 @@ package: $(DEV_STAMP) ## Build sdist and wheel, install the wheel elsewhere and 
 check: lint types imports package test ## Run every check
 
 .PHONY: bench
-bench: $(DEV_STAMP) ## Run the quick form of every benchmark (about 15 minutes)
+bench: $(DEV_STAMP) ## Run the quick form of every benchmark (half an hour or more)
 	@$(BIN)/python benchmarks/quick.py
+
+.PHONY: publish
+publish: $(DEV_STAMP) ## Measure what the documents still lack (hours, on an idle machine)
+	@$(BIN)/python benchmarks/published.py
+
+.PHONY: figures
+figures: $(DEV_STAMP) ## Write the documents' figures from benchmarks/results
+	@$(BIN)/python benchmarks/render.py
+
+.PHONY: mutation
+mutation: $(DEV_STAMP) ## Try small changes of the code against the tests (hours)
+	@nice -n 19 $(BIN)/python tools/mutation.py $(GROUPS)
 
 .PHONY: clean
 clean: ## Remove the environment, caches and build results

@@ -3,7 +3,8 @@
     python benchmarks/ablations.py --json FILE [--seeds 0] [--jobs 2] [--minutes M]
 
 Runs of known times as in `end_to_end.py --form replay`, long-tailed lengths, mode "async". The rows
-of one block differ in one thing from the first of it. FILE is written after each run and continued.
+of one block differ in one thing from the first of it; numbers of accelerators are in brackets. FILE
+is written after each run and continued.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 import replay_cells
 from click.testing import CliRunner
 from replay_cells import FORM, MODES, Mode
-from report import Report
+from report import Report, spread
 from whole_runs import Cell
 
 from umbra.services.trainer.make_model import command as make_model
@@ -32,6 +33,7 @@ MIX = "long-tailed"
 RUN_LIMIT_S = 900.0
 ASYNC = MODES[-1]
 STEPS = 24
+IDLE = ("generator_idle", "trainer_idle")
 BIG = ("--hidden", "512", "--layers", "4", "--ff", "1536")  # 13 M parameters
 HEAVY = (
     *ASYNC.settings,
@@ -56,16 +58,25 @@ def _part(block: str, name: str, base: Mode, *settings: str, **changes: Any) -> 
 
 
 _HEAVY = replace(ASYNC, settings=HEAVY, model="big", change_every=50)
-# The reference's forward pass costs a third of an update's forward and backward pass.
-_REFERENCE = ("buffer.stages=['ref_logp']", "scorer.device=cpu", "scorer.threads=1")
+# In all rows the pass takes its time: in the trainer on its four accelerators, in a scorer on one.
+_STAGE = "buffer.stages=['ref_logp']"
+_IN_TRAINER = 1 + replay_cells.REFERENCE
 PARTS = (
     _part("loop", "all on", ASYNC),
     _part("loop", "no continuous admission", ASYNC, generator="batchwise_generator.py"),
     _part("loop", "no partials (drain)", ASYNC, "generator.kv_policy=drain"),
     _part("loop", "no prefetch", ASYNC, "generator.prefetch=0"),
     _part("loop", "run_ahead 1, not 4", ASYNC, ahead=1),
-    _part("reference", "ref-logprobs by a scorer", ASYNC, *_REFERENCE),
-    _part("reference", "ref-logprobs in the trainer", ASYNC, more_training=4 / 3),
+    _part("reference", "ref-logprobs in the trainer (4)", ASYNC, more_training=_IN_TRAINER),
+    _part(
+        "reference",
+        "by a scorer (1) beside a trainer (3)",
+        ASYNC,
+        _STAGE,
+        training=3,
+        reference=True,
+    ),
+    _part("reference", "by a scorer (1) beside a trainer (4)", ASYNC, _STAGE, reference=True),
     _part("weights", "staged, delta", _HEAVY),
     _part("weights", "not staged (streamed)", _HEAVY, "generator.receive=streamed"),
     _part("weights", "no delta", _HEAVY, "weight_hub.delta=off"),
@@ -128,22 +139,34 @@ def make_up(
                 keep(row)
 
 
-def show(rows: Sequence[dict[str, Any]]) -> None:
+def summarise(report: Report) -> None:
     """Means over seeds, and samples/s over those of the first of the block."""
+    table: list[list[Any]] = []
     first: dict[str, float] = {}
-    head = "part, samples/s, of all on, generator idle, trainer idle, staleness, push ms"
-    names = [*head.split(", "), "wait ms, had there been one slot"]
-    print("| " + " | ".join(names) + " |\n" + "|---" * len(names) + "|")
     for part in PARTS:
-        found = [row for row in rows if (row["block"], row["name"]) == (part.block, part.name)]
-        if not found:
+        some = [r for r in report.rows if (r["block"], r["name"]) == (part.block, part.name)]
+        if not some:
             continue
-        speed = mean(row["samples_per_s"] for row in found)
+        speed = mean(row["samples_per_s"] for row in some)
         base = first.setdefault(part.block, speed)
-        columns = ("generator_idle", "trainer_idle", "staleness", "total_ms", "one_slot_wait_ms")
-        figures = [f"{mean(row[name] for row in found):.3g}" for name in columns]
-        cells = [f"{speed:.1f}", f"{speed / base:.2f}", *figures]
-        print(f"| {part.name} | " + " | ".join(cells) + " |")
+        idle = [f"{mean(row[name] for row in some):.0%}" for name in IDLE]
+        columns = ("staleness", "total_ms", "wire_mb")
+        table.append(
+            [part.name, len(some), spread([row["samples_per_s"] for row in some]),
+             f"{speed / base:.2f}", " / ".join(idle),
+             *(mean(row[name] for row in some) for name in columns)]
+        )  # fmt: skip
+        name = part.name.partition(" (")[0] if part.block != "reference" else part.name
+        report.figure(_key(name), speed / base)
+        report.figure(f"{_key(name)}_one_slot_wait_ms", mean(r["one_slot_wait_ms"] for r in some))
+        report.figure(f"{_key(name)}_wire_mb", mean(row["wire_mb"] for row in some))
+    columns = ["part", "seeds", "samples/s", "of the first of its block"]
+    columns += ["generators / trainer idle", "staleness", "push ms", "MB a push"]
+    report.table("parts", columns, table)
+
+
+def _key(name: str) -> str:
+    return "".join(mark if mark.isalnum() else "_" for mark in name)
 
 
 def main() -> int:
@@ -162,9 +185,7 @@ def main() -> int:
     if args.key:
         print(json.dumps(run_part(args.key, args.work)))
         return 0
-    report = Report("ablations")
-    if args.json and args.json.exists():
-        report.rows = json.loads(args.json.read_text(encoding="utf-8"))["rows"]
+    report = Report.read(args.json) if args.json and args.json.exists() else Report("ablations")
     done = {row["key"] for row in report.rows}
     parts = PARTS[:3] if args.quick else [one for one in PARTS if one.block in args.blocks]
     wanted = [key_of(part, seed) for seed in args.seeds for part in parts]
@@ -177,7 +198,8 @@ def main() -> int:
         print(f"{row['key']}: {row['samples_per_s']:.1f} samples/s", flush=True)
 
     make_up([key for key in wanted if key not in done], args, keep)
-    show(report.rows)
+    report.restate(summarise)
+    report.show(args.json)
     return 0
 
 

@@ -31,6 +31,8 @@ from report import Report
 from traffic import Consumer, Producer
 
 PRODUCERS = 2
+OURS = "buffer, durable"
+FEW, MANY = 4, 512  # generators
 RUN = """
 [run]
 steps = 1000000
@@ -237,36 +239,20 @@ def percentile(values: list[float], share: float) -> float:
 
 
 def show_transports(report: Report, args: argparse.Namespace, folder: Path) -> None:
-    """Flat-out rates of all transports, in turns, `args.rounds` times; medians."""
+    """Flat-out rates of all transports, in turns, `args.rounds` times."""
     found: dict[str, list[dict[str, float]]] = {}
     for round_number in range(args.rounds):
         ours = measure_buffer(
             folder / f"flat-{round_number}", generators=4, seconds=args.seconds,
-            batch_groups=128, run_ahead=7, capacity=256, per_submit=32,
+            batch_groups=128, run_ahead=7, capacity=256, per_submit=peers.BATCH,
         )  # fmt: skip
-        found.setdefault("umbra buffer, durable", []).append(ours)
+        found.setdefault(OURS, []).append(ours)
         for name, measured in peers.measure_all(args.seconds, with_ray=args.ray):
             found.setdefault(name, []).append(measured)
-    rates: dict[str, list[float]] = {}
     for name, rounds in found.items():
-        rates[name] = [one["per_s"] for one in rounds]
-        report.add(
-            what=name,
-            per_s=round(statistics.median(rates[name])),
-            cpu_s_per_1k=round(statistics.median(one["cpu_s_per_1k"] for one in rounds), 3),
-            p50_ms="",
-            p99_ms="",
-        )
-    ours = rates["umbra buffer, durable"]
-    if peers.REDIS in rates:
-        report.goal("times the Redis stream", ratio(ours, rates[peers.REDIS]), ">=", 5)
-    if peers.RAY in rates:
-        report.goal("times the Ray queue", ratio(ours, rates[peers.RAY]), ">=", 20)
-
-
-def ratio(ours: list[float], theirs: list[float]) -> float:
-    """Median of the ratios of the rounds: what else the machine does concerns both of a round."""
-    return round(statistics.median(a / b for a, b in zip(ours, theirs, strict=True)), 3)
+        rates = [one["per_s"] for one in rounds]
+        costs = [one["cpu_s_per_1k"] for one in rounds]
+        report.add(part="transports", what=name, per_s=rates, cpu_s_per_1k=costs)
 
 
 def show_latency(report: Report, args: argparse.Namespace, folder: Path) -> None:
@@ -275,20 +261,14 @@ def show_latency(report: Report, args: argparse.Namespace, folder: Path) -> None
         folder / "paced", generators=4, seconds=args.seconds, rate=1000.0,
         group_size=1, batch_groups=8, run_ahead=64, per_submit=4,
     )  # fmt: skip
-    for name, values in (("submit to ack", paced["ack"]), ("submit to trainer", paced["end"])):
-        report.add(
-            what=f"at {paced['per_s']:.0f}/s: {name}",
-            per_s=round(paced["per_s"]),
-            cpu_s_per_1k=round(paced["cpu_s_per_1k"], 3),
-            p50_ms=round(percentile(values, 0.5), 2),
-            p99_ms=round(percentile(values, 0.99), 2),
-        )
-        report.goal(f"p99 ms, {name}", round(percentile(values, 0.99), 2), "<", 50)
+    for what, values in (("acknowledgement", paced["ack"]), ("trainer", paced["end"])):
+        p50, p99 = (percentile(values, share) for share in (0.5, 0.99))
+        report.add(part="latency", what=what, per_s=paced["per_s"], p50_ms=p50, p99_ms=p99)
 
 
 def show_scale(report: Report, args: argparse.Namespace, folder: Path) -> None:
-    """What a trajectory costs the buffer with few and with many generators, in turns; medians."""
-    costs: dict[int, list[float]] = {4: [], 512: []}
+    """What a trajectory costs the buffer with few and with many generators, in turns."""
+    costs: dict[int, list[float]] = {FEW: [], MANY: []}
     for round_number in range(args.rounds):
         for generators, values in costs.items():
             measured = measure_buffer(
@@ -299,26 +279,65 @@ def show_scale(report: Report, args: argparse.Namespace, folder: Path) -> None:
                 capacity=16,
             )
             values.append(measured["buffer_us"])
-    found = {generators: statistics.median(values) for generators, values in costs.items()}
-    for generators, cost_us in found.items():
-        add_text(report, f"{generators} generators: {cost_us:.1f} us of the buffer", cost_us)
-    report.goal("cost at 512 / cost at 4 generators", ratio(costs[512], costs[4]), "<=", 1.2)
+    for generators, values in costs.items():
+        report.add(part="scale", what=f"{generators}", buffer_us=values)
 
 
 def show_memory(report: Report, args: argparse.Namespace, folder: Path) -> None:
     """Memory and disk while many trajectories pass, and with many generators flat out."""
     early, late, disk = measure_memory(folder / "memory", args.trajectories)
-    add_text(report, f"{args.trajectories} trajectories: {late:.0f} MB memory, {disk:.0f} MB disk")
-    report.goal("memory growth over the last 30 %, MB", round(late - early, 1), "<", 20)
-    report.goal("MB on the disk", round(disk, 1), "<=", STORE_MAX_BYTES / 1e6)
-    many = measure_buffer(folder / "many", generators=512, seconds=args.seconds)
-    add_text(report, f"512 generators flat out: {many['rss_mb']:.0f} MB memory")
+    many = measure_buffer(folder / "many", generators=MANY, seconds=args.seconds)
+    report.add(
+        part="memory", what=f"{args.trajectories}", mb=late, more_mb=late - early, disk_mb=disk,
+        many_mb=many["rss_mb"],
+    )  # fmt: skip
 
 
-def add_text(report: Report, what: str, cost_us: float | None = None) -> None:
-    """A row that has no rate."""
-    cost = "" if cost_us is None else round(cost_us / 1e3, 4)
-    report.add(what=what, per_s="", cpu_s_per_1k=cost, p50_ms="", p99_ms="")
+def summarise(report: Report) -> None:
+    """Medians, and goals. Ratios are medians of those of the rounds, since what else the machine
+    does concerns all of a round.
+    """
+    parts: dict[str, list[dict[str, Any]]] = {}
+    for row in report.rows:
+        parts.setdefault(row["part"], []).append(row)
+    if transports := parts.get("transports"):
+        report.table(
+            "transports",
+            ["flat out", "trajectories/s", "CPU-s per 1,000"],
+            [
+                [row["what"], *(statistics.median(row[n]) for n in ("per_s", "cpu_s_per_1k"))]
+                for row in transports
+            ],
+        )
+        rates = {row["what"]: row["per_s"] for row in transports}
+        for name, goal in ((peers.REDIS, 5.0), (peers.REDIS_KIND, 1.0), (peers.RAY, 20.0)):
+            if name in rates:
+                report.goal(f"times the {name}", ratio(rates[OURS], rates[name]), ">=", goal)
+        if peers.RAY_KIND in rates:
+            times = ratio(rates[OURS], rates[peers.RAY_KIND])
+            report.goal(f"times the {peers.RAY_KIND}", times, ">=", 1.0)
+    for row in parts.get("latency", []):
+        name = f"submit to {row['what']} at 1,000/s"
+        report.figure(f"p50_ms_{row['what']}", row["p50_ms"])
+        report.figure(f"per_s_{row['what']}", row["per_s"])
+        report.goal(f"{name}: p99 ms", row["p99_ms"], "<", 50)
+    if scale := parts.get("scale"):
+        few, many = (row["buffer_us"] for row in scale)
+        report.figure("few_us", statistics.median(few))
+        report.figure("many_us", statistics.median(many))
+        report.goal(f"cost at {MANY} / cost at {FEW} generators", ratio(many, few), "<=", 1.2)
+    for row in parts.get("memory", []):
+        report.figure("memory_mb", row["mb"])
+        report.figure("disk_mb", row["disk_mb"])
+        report.figure("many_mb", row["many_mb"])
+        name = f"MB that the last 30 % of {int(row['what']):,} trajectories add"
+        report.goal(name, row["more_mb"], "<", 20)
+        report.goal("MB on the disk", row["disk_mb"], "<=", STORE_MAX_BYTES / 1e6)
+
+
+def ratio(ours: list[float], theirs: list[float]) -> float:
+    """Median of the ratios of the rounds."""
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
 PARTS = {
@@ -344,6 +363,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=args.dir) as folder_name:
         for part in args.only:
             PARTS[part](report, args, Path(folder_name))
+    report.restate(summarise)
     return 0 if report.show(args.json) else 1
 
 

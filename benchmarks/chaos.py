@@ -7,7 +7,12 @@ The sorting demo with its rewards in a scoring stage, `umbra up` on one node and
 from a second one, first undisturbed, then again and again until it was disturbed for so long. Acts
 are drawn from the seed; what they meet depends on the machine. With --dir, what was done before
 counts: a soak that was broken off, or a longer one, goes on there (its other options must be the
-same). Each run is audited in the end: what became of every sample, and which batch trained it.
+same). Each run is audited in the end by what its generators and trainers have noted (`noted.py`):
+every sample that the buffer acknowledged must have been trained on once, unless a rule ended it.
+
+What it doesn't do: a trainer is killed at most TRAINER_KILLS times between two ends of the whole
+run, for a fourth time ends a run, and no process more than KILLS_PER_MINUTE times a minute, for the
+same reason; the last one of a kind is not drained; no disk, network or machine fails.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from chaos_acts import Disturber
+from chaos_acts import TRAINER_KILLS, Disturber
 from chaos_audit import STRETCHES, audit, curve
 from chaos_run import UMBRA, DemoRun, SecondNode, free_port
 from report import Report
@@ -40,6 +45,7 @@ ROUND_S = 1800.0  # for a run to end, disturbed or not
 POLL_S = 0.1
 ENOUGH_S = 5.0  # what is left to disturb and not worth a run
 CALM = "undisturbed"
+COUNTED = ("acknowledged", "trained", "untrained", "lost", "twice", "repeated", "changed")
 # Signs of life often enough to time a recovery by them, and limits that the stops go beyond. All
 # batches are kept, so that they can be looked through. An attempt that was cut off is not a
 # sample's fault here.
@@ -131,7 +137,7 @@ class Soak:
             "lives": lives,
             "acts": [asdict(act) for act in disturber.done],
             "overtaken": dict(disturber.overtaken),
-            "audit": asdict(audit(run.folder)),
+            "audit": asdict(audit(run.folder, run.notes)),
             "curve": curve(run.folder),
         }
         assert found["audit"]["steps"] == list(range(1, self._steps + 1)), "a step is missing"
@@ -165,53 +171,56 @@ class Soak:
         return code, last - (first or last)
 
 
-def tell(rounds: list[dict[str, Any]], file: Path | None) -> bool:
-    """Print tables and goals, and write `file`; whether the goals are met."""
-    calm = next(found for found in rounds if found["round"] == CALM)
-    wild = [found for found in rounds if found["round"] != CALM]
-    acts = [act for found in wild for act in found["acts"]]
-    report = Report("chaos: acts on a run, and seconds until it had recovered")
-    for service, kind in sorted({(act["service"], act["kind"]) for act in acts}):
-        chosen = [a for a in acts if (a["service"], a["kind"]) == (service, kind)]
-        times = [a["recovered_s"] for a in chosen if a["recovered_s"] is not None]
-        report.add(
-            service=service, act=kind, count=len(chosen), recovered=len(times),
-            median_s=round(statistics.median(times), 2) if times else -1.0,
-            max_s=round(max(times), 2) if times else -1.0,
-        )  # fmt: skip
-    total = {key: sum(found["audit"][key] for found in wild) for key in ("lost", "twice")}
-    report.goal("samples lost", total["lost"], "<=", 0)
+def summarise(report: Report) -> None:
+    """State what the acts did to the runs; a row is a round, the undisturbed one is the first."""
+    calm = next(row for row in report.rows if row["round"] == CALM)
+    wild = [row for row in report.rows if row["round"] != CALM]
+    acts = [act for row in wild for act in row["acts"]]
+    kinds = ("kill", "stop", "drain", "join")
+    table: list[list[Any]] = []
+    for service in dict.fromkeys(act["service"] for act in acts):
+        cells: list[str] = []
+        for kind in kinds:
+            some = [act for act in acts if (act["service"], act["kind"]) == (service, kind)]
+            times = [act["recovered_s"] for act in some if act["recovered_s"] is not None]
+            took = f": {statistics.median(times):.1f} ({max(times):.1f})" if times else ""
+            cells.append(f"{len(some)}{took}" if some else "-")
+        table.append([service, *cells])
+    report.table("acts", ["service", *kinds], table)
+    audits = [row["audit"] for row in wild]
+    total = {key: sum(audit[key] for audit in audits) for key in COUNTED}
+    report.goal("acknowledged samples lost", total["lost"], "<=", 0)
     report.goal("samples trained twice", total["twice"], "<=", 0)
-    changed = sum(found["audit"]["changed"] for found in wild)
-    report.goal("batches that were not the same when repeated", changed, "<=", 0)
+    report.goal("batches that were not the same when repeated", total["changed"], "<=", 0)
     missed = sum(act["recovered_s"] is None for act in acts)
     report.goal("acts without recovery", missed, "<=", 0)
     curves = [statistics.mean(values) for values in zip(*(w["curve"] for w in wild), strict=True)]
     last = curves[-1] / calm["curve"][-1]
     report.goal("reward in the last tenth / undisturbed", round(last, 3), ">=", 0.97)
-    good = report.show(file)
-    beside = Report("chaos: mean reward by tenth of the steps")
-    for index in range(STRETCHES):
-        by_round = [w["curve"][index] for w in wild]
-        beside.add(
-            tenth=index + 1, undisturbed=round(calm["curve"][index], 3),
-            disturbed=round(curves[index], 3), least=round(min(by_round), 3),
-            most=round(max(by_round), 3),
-        )  # fmt: skip
-    beside.show(file.with_stem(f"{file.stem}-reward") if file else None)
-    audits = [found["audit"] for found in wild]
-    kills = sum(act["kind"] == "kill" for act in acts)
-    overtaken = sum(sum(w["overtaken"].values()) for w in wild)
-    print(
-        f"{len(wild)} runs, disturbed for {sum(w['disturbed_s'] for w in wild):.0f} of "
-        f"{sum(w['seconds'] for w in wild):.0f} s (undisturbed: {calm['seconds']:.0f} s); "
-        f"{len(acts)} acts, {kills} of them kills, {overtaken} more that a run's end overtook; "
-        f"{sum(w['lives'] - 1 for w in wild)} times gone on; "
-        f"{sum(a['trained'] for a in audits)} samples trained, "
-        f"{sum(a['repeated'] for a in audits)} batches repeated; ended otherwise: "
-        f"{[a['ended'] for a in audits]}"
+    tenths = range(1, STRETCHES + 1)
+    report.table(
+        "reward",
+        ["mean reward by tenth of the steps", *map(str, tenths)],
+        [
+            ["undisturbed", *(f"{value:.3f}" for value in calm["curve"])],
+            ["disturbed", *(f"{value:.3f}" for value in curves)],
+        ],
     )
-    return good
+    for name, value in total.items():
+        report.figure(name, value)
+    report.figure("runs", len(wild))
+    report.figure("steps", len(calm["audit"]["steps"]))
+    report.figure("seconds", sum(row["seconds"] for row in wild))
+    report.figure("disturbed_s", sum(row["disturbed_s"] for row in wild))
+    report.figure("acts", len(acts))
+    report.figure("kills", sum(act["kind"] == "kill" for act in acts))
+    report.figure(
+        "trainer_kills", sum(a["kind"] == "kill" and a["service"] == "trainer" for a in acts)
+    )
+    report.figure("trainer_kills_at_most", TRAINER_KILLS)
+    report.figure("overtaken", sum(sum(row["overtaken"].values()) for row in wild))
+    report.figure("gone_on", sum(row["lives"] - 1 for row in wild))
+    report.figure("ended", sum(sum(audit["ended"].values()) for audit in audits))
 
 
 def say(line: str) -> None:
@@ -248,7 +257,9 @@ def main() -> int:
                 break
             say(f"round {len(done)}, {left:.0f} s to go")
             soak.round(f"round-{len(done)}", left)
-        return 0 if tell(done, options.json) else 1
+        report = Report("chaos", rows=done)
+        report.restate(summarise)
+        return 0 if report.show(options.json) else 1
 
 
 if __name__ == "__main__":

@@ -1,16 +1,15 @@
-"""What became of every sample of a run, read from its store and its metrics after the end."""
+"""What became of every sample of a run, by the notes of its clients (`noted.py`)."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from umbra.services.buffer.store_report import StoreReader
+from noted import read_notes
 
 STRETCHES = 10  # of a reward curve
 KEPT = ("stale", "filtered", "cancelled")  # ends that a rule or the run's own end gives a sample
@@ -18,43 +17,46 @@ KEPT = ("stale", "filtered", "cancelled")  # ends that a rule or the run's own e
 
 @dataclass(frozen=True)
 class Audit:
-    """Samples of one run. `lost`: issued, and neither trained nor ended for a reason of the run's
-    own; `twice`: trained in more than one of the batches that count.
+    """Samples of one run, as its generators and trainers noted them.
+
+    Attributes:
+        acknowledged: samples whose delivery some generator was told is kept.
+        trained: samples that the trainer has learned from, in the batches that count.
+        untrained: acknowledged, and in none of these batches.
+        ended: what the buffer says it has ended by a rule; alone this is its own word.
+        lost: more than that are untrained.
+        twice: samples in more than one place of the batches.
+        repeated: batches that a trainer trained on again after it was killed.
+        changed: of these, those that were not what they were.
     """
 
+    acknowledged: int
     trained: int
+    untrained: int
     lost: int
     twice: int
     ended: dict[str, int]
-    repeated: int  # batches that a trainer got again after it was killed
-    changed: int  # of these, those that were not what they were
+    repeated: int
+    changed: int
     steps: list[int]
 
 
-def audit(folder: Path) -> Audit:
-    """Look through a run that has ended and whose store has kept all batches."""
+def audit(folder: Path, notes: Path) -> Audit:
+    """Look through a run that has ended, and through the notes of its clients."""
     status = json.loads((folder / "buffer.json").read_text(encoding="utf-8"))
-    ledger = status["ledger"]
-    store = StoreReader(folder / "store")
-    steps = sorted(int(key[2:]) for key in store.image.places if key.startswith("b/"))
-    trained = Counter(
-        sample["sample_id"]
-        for step in steps
-        for group in store.read(f"b/{step}")["groups"]
-        for sample in group["samples"]
-    )
-    ended = sum(ledger["ended"].get(reason, 0) for reason in KEPT)
-    handed: dict[int, list[str]] = {}
-    for row in rows(folder, "handed_out"):
-        handed.setdefault(row["step"], []).append(row["digest"])
+    ended = {reason: count for reason, count in status["ledger"]["ended"].items() if count}
+    found = read_notes(notes)
+    untrained = len(found.untrained)
     return Audit(
-        trained=len(trained),
-        lost=ledger["issued"] - len(trained) - ended,
-        twice=trained.total() - len(trained),
-        ended={reason: count for reason, count in ledger["ended"].items() if count},
-        repeated=sum(len(digests) - 1 for digests in handed.values()),
-        changed=sum(len(set(digests)) > 1 for digests in handed.values()),
-        steps=steps,
+        acknowledged=len(found.acknowledged),
+        trained=len(found.trained),
+        untrained=untrained,
+        lost=max(0, untrained - sum(ended.get(reason, 0) for reason in KEPT)),
+        twice=found.twice,
+        ended=ended,
+        repeated=found.repeated,
+        changed=found.changed,
+        steps=sorted(found.batches),
     )
 
 

@@ -18,6 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import noted
+
 from umbra.deploy.process import child_environ
 from umbra.proto.errors import UmbraError
 from umbra.proto.messages import Status
@@ -25,6 +27,7 @@ from umbra.services.monitor.client import StatusClient
 from umbra.services.runtime.parent import PARENT_PID_VARIABLE
 
 UMBRA = (sys.executable, "-m", "umbra")
+NOTED = (sys.executable, str(Path(noted.__file__)))
 LOOK_S = 0.5
 RESTART_S = 0.5
 GONE_S = 40.0  # for everything to end after `umbra up` has
@@ -72,16 +75,16 @@ class Worker:
     name: str
     argv: list[str]
     log: Path
+    environ: dict[str, str]
     popen: subprocess.Popen[bytes] | None = None
     restart_at: float = 0.0
     codes: list[int] = field(default_factory=list[int])
 
     def start(self) -> None:
         """Start it."""
-        environ = {**child_environ(), PARENT_PID_VARIABLE: str(os.getpid())}
         with self.log.open("ab") as log:
             self.popen = subprocess.Popen(
-                self.argv, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                self.argv, env=self.environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
 
     def poll(self, now: float) -> bool:
@@ -105,6 +108,8 @@ class DemoRun:
 
     def __init__(self, folder: Path, hub: str, node: SecondNode) -> None:
         self.home = folder
+        self.notes = folder / "notes"
+        self.notes.mkdir()
         self.hub = hub
         self.node = node
         self.broker = ""
@@ -129,9 +134,9 @@ class DemoRun:
         self.lives += 1
         with (self.home / "up.log").open("ab") as log:
             self._up = subprocess.Popen(
-                [*UMBRA, "up", what, "--no-eval"],
+                [*NOTED, "up", what, "--no-eval"],
                 cwd=self.home,
-                env={**child_environ(), PARENT_PID_VARIABLE: str(os.getpid())},
+                env=self._environ(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -155,11 +160,15 @@ class DemoRun:
             own = ["weight-hub", "relay", "--hub", self.hub, "--listen", self.relay]
         else:
             own = [kind] if kind == "generator" else [kind, "--stage", "reward"]
-        argv = [*self.node.enter, *UMBRA, *own, *common]
-        worker = Worker(name, argv, self.folder / "logs" / f"{name}.log")
+        argv = [*self.node.enter, *NOTED, *own, *common]
+        worker = Worker(name, argv, self.folder / "logs" / f"{name}.log", self._environ())
         worker.start()
         self.workers[name] = worker
         return name
+
+    def _environ(self) -> dict[str, str]:
+        own = {PARENT_PID_VARIABLE: str(os.getpid()), noted.VARIABLE: str(self.notes)}
+        return {**child_environ(), **own}
 
     def poll(self) -> int | None:
         """Keep the workers running; the exit code of `umbra up`, or None while it runs."""

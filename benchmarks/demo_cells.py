@@ -6,6 +6,7 @@ the mean reward of the last WINDOW batches, 2,560 samples drawn at temperature 1
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from umbra.deploy.run_folder import RunFolder, read_rows
 from umbra.services.runtime.config_loader import load_config
 
 FORM = "real"
+CORES = 2  # of the machine that this is for
 ACCURACY = 0.9
 WINDOW = 10
 WARM = 5
@@ -34,18 +36,27 @@ class Mode:
     settings: tuple[str, ...]
 
 
-SYNC = ("buffer.run_ahead=0",)
+SYNC = "buffer.run_ahead=0"
 MODES = (
-    Mode(
-        "sync, all take turns", ("buffer.run_ahead=0", "generator.threads=2", "trainer.threads=2")
-    ),
-    Mode("sync, fixed split", ("buffer.run_ahead=0",)),
+    Mode("sync, all take turns", (SYNC, "generator.threads=2", "trainer.threads=2")),
+    Mode("sync, fixed split", (SYNC,)),
     Mode(
         "one step off",
         ("buffer.run_ahead=1", "buffer.max_staleness=1", "buffer.stale_policy=wait"),
     ),
     Mode("async", ("buffer.run_ahead=2", "buffer.max_staleness=4")),
 )
+
+
+@dataclass(frozen=True)
+class TrlMode:
+    """TRL's trainer, which generates and trains in turns with all of its threads."""
+
+    name: str
+    threads: int
+
+
+TRL_MODES = (TrlMode("TRL, 1 thread", 1), TrlMode("TRL, 2 threads", 2))
 SYNCHRONOUS = MODES[0].name, MODES[1].name
 ASYNCHRONOUS = MODES[-1].name
 
@@ -72,6 +83,9 @@ def run_cell(cell: Cell[Mode], work: Path, steps: int = 0) -> dict[str, Any]:
         *([f"run.steps={steps}"] if steps else []),
     ]
     config = load_config(DEMOS / f"{cell.mix}.toml", overrides=chosen)
+    # Else the threads of two processes that take turns wait for each other in loops, which can
+    # make a step take seconds where there are as many cores as threads of one.
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     summary, folder = run(config, {})
     done = steady(folder, first=WARM, last=config.run.steps, generators=1)
     rewards, times = curve(folder)
@@ -88,6 +102,7 @@ def run_cell(cell: Cell[Mode], work: Path, steps: int = 0) -> dict[str, Any]:
         "samples_per_s": done.samples / done.seconds,
         "tokens_per_s": done.tokens / done.seconds,
         "step_s": done.step_s,
+        "steps": config.run.steps,
         "generation_s": done.step_s * (1 - done.generator_idle),
         "training_s": done.step_s * (1 - done.trainer_idle),
         "generator_idle": done.generator_idle,

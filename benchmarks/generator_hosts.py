@@ -19,6 +19,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+import noted
 import zmq
 from bench_keys import security_of
 from traffic import Wire, join
@@ -67,7 +68,7 @@ class Light:
     tasks: dict[str, SampleTask] = field(default_factory=dict)
     asked: int = 0  # number of the open question for work; 0 = none
     asked_at: float = 0.0
-    submits: dict[int, float] = field(default_factory=dict)
+    submits: dict[int, tuple[float, list[str]]] = field(default_factory=dict)
     renewed_at: float = 0.0
     answered: int = 0  # samples acknowledged
     next_at: float | None = None
@@ -153,10 +154,12 @@ class Host:
                         light.tasks[task.sample_id] = task
                     light.engine.submit(_request(task) for task in tasks)
                 case SubmitAck():
-                    self.acks.append(now - light.submits.pop(number))
+                    sent_at, names = light.submits.pop(number)
+                    self.acks.append(now - sent_at)
                     light.answered += body.accepted
                     self.counts["accepted"] += body.accepted
                     self.counts["refused"] += len(body.refused)
+                    noted.note_acknowledged(name for name in names if name not in body.refused)
                 case RenewAck(lost=lost):
                     self.counts["lost"] += len(lost)
                 case _:
@@ -169,7 +172,7 @@ class Host:
             task = light.tasks.pop(output.request_id)
             made = _trajectory(task, output, light.wire.name)
             number = light.wire.ask(SubmitTrajectories(trajectories=[made]))
-            light.submits[number] = now
+            light.submits[number] = now, [made.sample_id]
         room = self._slots - len(light.tasks)
         if room > 0 and not light.asked and light.engine.version >= 0:
             body = LeaseSamples(capacity=room, version=light.engine.version, wait_s=WAIT_S)

@@ -1,9 +1,11 @@
 """What the buffer is measured against: the same records by other means, none of them durable.
 
 Access patterns, not code, of the projects that are named. PipelineRL's shared stream writer sends
-JSON of lists (by orjson; msgspec's JSON takes its place), its other one pickles lists. The row with
-MessagePack and arrays as bytes is what neither does, and kinder. verl's queue drops the oldest item
-when it is full; ours lets the producers wait, as puts would starve the gets otherwise.
+JSON of lists (by orjson; msgspec's JSON takes its place), its other one pickles lists; a round trip
+a record. The other row of Redis is what neither does: MessagePack with arrays as bytes, and records
+sent and read BATCH at a time, as the buffer's clients send theirs. verl's queue drops the oldest
+item when it is full; ours lets the producers wait, as puts would starve the gets otherwise. Here a
+put carries BATCH records too, and a get takes as many.
 """
 
 from __future__ import annotations
@@ -33,8 +35,11 @@ from umbra.proto.records import unpack_float32, unpack_int32
 PRODUCERS = 2
 CEILING = "raw PUSH/PULL, the ceiling"
 REDIS = "Redis stream as PipelineRL uses it (JSON of lists)"
-REDIS_KIND = "Redis stream, MessagePack with arrays as bytes"
-RAY = "Ray actor queue as verl's"
+REDIS_KIND = "Redis stream, MessagePack, records in batches"
+RAY = "Ray actor queue as verl's, a record a call"
+RAY_KIND = "Ray actor queue, records in batches"
+BATCH = 32  # records in a message of the buffer's clients
+BATCHES = {REDIS: 1, REDIS_KIND: BATCH, RAY: 1, RAY_KIND: BATCH}
 RAY_QUEUE = 64  # items in the actor
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -107,7 +112,7 @@ def optional(name: str) -> Any:
 
 
 def xadd(pipe: Connection, port: int, seconds: float, kind: str) -> None:
-    """Producer: one XADD round trip per record."""
+    """Producer: a round trip for so many records as go together."""
     redis = optional("redis")
     client = redis.Redis(port=port)
     make, encode, _ = CODECS[kind]
@@ -115,21 +120,24 @@ def xadd(pipe: Connection, port: int, seconds: float, kind: str) -> None:
     pipe.recv()
     until, index = time.monotonic() + seconds, 0
     while time.monotonic() < until:
-        fields = {"index": index, "data": encode(one)}
-        client.xadd("stream", fields, maxlen=20_000, approximate=True)
-        index += 1
+        together = client.pipeline(transaction=False)
+        for _ in range(BATCHES[kind]):
+            fields = {"index": index, "data": encode(one)}
+            together.xadd("stream", fields, maxlen=20_000, approximate=True)
+            index += 1
+        together.execute()
     pipe.send(time.process_time())
 
 
 def xread(pipe: Connection, port: int, seconds: float, kind: str) -> None:
-    """Consumer: one XREAD round trip per record."""
+    """Consumer: a round trip for so many records as go together, at most."""
     _, _, decode = CODECS[kind]
     client = optional("redis").Redis(port=port)
     pipe.send("ready")
     pipe.recv()
     count, last, until = 0, "0", time.monotonic() + seconds
     while time.monotonic() < until:
-        for _, entries in client.xread({"stream": last}, count=1, block=100) or ():
+        for _, entries in client.xread({"stream": last}, count=BATCHES[kind], block=100) or ():
             for entry, fields in entries:
                 last = entry
                 decode(fields[b"data"])
@@ -195,30 +203,30 @@ def measure_redis(kind: str, seconds: float) -> dict[str, float]:
     return {"per_s": count / seconds, "cpu_s_per_1k": 1e3 * cpu_s / count}
 
 
-def measure_ray(seconds: float) -> dict[str, float]:
-    """An async actor around a deque; 16 puts under way per producer, gets one by one."""
+def measure_ray(kind: str, seconds: float) -> dict[str, float]:
+    """An async actor around a deque; 16 puts under way per producer, gets one after the other."""
     ray = optional("ray")
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
 
     @ray.remote
     class Queue:
         def __init__(self) -> None:
-            self.items: deque[bytes] = deque()
+            self.items: deque[list[bytes]] = deque()
             self.changed = asyncio.Condition()
 
-        async def put(self, item: bytes) -> None:
+        async def put(self, item: list[bytes]) -> None:
             async with self.changed:
                 await self.changed.wait_for(lambda: len(self.items) < RAY_QUEUE)
                 self.items.append(item)
                 self.changed.notify_all()
 
-        async def get(self) -> bytes:
+        async def get(self) -> list[bytes]:
             async with self.changed:
                 await self.changed.wait_for(lambda: bool(self.items))
                 self.changed.notify_all()
                 return self.items.popleft()
 
-    one = record()
+    one, together = record(), BATCHES[kind]
 
     @ray.remote
     class Generator:
@@ -229,7 +237,8 @@ def measure_ray(seconds: float) -> dict[str, float]:
             under_way: deque[Any] = deque()
             until = time.monotonic() + seconds
             while time.monotonic() < until:
-                under_way.append(queue.put.remote(msgpack.packb(one)))
+                records = [msgpack.packb(one) for _ in range(together)]
+                under_way.append(queue.put.remote(records))
                 if len(under_way) >= 16:
                     ray.get(under_way.popleft())
 
@@ -242,8 +251,9 @@ def measure_ray(seconds: float) -> dict[str, float]:
         ray.get(queue.get.remote())
     began, count, until = family_cpu_s(), 0, time.monotonic() + seconds
     while time.monotonic() < until:
-        msgpack.unpackb(ray.get(queue.get.remote()))
-        count += 1
+        for item in ray.get(queue.get.remote()):
+            msgpack.unpackb(item)
+            count += 1
     cpu_s = family_cpu_s() - began
     ray.shutdown()
     return {"per_s": count / seconds, "cpu_s_per_1k": 1e3 * cpu_s / count}
@@ -280,6 +290,7 @@ def measure_all(seconds: float, *, with_ray: bool) -> Iterator[tuple[str, dict[s
             print("the client of Redis is missing: pip install redis")
     if with_ray:
         try:
-            yield RAY, measure_ray(seconds)
+            for kind in (RAY, RAY_KIND):
+                yield kind, measure_ray(kind, seconds)
         except ImportError:
             print("ray is missing: pip install ray")

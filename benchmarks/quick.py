@@ -3,8 +3,8 @@
     python benchmarks/quick.py [--out runs/bench] [NAME ...]
 
 Small sizes and few passes: it shows that all of them run and what they print, and its figures are
-rough. Those of docs/benchmarks.md come from the commands that are named there. Results go to OUT as
-JSON. A missed goal is reported; the exit code is 1 if a benchmark breaks.
+rough. Those of the documents come from `published.py`. Results go to OUT as JSON. A missed goal is
+reported; the exit code is 1 if a benchmark breaks.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ LIMIT_S = 600.0
 FEW = ("--seeds", "0", "--tasks", "guess", "--objectives", "ppo")
 # Arguments that make it quick; "--quick" is that of whoever has it and is not named here.
 QUICK: dict[str, tuple[str, ...]] = {
+    "chaos": ("--minutes", "0.5", "--steps", "60"),
     "buffer_throughput": ("--seconds", "2", "--rounds", "1", "--only", "latency", "scale"),
     "generator_overhead": ("--engines", "torch", "--requests", "48", "--passes", "1"),
     "long_tail": ("--requests", "64", "--passes", "1"),
+    "replay_fit": ("--steps", "16"),
     "security_cost": ("--seconds", "2", "--size-mib", "32", "--rounds", "1"),
     "snapshot_memory": ("--size-mib", "64", "--ranks", "1,2"),
     "staleness": (*FEW, "--staleness", "1", "--minibatches", "1"),
     "store": ("--records", "2000", "--rounds", "1"),
     "trainer_speed": ("--groups", "2", "--passes", "1"),
-    "trl_peer": ("--threads", "1", "--steps", "10"),
     "weight_push": ("--size-mib", "32", "--chain-mib", "32", "--passes", "2", "--receivers", "1"),
 }
 

@@ -35,6 +35,7 @@ SAMPLES = BATCH_GROUPS * GROUP_SIZE  # of a batch
 STEP_S, TOKEN_S, PROMPT_TOKEN_S = 6e-3, 1.25e-4, 2e-5  # of decoding
 PAUSE_S = 0.02  # new weights stop an engine for so long
 TRAIN_S, TRAIN_TOKEN_S = 0.4, 4.0e-4  # an update on one accelerator
+REFERENCE = 1 / 3  # of an update's work: a forward pass of forward and backward
 MEAN_TOKENS = 100.0
 WARM = 4  # steps until things are steady
 
@@ -67,6 +68,7 @@ class Mode:
     more_training: float = 1.0  # times what an update takes
     change_every: int = 0  # of so many weights one changes with each update; 0 = none
     generator: str = ""  # script here that serves instead of `umbra generator`
+    reference: bool = False  # whether a scorer on one accelerator computes reference logprobs
 
     @property
     def train_step_s(self) -> float:
@@ -82,8 +84,13 @@ class Mode:
     def scripts(self) -> dict[str, tuple[str, ...]]:
         """What is started instead of commands of umbra."""
         speed = (repr(self.train_step_s), repr(self.train_token_s), str(self.change_every))
-        chosen = {"trainer": ("timed_trainer.py", *speed)}
-        return chosen | ({"generator": (self.generator,)} if self.generator else {})
+        chosen: dict[str, tuple[str, ...]] = {"trainer": ("timed_trainer.py", *speed)}
+        if self.generator:
+            chosen["generator"] = (self.generator,)
+        if self.reference:
+            times = (TRAIN_S / SAMPLES * REFERENCE, TRAIN_TOKEN_S * REFERENCE)
+            chosen["scorer"] = ("timed_scorer.py", *map(repr, times))
+        return chosen
 
 
 AHEAD = 4

@@ -1,4 +1,9 @@
-"""What every benchmark shares: a table on the screen, one JSON object in a file, goals."""
+"""What every benchmark shares: rows, the figures, tables and goals made of them, one JSON file.
+
+A script that measures something adds rows as it goes and has a function `summarise(report)`, which
+states everything that is published from the rows alone: so a file that is continued is judged as a
+whole, and a test makes the figures of every file in `benchmarks/results/` again from its rows.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +11,12 @@ import json
 import operator
 import os
 import platform
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
@@ -18,55 +25,117 @@ _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt,
     "<=": operator.le,
 }
+_ORIGIN = ("date", "command", "hardware", "load")
+Table = dict[str, list[Any]]  # "columns": names; "rows": lists of cells
 
 
 @dataclass
 class Report:
-    """Rows and goals of one benchmark.
+    """Rows of one benchmark, and what follows from them.
 
-    A row is a dict; all rows of a report have the same keys. `show` prints the table and, with a
-    file, writes {"benchmark", "date", "hardware", "rows", "goals"}.
+    Attributes:
+        rows: what was measured, a dict each.
+        figures: single values that documents name, by name.
+        tables: what documents show, by name; cells are text as it is published.
+        goals: what was hoped for, and whether it came true.
+        facts: of the run as a whole, such as its options.
     """
 
     benchmark: str
     rows: list[dict[str, Any]] = field(default_factory=list)
     goals: list[dict[str, Any]] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=dict)
+    tables: dict[str, Table] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    _load: list[float] = field(default_factory=lambda: [os.getloadavg()[0]])
+    _origin: dict[str, Any] | None = None  # of a file that nothing was added to
+
+    @staticmethod
+    def read(file: Path) -> Report:
+        """The rows and facts of a file; its figures, tables and goals are left to be made again."""
+        content = json.loads(file.read_text(encoding="utf-8"))
+        report = Report(content["benchmark"], rows=content["rows"], facts=content.get("facts", {}))
+        report._load = content.get("load", []) + report._load
+        report._origin = {name: content[name] for name in _ORIGIN if name in content}
+        return report
 
     def add(self, **row: Any) -> None:
         """One line of the table."""
         self.rows.append(row)
+        self._load.append(os.getloadavg()[0])
+        self._origin = None
 
     def goal(self, name: str, value: float, op: str, goal: float) -> None:
         """State what was hoped for: `value op goal`, with op one of > >= < <=."""
         met = _OPERATORS[op](value, goal)
         self.goals.append({"name": name, "value": value, "op": op, "goal": goal, "met": met})
 
+    def figure(self, name: str, value: Any) -> None:
+        """State a value that documents name."""
+        self.figures[name] = value
+
+    def table(self, name: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+        """State a table that documents show; numbers are written with three digits."""
+        cells = [[text(cell) for cell in row] for row in rows]
+        self.tables[name] = {"columns": list(columns), "rows": cells}
+
+    def restate(self, summarise: Callable[[Report], None]) -> None:
+        """Make figures, tables and goals anew from the rows."""
+        self.goals, self.figures, self.tables = [], {}, {}
+        summarise(self)
+
     def show(self, file: Path | None = None) -> bool:
         """Print everything, write `file`; whether all goals are met."""
         print(f"{self.benchmark} ({hardware()})")
-        for line in _table(self.rows):
-            print(line)
+        tables = self.tables or {"": _as_table(self.rows)}
+        for name, table in tables.items():
+            print("\n".join([name, *_lines([table["columns"], *table["rows"]])]).strip())
+        for name, value in self.figures.items():
+            print(f"{name}: {text(value)}")
         for goal in self.goals:
-            verdict = "met" if goal["met"] else "MISSED"
-            print(
-                f"goal {goal['name']}: {_text(goal['value'])} {goal['op']} "
-                f"{_text(goal['goal'])}: {verdict}"
-            )
+            print(f"goal {goal_text(goal)}")
         if file is not None:
             self.write(file)
         return all(goal["met"] for goal in self.goals)
 
     def write(self, file: Path) -> None:
-        """Write what there is so far."""
+        """Write what there is so far.
+
+        `load` is the machine's load, the least and the most while it was measured: beside other
+        work, ratios within a run say more than rates.
+        """
+        origin = self._origin or {
+            "date": time.strftime("%Y-%m-%d"),
+            "command": _command(sys.argv),
+            "hardware": hardware(),
+            "load": [round(min(self._load), 1), round(max(self._load), 1)],
+        }
         content = {
             "benchmark": self.benchmark,
-            "date": time.strftime("%Y-%m-%d"),
-            "hardware": hardware(),
-            "rows": self.rows,
+            **origin,
+            "facts": self.facts,
+            "figures": self.figures,
+            "tables": self.tables,
             "goals": self.goals,
+            "rows": self.rows,
         }
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _command(argv: Sequence[str]) -> str:
+    """How the script was called, but for where its results go."""
+    words = list(argv[1:])
+    if "--json" in words:
+        at = words.index("--json")
+        del words[at : at + 2]
+    return " ".join(["python", f"benchmarks/{Path(argv[0]).name}", *words])
+
+
+def goal_text(goal: dict[str, Any]) -> str:
+    """A goal in words: what came of it, and what was hoped for."""
+    verdict = "met" if goal["met"] else "MISSED"
+    return f"{goal['name']}: {text(goal['value'])} {goal['op']} {text(goal['goal'])}: {verdict}"
 
 
 def hardware() -> str:
@@ -82,22 +151,33 @@ def hardware() -> str:
     return f"{processor}, {cores} cores, Python {platform.python_version()}"
 
 
-def _table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    if not rows:
-        return []
-    cells = [list(rows[0]), *([_text(value) for value in row.values()] for row in rows)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(rows[0]))]
-    left = [isinstance(value, str) for value in rows[0].values()]
+def text(value: Any) -> str:
+    """A value as it is published: three digits, thousands apart; "-" for none."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, int) or abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.0f}" if value == 0 else f"{value:.3g}"
+
+
+def spread(values: Sequence[float], form: str = "") -> str:
+    """Mean [least-largest], as it is published; of a single value, that."""
+    write = (lambda value: format(value, form)) if form else text
+    if len(values) < 2:
+        return write(values[0]) if values else "-"
+    return f"{write(mean(values))} [{write(min(values))}-{write(max(values))}]"
+
+
+def _as_table(rows: Sequence[dict[str, Any]]) -> Table:
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    return {"columns": columns, "rows": [[text(row.get(name)) for name in columns] for row in rows]}
+
+
+def _lines(cells: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
     return [
-        "  ".join(
-            cell.ljust(width) if flush else cell.rjust(width)
-            for cell, width, flush in zip(line, widths, left, strict=True)
-        )
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in cells
     ]
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -3,14 +3,12 @@
     python benchmarks/scale.py --json FILE [--only generators modes ...] [--quick]
 
 Nothing here is measured: every figure is simulated, from times that are stated below. FILE is
-written after each simulation, and those that are in it are skipped. `docs/plot_scale.py FILE` draws
-the pictures of docs/scale.md.
+written after each simulation, and those that are in it are skipped.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -19,6 +17,7 @@ from typing import Any
 
 import msgspec
 from report import Report
+from scale_tables import summarise
 
 from umbra.deploy.simulator.compare import MODES, simulate
 from umbra.deploy.simulator.scenario import Scenario, scenario_of
@@ -173,12 +172,11 @@ def verl() -> Iterator[tuple[str, Scenario]]:
             ("synchronous", 0, told["training"], 0),
             ("asynchronous", gpus // 2, told["async_training"], 1),
         ):
-            generators = gpus - trainers
             changes: Tree = {
                 "cluster": {"gpus": gpus, "trainer_gpus": trainers},
                 "run": {"steps": 7 if ahead else 2},
                 "buffer": {"run_ahead": ahead},
-                "generator": {"slots": min(256, 8192 // generators)},
+                "generator": {"slots": 8192 // gpus},  # alike: all of a batch on all GPUs
                 "speed": {"training": {"step_s": seconds}},
             }
             yield f"{name}/{gpus}", scenario_of(merged(base, changes), "verl", Path())
@@ -208,7 +206,7 @@ def areal() -> Iterator[tuple[str, Scenario]]:
             "cluster": {"gpus": 128, "trainer_gpus": trainers},
             "run": {"steps": steps},
             "buffer": {"run_ahead": ahead},
-            "generator": {"slots": 64 if not ahead else 256},
+            "generator": {"slots": 64},  # alike: all of a batch on all GPUs
         }
         yield name, scenario_of(merged(base, changes), "areal", Path())
 
@@ -266,9 +264,8 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no case later")
     parser.add_argument("--quick", action="store_true", help="at most 128 generators")
     args = parser.parse_args()
-    report = Report("scale (simulated)")
-    if args.json and args.json.exists():
-        report.rows = json.loads(args.json.read_text(encoding="utf-8"))["rows"]
+    there = args.json and args.json.exists()
+    report = Report.read(args.json) if there else Report("scale (simulated)")
     start = time.monotonic()
     done = {(row["study"], row["case"]) for row in report.rows}
     for study in ["generators", "splits"] if args.quick else args.only:
@@ -279,14 +276,14 @@ def main() -> int:
             if began - start > 60 * args.minutes:
                 return 0
             one = simulate(scenario)
-            report.rows.append(
-                {"study": study, "case": case, "wall_s": time.monotonic() - began}
-                | msgspec.to_builtins(one)
-            )
+            wall_s = time.monotonic() - began
+            report.add(study=study, case=case, wall_s=wall_s, **msgspec.to_builtins(one))
             print(f"{study}/{case}: {one.samples_per_s:,.1f} samples/s, {one.step_s:,.1f} s a step")
             sys.stdout.flush()
             if args.json:
                 report.write(args.json)
+    report.restate(summarise)
+    report.show(args.json)
     return 0
 
 

@@ -7,7 +7,7 @@ Every cell is a whole run (`umbra up`: buffer, hub, generator, trainer as proces
 core to itself; `--jobs` is how many there are at once. FILE is written after each; cells that are
 in it already are skipped, so the grid can be made in slices: go on with a copy of
 `benchmarks/results/staleness.json`. What staleness a run really had is measured and stands in its
-row next to what it was meant to have. `docs/plot_staleness.py FILE` draws the picture.
+row next to what it was meant to have.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import os
 import shutil
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from multiprocessing import get_context
@@ -29,14 +28,14 @@ from statistics import mean
 from typing import Any
 
 from report import Report
-from staleness_cells import DEFAULT, OBJECTIVES, Cell, cells
+from staleness_cells import CLAIM, DEFAULT, OBJECTIVES, Cell, cells
+from staleness_tables import summarise
 from warm_process import warm_up
 
 from umbra.deploy import stage
 from umbra.deploy.demo import DEMOS, HELDOUT, RECIPES
 from umbra.deploy.process import child_environ, umbra_argv
 
-CLAIM = 0.5  # versions by which the measured mean may differ from what the row says
 RUN_LIMIT_S = 900.0
 SAMPLES = 2048  # of an accuracy: a standard error of 0.01
 
@@ -170,29 +169,6 @@ def average(rows: list[dict[str, Any]], name: str) -> float:
     return mean(values) if values else 0.0
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    """Mean [least-largest] accuracy over seeds: objectives down, staleness across."""
-    tables: dict[tuple[str, int], dict[str, dict[int, list[float]]]] = defaultdict(
-        lambda: defaultdict(lambda: defaultdict(list))
-    )
-    for row in rows:
-        table = tables[row["task"], row["minibatches"]]
-        table[row["objective"]][row["staleness"]].append(row["accuracy"])
-    for (task, minibatches), table in tables.items():
-        levels = sorted({level for column in table.values() for level in column})
-        print(f"\n{task}, {minibatches} minibatch(es) per version")
-        print("| objective | " + " | ".join(f"k = {level}" for level in levels) + " |")
-        print("|---" * (len(levels) + 1) + "|")
-        for objective, column in table.items():
-            print(f"| {objective} | " + " | ".join(_text(column[k]) for k in levels) + " |")
-
-
-def _text(values: list[float]) -> str:
-    if len(values) < 2:
-        return f"{values[0]:.3f}" if values else ""
-    return f"{mean(values):.3f} [{min(values):.3f}-{max(values):.3f}]"
-
-
 def run_all(
     grid: Sequence[Cell], work: Path, jobs: int, deadline: float
 ) -> Iterator[dict[str, Any]]:
@@ -236,9 +212,7 @@ def main() -> int:
     parser.add_argument("--retry", action="store_true", help="again what missed its staleness")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, a core each")
     args = parser.parse_args()
-    report = Report("staleness")
-    if args.json.exists():
-        report.rows = json.loads(args.json.read_text(encoding="utf-8"))["rows"]
+    report = Report.read(args.json) if args.json.exists() else Report("staleness")
     if args.retry:
         report.rows = [r for r in report.rows if abs(r["measured"] - r["staleness"]) <= CLAIM]
     done = {row["cell"] for row in report.rows}
@@ -249,15 +223,14 @@ def main() -> int:
     (work / "runs").mkdir(parents=True, exist_ok=True)
     for number, row in enumerate(run_all(missing, work, args.jobs, deadline), 1):
         report.add(**row)
+        report.restate(summarise)
         report.write(args.json)
         print(
             f"{number}/{len(missing)} {row['cell']}: accuracy {row['accuracy']:.3f}, staleness "
             f"{row['measured']:.2f} of {row['staleness']}, {row['seconds']:.0f} s",
             flush=True,
         )
-    show(report.rows)
-    worst = max((abs(row["measured"] - row["staleness"]) for row in report.rows), default=0.0)
-    report.goal("measured staleness is the row's, within", worst, "<=", CLAIM)
+    report.restate(summarise)
     report.show(args.json)
     return 0
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+CLAIM = 0.5  # versions by which the measured mean may differ from what the row says
 # All are given the same advantages and the same mean, so that only the correction differs.
 SAME = ("advantage=dr_grpo", "aggregation=token_mean", "denominator=trained")
 

@@ -151,6 +151,16 @@ def _written() -> int:
     return int(next(line for line in lines if line.startswith("write_bytes")).split()[1])
 
 
+def summarise(report: Report) -> None:
+    """The table."""
+    columns = ["store", "trajectories/s", "CPU us each", "commit p50 ms", "commit p99 ms"]
+    names = ("store", "per_s", "cpu_us", "commit_p50_ms", "commit_p99_ms", "write_amplification")
+    rows = [[row[name] for name in names] for row in report.rows]
+    report.table("stores", [*columns, "write amplification"], rows)
+    for row in report.rows:
+        report.figure(f"{row['store']} CPU us".replace(" ", "_"), row["cpu_us"])
+
+
 def main() -> None:
     """All stores, in turns; medians of three."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -176,6 +186,7 @@ def main() -> None:
         if rounds:
             medians = {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
             report.add(store=name, **medians)
+    report.restate(summarise)
     report.show(args.json)
 
 

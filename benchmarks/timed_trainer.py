@@ -16,6 +16,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from noted import noting
 
 from umbra.services.runtime.command import ServiceContext, service_command
 from umbra.services.runtime.config import RunConfig
@@ -83,7 +84,7 @@ def main() -> None:
     )
 
     def serve(context: ServiceContext) -> int:
-        return run(context, None, make_update)
+        return run(context, None, noting(make_update))
 
     service_command("trainer", serve).main(sys.argv[4:], prog_name="timed_trainer")
 

@@ -41,6 +41,9 @@ from umbra.services.trainer.policy import load_policy
 from umbra.services.trainer.update import PolicyUpdate
 
 GROUP = 8
+OURS, UNSHARED = "trainer", "trainer, prompts not shared"
+PLAIN, PADDED = "plain torch, the same packed rows", "plain torch, padded"
+TRL = "TRL `GRPOTrainer`"
 SPEED_GOAL, MFU_GOAL, SHARED_GOAL = 0.95, 0.45, 1.9
 
 
@@ -136,11 +139,11 @@ def on_cpu(args: argparse.Namespace, report: Report) -> None:
                 batch.tokens, pack_tokens=args.pack_tokens, micro_tokens=args.micro_tokens
             )
             steps: dict[str, Callable[[], None]] = {
-                "trainer": TrainerStep(model(), shared, load),
-                "trainer, prompts not shared": TrainerStep(model(), apart, load),
-                "plain torch, the same packed rows": PlainPacked(model(), batch, micros),
-                "plain torch, padded": PlainPadded(model(), batch),
-                "TRL GRPOTrainer": TrlStep(path, load, Path(folder)),
+                OURS: TrainerStep(model(), shared, load),
+                UNSHARED: TrainerStep(model(), apart, load),
+                PLAIN: PlainPacked(model(), batch, micros),
+                PADDED: PlainPadded(model(), batch),
+                TRL: TrlStep(path, load, Path(folder)),
             }
             seconds = best_of(steps, args.passes, cuda=False)
             tokens = int(batch.tokens.lengths.sum())
@@ -148,14 +151,28 @@ def on_cpu(args: argparse.Namespace, report: Report) -> None:
                 report.add(
                     load=name, who=who, tokens=tokens, seconds=spent, tokens_s=tokens / spent
                 )
-            first, second, plain, padded, trl = seconds.values()
-            report.goal(
-                f"{name}: trainer / plain torch, same rows", plain / second, ">=", SPEED_GOAL
-            )
-            report.goal(f"{name}: packed / padded, plain torch", padded / plain, ">", 1.0)
-            report.goal(f"{name}: trainer / TRL", trl / first, ">", 1.0)
-            if name == "long prompts":
-                report.goal(f"{name}: shared / not shared", second / first, ">=", SHARED_GOAL)
+
+
+def summarise(report: Report) -> None:
+    """The table, ratios of seconds, and goals."""
+    spent: dict[str, dict[str, float]] = {}
+    for row in report.rows:
+        spent.setdefault(row["load"], {})[row["who"]] = row["seconds"]
+    rows = [[row[key] for key in ("load", "who", "seconds", "tokens_s")] for row in report.rows]
+    report.table("updates", ["load", "who", "seconds", "tokens/s"], rows)
+    for load, seconds in spent.items():
+        name = load.replace(" ", "_")
+        shared, own, rows_alike = (seconds[one] for one in (OURS, UNSHARED, PLAIN))
+        report.figure(f"{name}_shared", own / shared)
+        report.goal(f"{load}: over plain torch, the same rows", rows_alike / own, ">=", SPEED_GOAL)
+        if load == "long prompts":
+            report.goal(f"{load}: shared over not shared", own / shared, ">=", SHARED_GOAL)
+        if PADDED in seconds:
+            report.figure(f"{name}_packed", seconds[PADDED] / rows_alike)
+            report.figure(f"{name}_over_trl", seconds[TRL] / shared)
+    for row in report.rows:
+        if row["load"] == "full rows" and row["who"] == UNSHARED:
+            report.goal("full rows: MFU", row["mfu"], ">=", MFU_GOAL)
 
 
 def on_cuda(args: argparse.Namespace, report: Report) -> None:
@@ -194,9 +211,9 @@ def on_cuda(args: argparse.Namespace, report: Report) -> None:
         tokens = int(batch.tokens.lengths.sum())
         micros = pack(batch.tokens, pack_tokens=args.pack_tokens, micro_tokens=args.micro_tokens)
         steps: dict[str, Callable[[], Callable[[], None]]] = {
-            "trainer": lambda load=load: TrainerStep(model(), shared, load),
-            "trainer, prompts not shared": lambda load=load: TrainerStep(model(), apart, load),
-            "plain torch, the same packed rows": lambda batch=batch, micros=micros: PlainPacked(
+            OURS: lambda load=load: TrainerStep(model(), shared, load),
+            UNSHARED: lambda load=load: TrainerStep(model(), apart, load),
+            PLAIN: lambda batch=batch, micros=micros: PlainPacked(
                 model(), batch, micros, bf16=True
             ),
         }
@@ -207,7 +224,7 @@ def on_cuda(args: argparse.Namespace, report: Report) -> None:
         cost = Operations.of(model())
         work = sum(cost.update(micro) for micro in micros)
         for who, spent in seconds.items():
-            mfu = work / spent / top if who != "trainer" else float("nan")
+            mfu = work / spent / top if who != OURS else None
             report.add(
                 load=name,
                 who=who,
@@ -218,12 +235,6 @@ def on_cuda(args: argparse.Namespace, report: Report) -> None:
                 ceiling_tflops=top / 1e12,
                 peak_gib=torch.cuda.max_memory_allocated() / 2**30,
             )
-        first, second, plain = seconds.values()
-        report.goal(f"{name}: trainer / plain torch, same rows", plain / second, ">=", SPEED_GOAL)
-        if name == "full rows":
-            report.goal("full rows: MFU", work / second / top, ">=", MFU_GOAL)
-        if name == "long prompts":
-            report.goal(f"{name}: shared / not shared", second / first, ">=", SHARED_GOAL)
 
 
 def main() -> None:
@@ -249,6 +260,7 @@ def main() -> None:
     args.micro_tokens = args.micro_tokens or (8192 if on_gpu else 4096)
     report = Report("trainer_speed")
     (on_cuda if on_gpu else on_cpu)(args, report)
+    report.restate(summarise)
     report.show(args.json)
 
 

@@ -1,11 +1,10 @@
 """TRL's GRPOTrainer on the demo's sort task: same model, prompts, batches, optimizer and schedule.
 
-    python benchmarks/trl_peer.py --json FILE [--seeds 0] [--threads 1 2] [--limit-s 300]
-
-The rows stand beside those of `end_to_end.py --form real`: the time to the same accuracy by the
-same rule, from the beginning of the first generation. It generates and trains in turns with all the
-threads it is given; the better number of threads is what counts. It differs in what it cannot be
-told: a loss is the mean over all tokens of a batch, not over those with an advantage.
+`end_to_end.py --form trl` runs it. The rows stand beside those of its real runs: the time to the
+same accuracy by the same rule, from the beginning of the first generation. It generates and trains
+in turns with all the threads it is given; the better number of threads is what counts. It differs
+in what it cannot be told: a loss is the mean over all tokens of a batch, not over those with an
+advantage.
 
 TRL's AsyncGRPOTrainer does not run here: it needs a vLLM server that takes weights over NCCL, and
 NCCL needs GPUs.
@@ -13,9 +12,7 @@ NCCL needs GPUs.
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -23,12 +20,12 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from demo_cells import LAST, reached
-from report import Report
+from demo_cells import FORM, LAST, TrlMode, reached
 from staleness import base_model
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
+from whole_runs import Cell
 
 from umbra.deploy.demo import DEMOS
 from umbra.services.runtime.config import RunConfig
@@ -36,7 +33,7 @@ from umbra.services.runtime.config_loader import load_config
 from umbra.services.trainer.learner import learning_rate
 from umbra.services.trainer.policy import load_policy
 
-TASK = "sort"
+LIMIT_S = 400.0
 
 
 class Watch(TrainerCallback):
@@ -79,11 +76,12 @@ def solved(completions: list[Any], answer: list[str], **_: Any) -> list[float | 
     return [float(text == right) for text, right in zip(said, answer, strict=True)]
 
 
-def run(seed: int, threads: int, work: Path, limit_s: float, steps: int) -> dict[str, Any]:
-    """Train; the row."""
-    base = base_model(work, TASK, seed)
-    config = load_config(DEMOS / f"{TASK}.toml")
-    torch.set_num_threads(threads)
+def run_cell(cell: Cell[TrlMode], work: Path, steps: int = 0) -> dict[str, Any]:
+    """Train, for `steps` steps if not the task's own or until the accuracy; the row."""
+    work, seed = work.resolve(), cell.seed
+    base = base_model(work, cell.mix, seed)
+    config = load_config(DEMOS / f"{cell.mix}.toml")
+    torch.set_num_threads(cell.mode.threads)
     torch.manual_seed(seed)
     warnings.simplefilter("ignore")
     model, tokenizer = load_policy(str(base / "base"))
@@ -95,7 +93,7 @@ def run(seed: int, threads: int, work: Path, limit_s: float, steps: int) -> dict
         ]
     )
     samples = config.buffer.batch_groups * config.buffer.group_size
-    watch = Watch(limit_s)
+    watch = Watch(LIMIT_S)
     trainer: Any = GRPOTrainer(
         model,
         reward_funcs=solved,
@@ -109,10 +107,10 @@ def run(seed: int, threads: int, work: Path, limit_s: float, steps: int) -> dict
     step = reached(watch.rewards)
     done, seconds = len(watch.times), watch.times[-1]
     return {
-        "cell": f"real/TRL, {threads} thread(s)/{TASK}/{seed}",
-        "form": "real",
-        "mode": f"TRL GRPOTrainer, {threads} thread(s)",
-        "mix": TASK,
+        "cell": cell.key,
+        "form": FORM,
+        "mode": cell.mode.name,
+        "mix": cell.mix,
         "seed": seed,
         "to_accuracy_s": None if step is None else watch.times[step - 1],
         "to_accuracy_steps": step,
@@ -173,35 +171,3 @@ def optimizer_of(
     return adam, torch.optim.lr_scheduler.LambdaLR(
         adam, lambda step: learning_rate(trainer, step, total)
     )
-
-
-def main() -> int:
-    """Run what is missing, print it."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", type=Path, help="rows; continued if it exists")
-    parser.add_argument("--work", type=Path, default=Path("runs/end-to-end"), help="models")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--steps", type=int, default=0, help="of the schedule; 0 = the demo's")
-    parser.add_argument("--limit-s", type=float, default=300.0, help="a run ends after so long")
-    args = parser.parse_args()
-    report = Report("trl_peer")
-    if args.json and args.json.exists():
-        report.rows = json.loads(args.json.read_text(encoding="utf-8"))["rows"]
-    done = {row["cell"] for row in report.rows}
-    for seed in args.seeds:
-        for threads in args.threads:
-            if f"real/TRL, {threads} thread(s)/{TASK}/{seed}" in done:
-                continue
-            report.add(**run(seed, threads, args.work.resolve(), args.limit_s, args.steps))
-            if args.json:
-                report.write(args.json)
-    for row in report.rows:
-        when = row["to_accuracy_s"]
-        reach = "not reached" if when is None else f"after {when:.1f} s"
-        print(f"{row['cell']}: {row['samples_per_s']:.0f} samples/s; 90 % {reach}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

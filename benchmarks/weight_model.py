@@ -1,104 +1,117 @@
-"""A synthetic model for the benchmarks of weight pushes: 300 tensors, and steps that change it."""
+"""A synthetic model for the benchmarks of weight pushes: 300 tensors, and steps that change it.
+
+At the trainer's end it has float32 parameters, which `write_shards` casts into the slot as it does
+for a real policy; at the engine's end bf16 parameters, which a `WeightTable` fills as the torch
+engine does.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
+from torch import nn
 
 from umbra.proto.records import Manifest
+from umbra.services.modeling.weights import WeightTable, tensors_in
 from umbra.services.runtime.manifest import build_manifest
+from umbra.services.trainer.snapshot import tensor_layout, write_shards
 
 TENSORS = 300
+SERVED = "bfloat16"
 NOISE = 1 << 22
 STEP = 0.35  # |step| / lr of Adam with noisy gradients: half-normal, mean 0.28
 
 
-class Model:
-    """`TENSORS` bf16 tensors of about `total_bytes` in all, with fp32 masters if they are to learn.
+class Model(nn.Module):
+    """`TENSORS` parameters whose bf16 form has about `total_bytes` in all.
 
     Sizes differ as those of a transformer do: a few large matrices, many middle ones, small norms.
+
+    Args:
+        learns: float32 parameters that can learn; else bf16 ones that are filled.
     """
 
     def __init__(self, total_bytes: int, *, learns: bool = False, seed: int = 0) -> None:
+        super().__init__()
         self.size = total_bytes
         torch.manual_seed(seed)
         weights = [24.0 if i == 0 else (0.002 if i % 3 == 0 else 1.0) for i in range(TENSORS)]
         unit = total_bytes / 2 / sum(weights) / 256
-        shapes = [(max(1, round(unit * weight)), 256) for weight in weights]
-        self.tensors = [torch.empty(shape, dtype=torch.bfloat16) for shape in shapes]
-        self._twins: list[torch.Tensor] = []
-        self.names = [f"layer.{i}" for i in range(TENSORS)]
-        self._masters = [torch.randn(shape) * 0.02 for shape in shapes] if learns else []
+        dtype = torch.float32 if learns else torch.bfloat16
+        for index, weight in enumerate(weights):
+            tensor = torch.zeros(max(1, round(unit * weight)), 256, dtype=dtype)
+            if learns:
+                tensor.normal_().mul_(0.02)
+            self.register_parameter(f"layer{index}", nn.Parameter(tensor, requires_grad=False))
         self._noise = torch.randn(2 * NOISE) * STEP if learns else torch.empty(0)
-        if learns:
-            self._cast()
-        else:
-            for tensor in self.tensors:
-                tensor.zero_()  # faults the pages in
+        self._table = WeightTable(self)
+        self._served: list[torch.Tensor] = []
+        self._twins: list[torch.Tensor] = []
 
     def manifest(self, bucket_bytes: int) -> Manifest:
         """The layout of its versions."""
-        given = [(name, "BF16", t.shape) for name, t in zip(self.names, self.tensors, strict=True)]
-        return build_manifest(given, bucket_bytes)
+        return build_manifest(tensor_layout(self, SERVED), bucket_bytes)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors)
+        """Bytes of a version."""
+        return 2 * sum(tensor.numel() for tensor in self.parameters())
 
     def learn(self, lr: float) -> float:
         """One optimizer step; the share of bf16 values that it changed."""
         changed = 0
-        for master, tensor in zip(self._masters, self.tensors, strict=True):
-            flat, held = master.view(-1), tensor.view(-1)
+        for tensor in self.parameters():
+            flat = tensor.view(-1)
             for start in range(0, flat.numel(), NOISE):
                 part = flat[start : start + NOISE]
+                old = part.to(torch.bfloat16)
                 shift = int(torch.randint(NOISE, ()))
                 part.sub_(self._noise[shift : shift + part.numel()], alpha=lr)
                 new = part.to(torch.bfloat16)
-                old = held[start : start + NOISE]
                 changed += int((new.view(torch.int16) != old.view(torch.int16)).sum())
-                old.copy_(new)
-        return changed / sum(tensor.numel() for tensor in self.tensors)
+        return changed / (self.nbytes / 2)
 
     def write(self, manifest: Manifest, slot: memoryview, wrote: Callable[[int], None]) -> None:
-        """Copy all tensors to their places; `wrote` is told how far it is."""
-        for entry, tensor in zip(manifest.tensors, self.tensors, strict=True):
-            area = slot[entry.offset : entry.offset + entry.nbytes]
-            torch.frombuffer(area, dtype=torch.bfloat16).copy_(tensor.view(-1))
-            wrote(entry.offset + entry.nbytes)
+        """Cast all tensors to their places, as the trainer does; `wrote` is told how far it is."""
+        write_shards(self, manifest, slot, wrote=wrote)
 
     def load(self, manifest: Manifest, data: memoryview) -> None:
-        """Copy all tensors from their places."""
-        for entry, tensor in zip(manifest.tensors, self.tensors, strict=True):
-            area = data[entry.offset : entry.offset + entry.nbytes]
-            tensor.view(-1).copy_(torch.frombuffer(area, dtype=torch.bfloat16))
+        """Copy all tensors from their places, as the torch engine does."""
+        self._table.load(tensors_in(manifest, data))
 
     def equals(self, manifest: Manifest, data: memoryview) -> bool:
         """Whether `data` holds the same bits."""
+        held = dict(self.named_parameters())
         return all(
-            torch.equal(
-                torch.frombuffer(data[e.offset : e.offset + e.nbytes], dtype=torch.int16),
-                tensor.view(-1).view(torch.int16),
-            )
-            for e, tensor in zip(manifest.tensors, self.tensors, strict=True)
+            torch.equal(tensor.view(torch.int16), held[name].view(torch.int16))
+            for name, tensor in tensors_in(manifest, data)
         )
 
-    def copy_seconds(self) -> float:
-        """Seconds of copying all tensors, one thread, into memory that is in use.
+    def cast(self) -> dict[str, torch.Tensor]:
+        """A version as tensors of its own, for those who send tensors."""
+        return {name: tensor.to(torch.bfloat16) for name, tensor in self.named_parameters()}
 
-        The floor of a snapshot and of a commit; measured beside each of them, because a shared
-        machine is slower at one moment than at another.
+    def cast_seconds(self) -> float:
+        """Seconds of casting all tensors into memory that is in use, one thread: what a snapshot
+        does at the least. Measured beside each, because a shared machine is slower at one moment
+        than at another.
         """
-        if not self._twins:
-            self._twins = [torch.zeros_like(tensor) for tensor in self.tensors]
-        began = time.perf_counter()
-        for target, tensor in zip(self._twins, self.tensors, strict=True):
-            target.copy_(tensor)
-        return time.perf_counter() - began
+        return self._copy_seconds(self.parameters(), self._served)
 
-    def _cast(self) -> None:
-        for master, tensor in zip(self._masters, self.tensors, strict=True):
-            tensor.copy_(master)
+    def copy_seconds(self) -> float:
+        """Seconds of copying a version, likewise: what a commit does at the least."""
+        if not self._served:
+            self.cast_seconds()
+        return self._copy_seconds(iter(self._served), self._twins)
+
+    @staticmethod
+    def _copy_seconds(sources: Iterator[torch.Tensor], targets: list[torch.Tensor]) -> float:
+        given = list(sources)
+        if not targets:
+            targets += [torch.zeros(one.shape, dtype=torch.bfloat16) for one in given]
+        began = time.perf_counter()
+        for target, source in zip(targets, given, strict=True):
+            target.copy_(source)
+        return time.perf_counter() - began

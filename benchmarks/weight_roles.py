@@ -29,7 +29,7 @@ from umbra.services.runtime.server import Server
 from umbra.services.weight_hub.relay import Relay
 from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
 
-DEADLINE_S = 120.0
+DEADLINE_S = 600.0
 GLOO_BUCKET = 64 << 20
 
 
@@ -43,7 +43,7 @@ def hub(plane: str, delta: str, listen: str, metrics: str) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     server = Server(context, "weight-hub", uuid.uuid4().hex, security_of("weight_hub"))
     endpoint = server.bind(CHANNEL, listen, ACCEPTS)
-    config = HubConfig(plane=plane, delta=delta, deadline_s=DEADLINE_S, anchor_every=0)  # type: ignore[arg-type]
+    config = HubConfig(plane=plane, delta=delta, deadline_s=DEADLINE_S)  # type: ignore[arg-type]
     served = WeightHub(
         server, f"bench-{uuid.uuid4().hex[:6]}", config, MetricsFile(Path(metrics), "hub")
     )
@@ -120,10 +120,10 @@ def gloo(rank: str, world: str, port: str, size: str) -> None:
 
 
 def broadcast_model(model: Model, bucket: torch.Tensor, *, source: bool) -> None:
-    """Pack tensors (or rows of them) into the bucket, broadcast, unpack."""
+    """Pack tensors (or rows of them) into the bucket, cast on the way, broadcast, unpack."""
     pieces: list[torch.Tensor] = []
     room = bucket.numel()
-    for tensor in model.tensors:
+    for tensor in model.parameters():
         flat = tensor.view(-1)
         start = 0
         while start < flat.numel():
@@ -157,7 +157,7 @@ def files(size: str) -> None:
     say(subscribed="files")
     for line in sys.stdin:
         loaded = load_file(line.strip())
-        for name, tensor in zip(model.names, model.tensors, strict=True):
+        for name, tensor in model.named_parameters():
             tensor.copy_(loaded[name])
         say(version=0, done_at=time.monotonic(), staged_at=0.0, commit_s=0.0)
 

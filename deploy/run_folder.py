@@ -16,6 +16,8 @@ from umbra.services.runtime.folder_lock import HeldError, folder_lock
 from umbra.services.runtime.metrics import parse_row
 
 LAST_LINES_BYTES = 16 << 10
+ENDED = "remove it, and the run goes on if it has not reached its end"
+BEGUN = "remove it, and the accuracy before training is measured again"
 
 
 def new_run_id(name: str, now: float | None = None) -> str:
@@ -56,7 +58,7 @@ class RunFolder:
         folder = cls(Path(path).resolve())
         if not folder.config.is_file():
             raise UsageError(f"{path} is no run's folder: it has no {folder.config.name}")
-        if folder.summary.is_file() and json.loads(folder.summary.read_bytes())["exit_code"] == 0:
+        if folder.summary.is_file() and _read(folder.summary, ENDED).get("exit_code") == 0:
             raise UsageError(
                 f"the run in {path} has reached its end: its model is {folder.model}; begin "
                 "another one with that as model.path"
@@ -81,7 +83,7 @@ class RunFolder:
 
     def read_origin(self) -> dict[str, Any]:
         """`search`: where modules are looked for; `before`: accuracies; what is known of them."""
-        return json.loads(self.origin.read_bytes()) if self.origin.is_file() else {}
+        return _read(self.origin, BEGUN) if self.origin.is_file() else {}
 
     @property
     def metrics(self) -> Path:
@@ -149,6 +151,21 @@ class RunFolder:
     def log(self, name: str) -> Path:
         """The log of process `name`."""
         return self.logs / f"{name}.log"
+
+
+def _read(path: Path, remedy: str) -> dict[str, Any]:
+    """The JSON object in a file of a run.
+
+    Raises:
+        UsageError: it holds none.
+    """
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read ({error}): {remedy}") from error
+    if not isinstance(found, dict):
+        raise UsageError(f"{path} holds no JSON object: {remedy}")
+    return found
 
 
 def last_lines(path: Path, count: int) -> list[str]:

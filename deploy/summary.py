@@ -15,6 +15,7 @@ from umbra.deploy.report.recording import Recording
 from umbra.deploy.run_folder import RunFolder
 from umbra.services.monitor.members import number
 from umbra.services.monitor.view import health_text
+from umbra.services.runtime.disk import DISK, READABLE_MODE
 from umbra.services.runtime.figures import PHASES, is_idle
 
 JOIN_S = 0.001  # spans that are closer are one
@@ -108,6 +109,8 @@ def measure(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         ),
         "overlap": asdict(together) if together else None,
         "mismatch_k3_on_policy": max((value for value in k3 if value is not None), default=None),
+        "mismatch_compared": int(sum(row.get("mismatch/compared") or 0 for row in steps)),
+        "outlier_tokens": int(sum(row.get("outliers") or 0 for row in steps)),
         "tokens_per_s": tokens / window_s if window_s else None,
         "samples_per_s": samples / window_s if window_s else None,
     }
@@ -152,7 +155,8 @@ class _Times:
 
 def write_summary(folder: RunFolder, summary: Mapping[str, Any]) -> None:
     """Write summary.json."""
-    folder.summary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    text = json.dumps(summary, indent=2) + "\n"
+    DISK.replace(folder.summary, text.encode(), mode=READABLE_MODE)
 
 
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -176,6 +180,12 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         )
     if (k3 := summary["mismatch_k3_on_policy"]) is not None:
         rows.append(("logprobs", f"generator and trainer agree to k3 = {k3:.2g} on equal weights"))
+    if compared := summary["mismatch_compared"]:
+        rows.append(("compared", f"{compared} tokens of generators with the trainer's"))
+    elif summary["steps"]:
+        rows.append(("compared", "NOTHING: no token was sampled by weights that the trainer had"))
+    if outliers := summary["outlier_tokens"]:
+        rows.append(("outliers", f"{outliers} tokens left out (trainer.max_ratio)"))
     if seconds := summary["push_seconds"]:
         phases = ", ".join(f"{phase} {1000 * spent:.1f}" for phase, spent in seconds.items())
         rows.append(("pushes", f"{summary['pushes']}; median ms: {phases}"))

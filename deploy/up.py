@@ -32,6 +32,7 @@ from umbra.proto.errors import EXIT_DONE, StartupError, UmbraError
 from umbra.services.runtime.arena import remove_leftovers
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config_loader import to_json
+from umbra.services.runtime.disk import DISK, READABLE_MODE
 from umbra.services.runtime.keys import open_security
 
 POLL_S = 0.05
@@ -119,7 +120,7 @@ class Up:
     def check(self) -> None:
         """Write the resolved configuration and try everything that can be tried beforehand."""
         check_run(self.config)
-        self.folder.config.write_bytes(to_json(self.config))
+        DISK.replace(self.folder.config, to_json(self.config), mode=READABLE_MODE)
         run_stage(
             "environment-check",
             (str(self.folder.config),),
@@ -138,7 +139,8 @@ class Up:
             self._outcome["before"] = known or self._eval("before", self.config.model.path)
         search = [str(path) for path in self._search]
         found = {"search": search, "before": self._outcome.get("before")}
-        self.folder.origin.write_text(json.dumps(found) + "\n", encoding="utf-8")
+        origin = json.dumps(found).encode() + b"\n"
+        DISK.replace(self.folder.origin, origin, mode=READABLE_MODE)
         reason, code = self._supervise()
         if code == EXIT_DONE and self._evaluate:
             self._outcome["after"] = self._eval("after", str(self.folder.model))

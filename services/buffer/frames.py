@@ -1,29 +1,30 @@
 """How records lie in a segment file of the durable store, and what is wrong with a broken one.
 
-A segment begins with its header, then come records, each of them
+A segment begins with its header: which store it is of, its number, and the last group before it,
+with the checksum over all groups up to that one (`chain`). Then come records, each of them
 
     magic 4s | checksum u64 | commit u64 | value bytes u32 | key bytes u16 | kind u8 | key | value
 
 little-endian; `checksum` (xxh3-64) covers everything behind it. A deletion has no key of its own:
 its value is the MessagePack array of the deleted keys, as thousands go together. `commit` numbers
 the group commits of a store; the last record of a group has the flag `END` in its kind. A group
-counts as a whole or not at all, and an answer goes out only after its group is on disk. So a group
-without its end at the very end of the newest segment was never acknowledged: it is a torn tail,
-which a crash leaves and which is cut off. A broken record that a later group follows is damage to
+counts as a whole or not at all, and an answer goes out only after its group is on disk and the head
+(see `head`) names it. So a group without its end behind what the head names was never acknowledged:
+it is a torn tail, which a crash leaves and which is cut off. All else that is broken is damage to
 what was promised.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import msgspec
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-SCHEMA = 4  # of the records and of what the broker puts into them
+SCHEMA = 5  # of the records and of what the broker puts into them
 SEGMENT_MAGIC = b"UMBRASTO"
 RECORD_MAGIC = b"\xf5uR\xfa"
 DELETE, END = 1, 2
@@ -32,12 +33,14 @@ Value: TypeAlias = bytes | memoryview
 
 _encode_keys = msgspec.msgpack.Encoder().encode
 _decode_keys = msgspec.msgpack.Decoder(list[str]).decode
-_SEGMENT = struct.Struct("<8sIQ")  # magic, schema, number of the segment
+_SEGMENT = struct.Struct("<8sI4QQ")  # magic, schema, store, number, commit, chain; a checksum
+_CHAIN = struct.Struct("<Q")
 _PREFIX = struct.Struct("<4sQ")
 _REST = struct.Struct("<QIHB")
 PREFIX_BYTES = _PREFIX.size
 HEAD_BYTES = _PREFIX.size + _REST.size
 SEGMENT_HEADER_BYTES = _SEGMENT.size
+_SCHEMA_END = len(SEGMENT_MAGIC) + 4
 MAX_VALUE_BYTES = (1 << 32) - 1
 
 
@@ -48,6 +51,7 @@ class Entry:
     offset: int
     end: int
     commit: int
+    checksum: int
     key: str
     deleted: list[str]
     is_last: bool  # of its group
@@ -62,21 +66,54 @@ class Fault:
     reason: str
 
 
-def segment_header(number: int) -> bytes:
-    """The first bytes of segment `number`."""
-    return _SEGMENT.pack(SEGMENT_MAGIC, SCHEMA, number)
+@dataclass(frozen=True, slots=True)
+class SegmentHeader:
+    """What a segment says of itself."""
+
+    store: int
+    number: int
+    commit: int  # the last group before it
+    chain: int  # over all groups up to that one
+
+    def pack(self) -> bytes:
+        """The first bytes of the file."""
+        facts = (SEGMENT_MAGIC, SCHEMA, self.store, self.number, self.commit, self.chain)
+        checksum = xxh3_64_intdigest(_SEGMENT.pack(*facts, 0))
+        return _SEGMENT.pack(*facts, checksum)
 
 
-def header_fault(data: memoryview, number: int) -> str:
-    """What is wrong with the first bytes of segment `number`; empty when they are sound."""
+def read_header(data: memoryview, number: int) -> SegmentHeader | str:
+    """The header of segment `number`, or what is wrong with it."""
+    if bytes(data[: len(SEGMENT_MAGIC)]) != SEGMENT_MAGIC[: len(data)]:
+        return "it is not a segment of an Umbra store"
+    if len(data) >= _SCHEMA_END:
+        (schema,) = struct.unpack_from("<I", data, len(SEGMENT_MAGIC))
+        if schema != SCHEMA:
+            return f"it has schema {schema}, this umbra-rl knows schema {SCHEMA} only"
     if len(data) < SEGMENT_HEADER_BYTES:
         return f"its header has {len(data)} of {SEGMENT_HEADER_BYTES} bytes"
-    magic, schema, found = _SEGMENT.unpack_from(data)
-    if magic != SEGMENT_MAGIC:
-        return "it is not a segment of an Umbra store"
-    if schema != SCHEMA:
-        return f"it has schema {schema}, this umbra-rl knows schema {SCHEMA} only"
-    return "" if found == number else f"it says that it is segment {found}"
+    magic, schema, store, found, commit, chain, checksum = _SEGMENT.unpack_from(data)
+    facts = (magic, schema, store, found, commit, chain)
+    if checksum != xxh3_64_intdigest(_SEGMENT.pack(*facts, 0)):
+        return "its header has a wrong checksum"
+    return (
+        SegmentHeader(store, number, commit, chain)
+        if found == number
+        else (f"it says that it is segment {found}")
+    )
+
+
+def chain_on(chain: int, checksums: Iterable[int]) -> int:
+    """The checksum over all groups, with one more, whose records have these `checksums`."""
+    digest = xxh3_64(_CHAIN.pack(chain))
+    for checksum in checksums:
+        digest.update(_CHAIN.pack(checksum))
+    return digest.intdigest()
+
+
+def checksum_of(head: bytes) -> int:
+    """The checksum of a record, which what comes before its value holds."""
+    return _PREFIX.unpack_from(head)[1]
 
 
 def pack_group(
@@ -131,7 +168,7 @@ def parse(data: memoryview, offset: int) -> Entry | str:
         deleted = _decode_keys(data[begin:end]) if kind & DELETE else []
     except (UnicodeDecodeError, msgspec.DecodeError):
         return "the key is not text"
-    return Entry(offset, end, commit, key, deleted, bool(kind & END))
+    return Entry(offset, end, commit, checksum, key, deleted, bool(kind & END))
 
 
 def scan(data: memoryview) -> Iterator[Entry | Fault]:

@@ -22,6 +22,7 @@ from umbra.services.buffer.shelf import Shelf
 from umbra.services.buffer.staleness import StalenessPolicy
 from umbra.services.buffer.store import Store
 from umbra.services.buffer.store_report import value_bytes
+from umbra.services.runtime.disk import DISK
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ def repair(directory: Path) -> Repair:
         fresh = directory.with_name(directory.name + ".repaired")
         shutil.rmtree(fresh, ignore_errors=True)  # of a repair that was broken off
         backup = _unused(directory.with_name(directory.name + ".damaged"))
-        store = LogStore(fresh)
+        store = LogStore(fresh, store=image.store)
         for number in segment_numbers(directory):
             data = segment_bytes(directory, number)
             for key, place in image.places.items():
@@ -79,8 +80,9 @@ def repair(directory: Path) -> Repair:
             store.commit()
         lost = missing_from(store)
         store.close()  # what was written to find that out goes with it
-        directory.rename(backup)
-        fresh.rename(directory)
+        DISK.rename(directory, backup)
+        DISK.rename(fresh, directory)
+        DISK.sync_directory(directory.parent)
     finally:
         os.close(held)
     return Repair(len(image.places), dropped, lost, backup)

@@ -15,11 +15,14 @@ import msgspec
 from umbra.services.buffer.frames import (
     SEGMENT_HEADER_BYTES,
     Entry,
-    Fault,
-    header_fault,
+    SegmentHeader,
+    chain_on,
+    read_header,
     scan,
     value_of,
 )
+from umbra.services.buffer.head import NAME as HEAD
+from umbra.services.buffer.head import Head, read_head
 from umbra.services.buffer.store import StoreError
 
 READ_BYTES = 256 << 10  # read at once, about
@@ -43,16 +46,21 @@ def segment_numbers(directory: Path) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """Bytes of a segment that hold nothing sound."""
+    """A file, or bytes of it, that hold nothing sound."""
 
-    segment: int
+    file: str
     offset: int
     end: int
     reason: str
 
     def __str__(self) -> str:
-        name = segment_path(Path(), self.segment).name
-        return f"{name}, bytes {self.offset} to {self.end}: {self.reason}"
+        where = f", bytes {self.offset} to {self.end}" if self.end else ""
+        return f"{self.file}{where}: {self.reason}"
+
+
+def segment_name(number: int) -> str:
+    """The name of the file of segment `number`."""
+    return segment_path(Path(), number).name
 
 
 class Place(msgspec.Struct, frozen=True, gc=False):
@@ -70,8 +78,12 @@ class Image:
 
     places: dict[str, Place] = field(default_factory=dict[str, Place])  # in the order of the log
     sizes: dict[int, int] = field(default_factory=dict[int, int])  # sound bytes, by segment
+    head: Head | None = None  # None: the store is new, or the file is damaged
+    store: int | None = None  # the id, of the head or else of a segment
     commit: int = 0  # of the newest group
+    chain: int = 0  # over all groups
     torn: Damage | None = None  # what a crash left of a group that was never acknowledged
+    leftovers: list[int] = field(default_factory=list[int])  # segments that do not count any more
     damages: list[Damage] = field(default_factory=list[Damage])
 
 
@@ -118,19 +130,22 @@ def _read_stretch(
 
 
 class Replay:
-    """Reads all segments of a store.
+    """Reads all segments of a store and compares them with its head.
 
     Args:
         salvage: take every sound record, also of groups that are not whole.
+        growing: a buffer may be at work on it: there may be more than the head names by now.
     """
 
-    def __init__(self, directory: Path, *, salvage: bool = False) -> None:
+    def __init__(self, directory: Path, *, salvage: bool = False, growing: bool = False) -> None:
         self.image = Image()
         self._directory = directory
         self._salvage = salvage
+        self._growing = growing
         self._group: list[tuple[int, Entry]] = []
         self._group_commit = 0
-        self._suspect: Damage | None = None  # becomes the torn tail, or damage once more follows
+        self._reached = False  # what the head names
+        self._first = True  # nothing was read yet that says how the chain goes on
 
     def run(self) -> Image:
         """The whole image; its `damages` say what was not as it must be.
@@ -138,71 +153,146 @@ class Replay:
         Raises:
             StoreError: a segment was written by something else than this version of Umbra.
         """
+        image = self.image
+        head = read_head(self._directory)
         numbers = segment_numbers(self._directory)
+        if isinstance(head, Head):
+            image.head, image.store = head, head.store
+            image.leftovers = [number for number in numbers if number < head.oldest]
+            numbers = self._expected(head, numbers[len(image.leftovers) :])
         for number in numbers:
-            self.image.sizes[number] = SEGMENT_HEADER_BYTES
-            data = segment_bytes(self._directory, number)
-            self._read(number, data, is_newest=number == numbers[-1])
-        missing = [n for n in range(numbers[0], numbers[-1]) if n not in numbers] if numbers else []
-        for number in missing:
-            self.image.damages.append(Damage(number, 0, 0, "the file is missing"))
-        if self._group and self._suspect is None:
-            segment, entry = self._group[0]
-            self._suspect = Damage(segment, entry.offset, entry.end, "a group without its end")
+            image.sizes[number] = SEGMENT_HEADER_BYTES
+            self._read(number, segment_bytes(self._directory, number))
         if self._salvage:
             self._apply()
-        suspect = self._suspect
-        if suspect is not None and numbers and suspect.segment == numbers[-1]:
-            self.image.torn = suspect
-        elif suspect is not None:
-            self.image.damages.append(suspect)
-        return self.image
+        if isinstance(head, Head):
+            self._compare(head)
+        elif numbers or (self._directory / HEAD).exists():
+            self._damage(HEAD, head)
+        return image
 
-    def _read(self, number: int, data: memoryview, *, is_newest: bool) -> None:
-        fault = header_fault(data, number)
-        if fault and is_newest and len(data) <= SEGMENT_HEADER_BYTES and not any(data):
-            # The file was being made when the process ended.
-            self.image.torn = Damage(number, 0, len(data), fault)
-            self.image.sizes[number] = 0
-            return
-        if "schema" in fault:
-            path = segment_path(self._directory, number)
-            raise StoreError(f"{path}: {fault}; use the version that wrote it, or a new store")
-        if fault:
-            self.image.damages.append(Damage(number, 0, len(data), fault))
-            return
-        for found in scan(data):
-            if isinstance(found, Fault):
-                self._broken(Damage(number, found.offset, found.end, found.reason))
+    def _damage(self, file: str, reason: str) -> None:
+        self.image.damages.append(Damage(file, 0, 0, reason))
+
+    def _expected(self, head: Head, numbers: list[int]) -> list[int]:
+        """Of the segments that there are, those that the head allows; the others are damage."""
+        if not numbers and head.end == 0:
+            return []  # the store was being made when the process ended
+        newest = head.segment + 1  # begun, but nothing in it was acknowledged
+        while self._growing and newest in numbers:
+            newest += 1
+        for number in range(head.oldest, head.segment + 1):
+            if number not in numbers:
+                self._damage(segment_name(number), "the file is missing")
+        for number in numbers:
+            if number > newest:
+                what = f"the newest segment is {segment_name(head.segment)}, says the head"
+                self._damage(segment_name(number), what)
+        return numbers
+
+    def _is_behind_head(self, segment: int, offset: int) -> bool:
+        """Whether nothing there can have been acknowledged."""
+        head = self.image.head
+        return head is not None and (segment, offset) >= (head.segment, head.end)
+
+    def _compare(self, head: Head) -> None:
+        """Whether all is there that the head names, and no more than may be."""
+        image, newest = self.image, segment_name(head.segment)
+        if image.commit < head.commit:
+            if not any(damage.file == newest for damage in image.damages):
+                self._damage(
+                    newest,
+                    f"it ends with group {image.commit}; group {head.commit}, which ended at byte "
+                    f"{head.end}, was acknowledged",
+                )
+        elif not self._reached and not image.damages and head.end:
+            self._damage(newest, f"group {head.commit} is not the one that the head names")
+        elif image.commit > head.commit + 1 and not self._growing:
+            what = f"it is older than the segments: it names group {head.commit}"
+            self._damage(HEAD, f"{what}, they go on to group {image.commit}")
+
+    def _read(self, number: int, data: memoryview) -> None:
+        name, image = segment_name(number), self.image
+        header = read_header(data, number)
+        if isinstance(header, str):
+            where = segment_path(self._directory, number)
+            if "schema" in header:
+                raise StoreError(
+                    f"{where}: {header}; use the version that wrote it, or a new store"
+                )
+            damage = Damage(name, 0, len(data), header)
+            if len(data) <= SEGMENT_HEADER_BYTES and self._is_behind_head(number, len(data)):
+                image.torn = damage  # the file was being made when the process ended
+                image.sizes[number] = 0
             else:
+                image.damages.append(damage)
+            return
+        self._check_header(name, header)
+        self._passed(number, SEGMENT_HEADER_BYTES)
+        for found in scan(data):
+            if isinstance(found, Entry):
                 self._take(number, found)
+            elif self._torn(number, found.offset, len(data), found.reason):
+                return
+            else:
+                image.damages.append(Damage(name, found.offset, found.end, found.reason))
+        if self._group and not self._torn(number, len(data), len(data), "a group without its end"):
+            begin = self._group[0][1].offset
+            image.damages.append(Damage(name, begin, len(data), "a group without its end"))
+            self._drop_group()
 
-    def _broken(self, damage: Damage) -> None:
-        if self._suspect is not None:
-            self.image.damages.append(self._suspect)
-        self._suspect = damage
+    def _torn(self, number: int, offset: int, end: int, reason: str) -> bool:
+        """Whether what is broken there is of a group that was never acknowledged: drop it then.
+
+        Its sectors may have come to the disk in any order, so sound records may follow.
+        """
+        begin = self._group[0][1].offset if self._group else offset
+        if not self._is_behind_head(number, begin):
+            return False
+        self._group.clear()
+        self.image.torn = Damage(segment_name(number), begin, end, reason)
+        return True
+
+    def _check_header(self, name: str, header: SegmentHeader) -> None:
+        """Whether the segment goes on where the one before it ends."""
+        image = self.image
+        if image.store is None:
+            image.store = header.store
+        if header.store != image.store:
+            self._damage(name, "it is of another store")
+        elif not self._first and header.commit > image.commit and not image.damages:
+            before = segment_name(header.number - 1)
+            self._damage(before, f"it ends with group {image.commit} instead of {header.commit}")
+        elif not self._first and (header.commit, header.chain) != (image.commit, image.chain):
+            if not image.damages:  # else that is what was found already
+                self._damage(name, "it does not go on where the segment before it ends")
+        image.commit, image.chain, self._first = header.commit, header.chain, False
 
     def _take(self, number: int, entry: Entry) -> None:
-        image = self.image
+        image, name = self.image, segment_name(number)
         expected = image.commit + 1
         if self._group and entry.commit != self._group_commit:
             reason = f"group {self._group_commit} has no end"
-            image.damages.append(Damage(number, self._group[0][1].offset, entry.offset, reason))
+            image.damages.append(Damage(name, self._group[0][1].offset, entry.offset, reason))
             self._drop_group()
-        elif not self._group and image.commit and entry.commit != expected:
-            if self._suspect is None:
-                reason = f"group {expected} is missing before group {entry.commit}"
-                image.damages.append(Damage(number, entry.offset, entry.offset, reason))
+        elif not self._group and entry.commit != expected and not image.damages:
+            reason = f"group {expected} is missing before group {entry.commit}"
+            image.damages.append(Damage(name, entry.offset, entry.offset, reason))
         self._group_commit = entry.commit
         self._group.append((number, entry))
         if not entry.is_last:
             return
-        if self._suspect is not None:  # more follows, so it is no torn tail
-            image.damages.append(self._suspect)
-            self._suspect = None
+        image.chain = chain_on(image.chain, (one.checksum for _, one in self._group))
         self._apply()
         image.commit = entry.commit
         image.sizes[number] = entry.end
+        self._passed(number, entry.end)
+
+    def _passed(self, number: int, end: int) -> None:
+        """Take note of having come to `end`: is it what the head names?"""
+        head, image = self.image.head, self.image
+        if head is not None and (number, end) == (head.segment, head.end):
+            self._reached = (image.commit, image.chain) == (head.commit, head.chain)
 
     def _drop_group(self) -> None:
         if self._salvage:

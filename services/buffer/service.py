@@ -17,13 +17,14 @@ from umbra.services.buffer.addresses import Addresses
 from umbra.services.buffer.broker import Broker, Endpoints
 from umbra.services.buffer.committer import Committer
 from umbra.services.buffer.effects import Effect, Measure, Push, Reply
-from umbra.services.buffer.log_store import LogStore
 from umbra.services.buffer.readers import read_source
+from umbra.services.buffer.run_mark import open_marked, refuse_marked
 from umbra.services.buffer.sources import open_prompts
 from umbra.services.buffer.store import MemoryStore, Store, StoreFullError
 from umbra.services.runtime.advertise import reachable
 from umbra.services.runtime.command import ServiceContext
 from umbra.services.runtime.config import Buffer
+from umbra.services.runtime.disk import DISK, READABLE_MODE
 from umbra.services.runtime.feasibility import check_feasible
 from umbra.services.runtime.server import Server
 
@@ -86,15 +87,16 @@ def open_store(context: ServiceContext) -> Store:
     """The store of `buffer.store`.
 
     Raises:
-        StoreError: it is damaged, foreign, or in use.
+        StoreError: it is damaged, foreign, in use, or not the one that the run has had.
         UsageError: it cannot be written to.
     """
     where = _where(context)
     if where in ("", "memory"):
+        refuse_marked(context.run_dir)
         context.log.warning("the store is in memory: nothing survives the end of this process")
         return MemoryStore()
     try:
-        return LogStore(Path(where))
+        return open_marked(context.run_dir, Path(where))
     except OSError as error:
         raise UsageError(f"buffer.store = {where} cannot be opened: {error.strerror}") from error
 
@@ -249,6 +251,5 @@ def _write_status(run_dir: Path | None, broker: Broker) -> None:
     if run_dir is not None:
         status = broker.status(time.monotonic())
         target = run_dir / "buffer.json"
-        part = target.with_suffix(".part")
-        part.write_bytes(msgspec.json.format(msgspec.json.encode(status), indent=2) + b"\n")
-        part.replace(target)
+        text = msgspec.json.format(msgspec.json.encode(status), indent=2) + b"\n"
+        DISK.replace(target, text, mode=READABLE_MODE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import msgspec
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Trajectory, unpack_float32, unpack_int32
 from umbra.services.buffer.frames import HEAD_BYTES
+from umbra.services.buffer.head import read_head
 from umbra.services.buffer.segments import (
     Image,
     Replay,
@@ -21,6 +23,7 @@ from umbra.services.buffer.segments import (
 from umbra.services.buffer.shelf import PREFIX as TRAJECTORY
 
 OLDEST = 10  # items shown
+TRIES = 10  # of reading it while it changes
 TOKENS = 24  # of a trajectory shown
 KINDS = {
     "g/": "groups",
@@ -43,7 +46,7 @@ class StoreReader:
         if not directory.is_dir() or not segment_numbers(directory):
             raise UsageError(f"{directory} holds no store: name the folder with the .seg files")
         self.directory = directory
-        self.image: Image = Replay(directory).run()
+        self.image: Image = _read(directory)
         refuse_damage(directory, self.image)
 
     def get(self, key: str) -> bytes | None:
@@ -125,6 +128,16 @@ class StoreReader:
             values = None if data is None else [round(v, 4) for v in unpack_float32(data)]
             plain[name] = None if values is None else _short(values)
         return plain
+
+
+def _read(directory: Path) -> Image:
+    """What is in the store; once more if a buffer has cleaned up meanwhile."""
+    for _ in range(TRIES):
+        with suppress(FileNotFoundError):
+            image = Replay(directory, growing=True).run()
+            if not image.damages or image.head == read_head(directory):
+                return image
+    return Replay(directory, growing=True).run()
 
 
 def value_bytes(record: memoryview, key_bytes: int) -> int:

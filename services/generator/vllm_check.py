@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from umbra.proto.records import Manifest, Sampling
 from umbra.services.generator.engine import EngineOutput, EngineRequest, StreamingEngine
 from umbra.services.generator.vllm_options import require_vllm, set_environment
 from umbra.services.modeling.models import outline_model
+from umbra.services.modeling.reference import Reference
 from umbra.services.modeling.weights import tensors_in
 from umbra.services.runtime.config import Generator
 from umbra.services.runtime.manifest import build_manifest
@@ -90,32 +90,24 @@ def vllm_differences(
     set_environment(config)
     from umbra.services.generator.vllm_engine import VllmEngine  # brings vLLM
 
+    outline = outline_model(directory, checked=checked)
     torch.set_num_threads(threads)
-    # Eager attention: others leave out what they don't have, such as a soft cap.
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        directory, local_files_only=True, dtype=torch.float32, attn_implementation="eager"
-    )
-    engine = VllmEngine(
-        directory,
-        outline_model(directory, checked=checked),
-        config,
-        dtype=dtype,
-        stop_ids=(),
-        version=0,
-    )
+    reference = Reference(directory)
+    model = reference.model
+    engine = VllmEngine(directory, outline, config, dtype=dtype, stop_ids=(), version=0)
     try:
         prompts = _prompts(model.config.get_text_config().vocab_size)
-        from_disk = _difference(engine, model, prompts)
+        from_disk = _difference(engine, reference, prompts)
         manifest, memory = _version(model, publish, getattr(torch, dtype))
         engine.load_weights(tensors_in(manifest, memory), 1, "keep")
-        same = _difference(engine, model, prompts)
+        same = _difference(engine, reference, prompts)
         outputs = _sample(engine, prompts)
-        before = _logprobs(model, prompts, outputs)
-        _change(model, getattr(torch, dtype))
-        moved = float((_logprobs(model, prompts, outputs) - before).abs().mean())
+        before = _logprobs(reference, prompts, outputs)
+        change(model, getattr(torch, dtype))
+        moved = float((_logprobs(reference, prompts, outputs) - before).abs().mean())
         manifest, memory = _version(model, publish, getattr(torch, dtype))
         engine.load_buckets(manifest, _buckets(manifest, memory), 2, "keep")
-        changed = _difference(engine, model, prompts)
+        changed = _difference(engine, reference, prompts)
     finally:
         engine.close()
     return Differences(from_disk=from_disk, same=same, changed=changed, moved=moved)
@@ -127,10 +119,10 @@ def _prompts(vocabulary: int) -> list[list[int]]:
     return [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in lengths]
 
 
-def _difference(engine: StreamingEngine, model: Any, prompts: list[list[int]]) -> float:
+def _difference(engine: StreamingEngine, reference: Reference, prompts: list[list[int]]) -> float:
     outputs = _sample(engine, prompts)
     theirs = torch.tensor([logprob for output in outputs for logprob in output.logprobs])
-    return float((theirs - _logprobs(model, prompts, outputs)).abs().max())
+    return float((theirs - _logprobs(reference, prompts, outputs)).abs().max())
 
 
 def _sample(engine: StreamingEngine, prompts: list[list[int]]) -> list[EngineOutput]:
@@ -146,20 +138,21 @@ def _sample(engine: StreamingEngine, prompts: list[list[int]]) -> list[EngineOut
 
 
 @torch.inference_mode()
-def _logprobs(model: Any, prompts: list[list[int]], outputs: list[EngineOutput]) -> torch.Tensor:
-    """Of all sampled tokens, one sequence at a time: nothing is padded, packed or cached."""
-    found: list[torch.Tensor] = []
-    for prompt, output in zip(prompts, outputs, strict=True):
-        sampled = torch.tensor(output.token_ids)
-        logits = model(torch.tensor([[*prompt, *output.token_ids]]), use_cache=False).logits[0]
-        rows = logits[len(prompt) - 1 : -1].float().log_softmax(-1)
-        found.append(rows.gather(1, sampled[:, None])[:, 0])
-    return torch.cat(found)
+def _logprobs(
+    reference: Reference, prompts: list[list[int]], outputs: list[EngineOutput]
+) -> torch.Tensor:
+    """Of all sampled tokens."""
+    return torch.cat(
+        [
+            reference.logprobs([*prompt, *output.token_ids], len(prompt)).logprobs
+            for prompt, output in zip(prompts, outputs, strict=True)
+        ]
+    )
 
 
 @torch.no_grad()
-def _change(model: Any, dtype: torch.dtype) -> None:
-    """Move every weight, to numbers that `dtype` has."""
+def change(model: Any, dtype: torch.dtype) -> None:
+    """Move every weight of `model` to other numbers that `dtype` has, the same each time."""
     generator = torch.Generator().manual_seed(1)
     for weight in model.parameters():
         spread = weight.std() if weight.numel() > 1 else weight.abs().mean()

@@ -224,6 +224,13 @@ def check_served(config: Generator, hf_config: Any, platform: str) -> None:
             "model.path: on CPUs vLLM turns parts of queries wrong in latent attention with plain "
             'rotary positions (rope_type): set generator.engine = "torch"'
         )
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if getattr(text, "use_sliding_window", False) and kinds != {"sliding_attention"}:
+        raise UsageError(
+            f"model.path: vLLM gives all layers of a {text.model_type} a window or none, and this "
+            "model has one in some (use_sliding_window, max_window_layers): set "
+            'generator.engine = "torch"'
+        )
     window = getattr(text, "sliding_window", None) or config.max_context
     if text.model_type == "cohere2" and window < config.max_context:
         raise UsageError(

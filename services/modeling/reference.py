@@ -34,6 +34,7 @@ class Reference:
             directory,
             local_files_only=True,
             trust_remote_code=False,
+            use_safetensors=True,
             dtype=torch.float32,
             attn_implementation="eager",
         ).eval()

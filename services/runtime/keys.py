@@ -22,6 +22,7 @@ from umbra.proto.errors import UsageError
 from umbra.proto.messages import Role
 from umbra.proto.sockets import Curve
 from umbra.services.runtime.config import Security as SecurityConfig
+from umbra.services.runtime.disk import DISK
 
 PUBLIC, SECRET = ".key", ".key_secret"
 FOLDER = "keys"  # inside of a run's folder, or beside the folders of runs
@@ -185,11 +186,8 @@ def _forbidden(path: Path) -> UsageError:
 
 def _write(path: Path, keys: Mapping[str, bytes]) -> None:
     lines = [f'    {name} = "{key.decode()}"\n' for name, key in keys.items()]
-    part = path.with_name(path.name + ".part")
-    part.unlink(missing_ok=True)
-    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write("".join(["metadata\n", "curve\n", *lines]))
-    part.replace(path)
+    path.with_name(f"{path.name}.part").unlink(missing_ok=True)  # with whatever mode it has
+    DISK.replace(path, "".join(["metadata\n", "curve\n", *lines]).encode())
 
 
 def _read(path: Path, *, secret: bool = False) -> tuple[bytes, bytes]:

@@ -7,14 +7,14 @@ little-endian and row-major. Pieces are small enough that a thread which writes 
 from __future__ import annotations
 
 import json
-import os
 import struct
 from collections.abc import Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import xxhash
+
+from umbra.services.runtime.disk import DISK, Disk
 
 HEADER_ALIGN = 8
 PIECE_BYTES = 8 << 20
@@ -43,6 +43,7 @@ def write_safetensors(
     *,
     sync: bool = False,
     mode: int = 0o666,
+    disk: Disk = DISK,
 ) -> Written:
     """Write `tensors` as the new file `path`; with `sync`, return only when the disk has it.
 
@@ -65,19 +66,18 @@ def write_safetensors(
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % HEADER_ALIGN)
     size, checksum = 0, xxhash.xxh3_64()
-    with open(path, "xb", opener=partial(os.open, mode=mode)) as file:
+    with disk.opened(path, new=True, mode=mode) as fd:
         for data in (
             memoryview(struct.pack("<Q", len(encoded)) + encoded),
             *(tensor.data for tensor in stored),
         ):
             for start in range(0, data.nbytes, PIECE_BYTES):
                 piece = data[start : start + PIECE_BYTES]
-                file.write(piece)
+                disk.write_all(fd, piece, size + start)
                 checksum.update(piece)
             size += data.nbytes
         if sync:
-            file.flush()
-            os.fsync(file.fileno())
+            disk.sync(fd)
     return Written(size, checksum.intdigest())
 
 

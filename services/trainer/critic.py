@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from umbra.services.modeling.packing import pack
 from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.disk import DISK
 from umbra.services.trainer.batch import Batch
 from umbra.services.trainer.checkpoints.parts import OptimizerState, Part, Weights
 from umbra.services.trainer.learner import Learner
@@ -102,8 +103,10 @@ class LearnedCritic:
         shutil.rmtree(scratch, ignore_errors=True)
         self._source.save(scratch, keep=keep)
         if keep:
+            DISK.sync_tree(scratch)
             shutil.rmtree(out, ignore_errors=True)
             scratch.rename(out)
+            DISK.sync_directory(out.parent)
         return out
 
     def close(self) -> None:

@@ -45,6 +45,8 @@ SHOWN = {
     "ess": "ess",
     "k3": "mismatch/k3",
     "k3_on_policy": "mismatch/k3_on_policy",
+    "compared": "mismatch/compared",
+    "outliers": "outliers",
     "train_tokens_per_s": "train_tokens_per_s",
 }
 
@@ -316,7 +318,7 @@ class Loop:
         self._context.metrics.write("step", step=self.version, **row)
         self._session.emit("step", step=self.version, **row)
         self._sinks.write(self.version, row)
-        shown = {name: row[key] for name, key in SHOWN.items()}
+        shown = {name: row.get(key) for name, key in SHOWN.items()}
         self._session.stats(step=self.version, **{k: v for k, v in shown.items() if v is not None})
         self._context.log.info(
             "step %d: reward %.3f, staleness %.2f, ess %s, waited %.2f s, trained %.2f s",

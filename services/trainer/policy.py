@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from umbra.proto.errors import UmbraError
 from umbra.services.modeling.models import loading, read_weights
+from umbra.services.runtime.disk import DISK
 from umbra.services.runtime.model_dir import check_model_dir
 
 
@@ -81,6 +82,7 @@ def export_policy(
         with no_progress_bars():
             model.save_pretrained(scratch, state_dict=weights)
             tokenizer.save_pretrained(scratch)
+        DISK.sync_tree(scratch)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(scratch, ignore_errors=True)
         raise UmbraError(
@@ -94,6 +96,7 @@ def export_policy(
         shutil.rmtree(older)
     else:
         scratch.rename(out)
+    DISK.sync_directory(out.parent)
     return out
 
 

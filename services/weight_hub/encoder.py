@@ -28,7 +28,6 @@ LONGEST_PAUSE = 16  # versions for which a bucket whose deltas do not pay is not
 class _Job:
     data: memoryview
     contents: Sequence[int]
-    anchor: bool
     todo: list[int]  # last first
     cancelled: threading.Event = field(default_factory=threading.Event)
     workers: list[Future[None]] = field(default_factory=list["Future[None]"])
@@ -40,16 +39,12 @@ class DeltaEncoder:
     Args:
         store: receives them.
         manifest: the layout.
-        anchor_every: every so many versions there are no deltas, so that everyone gets all bytes;
-            0 = never.
     """
 
-    def __init__(self, store: BucketStore, manifest: Manifest, anchor_every: int) -> None:
+    def __init__(self, store: BucketStore, manifest: Manifest) -> None:
         self._store = store
         self._buckets = manifest.buckets
         self._items = item_bytes(manifest)
-        self._anchor_every = anchor_every
-        self._versions = 0
         self._last = private_memory(manifest.total_bytes)
         self._held = [0] * len(manifest.buckets)  # contents of `_last`
         self._pauses = [(0, 0)] * len(manifest.buckets)  # versions left, and how many the next time
@@ -60,11 +55,9 @@ class DeltaEncoder:
     def start(self, data: memoryview, contents: Sequence[int]) -> None:
         """Encode the version in `data`, which must stay as it is until `stop` or the end."""
         self.stop()
-        self._versions += 1
-        anchor = self._anchor_every > 0 and self._versions % self._anchor_every == 0
         todo = [i for i, held in enumerate(self._held) if held != contents[i]]
         self._store.encode_later(todo)
-        self._job = _Job(data, contents, anchor, todo[::-1])
+        self._job = _Job(data, contents, todo[::-1])
         # Receivers wait for these deltas: a thread that fails must not leave them waiting.
         work = ends_process(self._work, "the encoder of deltas")
         self._job.workers = [self._executor.submit(work, self._job) for _ in range(self._threads)]
@@ -106,7 +99,7 @@ class DeltaEncoder:
         made: Delta | None = None
         if left:
             self._pauses[bucket] = (left - 1, longest)
-        elif base and not job.anchor:
+        elif base:
             limit = int((end - start) * DELTA_SHARE)
             data = delta.advance(old, new, self._items[bucket], limit, compressor)
             if data is not None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from umbra.proto.errors import UmbraError
 from umbra.proto.records import Manifest
+from umbra.services.runtime.disk import DISK
 from umbra.services.runtime.manifest import checksums
 from umbra.services.runtime.safetensors_file import Stored, write_safetensors
 
@@ -48,7 +49,9 @@ def export_version(
             for e in manifest.tensors
         )
         write_safetensors(scratch / "model.safetensors", tensors, {"format": "pt"})
+        DISK.sync_tree(scratch)
         scratch.rename(out)
+        DISK.sync_directory(out.parent)
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 from pathlib import Path
 
 import msgspec
 
 MOST_BYTES = 64 << 20
+
+log = logging.getLogger(__name__)
 
 
 class PinRecord(msgspec.Struct, frozen=True):
@@ -34,13 +37,15 @@ class PinFile:
         self._fd = -1
 
     def read(self) -> list[PinRecord]:
-        """What the hub before this one had pinned; nothing if the file makes no sense."""
+        """What the hub before this one had pinned; nothing, with a warning, if that is unknown."""
         if not self._path.exists():
             return []
         self._open()
+        line = os.pread(self._fd, MOST_BYTES, 0).partition(b"\n")[0]
         try:
-            return msgspec.json.decode(os.pread(self._fd, MOST_BYTES, 0), type=list[PinRecord])
-        except msgspec.DecodeError:
+            return msgspec.json.decode(line, type=list[PinRecord])
+        except msgspec.DecodeError as error:
+            log.warning("%s is damaged (%s): which versions were pinned is lost", self._path, error)
             return []
 
     def write(self, pins: list[PinRecord]) -> None:
@@ -49,7 +54,8 @@ class PinFile:
             self.remove()
             return
         self._open()
-        data = msgspec.json.encode(pins)
+        # A hub that is killed before the rest is cut off leaves this line whole.
+        data = msgspec.json.encode(pins) + b"\n"
         os.pwrite(self._fd, data, 0)
         os.ftruncate(self._fd, len(data))
 

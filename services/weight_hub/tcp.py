@@ -100,8 +100,7 @@ class TcpPlane:
         if self._deltas and self._encoded != version and self._links_are_slow():
             assert self._manifest is not None
             if self._encoder is None:
-                anchors = self._config.anchor_every
-                self._encoder = DeltaEncoder(self._store, self._manifest, anchors)
+                self._encoder = DeltaEncoder(self._store, self._manifest)
             self._encoded = version
             self._encoder.start(data, message.checksums)
         return msgspec.structs.replace(message, source=self.chain.source(name))

@@ -1,7 +1,11 @@
-"""The tables of `docs/models.md`; `python -m fakes.models_page`, in `tests/`, writes them anew."""
+"""The tables of `docs/models.md`; `python -m fakes.models_page`, in `tests/`, writes them anew.
+
+With `--vllm` only the one about vLLM, which is read from the record in `benchmarks/results`.
+"""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -12,19 +16,12 @@ from fakes.architectures import ARCHITECTURES, Architecture
 from umbra.deploy.model_check.check import check_model
 from umbra.deploy.model_check.outcome import Outcome
 from umbra.proto.errors import UsageError
-from umbra.services.runtime.architectures import check_architecture
+from umbra.services.runtime.architectures import PROVEN, check_architecture
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-RIGHT = (
-    "architecture",
-    "`model_type`",
-    "tried with",
-    "training",
-    "torch engine",
-    "weights",
-    "vLLM",
-)
+RIGHT = ("architecture", "`model_type`", "tried with", "training", "torch engine", "weights")
 REFUSED = ("architecture", "`model_type`", "Umbra says")
+VLLM = ("model", "vLLM", "why")
 
 
 def examine(directory: Path) -> Outcome | str:
@@ -46,13 +43,23 @@ def right(architecture: Architecture, outcome: Outcome) -> str:
         rows = [row for row in outcome.rows if any(part in row.name for part in kinds)]
         assert rows, f"nothing was compared of {kinds}"
         cells.append("equal" if all(row.outcome == "equal" for row in rows) else "different")
-    cells.append(vllm_models.recorded()[architecture.name]["outcome"])
     return _line(cells)
 
 
 def refused(architecture: Architecture, reason: str) -> str:
     """The line of an architecture that is refused."""
     return _line([architecture.name, f"`{architecture.config().model_type}`", reason])
+
+
+def vllm_table() -> str:
+    """What the record says of vLLM and the models that are not refused anyway."""
+    found = vllm_models.recorded()
+    shown = [
+        _line([name, found[name]["outcome"], found[name].get("why", "")])
+        for name, architecture in ARCHITECTURES.items()
+        if name in found and architecture.config().model_type in PROVEN
+    ]
+    return table(VLLM, shown)
 
 
 def table(heading: tuple[str, ...], lines: list[str]) -> str:
@@ -64,7 +71,7 @@ def _line(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def write(page: Path = PAGE) -> None:
+def write() -> None:
     """Examine all architectures, and put what came of it between the marks of the page."""
     good: list[str] = []
     bad: list[str] = []
@@ -75,15 +82,20 @@ def write(page: Path = PAGE) -> None:
                 bad.append(refused(architecture, found))
             else:
                 good.append(right(architecture, found))
-    text = page.read_text(encoding="utf-8")
-    for mark, content in (("right", table(RIGHT, good)), ("refused", table(REFUSED, bad))):
-        begin, end = f"<!-- {mark} -->\n", f"<!-- end of {mark} -->\n"
-        before, rest = text.split(begin)
-        _, after = rest.split(end)
-        text = f"{before}{begin}{content}\n{end}{after}"
-    page.write_text(text, encoding="utf-8")
+    _put("right", table(RIGHT, good))
+    _put("refused", table(REFUSED, bad))
+
+
+def _put(mark: str, content: str) -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    begin, end = f"<!-- {mark} -->\n", f"<!-- end of {mark} -->\n"
+    before, rest = text.split(begin)
+    _, after = rest.split(end)
+    PAGE.write_text(f"{before}{begin}{content}\n{end}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    write()
+    if "--vllm" not in sys.argv:
+        write()
+    _put("vllm", vllm_table())

@@ -13,10 +13,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from fakes.architectures import ARCHITECTURES
+from transformers import AutoModelForCausalLM
 
 from umbra.proto.errors import UmbraError
-from umbra.services.generator.vllm_check import vllm_differences
+from umbra.services.generator.vllm_check import Differences, change, vllm_differences
 from umbra.services.trainer.snapshot import whole_weights
 
 RECORD = Path(__file__).parents[2] / "benchmarks/results/vllm_models.json"
@@ -71,6 +73,29 @@ def examine(name: str, folder: Path) -> dict[str, Any]:
         return {"outcome": "refused" if kind == "usage" else kind, "why": _why(error, directory)}
     equal = found.worst <= BOUND < found.moved / 100
     return {"outcome": "equal" if equal else "different", **asdict(found)}
+
+
+def quantized(
+    name: str, method: str | None, folder: Path, **engine_args: Any
+) -> tuple[Differences, float]:
+    """Differences of that model, and of its changed weights where vLLM reads them from disk."""
+    if method is not None:
+        engine_args["quantization"] = method
+    found: list[Differences] = []
+    for directory in (write_model(name, folder / "model"), write_model(name, folder / "changed")):
+        if found:
+            model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+            change(model, torch.bfloat16)
+            model.save_pretrained(directory)
+        found.append(
+            vllm_differences(
+                directory,
+                lambda model: whole_weights(model).items(),
+                dtype="bfloat16",
+                **engine_args,
+            )
+        )
+    return found[0], found[1].from_disk
 
 
 def _why(error: UmbraError, directory: Path) -> str:

@@ -53,8 +53,8 @@ def mistral() -> Any:
 
 def experts() -> Any:
     torch.manual_seed(2)
-    mixture = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    config = Qwen3MoeConfig(**(COMMON | mixture))
+    mixture: Any = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config = Qwen3MoeConfig(**COMMON, **mixture)
     config._attn_implementation = "sdpa"
     return Qwen3MoeForCausalLM(config).eval()
 

@@ -40,7 +40,7 @@ def main(case: str, folder: Path) -> int:
             closing(impatient(met)) as pulse,
         ):
             ranks = Ranks(met.rank, met.world, met.store, TIMEOUT_S, pulse=pulse)
-            ranks.broadcast()
+            begin(ranks)
             if case != "works" and ranks.rank == 0:
                 number = signal.SIGKILL if case == "leaves" else signal.SIGSTOP
                 os.kill(os.getpid(), number)
@@ -51,6 +51,16 @@ def main(case: str, folder: Path) -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def begin(ranks: Ranks) -> None:
+    """Rank 0 goes on when rank 1 is there."""
+    store = ranks.store
+    assert store is not None
+    if ranks.rank:
+        store.set("begun", "")
+    else:
+        ranks.pulse.wait(1, lambda: store.check(["begun"]) or None, "rank 1")
 
 
 def impatient(ranks: Ranks) -> Pulse:
@@ -83,11 +93,11 @@ def checkpoint(ranks: Ranks, folder: Path) -> None:
         if ranks.rank:
             write = ShardCopy.write
 
-            def slow(self: ShardCopy, path: Path) -> Any:
+            def slow(self: ShardCopy, path: Path, *more: Any) -> Any:
                 time.sleep(2 * TIMEOUT_S)
-                return write(self, path)
+                return write(self, path, *more)
 
-            ShardCopy.write = slow
+            setattr(ShardCopy, "write", slow)  # noqa: B010 - of a frozen class
             join_in(writer, Path(ranks.broadcast().decode()), ranks)
             return
         saver = Saver(

@@ -108,6 +108,10 @@ def test_the_lists_are_those_of_the_tests() -> None:
     assert {ARCHITECTURES[name].config().model_type for name in RIGHT} == PROVEN
 
 
+def test_the_page_says_of_vllm_what_its_record_says() -> None:
+    assert models_page.vllm_table() in models_page.PAGE.read_text(encoding="utf-8")
+
+
 @of("bloom")
 def test_an_architecture_that_is_not_listed_may_be_named_once_it_was_checked(
     model_dir: Path,

@@ -1,21 +1,46 @@
 """What the benchmarks compute: ideals, times to an accuracy, fairness, quick forms."""
 
+import json
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 
-from umbra.proto.records import Sampling
-from umbra.services.buffer.log_store import LogStore
+from umbra.proto.messages import SubmitAck
+from umbra.proto.records import (
+    Sampling,
+    ScoringTask,
+    Trajectory,
+    VersionSpan,
+    pack_float32,
+    pack_int32,
+)
 from umbra.services.generator.engine import EngineRequest
 from umbra.services.generator.replay_model import ReplayModel
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 FILLER, STOP = 5, 3
+ANSWER = Trajectory(
+    sample_id="a",
+    group_id="g",
+    prompt_id="p",
+    attempt=1,
+    prompt_ids=pack_int32([1, 2]),
+    response_ids=pack_int32([3, 4, 5]),
+    loss_mask=b"\1\1\1",
+    logprobs=pack_float32([-1.0, -2.0, -3.0]),
+    spans=[VersionSpan(version=0, start=0, end=3)],
+    finish_reason="stop",
+    reward=0.5,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -180,32 +205,152 @@ def test_a_batchwise_engine_begins_nothing_while_anything_is_live() -> None:
     assert all(before == 0 for before, _ in rises)
 
 
-def audited(folder: Path, batches: list[list[str]], issued: int, digests: list[str]) -> Any:
-    """What `chaos_audit` makes of a run of these batches, one sample a group."""
+def noted(folder: Path, kept: str, batches: list[tuple[int, str]]) -> None:
+    """Notes of clients: samples that were acknowledged, and what each step was trained on."""
+    (folder / "acknowledged-1.txt").write_text(kept[: len(kept) // 2] + "\n")
+    (folder / "acknowledged-2.txt").write_text(kept[len(kept) // 2 :] + "\n")
+    rows = [{"step": step, "samples": names.split()} for step, names in batches]
+    (folder / "trained.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def audited(folder: Path, kept: str, batches: list[tuple[int, str]], **ended: int) -> Any:
+    """What `chaos_audit` makes of a run of which its clients noted this."""
     import chaos_audit
 
-    store = LogStore(folder / "store")
-    for step, names in enumerate(batches, 1):
-        groups = [{"group_id": name, "samples": [{"sample_id": name}]} for name in names]
-        store.put(f"b/{step}", msgspec.msgpack.encode({"groups": groups, "is_open": False}))
-    store.commit()
-    store.close()
-    ledger = {"issued": issued, "trained": 4, "ended": {"stale": 1, "failed": 1}, "in_flight": {}}
-    (folder / "buffer.json").write_bytes(msgspec.json.encode({"ledger": ledger}))
-    rows = [{"kind": "handed_out", "step": 1, "digest": digest} for digest in digests]
-    rows += [{"kind": "step", "step": n, "reward/mean": n / 10} for n in (1, 2, 3, 2)]
+    ledger = {"issued": 6, "trained": 4, "ended": ended, "in_flight": {}}
+    (folder / "buffer.json").write_text(json.dumps({"ledger": ledger}))
+    noted(folder, kept, batches)
+    rows = [{"kind": "step", "step": n, "reward/mean": n / 10} for n in (1, 2, 3, 2)]
     lines = [msgspec.json.encode(row).decode() for row in rows]
     (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"kind":"step","cut']))
     assert chaos_audit.curve(folder) == pytest.approx([0.1, 0.2, 0.3])
-    return chaos_audit.audit(folder)
+    return chaos_audit.audit(folder, folder)
 
 
-def test_an_audit_finds_every_sample(tmp_path: Path) -> None:
-    found = audited(tmp_path, [["a", "b"], ["c", "d"]], issued=6, digests=["x", "x"])
-    assert (found.trained, found.twice, found.repeated, found.changed) == (4, 0, 1, 0)
-    assert found.lost == 1, "the one that failed is nobody's"
+def test_an_audit_takes_the_clients_word_for_every_sample(tmp_path: Path) -> None:
+    """a to f were acknowledged; e is covered by a rule, f by nobody, whatever the ledger says."""
+    found = audited(
+        tmp_path, "a b c d e f", [(1, "a b"), (1, "a b"), (2, "c d")], stale=1, failed=9
+    )
+    assert (found.acknowledged, found.trained, found.untrained) == (6, 4, 2)
+    assert (found.lost, found.twice, found.repeated, found.changed) == (1, 0, 1, 0)
+    assert found.steps == [1, 2]
 
 
 def test_an_audit_finds_what_was_trained_twice_and_changed(tmp_path: Path) -> None:
-    found = audited(tmp_path, [["a", "b"], ["b", "c"]], issued=4, digests=["x", "y"])
-    assert (found.trained, found.twice, found.lost, found.changed) == (3, 1, 0, 1)
+    found = audited(tmp_path, "a b c", [(1, "a x"), (1, "a b"), (2, "b c")])
+    assert (found.trained, found.lost, found.twice) == (3, 0, 1)
+    assert (found.repeated, found.changed) == (1, 1)
+
+
+def test_a_generator_notes_what_was_acknowledged_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import noted as notes
+
+    monkeypatch.setenv(notes.VARIABLE, str(tmp_path))
+    futures: list[Future[Any]] = []
+
+    class Channel:
+        def request(self, body: Any, **_: Any) -> Future[Any]:
+            futures.append(Future())
+            return futures[-1]
+
+    client = notes.noting_client()(Channel(), threading.Event())
+    client.submit([msgspec.structs.replace(ANSWER, sample_id=name) for name in ("a", "b")])
+    client.poll()
+    assert notes.read_notes(tmp_path).acknowledged == set()
+    futures[0].set_result(SubmitAck(accepted=1, refused={"b": "stale"}))
+    client.poll()
+    assert notes.read_notes(tmp_path).acknowledged == {"a"}
+
+
+def test_a_trainer_notes_what_it_has_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import noted as notes
+
+    monkeypatch.setenv(notes.VARIABLE, str(tmp_path))
+    rows: list[Any] = [None, {"loss": 0.0}]  # the first is broken off
+    update = notes.noting(lambda config: lambda *given: rows.pop(0))("config")
+    batch = SimpleNamespace(trajectories=[ANSWER])
+    for _ in range(2):
+        update(batch, 4, lambda: True)
+    assert notes.read_notes(tmp_path).batches == {5: [ANSWER.sample_id]}
+
+
+def test_the_reference_pass_takes_its_time_wherever_it_runs() -> None:
+    import ablations
+    import replay_cells as cells
+
+    parts = [part.mode for part in ablations.PARTS if part.block == "reference"]
+    alone, beside, more = parts
+    tokens = 12_800
+    update = cells.TRAIN_S + cells.TRAIN_TOKEN_S * tokens
+    whole = alone.train_step_s + alone.train_token_s * tokens
+    assert whole == pytest.approx(update * (1 + cells.REFERENCE) / 4)
+    assert beside.train_step_s + beside.train_token_s * tokens == pytest.approx(update / 3)
+    for mode in (beside, more):
+        _, sample_s, token_s = mode.scripts["scorer"]
+        spent = cells.SAMPLES * float(sample_s) + tokens * float(token_s)
+        assert spent == pytest.approx(update * cells.REFERENCE)
+
+
+def test_a_timed_scorer_sleeps_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    import timed_scorer
+
+    slept: list[float] = []
+    monkeypatch.setattr(timed_scorer.time, "monotonic", lambda: 100.0 + sum(slept))
+    monkeypatch.setattr(timed_scorer.time, "sleep", slept.append)
+    task = ScoringTask(sample_id="a", attempt=1, row={}, lease_s=9.0, trajectory=ANSWER)
+    worker = timed_scorer.TimedWorker(0.5, 0.25)
+    (score,) = worker.score([task], lambda: None)
+    assert score.logprobs == ANSWER.logprobs
+    list(worker.score([task], lambda: None))
+    assert sum(slept) == pytest.approx(2 * (0.5 + 5 * 0.25) - 0.05)  # 2 prompt, 3 response tokens
+
+
+def test_both_modes_of_other_systems_have_the_same_slots() -> None:
+    import scale
+
+    by_gpus: dict[str, set[int]] = {}
+    for case, scenario in scale.verl():
+        by_gpus.setdefault(case.partition("/")[2], set()).add(scenario.config.generator.slots)
+    assert {gpus: len(slots) for gpus, slots in by_gpus.items()} == {"32": 1, "64": 1, "128": 1}
+    assert len({scenario.config.generator.slots for _, scenario in scale.areal()}) == 1
+
+
+def test_the_simulator_is_calibrated_by_no_run_that_it_predicts() -> None:
+    import end_to_end
+    import simulator
+
+    predicted = end_to_end.all_cells(end_to_end.parse(["--form", "replay"]))
+    assert simulator.CALIBRATION.name not in {cell.mode.name for cell in predicted}
+    assert simulator.CALIBRATION_SEED not in {cell.seed for cell in predicted}
+
+
+def test_peers_of_the_buffer_send_as_many_records_together() -> None:
+    import peers
+    from buffer_throughput import ratio
+
+    assert peers.BATCHES[peers.REDIS_KIND] == peers.BATCHES[peers.RAY_KIND] == peers.BATCH
+    assert ratio([10.0, 40.0, 30.0], [10.0, 10.0, 10.0]) == 3.0
+
+
+def test_a_pushed_model_is_cast_by_the_trainers_code_and_loaded_by_the_engines() -> None:
+    from weight_model import Model
+
+    trained, served = Model(1 << 16, learns=True), Model(1 << 16)
+    manifest = trained.manifest(4096)
+    slot = memoryview(bytearray(manifest.total_bytes))
+    told: list[int] = []
+    trained.learn(1e-2)
+    trained.write(manifest, slot, told.append)
+    assert told[-1] == manifest.total_bytes
+    served.load(manifest, slot)
+    assert served.equals(manifest, slot)
+    for (name, ours), theirs in zip(trained.cast().items(), served.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+    assert 0 < trained.learn(1e-3) < 1
+    trained.write(manifest, slot, told.append)
+    assert not served.equals(manifest, slot)

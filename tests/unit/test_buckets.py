@@ -9,6 +9,7 @@ import pytest
 from umbra.proto.errors import WireError
 from umbra.proto.messages import Credit, FetchBuckets
 from umbra.proto.records import Piece
+from umbra.services.runtime import delta
 from umbra.services.runtime.assembly import FAILURES, Assembly, Holdings
 from umbra.services.runtime.manifest import build_manifest, checksums, item_bytes
 from umbra.services.weight_hub.chain import Chain
@@ -203,6 +204,29 @@ def test_a_wrong_bucket_is_ordered_again_without_deltas_and_then_given_up() -> N
         assembly.order(3, 1024, 1024)
     with pytest.raises(WireError, match="again and again"):
         assembly.take(bad, data[start:end])
+
+
+def test_a_delta_of_a_base_that_is_not_held_touches_nothing_and_is_ordered_again() -> None:
+    """A link of a chain: what it leads to is not what is wanted, so no checksum would tell."""
+    have, (data, sums) = holdings(), version(3)
+    first = Assembly(have, 0, sums, deltas=True)
+    first.order(1, 1024, 1024)
+    fill(first, data, sums, range(COUNT))
+    start, end = LAYOUT.buckets[0]
+    later, _ = version(4)
+    link = delta.advance(
+        memoryview(bytearray(data[start:end])), later[start:end], 2, 1 << 20, delta.compressor()
+    )
+    assert link is not None
+    _, wanted = version(5)
+    assembly = Assembly(have, 0, wanted, deltas=True)
+    assembly.order(2, 1024, 1024)
+    unheld = 77
+    assert not assembly.take(Piece(bucket=0, base=unheld, result=sums[0] + 1), link)
+    assert assembly.corrupted == 1
+    assert 0 not in assembly.awaited
+    assert have.buffers[0] == data
+    assert assembly.order(3, 1024, 1024).bases[0][0] == 0, "ordered with its bytes"
 
 
 def test_pieces_out_of_place_are_refused() -> None:

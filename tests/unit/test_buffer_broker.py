@@ -146,6 +146,27 @@ def test_an_expired_lease_goes_to_the_one_who_waits() -> None:
     assert run.broker.counters["expired_leases"] == 4
 
 
+def test_only_the_lease_that_was_answered_counts_as_answered() -> None:
+    """`a` loses a sample to `b`, who answers; what `a` has is no repetition of that answer."""
+    run = world(run_ahead=0, batch_groups=1, group_size=1, lease_s=30, dead_after_s=1000)
+    (first,) = run.lease("a", 1, 0)
+    run.pass_time(30)
+    (again,) = run.lease("b", 1, 0)
+    assert (again.sample_id, again.attempt) == (first.sample_id, 2)
+    assert not run.submit("b", trajectory(again, 0)).refused
+    for over in (False, True):
+        if over:
+            run.batch(1)
+            run.commit(1)
+        assert run.submit("b", trajectory(again, 0)).accepted == 1  # repeated
+        assert run.submit("a", trajectory(first, 0)).refused
+        for attempt, lost in ((2, False), (1, True), (0, True), (3, True)):
+            lease = (first.sample_id, attempt)
+            renewed = run.get("a", RenewLeases(leases=[lease]), RenewAck)
+            assert bool(renewed.lost) == lost
+    assert run.broker.counters["duplicate_submits"] == 2
+
+
 def test_a_renewed_lease_does_not_expire_and_lost_ones_are_named() -> None:
     run = world(run_ahead=0, lease_s=30, dead_after_s=1000)
     kept, lost, *_ = run.lease("a", 4, 0)

@@ -141,6 +141,7 @@ def test_commits_are_counted_once_and_only_for_what_was_leased() -> None:
     run.produce("a", 0)
     early = run.ask("trainer", CommitBatch(step=1))
     assert isinstance(early, Nack) and early.code == "not_leased"
+    assert run.broker.counters["not_leased"] == 1
     run.batch(1)
     assert run.commit(1).version == 1
     assert run.commit(1).version == 1
@@ -148,9 +149,19 @@ def test_commits_are_counted_once_and_only_for_what_was_leased() -> None:
     run.produce("a", 1)
     run.batch(2)
     assert run.commit(1).version == 1  # late, when the next batch is leased already
+    assert (run.broker.counters["repeated_commits"], run.broker.counters["not_leased"]) == (2, 1)
     assert run.pool.ledger.trained == 4
     assert run.broker.counters["repeated_commits"] == 2
     assert isinstance(run.ask("trainer", CommitBatch(step=0)), Nack)
+
+
+def test_a_new_incarnation_is_counted_and_a_repeated_join_is_not() -> None:
+    run = world(run_ahead=0)
+    run.lease("a", 2, 0)
+    run.join("generator", "a", "a-1")
+    assert (run.broker.counters["superseded"], run.pool.ledger.count("generating")) == (0, 2)
+    run.join("generator", "a", "a-2")
+    assert (run.broker.counters["superseded"], run.pool.ledger.count("generating")) == (1, 0)
 
 
 @pytest.mark.parametrize("step", [0, 2, 4])

@@ -222,6 +222,16 @@ def test_a_run_ends_after_its_evaluation_even_if_the_buffer_starts_again() -> No
     assert report(run).done
 
 
+def test_an_evaluation_that_is_open_when_the_buffer_ends_is_cancelled() -> None:
+    run = evaluated("concurrent")
+    answer(run, "a", run.lease("a", 1, 2), 2)
+    assert not report(run).done
+    run.take(run.broker.close(run.now))
+    status = run.broker.status(run.now)
+    assert status.eval_ledger.ended == {"cancelled": SAMPLES}
+    assert status.eval_ledger.balance == 0
+
+
 def test_an_evaluation_of_a_version_that_is_taken_back_is_cancelled() -> None:
     """The trainer starts again before it; the version comes once more, and its evaluation too."""
     run = evaluated("concurrent")

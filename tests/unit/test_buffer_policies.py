@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from fakes.broker_world import World, trajectory
 
@@ -105,6 +106,28 @@ def test_a_partial_past_a_limit(policy: str, limit: str) -> None:
     assert sum(
         n for name, n in run.broker.counters.items() if name.startswith("partials_of")
     ) + sum(n for name, n in run.broker.counters.items() if name.startswith("partials_too_long"))
+
+
+def test_a_partial_at_no_limit_is_continued() -> None:
+    """0 is no limit: of segments and of seconds; as old as may be is not too old."""
+    run = world(run_ahead=1, max_staleness=1, lease_s=100, dead_after_s=1000)
+    (task, *others) = run.lease("a", 1000, 0)
+    answer(run, "a", others, 0)
+    step(run, 1)
+    partial = trajectory(task, 0, finish_reason="partial")
+    for attempt in (1, 2):
+        back = ReturnedSample(
+            sample_id=task.sample_id,
+            attempt=attempt,
+            reason="x",
+            partial=msgspec.structs.replace(partial, attempt=attempt),
+        )
+        run.ask("a", ReturnSamples(samples=[back]))
+        (again,) = [one for one in run.lease("a", 1000, 1) if one.sample_id == task.sample_id]
+        assert again.partial is not None
+    assert run.broker.counters["partials_continued"] == 2
+    assert not [name for name in run.broker.counters if name.startswith("partials_too")]
+    assert not run.broker.counters["partials_of_too_many_segments"]
 
 
 # -- staleness -------------------------------------------------------------------------------------

@@ -95,6 +95,17 @@ def test_no_group_is_used_more_often_than_allowed() -> None:
     assert len(seen) == 10
 
 
+def test_a_batch_that_is_full_by_tokens_needs_as_many_new_groups() -> None:
+    """Four groups fill it; each may be in two batches, so two of them have to be new."""
+    world = started(replay_times=2, max_staleness=5, batch_groups=6, batch_tokens=16)
+    make_groups(world, 4, 0)
+    assert len(step(world, 1)) == 4
+    make_groups(world, 1, 0)
+    assert not world.batch(2).trajectories, "one new group in four"
+    make_groups(world, 1, 0)
+    assert step(world, 2) == ["g-4", "g-5", "g-0", "g-1"]
+
+
 @pytest.mark.parametrize("durable", [True, False])
 def test_trajectories_are_kept_as_long_as_they_are_needed(durable: bool) -> None:
     world = started(durable=durable, max_staleness=1)

@@ -61,7 +61,14 @@ def test_the_implications_are_told_in_words() -> None:
 
 @pytest.mark.parametrize(
     ("oldest", "newest", "version", "parts"),
-    [(5, 5, 5, (0, 0, 0)), (3, 5, 5, (2, 2, 0)), (3, 3, 5, (2, 0, 2)), (3, 4, 5, (2, 1, 1))],
+    [
+        (5, 5, 5, (0, 0, 0)),
+        (3, 5, 5, (2, 2, 0)),
+        (3, 3, 5, (2, 0, 2)),
+        (3, 4, 5, (2, 1, 1)),
+        (3, 7, 5, (2, 2, 0)),  # the trainer went back to a checkpoint, generators are ahead of it
+        (6, 7, 5, (-1, -1, 0)),
+    ],
 )
 def test_split(oldest: int, newest: int, version: int, parts: tuple[int, int, int]) -> None:
     assert split(oldest, newest, version) == parts

@@ -65,20 +65,55 @@ def test_what_does_not_pay_is_not_encoded() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(data=st.binary(max_size=64), place=st.integers(0, 40), value=st.integers(0, 255))
-def test_nonsense_is_refused_and_nothing_else_breaks(data: bytes, place: int, value: int) -> None:
-    """Random bytes, and a real delta with one byte changed: WireError, or wrong content."""
+@given(data=st.binary(max_size=64))
+def test_random_bytes_are_refused_and_change_nothing(data: bytes) -> None:
+    old = bytes(range(256)) * 4
+    target = bytearray(old)
+    with pytest.raises(WireError):
+        delta.apply(data, memoryview(target))
+    assert target == old
+
+
+def spoiled_deltas() -> list[tuple[bytes, bytes, bytes]]:
+    """A bucket, its next content, and the delta between them with a byte changed or cut off."""
     old = bytes(range(256)) * 4
     new = bytearray(old)
     new[100], new[700] = 1, 2
     made = advance(bytearray(old), bytes(new), 2)
     assert made is not None
-    spoiled = bytearray(made)
-    spoiled[place % len(made)] = value
-    for candidate in (data, bytes(spoiled), bytes(spoiled[: place % len(made)])):
-        target = bytearray(old)
+    changed = [
+        made[:at] + bytes([made[at] ^ bit]) + made[at + 1 :]
+        for at in range(len(made))
+        for bit in (1, 16, 128, 255)
+    ]
+    cut = [made[:at] for at in range(len(made))]
+    return [(old, bytes(new), candidate) for candidate in (*changed, *cut)]
+
+
+def test_a_spoiled_delta_is_refused_or_stays_within_its_bucket() -> None:
+    """What it makes of the bucket only the checksum tells; what lies around is not touched."""
+    refused = wrong = 0
+    guard = b"\xa5" * 64
+    for old, new, candidate in spoiled_deltas():
+        around = bytearray(guard + old + guard)
         try:
-            delta.apply(candidate, memoryview(target))
-        except WireError:
-            pass
-        assert len(target) == len(old)
+            delta.apply(candidate, memoryview(around)[64:-64])
+        except WireError as error:
+            refused += 1
+            assert str(error)
+            assert around[64:-64] == old, "a delta that is refused has changed nothing"
+        else:
+            wrong += around[64:-64] != new
+        assert (around[:64], around[-64:]) == (guard, guard)
+    assert refused > len(spoiled_deltas()) / 2
+    assert wrong, "or the checksum would not be needed"
+
+
+def test_a_delta_that_leaves_its_bucket_is_refused() -> None:
+    old = bytes(2048)
+    made = advance(bytearray(old), old[:-2] + b"\x01\x02", 2)
+    assert made is not None
+    shorter = bytearray(1024)
+    with pytest.raises(WireError, match="leaves its bucket"):
+        delta.apply(made, memoryview(shorter))
+    assert shorter == bytes(1024)

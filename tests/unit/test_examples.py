@@ -1,5 +1,6 @@
 """The example run files are valid, and their rewards and prompts fit together."""
 
+import asyncio
 import re
 import shlex
 import sys
@@ -12,6 +13,9 @@ from umbra.deploy.demo import DEMOS, RECIPES
 from umbra.deploy.preflight import resolve_paths
 from umbra.proto.errors import UsageError
 from umbra.services.buffer.prompts import read_prompts
+from umbra.services.environments.loading import load_environment
+from umbra.services.environments.plays import Plays
+from umbra.services.environments.protocol import Opening, StepResult
 from umbra.services.generator.environment_check import check_environment
 from umbra.services.runtime.config import Environment, RunConfig
 from umbra.services.runtime.config_loader import load_config
@@ -56,8 +60,14 @@ def test_own_data_fits_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "reward", raising=False)
     config = resolve_paths(load_config(run_file, environ={}), run_file)
     prompts = read_prompts(config.data.prompts)
+    plays = Plays(load_environment(config.environment), "reward")
     for prompt in prompts:
         check_environment(config, prompt.row)
+        opening, result = asyncio.run(plays.play(prompt.prompt_id, prompt.row, [""]))
+        assert isinstance(opening, Opening)
+        assert opening.messages[-1]["content"] == prompt.row["prompt"]
+        assert isinstance(result, StepResult)
+        assert result.done
 
 
 @pytest.mark.parametrize(

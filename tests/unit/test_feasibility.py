@@ -25,7 +25,9 @@ def buffer(**values: Any) -> RunConfig:
 
 
 def test_the_defaults_are_feasible() -> None:
-    check_feasible(RunConfig())
+    defaults = RunConfig()
+    check_feasible(defaults)
+    assert implied_staleness(defaults).bound == defaults.buffer.max_staleness
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,11 @@ from hypothesis import given, settings
 
 from umbra.services.buffer import frames
 from umbra.services.buffer.frames import HEAD_BYTES, SEGMENT_HEADER_BYTES
+from umbra.services.buffer.head import NAME as HEAD
 from umbra.services.buffer.log_store import LogStore
 from umbra.services.buffer.segments import segment_numbers, segment_path
 from umbra.services.buffer.store import StoreError, StoreFullError
+from umbra.services.runtime.disk import Disk
 
 SMALL = 4096  # bytes of a segment here
 
@@ -108,7 +110,7 @@ def test_what_is_outdated_goes_from_the_disk(tmp_path: Path) -> None:
 
 def test_any_torn_tail_is_cut_off(tmp_path: Path) -> None:
     store = filled(tmp_path / "s", groups=2)
-    before = store.disk_bytes
+    before, head = store.disk_bytes, (store.directory / HEAD).read_bytes()
     store.put("a", b"p" * 30)
     store.put("c", b"q" * 30)
     store.commit()
@@ -116,6 +118,7 @@ def test_any_torn_tail_is_cut_off(tmp_path: Path) -> None:
     store.close()
     whole = segment_path(store.directory, 0).read_bytes()
     for size in range(before, after):
+        (store.directory / HEAD).write_bytes(head)  # it is written once the group is on the disk
         segment_path(store.directory, 0).write_bytes(whole[:size])
         store = LogStore(store.directory)
         assert sorted(store.keys("")) == ["a0", "a1", "b0", "b1"]
@@ -123,8 +126,25 @@ def test_any_torn_tail_is_cut_off(tmp_path: Path) -> None:
         store.commit()
         store.close()
     segment_path(store.directory, 0).write_bytes(whole)
+    (store.directory / HEAD).write_bytes(head)
     store = LogStore(store.directory)
     assert store.get("c") == b"q" * 30
+    store.close()
+
+
+def test_nothing_of_a_torn_tail_stays_behind_in_a_segment_that_is_full(tmp_path: Path) -> None:
+    store = filled(tmp_path)
+    store.close()
+    with segment_path(tmp_path, 0).open("ab") as file:
+        file.write(b"torn" * SMALL)
+    store = LogStore(tmp_path, segment_bytes=SMALL)
+    for number in range(2):  # the first fills the segment, but not as far as the tail went
+        store.put(f"large{number}", b"z" * SMALL)
+        store.commit()
+    assert segment_numbers(tmp_path) == [0, 1]
+    held = contents(store)
+    store = reopen(store)
+    assert contents(store) == held
     store.close()
 
 
@@ -186,25 +206,27 @@ def test_a_file_that_was_just_begun_is_begun_again(tmp_path: Path) -> None:
     store.close()
 
 
-class Disk:
-    """A disk with a limited number of bytes."""
+class SmallDisk(Disk):
+    """A disk with a limited number of bytes for segments; the head is there already."""
 
     def __init__(self, free: int) -> None:
         self.free = free
 
-    def write(self, fd: int, data: bytes) -> int:
+    def write(self, fd: int, data: bytes | memoryview, offset: int) -> int:
         """Write what fits; nothing more fits is an error, as with the real one."""
+        if "/head" in os.readlink(f"/proc/self/fd/{fd}"):
+            return super().write(fd, data, offset)
         if data and not self.free:
             raise OSError(errno.ENOSPC, "No space left on device")
-        count = os.write(fd, data[: self.free])
+        count = super().write(fd, data[: self.free], offset)
         self.free -= count
         return count
 
 
 @pytest.mark.parametrize("free", [SEGMENT_HEADER_BYTES, SEGMENT_HEADER_BYTES + HEAD_BYTES + 40])
 def test_a_full_disk_loses_nothing_and_recovers(tmp_path: Path, free: int) -> None:
-    disk = Disk(free)
-    store = LogStore(tmp_path, segment_bytes=SMALL, write=disk.write)
+    disk = SmallDisk(free)
+    store = LogStore(tmp_path, segment_bytes=SMALL, disk=disk)
     store.put("k", b"v" * 200)
     for _ in range(3):
         with pytest.raises(StoreFullError, match="No space left"):
@@ -220,8 +242,8 @@ def test_a_full_disk_loses_nothing_and_recovers(tmp_path: Path, free: int) -> No
 
 
 def test_a_full_disk_at_a_new_segment(tmp_path: Path) -> None:
-    disk = Disk(1 << 20)
-    store = LogStore(tmp_path, segment_bytes=SMALL, write=disk.write)
+    disk = SmallDisk(1 << 20)
+    store = LogStore(tmp_path, segment_bytes=SMALL, disk=disk)
     store.put("big", b"v" * SMALL)
     store.commit()
     disk.free = 3

@@ -4,7 +4,7 @@ import pytest
 
 from umbra.proto.errors import UsageError
 from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config.presets import PRESETS
+from umbra.services.runtime.config.presets import PRESETS, Preset
 from umbra.services.runtime.config_loader import load_config
 from umbra.services.runtime.feasibility import check_feasible
 from umbra.services.runtime.objective_rules import implied, lone_groups
@@ -16,8 +16,10 @@ def trainer(*keys: str) -> RunConfig:
 
 
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name != "ppo_critic"])
-def test_a_preset_works_by_itself(preset: str) -> None:
-    check_feasible(trainer(f"objective={preset}"))
+def test_a_preset_works_by_itself(preset: Preset) -> None:
+    config = trainer(f"objective={preset}")
+    check_feasible(config)
+    assert config.trainer.pieces == PRESETS[preset]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +82,11 @@ def test_what_cannot_work_is_refused(keys: list[str], told: str) -> None:
     ],
 )
 def test_combinations_that_work(keys: list[str]) -> None:
-    check_feasible(trainer(*keys))
+    config = trainer(*keys)
+    check_feasible(config)
+    names = {key.partition("=")[0] for key in keys} - {"objective", "buffer.stages"}
+    assert names <= config.trainer.chosen.keys()
+    assert not names & implied(config).keys(), "a key that is set is not the preset's"
 
 
 def test_what_a_preset_implies_is_what_no_key_says_and_something_reads() -> None:

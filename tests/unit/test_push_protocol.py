@@ -18,6 +18,7 @@ from umbra.proto.messages import (
 )
 from umbra.services.weight_hub.effects import Admit, Answer, Effect, Failed, Peer, Pushed, Send
 from umbra.services.weight_hub.push import PushProtocol
+from umbra.services.weight_hub.push_state import Publication, Slots
 
 TRAINER = Peer("trainer", "t1")
 A = Peer("a", "a1")
@@ -318,3 +319,71 @@ def test_another_layout_drops_everyone() -> None:
 def test_a_hub_needs_two_slots() -> None:
     with pytest.raises(ValueError, match="two slots"):
         PushProtocol(1, 1.0)
+
+
+def test_the_slot_with_the_oldest_content_is_written_next() -> None:
+    """An empty one before all; kept ones never."""
+    slots = Slots(3)
+    assert slots.free(()) == 0
+    for slot, number in ((0, 3), (1, 1), (2, 2)):
+        slots.held[slot] = Publication(
+            number=number, version=number, slot=slot, checksums=[], snapshot_s=0.0, at=0.0
+        )
+    assert [slots.free(taken) for taken in ((), (1,), (1, 2), (0, 1, 2))] == [1, 2, 0, None]
+    slots.keep(1)
+    slots.keep(1)
+    slots.let_go(1)
+    assert slots.free(()) == 2, "kept twice, let go once"
+    slots.let_go(1)
+    slots.let_go(1)  # once too often: it counts as never
+    assert slots.free(()) == 1
+    slots.keep(1)
+    assert slots.free(()) == 2
+    slots.clear()
+    assert slots.free(()) == 0
+
+
+def test_a_push_is_timed_from_the_version_or_from_the_subscription() -> None:
+    """Whichever came later; and what was skipped and dropped is counted."""
+    hub = Hub()
+    hub.registered()
+    hub.subscribe(A)
+    hub.new_version(1)
+    for peer, epoch, expected in ((A, 1, 4.0), (B, 2, 3.0)):
+        if peer is B:
+            hub.now += 50.0
+            hub.subscribe(B)
+        hub.tick(1.0)
+        hub.ready(peer, epoch, 1)
+        hub.now += expected - 1.0
+        (pushed,) = [
+            effect for effect in hub.committed(peer, epoch, 1) if isinstance(effect, Pushed)
+        ]
+        assert pushed.total_s == pytest.approx(expected)
+    assert hub.protocol.counters["dropped"] == 0
+    hub.new_version(2)
+    hub.tick(DEADLINE_S)
+    assert hub.protocol.counters["dropped"] == hub.protocol.counters["deadline"] == 2
+
+
+def test_versions_that_a_receiver_never_saw_are_counted() -> None:
+    hub = Hub(slots=3)
+    hub.registered()
+    hub.subscribe(A)
+    for version in (1, 2, 3):  # the first is under way while the others come
+        hub.new_version(version)
+    assert hub.protocol.counters["skipped"] == 0
+    hub.ready(A, 1, 1)
+    hub.committed(A, 1, 1)
+    assert hub.protocol.counters["skipped"] == 1  # the second
+
+
+def test_another_layout_takes_back_the_slot_that_was_granted() -> None:
+    hub = Hub()
+    hub.registered()
+    slot = granted(hub.acquire(1))
+    assert slot is not None
+    hub.registered("d2")
+    (answer,) = [effect for effect in hub.publish(1, slot) if isinstance(effect, Answer)]
+    assert isinstance(answer.message, Nack)
+    assert granted(hub.acquire(1)) == 0

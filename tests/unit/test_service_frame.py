@@ -138,10 +138,13 @@ def test_a_supervised_process_drains_however_often_it_is_told() -> None:
 
 
 def test_a_stop_for_another_reason_is_no_first_signal() -> None:
-    stopping = threading.Event()
-    stopping.set()
-    with stop_on_signals(stopping):
-        os.kill(os.getpid(), signal.SIGTERM)
+    """Told to stop by something else, it drains at the first signal, and ends at the next."""
+    told = TWO_SIGNALS.replace("with ", "stopping = threading.Event()\nstopping.set()\nwith ")
+    told = told.replace("signals(threading.Event())", "signals(stopping)")
+    once = told.replace("    os.kill(os.getpid(), signal.SIGINT)\n", "", 1)
+    for program, code in ((once, 0), (told, -signal.SIGINT)):
+        done = subprocess.run([sys.executable, "-c", program], check=False, timeout=WAIT_S)
+        assert done.returncode == code
 
 
 PARENT = """

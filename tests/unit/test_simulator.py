@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import ast
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from fakes.simulated import BASE, merged, scenario
 
-import umbra.deploy.simulator.simulation as simulation_module
 from umbra.deploy.simulator.compare import modes, simulate, splits, sweep
 from umbra.deploy.simulator.simulation import Simulation
 from umbra.proto.errors import DeadlineError
+from umbra.services.buffer.answers import Answers
 from umbra.services.buffer.broker import Broker
+from umbra.services.buffer.leases import Leases
 from umbra.services.buffer.staleness import StalenessPolicy
 from umbra.services.weight_hub.push import PushProtocol
-
-FOLDER = Path(simulation_module.__file__).parent
 
 TAIL = {"kind": "long-tail", "least": 50, "most": 100, "longest": 800, "share": 0.05}
 
@@ -68,6 +65,15 @@ def test_running_ahead_hides_the_shorter_of_both() -> None:
     )
     assert training.step_s == pytest.approx(3.0, rel=0.02)
     assert training.trainer["train"] > 0.98 and training.generator["work"] > 0.4
+
+
+def test_new_weights_hold_up_what_is_being_decoded() -> None:
+    """Training is quick, so generation is all there is: 100 * 0.014, and 1 s for each version."""
+    changes: dict[str, Any] = {"buffer": {"run_ahead": 1}, "run": {"steps": 20}}
+    decode = {"step_s": 0.01, "token_s": 0.001}
+    for pause_s, expected in ((0.0, 1.4), (1.0, 2.4)):
+        speed = {"decode": {**decode, "pause_s": pause_s}, "training": {"step_s": 0.2}}
+        assert simulate(scenario(**changes, speed=speed)).step_s == pytest.approx(expected)
 
 
 def test_colocated_roles_take_turns_on_all_gpus_and_switch_twice_a_step() -> None:
@@ -254,26 +260,37 @@ def test_the_broker_and_the_push_protocol_are_those_of_production() -> None:
     assert type(simulation.hub.protocol) is PushProtocol
 
 
-def test_a_change_of_the_policy_changes_what_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of it is copied: with another rule for admission the run stands still."""
-    monkeypatch.setattr(StalenessPolicy, "room", lambda *_args: 0)
-    with pytest.raises(DeadlineError, match=r"trainer\.batch_wait_s.*waiting for"):
-        simulate(scenario(trainer={"batch_wait_s": 60.0}))
+@pytest.mark.parametrize(
+    ("owner", "decision", "otherwise", "waits"),
+    [
+        (StalenessPolicy, "room", lambda *_: 0, "no generator has asked for"),
+        (StalenessPolicy, "is_stale", lambda *_: True, "0 of 2 groups complete"),
+        (StalenessPolicy, "required_version", lambda _, due, now: now + 1, "no generator has"),
+        (Leases, "take", lambda *_, **__: [], "no generator has asked for"),
+        (Answers, "submit", lambda *_: "refused", "waiting for sample s-0 held by generator"),
+    ],
+)
+def test_each_decision_is_productions(
+    owner: type, decision: str, otherwise: Any, waits: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of it is copied: if production decides otherwise, the simulated run stands still."""
+    still = scenario(trainer={"batch_wait_s": 60.0})
+    assert simulate(still).step_s > 0
+    monkeypatch.setattr(owner, decision, otherwise)
+    with pytest.raises(DeadlineError, match=rf"trainer\.batch_wait_s.*waiting for.*{waits}"):
+        simulate(still)
 
 
-def test_the_simulator_defines_no_decision_of_its_own() -> None:
-    """Its classes are machines and figures; none is called as one of the broker or the hub is."""
-    services = Path(Broker.__module__.replace(".", "/"))
-    assert services.name == "broker"
-    production: set[str] = set()
-    for package in ("buffer", "weight_hub"):
-        for file in (FOLDER.parents[1] / "services" / package).glob("*.py"):
-            production |= classes(file)
-    ours = set[str]().union(*(classes(file) for file in FOLDER.glob("*.py")))
-    assert len(production) > 50 and len(ours) > 20
-    assert not {name for name in ours & production if not name.startswith("_")}
+def test_every_push_is_started_by_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The simulated hub carries out what production's protocol tells it."""
+    started: list[int] = []
+    start = PushProtocol._start  # pyright: ignore[reportPrivateUsage]
 
+    def counted(protocol: PushProtocol, *args: Any, **options: Any) -> Any:
+        started.append(1)
+        return start(protocol, *args, **options)
 
-def classes(file: Path) -> set[str]:
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    return {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    monkeypatch.setattr(PushProtocol, "_start", counted)
+    run = scenario()
+    simulate(run)
+    assert len(started) >= run.config.run.steps

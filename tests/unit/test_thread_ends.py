@@ -118,7 +118,7 @@ def test_the_thread_that_serves_buckets(ends: Ends, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_encoder_of_deltas(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    encoder = DeltaEncoder(BucketStore(LAYOUT, lambda: None), LAYOUT, 0)
+    encoder = DeltaEncoder(BucketStore(LAYOUT, lambda: None), LAYOUT)
     monkeypatch.setattr(encoder, "_encode", breaks)
     encoder.start(memoryview(bytes(LAYOUT.total_bytes)), [1] * len(LAYOUT.buckets))
     assert ends() == "the encoder of deltas failed: KeyError: 7"

@@ -99,7 +99,7 @@ def test_mismatch_by_hand() -> None:
     assert row["ess"] == pytest.approx(2.5**2 / (2 * 4.25), abs=1e-6)
     none = mismatch_row(mismatch_sums(logprobs, behaviour, torch.tensor([False, False])))
     assert none["mismatch/k3_on_policy"] is None
-    nothing = mismatch_row(mismatch_sums(*[torch.zeros(0)] * 2, torch.zeros(0).bool()))
+    nothing = mismatch_row(mismatch_sums(torch.zeros(0), torch.zeros(0), torch.zeros(0).bool()))
     assert nothing == dict.fromkeys(none)
     spoilt = torch.tensor([torch.nan, 0.25]).log()
     one = mismatch_sums(spoilt, behaviour, torch.tensor([True, True]), torch.tensor([False, True]))

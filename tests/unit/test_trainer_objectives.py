@@ -11,7 +11,9 @@ from torch import Tensor
 from umbra.services.modeling.packing import Tokens
 from umbra.services.runtime.config import Trainer
 from umbra.services.trainer.learner import learning_rate
+from umbra.services.trainer.objectives import clips, masks, proximal
 from umbra.services.trainer.objectives.aggregation import Counts, count, token_weights
+from umbra.services.trainer.objectives.corrections import masked
 from umbra.services.trainer.objectives.objective import Objective, TokenInputs, TokenLosses
 from umbra.services.trainer.objectives.ratios import Sequences
 
@@ -93,6 +95,62 @@ def test_objectives(keys: dict[str, Any], losses: list[float], clipped: str) -> 
     flat = [c == "1" for c in clipped]
     expected = [0.0 if f else loss for f, loss in zip(flat, losses, strict=True)]
     torch.testing.assert_close(gradient, torch.tensor(expected).double(), rtol=1e-6, atol=1e-7)
+
+
+def test_bounds_belong_to_what_they_bound() -> None:
+    """Values that floats hold exactly, at each bound: kept."""
+    weights = torch.tensor([0.25, 0.5, 1.0, 2.0, 4.0])
+    assert masked(weights, 0.5, 2.0).tolist() == [0.0, 0.5, 1.0, 2.0, 0.0]
+    assert masked(weights, 0.25, 0.0).tolist() == [0.25, 0.5, 1.0, 2.0, 4.0]  # no cap
+    assert masks.within(torch.zeros(1), 1.0, 1.0).tolist() == [True]
+    sequences = Sequences(torch.tensor([0]), 1)
+    for drift, kept in ((0.5, True), (0.75, False)):  # mean of log mu - log pi; threshold 0.5
+        found = masks.opsm(
+            torch.tensor([-1.0]), torch.tensor([drift - 1]), torch.tensor([-1.0]), sequences, 0.5
+        )
+        assert found.tolist() == [kept]
+    # No advantage is no reason to mask.
+    none = masks.opsm(torch.zeros(1), torch.ones(1), torch.zeros(1), sequences, 0.5)
+    assert none.tolist() == [True]
+    # Mean below the threshold, not at it: squares 1 and 3 have the mean 2.
+    squares = torch.tensor([1.0, 3.0]).double().sqrt()
+    assert masks.m2po(squares, 2.1).tolist() == [True, True]
+    assert masks.m2po(torch.tensor([1.0, 1.0]), 1.0).tolist() == [False, False]
+
+
+def test_a_change_of_probability_is_masked_in_the_direction_that_the_advantage_asks_for() -> None:
+    half, quarter = math.log(0.5), math.log(0.25)
+    now, before = torch.tensor([half, quarter] * 3), torch.tensor([quarter, half] * 3)
+    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, 0.0, 0.0])
+    kept = masks.probability(now, before, advantages, 0.2).tolist()
+    assert kept == [False, True, True, False, True, False]  # A = 0 counts as A < 0
+
+
+def test_the_proximal_policy_is_half_way_after_one_version() -> None:
+    found = proximal.interpolated(
+        torch.tensor([-1.0] * 3), torch.tensor([-3.0] * 3), torch.tensor([5, 4, 2]), 5
+    )
+    assert found.tolist() == [-3.0, -2.0, -1.5]
+
+
+@pytest.mark.parametrize(
+    "aggregation", ["token_mean", "sequence_mean", "sequence_sum", "constant", "token_sum"]
+)
+def test_one_token_alone_counts_once(aggregation: str) -> None:
+    own, part = torch.tensor([1]), torch.tensor([0])
+    alone = Tokens(
+        ids=torch.arange(3), lengths=torch.tensor([3]), learned=torch.tensor([2]), owner=part
+    )
+    for trained, expected in ((part, [1.0]), (part[:0], [0.0])):  # of none, too
+        counts = count("trained", own, trained, updates=1)
+        weights = token_weights(aggregation, alone, trained, counts, length=1)
+        assert weights.tolist() == expected
+
+
+def test_ppo_has_no_dual_clip_unless_it_is_asked_for() -> None:
+    gain, flat = clips.ppo(torch.tensor([5.0]), torch.tensor([-1.0]), 0.2, 0.2)
+    assert gain.tolist() == [-5.0]
+    assert flat.tolist() == [False]
 
 
 def test_dual_clip_bounds_the_loss_where_the_advantage_is_negative() -> None:

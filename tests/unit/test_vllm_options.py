@@ -65,7 +65,14 @@ def test_an_old_vllm_is_refused(package: str) -> None:
 
 @pytest.mark.parametrize("found", ["0.32.0", "0.33.1+cu130", "1.0", "0.0.0.dev0"])
 def test_a_new_vllm_is_taken(found: str) -> None:
-    require_vllm(find=lambda _: True, version_of=versions(vllm=found))
+    asked: list[str] = []
+
+    def version_of(package: str) -> str:
+        asked.append(package)
+        return versions(vllm=found)(package)
+
+    require_vllm(find=lambda _: True, version_of=version_of)
+    assert asked == ["vllm"]
 
 
 def test_a_build_for_another_device_is_refused() -> None:
@@ -115,6 +122,11 @@ def test_a_latent_cache_has_one_vector_for_all_heads() -> None:
         ({}, of(model_type="cohere", tie_word_embeddings=False), "takes the embedding"),
         ({}, of(model_type="cohere2", sliding_window=128), "max_context to 128 at most"),
         ({}, of(model_type="gpt_oss"), "would not reach them"),
+        (
+            {},
+            of(model_type="qwen2", use_sliding_window=True, layer_types=["full_attention"]),
+            "a window or none",
+        ),
         ({}, of(**vars(LATENT), rope_parameters={"rope_type": "default"}), "parts of queries"),
     ],
 )

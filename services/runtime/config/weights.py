@@ -40,9 +40,6 @@ class WeightHub(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Literal["auto", "always", "off"],
         Meta(description="plane tcp sends lossless differences: over slow links, over all, never"),
     ] = "auto"
-    anchor_every: Annotated[
-        int, Meta(description="every so many versions all bytes are sent; 0 = only if needed", ge=0)
-    ] = 50
     device: Annotated[
         int, Meta(description="index of the GPU that the hub and each relay use", ge=0)
     ] = 0

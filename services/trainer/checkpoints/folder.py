@@ -6,20 +6,18 @@ gets its name, so whatever ends the process, `step-<n>` is whole.
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from umbra.services.runtime.config import Checkpoint
+from umbra.services.runtime.disk import DISK, Disk
 from umbra.services.trainer.checkpoints.index import NAME, DamagedError, Index, read_index
 
 SCRATCH = ".writing-"
-PRIVATE, PRIVATE_FOLDER = 0o600, 0o700  # a run's state is its user's alone
+REPLACED = "replaced-"  # of a life that went on from an earlier one, until the new one is there
 
 
 class CheckpointFolder:
@@ -30,8 +28,9 @@ class CheckpointFolder:
         config: what is kept.
     """
 
-    def __init__(self, path: Path, config: Checkpoint) -> None:
+    def __init__(self, path: Path, config: Checkpoint, disk: Disk = DISK) -> None:
         self.path = path
+        self.disk = disk
         self._config = config
 
     def steps(self) -> list[int]:
@@ -61,15 +60,24 @@ class CheckpointFolder:
             OSError: it cannot be made.
         """
         self.discard()
+        self.disk.make_folders(self.path)
         scratch = self._scratch(step)
-        self.path.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
-        scratch.mkdir(mode=PRIVATE_FOLDER)
+        self.disk.make_folder(scratch)
         return scratch
 
     def discard(self) -> None:
         """Remove what is left of a checkpoint that was not finished."""
         for scratch in self.path.glob(f"{SCRATCH}*"):
-            shutil.rmtree(scratch, ignore_errors=True)
+            self._remove(scratch)
+
+    def mend(self) -> None:
+        """Finish what ended in the middle of putting a checkpoint in the place of another one."""
+        for older in self.path.glob(f"{REPLACED}*"):
+            final = self.path / older.name.removeprefix(REPLACED)
+            if final.exists():
+                self._remove(older)
+            else:
+                self.disk.rename(older, final)
 
     def finish(self, index: Index) -> Path:
         """Give the checkpoint its name, now that its files are on the disk.
@@ -78,15 +86,17 @@ class CheckpointFolder:
             OSError: it cannot be written.
         """
         scratch, final = self._scratch(index.step), self.of(index.step)
-        with open(scratch / NAME, "xb", opener=partial(os.open, mode=PRIVATE)) as file:
-            file.write(msgspec.json.format(msgspec.json.encode(index), indent=1) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        _sync(scratch)
+        older, disk = final.with_name(REPLACED + final.name), self.disk
+        with disk.opened(scratch / NAME, new=True) as fd:
+            disk.write_all(fd, msgspec.json.format(msgspec.json.encode(index), indent=1) + b"\n", 0)
+            disk.sync(fd)
+        disk.sync_directory(scratch)
         if final.exists():
-            shutil.rmtree(final)  # of a life that went on from an earlier one
-        scratch.rename(final)
-        _sync(self.path)
+            self._remove(older)
+            disk.rename(final, older)
+        disk.rename(scratch, final)
+        disk.sync_directory(self.path)
+        self._remove(older)
         return final
 
     def prune(self) -> None:
@@ -95,7 +105,11 @@ class CheckpointFolder:
         keep = {*steps[-self._config.keep :], self.best()}
         for step in steps:
             if step not in keep:
-                shutil.rmtree(self.of(step), ignore_errors=True)
+                gone = self._scratch(step)  # whole or not there, also while it is being removed
+                self._remove(gone)
+                self.disk.rename(self.of(step), gone)
+                self.disk.sync_directory(self.path)
+                self._remove(gone)
 
     def best(self) -> int | None:
         """The step of the best checkpoint, the newest of equals; None if nothing tells."""
@@ -114,19 +128,15 @@ class CheckpointFolder:
     def set_aside(self, step: int) -> Path:
         """Rename a damaged checkpoint, so that it does not count any more."""
         aside = self.path / f"damaged-step-{step}"
-        shutil.rmtree(aside, ignore_errors=True)
-        self.of(step).rename(aside)
+        self._remove(aside)
+        self.disk.rename(self.of(step), aside)
         return aside
+
+    def _remove(self, path: Path) -> None:
+        """Remove it if it is there; what can't be removed now is found again later."""
+        with suppress(OSError):
+            self.disk.remove_tree(path)
 
     def _scratch(self, step: int) -> Path:
         # Named by the step: a rank that is late with another checkpoint does not write into this.
         return self.path / f"{SCRATCH}{step}"
-
-
-def _sync(directory: Path) -> None:
-    """Have the disk know the names in `directory`."""
-    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

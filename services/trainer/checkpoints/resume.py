@@ -27,6 +27,8 @@ def resume(folder: CheckpointFolder, parts: Mapping[str, Part], ranks: Ranks) ->
         UsageError: there are checkpoints, but none is whole; or it is of another model.
     """
     damaged: list[int] = []
+    if ranks.rank == 0:
+        folder.mend()
     steps = folder.steps() if ranks.rank == 0 else []
     while True:
         step = int(ranks.broadcast(str(steps.pop() if steps else 0).encode()))

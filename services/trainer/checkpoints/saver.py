@@ -178,7 +178,8 @@ class Saver:
     ) -> Outcome:
         """In the thread: write, wait for the others, name it, remove old ones."""
         try:
-            files = [copy.write(shard_path(scratch, 0)), *self._others()]
+            mine = copy.write(shard_path(scratch, 0), self.folder.disk)
+            files = [mine, *self._others()]
             index = Index(
                 step=step,
                 run=self._run,

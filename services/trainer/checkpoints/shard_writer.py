@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from umbra.services.runtime.disk import DISK, FILE_MODE, Disk
 from umbra.services.runtime.safetensors_file import Stored, Written, write_safetensors
-from umbra.services.trainer.checkpoints.folder import PRIVATE
 from umbra.services.trainer.checkpoints.index import FileInfo, TensorInfo, file_name
 from umbra.services.trainer.checkpoints.parts import Part
 from umbra.services.trainer.checkpoints.reading import NAMES
@@ -31,7 +31,7 @@ class ShardCopy:
     facts: str  # JSON
     layout: dict[str, TensorInfo]
 
-    def write(self, path: Path) -> FileInfo:
+    def write(self, path: Path, disk: Disk = DISK) -> FileInfo:
         """Write it as a new file; return when the disk has it.
 
         Raises:
@@ -42,7 +42,9 @@ class ShardCopy:
             for name, rows in self.rows.items()
         )
         facts = {"facts": self.facts}
-        written: Written = write_safetensors(path, stored, facts, sync=True, mode=PRIVATE)
+        written: Written = write_safetensors(
+            path, stored, facts, sync=True, mode=FILE_MODE, disk=disk
+        )
         return FileInfo(written.size, written.checksum)
 
 

@@ -1,10 +1,8 @@
-"""Draws docs/end-to-end.svg from the rows of benchmarks/end_to_end.py and trl_peer.py.
+"""Draws docs/end-to-end.svg and end-to-end-real.svg from rows of end_to_end.py and trl_peer.py.
 
-    python docs/plot_end_to_end.py ROWS.json [MORE.json ...]
-
-Left: samples per second of each mode with known times, a panel for each mix of lengths; bars are
-means over seeds, their lines reach from the least to the largest, the dashed line is the ideal.
-Right: reward against time of the real runs, the median seed of each mode.
+With known times: samples per second of each mode, a panel for each mix of lengths; bars are means
+over seeds, their lines reach from the least to the largest, the dashed line is the ideal. Real
+runs: reward against time, the median seed of each mode.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from html import escape
 from statistics import mean
 from typing import Any
 
-from plots import Rows, plot, svg
+from plots import Rows, svg
 
 WIDTH, HEIGHT = 430, 250  # of a panel
 LEFT, RIGHT, TOP, BOTTOM = 150, 60, 34, 40
@@ -105,17 +103,11 @@ def picture(rows: Rows) -> str:
     """The whole picture as SVG."""
     names = list(dict.fromkeys(row["mode"] for row in rows))
     colours = {name: COLOURS[n % len(COLOURS)] for n, name in enumerate(names)}
-    height = 2 * HEIGHT
-    parts: list[str] = []
-    for n, mix in enumerate(("long-tailed", "uniform")):
-        if modes := of(rows, "replay", mix):
-            parts.append(bars(f"samples/s, {mix} lengths", modes, n * HEIGHT, colours))
-    width = WIDTH
     if modes := of(rows, "real", "sort"):
-        parts.append(curves("reward on sort, two cores", modes, WIDTH, height, colours))
-        width = 2 * WIDTH
-    return svg(width, height, parts)
-
-
-if __name__ == "__main__":
-    plot("end-to-end.svg", picture, __doc__)
+        parts = [curves("reward on sort, two cores", modes, 0, 2 * HEIGHT, colours)]
+        return svg(WIDTH, 2 * HEIGHT, parts)
+    parts = [
+        bars(f"samples/s, {mix} lengths", of(rows, "replay", mix), n * HEIGHT, colours)
+        for n, mix in enumerate(("long-tailed", "uniform"))
+    ]
+    return svg(WIDTH, 2 * HEIGHT, parts)

@@ -1,6 +1,4 @@
-"""Draws docs/scale.svg from the rows of benchmarks/scale.py.
-
-    python docs/plot_scale.py ROWS.json
+"""Draws docs/scale.svg from the rows of scale.py.
 
 Left: samples per second by the number of generators, both axes logarithmic; the grey line is what
 the asynchronous run of 8 would be if it grew in proportion. Right: shares of the time, by the same:
@@ -14,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from plots import Rows, plot, svg
+from plots import Rows, svg
 
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 430, 300, 58, 36, 40  # of a panel
 COLOURS = {"asynchronous": "#1a7f37", "synchronous, all take turns": "#cf222e", "ideal": "#8c959f"}
@@ -103,7 +101,3 @@ def share(row: dict[str, Any], name: str) -> float:
     if name == "slots in use":
         return row["slots"]
     return row["trainer"].get("train", 0.0) if name == "trainer trains" else row["broker_busy"]
-
-
-if __name__ == "__main__":
-    plot("scale.svg", picture, __doc__)

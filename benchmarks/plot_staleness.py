@@ -1,6 +1,4 @@
-"""Draws docs/staleness-accuracy.svg from the rows of benchmarks/staleness.py.
-
-    python docs/plot_staleness.py ROWS.json
+"""Draws docs/staleness-accuracy.svg from the rows of staleness.py.
 
 A panel per task and number of minibatches; a line per objective through the means over seeds, with
 a bar from the least to the largest.
@@ -12,7 +10,7 @@ from collections import defaultdict
 from html import escape
 from statistics import mean
 
-from plots import Rows, plot, svg
+from plots import Rows, svg
 
 WIDTH, HEIGHT, LEFT, TOP = 380, 260, 46, 34  # of a panel, and its margins
 COLOURS = ("#cf222e", "#0969da", "#1a7f37", "#9a6700", "#8250df", "#bf3989", "#1b7c83", "#57606a")
@@ -92,7 +90,3 @@ def picture(rows: Rows) -> str:
         "staleness of the samples (versions)</text>"
     )
     return svg(width, height, parts)
-
-
-if __name__ == "__main__":
-    plot("staleness-accuracy.svg", picture, __doc__)

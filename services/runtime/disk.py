@@ -1,0 +1,121 @@
+"""Changes of files that have to outlive the machine.
+
+A disk that loses its power keeps what was synced, and any part of the rest in any order: the data
+of a file counts after `sync`, its name after `sync_directory` of the folder that it is in. All that
+must not be lost is written through this one class, so that a test can put a disk in its place that
+forgets what it may (`tests/fakes/lossy_disk.py`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+FILE_MODE = 0o600  # what a run keeps is its owner's
+READABLE_MODE = 0o644  # of what other users of the machine may look at
+FOLDER_MODE = 0o700
+
+
+class Disk:
+    """The file system as it is. All methods raise `OSError` as the system calls do."""
+
+    def open(self, path: Path, *, new: bool = False, mode: int = FILE_MODE) -> int:
+        """A descriptor of the file, which is made if need be; with `new` it must not be there."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_EXCL if new else 0)
+        return os.open(path, flags, mode)
+
+    def write(self, fd: int, data: bytes | memoryview, offset: int) -> int:
+        """Write as much of `data` as there is room for to `offset`; how many bytes that were."""
+        return os.pwrite(fd, data, offset)
+
+    def truncate(self, fd: int, size: int) -> None:
+        """Cut the file off behind `size` bytes."""
+        os.ftruncate(fd, size)
+
+    def sync(self, fd: int) -> None:
+        """Return when the disk has the data of the file."""
+        os.fdatasync(fd)
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Give a file or folder another name in the same folder; a file of that name goes."""
+        old.rename(new)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file."""
+        path.unlink()
+
+    def make_folder(self, path: Path) -> None:
+        """Make one folder."""
+        path.mkdir(mode=FOLDER_MODE)
+
+    def remove_folder(self, path: Path) -> None:
+        """Remove a folder, which is empty."""
+        path.rmdir()
+
+    def sync_directory(self, path: Path) -> None:
+        """Return when the disk has the names in the folder."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    # -- made of these ----------------------------------------------------------------------------
+
+    def write_all(self, fd: int, data: bytes | memoryview, offset: int) -> None:
+        """Write all of `data` to `offset`."""
+        view = memoryview(data).cast("B")
+        while view:
+            written = self.write(fd, view, offset)
+            view, offset = view[written:], offset + written
+
+    def make_folders(self, path: Path) -> None:
+        """Make the folder, and those above it, as far as they are missing; the disk has them."""
+        if not path.is_dir():
+            self.make_folders(path.parent)
+            with suppress(FileExistsError):  # by another process
+                self.make_folder(path)
+            self.sync_directory(path.parent)
+
+    def remove_tree(self, path: Path) -> None:
+        """Remove a file, or a folder with all that is in it; nothing is synced."""
+        if path.is_dir() and not path.is_symlink():
+            for entry in list(path.iterdir()):
+                self.remove_tree(entry)
+            self.remove_folder(path)
+        else:
+            self.remove(path)
+
+    def sync_tree(self, path: Path) -> None:
+        """Return when the disk has a folder, with all that is in it, but for the folder's name."""
+        for entry in list(path.iterdir()):
+            if entry.is_dir():
+                self.sync_tree(entry)
+            else:
+                with self.opened(entry) as fd:
+                    self.sync(fd)
+        self.sync_directory(path)
+
+    def replace(self, path: Path, data: bytes, *, mode: int = FILE_MODE) -> None:
+        """Let the file hold `data`: whatever happens, it has that or what it had before."""
+        part = path.with_name(f"{path.name}.part")
+        with self.opened(part, mode=mode) as fd:
+            self.truncate(fd, 0)
+            self.write_all(fd, data, 0)
+            self.sync(fd)
+        self.rename(part, path)
+        self.sync_directory(path.parent)
+
+    @contextmanager
+    def opened(self, path: Path, *, new: bool = False, mode: int = FILE_MODE) -> Iterator[int]:
+        """`open`, and close it in the end."""
+        fd = self.open(path, new=new, mode=mode)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+
+DISK = Disk()

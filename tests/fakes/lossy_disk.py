@@ -1,0 +1,285 @@
+"""A disk that forgets, when the power goes, whatever it need not keep.
+
+It works on real files and takes down what is done to them. `after` then makes the folder as it may
+be found when the power went after any number of these steps: of a file, what was synced, and of
+what was written since any part; of a folder, the names that were synced, and of the changes since
+any subset. A subset is drawn anew for each seed; two of them are the extremes.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
+
+from umbra.services.runtime.disk import FILE_MODE, Disk
+
+NOTHING, ALL = -1, -2  # seeds: only what was synced survives; all does
+SECTOR = 512  # bytes that a disk writes as one
+
+
+@dataclass
+class File:
+    """What the disk has for certain, and what was written since."""
+
+    data: bytes = b""
+    since: list[tuple[int, bytes | None]] = field(default_factory=list[tuple[int, "bytes | None"]])
+
+    def whole(self) -> bytes:
+        """As a program sees it now."""
+        data = bytearray(self.data)
+        for offset, written in self.since:
+            _apply(data, offset, written)
+        return bytes(data)
+
+    def survivor(self, chance: random.Random | None) -> bytes:
+        """As it may be found; None keeps nothing that was not synced."""
+        data = bytearray(self.data)
+        for offset, written in self.since if chance else []:
+            assert chance is not None
+            if written is None or chance.random() < 0.5:
+                if chance.random() < 0.6:
+                    _apply(data, offset, written)
+                continue
+            most = len(written)
+            kept = min(most, SECTOR * chance.randrange(2 + most // SECTOR))
+            if chance.random() < 0.3:  # its end counts, its beginning does not
+                _apply(data, offset + most - kept, written[most - kept :])
+            else:
+                _apply(data, offset, written[:kept])
+        return bytes(data)
+
+
+def _apply(data: bytearray, offset: int, written: bytes | None) -> None:
+    if written is None:
+        del data[offset:]
+        return
+    if len(data) < offset:
+        data.extend(bytes(offset - len(data)))
+    data[offset : offset + len(written)] = written
+
+
+@dataclass
+class Folder:
+    """The names that the disk has for certain, and the changes since, each done as a whole."""
+
+    names: dict[str, Node] = field(default_factory=dict[str, "Node"])
+    since: list[dict[str, Node | None]] = field(default_factory=list[dict[str, "Node | None"]])
+
+    def now(self) -> dict[str, Node]:
+        """As a program sees it."""
+        return _changed(self.names, self.since)
+
+    def survivor(self, chance: random.Random | None) -> dict[str, Node]:
+        """As it may be found."""
+        return _changed(self.names, [c for c in self.since if chance and chance.random() < 0.5])
+
+
+def _changed(names: dict[str, Node], changes: list[dict[str, Node | None]]) -> dict[str, Node]:
+    merged: dict[str, Node | None] = {**names}
+    for change in changes:
+        merged |= change
+    return {name: node for name, node in merged.items() if node is not None}
+
+
+Node: TypeAlias = File | Folder
+Step: TypeAlias = tuple[str, *tuple[object, ...]]
+
+
+class QuickDisk(Disk):
+    """One that waits for nothing: the power does not go in the test that uses it."""
+
+    def sync(self, fd: int) -> None:
+        """Nothing to wait for."""
+
+    def sync_directory(self, path: Path) -> None:
+        """Nothing to wait for."""
+
+
+class LossyDisk(QuickDisk):
+    """Takes down all that is done below `root`, what is there at first counts as synced."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.steps: list[Step] = []
+        self._first = _read(root)
+
+    def after(self, steps: int, target: Path, seed: int) -> None:
+        """Make `target` what is found when the power went after so many steps."""
+        chance = None if seed == NOTHING else random.Random(seed)
+        tree = _Tree(_copy(self._first))
+        for step in self.steps[:steps]:
+            tree.do(step)
+        if seed == ALL:
+            tree.sync_all(tree.root)
+        _write(tree.root, target, chance)
+
+    # -- what is done, and taken down -------------------------------------------------------------
+
+    def open(self, path: Path, *, new: bool = False, mode: int = FILE_MODE) -> int:
+        there = path.exists()
+        fd = super().open(path, new=new, mode=mode)
+        if not there:
+            self._note("create", path)
+        return fd
+
+    def write(self, fd: int, data: bytes | memoryview, offset: int) -> int:
+        count = super().write(fd, data, offset)
+        self._note("write", _path(fd), offset, bytes(data[:count]))
+        return count
+
+    def truncate(self, fd: int, size: int) -> None:
+        super().truncate(fd, size)
+        self._note("write", _path(fd), size, None)
+
+    def sync(self, fd: int) -> None:
+        self._note("sync", _path(fd))
+
+    def rename(self, old: Path, new: Path) -> None:
+        super().rename(old, new)
+        self._note("rename", old, new)
+
+    def remove(self, path: Path) -> None:
+        super().remove(path)
+        self._note("remove", path)
+
+    def make_folder(self, path: Path) -> None:
+        super().make_folder(path)
+        self._note("folder", path)
+
+    def remove_folder(self, path: Path) -> None:
+        super().remove_folder(path)
+        self._note("remove", path)
+
+    def sync_directory(self, path: Path) -> None:
+        self._note("names", path)
+
+    def _note(self, what: str, path: Path, *more: object) -> None:
+        parts = path.relative_to(self.root).parts
+        if what == "rename":
+            (new,) = more
+            assert isinstance(new, Path)
+            more = (new.relative_to(self.root).parts,)
+        self.steps.append((what, parts, *more))
+
+
+class Killed(BaseException):
+    """The process ends here: no handler of an error may run."""
+
+
+class KillingDisk(LossyDisk):
+    """Kills the process that works on it after so many steps, once."""
+
+    def __init__(self, root: Path, steps: int) -> None:
+        super().__init__(root)
+        self._until = steps
+
+    def _note(self, what: str, path: Path, *more: object) -> None:
+        super()._note(what, path, *more)
+        if len(self.steps) == self._until:
+            raise Killed
+
+
+class _Tree:
+    """The folders and files that the steps lead to."""
+
+    def __init__(self, root: Folder) -> None:
+        self.root = root
+        self._lost: dict[tuple[str, ...], Node] = {}
+
+    def do(self, step: Step) -> None:
+        """One step."""
+        what, parts, *more = step
+        assert isinstance(parts, tuple)
+        match what, more:
+            case "create", _:
+                self._folder(parts).since.append({parts[-1]: File()})
+            case "folder", _:
+                self._folder(parts).since.append({parts[-1]: Folder()})
+            case "write", [int(offset), data]:
+                assert data is None or isinstance(data, bytes)
+                self._file(parts).since.append((offset, data))
+            case "sync", _:
+                file = self._file(parts)
+                file.data, file.since = file.whole(), []
+            case "names", _:
+                folder = self._at(parts)
+                assert isinstance(folder, Folder)
+                folder.names, folder.since = folder.now(), []
+            case "remove", _:
+                self._folder(parts).since.append({parts[-1]: None})
+            case "rename", [tuple(new)]:
+                node = self._at(parts)
+                assert new[:-1] == parts[:-1], "a rename within one folder is one change"
+                self._folder(parts).since.append({parts[-1]: None, new[-1]: node})
+            case _:
+                raise AssertionError(step)
+
+    def sync_all(self, node: Node) -> None:
+        """All that was done has come to the disk."""
+        if isinstance(node, File):
+            node.data, node.since = node.whole(), []
+            return
+        node.names, node.since = node.now(), []
+        for inner in node.names.values():
+            self.sync_all(inner)
+
+    def _at(self, parts: tuple[str, ...]) -> Node:
+        node: Node = self.root
+        for name in parts:
+            assert isinstance(node, Folder)
+            node = node.now()[name]
+        return node
+
+    def _folder(self, parts: tuple[str, ...]) -> Folder:
+        node = self._at(parts[:-1])
+        assert isinstance(node, Folder)
+        return node
+
+    def _file(self, parts: tuple[str, ...]) -> File:
+        node = self._at(parts)
+        assert isinstance(node, File)
+        return node
+
+
+def power_cuts(
+    disk: LossyDisk, places: Path, seeds: int, first: int = 0
+) -> Iterator[tuple[int, Path]]:
+    """Every step with folders that may be found after it: the extremes, and `seeds` others."""
+    for step in range(first, len(disk.steps) + 1):
+        for seed in (NOTHING, ALL, *range(seeds)):
+            place = places / f"{step}-{seed}"
+            disk.after(step, place, seed if seed < 0 else 1000 * step + seed)
+            yield step, place
+
+
+def _path(fd: int) -> Path:
+    return Path(os.readlink(f"/proc/self/fd/{fd}"))
+
+
+def _read(path: Path) -> Folder:
+    names: dict[str, Node] = {}
+    for entry in path.iterdir():
+        names[entry.name] = _read(entry) if entry.is_dir() else File(entry.read_bytes())
+    return Folder(names)
+
+
+def _copy(folder: Folder) -> Folder:
+    return Folder(
+        {
+            n: _copy(one) if isinstance(one, Folder) else File(one.data)
+            for n, one in folder.names.items()
+        }
+    )
+
+
+def _write(folder: Folder, target: Path, chance: random.Random | None) -> None:
+    target.mkdir(parents=True)
+    for name, node in folder.survivor(chance).items():
+        if isinstance(node, Folder):
+            _write(node, target / name, chance)
+        else:
+            (target / name).write_bytes(node.survivor(chance))

@@ -1,0 +1,120 @@
+"""The power goes while checkpoints are made: those that were told of are whole."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes.lossy_disk import LossyDisk, power_cuts
+from torch import Tensor
+
+from umbra.services.runtime.config import Checkpoint
+from umbra.services.runtime.disk import Disk
+from umbra.services.trainer.checkpoints.folder import CheckpointFolder
+from umbra.services.trainer.checkpoints.index import check_files, read_index
+from umbra.services.trainer.checkpoints.reading import SavedPart
+from umbra.services.trainer.checkpoints.resume import resume
+from umbra.services.trainer.checkpoints.saver import Saver
+from umbra.services.trainer.checkpoints.shard_writer import ShardWriter
+from umbra.services.trainer.ranks import Ranks
+
+KEEP = Checkpoint(every=1, keep=2)
+
+
+class Counting:
+    """A part whose one tensor holds the step."""
+
+    def __init__(self) -> None:
+        self.rows = torch.zeros(700)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensor."""
+        return {"rows": self.rows}
+
+    def facts(self) -> dict[str, Any]:
+        """Nothing else."""
+        return {}
+
+    def load(self, saved: SavedPart) -> None:
+        """Take over the step."""
+        saved.fill("rows", self.rows)
+
+
+class Training:
+    """Steps with a checkpoint each, from the newest one on."""
+
+    def __init__(self, path: Path, disk: Disk) -> None:
+        self.part = Counting()
+        self.folder = CheckpointFolder(path, KEEP, disk)
+        self.step = resume(self.folder, {"part": self.part}, Ranks())
+        self._writer = ShardWriter({"part": self.part}, 0, 1)
+        self._saver = Saver(
+            self.folder,
+            self._writer,
+            Ranks(),
+            every=1,
+            begun=self.step,
+            run="test",
+            config={},
+            order=lambda scratch: None,
+        )
+
+    def save(self, step: int) -> None:
+        """A checkpoint of `step`."""
+        self.part.rows.fill_(step)
+        self.step = self._saver.begun = step - 1
+        (outcome,) = self._saver.last(step, {"loss": 1.0})
+        assert not outcome.error
+
+    def close(self) -> None:
+        """End its thread."""
+        self._writer.close()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LossyDisk, list[int]]]:
+    """What was done to the disk while five checkpoints were made, and which was told of by when."""
+    root = tmp_path_factory.mktemp("disk")
+    disk = LossyDisk(root)
+    told = [0]
+    with closing(Training(root / "checkpoints", disk)) as training:
+        for step in (1, 2, 3, 4, 4):  # the last one takes the place of another
+            training.save(step)
+            told += [told[-1]] * (len(disk.steps) - len(told)) + [step]
+    assert {step[0] for step in disk.steps} >= {"rename", "remove", "sync", "names", "folder"}
+    yield disk, told
+
+
+def test_a_power_cut_leaves_each_checkpoint_whole_or_not_there(
+    saved: tuple[LossyDisk, list[int]], tmp_path: Path
+) -> None:
+    disk, told = saved
+    for step, place in power_cuts(disk, tmp_path, seeds=3):
+        training = Training(place / "checkpoints", Disk())
+        training.close()
+        assert training.step >= told[step], f"after step {step}: {disk.steps[step - 1]}"
+        assert bool((training.part.rows == training.step).all())
+        folder = training.folder
+        assert not list(folder.path.glob("damaged-*")), f"after step {step}: {disk.steps[step - 1]}"
+        for one in folder.steps():
+            check_files(folder.of(one), read_index(folder.of(one)))
+        shutil.rmtree(place)
+
+
+def test_a_power_cut_is_no_hindrance_to_the_next_checkpoint(
+    saved: tuple[LossyDisk, list[int]], tmp_path: Path
+) -> None:
+    for _, place in power_cuts(saved[0], tmp_path, seeds=0):
+        with closing(Training(place / "checkpoints", Disk())) as training:
+            after = training.step + 1
+            training.save(after)
+        with closing(Training(place / "checkpoints", Disk())) as again:
+            assert again.step == after
+        left = {path.name for path in (place / "checkpoints").iterdir()}
+        assert all(name.startswith("step-") for name in left), left
+        shutil.rmtree(place)

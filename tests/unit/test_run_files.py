@@ -1,0 +1,71 @@
+"""What the loss of a file of a run's folder does, when the run is to go on or to be looked at."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from umbra.deploy.run_folder import RunFolder, read_rows
+from umbra.deploy.summary import read_status
+from umbra.proto.errors import UsageError
+from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.config_loader import load_config, to_json
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    made = RunFolder.create(tmp_path, "run")
+    made.config.write_bytes(to_json(RunConfig()))
+    made.origin.write_text(json.dumps({"search": [], "before": {"accuracy": 0.5}}))
+    made.summary.write_text(json.dumps({"exit_code": 5}))
+    made.buffer.write_text(json.dumps({"ledger": {}}))
+    made.metrics.write_text('{"kind": "step"}\n')
+    return made
+
+
+def test_without_its_configuration_it_is_no_run(folder: RunFolder) -> None:
+    folder.config.unlink()
+    with pytest.raises(UsageError, match=r"is no run's folder: it has no config\.json"):
+        RunFolder.existing(folder.path)
+
+
+@pytest.mark.parametrize("left", [b"", b'{"run": {"st', b"[]"])
+def test_a_configuration_that_was_cut_off_is_refused_by_name(
+    folder: RunFolder, left: bytes
+) -> None:
+    folder.config.write_bytes(left)
+    with pytest.raises(UsageError, match=r"config\.json"):
+        load_config(str(folder.config))
+
+
+def test_without_its_origin_the_accuracy_is_measured_again(folder: RunFolder) -> None:
+    assert folder.read_origin()["before"] == {"accuracy": 0.5}
+    folder.origin.unlink()
+    assert folder.read_origin() == {}
+
+
+@pytest.mark.parametrize("left", [b"", b'{"search"', b"[]"])
+def test_an_origin_that_was_cut_off_is_refused_by_name(folder: RunFolder, left: bytes) -> None:
+    folder.origin.write_bytes(left)
+    with pytest.raises(UsageError, match=r"origin\.json .*remove it, and the accuracy"):
+        folder.read_origin()
+
+
+@pytest.mark.parametrize("left", [b"", b'{"exit', b"3"])
+def test_a_summary_that_was_cut_off_is_refused_by_name(folder: RunFolder, left: bytes) -> None:
+    folder.summary.write_bytes(left)
+    with pytest.raises(UsageError, match=r"summary\.json .*remove it, and the run goes on"):
+        RunFolder.existing(folder.path)
+
+
+@pytest.mark.parametrize("name", ["summary", "buffer", "metrics", "logs"])
+def test_what_a_run_does_not_need_to_go_on(folder: RunFolder, name: str) -> None:
+    path: Path = getattr(folder, name)
+    path.rmdir() if path.is_dir() else path.unlink()
+    again = RunFolder.existing(folder.path)
+    again.forget_end()
+    assert again.logs.is_dir()
+    assert read_status(again) == {}
+    assert bool(list(read_rows(again.metrics))) == (name != "metrics")
