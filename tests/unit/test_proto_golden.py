@@ -21,7 +21,7 @@ import pytest
 from umbra.proto import codec
 from umbra.proto.codec import Encoder, decode
 from umbra.proto.messages import TYPES, Message
-from umbra.proto.records import Record
+from umbra.proto.records import Record, Told
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "frames.json"
 DEFAULTS = GOLDEN.with_name("defaults.json")
@@ -101,7 +101,8 @@ def test_the_decoder_reads_it(name: str) -> None:
 def defaults() -> dict[str, dict[str, Any]]:
     """Return what fields mean that are left out, by message or record."""
     found: dict[str, dict[str, Any]] = {}
-    for cls in sorted({*TYPES.values(), *Record.__subclasses__()}, key=lambda one: one.__name__):
+    records = {*Record.__subclasses__(), *Told.__subclasses__()}
+    for cls in sorted({*TYPES.values(), *records}, key=lambda one: one.__name__):
         found[cls.__name__] = {}
         for field in msgspec.structs.fields(cls):
             if field.default is not msgspec.NODEFAULT:
