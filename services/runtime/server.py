@@ -397,7 +397,7 @@ class Server:
                 return
 
     def _may_watch(self, subscription: bytes) -> bool:
-        """Note a subscription or its end; False if there are too many, or one is too long."""
+        """Take note of a subscription, or of its end; False if they are too many or too long."""
         kind, topic = subscription[:1], subscription[1:]
         if kind == b"\1":
             self._topics.add(topic)

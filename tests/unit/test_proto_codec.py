@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Meta
 
-from umbra.proto.bounds import BATCH, FIGURES, NAME_CHARS, TEXT_CHARS, TOKENS
+from umbra.proto.bounds import BATCH, FIGURES, NAME_CHARS, STATS, TEXT_CHARS, TOKENS
 from umbra.proto.codec import REASON_CHARS, Encoder, decode, decode_header, nack
 from umbra.proto.errors import LimitError, WireError
 from umbra.proto.messages import (
@@ -400,19 +400,6 @@ def test_a_body_above_its_limit(name: str) -> None:
     assert str(body_bytes(TYPES[name])) in str(error)
 
 
-@pytest.mark.parametrize(
-    ("kind", "body"),
-    [
-        ("Leave", {"reason": "x" * TEXT_CHARS}),
-        ("Heartbeat", {**BEAT, "activity": "x" * NAME_CHARS}),
-        ("InterruptRequest", {"samples": ["s"] * BATCH}),
-    ],
-    ids=["text", "name", "list"],
-)
-def test_what_is_at_a_bound_is_taken(kind: str, body: Any) -> None:
-    assert type(decode(frames(kind, body)).body).__name__ == kind
-
-
 @pytest.mark.parametrize(("major", "whose"), [(PROTOCOL_MAJOR + 1, "here"), (0, "of me")])
 def test_of_two_majors_the_older_one_is_to_be_upgraded(major: int, whose: str) -> None:
     error = refusal(frames("Ping", {}, major=major, sender="me"))
@@ -483,17 +470,42 @@ def test_a_nack_about_anything_can_be_sent() -> None:
     assert re.fullmatch(r"role|name", sent.path)
 
 
-def test_the_encoder_takes_what_is_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    size = len(Encoder("x", "i").encode(Ping())[1][1])
-    monkeypatch.setattr("umbra.proto.codec.body_bytes", lambda kind: size)
-    Encoder("x", "i").encode(Ping())
-    monkeypatch.setattr("umbra.proto.codec.body_bytes", lambda kind: size - 1)
-    with pytest.raises(LimitError):
-        Encoder("x", "i").encode(Ping())
-
-
 @pytest.mark.parametrize("versions", [[4], [4, 7], [7, 4], [5, 4, 7, 6]])
 def test_the_oldest_and_the_newest_version_of_a_trajectory(versions: list[int]) -> None:
     spans = [VersionSpan(version=one, start=n, end=n + 1) for n, one in enumerate(versions)]
     made = msgspec.structs.replace(TRAJECTORY, spans=spans)
     assert (made.oldest_version, made.newest_version) == (min(versions), max(versions))
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        ("Leave", {"reason": "x" * TEXT_CHARS}),
+        ("Heartbeat", {**BEAT, "activity": "x" * NAME_CHARS}),
+        ("Heartbeat", {**BEAT, "stats": {str(n): 0.0 for n in range(STATS)}}),
+        ("InterruptRequest", {"samples": ["s"] * BATCH}),
+        ("SubmitScores", {"stage": "s", "scores": [{**SCORE, "logprobs": bytes(4 * TOKENS)}]}),
+    ],
+)
+def test_what_is_at_a_bound_is_taken(kind: str, body: Any) -> None:
+    assert type(decode(frames(kind, body)).body).__name__ == kind
+
+
+def test_frames_at_their_limits_are_taken() -> None:
+    room = COMMON_BYTES - len(msgpack.packb({"new": bytes(1 << 15)}))
+    body = msgpack.packb({"new": bytes((1 << 15) + room)})
+    assert len(body) == COMMON_BYTES
+    assert decode([frames("Ping", {})[0], body]).body == Ping()
+    pieces = {"number": 1, "pieces": [{"bucket": 0, "result": 1}]}
+    assert len(decode(frames("Buckets", pieces), [bytes(RAW_BYTES)]).raw[0]) == RAW_BYTES
+    with pytest.raises(LimitError, match=f"a raw frame of more than {RAW_BYTES} bytes"):
+        decode(frames("Buckets", pieces), [bytes(RAW_BYTES + 1)])
+
+
+def test_the_encoder_takes_what_is_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = len(Encoder("x", "i").encode(Event(kind="x" * 100))[1][1])
+    monkeypatch.setattr("umbra.proto.codec.body_bytes", lambda _cls: size)
+    Encoder("x", "i").encode(Event(kind="x" * 100))
+    monkeypatch.setattr("umbra.proto.codec.body_bytes", lambda _cls: size - 1)
+    with pytest.raises(LimitError):
+        Encoder("x", "i").encode(Event(kind="x" * 100))
