@@ -13,6 +13,7 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
@@ -75,7 +76,8 @@ class _Worker:
     def kill(self) -> None:
         # Not `process.kill()`: that may reap the process, and asyncio would lose its exit code.
         if self.process.returncode is None:
-            signal.pidfd_send_signal(self.handle, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has ended, and asyncio was not told yet
+                signal.pidfd_send_signal(self.handle, signal.SIGKILL)
 
     def tell(self, message: ToWorker) -> None:
         if self.alive and not self.stdin.is_closing():

@@ -81,6 +81,9 @@ def watching(watch: StallWatch, session: Session) -> Iterator[None]:
     """Within the block, a generator that is stuck for `watch.limit_s` leaves the run and ends."""
     closing = threading.Event()
 
+    def arm() -> None:
+        faulthandler.dump_traceback_later(HELD * watch.limit_s, exit=True, file=STDERR)
+
     def main() -> None:
         told = False
         while not closing.wait(watch.look_s):
@@ -90,8 +93,9 @@ def watching(watch: StallWatch, session: Session) -> Iterator[None]:
             if quiet_s >= watch.limit_s / 2 and not told:
                 log.warning("%s; soon this generator ends", watch.describe())
             told = quiet_s >= watch.limit_s / 2
-            faulthandler.dump_traceback_later(HELD * watch.limit_s, exit=True, file=STDERR)
+            arm()
 
+    arm()  # the first call may be the one that holds the interpreter
     thread = service_thread(main, "umbra-stall")
     thread.start()
     try:

@@ -166,7 +166,7 @@ def test_the_number_of_ranks_does_not_change_what_is_learned(
             assert max(parts) < elements, f"{name} is not sharded: {parts}"
 
 
-@pytest.mark.timeout(WAIT_S + 20)
+@pytest.mark.timeout(120)
 def test_adapters_of_experts_are_sharded_and_merged(
     batches: list[list[Trajectory]], tmp_path: Path
 ) -> None:
@@ -194,7 +194,7 @@ def test_a_rank_may_hold_nothing_of_a_small_parameter(sharded: tuple[int, Path])
 
 
 @pytest.mark.fault
-@pytest.mark.timeout(WAIT_S + 20)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("case", "told"), [("dies", "lost another rank"), ("hangs", "silent for")])
 def test_the_others_end_when_a_rank_is_gone(
     case: str, told: str, directory: Path, batches: list[list[Trajectory]], tmp_path: Path
