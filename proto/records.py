@@ -41,6 +41,9 @@ class Record(msgspec.Struct, kw_only=True, frozen=True):
     """Base of all records: immutable, keyword-only, unknown fields are skipped when decoded."""
 
 
+DType = Literal["F32", "BF16", "F16"]
+
+
 class Told(Record, frozen=True, kw_only=True):
     """Base of records with sentences or figures, which the sender keeps within their bounds."""
 
@@ -164,7 +167,7 @@ class TensorEntry(Record, frozen=True, kw_only=True, gc=False):
     """Where a tensor lies in a version slot: `nbytes` bytes at `offset`, row-major."""
 
     name: Name
-    dtype: Literal["F32", "BF16", "F16"]  # safetensors' names: "F32", "BF16", ...
+    dtype: DType  # safetensors' names: "F32", "BF16", ...
     shape: Annotated[list[Size], Meta(max_length=DIMENSIONS)]
     offset: Size
     nbytes: Size

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
+from typing import cast
 
 import msgspec
 import xxhash
 
 from umbra.proto.bounds import BUCKETS, DIMENSIONS, TENSORS
 from umbra.proto.errors import UsageError, WireError
-from umbra.proto.records import Manifest, TensorEntry
+from umbra.proto.records import DType, Manifest, TensorEntry
 
 ALIGN_BYTES = 64  # a cache line, and what GPU copies like
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
@@ -47,7 +48,13 @@ def build_manifest(
         names.add(name)
         nbytes = prod(shape) * ITEM_BYTES[dtype]
         entries.append(
-            TensorEntry(name=name, dtype=dtype, shape=list(shape), offset=offset, nbytes=nbytes)
+            TensorEntry(
+                name=name,
+                dtype=cast(DType, dtype),
+                shape=list(shape),
+                offset=offset,
+                nbytes=nbytes,
+            )
         )
         offset = _aligned(offset + nbytes)
     if offset == 0:

@@ -101,13 +101,13 @@ def values(kind: Any, bounds: Meta | None = None) -> st.SearchStrategy[Any]:
         case _ if kind is float and bounds is not None:
             return st.floats(allow_nan=False, allow_infinity=False)
         case _ if kind is int and bounds is not None:
-            return st.integers(bounds.ge, bounds.le)
+            return st.integers(0, (1 << 53) - 1)
         case _ if kind is str and bounds is not None and bounds.pattern:
             return st.text(st.characters(exclude_categories=("C", "Zl", "Zp")), max_size=8)
         case _ if kind in SCALARS:
             return SCALARS[kind]
         case _:
-            return records(kind)
+            return records(typing.cast("type[Record]", kind))
 
 
 def records(cls: type[Record]) -> st.SearchStrategy[Any]:
