@@ -32,7 +32,11 @@ from umbra.services.runtime.feasibility import VLLM_COOLEST
 from umbra.services.runtime.manifest import build_manifest
 from umbra.services.runtime.mapped import SharedMemory
 
-_DTYPE_NAMES: dict[torch.dtype, DType] = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_DTYPE_NAMES: dict[torch.dtype, DType] = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+}
 
 log = logging.getLogger(__name__)
 
