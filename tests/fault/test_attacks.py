@@ -162,6 +162,7 @@ def test_a_generators_key_poisons_nothing(run: CrashRun, keys: Path) -> None:
     attacker = Attacker(run, keys, "generator", "evil", "evil-1")
     hello = Join(role="generator", name="evil", pid=1, host="h", package_version="0")
     assert isinstance(attacker.ask(hello), Welcome)
+    judged = 0
     for changes in POISON:
         task = None
         while task is None:
@@ -172,8 +173,12 @@ def test_a_generators_key_poisons_nothing(run: CrashRun, keys: Path) -> None:
             task = next(iter(given.tasks), None)
         made = trajectory(task, 0, **changes)
         ack = attacker.ask(SubmitTrajectories(trajectories=[made]), "data")
+        if isinstance(ack, Nack):  # of a type that the message may not have
+            assert ack.code == "malformed" and "trajectories[0]" in ack.path, ack
+            continue
         assert isinstance(ack, SubmitAck) and not ack.accepted, changes
         assert ack.refused[task.sample_id].startswith("malformed: "), ack
+        judged += 1
     assert attacker.ask(Leave(reason="done")) == Ok()
     attacker.close()
     before = run.version
@@ -181,7 +186,7 @@ def test_a_generators_key_poisons_nothing(run: CrashRun, keys: Path) -> None:
     while run.version < before + 5:
         assert time.monotonic() < deadline, "honest peers are served no more"
         run.turn()
-    assert run.status().counters["malformed_trajectory"] == len(POISON)
+    assert run.status().counters["malformed_trajectory"] == judged > len(POISON) / 2
     ledger = run.finish().ledger
     assert ledger.balance == 0 and not any(ledger.in_flight.values())
     assert ledger.trained == len(run.trained) and set(ledger.ended) <= {"cancelled", "failed"}
