@@ -45,6 +45,7 @@ from umbra.proto.messages import (
     Publish,
     Ready,
     RegisterManifest,
+    RejectSamples,
     RenewLeases,
     ResumeRequest,
     ReturnSamples,
@@ -61,10 +62,9 @@ from umbra.proto.messages import (
 KeyRole = Role | Literal["operator"]
 KEY_ROLES: tuple[KeyRole, ...] = (*get_args(Role), "operator")
 
-MEMBERS: tuple[KeyRole, ...] = ("generator", "scorer", "trainer", "weight_hub", "monitor")
+MEMBERS: tuple[KeyRole, ...] = ("generator", "scorer", "trainer", "weight_hub", "relay", "monitor")
 ANYONE: tuple[KeyRole, ...] = (*MEMBERS, "operator")
-PUBLISHERS: tuple[KeyRole, ...] = ("trainer", "weight_hub")  # a relay, to the hub within itself
-RECEIVERS: tuple[KeyRole, ...] = ("generator", "scorer", "weight_hub")  # as a relay
+RECEIVERS: tuple[KeyRole, ...] = ("generator", "scorer", "relay")
 
 SENDERS: dict[type[Message], tuple[KeyRole, ...]] = {
     Ok: ANYONE,
@@ -89,12 +89,13 @@ SENDERS: dict[type[Message], tuple[KeyRole, ...]] = {
     SubmitScores: ("scorer",),
     LeaseBatch: ("trainer",),
     PeekBatch: ("trainer",),
+    RejectSamples: ("trainer",),
     CommitBatch: ("trainer",),
     CheckpointSaved: ("trainer",),
     FinishRun: ("trainer",),
-    RegisterManifest: PUBLISHERS,
-    AcquireSlot: PUBLISHERS,
-    Publish: PUBLISHERS,
+    RegisterManifest: ("trainer",),
+    AcquireSlot: ("trainer",),
+    Publish: ("trainer",),
     Subscribe: RECEIVERS,
     Ready: RECEIVERS,
     Committed: RECEIVERS,

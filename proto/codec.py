@@ -1,6 +1,8 @@
-"""Messages to frames and back: `[header][body][raw frame]*`, MessagePack, every length bounded.
+"""Messages to frames and back: `[header][body][raw frame]*`, MessagePack, all of it bounded.
 
-Decoding never raises anything but `WireError`, whatever the bytes.
+Decoding never raises anything but `WireError`, whatever the bytes. A frame's size is looked at
+first (`sizes.py`), and then each value is checked while it is read (`bounds.py`), before the next
+one is made: what is refused costs no more than what came before it.
 """
 
 from __future__ import annotations
@@ -10,40 +12,28 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar
 
-import msgpack
 import msgspec
 import msgspec.inspect
 
 from umbra.proto.errors import LimitError, WireError
 from umbra.proto.messages import TYPES, Header, Message, Nack
+from umbra.proto.sizes import HEADER_BYTES, RAW_BYTES, body_bytes
 from umbra.proto.version import PROTOCOL_MAJOR, PROTOCOL_MINOR
 
 REASON_CHARS = 200  # of a refusal; enough to recognise what was sent
 Frame: TypeAlias = bytes | memoryview
 S = TypeVar("S", bound=msgspec.Struct)
 _PLACE = re.compile(r"(.*) - at `(?:key` in `)?\$\.?([^`]*)`", re.DOTALL)
-_OVER_LIMIT = re.compile(r"\d+ exceeds max_(?:bin|str|array|map)_len\(\d+\)")
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Bounds on what is decoded, in bytes and items; sockets take `frame_bytes` as MAXMSGSIZE."""
+class _Version(msgspec.Struct):
+    """What the header of every major version has."""
 
-    header_bytes: int = 4 << 10
-    frame_bytes: int = 256 << 20
-    bin_bytes: int = 64 << 20
-    str_bytes: int = 16 << 20
-    items: int = 16 << 20
-
-    @property
-    def safe_bytes(self) -> int:
-        """In a frame of so many bytes no limit can be passed."""
-        return min(self.frame_bytes, self.bin_bytes, self.str_bytes, self.items)
-
-
-DEFAULT_LIMITS = Limits()
+    major: int
+    minor: Any = None
+    sender: Any = "a peer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,59 +72,71 @@ class Encoder:
             sent_at=time.time(),
         )
         frames = [
-            _pack(header, DEFAULT_LIMITS.header_bytes),
-            _pack(body, DEFAULT_LIMITS.frame_bytes),
+            _pack(header, HEADER_BYTES),
+            _pack(body, body_bytes(type(body))),
         ]
         return self._next_id, frames
 
 
-def decode(
-    frames: Sequence[Frame],
-    limits: Limits = DEFAULT_LIMITS,
-    raw: Sequence[Frame] = (),
-) -> Envelope:
+def decode(frames: Sequence[Frame], raw: Sequence[Frame] = ()) -> Envelope:
     """The message in `frames`; raw frames may be among them, or apart in `raw`.
 
     Raises:
         WireError: not a message of this protocol; `path` and `code` tell what is wrong.
-        LimitError: above `limits`.
+        LimitError: a frame, or something in it, is above its limit.
     """
-    return decode_body(decode_header(frames, limits), frames, limits, raw)
+    header = decode_header(frames)
+    kind = kind_of(header)
+    return decode_body(header, kind, frames, body_bytes(kind), raw)
+
+
+def decode_header(frames: Sequence[Frame]) -> Header:
+    """The header alone, by which it is known what the body may be."""
+    if len(frames) < 2:
+        raise WireError(f"expected at least 2 frames, got {len(frames)}", code="frames")
+    if len(frames[0]) > HEADER_BYTES:
+        raise LimitError(f"header of {len(frames[0])} bytes, at most {HEADER_BYTES}")
+    try:
+        header = _decode(frames[0], Header)
+    except WireError:
+        _check_major(frames[0])
+        raise
+    if header.major != PROTOCOL_MAJOR:
+        _check_major(frames[0])
+    return header
+
+
+def kind_of(header: Header) -> type[Message]:
+    """The class of the message that `header` announces.
+
+    Raises:
+        WireError: this process does not know it.
+    """
+    kind = TYPES.get(header.type)
+    if kind is None:
+        raise WireError(f"unknown message type {header.type!r}", path="type", code="unknown_type")
+    return kind
 
 
 def decode_body(
     header: Header,
+    kind: type[Message],
     frames: Sequence[Frame],
-    limits: Limits = DEFAULT_LIMITS,
+    most_bytes: int,
     raw: Sequence[Frame] = (),
 ) -> Envelope:
-    """The rest of `decode`, for those who look at the header first."""
-    cls = TYPES.get(header.type)
-    if cls is None:
-        raise WireError(f"unknown message type {header.type!r}", path="type", code="unknown_type")
-    body = _decode_frame(frames[1], cls, limits)
+    """The rest of `decode`, for those who look at the header first; `most_bytes` of the body."""
+    if len(frames[1]) > most_bytes:
+        raise LimitError(f"{header.type} of {len(frames[1])} bytes, at most {most_bytes}")
     raw = (*frames[2:], *raw)
+    if raw and any(len(frame) > RAW_BYTES for frame in raw):
+        raise LimitError(f"a raw frame of more than {RAW_BYTES} bytes")
+    body = _decode(frames[1], kind)
     if len(raw) != body.raw_frames():
         raise WireError(
             f"{header.type}: expected {body.raw_frames()} raw frames, got {len(raw)}", code="frames"
         )
-    if any(len(frame) > limits.frame_bytes for frame in raw):
-        raise LimitError(f"a raw frame of more than {limits.frame_bytes} bytes")
     return Envelope(header, body, raw)
-
-
-def decode_header(frames: Sequence[Frame], limits: Limits = DEFAULT_LIMITS) -> Header:
-    """The header alone, so that a message whose body is bad can still be answered."""
-    if len(frames) < 2:
-        raise WireError(f"expected at least 2 frames, got {len(frames)}", code="frames")
-    if len(frames[0]) > limits.header_bytes:
-        raise LimitError(f"header of {len(frames[0])} bytes, at most {limits.header_bytes}")
-    header = _decode_plain(frames[0], Header, limits)
-    if header is None or header.major != PROTOCOL_MAJOR:
-        data = _unpack(frames[0], limits)
-        _check_major(data)
-        header = _convert(data, Header)
-    return header
 
 
 def nack(error: WireError) -> Nack:
@@ -153,86 +155,98 @@ def _pack(struct: msgspec.Struct, limit_bytes: int) -> bytes:
     return packed
 
 
-def _check_major(header: Any) -> None:
+def _check_major(frame: Frame) -> None:
     """Refuse another major version first: it may have changed the rest of the header."""
-    if not isinstance(header, dict):
+    try:
+        found = _decode(frame, _Version)
+    except WireError:
         return
-    fields = cast("dict[str, Any]", header)
-    major = fields.get("major")
-    if not isinstance(major, int) or major == PROTOCOL_MAJOR:
+    if found.major == PROTOCOL_MAJOR:
         return
-    sender = fields.get("sender", "a peer")
-    older = f"of {sender}" if major < PROTOCOL_MAJOR else "here"
+    sender = found.sender if isinstance(found.sender, str) else "a peer"
+    older = f"of {sender}" if found.major < PROTOCOL_MAJOR else "here"
     raise WireError(
-        f"{sender} speaks protocol {major}.{fields.get('minor')}, this process "
+        f"{sender} speaks protocol {found.major}.{found.minor}, this process "
         f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}: upgrade the umbra-rl {older}",
         path="major",
         code="protocol",
     )
 
 
-def _decode_frame(frame: Frame, cls: type[S], limits: Limits) -> S:
-    found = _decode_plain(frame, cls, limits)
-    return _convert(_unpack(frame, limits), cls) if found is None else found
-
-
-def _decode_plain(frame: Frame, cls: type[S], limits: Limits) -> S | None:
-    """A `cls` straight from its bytes, several times faster; None if only the longer way will do.
-
-    In a short frame no length can be above its limit. What is wrong with a bad one is not told.
-    """
-    decoder = _plain_decoder(cls)
-    if decoder is None or len(frame) > limits.safe_bytes:
-        return None
+def _decode(frame: Frame, cls: type[S]) -> S:
+    decoder, free_form = _decoder(cls)
+    if free_form:
+        _check_free_form(frame)
     try:
         return decoder.decode(frame)
-    except (msgspec.DecodeError, ValueError, RecursionError):
-        return None
+    except msgspec.ValidationError as error:
+        raise _refusal(cls, str(error)) from error
+    except (ValueError, RecursionError, MemoryError, OverflowError) as error:
+        raise WireError(f"not MessagePack: {str(error) or type(error).__name__}") from error
 
 
 @cache
-def _plain_decoder(cls: type[S]) -> msgspec.msgpack.Decoder[S] | None:
-    """None if `cls` has values of any type: extensions, for one, are to be refused in them."""
-    if "AnyType" in repr(msgspec.inspect.type_info(cls)):
-        return None
-    return msgspec.msgpack.Decoder(cls)
+def _decoder(cls: type[S]) -> tuple[msgspec.msgpack.Decoder[S], bool]:
+    """The decoder of a class, and whether it has values of any type."""
+    free_form = "AnyType" in repr(msgspec.inspect.type_info(cls))
+    return msgspec.msgpack.Decoder(cls), free_form
 
 
-def _unpack(frame: Frame, limits: Limits) -> Any:
-    if len(frame) > limits.frame_bytes:
-        raise LimitError(f"frame of {len(frame)} bytes, at most {limits.frame_bytes}")
-    try:
-        return msgpack.unpackb(
-            frame,
-            raw=False,
-            strict_map_key=True,
-            max_bin_len=limits.bin_bytes,
-            max_str_len=limits.str_bytes,
-            max_array_len=limits.items,
-            max_map_len=limits.items,
-            max_ext_len=0,
-            ext_hook=_refuse_extension,
-        )
-    except (ValueError, TypeError, msgpack.UnpackException) as error:
-        reason = str(error) or type(error).__name__  # StackError, for one, has no text
-        if _OVER_LIMIT.fullmatch(reason):
-            raise LimitError(f"a length of {reason}") from error
-        raise WireError(f"not MessagePack: {reason}") from error
+def _check_free_form(frame: Frame) -> None:
+    """Look through a frame whose message has values of any type, before these are made.
+
+    A list makes room for all of its items when its length is read. So no length is believed for
+    which there are not enough bytes, those of the lists around it included. Extension types are
+    refused: the decoder would make a timestamp of one.
+    """
+    size, at, owed = len(frame), 0, 1
+    while owed:
+        if owed > size - at:
+            raise WireError("not MessagePack: it is cut off")
+        byte = frame[at]
+        at, owed = at + 1, owed - 1
+        if byte < 0x80 or byte >= 0xE0:  # small ints
+            continue
+        if byte < 0xC0:
+            width, counted = 0, byte
+        else:
+            width, counted = _HEADS[byte]
+            if counted is None:
+                raise WireError(f"not MessagePack: extension type, byte {byte:#x}")
+            if not counted:
+                at += width
+                continue
+        length = int.from_bytes(frame[at : at + width], "big") if width else -1
+        at += width
+        if counted < 0x90:  # a map
+            owed += 2 * (length if width else byte & 0xF)
+        elif counted < 0xA0:  # a list
+            owed += length if width else byte & 0xF
+        else:  # text or bytes
+            at += length if width else byte & 0x1F
 
 
-def _refuse_extension(code: int, _data: bytes) -> Any:
-    # An extension of length zero gets past max_ext_len, and its ExtType would pass for an array.
-    raise ValueError(f"extension type {code}")
+# By first byte from 0xC0 on: bytes that follow, and the short form of what they count (0: nothing,
+# None: an extension).
+_MAP, _LIST, _BYTES = 0x80, 0x90, 0xA0
+_HEADS: dict[int, tuple[int, int | None]] = {
+    0xC0: (0, 0), 0xC1: (0, 0), 0xC2: (0, 0), 0xC3: (0, 0),
+    0xC4: (1, _BYTES), 0xC5: (2, _BYTES), 0xC6: (4, _BYTES),
+    0xCA: (4, 0), 0xCB: (8, 0),
+    **{0xCC + n: (1 << n, 0) for n in range(4)}, **{0xD0 + n: (1 << n, 0) for n in range(4)},
+    0xD9: (1, _BYTES), 0xDA: (2, _BYTES), 0xDB: (4, _BYTES),
+    0xDC: (2, _LIST), 0xDD: (4, _LIST), 0xDE: (2, _MAP), 0xDF: (4, _MAP),
+    **dict.fromkeys((0xC7, 0xC8, 0xC9, *range(0xD4, 0xD9)), (0, None)),
+}  # fmt: skip
 
 
-def _convert(data: Any, cls: type[S]) -> S:
-    try:
-        return msgspec.convert(data, cls, builtin_types=(bytes,))
-    except msgspec.ValidationError as error:
-        # The reason may quote what was sent: of any length, and with anything in it.
-        found = _PLACE.fullmatch(str(error))
-        reason, path = found.groups() if found else (str(error), "")
-        if len(reason) > REASON_CHARS:
-            reason = reason[:REASON_CHARS] + "..."
-        place = f"{cls.__name__}.{path}" if path else cls.__name__
-        raise WireError(f"{place}: {reason}", path=path or "$") from error
+def _refusal(cls: type[msgspec.Struct], text: str) -> WireError:
+    """What the decoder says, with the place of it; it may quote what was sent, of any length."""
+    found = _PLACE.fullmatch(text)
+    reason, path = found.groups() if found else (text, "")
+    if len(reason) > REASON_CHARS:
+        reason = reason[:REASON_CHARS] + "..."
+    place = f"{cls.__name__}.{path}" if path else cls.__name__
+    if " of length <= " in reason:
+        return LimitError(f"{place}: {reason}", path=path or "$")
+    return WireError(f"{place}: {reason}", path=path or "$")

@@ -8,10 +8,27 @@ buffer in `training.py`, those by which a person operates a run in `operator.py`
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Literal
+
+from msgspec import Meta
 
 from umbra.proto.base import Header as Header
 from umbra.proto.base import Message, Role, State
+from umbra.proto.bounds import (
+    BATCH,
+    FIGURES,
+    LEASES,
+    MEMBERS,
+    RUN,
+    SUBMITTED,
+    Figures,
+    Id,
+    Name,
+    Number,
+    Row,
+    Stats,
+    Text,
+)
 from umbra.proto.operator import (
     CheckpointMade,
     CheckpointRequest,
@@ -30,6 +47,7 @@ from umbra.proto.records import (
     SampleTask,
     Score,
     ScoringTask,
+    Told,
     Trajectory,
 )
 from umbra.proto.training import (
@@ -40,6 +58,7 @@ from umbra.proto.training import (
     FinishRun,
     LeaseBatch,
     PeekBatch,
+    RejectSamples,
     RunFinished,
 )
 from umbra.proto.weights import (
@@ -78,75 +97,71 @@ class Ok(Message, frozen=True, kw_only=True):
 class Nack(Message, frozen=True, kw_only=True):
     """Refused. `path` names the field at fault, `code` is for programs and `reason` for people."""
 
-    code: str
-    reason: str
-    path: str = "$"
+    code: Name
+    reason: Text
+    path: Text = "$"
 
 
 # -- control socket (buffer: ROUTER) ------------------------------------------------------------
 
 
 class Join(Message, frozen=True, kw_only=True):
-    """A process asks to take part. `endpoints` are those it binds itself (the hub's `weights`).
-
-    A `relay` has the role of the hub, for which it stands in on its node; a run has any number.
-    """
+    """A process asks to take part. `endpoints` are those it binds itself (the hub's `weights`)."""
 
     role: Role
-    name: str
+    name: Name
     pid: int
-    host: str
-    package_version: str
-    endpoints: dict[str, str] = {}
-    relay: bool = False
+    host: Name
+    package_version: Name
+    endpoints: Annotated[dict[Name, Name], Meta(max_length=16)] = {}
 
 
 class Welcome(Message, frozen=True, kw_only=True):
     """Joined. The rest of what the joiner must know; `weights` is empty until a hub has joined."""
 
-    run_id: str
-    heartbeat_s: float
-    data: str
-    events_in: str
-    events_out: str
-    weights: str = ""
-    weights_incarnation: str = ""
+    run_id: Name
+    heartbeat_s: Number
+    data: Name
+    events_in: Name
+    events_out: Name
+    weights: Name = ""
+    weights_incarnation: Name = ""
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
     """Alive, and how far. `progress` counts the main loop's work; `idle_s` since it last moved."""
 
     state: State
-    activity: str
+    activity: Name
     progress: int
-    idle_s: float
-    stats: dict[str, float] = {}
-    shares: dict[str, float] = {}  # of its recent time, by activity
-    clock_offset_s: float = 0.0  # add it to a time of the sender to get the buffer's
-    clock_error_s: float = -1.0  # of the offset, at most; negative = not measured yet
+    idle_s: Number
+    stats: Stats = {}
+    shares: Stats = {}  # of its recent time, by activity
+    clock_offset_s: Number = 0.0  # add it to a time of the sender to get the buffer's
+    clock_error_s: Number = -1.0  # of the offset, at most; negative = not measured yet
 
 
 class HeartbeatAck(Message, frozen=True, kw_only=True):
     """What may have changed since Welcome. `version` is the number of optimizer steps committed."""
 
     version: int
-    heartbeat_s: float = 0.0  # seconds between heartbeats from now on; 0 = as before
-    weights: str = ""
-    weights_incarnation: str = ""  # another one says that the hub was restarted
-    received_at: float = 0.0  # when the heartbeat came in, by the buffer's clock
+    heartbeat_s: Number = 0.0  # seconds between heartbeats from now on; 0 = as before
+    weights: Name = ""
+    weights_incarnation: Name = ""  # another one says that the hub was restarted
+    received_at: Number = 0.0  # when the heartbeat came in, by the buffer's clock
 
 
 class Leave(Message, frozen=True, kw_only=True):
     """An orderly goodbye; leases have been handed back before."""
 
-    reason: str
+    reason: Text
 
 
 class Command(Message, frozen=True, kw_only=True):
     """From the buffer, unasked: `drain` = hand back what you hold and leave."""
 
     kind: Literal["drain"]
-    reason: str = ""
+    reason: Text = ""
 
 
 class Ping(Message, frozen=True, kw_only=True):
@@ -164,48 +179,50 @@ class StatusRequest(Message, frozen=True, kw_only=True):
     """Tell the whole state of the run."""
 
 
-class Member(Record, frozen=True, kw_only=True):
+class Member(Told, frozen=True, kw_only=True):
     """A process as the buffer sees it."""
 
-    name: str
+    name: Name
     role: Role
-    incarnation: str
+    incarnation: Name
     pid: int
-    host: str
+    host: Name
     state: State
-    activity: str
+    activity: Name
     progress: int
-    idle_s: float
-    silent_s: float  # since its last message
-    stats: dict[str, float] = {}
-    shares: dict[str, float] = {}
-    clock_offset_s: float = 0.0
-    clock_error_s: float = -1.0
-    progress_per_s: float = 0.0  # units of work as of late
+    idle_s: Number
+    silent_s: Number  # since its last message
+    stats: Stats = {}
+    shares: Stats = {}
+    clock_offset_s: Number = 0.0
+    clock_error_s: Number = -1.0
+    progress_per_s: Number = 0.0  # units of work as of late
 
 
-class Stuck(Record, frozen=True, kw_only=True):
+class Stuck(Told, frozen=True, kw_only=True):
     """Something overdue: what, who holds it, for how long, and what was done about it."""
 
-    what: str
-    holder: str
-    age_s: float
-    action: str
+    what: Text
+    holder: Name
+    age_s: Number
+    action: Text
 
 
 class Curves(Record, frozen=True, kw_only=True):
     """Figures of the steps so far, as means over stretches of them, so that they stay few."""
 
-    steps: list[int] = []  # the last one of each stretch
-    values: dict[str, list[float | None]] = {}  # by name
+    steps: Annotated[list[int], Meta(max_length=BATCH)] = []  # the last one of each stretch
+    values: Annotated[
+        dict[Name, Annotated[list[Number | None], Meta(max_length=BATCH)]], Meta(max_length=FIGURES)
+    ] = {}  # by name
 
 
-class RunWarning(Record, frozen=True, kw_only=True):
+class RunWarning(Told, frozen=True, kw_only=True):
     """Nothing is learned, or something is lost: which of the known names, and a sentence on it."""
 
-    name: str
-    text: str
-    figures: dict[str, float]
+    name: Name
+    text: Text
+    figures: Figures
     since: int  # version at which it was first raised
     until: int = -1  # version at which it was over; -1 while it holds
 
@@ -213,40 +230,48 @@ class RunWarning(Record, frozen=True, kw_only=True):
 class Rates(Record, frozen=True, kw_only=True):
     """What goes on per second, as of late."""
 
-    steps_per_s: float = 0.0  # committed
-    samples_per_s: float = 0.0  # trained: in committed batches
-    answers_per_s: float = 0.0  # complete answers that were accepted
-    issued_per_s: float = 0.0  # samples
-    ended_per_s: float = 0.0  # samples that are over without being trained on
+    steps_per_s: Number = 0.0  # committed
+    samples_per_s: Number = 0.0  # trained: in committed batches
+    answers_per_s: Number = 0.0  # complete answers that were accepted
+    issued_per_s: Number = 0.0  # samples
+    ended_per_s: Number = 0.0  # samples that are over without being trained on
 
 
 class Status(Message, frozen=True, kw_only=True):
     """The whole state of the run."""
 
-    run_id: str
+    run_id: Name
     state: State
-    uptime_s: float
+    uptime_s: Number
     version: int
     steps: int  # the run's goal
     ledger: Ledger
-    members: list[Member]
-    departed: dict[str, str]  # name -> why it is gone
-    staleness: dict[str, float]  # of the samples trained so far: mean, max, bound
-    counters: dict[str, int]  # rejected messages by reason, expired leases, duplicates, ...
-    stuck: list[Stuck]
-    weights: str = ""  # endpoint of the hub
-    evals: list[EvalReport] = []  # oldest first
+    members: Annotated[list[Member], Meta(max_length=MEMBERS)]
+    departed: Annotated[dict[Name, Text], Meta(max_length=BATCH)]  # name -> why it is gone
+    staleness: Figures  # of the samples trained so far: mean, max, bound
+    counters: Annotated[
+        dict[Name, int], Meta(max_length=BATCH)
+    ]  # rejected messages by reason, expired leases, duplicates, ...
+    stuck: Annotated[list[Stuck], Meta(max_length=RUN)]
+    weights: Name = ""  # endpoint of the hub
+    evals: Annotated[list[EvalReport], Meta(max_length=RUN)] = []  # oldest first
     eval_ledger: Ledger = Ledger()  # of eval samples, which the other one leaves out
-    staleness_counts: list[int] = []  # trained samples by staleness, from 0
+    staleness_counts: Annotated[
+        list[int], Meta(max_length=RUN)
+    ] = []  # trained samples by staleness, from 0
     curves: Curves = Curves()
-    events: str = ""  # endpoint for those who watch telemetry
-    paused: str = ""  # why nothing is handed out, if so
-    ending: str = ""  # why the run ends, once it does
+    events: Name = ""  # endpoint for those who watch telemetry
+    paused: Text = ""  # why nothing is handed out, if so
+    ending: Text = ""  # why the run ends, once it does
     finished: bool = False  # it ends because all steps are done
-    refused: dict[str, int] = {}  # who was refused what for lack of the right key, in words
+    refused: Annotated[
+        dict[Name, int], Meta(max_length=FIGURES)
+    ] = {}  # who was refused what for lack of the right key, in words
     rates: Rates = Rates()
-    health: dict[str, float] = {}  # shares of groups, answers and samples that teach nothing
-    warnings: list[RunWarning] = []  # those that hold, and those that are over
+    health: Figures = {}  # shares of groups, answers and samples that teach nothing
+    warnings: Annotated[
+        list[RunWarning], Meta(max_length=BATCH)
+    ] = []  # those that hold, and those that are over
 
 
 # -- data socket (buffer: ROUTER) ---------------------------------------------------------------
@@ -257,35 +282,35 @@ class LeaseSamples(Message, frozen=True, kw_only=True):
 
     capacity: int
     version: int  # of the weights it serves now
-    wait_s: float
+    wait_s: Number
 
 
 class SampleLeases(Message, frozen=True, kw_only=True):
     """Samples to generate; empty when there was no work within `wait_s`."""
 
-    tasks: list[SampleTask]
+    tasks: Annotated[list[SampleTask], Meta(max_length=BATCH)]
     more_pinned: bool = False  # keep to your version: more samples pinned to it wait for you
 
 
 class SubmitTrajectories(Message, frozen=True, kw_only=True):
     """Complete trajectories. Acknowledged means stored."""
 
-    trajectories: list[Trajectory]
+    trajectories: Annotated[list[Trajectory], Meta(max_length=SUBMITTED)]
 
 
 class SubmitAck(Message, frozen=True, kw_only=True):
     """How many were accepted; `refused` maps sample ids to why (a lease that was lost, say)."""
 
     accepted: int
-    refused: dict[str, str] = {}
+    refused: Annotated[dict[Id, Text], Meta(max_length=BATCH)] = {}
 
 
-class ReturnedSample(Record, frozen=True, kw_only=True):
+class ReturnedSample(Told, frozen=True, kw_only=True):
     """A sample handed back unfinished, with what there is of it; or `failed`, with the reason."""
 
-    sample_id: str
+    sample_id: Id
     attempt: int
-    reason: str
+    reason: Text
     failed: bool = False
     partial: Trajectory | None = None
 
@@ -293,53 +318,53 @@ class ReturnedSample(Record, frozen=True, kw_only=True):
 class ReturnSamples(Message, frozen=True, kw_only=True):
     """Samples handed back: an interruption, a drain, or a failure of the environment."""
 
-    samples: list[ReturnedSample]
+    samples: Annotated[list[ReturnedSample], Meta(max_length=SUBMITTED)]
 
 
 class RenewLeases(Message, frozen=True, kw_only=True):
     """Still working on these `(sample_id, attempt)`."""
 
-    leases: list[tuple[str, int]]
+    leases: Annotated[list[tuple[Id, int]], Meta(max_length=LEASES)]
 
 
 class RenewAck(Message, frozen=True, kw_only=True):
     """Samples whose lease is not ours any more: stop working on them."""
 
-    lost: list[str]
+    lost: Annotated[list[Id], Meta(max_length=LEASES)]
 
 
 class Interrupt(Message, frozen=True, kw_only=True):
     """To a generator, unasked: stop these `(sample_id, attempt)` and hand back what there is."""
 
-    leases: list[tuple[str, int]]
-    reason: str = ""
+    leases: Annotated[list[tuple[Id, int]], Meta(max_length=LEASES)]
+    reason: Text = ""
 
 
 class FlushPartials(Message, frozen=True, kw_only=True):
     """What there is so far of samples that are still being generated; their leases go on."""
 
-    partials: list[Trajectory]
+    partials: Annotated[list[Trajectory], Meta(max_length=SUBMITTED)]
 
 
 class LeaseScoring(Message, frozen=True, kw_only=True):
     """A scorer asks for up to `capacity` trajectories of `stage`; the answer may wait `wait_s`."""
 
-    stage: str
+    stage: Name
     capacity: int
-    wait_s: float
+    wait_s: Number
 
 
 class ScoringLeases(Message, frozen=True, kw_only=True):
     """Trajectories to score; empty when there were none within `wait_s`."""
 
-    tasks: list[ScoringTask]
+    tasks: Annotated[list[ScoringTask], Meta(max_length=BATCH)]
 
 
 class SubmitScores(Message, frozen=True, kw_only=True):
     """What `stage` found for trajectories that the scorer has leases on."""
 
-    stage: str
-    scores: list[Score]
+    stage: Name
+    scores: Annotated[list[Score], Meta(max_length=SUBMITTED)]
 
 
 # -- telemetry (PUB -> XSUB/XPUB -> SUB): may be lost, never changes behaviour -------------------
@@ -348,8 +373,8 @@ class SubmitScores(Message, frozen=True, kw_only=True):
 class Event(Message, frozen=True, kw_only=True):
     """Something happened; `Header.id` counts per sender, so that a gap shows a loss."""
 
-    kind: str
-    fields: dict[str, Any] = {}
+    kind: Name
+    fields: Row = {}
 
 
 CONTROL: tuple[type[Message], ...] = (
@@ -360,7 +385,7 @@ CONTROL: tuple[type[Message], ...] = (
 DATA: tuple[type[Message], ...] = (
     LeaseSamples, SampleLeases, SubmitTrajectories, SubmitAck, ReturnSamples, RenewLeases, RenewAck,
     Interrupt, FlushPartials, LeaseScoring, ScoringLeases, SubmitScores,
-    LeaseBatch, PeekBatch, BatchLease, CommitBatch, CommitAck, CheckpointSaved,
+    LeaseBatch, PeekBatch, BatchLease, RejectSamples, CommitBatch, CommitAck, CheckpointSaved,
     FinishRun, RunFinished,
 )  # fmt: skip
 WEIGHTS: tuple[type[Message], ...] = (

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from umbra.proto.base import Message
+from typing import Annotated
+
+from msgspec import Meta
+
+from umbra.proto.base import Message, Order
+from umbra.proto.bounds import BATCH, Id, Name, Text
 
 
-class DrainRequest(Message, frozen=True, kw_only=True):
+class DrainRequest(Order, frozen=True, kw_only=True):
     """Have `member` hand back what it holds and leave; if it is empty, end the run in order."""
 
-    member: str = ""
-    reason: str = ""
+    member: Name = ""
+    reason: Text = ""
 
 
-class PauseRequest(Message, frozen=True, kw_only=True):
+class PauseRequest(Order, frozen=True, kw_only=True):
     """Hand out no samples and no batches until `ResumeRequest`."""
 
-    reason: str = ""
+    reason: Text = ""
 
 
-class ResumeRequest(Message, frozen=True, kw_only=True):
+class ResumeRequest(Order, frozen=True, kw_only=True):
     """Hand out samples and batches again."""
 
 
-class EvalRequest(Message, frozen=True, kw_only=True):
+class EvalRequest(Order, frozen=True, kw_only=True):
     """Evaluate the policy as it is now, on the run's held-out prompts."""
 
 
@@ -33,7 +38,7 @@ class EvalBegun(Message, frozen=True, kw_only=True):
     samples: int
 
 
-class CheckpointRequest(Message, frozen=True, kw_only=True):
+class CheckpointRequest(Order, frozen=True, kw_only=True):
     """Have the trainer save its state as it is now, or after the step that it is in."""
 
 
@@ -43,11 +48,11 @@ class CheckpointMade(Message, frozen=True, kw_only=True):
     step: int
 
 
-class InterruptRequest(Message, frozen=True, kw_only=True):
+class InterruptRequest(Order, frozen=True, kw_only=True):
     """Have `samples` (empty: all) come back as partials from where they are being generated."""
 
-    samples: list[str] = []
-    reason: str = ""
+    samples: Annotated[list[Id], Meta(max_length=BATCH)] = []
+    reason: Text = ""
 
 
 class Interrupted(Message, frozen=True, kw_only=True):

@@ -9,22 +9,55 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
+
+from umbra.proto.bounds import (
+    BUCKETS,
+    DIMENSIONS,
+    PARTS,
+    SPANS,
+    STAGES,
+    TENSORS,
+    Blob,
+    Counts,
+    Figures,
+    Float32s,
+    Id,
+    Int32s,
+    Mask,
+    Name,
+    Number,
+    Row,
+    Size,
+    Text,
+    keep_to_bounds,
+)
 
 
 class Record(msgspec.Struct, kw_only=True, frozen=True):
     """Base of all records: immutable, keyword-only, unknown fields are skipped when decoded."""
 
 
+DType = Literal["F32", "BF16", "F16"]
+
+
+class Told(Record, frozen=True, kw_only=True):
+    """Base of records with sentences or figures, which the sender keeps within their bounds."""
+
+    def __post_init__(self) -> None:
+        keep_to_bounds(self)
+
+
 class Sampling(Record, frozen=True, kw_only=True):
     """How tokens were drawn. Behaviour logprobs are those of this very distribution."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
+    temperature: Number = 1.0
+    top_p: Number = 1.0
     top_k: int = 0
-    min_p: float = 0.0
+    min_p: Number = 0.0
     max_tokens: int = 256
 
 
@@ -44,27 +77,29 @@ class Trajectory(Record, frozen=True, kw_only=True):
     order.
     """
 
-    sample_id: str
-    group_id: str
-    prompt_id: str
+    sample_id: Id
+    group_id: Id
+    prompt_id: Id
     attempt: int
-    prompt_ids: bytes  # int32 [P]
-    response_ids: bytes  # int32 [T]
-    loss_mask: bytes  # uint8 [T]
-    logprobs: bytes  # float32 [T], behaviour logprobs
-    spans: list[VersionSpan]
-    finish_reason: str  # "stop", "length", "turns", or "partial"
+    prompt_ids: Int32s  # int32 [P]
+    response_ids: Int32s  # int32 [T]
+    loss_mask: Mask  # uint8 [T]
+    logprobs: Float32s  # float32 [T], behaviour logprobs
+    spans: Annotated[list[VersionSpan], Meta(max_length=SPANS)]
+    finish_reason: Name  # "stop", "length", "turns", or "partial"
     reward: float = 0.0
-    reward_parts: dict[str, float] = {}
+    reward_parts: Annotated[dict[Id, float], Meta(max_length=PARTS)] = {}
     turns: int = 1
-    ref_logprobs: bytes | None = None  # float32 [T]
-    proximal_logprobs: bytes | None = None  # float32 [T]
+    ref_logprobs: Float32s | None = None  # float32 [T]
+    proximal_logprobs: Float32s | None = None  # float32 [T]
     proximal_version: int = -1  # of the policy that gave proximal_logprobs
-    scored: list[str] = []  # scoring stages that are done, in order
+    scored: Annotated[
+        list[Id], Meta(max_length=STAGES)
+    ] = []  # scoring stages that are done, in order
     sampling: Sampling = Sampling()
-    generator: str = ""
-    started_at: float = 0.0  # seconds since the epoch
-    finished_at: float = 0.0
+    generator: Name = ""
+    started_at: Number = 0.0  # seconds since the epoch
+    finished_at: Number = 0.0
 
     @property
     def response_tokens(self) -> int:
@@ -90,12 +125,12 @@ class SampleTask(Record, frozen=True, kw_only=True):
     The lease is named by `(sample_id, attempt)`; an answer under an older attempt is refused.
     """
 
-    sample_id: str
-    group_id: str
-    prompt_id: str
+    sample_id: Id
+    group_id: Id
+    prompt_id: Id
     attempt: int
-    row: dict[str, Any]  # the JSONL row: "prompt" and whatever else the environment needs
-    lease_s: float
+    row: Row  # the JSONL row: "prompt" and whatever else the environment needs
+    lease_s: Number
     partial: Trajectory | None = None  # continue from here
     pinned_version: int = -1  # of an eval sample: every token must be of this version
 
@@ -106,36 +141,36 @@ class ScoringTask(Record, frozen=True, kw_only=True):
     `attempt` counts the leases of this sample in this stage, apart from those to generators.
     """
 
-    sample_id: str
+    sample_id: Id
     attempt: int
-    row: dict[str, Any]  # as in `SampleTask`
-    lease_s: float
+    row: Row  # as in `SampleTask`
+    lease_s: Number
     trajectory: Trajectory
 
 
-class Score(Record, frozen=True, kw_only=True):
+class Score(Told, frozen=True, kw_only=True):
     """What a scorer found for one trajectory of T response tokens, or the `error` it ran into.
 
     A `reward` score has `reward` and `reward_parts`, the others have `logprobs`.
     """
 
-    sample_id: str
+    sample_id: Id
     attempt: int
     reward: float = 0.0
-    reward_parts: dict[str, float] = {}
-    logprobs: bytes | None = None  # float32 [T], 0 where loss_mask is 0
+    reward_parts: Annotated[dict[Id, float], Meta(max_length=PARTS)] = {}
+    logprobs: Float32s | None = None  # float32 [T], 0 where loss_mask is 0
     version: int = -1  # of the weights, in stage "logp"
-    error: str = ""
+    error: Text = ""
 
 
-class TensorEntry(Record, frozen=True, kw_only=True):
+class TensorEntry(Record, frozen=True, kw_only=True, gc=False):
     """Where a tensor lies in a version slot: `nbytes` bytes at `offset`, row-major."""
 
-    name: str
-    dtype: str  # safetensors' names: "F32", "BF16", ...
-    shape: list[int]
-    offset: int
-    nbytes: int
+    name: Name
+    dtype: DType  # safetensors' names: "F32", "BF16", ...
+    shape: Annotated[list[Size], Meta(max_length=DIMENSIONS)]
+    offset: Size
+    nbytes: Size
 
 
 class Manifest(Record, frozen=True, kw_only=True):
@@ -145,10 +180,10 @@ class Manifest(Record, frozen=True, kw_only=True):
     checksum of its own in a push. `digest` (xxh3-128, hex) names the layout.
     """
 
-    tensors: list[TensorEntry]
-    buckets: list[tuple[int, int]]
-    total_bytes: int
-    digest: str
+    tensors: Annotated[list[TensorEntry], Meta(max_length=TENSORS)]
+    buckets: Annotated[list[tuple[Size, Size]], Meta(max_length=BUCKETS)]
+    total_bytes: Size
+    digest: Name
 
 
 class Piece(Record, frozen=True, kw_only=True):
@@ -173,9 +208,9 @@ class GpuFacts(Record, frozen=True, kw_only=True):
 
     nccl: int  # version code of the library that is loaded, 0 where there is none
     cuda_major: int
-    environment: str
-    variables: dict[str, str] = {}
-    device: str = ""  # UUID of the GPU, hex
+    environment: Name
+    variables: Annotated[dict[Name, Text], Meta(max_length=128)] = {}
+    device: Name = ""  # UUID of the GPU, hex
 
 
 class NcclRound(Record, frozen=True, kw_only=True):
@@ -186,18 +221,18 @@ class NcclRound(Record, frozen=True, kw_only=True):
     """
 
     epoch: int
-    uid: bytes
+    uid: Blob
     rank: int
     size: int
     chunk_bytes: int
-    deadline_s: float  # for entering, and for each chunk
+    deadline_s: Number  # for entering, and for each chunk
 
 
-class HeldVersion(Record, frozen=True, kw_only=True):
+class HeldVersion(Told, frozen=True, kw_only=True):
     """A version that the hub holds, in the arena or in a file of its own."""
 
     version: int
-    place: str  # "slot 1", or the file's path
+    place: Text  # "slot 1", or the file's path
     pinned: bool = False
     newest: bool = False  # what receivers are brought to
 
@@ -207,8 +242,8 @@ class Ledger(Record, frozen=True, kw_only=True):
 
     issued: int = 0
     trained: int = 0
-    ended: dict[str, int] = {}  # by reason: stale, filtered, failed, cancelled
-    in_flight: dict[str, int] = {}  # by state: queued, generating, scoring, ready, training
+    ended: Counts = {}  # by reason: stale, filtered, failed, cancelled
+    in_flight: Counts = {}  # by state: queued, generating, scoring, ready, training
     replayed: int = 0  # times that trained samples were trained on once more
 
     @property
@@ -217,7 +252,7 @@ class Ledger(Record, frozen=True, kw_only=True):
         return self.issued - self.trained - sum(self.ended.values()) - sum(self.in_flight.values())
 
 
-class EvalReport(Record, frozen=True, kw_only=True):
+class EvalReport(Told, frozen=True, kw_only=True):
     """An evaluation of one policy version. `accuracy` is the mean reward of the answered samples,
     a failed sample counting as 0; it is final when `done`.
     """
@@ -226,9 +261,9 @@ class EvalReport(Record, frozen=True, kw_only=True):
     done: bool
     samples: int  # to be drawn
     answered: int = 0
-    ended: dict[str, int] = {}  # the others that are over, by reason
-    accuracy: float = 0.0
-    scores: dict[str, float] = {}  # pass@k and mean@k over the prompts, by name
+    ended: Counts = {}  # the others that are over, by reason
+    accuracy: Number = 0.0
+    scores: Figures = {}  # pass@k and mean@k over the prompts, by name
 
 
 def pack_int32(values: Sequence[int]) -> bytes:

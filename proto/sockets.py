@@ -12,14 +12,15 @@ from __future__ import annotations
 import errno
 import re
 import secrets
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from socket import AF_INET, AF_INET6, create_server
 
 import zmq
 
-from umbra.proto.codec import DEFAULT_LIMITS
 from umbra.proto.errors import StartupError, UmbraError, UsageError
+from umbra.proto.sizes import MOST_BYTES, socket_bytes
 
 LINGER_MS = 1_000
 HEARTBEAT_INTERVAL_MS = 10_000  # two connections of each member: a server of many notices
@@ -30,6 +31,7 @@ TELEMETRY_HWM_MESSAGES = 1_000  # of some KB each: what a watcher that does not 
 RECONNECT_MS = 50
 BINDING = (zmq.ROUTER, zmq.XSUB, zmq.XPUB)
 RECONNECT_MAX_MS = 1_000
+REBIND_S = 5.0
 HANDSHAKE_MS = 10_000  # for a peer to show its key; whoever is slower is disconnected
 HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -77,9 +79,14 @@ def unguessable(name: str) -> bytes:
 
 
 def router(
-    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, curve: Curve | None = None
+    context: zmq.Context[zmq.Socket[bytes]],
+    endpoint: str,
+    curve: Curve | None = None,
+    frame_bytes: int = MOST_BYTES,
 ) -> tuple[zmq.Socket[bytes], str]:
     """A bound ROUTER and the endpoint it really has (port `*` or 0 picks a free one).
+
+    A peer that sends a frame of more than `frame_bytes` loses its connection.
 
     Raises:
         StartupError: the address is taken.
@@ -87,6 +94,7 @@ def router(
     """
     socket = _socket(context, zmq.ROUTER, curve=curve)
     socket.set(zmq.RCVHWM, ROUTER_RECEIVE_HWM)
+    socket.set(zmq.MAXMSGSIZE, frame_bytes)
     socket.set(zmq.ROUTER_MANDATORY, 1)
     socket.set(zmq.ROUTER_HANDOVER, 1)
     return socket, _bind(socket, endpoint)
@@ -155,14 +163,41 @@ def relay(
         UsageError: one is not ours, or none.
     """
     inward = _socket(context, zmq.XSUB, TELEMETRY_HWM_MESSAGES, curve_in)
+    inward.set(zmq.MAXMSGSIZE, socket_bytes("events_in"))
     actual_in = _bind(inward, endpoint_in)
-    outward = _socket(context, zmq.XPUB, TELEMETRY_HWM_MESSAGES, curve_out)
+    outward = _xpub(context, curve_out)
     try:
         actual_out = _bind(outward, endpoint_out)
     except UmbraError:
         inward.close(linger=0)
         raise
     return inward, actual_in, outward, actual_out
+
+
+def watched(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, curve: Curve | None = None
+) -> zmq.Socket[bytes]:
+    """Another XPUB at `endpoint`, where one has just been closed.
+
+    Raises:
+        StartupError: the address has not become free.
+    """
+    until = time.monotonic() + REBIND_S
+    while True:
+        socket = _xpub(context, curve)
+        try:
+            _bind(socket, endpoint)
+            return socket
+        except StartupError:  # ZeroMQ closes in its own time
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.001)
+
+
+def _xpub(context: zmq.Context[zmq.Socket[bytes]], curve: Curve | None) -> zmq.Socket[bytes]:
+    socket = _socket(context, zmq.XPUB, TELEMETRY_HWM_MESSAGES, curve)
+    socket.set(zmq.MAXMSGSIZE, socket_bytes("events_out"))
+    return socket
 
 
 def pair(
@@ -211,7 +246,7 @@ def _socket(
     socket.set(zmq.LINGER, LINGER_MS)
     socket.set(zmq.SNDHWM, hwm)
     socket.set(zmq.RCVHWM, hwm)
-    socket.set(zmq.MAXMSGSIZE, DEFAULT_LIMITS.frame_bytes)
+    socket.set(zmq.MAXMSGSIZE, MOST_BYTES)
     if kind not in BINDING:
         socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
         socket.set(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from msgspec import Meta
+
 from umbra.proto.base import Message
+from umbra.proto.bounds import BATCH, RUN, Figures, Id, Name, Number, Text
 from umbra.proto.records import EvalReport, Ledger, Trajectory
 
 
@@ -10,8 +15,9 @@ class LeaseBatch(Message, frozen=True, kw_only=True):
     """The trainer asks for the batch of optimizer step `step` (1-based), waiting up to `wait_s`."""
 
     step: int
-    wait_s: float
-    held: str = ""  # `digest` of what it was given for this step in advance
+    wait_s: Number
+    held: Name = ""  # `digest` of what it was given for this step in advance
+    vocabulary: int = 0  # tokens of its model, by which answers are judged from now on; 0 = unsaid
 
 
 class PeekBatch(Message, frozen=True, kw_only=True):
@@ -20,7 +26,7 @@ class PeekBatch(Message, frozen=True, kw_only=True):
     """
 
     step: int
-    wait_s: float
+    wait_s: Number
 
 
 class BatchLease(Message, frozen=True, kw_only=True):
@@ -30,20 +36,31 @@ class BatchLease(Message, frozen=True, kw_only=True):
     """
 
     step: int
-    trajectories: list[Trajectory]
-    waiting_for: str = ""
+    trajectories: Annotated[list[Trajectory], Meta(max_length=RUN)]
+    waiting_for: Text = ""
     paused: bool = False  # it is not late: the run was paused
     checkpoint: bool = False  # save the state of now before anything else
-    evals: list[EvalReport] = []  # the last ones that are over, for the trainer's curves
-    digest: str = ""  # of the trajectories, if the trainer only peeked
+    evals: Annotated[
+        list[EvalReport], Meta(max_length=BATCH)
+    ] = []  # the last ones that are over, for the trainer's curves
+    digest: Name = ""  # of the trajectories, if the trainer only peeked
     same: bool = False  # the batch is what the trainer holds, and not sent again
+
+
+class RejectSamples(Message, frozen=True, kw_only=True):
+    """The trainer cannot use these samples of the batch of `step`: they end as `rejected`, and the
+    batch is formed anew. Samples that are not in the batch that is leased change nothing.
+    """
+
+    step: int
+    faults: Annotated[dict[Id, Text], Meta(max_length=RUN)]  # by sample, in words
 
 
 class CommitBatch(Message, frozen=True, kw_only=True):
     """The batch of `step` has been trained on. A repeated commit is a no-op."""
 
     step: int
-    metrics: dict[str, float] = {}
+    metrics: Figures = {}
 
 
 class CommitAck(Message, frozen=True, kw_only=True):
@@ -58,17 +75,17 @@ class CheckpointSaved(Message, frozen=True, kw_only=True):
 
     step: int
     newest: int = -1  # step of the newest checkpoint, on which the trainer need not rely alone
-    error: str = ""  # why the last one that was tried is not there
+    error: Text = ""  # why the last one that was tried is not there
 
 
 class FinishRun(Message, frozen=True, kw_only=True):
     """The trainer is done: what is in flight ends as `cancelled`, everyone drains."""
 
-    reason: str
+    reason: Text
 
 
 class RunFinished(Message, frozen=True, kw_only=True):
     """The final ledger; nothing is in flight any more."""
 
     ledger: Ledger
-    evals: list[EvalReport] = []  # the last ones that are over
+    evals: Annotated[list[EvalReport], Meta(max_length=BATCH)] = []  # the last ones that are over

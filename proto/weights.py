@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from umbra.proto.base import Message
+from typing import Annotated
+
+from msgspec import Meta
+
+from umbra.proto.base import Message, Order
+from umbra.proto.bounds import BATCH, BUCKETS, COPIES, Blob, Name, Number, Text
 from umbra.proto.records import GpuFacts, HeldVersion, Manifest, NcclRound, Piece
 
 # -- weights socket (hub: ROUTER) ---------------------------------------------------------------
@@ -16,14 +21,14 @@ class RegisterManifest(Message, frozen=True, kw_only=True):
     """
 
     manifest: Manifest
-    path: str = ""  # of the arena that it has attached to
+    path: Text = ""  # of the arena that it has attached to
     published: Publish | None = None
 
 
 class ArenaReady(Message, frozen=True, kw_only=True):
     """The arena that the trainer writes into: `slots` slots of `manifest.total_bytes` in `path`."""
 
-    path: str
+    path: Text
     slots: int
 
 
@@ -44,8 +49,8 @@ class Publish(Message, frozen=True, kw_only=True):
 
     version: int
     slot: int
-    checksums: list[int]
-    snapshot_s: float
+    checksums: Annotated[list[int], Meta(max_length=BUCKETS)]
+    snapshot_s: Number
 
 
 class Subscribe(Message, frozen=True, kw_only=True):
@@ -54,11 +59,11 @@ class Subscribe(Message, frozen=True, kw_only=True):
     A relay also says where it serves the receivers of its host, and where it hands buckets on.
     """
 
-    host: str
-    planes: list[str]
-    serves: str = ""  # endpoint of its weights socket
-    buckets: str = ""  # endpoint of its buckets socket
-    avoid: str = ""  # endpoint of a relay that did not answer
+    host: Name
+    planes: Annotated[list[Name], Meta(max_length=16)]
+    serves: Name = ""  # endpoint of its weights socket
+    buckets: Name = ""  # endpoint of its buckets socket
+    avoid: Name = ""  # endpoint of a relay that did not answer
     streamed: bool = False  # it stages nothing: its slot must stay until Committed
     gpu: GpuFacts | None = None  # for planes "nccl" and "cuda_ipc"
 
@@ -70,8 +75,8 @@ class Subscribed(Message, frozen=True, kw_only=True):
     """
 
     manifest: Manifest
-    plane: str
-    path: str  # the arena, for plane "shm"; the relay's weights endpoint, for plane "relay"
+    plane: Name
+    path: Text  # the arena, for plane "shm"; the relay's weights endpoint, for plane "relay"
 
 
 class Prepare(Message, frozen=True, kw_only=True):
@@ -84,10 +89,11 @@ class Prepare(Message, frozen=True, kw_only=True):
     epoch: int
     version: int
     slot: int
-    checksums: list[int]
-    source: str = ""  # a buckets endpoint, for planes "tcp" and "nccl"
+    checksums: Annotated[list[int], Meta(max_length=BUCKETS)]
+    source: Name = ""  # a buckets endpoint, for planes "tcp" and "nccl"
+    relayed: bool = False  # `source` is a relay's, which has the key of that role
     round: NcclRound | None = None  # for plane "nccl", unless it is to be fetched
-    memory: bytes | None = None  # a CUDA IPC handle, for plane "cuda_ipc"
+    memory: Blob | None = None  # a CUDA IPC handle, for plane "cuda_ipc"
 
 
 class Ready(Message, frozen=True, kw_only=True):
@@ -98,9 +104,9 @@ class Ready(Message, frozen=True, kw_only=True):
 
     epoch: int
     version: int
-    wire_s: float
-    stage_s: float
-    error: str = ""
+    wire_s: Number
+    stage_s: Number
+    error: Text = ""
     wire_bytes: int = 0  # that travelled, after encoding
     source_lost: bool = False
 
@@ -117,8 +123,8 @@ class Committed(Message, frozen=True, kw_only=True):
 
     epoch: int
     version: int
-    commit_s: float
-    error: str = ""
+    commit_s: Number
+    error: Text = ""
 
 
 class Abort(Message, frozen=True, kw_only=True):
@@ -129,7 +135,7 @@ class Abort(Message, frozen=True, kw_only=True):
 
     epoch: int
     version: int
-    reason: str
+    reason: Text
     dropped: bool = False
 
 
@@ -140,34 +146,34 @@ class VersionsRequest(Message, frozen=True, kw_only=True):
 class Versions(Message, frozen=True, kw_only=True):
     """The versions that the hub holds, oldest first; those that are not pinned may go any time."""
 
-    held: list[HeldVersion]
+    held: Annotated[list[HeldVersion], Meta(max_length=BATCH)]
     slots: int  # of the arena
     slot_bytes: int
 
 
-class PinVersion(Message, frozen=True, kw_only=True):
+class PinVersion(Order, frozen=True, kw_only=True):
     """Keep `version` until it is unpinned."""
 
     version: int
 
 
-class UnpinVersion(Message, frozen=True, kw_only=True):
+class UnpinVersion(Order, frozen=True, kw_only=True):
     """`version` need not be kept any longer."""
 
     version: int
 
 
-class RollBack(Message, frozen=True, kw_only=True):
+class RollBack(Order, frozen=True, kw_only=True):
     """Push `version` to all receivers now; the trainer's next version follows it as usual."""
 
     version: int
 
 
-class ExportVersion(Message, frozen=True, kw_only=True):
+class ExportVersion(Order, frozen=True, kw_only=True):
     """Write `version` as a Hugging Face directory at `path`, on the hub's host."""
 
     version: int
-    path: str
+    path: Text
 
 
 class HubStatusRequest(Message, frozen=True, kw_only=True):
@@ -182,7 +188,7 @@ class HubStatus(Message, frozen=True, kw_only=True):
 
     version: int
     pushes: int
-    receivers: dict[str, int]
+    receivers: Annotated[dict[Name, int], Meta(max_length=BATCH)]
     subscribed: bool = False
 
 
@@ -197,9 +203,11 @@ class FetchBuckets(Message, frozen=True, kw_only=True):
     """
 
     number: int  # counts up per receiver; pieces carry it
-    wanted: list[int]
-    contents: list[int]
-    bases: list[list[int]] = []
+    wanted: Annotated[list[int], Meta(max_length=BUCKETS)]
+    contents: Annotated[list[int], Meta(max_length=BUCKETS)]
+    bases: Annotated[
+        list[Annotated[list[int], Meta(max_length=BUCKETS)]], Meta(max_length=COPIES)
+    ] = []
     frame_bytes: int  # at most, in one message
     credit_bytes: int  # that may be under way unacknowledged
 
@@ -215,7 +223,7 @@ class Buckets(Message, frozen=True, kw_only=True):
     """To a receiver: pieces of what it fetches; one raw frame follows for each."""
 
     number: int
-    pieces: list[Piece]
+    pieces: Annotated[list[Piece], Meta(max_length=BATCH)]
 
     def raw_frames(self) -> int:
         """One per piece."""

@@ -22,7 +22,7 @@ PORTS: dict[Task, tuple[int, ...]] = {
 KEYS: dict[Task, KeyRole] = {
     "buffer": "buffer",
     "weight_hub": "weight_hub",
-    "relay": "weight_hub",
+    "relay": "relay",
     "train": "trainer",
     "generate": "generator",
     "ref_logp": "scorer",
@@ -91,8 +91,10 @@ def health(plan: Plan, process: Process) -> list[str]:
     match process.task:
         case "buffer":
             return ["ping", "--broker", *here]
-        case "weight_hub" | "relay":
+        case "weight_hub":
             return ["ping", "--hub", *here]
+        case "relay":
+            return ["ping", "--relay", *here]
         case _:
             return ["ping", "--member", process.name]
 

@@ -37,7 +37,7 @@ def make_answer(
         group_id=task.group_id,
         prompt_id=task.prompt_id,
         attempt=task.attempt,
-        prompt_ids=b"",
+        prompt_ids=bytes(4),
         response_ids=bytes(4 * count),
         loss_mask=b"\1" * count,
         logprobs=bytes(4 * count),

@@ -169,7 +169,7 @@ class Simulation:
         self.failures.plan("buffer", "buffer", self._buffer_dies)
 
     def _make_broker(self, now: float) -> Broker:
-        return Broker(
+        broker = Broker(
             self._scenario.config,
             run_id="simulated",
             prompts=_Prompts(),
@@ -177,6 +177,8 @@ class Simulation:
             endpoints=Endpoints("data", "events-in", "events-out"),
             now=now,
         )
+        broker.works.facts.sampling = None  # what is simulated is drawn by nobody
+        return broker
 
     # -- who takes part ---------------------------------------------------------------------------
 

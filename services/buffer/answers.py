@@ -12,7 +12,7 @@ from umbra.services.buffer.batches import Batches
 from umbra.services.buffer.reasons import count_reason
 from umbra.services.buffer.samples import Pool, Sample, State
 from umbra.services.buffer.staleness import StalenessPolicy
-from umbra.services.buffer.trajectories import find_fault
+from umbra.services.runtime.trajectories import RunFacts, find_fault
 
 log = logging.getLogger(__name__)
 
@@ -21,22 +21,28 @@ class Answers:
     """Accepts what is sound, in time and asked for; the rest is counted and changes nothing.
 
     Args:
+        facts: what answers are judged by.
         heard: gets each answer that is accepted.
     """
+
+    trained = True  # what is accepted is trained on
 
     def __init__(
         self,
         pool: Pool,
         batches: Batches,
         policy: StalenessPolicy,
+        facts: RunFacts,
         counters: Counter[str],
         heard: Callable[[Trajectory], None] = lambda _: None,
     ) -> None:
         self._pool = pool
         self._batches = batches
         self._policy = policy
+        self._facts = facts
         self._counters = counters
         self._heard = heard
+        self._sound = ""  # who sent the last answer that was accepted
 
     def submit(self, trajectory: Trajectory, sender: str, now: float) -> str | None:
         """Take the complete `trajectory`; the reason if it is refused.
@@ -63,7 +69,9 @@ class Answers:
         if fault is not None:
             log.warning("%s sent a malformed %s: %s", sender, sample.sample_id, fault)
             if sample.state is State.GENERATING:
-                self._pool.take_back(sample, lost=True, fault=fault)
+                # If others' answers are sound, it is the sender's fault and not the sample's.
+                own = self._sound in ("", sender)
+                self._pool.take_back(sample, lost=True, fault=fault, own=own)
             return self._refuse("malformed_trajectory", f"malformed: {fault}")
         unfit = self._unfit(sample, trajectory)
         if unfit is not None:
@@ -72,6 +80,7 @@ class Answers:
         if sample.state is State.QUEUED:
             self._counters["late_accepted"] += 1
         self._pool.accept(sample, trajectory, now)
+        self._sound = sender
         self._counters["accepted"] += 1
         self._heard(trajectory)
         return None
@@ -142,7 +151,7 @@ class Answers:
             return "sample_id or attempt is not that of the lease"
         if (trajectory.group_id, trajectory.prompt_id) != (group.group_id, group.prompt.prompt_id):
             return "group_id or prompt_id is not that of the sample"
-        return find_fault(trajectory, self._batches.newest)
+        return find_fault(trajectory, self._facts, self._batches.newest, trained=self.trained)
 
     def _refuse(self, counter: str, reason: str) -> str:
         self._counters[counter] += 1

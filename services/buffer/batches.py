@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from umbra.services.buffer.archive import Archive, Batch
 from umbra.services.buffer.groups import Group, Sample, State
@@ -114,6 +115,38 @@ class Batches:
         self._sweep()
         self._retire()
         return batch
+
+    def reject(self, faults: Mapping[str, str]) -> list[str]:
+        """The trainer cannot use these samples of the leased batch, which is formed anew then.
+
+        The samples that were in it; the others' groups are where they were before.
+        """
+        batch = self.leased
+        found = [name for name in batch.sample_ids if name in faults] if batch else []
+        if not found:
+            return []
+        # What comes after it may have groups that are trained on for the first time in it.
+        undone = sorted(self.formed) if self.replays.enabled else [self.next_step]
+        groups: list[Group] = []
+        again: dict[str, Group] = {}
+        for step in undone:
+            batch = self.formed.pop(step)
+            self.archive.forget(step)
+            groups += batch.groups
+            again |= {group.group_id: group for group in batch.replays}
+        self._pool.stop_training(groups)
+        bad = set(found)
+        for group in groups:
+            for sample in [s for s in group.samples if s.sample_id in bad]:
+                if sample.state is State.READY:  # else it ended with another of its group
+                    self._pool.reject(sample)
+        for group in again.values():
+            if any(sample.sample_id in bad for sample in group.samples):
+                self.replays.give_up(group)
+                if not self.archive.needs(group):
+                    for sample in group.samples:
+                        self._pool.shelf.drop(sample.sample_id)
+        return found
 
     def can_rewind(self, step: int) -> bool:
         """Whether the batches from `step` to the version are all kept."""

@@ -33,6 +33,7 @@ from umbra.proto.messages import (
     PeekBatch,
     Ping,
     Pong,
+    RejectSamples,
     RenewLeases,
     ReturnSamples,
     RunFinished,
@@ -311,6 +312,8 @@ class Broker:
                 self.works.training.lease(request, body, now)
             case PeekBatch() as body:
                 self.works.training.peek(request, body, now)
+            case RejectSamples() as body:
+                self.works.training.reject(request, body)
             case CommitBatch() as body:
                 self.works.training.commit(request, body)
             case CheckpointSaved() as body:

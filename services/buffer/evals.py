@@ -64,6 +64,8 @@ class _Open:
 class EvalAnswers(Answers):
     """Takes what generators send back of eval samples: all tokens must be of the pinned version."""
 
+    trained = False
+
     def _unfit(self, sample: Sample, trajectory: Trajectory) -> str | None:
         due = sample.group.due
         if {span.version for span in trajectory.spans} == {due}:

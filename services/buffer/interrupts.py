@@ -6,6 +6,7 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Collection
 
+from umbra.proto.bounds import LEASES
 from umbra.proto.messages import Interrupt, Interrupted, InterruptRequest
 from umbra.services.buffer.batches import Batches
 from umbra.services.buffer.effects import Outbox
@@ -13,6 +14,7 @@ from umbra.services.buffer.groups import Sample
 from umbra.services.buffer.membership import Membership
 from umbra.services.buffer.samples import Pool
 from umbra.services.buffer.staleness import StalenessPolicy
+from umbra.services.runtime.portions import portions
 from umbra.services.runtime.server import Request
 
 log = logging.getLogger(__name__)
@@ -71,7 +73,8 @@ class Interrupts:
         for holder, held in leases.items():
             if holder in self._members.peers:
                 identity = self._members.peers[holder].identity
-                self._outbox.push(identity, Interrupt(leases=held, reason=reason), "data")
+                for portion in portions(held, lambda _: 0, LEASES):
+                    self._outbox.push(identity, Interrupt(leases=portion, reason=reason), "data")
         self._counters["interrupted"] += len(samples)
         return len(samples)
 

@@ -20,6 +20,7 @@ MOVES = frozenset(
         ("scoring", "queued"),  # too old, so it is generated anew
         ("ready", "queued"),  # the same
         ("ready", "training"),  # handed to the trainer
+        ("training", "ready"),  # its batch had samples that the trainer rejects
     }
 )
 

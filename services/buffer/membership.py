@@ -7,9 +7,11 @@ death; a member that beats but does not move is stuck, which is only told.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
+from umbra.proto.bounds import MEMBERS
 from umbra.proto.messages import Heartbeat, Join, Member, Nack, Role, State, Stuck
 from umbra.services.buffer.meter import Meter
 from umbra.services.runtime.config import Buffer
@@ -29,12 +31,12 @@ class Peer:
     name: str
     role: Role
     incarnation: str
-    identity: bytes  # of its sockets, for pushes; nobody else knows it
+    identity: bytes  # of its sockets, for pushes; nobody else knows it; empty: not heard of yet
     pid: int
     host: str
     endpoints: dict[str, str]
     heard_at: float
-    relay: bool = False
+    seal: bytes = b""  # digest of `identity`: what is kept of it opens nothing
     confirmed: bool = True  # False after a restart of the buffer, until it is heard of
     state: State = "joining"
     activity: str = ""
@@ -50,7 +52,7 @@ class Peer:
     @property
     def is_single(self) -> bool:
         """Whether a run has only one of its kind."""
-        return self.role in SINGLE and not self.relay
+        return self.role in SINGLE
 
     def record(self, now: float) -> Member:
         """The member as others are told of it."""
@@ -115,7 +117,7 @@ class Membership:
         for other in self.peers.values():
             if other.role != body.role or other.name == body.name or body.role not in SINGLE:
                 continue
-            if other.confirmed and not (other.relay or body.relay):
+            if other.confirmed:
                 return Nack(
                     code=f"duplicate_{body.role}",
                     reason=(
@@ -131,6 +133,9 @@ class Membership:
                 reason=f"{body.name!r} is the name of a {before.role} of this run: choose another",
                 path="name",
             )
+        if before is None and len(self.peers) >= MEMBERS:
+            reason = f"the run has {MEMBERS} members already"
+            return Nack(code="too_many", reason=reason, path="name")
         if before is not None and before.incarnation != header.incarnation:
             self._superseded[body.name, before.incarnation] = None
             _forget_oldest(self._superseded)
@@ -139,10 +144,10 @@ class Membership:
             role=body.role,
             incarnation=header.incarnation,
             identity=request.identity,
+            seal=_seal(request.identity),
             pid=body.pid,
             host=body.host,
             endpoints=dict(body.endpoints),
-            relay=body.relay,
             heard_at=now,
         )
         self.peers[body.name] = peer
@@ -159,12 +164,15 @@ class Membership:
         header = request.header
         peer = self.peers.get(header.sender)
         if peer is not None and peer.incarnation == header.incarnation:
-            if request.identity != peer.identity or request.role not in (None, peer.role):
+            seal = _seal(request.identity) if not peer.identity else peer.seal
+            known = request.identity == (peer.identity or request.identity) and seal == peer.seal
+            if not known or request.role not in (None, peer.role):
                 return Nack(
                     code="not_allowed",
                     reason=f"{peer.name!r} has joined over another connection",
                     path="sender",
                 )
+            peer.identity = request.identity
             peer.heard_at = now
             peer.confirmed = True
             return peer
@@ -199,13 +207,18 @@ class Membership:
     def record(self, name: str) -> dict[str, Any] | None:
         """The member `name` in plain values, for the journal; None if it is gone."""
         peer = self.peers.get(name)
-        names = ("name", "role", "incarnation", "identity", "pid", "host", "endpoints", "relay")
+        names = ("name", "role", "incarnation", "seal", "pid", "host", "endpoints")
         return None if peer is None else {name: getattr(peer, name) for name in names}
 
     def restore(self, records: list[dict[str, Any]], now: float) -> None:
         """Take over the members of before a restart of the buffer; most have outlived it."""
         for record in records:
-            peer = Peer(**record, heard_at=now, confirmed=False)
+            kept = dict(record)
+            if kept.pop("relay", False):  # what a relay was called before it had a role
+                kept["role"] = "relay"
+            if older := kept.pop("identity", b""):
+                kept["seal"] = _seal(older)  # of a store that has the identity itself
+            peer = Peer(**kept, identity=b"", heard_at=now, confirmed=False)
             self.peers[peer.name] = peer
         self._index()
 
@@ -261,6 +274,10 @@ class Membership:
             reason=f"another process has joined as {name!r} since: names must be unique",
             path="incarnation",
         )
+
+
+def _seal(identity: bytes) -> bytes:
+    return hashlib.sha256(identity).digest()
 
 
 def _forget_oldest(kept: dict[Any, Any]) -> None:

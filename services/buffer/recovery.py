@@ -144,6 +144,7 @@ class Recovery:
             "prompts": self._prompts.position(),
             "finished": self.finished,
             "paused": self._gate.reason,
+            "vocabulary": self._training.facts.vocabulary,
             "counters": dict(self._counters),
         }
 
@@ -167,6 +168,7 @@ class Recovery:
         self._health.restore(record.get("health", {}))
         self.finished = record["finished"]
         self._gate.shut(record["paused"])
+        self._training.facts.learn(record.get("vocabulary", 0))
         self._counters.update(record["counters"])
 
     def _settle(self, *, repaired: bool) -> None:

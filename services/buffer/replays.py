@@ -66,6 +66,10 @@ class Replays:
         else:
             self._drop(group)
 
+    def give_up(self, group: Group) -> None:
+        """The trainer cannot use `group` any more."""
+        self._drop(group)
+
     def load(self, trajectories: Collection[str]) -> list[str]:
         """Read them back; those of which a trajectory is gone are named, and given up."""
         mended: list[str] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from umbra.proto.bounds import BATCH
 from umbra.proto.messages import (
     FlushPartials,
     LeaseSamples,
@@ -159,12 +160,13 @@ class Rollouts:
         if self.closed or self._gate.is_shut:
             return False
         name, body = question.request.header.sender, question.body
-        tasks = self._evals.take(name, body.version, body.capacity, now)
+        capacity = min(body.capacity, BATCH)
+        tasks = self._evals.take(name, body.version, capacity, now)
         if not self._evals.pausing:
             tasks += self._leases.take(
                 name,
                 version=body.version,
-                capacity=body.capacity - len(tasks),
+                capacity=capacity - len(tasks),
                 waiting=waiting,
                 now=now,
             )

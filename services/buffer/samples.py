@@ -3,6 +3,8 @@
     queued -> generating -> scoring -> ready -> training -> trained
        ^----------'       any of the first five -> ended(reason)
 
+A batch of which the trainer rejects samples goes back from training to ready without them.
+
 A lease is `(sample_id, attempt)`: `attempt` counts up with every lease of the sample, so that
 answers under an older one are told apart. A sample that is taken back is queued before those that
 nobody has had yet, oldest first, and keeps its last partial. Groups are trained as a whole; they
@@ -171,18 +173,19 @@ class Pool:
         sample.segments = 0
         self._touch(sample)
 
-    def take_back(self, sample: Sample, *, lost: bool, fault: str = "") -> None:
+    def take_back(self, sample: Sample, *, lost: bool, fault: str = "", own: bool = False) -> None:
         """End the lease on `sample` and queue it again.
 
         Only `lost` leases count against `max_attempts`, after which it fails: handing a sample back
-        is no failure of it. `fault` is what is wrong with its answer, if that is why.
+        is no failure of it. `fault` is what is wrong with its answer, if that is why; `own` as of
+        `fail`.
         """
         sample.lost += lost
         if sample.lost >= self._max_attempts:
             self.counters["attempts_exhausted"] += 1
             log.warning("%s failed: %d leases were lost", sample.sample_id, sample.lost)
             why = f"malformed answer: {fault}" if fault else f"{sample.lost} leases were lost"
-            self.fail(sample, why, own=bool(fault))
+            self.fail(sample, why, own=own)
             return
         sample.segments += sample.oldest is not None
         self._requeue(sample)
@@ -260,6 +263,30 @@ class Pool:
                 self.ledger.move(sample.state, State.TRAINING)
                 sample.state = State.TRAINING
             del self.groups[group.group_id], self.complete[group.group_id]
+
+    def stop_training(self, groups: list[Group]) -> None:
+        """The batch of `groups` is not trained on: they are complete, as they were before."""
+        for group in groups:
+            for sample in group.samples:
+                self._move(sample, State.READY)
+            self.groups[group.group_id] = self.complete[group.group_id] = group
+            self._touch_group(group)
+        in_order = sorted(self.complete.items(), key=lambda item: item[1].completed)
+        self.complete = dict(in_order)
+
+    def reject(self, sample: Sample) -> None:
+        """The trainer cannot use `sample`, which is ready: its group goes on without it, or ends.
+
+        What a batch lacks then is issued anew.
+        """
+        group = sample.group
+        if not self._rules.can_lose(group):
+            self.end(group, "rejected")
+            return
+        group.ready -= 1
+        group.completed = 0
+        self.complete.pop(group.group_id, None)
+        self.cut(group, [sample], "rejected")
 
     def finish_training(self, groups: list[Group], *, keep: bool) -> None:
         """The batch of `groups` was committed; its trajectories go, unless they are to be kept."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from umbra.proto.bounds import BATCH
 from umbra.proto.messages import (
     LeaseScoring,
     Nack,
@@ -90,7 +91,7 @@ class Scorers:
             body = question.body
             if self.closed or not self._scoring.waiting(body.stage):
                 continue
-            tasks = self._scoring.take(name, body.stage, body.capacity, now)
+            tasks = self._scoring.take(name, body.stage, min(body.capacity, BATCH), now)
             if tasks:
                 del self._questions[name]
                 self._outbox.reply(question.request, ScoringLeases(tasks=tasks))

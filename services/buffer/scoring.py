@@ -8,17 +8,17 @@ fails.
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from umbra.proto.records import Score, ScoringTask, Trajectory, unpack_float32
+from umbra.proto.records import Score, ScoringTask, Trajectory
 from umbra.services.buffer.groups import Sample, State
 from umbra.services.buffer.reasons import count_reason
 from umbra.services.buffer.samples import Pool
+from umbra.services.runtime.trajectories import MOST_VERSION, reward_fault, scored_fault
 
 LOGPROBS = {"ref_logp": "ref_logprobs", "logp": "proximal_logprobs"}
 
@@ -190,12 +190,11 @@ def _is_in(sample: Sample, pool: Pool, stage: str) -> bool:
 
 def _fault(stage: str, score: Score, trajectory: Trajectory) -> str | None:
     if stage == "reward":
-        values = [score.reward, *score.reward_parts.values()]
-        return None if all(map(math.isfinite, values)) else f"reward is {score.reward}"
-    if score.logprobs is None or len(score.logprobs) != 4 * trajectory.response_tokens:
-        size = len(score.logprobs or b"")
-        return f"logprobs have {size} bytes for {trajectory.response_tokens} response tokens"
-    return None if math.isfinite(sum(unpack_float32(score.logprobs))) else "logprobs not finite"
+        made = _merge(stage, score, trajectory)
+        return reward_fault(made.reward, made.reward_parts)
+    if not -1 <= score.version <= MOST_VERSION:
+        return f"version is {score.version}"
+    return scored_fault(score.logprobs, trajectory.response_tokens)
 
 
 def _merge(stage: str, score: Score, trajectory: Trajectory) -> Trajectory:

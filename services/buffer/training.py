@@ -16,6 +16,7 @@ from umbra.proto.messages import (
     Nack,
     Ok,
     PeekBatch,
+    RejectSamples,
 )
 from umbra.services.buffer.batches import Batches
 from umbra.services.buffer.curves import StepCurves
@@ -23,11 +24,13 @@ from umbra.services.buffer.effects import Outbox
 from umbra.services.buffer.evals import Evals
 from umbra.services.buffer.gate import Gate
 from umbra.services.buffer.health import Health
+from umbra.services.buffer.reasons import count_reason
 from umbra.services.buffer.run_ahead import RunAhead
 from umbra.services.buffer.samples import Pool
 from umbra.services.buffer.shelf import digest
 from umbra.services.buffer.wishes import Wishes
 from umbra.services.runtime.server import Request
+from umbra.services.runtime.trajectories import RunFacts
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +56,7 @@ class Training:
         evals: while training waits for one of them, no new batch is formed.
         formed: called when a new batch was formed.
         run_ahead: hears what the trainer says of each batch; so does `health`.
+        facts: of the run; the trainer tells of its model.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class Training:
         formed: Callable[[], None],
         run_ahead: RunAhead,
         health: Health,
+        facts: RunFacts,
         counters: Counter[str],
         outbox: Outbox,
     ) -> None:
@@ -84,6 +89,7 @@ class Training:
         self._formed = formed
         self._run_ahead = run_ahead
         self._health = health
+        self.facts = facts
         self._counters = counters
         self._outbox = outbox
         self._question: _Question | None = None
@@ -97,6 +103,7 @@ class Training:
         """
         self._answer_parked("asked again")
         self._answer_peek()
+        self.facts.learn(body.vocabulary)
         is_new = request.header.incarnation != self.committer
         if is_new and 0 < body.step <= self._batches.version:
             if self._batches.can_rewind(body.step):
@@ -149,6 +156,15 @@ class Training:
             return
         ledger = self._pool.ledger.snapshot()
         self._outbox.reply(request, CommitAck(version=self._batches.version, ledger=ledger))
+
+    def reject(self, request: Request, body: RejectSamples) -> None:
+        """The trainer cannot use some samples; a repetition changes nothing."""
+        found = self._batches.reject(body.faults) if body.step == self._batches.next_step else []
+        self._counters["rejected_samples"] += len(found)
+        for name in found:
+            if count_reason(self._counters, f"rejected: {body.faults[name]}"):
+                log.warning("%s rejects %s: %s", request.header.sender, name, body.faults[name])
+        self._outbox.reply(request, Ok())
 
     def checkpoint(self, request: Request, body: CheckpointSaved) -> None:
         """The trainer has saved its state after `body.step`."""

@@ -31,6 +31,7 @@ from umbra.services.buffer.staleness import StalenessPolicy
 from umbra.services.buffer.store import Store
 from umbra.services.buffer.training import Training
 from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.trajectories import RunFacts, sampling_of
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,8 @@ class Works:
         self.gate = Gate()
         self.health = Health(config)
         self.policy = StalenessPolicy.of(config)
+        self.facts = RunFacts.of(config)
+        self.facts.sampling = sampling_of(config.sampling)
         self.pool = Pool(
             rules=GroupRules.of(buffer),
             lease_s=buffer.lease_s,
@@ -111,9 +114,11 @@ class Works:
             self.pool,
             self.batches,
             self.leases,
-            Answers(self.pool, self.batches, self.policy, counters, self.health.answered),
+            Answers(
+                self.pool, self.batches, self.policy, self.facts, counters, self.health.answered
+            ),
             self.evals,
-            EvalAnswers(eval_pool, self.batches, self.policy, counters),
+            EvalAnswers(eval_pool, self.batches, self.policy, self.facts, counters),
             self.gate,
             counters,
             outbox,
@@ -144,6 +149,7 @@ class Works:
             formed=self.interrupts.batch_formed,
             run_ahead=self.run_ahead,
             health=self.health,
+            facts=self.facts,
             counters=counters,
             outbox=outbox,
         )

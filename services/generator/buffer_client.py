@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
+from umbra.proto.bounds import LEASES
 from umbra.proto.errors import DeadlineError
 from umbra.proto.messages import (
     FlushPartials,
@@ -25,6 +26,7 @@ from umbra.proto.messages import (
 )
 from umbra.proto.records import SampleTask, Trajectory
 from umbra.services.runtime.channel import Channel
+from umbra.services.runtime.portions import array_bytes, portions
 
 WAIT_S = 1.0  # how long the buffer may keep a question for work open
 GRACE_S = 60.0  # without an answer for so long, the buffer is gone
@@ -102,8 +104,10 @@ class BufferClient:
 
     def submit(self, trajectories: Sequence[Trajectory]) -> None:
         """Deliver finished samples."""
-        if not trajectories:
-            return
+        for portion in portions(trajectories, array_bytes):
+            self._submit(portion)
+
+    def _submit(self, trajectories: list[Trajectory]) -> None:
         leases = [(t.sample_id, t.attempt) for t in trajectories]
         self._undelivered.update(leases)
 
@@ -117,19 +121,19 @@ class BufferClient:
                 for sample_id, reason in answer.refused.items():
                     log.info("the buffer refused %s: %s", sample_id, reason)
 
-        self._send(SubmitTrajectories(trajectories=list(trajectories)), stored)
+        self._send(SubmitTrajectories(trajectories=trajectories), stored)
 
     def give_back(self, samples: Sequence[ReturnedSample]) -> None:
         """Hand samples back, unfinished or failed."""
-        if samples:
-            self._send(
-                ReturnSamples(samples=list(samples)), lambda future: _answer(future, Message)
-            )
+        for portion in portions(samples, lambda sample: array_bytes(sample.partial)):
+            self._send(ReturnSamples(samples=portion), lambda future: _answer(future, Message))
 
     def save(self, partials: Sequence[Trajectory]) -> None:
         """Have the buffer keep what there is of samples that go on."""
-        if not partials:
-            return
+        for portion in portions(partials, array_bytes):
+            self._save(portion)
+
+    def _save(self, partials: list[Trajectory]) -> None:
         attempts = {t.sample_id: t.attempt for t in partials}
 
         def saved(future: Future[Message]) -> None:
@@ -137,7 +141,7 @@ class BufferClient:
             if answer is not None:
                 self._lost += [(s, attempts[s]) for s in answer.lost if s in attempts]
 
-        self._send(FlushPartials(partials=list(partials)), saved)
+        self._send(FlushPartials(partials=partials), saved)
 
     def interrupts(self) -> list[Interrupt]:
         """What the buffer wants back, since the last call."""
@@ -155,9 +159,10 @@ class BufferClient:
             return
         self._renew_at = now + self._lease_s / 3
         held = [*leases, *self._undelivered.items()]
-        if not held:
-            return
+        for portion in portions(held, lambda _: 0, LEASES):
+            self._renew(portion)
 
+    def _renew(self, held: list[Lease]) -> None:
         def renewed(future: Future[Message]) -> None:
             answer = _answer(future, RenewAck)
             if answer is not None and answer.lost:

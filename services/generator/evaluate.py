@@ -13,7 +13,7 @@ import torch
 from umbra.proto.errors import UmbraError, UsageError
 from umbra.proto.records import SampleTask, Trajectory
 from umbra.services.generator.pools import open_environments
-from umbra.services.generator.rollout import RolloutSettings, limits_of, sampling_of
+from umbra.services.generator.rollout import RolloutSettings, limits_of
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.torch_engine import TorchEngine
 from umbra.services.modeling.chat import Chat
@@ -26,6 +26,7 @@ from umbra.services.modeling.models import (
 )
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.eval_scores import eval_scores
+from umbra.services.runtime.trajectories import sampling_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,6 @@ from umbra.services.generator.engine import EngineOutput, EngineRequest
 from umbra.services.generator.tokens import ResponseTokens, tokens_of
 from umbra.services.modeling.chat import Chat
 from umbra.services.runtime.config import Environment as EnvironmentConfig
-from umbra.services.runtime.config import SamplingConfig
 
 
 class Phase(enum.Enum):
@@ -386,14 +385,3 @@ def _templated(what: str, encode: Callable[[], list[int]]) -> list[int]:
 def limits_of(config: EnvironmentConfig) -> Limits:
     """The configured limits of a sample."""
     return Limits(turns=config.max_turns, tokens=config.max_tokens, seconds=config.max_s)
-
-
-def sampling_of(config: SamplingConfig, *, greedy: bool = False) -> Sampling:
-    """The wire record of the configured sampling; `greedy` is temperature 0."""
-    return Sampling(
-        temperature=0.0 if greedy else config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        min_p=config.min_p,
-        max_tokens=config.max_tokens,
-    )

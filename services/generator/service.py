@@ -15,7 +15,7 @@ from umbra.services.generator.buffer_client import BufferClient
 from umbra.services.generator.engines import OpenEngine, open_engine
 from umbra.services.generator.loop import GeneratorLoop
 from umbra.services.generator.pools import open_environments
-from umbra.services.generator.rollout import RolloutSettings, limits_of, sampling_of
+from umbra.services.generator.rollout import RolloutSettings, limits_of
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.showcase import Showcase
 from umbra.services.generator.stall import StallWatch, watching
@@ -26,6 +26,7 @@ from umbra.services.runtime.gpu.receiving import GpuReceiving, gpu_for, host_pla
 from umbra.services.runtime.receiver import Receiver
 from umbra.services.runtime.session import Session
 from umbra.services.runtime.stream import WeightStream
+from umbra.services.runtime.trajectories import sampling_of
 
 _HUB_DEADLINE_S = 600.0  # for a hub to join, and for the trainer to load its model
 _LOOK_S = 0.05

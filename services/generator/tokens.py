@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from umbra.proto.records import Trajectory, VersionSpan, unpack_float32, unpack_int32
 from umbra.services.generator.engine import EngineOutput
+from umbra.services.runtime.trajectories import RunFacts, find_fault
 
 
 @dataclass
@@ -53,18 +54,9 @@ class ResponseTokens:
 def tokens_of(partial: Trajectory) -> ResponseTokens | None:
     """What a partial holds; None if it can't be continued.
 
-    One that can begins with a model's token, and its parts agree.
+    One that can is sound, and begins with a model's token.
     """
-    count = partial.response_tokens
-    sound = (
-        count > 0
-        and len(partial.loss_mask) == count
-        and len(partial.logprobs) == 4 * count
-        and partial.loss_mask[0] == 1
-        and bool(partial.spans)
-        and partial.spans[-1].end == count
-    )
-    if not sound:
+    if find_fault(partial, RunFacts(), trained=False) or partial.loss_mask[0] != 1:
         return None
     return ResponseTokens(
         unpack_int32(partial.response_ids),

@@ -15,7 +15,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from umbra.proto.errors import UmbraError, UsageError
-from umbra.proto.records import Manifest, Sampling, TensorEntry
+from umbra.proto.records import DType, Manifest, Sampling, TensorEntry
 from umbra.services.generator.engine import (
     EngineOutput,
     EngineRequest,
@@ -32,7 +32,11 @@ from umbra.services.runtime.feasibility import VLLM_COOLEST
 from umbra.services.runtime.manifest import build_manifest
 from umbra.services.runtime.mapped import SharedMemory
 
-_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_DTYPE_NAMES: dict[torch.dtype, DType] = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+}
 
 log = logging.getLogger(__name__)
 
@@ -320,7 +324,7 @@ def _named(output: EngineOutput, name: str) -> EngineOutput:
     return EngineOutput(name, output.token_ids, output.logprobs, output.spans, output.finish_reason)
 
 
-def _dtype_name(name: str, tensor: torch.Tensor) -> str:
+def _dtype_name(name: str, tensor: torch.Tensor) -> DType:
     if tensor.dtype not in _DTYPE_NAMES:
         raise UsageError(f"tensor {name} has dtype {tensor.dtype}")
     return _DTYPE_NAMES[tensor.dtype]

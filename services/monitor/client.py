@@ -42,7 +42,7 @@ M = TypeVar("M", bound=Message)
 class StatusClient:
     """A connection to the buffer at `broker`; a context manager.
 
-    A hub, and a relay, can be asked for a sign of life too: then `server` is "weight_hub".
+    A hub, and a relay, can be asked for a sign of life too: `server` is its role then.
 
     Raises:
         UsageError: `broker` is no address.

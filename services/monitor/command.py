@@ -34,21 +34,27 @@ json_option = click.option("--json", "as_json", is_flag=True, help="One JSON obj
 
 @click.command()
 @click.option("--broker", envvar="UMBRA_BROKER", help="Address of the buffer: tcp://host:port.")
-@click.option("--hub", help="Address of a weight hub or relay, to check that instead.")
+@click.option("--hub", help="Address of a weight hub, to check that instead.")
+@click.option("--relay", help="Address of a relay, to check that instead.")
 @watching_keys
 @timeout_option
 @click.option("--member", metavar="NAME", help="Check that the buffer hears a member instead.")
 def ping(
-    broker: str | None, hub: str | None, security: Security, timeout_s: float, member: str | None
+    broker: str | None,
+    hub: str | None,
+    relay: str | None,
+    security: Security,
+    timeout_s: float,
+    member: str | None,
 ) -> int:
     """Check that the buffer, a hub, a relay or a member is there: exit code 0 if so, 5 if not."""
     started = time.monotonic()
-    address = hub or broker
+    address = hub or relay or broker
     if address is None:
         raise UsageError("whom to ask? Give --broker tcp://host:port, or --hub tcp://host:port")
-    if hub is not None and member is not None:
-        raise UsageError("a hub knows no members: give --hub or --member")
-    server: Role = "buffer" if hub is None else "weight_hub"
+    if sum(given is not None for given in (hub, relay, member)) > 1:
+        raise UsageError("a hub knows no members: give --hub, --relay or --member")
+    server: Role = "weight_hub" if hub is not None else "relay" if relay is not None else "buffer"
     with StatusClient(address, security, server=server) as client:
         if member is not None:
             click.echo(_hear(client, member, timeout_s))

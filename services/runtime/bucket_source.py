@@ -10,7 +10,7 @@ from zmq.utils.monitor import recv_monitor_message
 from umbra.proto import sockets
 from umbra.proto.codec import Encoder
 from umbra.proto.errors import UsageError
-from umbra.proto.messages import Message
+from umbra.proto.messages import Message, Role
 from umbra.services.runtime.heap import keep_freed_memory
 from umbra.services.runtime.keys import OPEN, Security
 
@@ -29,7 +29,7 @@ class BucketSource:
         keep_freed_memory()
         self.connected = False
         self._identity = sockets.unguessable(name)
-        self._curve = security.connecting("weight_hub")
+        self._security = security
         self._encoder = Encoder(name, uuid.uuid4().hex[:12])
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._endpoint = ""
@@ -37,8 +37,10 @@ class BucketSource:
         self._monitor: zmq.Socket[bytes] | None = None
         self._number = 0
 
-    def connect(self, endpoint: str) -> None:
-        """Begin to connect to `endpoint`; nothing happens if that was begun before.
+    def connect(self, endpoint: str, server: Role = "weight_hub") -> None:
+        """Begin to connect to `endpoint`, which must have the key of role `server`.
+
+        Nothing happens if that was begun before.
 
         Raises:
             UsageError: it is no address.
@@ -46,7 +48,9 @@ class BucketSource:
         if endpoint == self._endpoint:
             return
         self._disconnect()
-        socket = self._socket = sockets.dealer(self._context, "", self._identity, self._curve)
+        socket = self._socket = sockets.dealer(
+            self._context, "", self._identity, self._security.connecting(server)
+        )
         # The monitor comes before the connection.
         self._monitor = sockets.handshakes(self._context, socket, CONNECTIONS)
         try:

@@ -131,9 +131,9 @@ class Channel:
         """Send `body` one way: no reply is awaited."""
         self._link.run(lambda: self._start_one_way(body))
 
-    def beside(self, endpoint: str, peer: str) -> Channel:
-        """Another channel of this process; `peer` names its server in errors."""
-        return self._link.channel(endpoint, peer, server=self._server)
+    def beside(self, endpoint: str, peer: str, server: Role) -> Channel:
+        """Another channel of this process; `peer` names its server, of role `server`, in errors."""
+        return self._link.channel(endpoint, peer, server=server)
 
     def move(self, endpoint: str) -> None:
         """The server was restarted, and is at `endpoint` now: ask it whatever is still open."""

@@ -64,7 +64,7 @@ class BucketIntake:
         error, lost = "", False
         try:
             if assembly.missing:
-                self._source.connect(message.source)
+                self._source.connect(message.source, "relay" if message.relayed else "weight_hub")
                 for bucket in transfer.run(interrupted):
                     self._done(bucket)
         except SourceLostError as problem:

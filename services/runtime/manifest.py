@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
+from typing import cast
 
 import msgspec
 import xxhash
 
-from umbra.proto.errors import WireError
-from umbra.proto.records import Manifest, TensorEntry
+from umbra.proto.bounds import BUCKETS, DIMENSIONS, TENSORS
+from umbra.proto.errors import UsageError, WireError
+from umbra.proto.records import DType, Manifest, TensorEntry
 
 ALIGN_BYTES = 64  # a cache line, and what GPU copies like
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
@@ -27,7 +29,9 @@ def build_manifest(
     `bucket_bytes`.
 
     Raises:
-        ValueError: no tensors, a name twice, an unknown dtype, or `bucket_bytes` below 128.
+        ValueError: no tensors or too many, a name twice, an unknown dtype, too many dimensions, or
+            `bucket_bytes` below 128.
+        UsageError: `bucket_bytes` is so small that there are too many buckets.
     """
     if bucket_bytes < 2 * ALIGN_BYTES:
         raise ValueError(f"buckets of {bucket_bytes} bytes are too small")
@@ -39,33 +43,53 @@ def build_manifest(
             raise ValueError(f"tensor {name} has dtype {dtype}; known: {', '.join(ITEM_BYTES)}")
         if name in names:
             raise ValueError(f"two tensors are named {name}")
+        if len(shape) > DIMENSIONS:
+            raise ValueError(f"tensor {name} has {len(shape)} dimensions, at most {DIMENSIONS}")
         names.add(name)
         nbytes = prod(shape) * ITEM_BYTES[dtype]
         entries.append(
-            TensorEntry(name=name, dtype=dtype, shape=list(shape), offset=offset, nbytes=nbytes)
+            TensorEntry(
+                name=name,
+                dtype=cast(DType, dtype),
+                shape=list(shape),
+                offset=offset,
+                nbytes=nbytes,
+            )
         )
         offset = _aligned(offset + nbytes)
     if offset == 0:
         raise ValueError("a manifest needs at least one tensor that is not empty")
+    if len(entries) > TENSORS:
+        raise ValueError(f"{len(entries)} tensors, at most {TENSORS}")
     buckets = list(_buckets(entries, offset, bucket_bytes))
+    if len(buckets) > BUCKETS:
+        raise UsageError(
+            f"{len(buckets)} buckets of {bucket_bytes} bytes, at most {BUCKETS}: raise "
+            "weight_hub.bucket_bytes"
+        )
     return Manifest(
         tensors=entries, buckets=buckets, total_bytes=offset, digest=_digest(entries, buckets)
     )
 
 
 def check_manifest(manifest: Manifest) -> None:
-    """Check a manifest that came over the wire.
+    """Check a manifest that came over the wire, in time linear in its size.
+
+    The decoder has bounded its counts, its dimensions and its sizes, and knows no other types.
 
     Raises:
         WireError: a range outside of the slot, tensors that overlap or do not have the size of
             their shape, buckets that do not cover the slot in order, or another layout's digest.
     """
     end = 0
+    names: set[str] = set()
     for entry in manifest.tensors:
         size = prod(entry.shape) * ITEM_BYTES.get(entry.dtype, -1)
-        if min(entry.shape, default=1) < 0 or size != entry.nbytes or entry.offset < end:
+        is_sized = size == entry.nbytes and min(size, *entry.shape, 0) == 0
+        if not is_sized or entry.offset < end or entry.name in names:
             raise WireError(f"manifest: bad layout of tensor {entry.name}", path="tensors")
         end = entry.offset + entry.nbytes
+        names.add(entry.name)
     covered = 0
     for start, stop in manifest.buckets:
         if start != covered or stop <= start:

@@ -295,7 +295,7 @@ class Receiver:
 
     def _pass_to(self, endpoint: str) -> None:
         """The hub says that a relay on this host serves us: ask it, and come back if it is gone."""
-        self._channel = self._relays.get(endpoint) or self._hub.beside(endpoint, "relay")
+        self._channel = self._relays.get(endpoint) or self._hub.beside(endpoint, "relay", "relay")
         self._relays[endpoint] = self._channel
         self._ask(HubStatusRequest())
 

@@ -21,21 +21,26 @@ import msgspec
 import zmq
 
 from umbra.proto import sockets
-from umbra.proto.access import KeyRole, may_send
-from umbra.proto.codec import Encoder, decode_body, decode_header, nack
+from umbra.proto.access import SENDERS, KeyRole, may_send
+from umbra.proto.codec import Encoder, decode_body, decode_header, kind_of, nack
 from umbra.proto.errors import WireError
 from umbra.proto.messages import ANY, Header, Message, Ok
+from umbra.proto.sizes import allowed_bytes, socket_bytes
 from umbra.services.runtime.keys import OPEN, Security
 from umbra.services.runtime.zap import Gate, Refusals, role_of
 
 PEERS_KEPT = 8192  # senders whose resends are known, the last ones; names cost a stranger nothing
 REPLIES_KEPT = 16  # per peer, to answer resends from
 REPLY_BYTES_KEPT = 16 << 20  # of all peers, in equal shares; the last one of each at any rate
+REPLY_BYTES_MOST = 64 << 20  # of all peers together, last ones included: the oldest go
 PENDING_KEPT = 256  # per peer; one-way messages stay here too, as nobody answers them
 # Questions that may be answered twice: of those who ask nothing else, nothing need be remembered.
 QUESTIONS = ("Ping", "StatusRequest", "HubStatusRequest", "VersionsRequest")
 ZERO_COPY_BYTES = 1 << 20  # replies from this size are sent without a copy
 LARGE_BYTES = 4 << 10  # frames from this size are decoded where they were received
+EVENT_FRAMES = 3  # topic, header, body
+TOPIC_BYTES = 64
+TOPICS = 256  # under which telemetry is watched, by all together
 RECEIVE_BURST = 256  # messages taken from one socket before the others get their turn
 RECEIVE_BYTES = 512 << 10  # the same in bytes: a commit should not wait for a long burst
 
@@ -120,6 +125,8 @@ class Server:
         self._by_name: dict[str, _Channel] = {}
         self._relay: tuple[zmq.Socket[bytes], zmq.Socket[bytes]] | None = None
         self._peers: OrderedDict[tuple[str, bytes], _Peer] = OrderedDict()
+        self._reply_bytes = 0  # kept, of all peers
+        self._topics: set[bytes] = set()  # that telemetry is watched under
         self._wake: tuple[zmq.Socket[bytes], zmq.Socket[bytes]] | None = None
         self._wake_lock = threading.Lock()
         self.security = security
@@ -136,7 +143,8 @@ class Server:
         """
         self.security.check_bind(endpoint)
         curve = self.security.binding(channel)
-        socket, actual = sockets.router(self._context, endpoint, curve)
+        limit = socket_bytes(channel)
+        socket, actual = sockets.router(self._context, endpoint, curve, limit)
         bound = _Channel(channel, socket, accepts, actual)
         self._channels[socket] = self._by_name[channel] = bound
         self._register(channel, socket)
@@ -193,7 +201,11 @@ class Server:
         peer = self._peers.get((request.channel, request.identity))
         if peer is not None and peer.incarnation == request.header.incarnation:
             share = REPLY_BYTES_KEPT // len(self._peers)
+            before = peer.reply_bytes
             peer.answered(request.header.id, frames, share)
+            self._reply_bytes += peer.reply_bytes - before
+            while self._reply_bytes > REPLY_BYTES_MOST and len(self._peers) > 1:
+                self._forget_oldest()
         self._send(self._by_name[request.channel], request.identity, frames)
 
     def push(
@@ -271,29 +283,40 @@ class Server:
     ) -> Request | None:
         try:
             header = decode_header(frames)
+            kind = kind_of(header)
+            self._check_allowed(channel, header, kind, role)
             is_kept = header.reply_to is None and header.type not in QUESTIONS
             if is_kept and self._is_resend(channel, identity, header):
                 return None  # before its body costs anything: resends come when there is much to do
-            envelope = decode_body(header, frames)
-            if not isinstance(envelope.body, (*channel.accepts, *ANY)):
-                raise WireError(
-                    f"{envelope.header.type} does not belong on the {channel.name} socket",
-                    path="type",
-                    code="wrong_socket",
-                )
-            if self._gate is not None and not (role and may_send(role, type(envelope.body))):
-                self.refusals.add(f"{header.type} of {header.sender!r}, which has the {role} key")
-                raise WireError(
-                    f"{header.type} is nothing that the {role} key allows",
-                    path="type",
-                    code="not_allowed",
-                )
+            envelope = decode_body(header, kind, frames, allowed_bytes(kind, role))
         except WireError as error:
             self._refuse(channel, identity, frames, error)
             return None
         if is_kept:
             self._peers[channel.name, identity].asked(header.id)
         return Request(channel.name, identity, header, envelope.body, role, time.time())
+
+    def _check_allowed(
+        self, channel: _Channel, header: Header, kind: type[Message], role: KeyRole | None
+    ) -> None:
+        """Whether such a message may come here at all, which is known before it is decoded."""
+        if kind not in channel.accepts and kind not in ANY:
+            raise WireError(
+                f"{header.type} does not belong on the {channel.name} socket",
+                path="type",
+                code="wrong_socket",
+            )
+        if self._gate is not None and not (role and may_send(role, kind)):
+            self.refusals.add(f"{header.type} of {header.sender!r}, which has the {role} key")
+            raise WireError(
+                f"{header.type} is nothing that the {role} key allows",
+                path="type",
+                code="not_allowed",
+            )
+        if kind not in SENDERS:
+            raise WireError(
+                f"{header.type} is nothing that a server is sent", path="type", code="unexpected"
+            )
 
     def _refuse(
         self,
@@ -320,9 +343,11 @@ class Server:
         key = (channel.name, identity)
         peer = self._peers.get(key)
         if peer is None or peer.incarnation != header.incarnation:
+            if peer is not None:
+                self._reply_bytes -= peer.reply_bytes
             peer = self._peers[key] = _Peer(header.incarnation)
             if len(self._peers) > PEERS_KEPT:
-                self._peers.popitem(last=False)
+                self._forget_oldest()
         self._peers.move_to_end(key)
         frames = peer.replies.get(header.id)
         if frames is None and header.id not in peer.pending:
@@ -331,6 +356,9 @@ class Server:
         if frames is not None:
             self._send(channel, identity, frames)
         return True
+
+    def _forget_oldest(self) -> None:
+        self._reply_bytes -= self._peers.popitem(last=False)[1].reply_bytes
 
     def _send(
         self,
@@ -357,9 +385,48 @@ class Server:
         target = outward if socket is inward else inward
         for _ in range(RECEIVE_BURST):
             try:
-                target.send_multipart(socket.recv_multipart(zmq.NOBLOCK), zmq.NOBLOCK)
+                frames = socket.recv_multipart(zmq.NOBLOCK)
+                if socket is inward and len(frames) != EVENT_FRAMES:
+                    self.counters["frames"] += 1
+                    continue
+                target.send_multipart(frames, zmq.NOBLOCK)
             except zmq.Again:
                 return
+            if socket is outward and not self._may_watch(frames[0]):
+                self._begin_watching_anew()
+                return
+
+    def _may_watch(self, subscription: bytes) -> bool:
+        """Take note of a subscription, or of its end; False if they are too many or too long."""
+        kind, topic = subscription[:1], subscription[1:]
+        if kind == b"\1":
+            self._topics.add(topic)
+        else:
+            self._topics.discard(topic)
+        return len(self._topics) <= TOPICS and len(topic) <= TOPIC_BYTES
+
+    def _begin_watching_anew(self) -> None:
+        """End all subscriptions: ZeroMQ does not tell whose they are.
+
+        Those who watch subscribe again by themselves, as they connect again. So does whoever had
+        too many: it is counted, and costs no more than it did the first time.
+        """
+        assert self._relay is not None
+        inward, outward = self._relay
+        self.refusals.add(f"more than {TOPICS} topics, or a long one, on events_out")
+        self.counters["too_many"] += 1
+        for topic in self._topics:
+            with suppress(zmq.Again):
+                inward.send(b"\0" + topic, zmq.NOBLOCK)
+        self._topics.clear()
+        endpoint = outward.get_string(zmq.LAST_ENDPOINT)
+        self._poller.unregister(outward)
+        if self._gate is not None:
+            self._poller.unregister(self._gate.unwatch(outward))
+        outward.close(linger=0)
+        opened = sockets.watched(self._context, endpoint, self.security.binding("events_out"))
+        self._relay = (inward, opened)
+        self._register("events_out", opened)
 
 
 def _size(frames: Sequence[bytes | memoryview]) -> int:

@@ -114,7 +114,6 @@ class Session:
         name: str,
         broker: str,
         endpoints: dict[str, str] | None = None,
-        relay: bool = False,
         stopping: threading.Event | None = None,
         deadline_s: float = 60.0,
         grace_s: float = GRACE_S,
@@ -142,7 +141,6 @@ class Session:
             host=socket.gethostname(),
             package_version=umbra.__version__,
             endpoints=endpoints or {},
-            relay=relay,
         )
         try:
             control = link.channel(broker, "broker")

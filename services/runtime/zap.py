@@ -19,6 +19,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from umbra.proto import sockets
 from umbra.proto.access import KEY_ROLES, KeyRole, may_connect
+from umbra.proto.bounds import NAME_CHARS, one_line
 from umbra.services.runtime.keys import Keys
 
 USER_ID = "User-Id"
@@ -39,6 +40,7 @@ class Refusals:
 
     def add(self, what: str) -> None:
         """Count one; it is logged the 1st, 2nd, 4th, ... time, so that nobody can fill a disk."""
+        what = one_line(what, NAME_CHARS)  # as a key of `Status.refused`
         key = what if what in self.counts or len(self.counts) < NAMED else OTHERS
         self.counts[key] += 1
         count = self.counts[key]
@@ -103,6 +105,14 @@ class Gate:
     def watch(self, socket: zmq.Socket[bytes], name: str) -> None:
         """Take note of handshakes that fail on a bound socket."""
         self._watched[sockets.handshakes(self._context, socket, UNASKED)] = (name, socket)
+
+    def unwatch(self, socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+        """The opposite of `watch`, while `socket` is open; what is not to be polled any more."""
+        monitor = next(one for one, (_, watched) in self._watched.items() if watched is socket)
+        del self._watched[monitor]
+        socket.disable_monitor()
+        monitor.close(linger=0)
+        return monitor
 
     def serve(self, socket: zmq.Socket[bytes]) -> None:
         """Handle what has come on one of `sockets`."""

@@ -13,6 +13,7 @@ from umbra.proto.records import Score, ScoringTask, Trajectory
 from umbra.services.modeling.packing import Tokens, pack
 from umbra.services.modeling.scorer import Scorer
 from umbra.services.runtime.config import Scorer as ScorerConfig
+from umbra.services.runtime.trajectories import RunFacts, find_fault
 
 
 class LogprobWorker:
@@ -30,7 +31,7 @@ class LogprobWorker:
     ) -> None:
         self._scorer = Scorer(model).eval()
         self._device: torch.device = model.device
-        self._vocabulary: int = model.get_input_embeddings().num_embeddings
+        self._facts = RunFacts(model.get_input_embeddings().num_embeddings)
         self._config = config
         self._refresh = refresh
 
@@ -40,8 +41,10 @@ class LogprobWorker:
         version = self._refresh()
         sound: list[ScoringTask] = []
         for task in tasks:
-            if fault := _find_fault(task.trajectory, self._vocabulary):
-                yield Score(sample_id=task.sample_id, attempt=task.attempt, error=fault)
+            # Eval samples, which may be greedy, have no stage of logprobs; the trainer judges.
+            if fault := find_fault(task.trajectory, self._facts, trained=False):
+                error = f"{fault} (the scorer's model must be of the generator's family)"
+                yield Score(sample_id=task.sample_id, attempt=task.attempt, error=error)
             else:
                 sound.append(task)
         if not sound:
@@ -92,19 +95,6 @@ def lay_out(trajectories: Sequence[Trajectory]) -> Tokens:
         learned=torch.from_numpy(np.concatenate(learned)),
         owner=torch.arange(len(trajectories)).repeat_interleave(counts),
     )
-
-
-def _find_fault(trajectory: Trajectory, vocabulary: int) -> str:
-    """Why a model of so many tokens can't score `trajectory`; empty if it can."""
-    if not trajectory.prompt_ids:
-        return f"sample {trajectory.sample_id} has no prompt tokens"
-    ids = np.frombuffer(trajectory.prompt_ids + trajectory.response_ids, "<i4")
-    if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
-        return (
-            f"sample {trajectory.sample_id} has tokens from {ids.min()} to {ids.max()}, but the "
-            f"scorer's model knows {vocabulary}: it must be of the same family as the generator's"
-        )
-    return ""
 
 
 def _spread(trajectory: Trajectory, logprobs: Tensor) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from umbra.proto.bounds import LEASES
 from umbra.proto.messages import (
     LeaseScoring,
     RenewAck,
@@ -15,6 +16,7 @@ from umbra.proto.messages import (
 )
 from umbra.proto.records import Score
 from umbra.services.runtime.metrics import MetricsFile
+from umbra.services.runtime.portions import portions
 from umbra.services.runtime.session import Session
 from umbra.services.scorer.worker import Worker
 
@@ -77,8 +79,9 @@ class ScorerLoop:
             self._session.progress(f"scoring {self._stage}", 0)
             if left and self._clock() >= renew_at:
                 renew_at = self._clock() + renew_every
-                renew = RenewLeases(leases=list(left.items()))
-                self._session.data.call(renew, RenewAck, timeout_s=ANSWER_S)
+                for portion in portions(list(left.items()), lambda _: 0, LEASES):
+                    renew = RenewLeases(leases=portion)
+                    self._session.data.call(renew, RenewAck, timeout_s=ANSWER_S)
 
         scores: list[Score] = []
         send_at = self._clock() + BATCH_S
@@ -93,8 +96,10 @@ class ScorerLoop:
         self._send(scores)
 
     def _send(self, scores: list[Score]) -> None:
-        if not scores:
-            return
+        for portion in portions(scores, lambda score: len(score.logprobs or b"")):
+            self._submit(portion)
+
+    def _submit(self, scores: list[Score]) -> None:
         body = SubmitScores(stage=self._stage, scores=scores)
         answer = self._session.data.call(body, SubmitAck, timeout_s=ANSWER_S)
         self._scored += answer.accepted

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,10 +13,19 @@ from torch import Tensor
 from umbra.proto.errors import UmbraError
 from umbra.proto.records import Trajectory
 from umbra.services.modeling.packing import Tokens
+from umbra.services.runtime.trajectories import MOST_TOKENS, RunFacts, find_fault
 
 
 class BatchError(UmbraError):
-    """A trajectory that cannot be trained on; the text names its sample."""
+    """Trajectories that cannot be trained on; the text names the first of these samples.
+
+    Args:
+        faults: by sample, what is wrong with it.
+    """
+
+    def __init__(self, reason: str, faults: Mapping[str, str] | None = None) -> None:
+        super().__init__(reason)
+        self.faults = dict(faults or {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,25 +59,35 @@ class Batch:
         return tokens.learned - starts[tokens.owner] < ends[tokens.owner]
 
 
-def make_batch(trajectories: list[Trajectory], vocab_size: int) -> Batch:
+def make_batch(
+    trajectories: list[Trajectory], vocab_size: int, most_tokens: int = MOST_TOKENS
+) -> Batch:
     """The tensors of `trajectories`.
 
+    Args:
+        vocab_size: token ids are below it.
+        most_tokens: prompt and response tokens of a trajectory, at most.
+
     Raises:
-        BatchError: lengths that differ, logprobs or rewards that are missing or not finite, token
-            ids outside the vocabulary, spans with gaps; it names the sample.
+        BatchError: some are not sound (`find_fault`), or there are none.
     """
+    facts = RunFacts(vocab_size, most_tokens)
     if not trajectories:
         raise BatchError("the batch has no trajectories")
+    faults = {t.sample_id: fault for t in trajectories if (fault := find_fault(t, facts))}
+    if faults:
+        name, fault = next(iter(faults.items()))
+        maker = next(t.generator for t in trajectories if t.sample_id == name)
+        raise BatchError(f"sample {name} of {maker or '?'}: {fault}", faults)
     ids: list[NDArray[np.int64]] = []
     learned: list[NDArray[np.int64]] = []
     behaviour: list[NDArray[np.float32]] = []
     start = 0
     for trajectory in trajectories:
-        prompt = _array(trajectory, "prompt_ids", "<i4")
-        response = _array(trajectory, "response_ids", "<i4")
-        mask = _array(trajectory, "loss_mask", "u1").astype(bool)
-        logprobs = _array(trajectory, "logprobs", "<f4")
-        _check(trajectory, prompt, response, mask, logprobs, vocab_size)
+        prompt = np.frombuffer(trajectory.prompt_ids, "<i4")
+        response = np.frombuffer(trajectory.response_ids, "<i4")
+        mask = np.frombuffer(trajectory.loss_mask, "u1").astype(bool)
+        logprobs = np.frombuffer(trajectory.logprobs, "<f4")
         ids += [prompt.astype(np.int64), response.astype(np.int64)]
         learned.append(np.flatnonzero(mask) + (start + len(prompt)))
         behaviour.append(logprobs[mask].astype(np.float32))
@@ -97,50 +116,3 @@ def make_batch(trajectories: list[Trajectory], vocab_size: int) -> Batch:
         behaviour=torch.from_numpy(np.concatenate(behaviour)),
         temperature=temperatures[owner],
     )
-
-
-def _array(trajectory: Trajectory, field: str, dtype: str) -> NDArray[np.generic]:
-    data: bytes = getattr(trajectory, field)
-    if len(data) % np.dtype(dtype).itemsize:
-        raise _error(trajectory, f"{field} has {len(data)} bytes, not a whole number of {dtype}")
-    return np.frombuffer(data, dtype)
-
-
-def _check(
-    trajectory: Trajectory,
-    prompt: NDArray[np.generic],
-    response: NDArray[np.generic],
-    mask: NDArray[np.bool_],
-    logprobs: NDArray[np.generic],
-    vocab_size: int,
-) -> None:
-    length = len(response)
-    if not len(prompt) or not length:
-        raise _error(trajectory, f"{len(prompt)} prompt and {length} response tokens")
-    for field, array in (("loss_mask", mask), ("logprobs", logprobs)):
-        if len(array) != length:
-            raise _error(trajectory, f"{len(array)} entries in {field} for {length} tokens")
-    if not np.isfinite(logprobs[mask]).all():
-        raise _error(trajectory, "a logprob of a learned token is not finite")
-    if not math.isfinite(trajectory.reward):
-        raise _error(trajectory, f"the reward is {trajectory.reward}")
-    for field, array in (("prompt_ids", prompt), ("response_ids", response)):
-        if int(array.min()) < 0 or int(array.max()) >= vocab_size:
-            raise _error(
-                trajectory,
-                f"{field} reach from {array.min()} to {array.max()}, but the model has "
-                f"{vocab_size} tokens: do generator and trainer use the same model?",
-            )
-    if trajectory.sampling.temperature <= 0:
-        raise _error(trajectory, "temperature 0 has no logprobs to learn from")
-    end = 0
-    for span in trajectory.spans:
-        if span.start != end or span.end <= span.start:
-            raise _error(trajectory, f"version spans do not cover its tokens in order at {end}")
-        end = span.end
-    if end != length:
-        raise _error(trajectory, f"version spans cover {end} of {length} tokens")
-
-
-def _error(trajectory: Trajectory, reason: str) -> BatchError:
-    return BatchError(f"sample {trajectory.sample_id} of {trajectory.generator or '?'}: {reason}")

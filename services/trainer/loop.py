@@ -13,12 +13,14 @@ from umbra.proto.messages import (
     CommitBatch,
     LeaseBatch,
     Ok,
+    RejectSamples,
 )
 from umbra.proto.records import Trajectory
 from umbra.services.runtime.command import ServiceContext
 from umbra.services.runtime.publisher import Publisher
 from umbra.services.runtime.session import Session
-from umbra.services.trainer.batch import Batch, make_batch
+from umbra.services.runtime.trajectories import RunFacts
+from umbra.services.trainer.batch import Batch, BatchError, make_batch
 from umbra.services.trainer.checkpoints.saver import Outcome, Saver
 from umbra.services.trainer.guard import Patience
 from umbra.services.trainer.learner import Learner
@@ -36,6 +38,7 @@ from umbra.services.trainer.shards import Snapshots
 from umbra.services.trainer.sinks import Sinks
 from umbra.services.trainer.update import Update
 
+LEAST_REJECTED = 8
 LEASE_SLICE_S = 1.0  # how long one request for a batch is parked, so that a stop is noticed
 # What the monitor shows of a step.
 SHOWN = {
@@ -85,6 +88,9 @@ class Loop:
         self._update = update
         self._saver = saver
         self._sinks = sinks
+        self._facts = RunFacts.of(context.config, learner.model.config.vocab_size)
+        # Once the buffer knows these facts, what is unfit is what it had before: so many batches.
+        self._most_rejected = 2 * (context.config.buffer.run_ahead + LEAST_REJECTED)
         self._patience = Patience(context.config.trainer.max_skipped)
         self._row: Row | None = None  # of the last step; None while the weights are of no version
         self._phases = Phases(context.metrics)
@@ -187,21 +193,27 @@ class Loop:
         return not self._session.stopping.is_set()
 
     def _make_batch(self, trajectories: list[Trajectory]) -> Batch:
-        return make_batch(trajectories, self._learner.model.config.vocab_size)
+        return make_batch(trajectories, self._facts.vocabulary, self._facts.tokens)
 
     def _lease(self, ahead: Ahead | None) -> Batch | None:
         """The next batch, which may be the one that came `ahead`; None when asked to stop.
 
         Raises:
             DeadlineError: none came within `trainer.batch_wait_s`, while the run was not paused.
+            BatchError: too many in a row had samples that cannot be trained on.
         """
-        step, limit_s = self.version + 1, self._config.trainer.batch_wait_s
+        step, limit_s, rejected = self.version + 1, self._config.trainer.batch_wait_s, 0
         deadline = time.monotonic() + limit_s
         while not self._session.stopping.is_set():
             self._saved(self._saver.settled())
             self._session.progress(f"waiting for batch {step}", 0)
             held = ahead.digest if ahead else ""
-            ask = LeaseBatch(step=step, wait_s=LEASE_SLICE_S, held=held)
+            ask = LeaseBatch(
+                step=step,
+                wait_s=LEASE_SLICE_S,
+                held=held,
+                vocabulary=self._facts.vocabulary,
+            )
             limit = LEASE_SLICE_S + self._grace_s
             try:
                 lease = self._session.data.call(
@@ -217,7 +229,14 @@ class Loop:
             if lease.same and ahead is not None:
                 return ahead.batch
             if lease.trajectories:
-                return self._make_batch(lease.trajectories)
+                try:
+                    return self._make_batch(lease.trajectories)
+                except BatchError as error:
+                    rejected += 1
+                    if rejected > self._most_rejected:
+                        raise
+                    self._reject(step, error)
+                deadline = time.monotonic() + limit_s
             if lease.paused:
                 deadline = time.monotonic() + limit_s
             elif time.monotonic() > deadline:
@@ -226,6 +245,16 @@ class Loop:
                     f"waiting for {lease.waiting_for or 'trajectories'}"
                 )
         return None
+
+    def _reject(self, step: int, error: BatchError) -> None:
+        """Give back the samples that cannot be trained on; the buffer replaces them."""
+        self._context.log.warning(
+            "batch %d is given back for %d samples that cannot be trained on: %s",
+            step, len(error.faults), error,
+        )  # fmt: skip
+        self._context.metrics.write("rejected", step=step, samples=error.faults)
+        body = RejectSamples(step=step, faults=error.faults)
+        self._session.data.call(body, Ok, timeout_s=self._grace_s, stopping=self._session.stopping)
 
     def _commit(self, row: Row) -> bool:
         """Tell the buffer that the batch is trained on; from here on the version is one higher.

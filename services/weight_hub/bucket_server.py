@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import zmq
 
@@ -97,6 +97,7 @@ class BucketServer:
                 try:
                     self._outbox.order(request.identity, message)
                 except WireError as error:
+                    self._server.counters[error.code] += 1
                     nack = Nack(code=error.code, reason=str(error), path=error.path)
                     self._server.reply(request, nack)
             case Credit() as message:
@@ -123,6 +124,8 @@ class BucketServer:
         return True
 
 
-def _nothing(_bucket: int, _content: int, _bases: Sequence[int], _size: int) -> list[Part] | None:
+def _nothing(
+    _bucket: int, _content: int, _bases: Sequence[int], _size: int
+) -> Iterable[Part] | None:
     """There is no layout yet."""
     return None

@@ -88,7 +88,7 @@ def relay(
     if broker:
         check_address(broker, "--broker")
     settings = load_config(config, overrides=[*overrides, *security_overrides(keys, insecure)])
-    security = open_security(settings.security, ["weight_hub"], run_dir)
+    security = open_security(settings.security, ["relay"], run_dir)
     name = name or f"relay-{socket.gethostname()}"
     die_with_parent()
     setup_logging(settings.log, name)
@@ -109,8 +109,7 @@ def relay(
         if broker:
             session = stack.enter_context(
                 Session.join(
-                    role="weight_hub",
-                    relay=True,
+                    role="relay",
                     name=name,
                     broker=broker,
                     stopping=stopping,

@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from umbra.proto.errors import WireError
 from umbra.proto.messages import Buckets, Credit, FetchBuckets
+from umbra.proto.sizes import RAW_BYTES
 from umbra.services.weight_hub.store import Part
 
-LARGEST_FRAME = 64 << 20
+SMALLEST_FRAME = 1 << 10
+LARGEST_FRAME = RAW_BYTES
+MOST_CREDIT = 8 * LARGEST_FRAME  # bytes under way to one receiver
+ORDERS = 4096  # receivers at a time
 PIECES = 1024  # in one message
 
-Find = Callable[[int, int, Sequence[int], int], list[Part] | None]
+Find = Callable[[int, int, Sequence[int], int], Iterable[Part] | None]
 
 
 @dataclass(slots=True)
 class _Order:
-    number: int
+    message: FetchBuckets  # as it came: tuples of its numbers would cost several times as much
     credit: int
-    frame_bytes: int
-    wanted: deque[tuple[int, int, tuple[int, ...]]]  # bucket, content, bases
-    parts: deque[Part] = field(default_factory=deque[Part])
+    at: int = 0  # how many of its buckets are begun
+    parts: Iterator[Part] = field(
+        default_factory=lambda: iter(())
+    )  # of the last of them, made as they are sent
+    part: Part | None = None  # the next one
+
+    @property
+    def is_done(self) -> bool:
+        return self.part is None and self.at == len(self.message.wanted)
 
 
 class Outbox:
@@ -55,19 +64,20 @@ class Outbox:
             raise WireError("contents and bases must be as many as wanted", path="contents")
         if not all(0 <= bucket < self._buckets for bucket in message.wanted):
             raise WireError(f"there are {self._buckets} buckets", path="wanted")
-        if not 0 < message.frame_bytes <= LARGEST_FRAME:
-            raise WireError(f"from 1 to {LARGEST_FRAME} bytes", path="frame_bytes")
-        bases = zip(*message.bases, strict=True) if message.bases else [()] * count
-        wanted = deque(zip(message.wanted, message.contents, bases, strict=True))
-        self._orders[receiver] = _Order(
-            message.number, message.credit_bytes, message.frame_bytes, wanted
-        )
+        if not SMALLEST_FRAME <= message.frame_bytes <= LARGEST_FRAME:
+            raise WireError(
+                f"from {SMALLEST_FRAME} to {LARGEST_FRAME} bytes, not {message.frame_bytes}",
+                path="frame_bytes",
+            )
+        if receiver not in self._orders and len(self._orders) >= ORDERS:
+            raise WireError(f"{ORDERS} receivers fetch already", code="too_many")
+        self._orders[receiver] = _Order(message, min(message.credit_bytes, MOST_CREDIT))
 
     def credit(self, receiver: bytes, message: Credit) -> None:
         """The receiver has used up what it was sent."""
         order = self._orders.get(receiver)
-        if order is not None and order.number == message.number:
-            order.credit += message.credit_bytes
+        if order is not None and order.message.number == message.number:
+            order.credit = min(order.credit + max(message.credit_bytes, 0), MOST_CREDIT)
 
     def forget(self, receiver: bytes) -> None:
         """The receiver cannot be reached."""
@@ -85,26 +95,30 @@ class Outbox:
         taken: list[Part] = []
         size = 0
         while len(taken) < PIECES:
-            if not order.parts and not self._refill(order):
+            part = self._peek(order)
+            if part is None or (taken and size + len(part.raw) > order.message.frame_bytes):
                 break
-            if taken and size + len(order.parts[0].raw) > order.frame_bytes:
-                break
-            taken.append(order.parts.popleft())
-            size += len(taken[-1].raw)
-        if not order.parts and not order.wanted:
+            taken.append(part)
+            size += len(part.raw)
+            order.part = next(order.parts, None)
+        if order.is_done:
             del self._orders[receiver]
         if not taken:
             return None
         order.credit -= size
         pieces = [part.piece for part in taken]
-        return Buckets(number=order.number, pieces=pieces), [part.raw for part in taken]
+        return Buckets(number=order.message.number, pieces=pieces), [part.raw for part in taken]
 
-    def _refill(self, order: _Order) -> bool:
-        if not order.wanted:
-            return False
-        parts = self._find(*order.wanted[0], order.frame_bytes)
-        if parts is None:
-            return False
-        order.wanted.popleft()
-        order.parts.extend(parts)
-        return True
+    def _peek(self, order: _Order) -> Part | None:
+        """What comes next; None while there is nothing to send."""
+        message = order.message
+        while order.part is None and order.at < len(message.wanted):
+            bases = [copy[order.at] for copy in message.bases]
+            bucket, content = message.wanted[order.at], message.contents[order.at]
+            parts = self._find(bucket, content, bases, message.frame_bytes)
+            if parts is None:
+                return None
+            order.at += 1
+            order.parts = iter(parts)
+            order.part = next(order.parts, None)
+        return order.part

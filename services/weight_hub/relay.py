@@ -136,7 +136,7 @@ class Relay:
         metrics: receives the rows of the pushes to the generators of this node.
         host: names the /dev/shm of this process; empty = find out.
         gpu: for plane `nccl` from the hub; closed with the relay.
-        security: keys of role `weight_hub`.
+        security: keys of role `relay`.
 
     Raises:
         StartupError: an address is taken.
@@ -162,7 +162,8 @@ class Relay:
         with ExitStack() as stack:
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             stack.callback(context.term)
-            server = Server(context, name, uuid.uuid4().hex[:12], security)
+            serving, publishing = security.within()
+            server = Server(context, name, uuid.uuid4().hex[:12], serving)
             stack.callback(server.close)
             self._bound = server.bind(CHANNEL, listen, ACCEPTS)
             self.endpoint = reachable(self._bound, config.advertise)
@@ -176,6 +177,8 @@ class Relay:
             stack.callback(self._stop_serving)
             self._link = Link(name, uuid.uuid4().hex[:12], security=security)
             stack.callback(self._link.close)
+            self._inner = Link(name, uuid.uuid4().hex[:12], security=publishing)
+            stack.callback(self._inner.close)
             self._gpu = gpu
             self._receiver = Receiver(
                 self._link.channel(hub, "weight hub", server="weight_hub"),
@@ -236,7 +239,7 @@ class Relay:
 
     def _open(self, reply: Subscribed) -> Intake:
         """An intake for the layout in `reply`; on the receiver's thread."""
-        local = self._link.channel(self._bound, "this relay's own hub", server="weight_hub")
+        local = self._inner.channel(self._bound, "this relay's own hub", server="relay")
         publisher = Publisher(local, reply.manifest)
         publisher.register(REGISTER_TIMEOUT_S)
         store = self._tcp.layout(reply.manifest)

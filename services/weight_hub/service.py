@@ -33,6 +33,7 @@ from umbra.services.runtime.config import WeightHub as WeightHubConfig
 from umbra.services.runtime.manifest import check_manifest
 from umbra.services.runtime.metrics import MetricsFile
 from umbra.services.runtime.server import Request, Server
+from umbra.services.weight_hub.bindings import Bindings
 from umbra.services.weight_hub.effects import (
     Admit,
     Answer,
@@ -54,6 +55,8 @@ ACCEPTS: tuple[type[Message], ...] = (
     RegisterManifest, AcquireSlot, Publish, Subscribe, Ready, Committed, HubStatusRequest, Ping,
     *REGISTRY,
 )  # fmt: skip
+# What is done in the name of its sender; the rest is asked by anyone, or by an operator.
+IN_A_NAME = (RegisterManifest, AcquireSlot, Publish, Subscribe, Ready, Committed)
 POLL_S = 0.2
 NO_MANIFEST = Manifest(tensors=[], buckets=[], total_bytes=0, digest="")
 BUSY_POLL_S = 0.01  # while a copy or an export is under way
@@ -96,6 +99,7 @@ class WeightHub:
         self._token = uuid.uuid4().hex[:8]  # another hub on this machine may have the same run id
         self._arenas_made = 0
         self._manifest: Manifest | None = None
+        self._bindings = Bindings()
         self._identities: dict[str, bytes] = {}
         self._peers: dict[str, Peer] = {}
         self.planes = HubPlanes(
@@ -149,6 +153,9 @@ class WeightHub:
     def _handle(self, request: Request) -> list[Effect]:
         peer = Peer(request.header.sender, request.header.incarnation)
         now = self._clock()
+        if isinstance(request.body, IN_A_NAME) and (nack := self._bindings.check(request)):
+            self._refuse(request, nack)
+            return []
         match request.body:
             case RegisterManifest() as message:
                 return self._register(request, peer, message, now)
@@ -172,6 +179,12 @@ class WeightHub:
             case _:
                 pass  # an Ok or Nack that nobody asked for
         return []
+
+    def _refuse(self, request: Request, nack: Nack) -> None:
+        kind = type(request.body).__name__
+        self._server.refusals.add(f"{kind} of {request.header.sender!r}: {nack.reason}")
+        self._server.counters[nack.code] += 1
+        self._server.reply(request, nack)
 
     def _register(
         self, request: Request, peer: Peer, message: RegisterManifest, now: float
@@ -269,6 +282,10 @@ class WeightHub:
     def _subscribe(
         self, request: Request, peer: Peer, message: Subscribe, now: float
     ) -> list[Effect]:
+        if (message.serves or message.buckets) and request.role not in (None, "relay"):
+            reason = f"only relays serve others, not the {request.role} key"
+            self._refuse(request, Nack(code="not_allowed", reason=reason, path="serves"))
+            return []
         try:
             relay = self.planes.subscribe(peer, message)
         except RejectedError as error:

@@ -109,10 +109,11 @@ class BucketStore:
 
     def parts(
         self, bucket: int, content: int, bases: Sequence[int], part_bytes: int
-    ) -> list[Part] | None:
+    ) -> Iterable[Part] | None:
         """What to send to one that wants `bucket` as `content` and holds it as `bases`.
 
-        Returns None while there is nothing to send, or nothing good yet.
+        Returns None while there is nothing to send, or nothing good yet. The parts of a bucket are
+        made one by one: small ones are many.
         """
         with self._lock:
             if any(bases):
@@ -127,13 +128,13 @@ class BucketStore:
             data = self._dense(bucket, content)
         if data is None:
             return None
-        return [
+        return (
             Part(
                 Piece(bucket=bucket, result=content, offset=offset),
                 data[offset : offset + part_bytes],
             )
             for offset in range(0, len(data), part_bytes)
-        ]
+        )
 
     def _chain(self, bucket: int, content: int, bases: Sequence[int]) -> list[Delta] | None:
         chain: list[Delta] = []

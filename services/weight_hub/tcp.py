@@ -48,6 +48,7 @@ class TcpPlane:
         security: Security = OPEN,
     ) -> None:
         self._config = config
+        self._is_relay = security.keys is not None and security.keys.role == "relay"
         self.server = BucketServer(name, incarnation, endpoint, security)
         self.endpoint = reachable(self.server.endpoint, config.advertise)
         self.chain = Chain(self.endpoint)
@@ -103,7 +104,9 @@ class TcpPlane:
                 self._encoder = DeltaEncoder(self._store, self._manifest)
             self._encoded = version
             self._encoder.start(data, message.checksums)
-        return msgspec.structs.replace(message, source=self.chain.source(name))
+        source = self.chain.source(name)
+        relayed = self._is_relay or source != self.endpoint
+        return msgspec.structs.replace(message, source=source, relayed=relayed)
 
     def staged(self, name: str, message: Ready, nbytes: int) -> None:
         """A receiver has a version of `nbytes` bytes: if all of them travelled, its link shows."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import threading
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import zmq
+from fakes.broker_world import trajectory
 from fakes.crash_run import BufferProcess, CrashRun, check
 from fakes.slowness import seconds
 
@@ -22,13 +24,20 @@ from umbra.proto.messages import (
     FinishRun,
     Heartbeat,
     Join,
+    LeaseSamples,
     Leave,
     Message,
     Nack,
+    Ok,
     Role,
+    SampleLeases,
     Status,
     StatusRequest,
+    SubmitAck,
+    SubmitTrajectories,
+    Welcome,
 )
+from umbra.proto.records import Sampling, pack_float32, pack_int32
 from umbra.services.runtime.keys import Security, load_keys, make_keys
 
 WAIT_S = seconds(20.0)
@@ -131,6 +140,56 @@ def test_a_generators_key_decides_nothing_over_the_run(run: CrashRun, keys: Path
     assert {member.name for member in status.members} == {"g0", "g1", "g2", "trainer"}
     assert status.counters["not_allowed"] == 6
     assert "CommitBatch of 'trainer', which has the generator key" in status.refused
+
+
+POISON: list[dict[str, object]] = [
+    {"prompt_ids": b""},
+    {"response_ids": pack_int32([7, 2**31 - 1])},
+    {"response_ids": pack_int32([7, -1])},
+    {"sampling": Sampling(temperature=0.0)},
+    {"sampling": Sampling(temperature=math.nan)},
+    {"reward": 1e308},
+    {"logprobs": pack_float32([-0.5, 5.0])},
+    {"turns": 2**63},
+    {"finish_reason": "x\nERROR all is lost"},
+]
+
+
+@pytest.mark.fault
+def test_a_generators_key_poisons_nothing(run: CrashRun, keys: Path) -> None:
+    """It joins, leases and answers as a generator may; what it sends could not be trained on."""
+    run.work(0.3)
+    attacker = Attacker(run, keys, "generator", "evil", "evil-1")
+    hello = Join(role="generator", name="evil", pid=1, host="h", package_version="0")
+    assert isinstance(attacker.ask(hello), Welcome)
+    judged = 0
+    for changes in POISON:
+        task = None
+        while task is None:
+            run.turn()
+            ask = LeaseSamples(capacity=1, version=run.version, wait_s=0.0)
+            given = attacker.ask(ask, "data")
+            assert isinstance(given, SampleLeases), given
+            task = next(iter(given.tasks), None)
+        made = trajectory(task, 0, **changes)
+        ack = attacker.ask(SubmitTrajectories(trajectories=[made]), "data")
+        if isinstance(ack, Nack):  # of a type that the message may not have
+            assert ack.code == "malformed" and "trajectories[0]" in ack.path, ack
+            continue
+        assert isinstance(ack, SubmitAck) and not ack.accepted, changes
+        assert ack.refused[task.sample_id].startswith("malformed: "), ack
+        judged += 1
+    assert attacker.ask(Leave(reason="done")) == Ok()
+    attacker.close()
+    before = run.version
+    deadline = time.monotonic() + WAIT_S
+    while run.version < before + 5:
+        assert time.monotonic() < deadline, "honest peers are served no more"
+        run.turn()
+    assert run.status().counters["malformed_trajectory"] == judged > len(POISON) / 2
+    ledger = run.finish().ledger
+    assert ledger.balance == 0 and not any(ledger.in_flight.values())
+    assert ledger.trained == len(run.trained) and set(ledger.ended) <= {"cancelled", "failed"}
 
 
 class Recorder(threading.Thread):

@@ -63,7 +63,7 @@ def test_a_relay_ends_with_a_run_that_ends_at_once(
 ) -> None:
     """Nobody else has to leave, so the buffer stays no longer than for the relay."""
     (member,) = members(buffer.broker, lambda found: "relay-b" in found).values()
-    assert member.role == "weight_hub"
+    assert member.role == "relay"
     trainer = Peer(zmq_context, buffer.broker, "trainer", "trainer")
     assert isinstance(trainer.call(FinishRun(reason="done")), RunFinished)
     trainer.close()

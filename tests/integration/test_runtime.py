@@ -36,7 +36,7 @@ from umbra.proto.messages import (
 )
 from umbra.services.runtime.link import Link
 from umbra.services.runtime.metrics import MetricsFile
-from umbra.services.runtime.server import Request, Server
+from umbra.services.runtime.server import TOPICS, Request, Server
 from umbra.services.runtime.session import Session
 
 WAIT_S = seconds(20.0)
@@ -258,6 +258,27 @@ def test_telemetry_reaches_a_subscriber(
         assert topic == b"step"
         assert decode(frames).header.sender == "m"
     subscriber.close()
+
+
+@pytest.mark.parametrize("length", [8, 128])
+def test_those_who_subscribe_without_end_cost_nothing(
+    broker: Broker, zmq_context: zmq.Context[zmq.Socket[bytes]], length: int
+) -> None:
+    """Their subscriptions are forgotten; others watch on, as they connect again by themselves."""
+    honest = sockets.subscriber(zmq_context, broker.events_out, [b"step"])
+    hostile = sockets.subscriber(zmq_context, broker.events_out, [])
+    for number in range(2 * TOPICS):
+        hostile.set(zmq.SUBSCRIBE, b"%0*d" % (length, number))
+    deadline = time.monotonic() + WAIT_S
+    while not broker.server.counters["too_many"]:
+        assert time.monotonic() < deadline
+    hostile.close(linger=0)
+    with Session.join(role="monitor", name="m", broker=broker.endpoint) as session:
+        while not honest.poll(20):
+            assert time.monotonic() < deadline
+            session.emit("step", number=1)
+    assert any("events_out" in refused for refused in broker.server.refusals.counts)
+    honest.close(linger=0)
 
 
 def test_those_who_watch_get_rows_and_spans(broker: Broker, link: Link) -> None:

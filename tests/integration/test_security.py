@@ -12,9 +12,10 @@ import zmq
 from fakes.hub_bench import Bench, content, load, publish, take
 from fakes.keys import of
 from fakes.slowness import seconds
+from zmq.utils import z85
 
 from umbra.proto import sockets
-from umbra.proto.access import KeyRole
+from umbra.proto.access import KeyRole, may_send
 from umbra.proto.codec import Encoder, decode
 from umbra.proto.errors import DeadlineError, RejectedError
 from umbra.proto.messages import (
@@ -33,7 +34,11 @@ from umbra.proto.messages import (
     PinVersion,
     Pong,
     Publish,
+    RegisterManifest,
     RollBack,
+    SubmitTrajectories,
+    Subscribe,
+    Subscribed,
     Versions,
     VersionsRequest,
 )
@@ -43,6 +48,7 @@ from umbra.services.runtime.link import Link
 from umbra.services.runtime.receiver import Receiver
 from umbra.services.runtime.server import Server
 from umbra.services.runtime.stream import WeightStream
+from umbra.services.runtime.zap import AllowList, Refusals
 
 Context = zmq.Context[zmq.Socket[bytes]]
 ANY_PORT = "tcp://127.0.0.1:*"
@@ -103,7 +109,9 @@ def until(condition: Callable[[], bool], what: str) -> None:
 # -- who gets in ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("role", ["generator", "scorer", "trainer", "weight_hub", "monitor"])
+@pytest.mark.parametrize(
+    "role", ["generator", "scorer", "trainer", "weight_hub", "relay", "monitor"]
+)
 def test_holders_of_a_key_are_let_in(served: Served, keys: Path, role: KeyRole) -> None:
     channel = served.channel(served.control, of(keys, role))
     assert channel.call(Ping(), Pong, timeout_s=WAIT_S).role == "buffer"
@@ -344,3 +352,46 @@ def test_buckets_are_for_receivers(
                 Ping(), Pong, timeout_s=REFUSED_S
             )
     until(lambda: bench.hub.stats()["refused"] >= 2, "both are counted")
+
+
+@pytest.mark.parametrize("where", ["serves", "buckets"])
+def test_only_a_relay_may_serve(
+    bench: Bench, hub: Callable[[str, KeyRole], Channel], where: str
+) -> None:
+    """Others would fetch their weights from whoever may say that it hands them on."""
+    endpoint = "tcp://127.0.0.1:9"
+    ask = Subscribe(
+        host="h",
+        planes=["tcp"],
+        serves=endpoint if where == "serves" else "",
+        buckets=endpoint if where == "buckets" else "",
+    )
+    for role in ("generator", "scorer"):
+        with pytest.raises(RejectedError, match=f"only relays serve others, not the {role} key"):
+            hub(f"evil-{role}", role).call(ask, Subscribed, timeout_s=WAIT_S)
+    assert bench.hub.stats()["refused"] == 2
+    assert bench.hub.planes.open_tcp().chain.relays == []
+    assert bench.hub.planes.open_tcp().relay_at("h") == ""
+
+
+def test_a_relays_key_publishes_nowhere(keys: Path) -> None:
+    """Nor at a relay: who publishes there has a pair of its own, which is known to no other."""
+    outer = of(keys, "relay")
+    serving, publishing = outer.within()
+    assert serving.keys is not None and publishing.keys is not None
+    at_relay, at_hub = (
+        AllowList(serving.keys, Refusals()),
+        AllowList(load_keys(keys, "weight_hub"), Refusals()),
+    )
+
+    def answer(server: AllowList, public: bytes) -> list[bytes]:
+        frames = [b"1.0", b"1", b"weights", b"h", b"", b"CURVE", z85.decode(public)]
+        return [server.answer(frames)[2], server.answer(frames)[4]]
+
+    own = load_keys(keys, "relay").public
+    assert answer(at_relay, publishing.keys.public) == [b"200", b"trainer"]
+    assert answer(at_hub, publishing.keys.public) == [b"400", b""]
+    assert answer(at_relay, own) == answer(at_hub, own) == [b"200", b"relay"]
+    assert answer(at_relay, load_keys(keys, "trainer").public) == [b"400", b""]
+    for kind in (RegisterManifest, AcquireSlot, Publish, CommitBatch, SubmitTrajectories):
+        assert not may_send("relay", kind)

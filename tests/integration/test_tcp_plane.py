@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from fakes.hub_bench import OTHER_LAYOUT, WAIT_S, Bench, content, load, publish, take
+from fakes.keys import of
 from fakes.slowness import seconds
 
 from umbra.proto.messages import Ready
 from umbra.proto.records import Manifest
+from umbra.services.runtime.keys import OPEN, Security
 from umbra.services.runtime.manifest import build_manifest
 from umbra.services.runtime.metrics import MetricsFile
 from umbra.services.runtime.publisher import Publisher
@@ -163,10 +166,16 @@ def test_another_layout_reaches_those_who_had_the_old(bench: Bench) -> None:
 class Node:
     """A relay in threads of this process, under a host name of its own, and its generator."""
 
-    def __init__(self, name: str, hub: str) -> None:
+    def __init__(self, name: str, hub: str, security: Security = OPEN) -> None:
         self.stopping = threading.Event()
         self.relay = Relay(
-            name, hub, "tcp://127.0.0.1:*", Bench.config(), MetricsFile(None, name), host=name
+            name,
+            hub,
+            "tcp://127.0.0.1:*",
+            Bench.config(),
+            MetricsFile(None, name),
+            host=name,
+            security=security,
         )
         self.thread = threading.Thread(target=self.relay.run, args=(self.stopping, WAIT_S))
         self.thread.start()
@@ -183,6 +192,35 @@ def nodes(bench: Bench) -> Iterator[list[Node]]:
     yield made
     for node in made:
         node.stop()
+
+
+@pytest.mark.parametrize("planes", [["shm", "tcp"], ["tcp"]])
+def test_relays_have_a_key_of_their_own(bench: Bench, keys: Path, planes: list[str]) -> None:
+    """Hub, two relays in a chain and a generator of the second, each with the key of its role."""
+    bench.security = of(keys, "weight_hub")
+    bench.start(plane="tcp", delta="off")
+    publisher = bench.publisher(channel=bench.channel("trainer", of(keys, "trainer")))
+    publish(publisher, 0)
+    nodes: list[Node] = []
+    try:
+        for index in range(2):
+            nodes.append(Node(f"node-{index}", bench.endpoint, of(keys, "relay")))
+            while f"node-{index}" not in bench.hub.protocol.serving:
+                nodes[-1].thread.join(0.01)
+                assert nodes[-1].thread.is_alive()
+        channel = bench.channel("gen", of(keys, "generator"))
+        receiver = Receiver(channel, "node-1", planes, check_s=0.05, retry_s=0.02)
+        bench.closers.append(receiver.close)
+        receiver.subscribe(WAIT_S)
+        for version in range(3):
+            if version:
+                publish(publisher, version)
+            load(receiver, version)
+        assert bench.hub.planes.open_tcp().chain.relays == ["node-0", "node-1"]
+        assert bench.hub.stats()["refused"] == 0
+    finally:
+        for node in nodes:
+            node.stop()
 
 
 def test_relays_hand_on_what_they_get(bench: Bench, nodes: list[Node]) -> None:

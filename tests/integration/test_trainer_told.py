@@ -19,8 +19,17 @@ from integration.test_trainer_loop import (
 from unit.test_sinks import curves
 
 from umbra.proto.errors import DeadlineError, RejectedError
-from umbra.proto.messages import BatchLease, CommitBatch, LeaseBatch, Message, PeekBatch
-from umbra.proto.records import EvalReport, pack_float32
+from umbra.proto.messages import (
+    BatchLease,
+    CommitBatch,
+    LeaseBatch,
+    Message,
+    Ok,
+    PeekBatch,
+    RejectSamples,
+)
+from umbra.proto.records import EvalReport, Sampling, pack_float32, pack_int32
+from umbra.services.runtime.trajectories import MOST_VOCABULARY
 from umbra.services.trainer.batch import BatchError
 
 
@@ -129,11 +138,17 @@ def test_a_batch_that_is_not_there_yet_is_asked_for_in_its_turn(
 
 
 class Broken(World):
-    """The second batch has a sample that is not sound; all have been through the stage `logp`."""
+    """The second batch has a sample that is not sound; all have been through the stage `logp`.
 
-    def __init__(self, model: Path, **changes: Any) -> None:
+    A sample that is rejected is replaced, if it `mends`.
+    """
+
+    def __init__(self, model: Path, *, mends: bool = True, **changes: Any) -> None:
         super().__init__(model)
         self.changes = changes
+        self.mends = mends
+        self.rejected: list[RejectSamples] = []
+        self.vocabularies: set[int] = set()
 
     def call(
         self,
@@ -143,6 +158,12 @@ class Broken(World):
         timeout_s: float,
         stopping: threading.Event | None = None,
     ) -> Message:
+        if isinstance(body, RejectSamples):
+            self.rejected.append(body)
+            self.changes = {} if self.mends else self.changes
+            return Ok()
+        if isinstance(body, LeaseBatch):
+            self.vocabularies.add(body.vocabulary)
         answer = super().call(body, reply, timeout_s=timeout_s, stopping=stopping)
         if isinstance(answer, BatchLease) and answer.trajectories:
             made = [
@@ -155,31 +176,65 @@ class Broken(World):
         return answer
 
 
+STAGED = {
+    "objective": "decoupled",
+    "proximal": "stage",
+    "buffer.stages": '["logp"]',
+    "checkpoint.every": 1,
+}
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"logprobs": pack_float32([-1.0])}, r"sample .*: 1 entries in logprobs for \d tokens"),
-        ({"loss_mask": b""}, r"sample .*: 0 entries in loss_mask for \d tokens"),
-        ({"proximal_logprobs": None}, "sample .* has no proximal_logprobs, .* buffer.stages"),
-        ({"proximal_logprobs": b"1234"}, r"sample .*: 4 bytes in proximal_logprobs for \d tokens"),
+        ({"logprobs": pack_float32([-1.0])}, "logprobs has 4 bytes for"),
+        ({"loss_mask": b""}, "loss_mask has 0 entries"),
+        ({"proximal_logprobs": b"1234"}, "proximal_logprobs has 4 bytes"),
+        ({"sampling": Sampling(temperature=0.0)}, "temperature 0"),
+        ({"prompt_ids": pack_int32([2**31 - 1])}, "reach from 2147483647"),
+        ({"reward": 1e308}, "reward is 1e+308"),
     ],
 )
-def test_a_batch_that_is_not_sound_leaves_the_checkpoint_before_it(
+def test_what_is_not_sound_is_given_back_and_training_goes_on(
     directory: Path,  # noqa: F811
     start: Any,  # noqa: F811
     tmp_path: Path,
     changes: dict[str, Any],
     told: str,
 ) -> None:
-    """1. A sound batch, then one that is not. 2. Another trainer, whose data are sound."""
-    staged = {"objective": "decoupled", "proximal": "stage", "buffer.stages": '["logp"]'}
-    settings = {**staged, "checkpoint.every": 1}
     world = Broken(directory, **changes)
+    assert start(world, **STAGED) == 0
+    assert world.committed() == [1, 2]
+    (rejected,) = world.rejected
+    (fault,) = rejected.faults.values()
+    assert rejected.step == 2 and told in fault
+    (row,) = rows(tmp_path, "rejected")
+    assert row["step"] == 2 and row["samples"] == rejected.faults
+    (vocabulary,) = world.vocabularies
+    assert 0 < vocabulary < MOST_VOCABULARY, "the buffer is told of the model"
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"reward": 1e308}, "sample .*: reward is 1e"),
+        ({"proximal_logprobs": None}, "sample .* has no proximal_logprobs, .* buffer.stages"),
+    ],
+)
+def test_a_buffer_that_has_nothing_sound_leaves_the_checkpoint_before_it(
+    directory: Path,  # noqa: F811
+    start: Any,  # noqa: F811
+    tmp_path: Path,
+    changes: dict[str, Any],
+    told: str,
+) -> None:
+    """1. A sound batch, then none that is. 2. Another trainer, whose data are sound."""
+    world = Broken(directory, mends=False, **changes)
     with pytest.raises(BatchError, match=told) as failure:
-        start(world, **settings)
+        start(world, **STAGED)
     assert failure.value.exit_code == 6 and "\n" not in str(failure.value)
     assert world.committed() == [1]
     assert not (tmp_path / "model").exists()
     sound = Broken(directory)
-    assert start(sound, **settings) == 0
+    assert start(sound, **STAGED) == 0
     assert sound.committed() == [2], "it goes on from the checkpoint of step 1"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import pytest
 
 from umbra.proto.errors import WireError
@@ -11,8 +13,8 @@ from umbra.services.runtime import delta
 from umbra.services.runtime.assembly import FAILURES, Assembly, Holdings
 from umbra.services.runtime.manifest import build_manifest, checksums, item_bytes
 from umbra.services.weight_hub.chain import Chain
-from umbra.services.weight_hub.outbox import Outbox
-from umbra.services.weight_hub.store import BucketStore, Delta
+from umbra.services.weight_hub.outbox import SMALLEST_FRAME, Outbox
+from umbra.services.weight_hub.store import BucketStore, Delta, Part
 
 LAYOUT = build_manifest([("a", "BF16", [256, 16]), ("b", "F32", [64, 16])], 4096)
 COUNT = len(LAYOUT.buckets)
@@ -93,10 +95,12 @@ def test_a_slot_that_is_written_anew_is_not_handed_out() -> None:
         {"contents": []},
         {"bases": [[1, 2]]},
         {"frame_bytes": 0},
+        {"frame_bytes": SMALLEST_FRAME - 1},
+        {"frame_bytes": 2**63},
     ],
 )
 def test_orders_that_make_no_sense_are_refused(bad: dict[str, object]) -> None:
-    given = {"number": 1, "wanted": [0], "contents": [1], "frame_bytes": 1, "credit_bytes": 1}
+    given = {"number": 1, "wanted": [0], "contents": [1], "frame_bytes": 1024, "credit_bytes": 1}
     with pytest.raises(WireError):
         Outbox(COUNT, store().parts).order(ME, FetchBuckets(**{**given, **bad}))  # type: ignore[arg-type]
 
@@ -238,3 +242,24 @@ def test_pieces_out_of_place_are_refused() -> None:
         with pytest.raises(WireError, match="out of order"):
             assembly.take(piece, raw)
     assert not assembly.take(Piece(bucket=COUNT + 5, result=1), data[:8])
+
+
+def test_small_frames_of_a_large_bucket_are_made_one_by_one() -> None:
+    """An order for frames of the least size costs its answer's message, not the whole bucket."""
+    made = 0
+
+    def parts(bucket: int, content: int, _bases: Sequence[int], size: int) -> Iterator[Part]:
+        nonlocal made
+        for number in range(1 << 20):
+            made += 1
+            yield Part(Piece(bucket=bucket, result=content, offset=number * size), bytes(size))
+
+    outbox = Outbox(1, parts)
+    fetch = FetchBuckets(
+        number=1, wanted=[0], contents=[1], frame_bytes=SMALLEST_FRAME, credit_bytes=2**63
+    )
+    outbox.order(ME, fetch)
+    message = outbox.next(ME)
+    assert message is not None
+    assert len(message[1]) == 1
+    assert made == 2  # what was sent, and a look at the next

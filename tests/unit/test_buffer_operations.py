@@ -105,8 +105,8 @@ def test_relays_join_beside_the_hub_and_may_be_drained() -> None:
     def join(name: str, *, relay: bool) -> Message | None:
         where = {} if relay else {"weights": f"tcp://{name}:1"}
         body = Join(
-            role="weight_hub", name=name, pid=1, host="h", package_version="0", endpoints=where,
-            relay=relay,
+            role="relay" if relay else "weight_hub",
+            name=name, pid=1, host="h", package_version="0", endpoints=where,
         )  # fmt: skip
         return run.ask(name, body)
 

@@ -236,7 +236,15 @@ def test_every_request_has_its_senders() -> None:
 def test_what_decides_over_a_run_is_for_one_role(role: KeyRole) -> None:
     assert may_send(role, CommitBatch) == may_send(role, FinishRun) == (role == "trainer")
     assert may_send(role, RollBack) == (role == "operator")
-    assert may_send(role, Publish) == (role in ("trainer", "weight_hub"))
+    assert may_send(role, Publish) == (role == "trainer")
+
+
+def test_a_relay_only_receives_and_hands_on() -> None:
+    """Whom it serves fetches from it: that needs nothing that it might send."""
+    named = {kind.__name__ for kind in TYPES.values() if may_send("relay", kind)}
+    reads = {"Ping", "StatusRequest", "HubStatusRequest", "VersionsRequest"}
+    member = {"Ok", "Nack", "Join", "Heartbeat", "Leave", "Event"}
+    assert named == reads | member | {"Subscribe", "Ready", "Committed", "FetchBuckets", "Credit"}
 
 
 def test_a_monitor_can_only_look() -> None:
@@ -250,7 +258,8 @@ def test_a_monitor_can_only_look() -> None:
     [
         ("generator", {"control", "data", "weights", "buckets", "events_in"}),
         ("trainer", {"control", "data", "weights", "events_in"}),
-        ("weight_hub", {"control", "weights", "buckets", "events_in"}),
+        ("weight_hub", {"control", "weights", "events_in"}),
+        ("relay", {"control", "weights", "buckets", "events_in"}),
         ("monitor", {"control", "weights", "events_in", "events_out"}),
         ("operator", {"control", "weights", "events_out"}),
         ("buffer", set[str]()),

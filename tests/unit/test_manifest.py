@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from umbra.proto.errors import WireError
+from umbra.proto.bounds import BUCKETS, DIMENSIONS, TENSORS
+from umbra.proto.errors import UsageError, WireError
+from umbra.proto.messages import RegisterManifest
 from umbra.proto.records import Manifest
 from umbra.services.runtime.manifest import (
     ALIGN_BYTES,
@@ -135,3 +137,32 @@ def test_a_manifest_from_the_wire_is_checked() -> None:
     for manifest in bad:
         with pytest.raises(WireError, match="manifest"):
             check_manifest(manifest)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"shape": [2**62] * 4},
+        {"shape": [1] * (DIMENSIONS + 1)},
+        {"shape": [-1]},
+        {"dtype": "X9", "nbytes": -16},
+        {"nbytes": 2**64 - 1},
+        {"offset": -1},
+        {"name": "x" * 300},
+    ],
+)
+def test_the_decoder_refuses_a_tensor_that_no_model_has(wrong: dict[str, object]) -> None:
+    tensor = {"name": "a", "dtype": "F32", "shape": [16], "offset": 0, "nbytes": 64, **wrong}
+    manifest = {"tensors": [tensor], "buckets": [[0, 64]], "total_bytes": 64, "digest": ""}
+    packed = msgspec.msgpack.encode({"manifest": manifest})
+    with pytest.raises(msgspec.ValidationError, match=r"manifest.tensors\[0\]"):
+        msgspec.msgpack.decode(packed, type=RegisterManifest)
+
+
+def test_more_tensors_than_a_manifest_has_are_refused() -> None:
+    with pytest.raises(ValueError, match="at most"):
+        build_manifest([(str(n), "F16", [1]) for n in range(TENSORS + 1)], 4096)
+    with pytest.raises(UsageError, match=r"raise weight_hub\.bucket_bytes"):
+        build_manifest([("a", "F16", [BUCKETS, 128])], 128)
+    with pytest.raises(ValueError, match="dimensions"):
+        build_manifest([("a", "F16", [1] * (DIMENSIONS + 1))], 4096)

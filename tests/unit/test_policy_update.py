@@ -219,8 +219,8 @@ def test_interpolation_weighs_by_age(directory: Path, trajectories: list[Traject
     ("value", "told"),
     [
         (None, r"sample s1-1 has no {field}, which the objective needs: put .* buffer.stages"),
-        (b"1234" * 99, r"sample s1-1: 396 bytes in {field} for \d tokens"),
-        (..., r"sample s1-1: one of its {field} is not finite"),
+        (b"1234" * 99, r"sample s1-1 of .*: {field} has 396 bytes for \d response tokens"),
+        (..., r"sample s1-1 of .*: {field} has values that are not finite"),
     ],
 )
 def test_logprobs_that_are_missing_or_wrong_are_named(

@@ -6,7 +6,6 @@ import re
 import sys
 import types
 import typing
-from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -14,16 +13,10 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import Meta
 
-from umbra.proto.codec import (
-    DEFAULT_LIMITS,
-    REASON_CHARS,
-    Encoder,
-    Limits,
-    decode,
-    decode_header,
-    nack,
-)
+from umbra.proto.bounds import BATCH, FIGURES, NAME_CHARS, STATS, TEXT_CHARS, TOKENS
+from umbra.proto.codec import REASON_CHARS, Encoder, decode, decode_header, nack
 from umbra.proto.errors import LimitError, WireError
 from umbra.proto.messages import (
     TYPES,
@@ -36,6 +29,7 @@ from umbra.proto.messages import (
     Ping,
     SampleLeases,
     SubmitTrajectories,
+    Welcome,
 )
 from umbra.proto.records import (
     Record,
@@ -47,6 +41,7 @@ from umbra.proto.records import (
     unpack_float32,
     unpack_int32,
 )
+from umbra.proto.sizes import COMMON_BYTES, HEADER_BYTES, RAW_BYTES, body_bytes
 from umbra.proto.version import PROTOCOL_MAJOR, PROTOCOL_MINOR
 
 HEADER: dict[str, Any] = {
@@ -85,10 +80,12 @@ PLAIN = st.recursive(
 )
 
 
-def values(kind: Any) -> st.SearchStrategy[Any]:
+def values(kind: Any, bounds: Meta | None = None) -> st.SearchStrategy[Any]:
     """Make values of a field's type."""
     inner = typing.get_args(kind)
     match typing.get_origin(kind):
+        case typing.Annotated:
+            return values(inner[0], inner[1])
         case typing.Literal:
             return st.sampled_from(inner)
         case typing.Union | types.UnionType:
@@ -98,18 +95,24 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
         case origin if origin is tuple:
             return st.tuples(*map(values, inner))
         case origin if origin is dict:
-            return st.dictionaries(st.text(max_size=4), values(inner[1]), max_size=2)
+            return st.dictionaries(values(inner[0]), values(inner[1]), max_size=2)
         case _ if kind is Any:
             return PLAIN
+        case _ if kind is float and bounds is not None:
+            return st.floats(allow_nan=False, allow_infinity=False)
+        case _ if kind is int and bounds is not None:
+            return st.integers(0, (1 << 53) - 1)
+        case _ if kind is str and bounds is not None and bounds.pattern:
+            return st.text(st.characters(exclude_categories=("C", "Zl", "Zp")), max_size=8)
         case _ if kind in SCALARS:
             return SCALARS[kind]
         case _:
-            return records(kind)
+            return records(typing.cast("type[Record]", kind))
 
 
 def records(cls: type[Record]) -> st.SearchStrategy[Any]:
     """Make records of a class."""
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
     return st.builds(cls, **{name: values(kind) for name, kind in hints.items()})
 
 
@@ -118,10 +121,10 @@ def frames(kind: str, body: Any, **header: Any) -> list[bytes]:
     return [msgpack.packb({**HEADER, "type": kind, **header}), msgpack.packb(body)]
 
 
-def refusal(given_frames: list[bytes], **limits: int) -> WireError:
+def refusal(given_frames: list[bytes]) -> WireError:
     """Return the error that decoding ends with."""
     with pytest.raises(WireError) as caught:
-        decode(given_frames, replace(DEFAULT_LIMITS, **limits))
+        decode(given_frames)
     return caught.value
 
 
@@ -208,9 +211,9 @@ def test_an_int_is_taken_for_a_float() -> None:
         ("LeaseSamples", {**LEASE, "capacity": "4"}, "capacity", "`int`, got `str`"),
         ("LeaseSamples", {**LEASE, "capacity": 4.0}, "capacity", "`int`, got `float`"),
         ("LeaseSamples", {**LEASE, "capacity": True}, "capacity", "`int`, got `bool`"),
-        ("LeaseSamples", {**LEASE, "wait_s": None}, "wait_s", "`float`, got `null`"),
+        ("LeaseSamples", {**LEASE, "wait_s": None}, "wait_s", "`float`, got `None`"),
         ("LeaseSamples", [4, 2, 1.0], "$", "`object`, got `array`"),
-        ("LeaseSamples", None, "$", "got `null`"),
+        ("LeaseSamples", None, "$", "got `None`"),
         ("Command", {"kind": "explode"}, "kind", "'explode'"),
         ("RenewLeases", {"leases": [["s", 1], ["s", 1, 2]]}, "leases[1]", "length 2, got 3"),
         ("RenewLeases", {"leases": [["s", "1"]]}, "leases[0][1]", "`int`, got `str`"),
@@ -283,7 +286,7 @@ def test_raw_frames_come_as_they_were_sent() -> None:
     assert decode([*given, b"a", b""]).raw == (b"a", b"")
     assert decode(given, raw=[memoryview(b"a"), b""]).raw == (b"a", b"")
     assert refusal([*given, b"a"]).code == "frames"
-    assert refusal([*given, b"a", bytes(99)], header_bytes=4096, frame_bytes=98).code == "too_large"
+    assert refusal([*given, b"a", bytes(RAW_BYTES + 1)]).code == "too_large"
 
 
 def test_a_header_can_be_read_when_the_body_cannot() -> None:
@@ -305,10 +308,10 @@ def test_a_header_can_be_read_when_the_body_cannot() -> None:
     ],
 )
 def test_what_is_not_messagepack(body: bytes) -> None:
-    error = refusal([frames("Event", {})[0], body])
-    assert (error.code, error.path) == ("malformed", "$")
-    assert str(error).startswith("not MessagePack: ")
-    assert len(str(error)) > len("not MessagePack: ")
+    for kind in ("Event", "Ping"):
+        error = refusal([frames(kind, {})[0], body])
+        assert (error.code, error.path) == ("malformed", "$")
+        assert re.fullmatch(r"(not MessagePack|Event|Ping): .+", str(error))
 
 
 @pytest.mark.parametrize(
@@ -332,57 +335,69 @@ def test_extension_types_are_refused(extension: bytes) -> None:
 # -- limits ---------------------------------------------------------------------------------------
 
 
+BEAT: dict[str, Any] = {"state": "ready", "activity": "x", "progress": 1, "idle_s": 0.0}
+SCORE = {"sample_id": "s", "attempt": 1, "logprobs": bytes(4 * TOKENS + 1)}
+
+
 @pytest.mark.parametrize(
-    ("value", "limits"),
+    ("kind", "body", "path"),
     [
-        (b"x" * 101, {"bin_bytes": 100}),
-        ("x" * 101, {"str_bytes": 100}),
-        ([0] * 101, {"items": 100}),
-        ({str(number): 0 for number in range(101)}, {"items": 100}),
-        (b"x" * 101, {"frame_bytes": 100}),
+        ("Leave", {"reason": "x" * (TEXT_CHARS + 1)}, "reason"),
+        ("Heartbeat", {**BEAT, "activity": "x" * (NAME_CHARS + 1)}, "activity"),
+        ("Heartbeat", {**BEAT, "stats": {str(n): 0.0 for n in range(FIGURES + 1)}}, "stats"),
+        ("Heartbeat", {**BEAT, "stats": {"x" * (NAME_CHARS + 1): 0.0}}, "stats"),
+        ("InterruptRequest", {"samples": ["s"] * (BATCH + 1)}, "samples"),
+        ("SubmitScores", {"stage": "ref", "scores": [SCORE]}, "scores[0].logprobs"),
     ],
+    ids=["text", "name", "map", "key", "list", "bin"],
 )
-def test_limits(value: Any, limits: dict[str, int]) -> None:
-    event = frames("Event", {"kind": "x", "fields": {"a": value}}, sender="me")
-    assert decode(event).header.sender == "me"
-    error = refusal(event, **limits)
+def test_bounds(kind: str, body: Any, path: str) -> None:
+    error = refusal(frames(kind, body))
     assert isinstance(error, LimitError)
-    assert error.code == "too_large"
-    assert "100" in str(error)
+    assert (error.code, error.path) == ("too_large", path)
 
 
-@pytest.mark.parametrize(
-    ("value", "limits"),
-    [
-        (b"x" * 100, {"bin_bytes": 100}),
-        ("x" * 100, {"str_bytes": 100}),
-        ([0] * 100, {"items": 100}),
-        ({str(number): 0 for number in range(100)}, {"items": 100}),
-    ],
-)
-def test_what_is_at_a_limit_is_taken(value: Any, limits: dict[str, int]) -> None:
-    event = frames("Event", {"kind": "x", "fields": {"a": value}}, sender="me")
-    size = {"frame_bytes": len(event[1]), "header_bytes": len(event[0])}
-    assert decode(event, replace(DEFAULT_LIMITS, **limits, **size)).header.sender == "me"
-    for name, most in size.items():
-        with pytest.raises(LimitError):
-            decode(event, replace(DEFAULT_LIMITS, **limits, **(size | {name: most - 1})))
+@pytest.mark.parametrize("declared", [b"\xdd\xff\xff\xff\xff", b"\xdd\x00\x0f\xff\xff"])
+def test_a_length_is_refused_before_its_items_are_read(declared: bytes) -> None:
+    body = b"\x81\xa6leases" + declared + b"\x80" * (1 << 16)
+    assert refusal([frames("RenewLeases", {})[0], body]).path == "leases"
 
 
-def test_raw_frames_have_the_limit_of_all() -> None:
-    body = {"number": 1, "pieces": [{"bucket": 0, "result": 1}]}
-    sent = frames("Buckets", body)
-    limits = replace(DEFAULT_LIMITS, frame_bytes=500)
-    assert decode(sent, limits, [b"x" * 500]).raw == (b"x" * 500,)
-    with pytest.raises(LimitError, match="a raw frame of more than 500 bytes"):
-        decode(sent, limits, [b"x" * 501])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_numbers_are_finite(value: float) -> None:
+    assert refusal(frames("LeaseSamples", {**LEASE, "wait_s": value})).path == "wait_s"
+    assert refusal(frames("Heartbeat", {**BEAT, "stats": {"i": value}})).path == "stats[...]"
 
 
-def test_the_quick_way_is_for_frames_in_which_no_limit_can_be_passed() -> None:
-    names = ("frame_bytes", "bin_bytes", "str_bytes", "items")
-    for least in names:
-        limits = Limits(**{name: 7 if name == least else 9 for name in names})
-        assert limits.safe_bytes == 7
+@pytest.mark.parametrize("character", ["\n", "\r", "\x1b", "\0", "\x7f", "\x9b", "\u2028"])
+@pytest.mark.parametrize("form", ["a{}", "{}a", "a{}b"])
+def test_control_characters_are_refused(character: str, form: str) -> None:
+    text = form.format(character)
+    assert refusal(frames("Ping", {}, sender=text)).path == "sender"
+    assert refusal(frames("Heartbeat", {**BEAT, "activity": text})).path == "activity"
+    assert refusal(frames("Heartbeat", {**BEAT, "stats": {text: 1.0}})).path == "stats"
+    assert refusal(frames("Leave", {"reason": text})).path == "reason"
+
+
+def test_what_a_process_says_of_itself_keeps_to_the_bounds() -> None:
+    """Texts come from exceptions, figures from computations: neither makes a frame that fails."""
+    said = Nack(code="x", reason="a\nb\x1b[1m" + "c" * TEXT_CHARS, path="\ud800")
+    decoded = decode(Encoder("a", "b").encode(said)[1]).body
+    assert isinstance(decoded, Nack)
+    assert decoded.reason.startswith("a b [1mccc")
+    assert len(decoded.reason) == TEXT_CHARS
+    figures = CommitBatch(step=1, metrics={"loss": float("nan"), "reward": 0.5})
+    assert decode(Encoder("a", "b").encode(figures)[1]).body == CommitBatch(
+        step=1, metrics={"reward": 0.5}
+    )
+
+
+@pytest.mark.parametrize("name", [name for name, cls in TYPES.items() if body_bytes(cls) < 2 << 20])
+def test_a_body_above_its_limit(name: str) -> None:
+    """Known from the header: nothing of the body is decoded."""
+    error = refusal([frames(name, {})[0], bytes(body_bytes(TYPES[name]) + 1)])
+    assert isinstance(error, LimitError)
+    assert str(body_bytes(TYPES[name])) in str(error)
 
 
 @pytest.mark.parametrize(("major", "whose"), [(PROTOCOL_MAJOR + 1, "here"), (0, "of me")])
@@ -406,17 +421,19 @@ def test_arrays_are_little_endian_on_any_machine(
 
 
 def test_a_header_above_its_limit() -> None:
-    error = refusal(frames("Ping", {}, new="x" * DEFAULT_LIMITS.header_bytes))
+    error = refusal(frames("Ping", {}, new="x" * HEADER_BYTES))
     assert error.code == "too_large"
-    assert str(DEFAULT_LIMITS.header_bytes) in str(error)
+    assert str(HEADER_BYTES) in str(error)
 
 
-def test_the_encoder_refuses_what_nobody_would_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_encoder_refuses_what_nobody_would_take() -> None:
     with pytest.raises(LimitError, match="Header of 5"):
         Encoder("x" * 5000, "i").encode(Ping())
-    monkeypatch.setattr("umbra.proto.codec.DEFAULT_LIMITS", replace(DEFAULT_LIMITS, frame_bytes=64))
-    with pytest.raises(LimitError, match=r"Event of \d+ bytes, at most 64"):
-        Encoder("x", "i").encode(Event(kind="x" * 100))
+    large = Welcome(
+        run_id="x" * COMMON_BYTES, heartbeat_s=1.0, data="", events_in="", events_out=""
+    )
+    with pytest.raises(LimitError, match=rf"Welcome of \d+ bytes, at most {COMMON_BYTES}"):
+        Encoder("x", "i").encode(large)
 
 
 @pytest.mark.parametrize("value", ["\ud800", 2**64, -(2**63) - 1, object(), {1, 2j}])
@@ -435,7 +452,7 @@ def test_a_refusal_becomes_a_nack() -> None:
 
 
 def test_a_refusal_quotes_only_the_start_of_what_was_sent() -> None:
-    error = refusal(frames("Command", {"kind": "x" * 100_000}))
+    error = refusal(frames("Command", {"kind": "x" * 50_000}))
     assert len(str(error)) < REASON_CHARS + 100
     assert error.path == "kind"
 
@@ -453,18 +470,42 @@ def test_a_nack_about_anything_can_be_sent() -> None:
     assert re.fullmatch(r"role|name", sent.path)
 
 
-def test_the_encoder_takes_what_is_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    size = len(Encoder("x", "i").encode(Event(kind="x" * 100))[1][1])
-    at, below = (replace(DEFAULT_LIMITS, frame_bytes=most) for most in (size, size - 1))
-    monkeypatch.setattr("umbra.proto.codec.DEFAULT_LIMITS", at)
-    Encoder("x", "i").encode(Event(kind="x" * 100))
-    monkeypatch.setattr("umbra.proto.codec.DEFAULT_LIMITS", below)
-    with pytest.raises(LimitError):
-        Encoder("x", "i").encode(Event(kind="x" * 100))
-
-
 @pytest.mark.parametrize("versions", [[4], [4, 7], [7, 4], [5, 4, 7, 6]])
 def test_the_oldest_and_the_newest_version_of_a_trajectory(versions: list[int]) -> None:
     spans = [VersionSpan(version=one, start=n, end=n + 1) for n, one in enumerate(versions)]
     made = msgspec.structs.replace(TRAJECTORY, spans=spans)
     assert (made.oldest_version, made.newest_version) == (min(versions), max(versions))
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        ("Leave", {"reason": "x" * TEXT_CHARS}),
+        ("Heartbeat", {**BEAT, "activity": "x" * NAME_CHARS}),
+        ("Heartbeat", {**BEAT, "stats": {str(n): 0.0 for n in range(STATS)}}),
+        ("InterruptRequest", {"samples": ["s"] * BATCH}),
+        ("SubmitScores", {"stage": "s", "scores": [{**SCORE, "logprobs": bytes(4 * TOKENS)}]}),
+    ],
+)
+def test_what_is_at_a_bound_is_taken(kind: str, body: Any) -> None:
+    assert type(decode(frames(kind, body)).body).__name__ == kind
+
+
+def test_frames_at_their_limits_are_taken() -> None:
+    room = COMMON_BYTES - len(msgpack.packb({"new": bytes(1 << 15)}))
+    body = msgpack.packb({"new": bytes((1 << 15) + room)})
+    assert len(body) == COMMON_BYTES
+    assert decode([frames("Ping", {})[0], body]).body == Ping()
+    pieces = {"number": 1, "pieces": [{"bucket": 0, "result": 1}]}
+    assert len(decode(frames("Buckets", pieces), [bytes(RAW_BYTES)]).raw[0]) == RAW_BYTES
+    with pytest.raises(LimitError, match=f"a raw frame of more than {RAW_BYTES} bytes"):
+        decode(frames("Buckets", pieces), [bytes(RAW_BYTES + 1)])
+
+
+def test_the_encoder_takes_what_is_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = len(Encoder("x", "i").encode(Event(kind="x" * 100))[1][1])
+    monkeypatch.setattr("umbra.proto.codec.body_bytes", lambda _cls: size)
+    Encoder("x", "i").encode(Event(kind="x" * 100))
+    monkeypatch.setattr("umbra.proto.codec.body_bytes", lambda _cls: size - 1)
+    with pytest.raises(LimitError):
+        Encoder("x", "i").encode(Event(kind="x" * 100))

@@ -98,10 +98,16 @@ def test_the_decoder_reads_it(name: str) -> None:
     assert header.sent_at == SENT_AT
 
 
+def kinds_of(base: type[msgspec.Struct]) -> set[type[msgspec.Struct]]:
+    """Return the classes derived from `base`, at any depth."""
+    direct = set(base.__subclasses__())
+    return direct.union(*map(kinds_of, direct))
+
+
 def defaults() -> dict[str, dict[str, Any]]:
     """Return what fields mean that are left out, by message or record."""
     found: dict[str, dict[str, Any]] = {}
-    for cls in sorted({*TYPES.values(), *Record.__subclasses__()}, key=lambda one: one.__name__):
+    for cls in sorted({*TYPES.values(), *kinds_of(Record)}, key=lambda one: one.__name__):
         found[cls.__name__] = {}
         for field in msgspec.structs.fields(cls):
             if field.default is not msgspec.NODEFAULT:

@@ -10,8 +10,8 @@ import pytest
 import zmq
 
 from umbra.proto import sockets
-from umbra.proto.codec import DEFAULT_LIMITS
 from umbra.proto.errors import StartupError, UsageError
+from umbra.proto.sizes import MOST_BYTES, socket_bytes
 
 Context = zmq.Context[zmq.Socket[bytes]]
 Socket = zmq.Socket[bytes]
@@ -59,7 +59,8 @@ def test_options(zmq_context: Context) -> None:
             assert socket.get(zmq.SNDHWM) == hwm, name
             received = sockets.ROUTER_RECEIVE_HWM if name == "router" else hwm
             assert socket.get(zmq.RCVHWM) == received, name
-            assert socket.get(zmq.MAXMSGSIZE) == DEFAULT_LIMITS.frame_bytes, name
+            limits = {"xsub": socket_bytes("events_in"), "xpub": socket_bytes("events_out")}
+            assert socket.get(zmq.MAXMSGSIZE) == limits.get(name, MOST_BYTES), name
             asks = name not in ("router", "xsub", "xpub")
             assert socket.get(zmq.HEARTBEAT_IVL) == asks * sockets.HEARTBEAT_INTERVAL_MS, name
             if asks:
@@ -191,12 +192,8 @@ def test_the_ends_of_a_pair_reach_each_other(zmq_context: Context) -> None:
         close(bound, connected)
 
 
-def test_a_frame_above_the_limit_never_arrives(
-    zmq_context: Context, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    small = type(DEFAULT_LIMITS)(frame_bytes=1000)
-    monkeypatch.setattr(sockets, "DEFAULT_LIMITS", small)
-    router, endpoint = sockets.router(zmq_context, f"ipc://{tmp_path}/r")
+def test_a_frame_above_the_limit_never_arrives(zmq_context: Context, tmp_path: Path) -> None:
+    router, endpoint = sockets.router(zmq_context, f"ipc://{tmp_path}/r", frame_bytes=1000)
     monitor = router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     assert monitor is not None
     dealer = sockets.dealer(zmq_context, endpoint, b"me")

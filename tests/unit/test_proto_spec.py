@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,8 +12,8 @@ import msgspec
 import msgspec.inspect as introspect
 import pytest
 
-from umbra.proto import errors, messages, records, sockets
-from umbra.proto.codec import DEFAULT_LIMITS
+from umbra.proto import bounds, errors, messages, records, sizes, sockets
+from umbra.proto.access import KEY_ROLES, SENDERS, may_send
 from umbra.proto.messages import (
     ANY,
     BUCKETS,
@@ -39,6 +38,11 @@ CHAPTERS: dict[str, tuple[type[Message], ...]] = {
     "Buckets socket": BUCKETS,
     "Events": TELEMETRY,
 }
+TEXTS: dict[tuple[int | None, str | None], str] = {
+    (bounds.NAME_CHARS, bounds.NO_CONTROL): "name",
+    (bounds.TEXT_CHARS, bounds.NO_CONTROL): "text",
+    (bounds.ID_CHARS, None): "id",
+}
 RECORDS = {
     name: cls
     for module in (records, messages)
@@ -46,7 +50,7 @@ RECORDS = {
     if isinstance(cls, type)
     and issubclass(cls, records.Record)
     and not issubclass(cls, Message)
-    and cls not in (records.Record, Header)
+    and cls not in (records.Record, records.Told, Header)
 }
 
 
@@ -77,10 +81,16 @@ def spell(kind: introspect.Type) -> str:
     """Write a type the way that the spec does."""
     match kind:
         case introspect.ListType():
-            return f"list of {spell(kind.item_type)}"
+            return f"list[{kind.max_length}] of {spell(kind.item_type)}"
         case introspect.DictType():
             assert isinstance(kind.key_type, introspect.StrType)
-            return f"map of {spell(kind.value_type)}"
+            return f"map[{kind.max_length}] of {spell(kind.value_type)}"
+        case introspect.StrType():
+            return TEXTS[kind.max_length, kind.pattern]
+        case introspect.FloatType():
+            return "float" if kind.ge is None else "number"
+        case introspect.IntType():
+            return "int" if kind.ge is None else "size"
         case introspect.TupleType():
             return f"({', '.join(map(spell, kind.item_types))})"
         case introspect.UnionType():
@@ -93,7 +103,7 @@ def spell(kind: introspect.Type) -> str:
         case introspect.StructType():
             return kind.cls.__name__
         case introspect.BytesType():
-            return "bin"
+            return f"bin[{kind.max_length}]"
         case introspect.NoneType():
             return "nil"
         case _:
@@ -166,9 +176,61 @@ def test_enumerations(name: str) -> None:
     assert line[1] == ", ".join(f"`{value}`" for value in ENUMERATIONS[name])
 
 
+def parts_of(kind: introspect.Type) -> list[introspect.Type]:
+    """Return the types of which a type is made, itself included."""
+    match kind:
+        case introspect.ListType():
+            inner = [kind.item_type]
+        case introspect.DictType() if isinstance(kind.value_type, introspect.AnyType):
+            inner = [kind.value_type]  # free-form
+        case introspect.DictType():
+            inner = [kind.key_type, kind.value_type]
+        case introspect.TupleType():
+            inner = list(kind.item_types)
+        case introspect.UnionType():
+            inner = list(kind.types)
+        case introspect.StructType():
+            inner = [field.type for field in kind.fields]
+        case _:
+            inner = []
+    return [kind, *(part for one in inner for part in parts_of(one))]
+
+
+@pytest.mark.parametrize("name", [*TYPES, "Header"])
+def test_everything_has_a_bound(name: str) -> None:
+    for kind in parts_of(introspect.type_info(TYPES.get(name, Header))):
+        if isinstance(kind, introspect.StrType | introspect.BytesType | introspect.ListType):
+            assert kind.max_length is not None, kind
+        if isinstance(kind, introspect.DictType):
+            is_row = isinstance(kind.value_type, introspect.AnyType)
+            assert kind.max_length is not None, kind
+            assert not is_row or TYPES[name] not in SENDERS or name == "Event"
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_unknown_fields(name: str) -> None:
+    """What an operator orders is refused with an unknown field; in others it is skipped."""
+    cls = TYPES[name]
+    is_order = SENDERS.get(cls) == ("operator",)
+    assert cls.__struct_config__.forbid_unknown_fields is is_order
+
+
 def test_limits() -> None:
     stated = {row[0].strip("`"): int(row[1]) for row in rows(section("Limits", 3))}
-    assert stated == asdict(DEFAULT_LIMITS)
+    assert stated == {
+        "header": sizes.HEADER_BYTES,
+        "raw frame": sizes.RAW_BYTES,
+        **{cls.__name__: limit for cls, limit in sizes.LARGE.items()},
+        "any other body": sizes.COMMON_BYTES,
+    }
+
+
+@pytest.mark.parametrize("role", KEY_ROLES)
+def test_a_role_may_send_no_byte_of_what_it_must_not(role: Any) -> None:
+    for cls in TYPES.values():
+        allowed = sizes.allowed_bytes(cls, role)
+        assert allowed == (sizes.body_bytes(cls) if may_send(role, cls) else 0)
+        assert bool(sizes.allowed_bytes(cls, None)) == (cls in SENDERS)
 
 
 def test_socket_options() -> None:

@@ -42,7 +42,12 @@ STOP = 3
 def scoring_task(name: str, response: list[int], mask: bytes, row: dict[str, Any]) -> ScoringTask:
     task = SampleTask(sample_id=name, group_id="g", prompt_id="p", attempt=1, row=row, lease_s=30.0)
     made = trajectory(
-        task, 0, prompt_ids=pack_int32([5, 6]), response_ids=pack_int32(response), loss_mask=mask
+        task,
+        prompt_ids=pack_int32([5, 6]),
+        response_ids=pack_int32(response),
+        loss_mask=mask,
+        logprobs=pack_float32([-0.5] * len(response)),
+        spans=[VersionSpan(version=0, start=0, end=len(response))],
     )
     return ScoringTask(sample_id=name, attempt=4, row=row, lease_s=30.0, trajectory=made)
 
@@ -139,8 +144,8 @@ def test_what_the_model_cannot_score_costs_that_sample_only(tiny_model_dir: Path
     empty = replace(empty, trajectory=replace(empty.trajectory, prompt_ids=b""))
     scores = {s.sample_id: s for s in worker.score([foreign, good, empty], lambda: None)}
     assert scores["a"].logprobs is not None and not scores["a"].error
-    assert "tokens from 5 to 500, but the scorer's model knows 101" in scores["b"].error
-    assert scores["c"].error == "sample c has no prompt tokens"
+    assert "reach from 7 to 500, but the model has 101 tokens" in scores["b"].error
+    assert "no prompt tokens" in scores["c"].error
     assert next(worker.score([empty], lambda: None)).error
 
 

@@ -64,16 +64,16 @@ def test_tensors() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"loss_mask": bytes([1, 0])}, "2 entries in loss_mask for 3 tokens"),
-        ({"logprobs": b""}, "0 entries in logprobs for 3 tokens"),
+        ({"loss_mask": bytes([1, 0])}, "loss_mask has 2 entries for 3 response tokens"),
+        ({"logprobs": b""}, "logprobs has 0 bytes for 3 response tokens"),
         ({"logprobs": b"abc"}, "logprobs has 3 bytes"),
         ({"logprobs": pack_float32([float("nan"), 0.0, -1.0])}, "not finite"),
-        ({"reward": float("inf")}, "the reward is inf"),
-        ({"prompt_ids": b""}, "0 prompt and 3 response tokens"),
+        ({"reward": float("inf")}, "reward is inf"),
+        ({"prompt_ids": b""}, "no prompt tokens"),
         ({"response_ids": pack_int32([7, 8, 10])}, "10 tokens: do generator and trainer"),
         ({"prompt_ids": pack_int32([-1, 8])}, "prompt_ids reach from -1 to 8"),
-        ({"spans": [VersionSpan(version=1, start=0, end=2)]}, "spans cover 2 of 3 tokens"),
-        ({"spans": [VersionSpan(version=1, start=1, end=3)]}, "in order at 0"),
+        ({"spans": [VersionSpan(version=1, start=0, end=2)]}, "spans end at token 2 of 3"),
+        ({"spans": [VersionSpan(version=1, start=1, end=3)]}, "does not follow token 0"),
         ({"sampling": Sampling(temperature=0.0)}, "temperature 0"),
     ],
 )

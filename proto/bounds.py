@@ -1,0 +1,118 @@
+"""How much each field of a message may hold: enforced by the decoder, kept to by its sender.
+
+A frame must not cost its receiver more than about what it brings. So every text, list, map and
+array of bytes has a bound, numbers that are compared or shown are finite, and what may be printed
+has no control characters: a name with a line feed could write a line of its own into a log.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from functools import cache
+from itertools import islice
+from typing import Annotated, Any
+
+import msgspec
+import msgspec.inspect
+from msgspec import Meta
+
+NAME_CHARS = 256
+ID_CHARS = 256
+TEXT_CHARS = 4096
+FIGURES = 512
+STATS = 64  # figures of a process in its heartbeat: the buffer tells those of all members together
+STAT_CHARS = 64
+MEMBERS = 4096  # of a run
+TOKENS = 1 << 20  # in one trajectory
+SPANS = 128  # versions that wrote one trajectory
+PARTS = 64  # of a reward
+STAGES = 16
+SUBMITTED = 512  # trajectories or scores in one message to the buffer; the rest goes into another
+LEASES = 1 << 14  # of one process
+BATCH = 4096  # of whatever else a server tells one process
+RUN = 1 << 16  # of whatever it tells of a whole run
+TENSORS = 48 << 10
+BUCKETS = 1 << 15
+DIMENSIONS = 5
+COPIES = 4  # of the weights that a receiver has, and asks for differences to
+NO_CONTROL = r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z"
+
+_control = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]+")
+
+# Names and sentences may be printed. Ids are only compared with known ones: they need no look.
+Name = Annotated[str, Meta(max_length=NAME_CHARS, pattern=NO_CONTROL)]
+Text = Annotated[str, Meta(max_length=TEXT_CHARS, pattern=NO_CONTROL)]
+Id = Annotated[str, Meta(max_length=ID_CHARS)]
+Number = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+Figures = Annotated[dict[Name, Number], Meta(max_length=FIGURES)]
+Stats = Annotated[
+    dict[Annotated[str, Meta(max_length=STAT_CHARS, pattern=NO_CONTROL)], Number],
+    Meta(max_length=STATS),
+]
+Counts = Annotated[dict[Name, int], Meta(max_length=FIGURES)]
+Int32s = Annotated[bytes, Meta(max_length=4 * TOKENS)]
+Float32s = Annotated[bytes, Meta(max_length=4 * TOKENS)]
+Mask = Annotated[bytes, Meta(max_length=TOKENS)]
+Blob = Annotated[bytes, Meta(max_length=1024)]
+Size = Annotated[int, Meta(ge=0, le=(1 << 53) - 1)]  # bytes or elements
+Row = Annotated[dict[str, Any], Meta(max_length=4096)]  # free-form: decoded by clients only
+
+
+def one_line(text: str, most: int = TEXT_CHARS) -> str:
+    """`text` as a `Text`: control characters become a space, what is beyond `most` is cut."""
+    if len(text) > most:
+        text = text[: most - 3] + "..."
+    return text if text.isprintable() else _control.sub(" ", text)
+
+
+def keep_to_bounds(record: msgspec.Struct) -> None:
+    """Make texts of `record` one line each, and leave out figures that its receiver would refuse.
+
+    Texts come from exceptions, figures from computations and from what users name: none of them
+    should make a message that is refused as a whole. A decoded record is within its bounds already.
+    """
+    for name, kind in _softly_bound(type(record)):
+        value: Any = getattr(record, name)
+        if isinstance(kind, msgspec.inspect.StrType):
+            kept: Any = one_line(value)
+        elif isinstance(kind.value_type, msgspec.inspect.StrType):
+            kept = {key: one_line(text) for key, text in value.items()}
+        else:
+            kept = _fitting(value, kind)
+        if kept is not value:
+            msgspec.structs.force_setattr(record, name, kept)
+
+
+def _fitting(figures: dict[str, float], kind: msgspec.inspect.DictType) -> dict[str, float]:
+    assert isinstance(kind.key_type, msgspec.inspect.StrType)
+    most, chars = kind.max_length or 0, kind.key_type.max_length or 0
+    fit = {
+        name: value
+        for name, value in figures.items()
+        if math.isfinite(value) and len(name) <= chars and not _control.search(name)
+    }
+    if len(fit) == len(figures) <= most:
+        return figures
+    return dict(islice(fit.items(), most))
+
+
+@cache
+def _softly_bound(
+    cls: type[msgspec.Struct],
+) -> list[tuple[str, msgspec.inspect.StrType | msgspec.inspect.DictType]]:
+    """Fields of type `Text`, maps of it, and maps of numbers."""
+    info = msgspec.inspect.type_info(cls)
+    assert isinstance(info, msgspec.inspect.StructType)
+    found: list[tuple[str, msgspec.inspect.StrType | msgspec.inspect.DictType]] = []
+    for field in info.fields:
+        kind = field.type
+        inner = kind.value_type if isinstance(kind, msgspec.inspect.DictType) else kind
+        is_text = isinstance(inner, msgspec.inspect.StrType) and inner.max_length == TEXT_CHARS
+        is_number = isinstance(inner, msgspec.inspect.FloatType) and inner.ge is not None
+        if isinstance(kind, msgspec.inspect.DictType) and (is_text or is_number):
+            found.append((field.name, kind))
+        elif isinstance(kind, msgspec.inspect.StrType) and is_text:
+            found.append((field.name, kind))
+    return found

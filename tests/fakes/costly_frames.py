@@ -1,0 +1,66 @@
+"""Frames that cost their receiver as much as the schema allows, made from the schema itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgpack
+import msgspec.inspect as introspect
+
+from umbra.proto.messages import Message
+
+LEAST = b"\x80"  # an empty map: one byte, and an object where it is decoded
+CAPS = (1 << 20, 1 << 14, 1 << 12, 512, 64, 8, 1)
+
+
+def fill(kind: introspect.Type, cap: int) -> Any:
+    """A value of `kind` with as many and as small parts as it may have, `cap` in each list or map.
+
+    Small, but large enough that each part is an object of its own.
+    """
+    match kind:
+        case introspect.ListType():
+            return [fill(kind.item_type, cap)] * min(kind.max_length or 0, cap)
+        case introspect.DictType() if isinstance(kind.value_type, introspect.AnyType):
+            return {f"{n:x}": [] for n in range(min(kind.max_length or 0, cap))}
+        case introspect.DictType():
+            value = fill(kind.value_type, cap)
+            return {f"{n:x}": value for n in range(min(kind.max_length or 0, cap))}
+        case introspect.StructType():
+            return {field.encode_name: fill(field.type, cap) for field in kind.fields}
+        case introspect.TupleType():
+            return [fill(item, cap) for item in kind.item_types]
+        case introspect.UnionType():
+            return fill(kind.types[0], cap)
+        case introspect.LiteralType():
+            return kind.values[0]
+        case introspect.StrType():
+            return "ab"
+        case introspect.BytesType():
+            return b"ab"
+        case introspect.BoolType():
+            return True
+        case introspect.IntType():
+            return 70_000
+        case introspect.FloatType():
+            return 1.5
+        case _:
+            raise NotImplementedError(kind)
+
+
+def costly_bodies(cls: type[Message], limit: int) -> Iterator[bytes]:
+    """Bodies of `cls` of at most `limit` bytes: a sound one, and ones with too much in a field."""
+    info = introspect.type_info(cls)
+    assert isinstance(info, introspect.StructType)
+    for cap in CAPS:
+        packed = msgpack.packb(fill(info, cap))
+        if len(packed) <= limit:
+            yield packed
+            break
+    count = max(limit - 100, 0)
+    for field in [*(field.encode_name for field in info.fields), "unknown"]:
+        begin = b"\x81" + msgpack.packb(field)
+        yield begin + b"\xdd" + count.to_bytes(4, "big") + LEAST * count
+        yield begin + b"\x91" * count
+        yield begin + b"\xdf" + (count // 3).to_bytes(4, "big") + b"\xa1a\xc0" * (count // 3)

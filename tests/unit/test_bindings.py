@@ -1,0 +1,78 @@
+"""Names belong to connections: at the hub, and at a buffer that starts again from its store."""
+
+from __future__ import annotations
+
+import pytest
+from fakes.broker_world import World
+
+from umbra.proto.access import KeyRole
+from umbra.proto.messages import (
+    Header,
+    Heartbeat,
+    Message,
+    Nack,
+    Ready,
+    Subscribe,
+)
+from umbra.services.runtime.server import Request
+from umbra.services.weight_hub.bindings import KEPT, Bindings
+
+SUBSCRIBE = Subscribe(host="h", planes=["tcp"])
+READY = Ready(epoch=1, version=1, wire_s=0.0, stage_s=0.0)
+
+
+def request(
+    name: str,
+    body: Message,
+    *,
+    identity: bytes = b"own",
+    incarnation: str = "1",
+    role: KeyRole | None = "generator",
+) -> Request:
+    header = Header(major=1, minor=0, type="x", id=1, sender=name, incarnation=incarnation)
+    return Request("weights", identity, header, body, role)
+
+
+def test_nobody_speaks_for_a_receiver() -> None:
+    bindings = Bindings()
+    assert bindings.check(request("g", SUBSCRIBE)) is None
+    for stranger in (
+        request("g", READY, identity=b"other"),
+        request("g", SUBSCRIBE, identity=b"other"),
+        request("g", READY, role="scorer"),
+        request("g", SUBSCRIBE, incarnation="2", role="scorer"),
+        request("g", READY, identity=b"other", incarnation="2"),
+    ):
+        nack = bindings.check(stranger)
+        assert nack is not None and nack.code == "not_allowed", stranger
+    assert bindings.check(request("g", READY)) is None
+    again = request("g", SUBSCRIBE, identity=b"new", incarnation="2")
+    assert bindings.check(again) is None, "it was started again"
+    assert bindings.check(request("g", READY)) is not None, "the one before is superseded"
+
+
+def test_names_are_bounded() -> None:
+    bindings = Bindings()
+    for number in range(KEPT + 10):
+        assert bindings.check(request(f"g{number}", SUBSCRIBE)) is None
+    assert len(bindings._owners) == KEPT  # pyright: ignore[reportPrivateUsage]
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_the_store_holds_nothing_that_opens_a_connection(older: bool) -> None:
+    """Of identities it has digests; one of an older buffer is taken over as such."""
+    run = World(durable=True)
+    run.join("generator", "a")
+    record = run.broker.members.record("a")
+    assert record is not None and b"a" not in record.values() and "identity" not in record
+    if older:
+        record = {**record, "identity": b"a"}
+        del record["seal"]
+    run.broker.members.restore([record], 0.0)
+    beat = Heartbeat(state="ready", activity="x", progress=1, idle_s=0.0)
+    header = Header(major=1, minor=0, type="x", id=1, sender="a", incarnation="a-1")
+    for identity in (record.get("seal", b""), b"", b"b"):
+        nack = run.broker.members.hear(Request("any", identity, header, beat), 0.0)
+        assert isinstance(nack, Nack) and nack.code == "not_allowed"
+    peer = run.broker.members.hear(Request("any", b"a", header, beat), 0.0)
+    assert not isinstance(peer, Nack) and peer.identity == b"a"

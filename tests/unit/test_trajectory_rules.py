@@ -1,0 +1,242 @@
+"""One set of rules for trajectories: what the buffer takes is what scorers and trainer can use."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+from fakes.broker_world import World, trajectory
+
+from umbra.proto.messages import (
+    BatchLease,
+    LeaseBatch,
+    LeaseScoring,
+    Ok,
+    RejectSamples,
+    ScoringLeases,
+    SubmitAck,
+    SubmitScores,
+    SubmitTrajectories,
+)
+from umbra.proto.records import (
+    SampleTask,
+    Sampling,
+    Score,
+    Trajectory,
+    VersionSpan,
+    pack_float32,
+    pack_int32,
+)
+from umbra.services.buffer.shelf import Shelf
+from umbra.services.runtime.trajectories import RunFacts, find_fault
+from umbra.services.trainer.batch import BatchError, make_batch
+
+VOCABULARY = 151_936
+
+# What a generator's key may have in mind: what changes, and what is said of it.
+POISON: list[tuple[dict[str, Any], str]] = [
+    ({"prompt_ids": b""}, "no prompt tokens"),
+    ({"response_ids": pack_int32([7, 2**31 - 1])}, "reach from 7 to 2147483647"),
+    ({"response_ids": pack_int32([7, VOCABULARY])}, "the model has 151936 tokens"),
+    ({"prompt_ids": pack_int32([-1, 2])}, "prompt_ids reach from -1"),
+    ({"prompt_ids": pack_int32([1] * 2047)}, "2049 tokens, 2048 at most"),
+    ({"loss_mask": b"\0\0"}, "no token to learn from"),
+    ({"logprobs": pack_float32([-0.5, 0.1])}, "above 0"),
+    ({"logprobs": pack_float32([-0.5, -1e30])}, "below -128"),
+    ({"logprobs": pack_float32([-0.5, -math.inf])}, "not finite"),
+    ({"ref_logprobs": pack_float32([-0.5, 3.0])}, "ref_logprobs has values"),
+    ({"reward": 1e308}, "reward is 1e+308"),
+    ({"reward": math.nan}, "reward is nan"),
+    ({"reward_parts": {"x": -1e300}}, "reward_parts has -1e+300"),
+    ({"reward_parts": {"x\ny": 0.0}}, "reward_parts has the name"),
+    ({"reward_parts": {str(n): 0.0 for n in range(65)}}, "reward_parts has 65 names"),
+    ({"sampling": Sampling(temperature=0.0)}, "temperature 0"),
+    ({"sampling": Sampling(temperature=math.nan)}, "temperature is nan"),
+    ({"sampling": Sampling(temperature=1e-30)}, "temperature is 1e-30"),
+    ({"sampling": Sampling(top_k=-5)}, "out of range"),
+    ({"turns": 2**63}, "turns is"),
+    ({"proximal_version": 2**63}, "proximal_version is"),
+    ({"finish_reason": "x\x1b[2J"}, "no short name"),
+    ({"generator": "g" * 101}, "no short name"),
+    ({"started_at": math.inf}, "started_at"),
+    ({"spans": [VersionSpan(version=2**63, start=0, end=2)]}, "span of version"),
+]
+NAMES = [words for _, words in POISON]
+TASK = SampleTask(sample_id="s", group_id="g", prompt_id="p", attempt=1, row={}, lease_s=1.0)
+
+
+def world(**changes: Any) -> World:
+    """Three generators, two of them sound, and a trainer that has said what its model is."""
+    run = World(group_size=2, batch_groups=2, run_ahead=2, **changes)
+    for name in ("bad", "a", "b"):
+        run.join("generator", name)
+    run.join("trainer", "trainer")
+    return run
+
+
+def ask_batch(run: World, step: int) -> BatchLease:
+    body = LeaseBatch(step=step, wait_s=0.0, vocabulary=VOCABULARY)
+    return run.get("trainer", body, BatchLease)
+
+
+def answer(run: World, name: str, capacity: int = 4) -> None:
+    """`name` leases and answers as it should."""
+    version = run.broker.batches.version
+    tasks = run.lease(name, capacity, version)
+    assert not run.submit(name, *[trajectory(task, version) for task in tasks]).refused
+
+
+@pytest.mark.parametrize(("changes", "words"), POISON, ids=NAMES)
+def test_poison_is_refused_before_it_is_acknowledged(changes: dict[str, Any], words: str) -> None:
+    run = world()
+    ask_batch(run, 1)
+    answer(run, "a", 1)
+    (task,) = run.lease("bad", 1, 0)
+    refused = run.submit("bad", trajectory(task, 0, **changes)).refused
+    assert words in refused[task.sample_id]
+    assert run.broker.counters["malformed_trajectory"] == 1
+    answer(run, "b", 8)
+    batch = ask_batch(run, 1)
+    assert len(batch.trajectories) == 4
+    make_batch(batch.trajectories, VOCABULARY)
+    assert run.pool.ledger.snapshot().balance == 0
+
+
+@pytest.mark.parametrize(("changes", "words"), POISON, ids=NAMES)
+def test_the_trainer_refuses_by_the_same_rules(changes: dict[str, Any], words: str) -> None:
+    """Of a store, say, that is older than a rule: the sample is named, the others are not."""
+    poisoned = trajectory(TASK, 0, **changes)
+    with pytest.raises(BatchError) as caught:
+        make_batch([poisoned, trajectory(TASK, 0, sample_id="sound")], VOCABULARY, 2048)
+    assert words in caught.value.faults["s"] and list(caught.value.faults) == ["s"]
+
+
+def test_the_sampling_is_the_runs() -> None:
+    facts = RunFacts(sampling=Sampling(temperature=0.7))
+    assert "the run samples with" in (find_fault(trajectory(TASK, 0), facts) or "")
+    fit = trajectory(TASK, 0, sampling=Sampling(temperature=0.7, max_tokens=9))
+    assert find_fault(fit, facts) is None
+    greedy = trajectory(TASK, 0, sampling=Sampling(temperature=0.0))
+    assert find_fault(greedy, facts, trained=False) is None, "an eval sample may be greedy"
+
+
+@pytest.mark.parametrize("vocabulary", [1, 2, 255, 65_536, 65_537, 128_256, VOCABULARY, 1 << 24])
+def test_token_ids_are_compared_exactly(vocabulary: int) -> None:
+    """The many that are compared at once, against one at a time, at and around every bound."""
+    chance = random.Random(vocabulary)
+    near = [vocabulary - 1, vocabulary, vocabulary + 1, 0, -1, -(2**31), 2**31 - 1]
+    facts = RunFacts(vocabulary)
+    for length in (1, 2, 1023, 1024, 1025, 2100):
+        for bad in [None, *near]:
+            ids = [chance.randrange(vocabulary) for _ in range(length)]
+            if bad is not None:
+                ids[chance.randrange(length)] = bad
+            made = trajectory(TASK, 0, prompt_ids=pack_int32(ids), response_ids=pack_int32([0, 0]))
+            sound = all(0 <= one < vocabulary for one in ids)
+            assert (find_fault(made, facts) is None) == sound, (length, bad)
+
+
+def test_one_bad_generator_does_not_end_the_run() -> None:
+    """It is faster than all others, its answers are poison to the last, and cost a group each."""
+    run = world(max_attempts=1)
+    for step in range(1, 20):
+        for _ in range(10):
+            tasks = run.lease("bad", 8, run.broker.batches.version)
+            bad = [trajectory(task, 0, reward=1e308) for task in tasks]
+            run.ask("bad", SubmitTrajectories(trajectories=bad))
+            answer(run, "a")
+        for _ in range(50):
+            if ask_batch(run, step).trajectories:
+                break
+            answer(run, "a")
+        run.commit(step)
+    assert not run.broker.failure and run.pool.ledger.ended["failed"] > 60
+    assert run.pool.ledger.snapshot().balance == 0
+
+
+def poison(run: World, sample_id: str, **changes: Any) -> None:
+    """Put into the store what no buffer would take."""
+    shelf = Shelf(run.store)
+    kept = shelf.get(sample_id)
+    values = {name: getattr(kept, name) for name in kept.__struct_fields__}
+    shelf.put(Trajectory(**{**values, **changes}))
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize("straggler", ["wait", "survivors"])
+def test_what_the_trainer_cannot_use_is_replaced(straggler: str, restarted: bool) -> None:
+    run = world(straggler=straggler, min_survivors=1, durable=True)
+    answer(run, "a", 8)
+    first = ask_batch(run, 1)
+    names = [one.sample_id for one in first.trajectories]
+    poison(run, names[1], sampling=Sampling(temperature=0.0))
+    if restarted:
+        run.restart_broker()
+        for name in ("a", "b"):
+            run.join("generator", name)
+        run.join("trainer", "trainer")
+    again = ask_batch(run, 1)
+    assert [one.sample_id for one in again.trajectories] == names
+    with pytest.raises(BatchError) as caught:
+        make_batch(again.trajectories, VOCABULARY)
+    reject = RejectSamples(step=1, faults=caught.value.faults)
+    for _ in range(2):  # a repetition changes nothing
+        run.get("trainer", reject, Ok)
+    ended = run.pool.ledger.ended["rejected"]
+    assert ended == (1 if straggler == "survivors" else 2), "alone, or with its group"
+    assert run.broker.counters["rejected_samples"] == 1
+    assert run.broker.counters["failed: rejected: temperature 0 has no logprobs to learn from"] == 1
+    answer(run, "b", 8)
+    batch = ask_batch(run, 1)
+    assert names[1] not in [one.sample_id for one in batch.trajectories]
+    assert {names[2], names[3]} <= {one.sample_id for one in batch.trajectories}
+    make_batch(batch.trajectories, VOCABULARY)
+    run.commit(1)
+    ledger = run.pool.ledger.snapshot()
+    assert ledger.balance == 0 and ledger.trained == len(batch.trajectories)
+
+
+def test_the_vocabulary_is_known_after_a_restart() -> None:
+    run = world(durable=True)
+    ask_batch(run, 1)
+    run.restart_broker()
+    assert run.broker.works.facts.vocabulary == VOCABULARY
+
+
+def test_a_rejection_of_another_batch_changes_nothing() -> None:
+    run = world()
+    answer(run, "a", 8)
+    batch = ask_batch(run, 1)
+    faults = {batch.trajectories[0].sample_id: "x"}
+    for body in (RejectSamples(step=2, faults=faults), RejectSamples(step=1, faults={"s-99": "x"})):
+        run.get("trainer", body, Ok)
+    assert not run.pool.ledger.ended and run.broker.counters["rejected_samples"] == 0
+    run.commit(1)
+
+
+@pytest.mark.parametrize(
+    ("stage", "changes", "words"),
+    [
+        ("reward", {"reward": 1e308}, "reward is 1e+308"),
+        ("reward", {"reward": math.nan}, "reward is nan"),
+        ("reward", {"reward_parts": {"x": 1e300}}, "reward_parts has 1e+300"),
+        ("ref_logp", {"logprobs": pack_float32([-0.5, 2.0])}, "above 0"),
+        ("ref_logp", {"logprobs": pack_float32([-0.5, -1e30])}, "below -131072"),
+        ("ref_logp", {"logprobs": None}, "logprobs have 0 bytes"),
+        ("logp", {"logprobs": pack_float32([-0.5, -9.0]), "version": 2**63}, "version is"),
+    ],
+)
+def test_scores_are_judged_by_the_same_rules(
+    stage: str, changes: dict[str, Any], words: str
+) -> None:
+    run = world(stages=[stage])
+    run.join("scorer", "r")
+    answer(run, "a", 1)
+    ask = LeaseScoring(stage=stage, capacity=1, wait_s=0.0)
+    (task,) = run.get("r", ask, ScoringLeases).tasks
+    score = Score(sample_id=task.sample_id, attempt=task.attempt, **changes)
+    ack = run.get("r", SubmitScores(stage=stage, scores=[score]), SubmitAck)
+    assert words in ack.refused[task.sample_id]
+    assert run.broker.counters["malformed_scores"] == 1
