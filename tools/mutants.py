@@ -3,12 +3,14 @@
 Changed are comparisons, arithmetic, `and` and `or`, `not`, numbers, `True` and `False`, `min` and
 `max`, `any` and `all`; statements that are calls or assignments to something that outlives the
 function are dropped. Left alone is what no test should pin down: text, logging, annotations,
-decorators, assertions.
+decorators, assertions; and by their names time-outs, intervals and high-water marks, of which
+somewhat more is as right: what is assigned to a constant that ends in `_S`, `_MS` or `_MESSAGES`.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -23,6 +25,7 @@ _ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.RShift: ast.LShift, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
 }  # fmt: skip
 _CALLS = {"min": "max", "max": "min", "any": "all", "all": "any"}
+_TUNED = re.compile(r"[A-Z_]+_(S|MS|MESSAGES)")
 _FRAMEWORK = ("log", "logger", "logging", "warnings")
 
 
@@ -94,6 +97,8 @@ def _is_left_alone(node: ast.AST) -> bool:
         case ast.Expr(value=ast.Constant()):  # a docstring
             return True
         case ast.Assign(targets=[ast.Name(id="__all__")]):
+            return True
+        case ast.Assign(targets=[ast.Name(id=name)]) if _TUNED.fullmatch(name):
             return True
         case ast.Assign(value=value) | ast.AnnAssign(value=value) if value is not None:
             return _is_alias(value)

@@ -67,10 +67,12 @@ class Group:
 GROUPS = {
     "proto": Group(
         ("proto/*.py",),
+        # With the options of sockets in mind also those that connect with keys: some ms each.
         ("tests/unit/test_proto_*.py", "tests/unit/test_errors.py", "tests/unit/test_keys.py",
          "tests/unit/test_service_frame.py", "tests/unit/test_manifest.py",
          "tests/unit/test_buckets.py", "tests/unit/test_nccl_logic.py",
-         "tests/unit/test_buffer_ledger.py", "tests/unit/test_buffer_broker.py"),
+         "tests/unit/test_buffer_ledger.py", "tests/unit/test_buffer_broker.py",
+         "tests/unit/test_security_doc.py", "tests/integration/test_security.py"),
     ),
     "objectives": Group(
         ("services/trainer/objectives/*.py",),
@@ -79,9 +81,9 @@ GROUPS = {
          "tests/unit/test_trl_parity.py", "tests/unit/test_guard.py"),
     ),
     "push": Group(
-        ("services/weight_hub/push*.py",),
+        ("services/weight_hub/push*.py", "services/weight_hub/bindings.py"),
         ("tests/unit/test_push_protocol.py", "tests/unit/test_push_stateful.py",
-         "tests/unit/test_simulator.py"),
+         "tests/unit/test_simulator.py", "tests/unit/test_bindings.py"),
     ),
     "modeling": Group(
         ("services/modeling/*.py",),
@@ -89,15 +91,21 @@ GROUPS = {
          "tests/unit/test_scorers.py", "tests/unit/test_rollout*.py",
          "tests/unit/test_torch_engine.py", "tests/unit/test_exactness.py",
          "tests/unit/test_trainer_policy.py", "tests/unit/test_tools.py",
+         "tests/unit/test_chat_templates.py", "tests/unit/test_tool_answers.py",
+         "tests/unit/test_vllm_names.py", "tests/unit/test_architectures.py",
          "tests/unit/test_images.py", "tests/unit/test_operations.py",
          "tests/unit/test_policy_update.py", "tests/unit/test_trainer_objectives.py"),
     ),
     "buffer": Group(
-        ("services/buffer/*.py",),
+        ("services/buffer/*.py", "services/runtime/trajectories.py",
+         "services/runtime/portions.py"),
         ("tests/unit/test_buffer_*.py", "tests/unit/test_log_store.py",
          "tests/unit/test_store_*.py", "tests/unit/test_power_cuts.py",
          "tests/unit/test_run_ahead.py", "tests/unit/test_sources.py",
-         "tests/unit/test_prompt_formats.py", "tests/integration/test_addresses.py"),
+         "tests/unit/test_committer.py", "tests/unit/test_trajectory_rules.py",
+         "tests/unit/test_bindings.py", "tests/unit/test_portions.py",
+         "tests/unit/test_prompt_formats.py", "tests/integration/test_addresses.py",
+         "tests/integration/test_buffer_service.py"),
     ),
 }  # fmt: skip
 
