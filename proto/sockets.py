@@ -1,10 +1,11 @@
 """ZeroMQ sockets, every option in this one place.
 
-HWM bounds memory per peer; LINGER is bounded so that no process hangs at exit; heartbeats find dead
-TCP peers: the connecting side sends them, with a time to live for the binding one, so that a server
-of a thousand connections answers and need not ask as well; ROUTER_MANDATORY turns a send to an
-unknown peer into an error instead of a silent drop; ROUTER_HANDOVER lets a peer whose connection
-broke come back under its identity before the old connection is known to be dead.
+High-water marks bound memory per peer: they are libzmq's, 1000 messages each way, where nothing
+else is said. LINGER is bounded so that no process hangs at exit; heartbeats find dead TCP peers:
+the connecting side sends them, with a time to live for the binding one, so that a server of a
+thousand connections answers and need not ask as well; ROUTER_MANDATORY turns a send to an unknown
+peer into an error instead of a silent drop; ROUTER_HANDOVER lets a peer whose connection broke come
+back under its identity before the old connection is known to be dead.
 """
 
 from __future__ import annotations
@@ -25,19 +26,12 @@ from umbra.proto.sizes import MOST_BYTES, socket_bytes
 LINGER_MS = 1_000
 HEARTBEAT_INTERVAL_MS = 10_000  # two connections of each member: a server of many notices
 HEARTBEAT_TIMEOUT_MS = 20_000
-HWM_MESSAGES = 1_000
 ROUTER_RECEIVE_HWM = 2  # of each peer: a server of many must not take in what it cannot work on yet
-TELEMETRY_HWM_MESSAGES = 1_000  # of some KB each: what a watcher that does not read may cost
 RECONNECT_MS = 50
 BINDING = (zmq.ROUTER, zmq.XSUB, zmq.XPUB)
 RECONNECT_MAX_MS = 1_000
 REBIND_S = 5.0
 HANDSHAKE_MS = 10_000  # for a peer to show its key; whoever is slower is disconnected
-HANDSHAKE_FAILED = (
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-)
 ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:]+\]|[^\s:/]+):(\d{1,5})|ipc://.+")
 
 
@@ -92,11 +86,11 @@ def router(
         StartupError: the address is taken.
         UsageError: it is not ours, or none.
     """
-    socket = _socket(context, zmq.ROUTER, curve=curve)
+    socket = _socket(context, zmq.ROUTER, curve)
     socket.set(zmq.RCVHWM, ROUTER_RECEIVE_HWM)
     socket.set(zmq.MAXMSGSIZE, frame_bytes)
-    socket.set(zmq.ROUTER_MANDATORY, 1)
-    socket.set(zmq.ROUTER_HANDOVER, 1)
+    socket.set(zmq.ROUTER_MANDATORY, True)
+    socket.set(zmq.ROUTER_HANDOVER, True)
     return socket, _bind(socket, endpoint)
 
 
@@ -111,7 +105,7 @@ def dealer(
     Raises:
         UsageError: `endpoint` is no address; whether somebody listens there shows later.
     """
-    socket = _socket(context, zmq.DEALER, curve=curve)
+    socket = _socket(context, zmq.DEALER, curve)
     socket.set(zmq.IDENTITY, identity)
     if endpoint:
         connect(socket, endpoint)
@@ -126,7 +120,7 @@ def publisher(
     Raises:
         UsageError: `endpoint` is no address.
     """
-    socket = _socket(context, zmq.PUB, TELEMETRY_HWM_MESSAGES, curve)
+    socket = _socket(context, zmq.PUB, curve)
     connect(socket, endpoint)
     return socket
 
@@ -142,7 +136,7 @@ def subscriber(
     Raises:
         UsageError: `endpoint` is no address.
     """
-    socket = _socket(context, zmq.SUB, TELEMETRY_HWM_MESSAGES, curve)
+    socket = _socket(context, zmq.SUB, curve)
     for topic in topics:
         socket.set(zmq.SUBSCRIBE, topic)
     connect(socket, endpoint)
@@ -162,7 +156,7 @@ def relay(
         StartupError: an address is taken.
         UsageError: one is not ours, or none.
     """
-    inward = _socket(context, zmq.XSUB, TELEMETRY_HWM_MESSAGES, curve_in)
+    inward = _socket(context, zmq.XSUB, curve_in)
     inward.set(zmq.MAXMSGSIZE, socket_bytes("events_in"))
     actual_in = _bind(inward, endpoint_in)
     outward = _xpub(context, curve_out)
@@ -195,7 +189,7 @@ def watched(
 
 
 def _xpub(context: zmq.Context[zmq.Socket[bytes]], curve: Curve | None) -> zmq.Socket[bytes]:
-    socket = _socket(context, zmq.XPUB, TELEMETRY_HWM_MESSAGES, curve)
+    socket = _socket(context, zmq.XPUB, curve)
     socket.set(zmq.MAXMSGSIZE, socket_bytes("events_out"))
     return socket
 
@@ -221,7 +215,7 @@ def allow_list(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
 def handshakes(
     context: zmq.Context[zmq.Socket[bytes]],
     socket: zmq.Socket[bytes],
-    events: int = HANDSHAKE_FAILED,
+    events: int,
 ) -> zmq.Socket[bytes]:
     """A PAIR that receives the `events` of the connections of `socket` (`recv_monitor_message`).
 
@@ -239,13 +233,10 @@ def handshakes(
 def _socket(
     context: zmq.Context[zmq.Socket[bytes]],
     kind: int,
-    hwm: int = HWM_MESSAGES,
     curve: Curve | None = None,
 ) -> zmq.Socket[bytes]:
     socket = context.socket(kind)
     socket.set(zmq.LINGER, LINGER_MS)
-    socket.set(zmq.SNDHWM, hwm)
-    socket.set(zmq.RCVHWM, hwm)
     socket.set(zmq.MAXMSGSIZE, MOST_BYTES)
     if kind not in BINDING:
         socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
@@ -260,9 +251,9 @@ def _socket(
         if curve.server:
             socket.set(zmq.CURVE_SERVERKEY, curve.server)
         else:
-            socket.set(zmq.CURVE_SERVER, 1)
+            socket.set(zmq.CURVE_SERVER, True)
             socket.set(zmq.ZAP_DOMAIN, curve.domain.encode())
-            socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # closed while nobody answers for the domain
+            socket.set(zmq.ZAP_ENFORCE_DOMAIN, True)  # closed while nobody answers for the domain
     return socket
 
 

@@ -9,7 +9,12 @@ from umbra.proto import sockets
 
 FAILURES = 5  # broken handshakes in a row, before the first that succeeds, that are no accident
 MISMATCH = "it needs keys that we lack, has none, or has those of another run"
-EVENTS = sockets.HANDSHAKE_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+EVENTS = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
 
 
 class Handshake:

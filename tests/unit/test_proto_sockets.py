@@ -8,14 +8,17 @@ from pathlib import Path
 
 import pytest
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from umbra.proto import sockets
 from umbra.proto.errors import StartupError, UsageError
 from umbra.proto.sizes import MOST_BYTES, socket_bytes
+from umbra.services.runtime.handshake import EVENTS
 
 Context = zmq.Context[zmq.Socket[bytes]]
 Socket = zmq.Socket[bytes]
 
+HWM_MESSAGES = 1000  # libzmq's own
 ANY_PORT = "tcp://127.0.0.1:*"
 WAIT_MS = 10_000
 
@@ -51,13 +54,11 @@ def all_kinds(context: Context) -> dict[str, Socket]:
 
 def test_options(zmq_context: Context) -> None:
     opened = all_kinds(zmq_context)
-    telemetry = {"xsub", "xpub", "pub", "sub"}
     try:
         for name, socket in opened.items():
-            hwm = sockets.TELEMETRY_HWM_MESSAGES if name in telemetry else sockets.HWM_MESSAGES
             assert socket.get(zmq.LINGER) == sockets.LINGER_MS, name
-            assert socket.get(zmq.SNDHWM) == hwm, name
-            received = sockets.ROUTER_RECEIVE_HWM if name == "router" else hwm
+            assert socket.get(zmq.SNDHWM) == HWM_MESSAGES, name
+            received = sockets.ROUTER_RECEIVE_HWM if name == "router" else HWM_MESSAGES
             assert socket.get(zmq.RCVHWM) == received, name
             limits = {"xsub": socket_bytes("events_in"), "xpub": socket_bytes("events_out")}
             assert socket.get(zmq.MAXMSGSIZE) == limits.get(name, MOST_BYTES), name
@@ -68,6 +69,7 @@ def test_options(zmq_context: Context) -> None:
                 assert socket.get(zmq.HEARTBEAT_TTL) == sockets.HEARTBEAT_TIMEOUT_MS, name
             assert socket.get(zmq.RECONNECT_IVL) == sockets.RECONNECT_MS, name
             assert socket.get(zmq.RECONNECT_IVL_MAX) == sockets.RECONNECT_MAX_MS, name
+            assert socket.get(zmq.HANDSHAKE_IVL) == sockets.HANDSHAKE_MS, name
         assert opened["dealer"].get(zmq.IDENTITY) == b"me"
     finally:
         close(*opened.values())
@@ -190,6 +192,24 @@ def test_the_ends_of_a_pair_reach_each_other(zmq_context: Context) -> None:
         assert receive(bound) == [b"wake up"]
     finally:
         close(bound, connected)
+
+
+def test_nobody_gets_in_while_nobody_answers_for_the_domain(zmq_context: Context) -> None:
+    (public, secret), (public_b, secret_b) = zmq.curve_keypair(), zmq.curve_keypair()
+    router, endpoint = sockets.router(
+        zmq_context, ANY_PORT, sockets.Curve(public, secret, domain="control")
+    )
+    monitor = sockets.handshakes(zmq_context, router, EVENTS)
+    dealer = sockets.dealer(
+        zmq_context, endpoint, b"me", sockets.Curve(public_b, secret_b, server=public)
+    )
+    try:
+        assert monitor.poll(WAIT_MS)
+        event = recv_monitor_message(monitor)["event"]
+        assert event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    finally:
+        router.disable_monitor()
+        close(router, monitor, dealer)
 
 
 def test_a_frame_above_the_limit_never_arrives(zmq_context: Context, tmp_path: Path) -> None:
