@@ -203,41 +203,39 @@ def _check_free_form(frame: Frame) -> None:
     while owed:
         if owed > size - at:
             raise WireError("not MessagePack: it is cut off")
-        byte = frame[at]
-        at, owed = at + 1, owed - 1
-        if byte < 0x80 or byte >= 0xE0:  # small ints
-            continue
-        if byte < 0xC0:
-            width, counted = 0, byte
-        else:
-            width, counted = _HEADS[byte]
-            if counted is None:
-                raise WireError(f"not MessagePack: extension type, byte {byte:#x}")
-            if not counted:
-                at += width
-                continue
-        length = int.from_bytes(frame[at : at + width], "big") if width else -1
-        at += width
-        if counted < 0x90:  # a map
-            owed += 2 * (length if width else byte & 0xF)
-        elif counted < 0xA0:  # a list
-            owed += length if width else byte & 0xF
-        else:  # text or bytes
-            at += length if width else byte & 0x1F
+        form = _FORMS[frame[at]]
+        if form is None:
+            raise WireError(f"not MessagePack: extension type, byte {frame[at]:#x}")
+        at += 1
+        width, length, values, size_of_one = form
+        if width:
+            length = int.from_bytes(frame[at : at + width], "big")
+        at += width + length * size_of_one
+        owed += length * values - 1
 
 
-# By first byte from 0xC0 on: bytes that follow, and the short form of what they count (0: nothing,
-# None: an extension).
-_MAP, _LIST, _BYTES = 0x80, 0x90, 0xA0
-_HEADS: dict[int, tuple[int, int | None]] = {
-    0xC0: (0, 0), 0xC1: (0, 0), 0xC2: (0, 0), 0xC3: (0, 0),
-    0xC4: (1, _BYTES), 0xC5: (2, _BYTES), 0xC6: (4, _BYTES),
-    0xCA: (4, 0), 0xCB: (8, 0),
-    **{0xCC + n: (1 << n, 0) for n in range(4)}, **{0xD0 + n: (1 << n, 0) for n in range(4)},
-    0xD9: (1, _BYTES), 0xDA: (2, _BYTES), 0xDB: (4, _BYTES),
-    0xDC: (2, _LIST), 0xDD: (4, _LIST), 0xDE: (2, _MAP), 0xDF: (4, _MAP),
-    **dict.fromkeys((0xC7, 0xC8, 0xC9, *range(0xD4, 0xD9)), (0, None)),
-}  # fmt: skip
+# By first byte: in how many bytes a length follows, the length where none does, and for how many
+# values and bytes each of it stands. None: an extension.
+_ALONE = (0, 0, 0, 0)
+_COUNTED = tuple((width, 0, 0, 1) for width in (1, 2, 4))
+_NUMBERS = tuple((0, length, 0, 1) for length in (1, 2, 4, 8))
+_FORMS: tuple[tuple[int, int, int, int] | None, ...] = (
+    *[_ALONE] * 0x80,  # small ints
+    *((0, length, 2, 0) for length in range(0x10)),  # from 0x80: maps
+    *((0, length, 1, 0) for length in range(0x10)),  # from 0x90: lists
+    *((0, length, 0, 1) for length in range(0x20)),  # from 0xA0: text
+    *[_ALONE] * 4,  # from 0xC0: nil, nothing, False, True
+    *_COUNTED,  # from 0xC4: bytes
+    *[None] * 3,
+    *_NUMBERS[2:],  # from 0xCA: floats
+    *_NUMBERS,  # from 0xCC: ints without a sign
+    *_NUMBERS,  # from 0xD0: ints
+    *[None] * 5,
+    *_COUNTED,  # from 0xD9: text
+    *((width, 0, 1, 0) for width in (2, 4)),  # from 0xDC: lists
+    *((width, 0, 2, 0) for width in (2, 4)),  # from 0xDE: maps
+    *[_ALONE] * 0x20,  # from 0xE0: small negative ints
+)
 
 
 def _refusal(cls: type[msgspec.Struct], text: str) -> WireError:
