@@ -87,7 +87,8 @@ def keep_to_bounds(record: msgspec.Struct) -> None:
 
 def _fitting(figures: dict[str, float], kind: msgspec.inspect.DictType) -> dict[str, float]:
     assert isinstance(kind.key_type, msgspec.inspect.StrType)
-    most, chars = kind.max_length or 0, kind.key_type.max_length or 0
+    most, chars = kind.max_length, kind.key_type.max_length
+    assert most is not None and chars is not None
     fit = {
         name: value
         for name, value in figures.items()

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Meta
 
-from umbra.proto.bounds import BATCH, FIGURES, NAME_CHARS, STATS, TEXT_CHARS, TOKENS
+from umbra.proto.bounds import BATCH, FIGURES, NAME_CHARS, STATS, TEXT_CHARS, TOKENS, one_line
 from umbra.proto.codec import REASON_CHARS, Encoder, decode, decode_header, nack
 from umbra.proto.errors import LimitError, WireError
 from umbra.proto.messages import (
@@ -418,6 +418,11 @@ def test_what_a_process_says_of_itself_keeps_to_the_bounds() -> None:
     assert decode(Encoder("a", "b").encode(figures)[1]).body == CommitBatch(
         step=1, metrics={"reward": 0.5}
     )
+
+
+def test_a_line_is_cut_above_its_length_only() -> None:
+    assert one_line("x" * 10, 10) == "x" * 10
+    assert one_line("x" * 11, 10) == "x" * 7 + "..."
 
 
 @pytest.mark.parametrize("name", [name for name, cls in TYPES.items() if body_bytes(cls) < 2 << 20])

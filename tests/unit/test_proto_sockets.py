@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import uuid
 from pathlib import Path
 
@@ -98,6 +99,30 @@ def test_an_occupied_port_is_named_with_a_remedy(zmq_context: Context) -> None:
         )
     finally:
         close(router)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "*"])
+def test_a_port_is_known_to_be_taken_before_it_is_bound(zmq_context: Context, host: str) -> None:
+    router, actual = sockets.router(zmq_context, f"tcp://{host}:*")
+    endpoint = actual.replace("0.0.0.0", "*")
+    try:
+        with pytest.raises(StartupError, match=f"{re.escape(endpoint)} is in use"):
+            sockets.check_port_free(endpoint)
+    finally:
+        close(router)
+
+
+@pytest.mark.parametrize(
+    "endpoint", [ANY_PORT, "tcp://127.0.0.1:0", "ipc://some/file", "tcp://h:x"]
+)
+def test_what_is_no_port_is_not_taken(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(sockets, "create_server")  # is not asked
+    sockets.check_port_free(endpoint)
+
+
+def test_what_else_is_wrong_with_an_address_is_told_by_who_binds_it() -> None:
+    sockets.check_port_free("tcp://192.0.2.1:5555")
+    sockets.check_port_free("tcp://no such host:5555")
 
 
 @pytest.mark.parametrize(

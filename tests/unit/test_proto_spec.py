@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any, get_args
 
@@ -84,13 +85,19 @@ def spell(kind: introspect.Type) -> str:
             return f"list[{kind.max_length}] of {spell(kind.item_type)}"
         case introspect.DictType():
             assert isinstance(kind.key_type, introspect.StrType)
+            key = kind.key_type
+            if isinstance(kind.value_type, introspect.AnyType):
+                assert key.max_length is None
+            elif (key.max_length, key.pattern) not in TEXTS:
+                return f"map[{kind.max_length}, {key.max_length}] of {spell(kind.value_type)}"
             return f"map[{kind.max_length}] of {spell(kind.value_type)}"
         case introspect.StrType():
             return TEXTS[kind.max_length, kind.pattern]
         case introspect.FloatType():
-            return "float" if kind.ge is None else "number"
+            limit = sys.float_info.max
+            return {(None, None): "float", (-limit, limit): "number"}[kind.ge, kind.le]
         case introspect.IntType():
-            return "int" if kind.ge is None else "size"
+            return {(None, None): "int", (0, 2**53 - 1): "size"}[kind.ge, kind.le]
         case introspect.TupleType():
             return f"({', '.join(map(spell, kind.item_types))})"
         case introspect.UnionType():
@@ -222,6 +229,7 @@ def test_limits() -> None:
         "raw frame": sizes.RAW_BYTES,
         **{cls.__name__: limit for cls, limit in sizes.LARGE.items()},
         "any other body": sizes.COMMON_BYTES,
+        "to `events out": sizes.socket_bytes("events_out"),
     }
 
 
