@@ -121,22 +121,32 @@ class Ran:
     def covering(self, mutant: Mutant, text: str) -> list[str]:
         """The tests that run the mutant's lines in a file that holds `text`, the fastest first.
 
-        Of a line that is run by imports alone, all tests.
+        Of a line that is run by imports alone, all tests; of a function whose results are cached,
+        and which is run by the first test that needs one, all that run anything of the file.
         """
         names = [name for name in self.lines if name not in self.failed]
         here = {name: set(self.lines[name].get(mutant.path, ())) for name in names}
         found = [name for name in names if here[name].intersection(mutant.lines)]
-        if not found and not _in_function(mutant, text):
+        around = _functions(mutant, text)
+        if not found and not around:
             found = names
+        if any("cache" in ast.unparse(one) for node in around for one in _decorators(node)):
+            found = [name for name in names if here[name]]
         return sorted(found, key=lambda name: self.seconds[name])
 
 
-def _in_function(mutant: Mutant, text: str) -> bool:
-    return any(
-        isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        and _first_line(node) <= mutant.line <= (node.end_lineno or 0)
+def _functions(mutant: Mutant, text: str) -> list[Any]:
+    """Those that the mutant is in."""
+    return [
+        node
         for node in ast.walk(ast.parse(text))
-    )
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        and _first_line(node) <= mutant.line <= (node.end_lineno or 0)
+    ]
+
+
+def _decorators(function: Any) -> list[ast.expr]:
+    return getattr(function, "decorator_list", [])
 
 
 def _first_line(node: Any) -> int:

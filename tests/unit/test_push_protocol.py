@@ -193,9 +193,13 @@ def test_a_failed_push_is_tried_once_more(phase: str) -> None:
 
     effects = fail(1)
     assert sent(effects, "a") == [Abort(epoch=1, version=0, reason="broken"), prepare(2, 0, 0)]
+    where = "staging" if phase == "ready" else "committing"
+    assert Failed("a", 0, where, "broken", dropped=False) in effects
     effects = fail(2)
     assert sent(effects, "a") == [Abort(epoch=2, version=0, reason="broken", dropped=True)]
+    assert Failed("a", 0, where, "broken", dropped=True) in effects
     assert hub.protocol.serving == {}
+    assert +hub.protocol.counters == {"published": 1, "failed": 2, "dropped": 1}
 
 
 def test_after_a_failure_the_newest_version_is_tried() -> None:
@@ -376,6 +380,18 @@ def test_versions_that_a_receiver_never_saw_are_counted() -> None:
     hub.ready(A, 1, 1)
     hub.committed(A, 1, 1)
     assert hub.protocol.counters["skipped"] == 1  # the second
+
+
+def test_what_happens_is_counted() -> None:
+    hub = Hub()
+    hub.registered()
+    hub.subscribe(A)
+    hub.new_version(1)
+    hub.ready(A, 1, 1)
+    hub.ready(A, 1, 1)
+    hub.committed(A, 1, 1)
+    hub.protocol.roll_back(1, 0, [1], hub.now)
+    assert +hub.protocol.counters == {"published": 1, "pushes": 1, "late": 1, "rolled_back": 1}
 
 
 def test_another_layout_takes_back_the_slot_that_was_granted() -> None:

@@ -322,6 +322,13 @@ class PushMachine(RuleBasedStateMachine):
         assert self.newest is None or self.newest[1] != slot
 
     @invariant()
+    def what_slots_hold_is_known(self) -> None:
+        """As one may roll back to it: nothing of a slot that is written."""
+        if hasattr(self, "hub"):
+            held = self.hub.slots.held.items()
+            assert self.held == {slot: (p.version, *p.checksums) for slot, p in held}
+
+    @invariant()
     def nothing_is_left_undone(self) -> None:
         """The trainer waits only while every other slot is the newest, is read, or is kept."""
         if not hasattr(self, "hub"):
