@@ -1,0 +1,115 @@
+"""Devices, models, tokenizers and stop tokens from a directory: found, or refused by name."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from umbra.proto.errors import UsageError
+from umbra.services.modeling.models import (
+    load_model,
+    load_tokenizer,
+    named_tokens,
+    outline_model,
+    pick_device,
+    stop_ids,
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "expected"),
+    [
+        ("auto", 0, "cpu"),
+        ("auto", 2, "cuda"),
+        ("cpu", 0, "cpu"),
+        ("cuda", 1, "cuda"),
+        ("cuda:1", 2, "cuda:1"),
+    ],
+)
+def test_a_device_is_found(
+    name: str, gpus: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert pick_device(name) == torch.device(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "said"),
+    [
+        ("gpu", 1, "device 'gpu': use cpu, cuda, cuda:1, ... or auto"),
+        ("cuda", 0, "device 'cuda': this machine has 0 CUDA devices"),
+        ("cuda:0", 0, "device 'cuda:0': this machine has 0 CUDA devices"),
+        ("cuda:2", 2, "device 'cuda:2': this machine has 2 CUDA devices"),
+    ],
+)
+def test_a_device_that_is_not_there_is_named(
+    name: str, gpus: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with pytest.raises(UsageError) as caught:
+        pick_device(name)
+    assert str(caught.value) == said
+
+
+def test_a_model_is_loaded_to_be_used(tiny_model_dir: Path) -> None:
+    model = load_model(tiny_model_dir, torch.device("cpu"), torch.bfloat16)
+    assert not model.training
+    assert {tensor.dtype for tensor in model.parameters()} == {torch.bfloat16}
+    outline = outline_model(tiny_model_dir)
+    assert {name: tensor.shape for name, tensor in outline.state_dict().items()} == {
+        name: tensor.shape for name, tensor in model.state_dict().items()
+    }
+    assert all(tensor.is_meta for tensor in outline.parameters())
+    stops = (model.generation_config.eos_token_id, outline.generation_config.eos_token_id)
+    assert stops[0] == stops[1] is not None
+
+
+def test_an_outline_does_without_a_generation_config(tiny_model_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_model_dir, tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").unlink()
+    assert outline_model(tmp_path / "model").state_dict()
+
+
+def test_broken_files_are_told_in_one_sentence(tiny_model_dir: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "model"
+    shutil.copytree(tiny_model_dir, broken)
+    (broken / "model.safetensors").write_bytes(b"nothing")
+    (broken / "tokenizer.json").write_text("{")
+    with pytest.raises(UsageError, match=r"model.path: .*model cannot be loaded: "):
+        load_model(broken, torch.device("cpu"), torch.float32)
+    with pytest.raises(UsageError, match=r"--judge: the tokenizer in .*model cannot be loaded: "):
+        load_tokenizer(broken, "--judge")
+
+
+@pytest.mark.parametrize(
+    ("configured", "own", "expected"),
+    [(5, 2, {2, 5}), ([5, 6], 2, {2, 5, 6}), (None, 2, {2}), (5, None, {5}), ([], 0, {0})],
+)
+def test_stop_tokens_are_the_models_and_the_tokenizers(
+    configured: Any, own: int | None, expected: set[int]
+) -> None:
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=configured))
+    assert stop_ids(model, SimpleNamespace(eos_token_id=own)) == expected
+
+
+def test_without_a_stop_token_no_turn_would_end() -> None:
+    tokenizer = SimpleNamespace(eos_token_id=None, name_or_path="some/where")
+    with pytest.raises(UsageError, match="some/where: neither tokenizer nor model name an eos"):
+        stop_ids(SimpleNamespace(generation_config=None), tokenizer)
+
+
+def test_stop_tokens_that_are_named(tiny_model_dir: Path) -> None:
+    tokenizer = load_tokenizer(tiny_model_dir)
+    assert named_tokens(tokenizer, ["a", "b"]) == {
+        tokenizer.convert_tokens_to_ids("a"), tokenizer.convert_tokens_to_ids("b"),
+    }  # fmt: skip
+    assert named_tokens(tokenizer, []) == frozenset()
+    for text, count in (("", 0), ("ab", 2)):
+        with pytest.raises(UsageError, match=f"stop_tokens: '{text}' is {count} tokens of "):
+            named_tokens(tokenizer, ["a", text])

@@ -1,0 +1,141 @@
+"""A version's bytes become tensors and fill a model: all of it, to the last element, or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from umbra.proto.errors import UsageError
+from umbra.proto.records import Manifest, TensorEntry
+from umbra.services.modeling.weights import WeightTable, pieces_in, tensors_in
+from umbra.services.runtime.manifest import build_manifest
+
+Tensors = dict[str, torch.Tensor]
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+def in_memory(tensors: Tensors, bucket_bytes: int = 128) -> tuple[Manifest, memoryview]:
+    """Return the layout of `tensors` and the bytes of a version that is these."""
+    layout = [(name, DTYPES[one.dtype], list(one.shape)) for name, one in tensors.items()]
+    manifest = build_manifest(layout, bucket_bytes)
+    data = memoryview(bytearray(manifest.total_bytes))
+    for name, place in tensors_in(manifest, data):
+        place.copy_(tensors[name])
+    return manifest, data
+
+
+def in_buckets(manifest: Manifest, data: memoryview) -> Iterator[tuple[int, memoryview]]:
+    for start, stop in manifest.buckets:
+        yield start, data[start:stop]
+
+
+class Tied(nn.Module):
+    """A model with a tied weight, a free one and a buffer."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(11, 7)
+        self.head = nn.Linear(7, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.norm = nn.Parameter(torch.rand(7))
+        self.register_buffer("table", torch.rand(3))
+
+
+def version(model: nn.Module, *left_out: str) -> Tensors:
+    return {n: t.clone() for n, t in model.state_dict().items() if n not in left_out}
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=1, max_size=6),
+    dtypes=st.lists(st.sampled_from(list(DTYPES)), min_size=6, max_size=6),
+    bucket_bytes=st.integers(128, 400),
+)
+def test_pieces_are_all_of_all_tensors(
+    shapes: list[list[int]], dtypes: list[torch.dtype], bucket_bytes: int
+) -> None:
+    shapes = [[1], *shapes]  # a manifest has something in it
+    tensors = {f"t{n}": torch.rand(shape).to(dtypes[n - 1]) for n, shape in enumerate(shapes)}
+    manifest, data = in_memory(tensors, bucket_bytes)
+    found = {name: torch.full_like(tensor, -1).view(-1) for name, tensor in tensors.items()}
+    reached = dict.fromkeys(tensors, 0)
+    for name, first, piece in pieces_in(manifest, in_buckets(manifest, data)):
+        assert first == reached[name], "in order, nothing twice"
+        assert len(piece) > 0
+        reached[name] = first + len(piece)
+        found[name][first : first + len(piece)] = piece
+    for name, tensor in tensors.items():
+        assert torch.equal(found[name].view(tensor.shape), tensor), name
+
+
+@pytest.mark.parametrize("by", ["tensors", "buckets"])
+@pytest.mark.parametrize("left_out", [(), ("head.weight",), ("embed.weight", "table")])
+def test_a_version_fills_the_model(by: str, left_out: tuple[str, ...]) -> None:
+    source, model = Tied(1), Tied(2)
+    kept = model.state_dict()["table"].clone()
+    manifest, data = in_memory(version(source, *left_out))
+    table = WeightTable(model)
+    if by == "tensors":
+        table.load(tensors_in(manifest, data))
+    else:
+        table.load_buckets(manifest, in_buckets(manifest, data))
+    expected = version(source) | ({"table": kept} if "table" in left_out else {})
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+    assert model.head.weight is model.embed.weight
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"norm": None}, "(missing: norm)"),
+        ({"embed.weight": None, "head.weight": None}, "(missing: embed.weight)"),
+        ({"new": torch.zeros(2)}, "(unknown: new)"),
+        ({"norm": torch.zeros(8)}, "(shape: norm [8] instead of [7])"),
+        (
+            {"norm": None, "new": torch.zeros(2), "table": torch.zeros(2)},
+            "(missing: norm; unknown: new; shape: table [2] instead of [3])",
+        ),
+        ({letter: torch.zeros(1) for letter in "abc"}, "(unknown: a, b, c)"),
+        ({letter: torch.zeros(1) for letter in "abcde"}, "(unknown: a, b, c and 2 more)"),
+    ],
+)
+def test_what_does_not_fit_is_named_and_changes_nothing(change: dict[str, Any], said: str) -> None:
+    model = Tied(2)
+    before = version(model)
+    given_ = {n: t for n, t in {**version(Tied(1)), **change}.items() if t is not None}
+    manifest, data = in_memory(given_)
+    for load in (
+        lambda: WeightTable(model).load(given_.items()),
+        lambda: WeightTable(model).load_buckets(manifest, in_buckets(manifest, data)),
+    ):
+        with pytest.raises(UsageError) as caught:
+            load()
+        assert said in str(caught.value)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_names_that_a_version_leaves_out_share_a_place_with_one_it_has() -> None:
+    table = WeightTable(Tied())
+    assert table.left_out({"embed.weight", "norm"}) == {"embed.weight": ["head.weight"]}
+    assert table.left_out({"head.weight"}) == {"head.weight": ["embed.weight"]}
+    assert table.left_out({"embed.weight", "head.weight"}) == {}
+    assert table.left_out({"norm"}) == {}
+
+
+def test_a_dtype_that_is_not_known_is_named() -> None:
+    manifest, data = in_memory({"w": torch.zeros(2)})
+    strange: Any = "F8_E4M3"
+    entry = TensorEntry(name="w", dtype=strange, shape=[2], offset=0, nbytes=2)
+    manifest = Manifest(
+        tensors=[entry], buckets=manifest.buckets, total_bytes=manifest.total_bytes, digest=""
+    )
+    with pytest.raises(UsageError, match="tensor w has dtype F8_E4M3; known: F32, BF16, F16"):
+        list(tensors_in(manifest, data))
