@@ -13,6 +13,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import zmq
+from hypothesis import HealthCheck, settings
+
+# On a busy machine any example may take long.
+settings.register_profile("umbra", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("umbra")
 
 TERM_DEADLINE_S = seconds(5.0)
 QUIET_TIMEOUT_S = 60.0  # of a test without a mark of its own

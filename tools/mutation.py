@@ -94,6 +94,8 @@ GROUPS = {
          "tests/unit/test_chat_templates.py", "tests/unit/test_tool_answers.py",
          "tests/unit/test_vllm_names.py", "tests/unit/test_architectures.py",
          "tests/unit/test_images.py", "tests/unit/test_operations.py",
+         "tests/unit/test_sampler.py", "tests/unit/test_weight_table.py",
+         "tests/unit/test_loading.py", "tests/unit/test_chat.py",
          "tests/unit/test_policy_update.py", "tests/unit/test_trainer_objectives.py"),
     ),
     "buffer": Group(

@@ -13,6 +13,7 @@ import functools
 import json
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,11 +102,9 @@ class ChatTemplate:
             TurnsError: it writes the user's words in neither form.
         """
         for parts in (False, True):
-            try:
+            with suppress(TurnsError):
                 if _ASKED in self._write([_user()], (), cue=True, parts=parts):
                     return parts
-            except TurnsError:
-                continue
         raise TurnsError("does not write a user's message")
 
     @functools.cached_property

@@ -94,7 +94,7 @@ def _shares(units: list[Unit], world: int) -> list[list[Unit]]:
     """The units of each rank: the longest first, always to the rank that has least."""
     shares: list[list[Unit]] = [[] for _ in range(world)]
     load = [0] * world
-    for unit in sorted(units, key=lambda unit: -unit.fed) if world > 1 else units:
+    for unit in sorted(units, key=lambda unit: -unit.fed):
         rank = load.index(min(load))
         shares[rank].append(unit)
         load[rank] += unit.fed

@@ -1,5 +1,6 @@
 """Packed logprobs are those of each sequence alone, however the sequences are laid out."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,39 @@ def test_entropy_of_a_flat_distribution(model: PreTrainedModel, tokens: Tokens) 
     terms = model.config.vocab_size
     assert_same_sums(entropy, flat.expand_as(entropy), terms=terms)
     assert_same_sums(logprobs, -flat.expand_as(logprobs), terms=terms)
+
+
+def test_entropies_have_a_gradient_when_it_is_asked_for(
+    model: PreTrainedModel, tokens: Tokens
+) -> None:
+    (micro,) = pack(tokens, pack_tokens=64, micro_tokens=10_000)
+    scorer, ones = Scorer(model), torch.ones(len(micro.source))
+    found = {asked: scorer(micro, ones, entropy_gradient=asked) for asked in (False, True)}
+    assert {asked: entropy.requires_grad for asked, (_, entropy) in found.items()} == {
+        False: False, True: True,
+    }  # fmt: skip
+    assert all(logprobs.requires_grad for logprobs, _ in found.values())
+    assert torch.equal(found[True][1].detach(), found[False][1])
+    assert not scorer(micro, ones, with_entropy=False)[1].any()
+    with torch.no_grad():
+        assert not scorer(micro, ones, entropy_gradient=True)[1].requires_grad
+
+
+@torch.no_grad()
+def test_logprobs_of_what_sampling_leaves_in(model: PreTrainedModel, tokens: Tokens) -> None:
+    (micro,) = pack(tokens, pack_tokens=64, micro_tokens=10_000)
+    count = len(micro.source)
+    scorer, temperature = Scorer(model), torch.full((count,), 0.7)
+    every = torch.arange(model.config.vocab_size)
+    whole = torch.stack(
+        [scorer(replace(micro, targets=token.expand(count)), temperature)[0] for token in every], -1
+    )  # [N, V]
+    settings = torch.tensor([0.7, 5.0, 1.0, 0.0]).expand(count, -1)  # the five likeliest
+    inside = torch.log(whole.topk(5).values.exp().sum(-1))
+    for token in (0, 7):  # in or out: one just outside is not impossible either
+        chosen = replace(micro, targets=torch.full((count,), token))
+        found, _ = scorer(chosen, temperature, sampling=settings)
+        assert_same_logprobs(found, whole[:, token] - inside, model)
 
 
 def test_a_long_sequence_does_not_stretch_the_short_ones() -> None:

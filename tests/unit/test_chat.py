@@ -1,0 +1,87 @@
+"""Text to tokens: what is remembered of it, and templates of unusual forms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from umbra.proto.errors import UsageError
+from umbra.services.environments.protocol import Message
+from umbra.services.modeling.chat import Chat
+from umbra.services.modeling.models import load_tokenizer
+
+USER: list[Message] = [{"role": "user", "content": "how"}]
+PARTS = (
+    "{% for m in messages %}{% if m.content is string %}{{ raise_exception('parts only') }}"
+    "{% endif %}{{ m.content[0].text }}{% endfor %}"
+)
+
+
+@pytest.fixture
+def tokenizer(tiny_model_dir: Path) -> Any:
+    return load_tokenizer(tiny_model_dir)
+
+
+@pytest.mark.parametrize(("length", "times"), [(10, 1), (20_000, 2)])
+def test_short_prompts_are_tokenised_once(
+    tokenizer: Any, length: int, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The samples of a group have the same; long ones would fill the memory."""
+    encoded: list[str] = []
+    monkeypatch.setattr(Chat, "_encode", lambda _chat, text: (encoded.append(text), (1, 2))[1])
+    chat = Chat(tokenizer, {0})
+    messages: list[Message] = [{"role": "user", "content": "x" * length}]
+    first = chat.prompt_ids(messages)
+    first.append(3)  # is the caller's
+    assert chat.prompt_ids(messages) == [1, 2]
+    assert len(encoded) == times
+
+
+@pytest.mark.parametrize(("length", "times"), [(10, 1), (20_000, 2)])
+def test_short_turns_are_tokenised_once(
+    tokenizer: Any, length: int, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = Chat(tokenizer, {tokenizer.eos_token_id})
+    tail: Any = chat._template and chat._template.tail
+    made: list[Any] = []
+    monkeypatch.setattr(chat._template, "tail", lambda *said: (made.append(said), tail(*said))[1])
+    messages: list[Message] = [{"role": "user", "content": "x" * length}]
+    before = chat.turn_ids(messages, 99)
+    assert chat.turn_ids(messages, tokenizer.eos_token_id) == before[1:], "its end is there already"
+    assert before[0] == tokenizer.eos_token_id
+    assert len(made) == times
+
+
+def test_a_template_may_take_lists_of_parts_only(tokenizer: Any) -> None:
+    tokenizer.chat_template = PARTS
+    chat = Chat(tokenizer, {0})
+    assert chat.text(chat.prompt_ids(USER)) == "how"
+
+
+def test_a_template_that_does_not_write_prompts_is_refused(tokenizer: Any) -> None:
+    tokenizer.chat_template = "{{ raise_exception('never') }}"
+    with pytest.raises(UsageError, match="does not write a user's message"):
+        Chat(tokenizer, {0}).prompt_ids(USER)
+
+
+def test_without_a_template_prompts_are_text(tokenizer: Any) -> None:
+    tokenizer.chat_template = None
+    chat = Chat(tokenizer, {0})
+    assert chat.text(chat.prompt_ids(USER)) == "how"
+    with pytest.raises(UsageError, match="has no chat template: prompts must be text"):
+        chat.prompt_ids([*USER, *USER])
+    with pytest.raises(UsageError, match="which an environment of several turns needs"):
+        chat.turn_ids(USER, 0)
+
+
+def test_what_was_said_ends_before_its_stop_token(tokenizer: Any) -> None:
+    chat = Chat(tokenizer, {tokenizer.eos_token_id})
+    ids = chat.text_ids("how")
+    assert chat.response_text(ids) == "how"
+    assert chat.response_text([*ids, tokenizer.eos_token_id]) == "how"
+    assert chat.response_text([]) == ""
+    plain = Chat(tokenizer, {ids[-1]})  # a stop token that is ordinary text
+    assert plain.response_text(ids) == "ho"
+    assert "".join(map(chat.piece, ids)) == "how"
