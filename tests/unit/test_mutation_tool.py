@@ -13,7 +13,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "mutation.json"
 SOURCE = '''
 """Text that is left alone."""
 LIMIT = 3
-
+WAIT_S = 2.5
 def clip(values: list[int], low: int = 0) -> int | None:
     """And this."""
     assert low < LIMIT
@@ -66,6 +66,20 @@ def test_a_mutant_is_the_change_that_it_says() -> None:
     assert outcomes["min(value, LIMIT) -> max(value, LIMIT)"] == 3 + 5
     assert outcomes["7 -> 8"] == 1 + 3 + 3
     assert outcomes["dropped: total += min(value, LIMIT)"] is None
+
+
+def test_a_mutant_is_tried_against_the_tests_that_run_it() -> None:
+    from mutants import mutants
+    from mutation import Ran
+
+    text = "LIMIT = 1\ndef f():\n    return 2\n@cache\ndef g():\n    return 3\n"
+    lines = {"a": {"x.py": [3]}, "b": {"x.py": [6]}, "c": {"y.py": [3]}, "broken": {"x.py": [3]}}
+    ran = Ran({"a": 2.0, "b": 1.0, "c": 3.0, "broken": 0.0}, lines, ["broken"])
+    assert {mutant.what: ran.covering(mutant, text) for mutant in mutants("x.py", text)} == {
+        "1 -> 2": ["b", "a", "c"],  # run by the import alone
+        "2 -> 3": ["a"],
+        "3 -> 4": ["b", "a"],  # run by the first test that needs it
+    }
 
 
 def test_the_interval_is_wilsons() -> None:
