@@ -26,7 +26,7 @@ _ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
 }  # fmt: skip
 _CALLS = {"min": "max", "max": "min", "any": "all", "all": "any"}
 _TUNED = re.compile(r"[A-Z_]+_(S|MS|MESSAGES)")
-_FRAMEWORK = ("log", "logger", "logging", "warnings")
+_FRAMEWORK = ("log", "logger", "logging", "transformers_logging", "warnings")
 
 
 @dataclass(frozen=True)

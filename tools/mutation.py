@@ -417,7 +417,12 @@ def try_group(name: str, copy: Copy, options: argparse.Namespace, found: dict[st
             "seconds": round(seconds, 1),
         }
         tried = [known[one] for one, _ in chosen if one in known]
-        found[name] = {**summary(len(every), tried), "failing_tests": ran.failed, "of": tried}
+        found[name] = {
+            "seed": options.seed,
+            **summary(len(every), tried),
+            "failing_tests": ran.failed,
+            "of": tried,
+        }
         options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(f"{name}: {found[name]['score']} {found[name]['interval_95']}", flush=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +18,10 @@ from umbra.services.modeling.models import (
     named_tokens,
     outline_model,
     pick_device,
+    read_transformers_config,
     stop_ids,
 )
+from umbra.services.modeling.reference import Reference
 
 
 @pytest.mark.parametrize(
@@ -85,6 +88,36 @@ def test_broken_files_are_told_in_one_sentence(tiny_model_dir: Path, tmp_path: P
         load_model(broken, torch.device("cpu"), torch.float32)
     with pytest.raises(UsageError, match=r"--judge: the tokenizer in .*model cannot be loaded: "):
         load_tokenizer(broken, "--judge")
+
+
+CODE = """
+from transformers import {config}, {model}, PreTrainedTokenizerFast
+class OwnConfig({config}): pass
+class OwnModel({model}): config_class = OwnConfig
+class OwnTokenizer(PreTrainedTokenizerFast): pass
+"""
+
+
+def test_code_in_a_model_directory_is_never_run(tiny_model_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model_dir, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (model,) = config["architectures"]
+    name = model.removesuffix("ForCausalLM") + "Config"
+    (folder / "own.py").write_text(CODE.format(config=name, model=model))
+    own = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    (folder / "config.json").write_text(json.dumps({**config, "auto_map": own}))
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    tokenizer["auto_map"] = {"AutoTokenizer": [None, "own.OwnTokenizer"]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    made = [
+        load_model(folder, torch.device("cpu"), torch.float32),
+        outline_model(folder),
+        read_transformers_config(folder),
+        load_tokenizer(folder),
+        Reference(folder).model,
+    ]
+    assert not [type(one).__name__ for one in made if type(one).__name__.startswith("Own")]
 
 
 @pytest.mark.parametrize(
