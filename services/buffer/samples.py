@@ -58,7 +58,9 @@ class Pool:
     ) -> None:
         self.counters = counters
         self.shelf = shelf
-        self.changed: dict[str, Group] = {}  # since the journal last took note
+        self.changed: dict[
+            str, Group
+        ] = {}  # since the journal last took note, or samples of which moved
         self.blocked = ""  # why no new group may be issued, if so
         self.ledger = RunningLedger()
         self.samples: dict[str, Sample] = {}
@@ -90,13 +92,12 @@ class Pool:
         for _ in range(self._rules.size):
             sample = Sample(self.next_sample, f"{self.prefix}s-{self.next_sample}", group)
             self.next_sample += 1
-            self._touch(sample)
             group.samples.append(sample)
             self.samples[sample.sample_id] = sample
             self._queue.add(sample)
         self.groups[group.group_id] = group
         self.ledger.issue(self._rules.size)
-        self._touch_group(group)
+        self._touch(group)
         return group
 
     def next_queued(self) -> Sample | None:
@@ -171,7 +172,7 @@ class Pool:
         self.shelf.drop(sample.sample_id)
         sample.oldest = None
         sample.segments = 0
-        self._touch(sample)
+        self._touch(sample.group)
 
     def take_back(self, sample: Sample, *, lost: bool, fault: str = "", own: bool = False) -> None:
         """End the lease on `sample` and queue it again.
@@ -216,7 +217,6 @@ class Pool:
             group.ready -= 1
             group.completed = 0
             self.complete.pop(group.group_id, None)
-            self._touch_group(group)
         self.drop_partial(sample)
         sample.stage = sample.score_attempts = sample.score_losses = 0
         self._requeue(sample)
@@ -241,7 +241,6 @@ class Pool:
         for sample in samples:
             self._end(sample, reason)
             group.samples.remove(sample)
-        self._touch_group(group)
         self.openings += 1
         self._complete(group)
 
@@ -253,7 +252,6 @@ class Pool:
             self._end(sample, reason)
         for where in (self.groups, self.complete, self._waiting):
             where.pop(group.group_id, None)
-        self._touch_group(group)
         self.openings += 1
 
     def start_training(self, groups: list[Group]) -> None:
@@ -270,7 +268,6 @@ class Pool:
             for sample in group.samples:
                 self._move(sample, State.READY)
             self.groups[group.group_id] = self.complete[group.group_id] = group
-            self._touch_group(group)
         in_order = sorted(self.complete.items(), key=lambda item: item[1].completed)
         self.complete = dict(in_order)
 
@@ -296,7 +293,6 @@ class Pool:
                 self._finish(sample, "trained")
                 if not keep:
                     self.shelf.drop(sample.sample_id)
-            self._touch_group(group)
         self.openings += 1
 
     def reopen_training(self, groups: list[Group]) -> None:
@@ -307,8 +303,7 @@ class Pool:
                 sample.state = State.TRAINING
                 self.samples[sample.sample_id] = sample
                 self.over.pop(sample.sample_id, None)
-                self._touch(sample)
-            self._touch_group(group)
+            self._touch(group)
 
     def restore(self, groups: list[Group], now: float) -> None:
         """Take over `groups`, with their samples, as they were when the buffer ended.
@@ -375,7 +370,6 @@ class Pool:
         self.completions = group.completed = self.completions + 1
         self.complete[group.group_id] = group
         self.group_ends.append(group.end("complete"))
-        self._touch_group(group)
 
     def _requeue(self, sample: Sample) -> None:
         self._move(sample, State.QUEUED)
@@ -388,10 +382,7 @@ class Pool:
         self._finish(sample, reason)
         self.shelf.drop(sample.sample_id)
 
-    def _touch(self, sample: Sample) -> None:
-        self.changed[sample.group.group_id] = sample.group
-
-    def _touch_group(self, group: Group) -> None:
+    def _touch(self, group: Group) -> None:
         self.changed[group.group_id] = group
 
     def _keep(self, sample: Sample, trajectory: Trajectory) -> None:
@@ -399,12 +390,12 @@ class Pool:
         sample.oldest = trajectory.oldest_version
         sample.newest = trajectory.newest_version
         sample.tokens = trajectory.response_tokens
-        self._touch(sample)
+        self._touch(sample.group)
 
     def _move(self, sample: Sample, target: State) -> None:
         self.ledger.move(sample.state, target)
         sample.state = target
-        self._touch(sample)
+        self._touch(sample.group)
 
     def _release(self, sample: Sample) -> None:
         if sample.holder:
@@ -418,7 +409,7 @@ class Pool:
         answered = sample.state in (State.SCORING, State.READY, State.TRAINING)
         self._release(sample)
         sample.state = State.OVER
-        self._touch(sample)
+        self._touch(sample.group)
         del self.samples[sample.sample_id]
         self.over[sample.sample_id] = Outcome(sample.attempt if answered else 0, end)
         if len(self.over) > REMEMBERED:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
 from fakes.broker_world import World, give_back, trajectory, world
 
 from umbra.proto.messages import (
@@ -21,6 +22,7 @@ from umbra.proto.messages import (
     SubmitScores,
 )
 from umbra.proto.records import SampleTask, Score, ScoringTask
+from umbra.services.buffer.store import MemoryStore
 
 
 def counted(run: World) -> dict[str, int]:
@@ -159,6 +161,34 @@ def test_steps() -> None:
     assert counted(run) == {"superseded": 1}
     assert run.batch(1).step == 1
     assert counted(run) == {"steps_repeated": 2}
+
+
+def test_a_store_in_memory_knows_its_size() -> None:
+    store = MemoryStore()
+    for value, size in ((b"12345", 7), (b"1", 3), (b"", 2)):
+        store.put("ab", value)
+        assert store.size_bytes == size
+    store.put("c", b"1")
+    store.delete("ab")
+    store.delete("never")
+    assert store.size_bytes == 2
+
+
+def test_batches_go_while_no_checkpoint_could_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = world(run_ahead=1, max_staleness=2, durable=True)
+    run.produce("a", 0)
+    for step in (1, 2):
+        run.batch(step)
+        run.commit(step)
+    assert len(run.broker.batches.archive.steps) == 2
+    counted(run)
+    monkeypatch.setattr(type(run.store), "size_bytes", run.config.buffer.store_max_bytes)
+    for left in (1, 0):
+        run.pass_time(0.1)
+        assert len(run.broker.batches.archive.steps) == left
+        assert counted(run) == {"batches_let_go": 1}
+    run.pass_time(0.1)
+    assert counted(run) == {"store_full": 1}
 
 
 def test_a_store_that_is_full() -> None:

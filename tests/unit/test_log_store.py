@@ -315,3 +315,23 @@ def test_it_is_for_its_user_alone(tmp_path: Path) -> None:
     store.close()
     assert (tmp_path / "store").stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "store").iterdir()} == {0o600}
+
+
+class Long(bytes):
+    """Says that it is as long as it is told."""
+
+    length = 0
+
+    def __len__(self) -> int:
+        return self.length
+
+
+def test_the_longest_value_is_one_whose_length_can_be_written(tmp_path: Path) -> None:
+    store, value = LogStore(tmp_path), Long()
+    value.length = (1 << 32) - 1  # a record has four bytes for it
+    store.put("k", value)
+    value.length += 1
+    with pytest.raises(ValueError, match="k has 4294967296 bytes"):
+        store.put("k", value)
+    store.delete("k")
+    store.close()
