@@ -43,17 +43,19 @@ def open_prompts(data: Data, *, seed: int, attempts: int = 0) -> PromptFeed:
         raise UsageError("data.prompts and data.sources are both set: remove one of them")
     hook = load_curriculum(data.curriculum) if data.curriculum else None
     history = History() if hook or attempts else None
+
+    def planned(number: int) -> Planned | None:
+        return Planned(hook, history, str(number)) if hook and history else None
+
     if not data.sources:
-        curriculum = Planned(hook, history, "0") if hook and history else None
-        source = EpochSource(read_source(data.prompts), data.shuffle, seed, curriculum)
+        source = EpochSource(read_source(data.prompts), data.shuffle, seed, planned(0))
         return PromptFeed(source, history, attempts)
     if bad := [name for name, weight in data.sources.items() if weight <= 0]:
         raise UsageError(f"data.sources: the weight of {bad[0]} must be more than 0")
     sources: dict[str, EpochSource] = {}
     for number, name in enumerate(data.sources):
-        curriculum = Planned(hook, history, str(number)) if hook and history else None
         rows = read_source(name, f"{number}/")
-        sources[name] = EpochSource(rows, data.shuffle, f"{seed}/{number}", curriculum)
+        sources[name] = EpochSource(rows, data.shuffle, f"{seed}/{number}", planned(number))
     return PromptFeed(Mixture(sources, list(data.sources.values()), seed), history, attempts)
 
 
