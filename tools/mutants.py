@@ -3,8 +3,8 @@
 Changed are comparisons, arithmetic, `and` and `or`, `not`, numbers, `True` and `False`, `min` and
 `max`, `any` and `all`; statements that are calls or assignments to something that outlives the
 function are dropped. Left alone is what no test should pin down: text, logging, annotations,
-decorators, assertions; and by their names time-outs, intervals and high-water marks, of which
-somewhat more is as right: what is assigned to a constant that ends in `_S`, `_MS` or `_MESSAGES`.
+decorators, assertions; and by their names time-outs and intervals, of which somewhat more is as
+right: the value of a constant whose name ends in `_S` or `_MS`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.RShift: ast.LShift, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
 }  # fmt: skip
 _CALLS = {"min": "max", "max": "min", "any": "all", "all": "any"}
-_TUNED = re.compile(r"[A-Z_]+_(S|MS|MESSAGES)")
+_TUNED = re.compile(r"[A-Z_]+_(S|MS)")
 _FRAMEWORK = ("log", "logger", "logging", "transformers_logging", "warnings")
 
 
