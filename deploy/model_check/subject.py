@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
-from umbra.services.modeling.models import loading, read_transformers_config, read_weights
+from umbra.services.modeling.models import AS_IT_IS, loading, read_transformers_config, read_weights
 
 LARGE = 300_000_000  # numbers; a copy is made of larger models
 WINDOW = 16  # tokens; the sequences that are compared are longer
@@ -60,9 +60,7 @@ def take(original: Path, scratch: Path, layers: int, checked: Collection[str]) -
             AutoModelForCausalLM, original, torch.float32, "PATH", checked, config=smaller
         )
         model.save_pretrained(copy)
-        tokenizer = AutoTokenizer.from_pretrained(
-            original, local_files_only=True, trust_remote_code=False
-        )
+        tokenizer = AutoTokenizer.from_pretrained(original, **AS_IT_IS)
         tokenizer.save_pretrained(copy)
     return Subject(copy, smaller, cuts)
 

@@ -22,6 +22,9 @@ from umbra.proto.errors import UsageError
 from umbra.services.runtime.architectures import architecture, check_architecture, in_the_way
 from umbra.services.runtime.model_dir import check_model_dir
 
+AS_IT_IS: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+"""How Transformers reads a directory: it fetches nothing, and runs no code that lies in it."""
+
 
 def pick_device(device: str) -> torch.device:
     """The torch device for a configured name; "auto" takes a GPU if there is one.
@@ -88,8 +91,7 @@ def read_weights(
         return kind.from_pretrained(
             directory,
             config=config,
-            local_files_only=True,
-            trust_remote_code=False,
+            **AS_IT_IS,
             use_safetensors=True,
             dtype=dtype,
             attn_implementation=attention_implementation(config),
@@ -102,7 +104,7 @@ def read_transformers_config(directory: Path) -> Any:
     Raises:
         UsageError: a default says what Umbra would get wrong.
     """
-    config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    config = AutoConfig.from_pretrained(directory, **AS_IT_IS)
     filled = config.to_dict()
     if fault := in_the_way(filled):
         raise UsageError(f"{directory} is a {architecture(filled)}, which {fault}")
@@ -161,9 +163,7 @@ def load_tokenizer(path: str | Path, source: str = "model.path") -> Any:
     """
     directory = check_model_dir(path, source)
     try:
-        return AutoTokenizer.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=False
-        )
+        return AutoTokenizer.from_pretrained(directory, **AS_IT_IS)
     except (OSError, ValueError, KeyError) as error:
         raise UsageError(
             f"{source}: the tokenizer in {directory} cannot be loaded: {error}"

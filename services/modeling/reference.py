@@ -15,6 +15,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils import logging as transformers_logging
 
+from umbra.services.modeling.models import AS_IT_IS
+
 Weights = Mapping[str, Tensor]  # by their names in the model
 
 
@@ -32,8 +34,7 @@ class Reference:
         transformers_logging.disable_progress_bar()
         self.model: Any = AutoModelForCausalLM.from_pretrained(
             directory,
-            local_files_only=True,
-            trust_remote_code=False,
+            **AS_IT_IS,
             use_safetensors=True,
             dtype=torch.float32,
             attn_implementation="eager",

@@ -21,7 +21,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from umbra.proto.errors import UmbraError
-from umbra.services.modeling.models import loading, read_weights
+from umbra.services.modeling.models import AS_IT_IS, loading, read_weights
 from umbra.services.runtime.disk import DISK
 from umbra.services.runtime.model_dir import check_model_dir
 
@@ -42,9 +42,7 @@ def load_policy(
     with no_progress_bars():
         model = read_weights(AutoModelForCausalLM, directory, torch.float32, source, checked)
         with loading(directory, source):
-            tokenizer = AutoTokenizer.from_pretrained(
-                directory, local_files_only=True, trust_remote_code=False
-            )
+            tokenizer = AutoTokenizer.from_pretrained(directory, **AS_IT_IS)
     return model, tokenizer
 
 

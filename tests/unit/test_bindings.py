@@ -53,8 +53,14 @@ def test_nobody_speaks_for_a_receiver() -> None:
 
 def test_names_are_bounded() -> None:
     bindings = Bindings()
-    for number in range(KEPT + 10):
+    for number in range(KEPT):
         assert bindings.check(request(f"g{number}", SUBSCRIBE)) is None
+    assert bindings.check(request("g0", READY)) is None
+    assert bindings.check(request("new", SUBSCRIBE)) is None
+    stranger = b"other"
+    for name, forgotten in (("g1", True), ("g0", False), ("g2", False), ("new", False)):
+        nack = bindings.check(request(name, READY, identity=stranger))
+        assert (nack is None) is forgotten, f"{name}: who has not spoken for longest is forgotten"
     assert len(bindings._owners) == KEPT  # pyright: ignore[reportPrivateUsage]
 
 
