@@ -310,11 +310,16 @@ def test_another_layout_drops_everyone() -> None:
     hub.registered()
     hub.subscribe(A)
     hub.new_version(0)
+    hub.subscribe(B)
+    hub.ready(B, 2, 0)
+    hub.committed(B, 2, 0)
     effects = hub.registered("d2")
-    (abort,) = sent(effects, "a")
-    assert isinstance(abort, Abort)
-    assert abort.dropped
-    assert abort.epoch == 1
+    why = "the trainer registered another layout"
+    assert sent(effects, "a") == [Abort(epoch=1, version=0, reason=why, dropped=True)]
+    # Nothing is under way to it: no epoch has this number.
+    assert sent(effects, "b") == [Abort(epoch=0, version=-1, reason=why, dropped=True)]
+    assert Failed("a", 0, "staging", why, dropped=True) in effects
+    assert Failed("b", None, "idle", why, dropped=True) in effects
     assert hub.protocol.newest is None
     assert hub.subscribe(A) == [Admit("subscribe a", "a")]
     assert granted(hub.acquire(0)) == 0
