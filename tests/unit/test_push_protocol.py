@@ -305,6 +305,19 @@ def test_a_restarted_trainer_keeps_the_pushes_under_way() -> None:
     assert sent(hub.publish(2, slot, restarted), "a") == [prepare(2, 2, 1)]
 
 
+def test_what_the_hub_before_had_is_pushed_to_whoever_subscribes() -> None:
+    hub = Hub()
+    hub.subscribe(A)
+    had = Publish(version=7, slot=1, checksums=[7], snapshot_s=0.5)
+    effects = hub.protocol.register(TRAINER, "d1", hub.now, had)
+    assert effects == [Admit("subscribe a", "a"), Send("a", prepare(1, 7, 1))]
+    assert granted(hub.acquire(8)) == 0, "the other slot"
+    # The same layout once more: the newest version is not an older one all at once.
+    hub.publish(8, 0)
+    assert hub.protocol.register(TRAINER, "d1", hub.now, had) == []
+    assert hub.protocol.newest is not None and hub.protocol.newest.version == 8
+
+
 def test_another_layout_drops_everyone() -> None:
     hub = Hub()
     hub.registered()
