@@ -207,23 +207,23 @@ def _check_free_form(frame: Frame) -> None:
         if form is None:
             raise WireError(f"not MessagePack: extension type, byte {frame[at]:#x}")
         at += 1
-        width, length, values, size_of_one = form
+        width, length, values = form
         if width:
-            length = int.from_bytes(frame[at : at + width], "big")
-        at += width + length * size_of_one
+            length += int.from_bytes(frame[at : at + width], "big")
+        at += width if values else width + length
         owed += length * values - 1
 
 
-# By first byte: in how many bytes a length follows, the length where none does, and for how many
-# values and bytes each of it stands. None: an extension.
-_ALONE = (0, 0, 0, 0)
-_COUNTED = tuple((width, 0, 0, 1) for width in (1, 2, 4))
-_NUMBERS = tuple((0, length, 0, 1) for length in (1, 2, 4, 8))
-_FORMS: tuple[tuple[int, int, int, int] | None, ...] = (
+# By first byte: in how many bytes a length follows, the length where none does, and how many values
+# it stands for: 0 if it counts bytes. None: an extension.
+_ALONE = (0, 0, 0)
+_COUNTED = tuple((width, 0, 0) for width in (1, 2, 4))
+_NUMBERS = tuple((0, length, 0) for length in (1, 2, 4, 8))
+_FORMS: tuple[tuple[int, int, int] | None, ...] = (
     *[_ALONE] * 0x80,  # small ints
-    *((0, length, 2, 0) for length in range(0x10)),  # from 0x80: maps
-    *((0, length, 1, 0) for length in range(0x10)),  # from 0x90: lists
-    *((0, length, 0, 1) for length in range(0x20)),  # from 0xA0: text
+    *((0, length, 2) for length in range(0x10)),  # from 0x80: maps
+    *((0, length, 1) for length in range(0x10)),  # from 0x90: lists
+    *((0, length, 0) for length in range(0x20)),  # from 0xA0: text
     *[_ALONE] * 4,  # from 0xC0: nil, nothing, False, True
     *_COUNTED,  # from 0xC4: bytes
     *[None] * 3,
@@ -232,8 +232,8 @@ _FORMS: tuple[tuple[int, int, int, int] | None, ...] = (
     *_NUMBERS,  # from 0xD0: ints
     *[None] * 5,
     *_COUNTED,  # from 0xD9: text
-    *((width, 0, 1, 0) for width in (2, 4)),  # from 0xDC: lists
-    *((width, 0, 2, 0) for width in (2, 4)),  # from 0xDE: maps
+    *((width, 0, 1) for width in (2, 4)),  # from 0xDC: lists
+    *((width, 0, 2) for width in (2, 4)),  # from 0xDE: maps
     *[_ALONE] * 0x20,  # from 0xE0: small negative ints
 )
 

@@ -222,6 +222,13 @@ def test_unknown_fields(name: str) -> None:
     assert cls.__struct_config__.forbid_unknown_fields is is_order
 
 
+@pytest.mark.parametrize(("chars", "pattern"), TEXTS)
+def test_lengths_of_texts(chars: int, pattern: str | None) -> None:
+    (meaning,) = re.findall(rf"^\| {TEXTS[chars, pattern]} \| str \| (.*) \|$", SPEC, re.MULTILINE)
+    assert f"at most {chars} characters" in meaning
+    assert ("no control characters" in meaning) is (pattern is not None)
+
+
 def test_limits() -> None:
     stated = {row[0].strip("`"): int(row[1]) for row in rows(section("Limits", 3))}
     assert stated == {
