@@ -17,12 +17,12 @@ from fakes.slowness import seconds
 from umbra.proto.errors import UmbraError
 from umbra.services.buffer.committer import Committer
 from umbra.services.environments.crew import Crew
-from umbra.services.environments.loop_thread import LoopThread
 from umbra.services.generator.replicas import Replica
 from umbra.services.runtime import threads
 from umbra.services.runtime.command import service_command
 from umbra.services.runtime.config import Environment
 from umbra.services.runtime.link import Link
+from umbra.services.runtime.loop_thread import LoopThread
 from umbra.services.runtime.metrics import MetricsFile
 from umbra.services.weight_hub.bucket_server import BucketServer
 from umbra.services.weight_hub.encoder import DeltaEncoder
