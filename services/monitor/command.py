@@ -166,12 +166,10 @@ def monitor(
 
 def _serve(stack: ExitStack, flag: str, address: str, resources: dict[str, Resource]) -> None:
     from umbra.services.monitor.web.server import PageServer  # few ask for one
-    from umbra.services.runtime.http.address import parse_address, url_at
 
-    host, port = parse_address(address, flag, default_host="127.0.0.1")
-    server = stack.enter_context(closing(PageServer(host, port, resources)))
+    server = stack.enter_context(closing(PageServer(address, flag, resources)))
     path = "/" if "/" in resources else next(iter(resources))
-    click.echo(url_at(host, server.port) + path, err=True)
+    click.echo(server.url + path, err=True)
     if not server.is_local:
         click.echo("umbra: whoever reaches that address can read prompts and samples", err=True)
 

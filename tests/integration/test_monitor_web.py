@@ -6,9 +6,10 @@ import http.client
 import json
 import re
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +50,19 @@ def full_look(**changes: Any) -> Look:
 
 @pytest.fixture
 def server(board: Board) -> Iterator[PageServer]:
-    with closing(PageServer("127.0.0.1", 0, {**board.page(), **board.metrics()})) as server:
+    with closing(PageServer(":0", "--web", {**board.page(), **board.metrics()})) as server:
         yield server
+
+
+def address_of(server: PageServer) -> str:
+    assert server.is_local
+    return server.url.removeprefix("http://")
 
 
 def get(
     server: PageServer, path: str, method: str = "GET", **headers: str
 ) -> tuple[int, bytes, Any]:
-    with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT_S)) as client:
+    with closing(http.client.HTTPConnection(address_of(server), timeout=WAIT_S)) as client:
         client.request(method, path, headers=headers)
         answer = client.getresponse()
         return answer.status, answer.read(), answer.headers
@@ -117,6 +123,7 @@ def test_what_is_seldom_asked_is_made_once(
         ("/../../etc/passwd", "GET", "localhost:1", 404),
         ("/", "POST", "localhost:1", 405),
         ("/", "GET", "evil.example:1", 403),
+        ("/metrics", "GET", "evil.example:1", 403),
         ("/?x=1", "GET", "127.0.0.1", 200),
         ("/metrics", "GET", "[::1]:9", 200),
     ],
@@ -127,9 +134,29 @@ def test_it_only_answers_what_it_should(
     assert get(server, path, method, Host=host)[0] == code
 
 
+@pytest.mark.parametrize("number", [40, 200])
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost: loc"])
+def test_connections_that_say_nothing_do_not_block_the_page(
+    server: PageServer, number: int, sent: bytes
+) -> None:
+    host, port = address_of(server).split(":")
+    where = (host, int(port))
+    with ExitStack() as stack:
+        for _ in range(number):
+            half = stack.enter_context(socket.create_connection(where, WAIT_S))
+            half.sendall(sent)
+        for path in ("/", "/look.json", "/metrics"):
+            assert get(server, path)[0] == 200
+
+
+def test_the_page_of_another_site_reads_nothing(server: PageServer) -> None:
+    assert get(server, "/look.json", Origin="http://evil.example")[0] == 403
+    assert get(server, "/look.json", Origin=server.url)[0] == 200
+
+
 def test_a_taken_port_is_one_sentence(server: PageServer) -> None:
     with pytest.raises(StartupError, match=r"cannot listen on 127\.0\.0\.1"):
-        PageServer("127.0.0.1", server.port, {})
+        PageServer(address_of(server), "--web", {})
 
 
 def test_figures_for_prometheus() -> None:
@@ -166,7 +193,7 @@ def test_the_page_in_a_browser(
     """A headless Chromium draws it; what the script made of the look is in its document."""
     board.show(full_look(**changes))
     assert CHROMIUM is not None
-    url = f"http://127.0.0.1:{server.port}/"
+    url = f"{server.url}/"
 
     def browse(*flags: str) -> str:
         done = subprocess.run(

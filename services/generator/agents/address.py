@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from umbra.proto.errors import UsageError
-from umbra.services.runtime.http.address import is_local, listen, parse_address, url_at
+from umbra.services.runtime.http.address import is_local, listen, url_at
 
 KEY_VARIABLE = "UMBRA_AGENT_KEY"
 _PORTS_TRIED = 64
@@ -24,8 +24,7 @@ def bind(address: str, key: str) -> socket.socket:
         UsageError: not an address, or one that others reach while there is no key.
         StartupError: no port is free.
     """
-    host, port = parse_address(address or _ANY_PORT, "generator.serve =")
-    bound = listen(host, port, ports=_PORTS_TRIED)
+    bound = listen(address or _ANY_PORT, "generator.serve =", ports=_PORTS_TRIED)
     if not key and not is_local(bound):
         bound.close()
         raise UsageError(

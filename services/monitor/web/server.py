@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from umbra.services.monitor.web.board import Resource
-from umbra.services.runtime.http.address import is_local, listen
+from umbra.services.runtime.http.address import is_local, listen, url_at
 from umbra.services.runtime.http.server import HttpServer
 from umbra.services.runtime.loop_thread import LoopThread
 
@@ -29,13 +29,19 @@ _HEADERS = {
 class PageServer:
     """Serves `resources`, by path, from a thread of its own until it is closed.
 
+    Args:
+        address: `[HOST]:PORT`; without a host it is this machine alone.
+        flag: that says it, for errors.
+        resources: what is at each path.
+
     Raises:
+        UsageError: it is no address.
         StartupError: the address is taken, or not ours.
     """
 
-    def __init__(self, host: str, port: int, resources: Mapping[str, Resource]) -> None:
-        bound = listen(host, port)
-        self.port: int = bound.getsockname()[1]
+    def __init__(self, address: str, flag: str, resources: Mapping[str, Resource]) -> None:
+        bound = listen(address, flag, default_host="127.0.0.1")
+        self.url = url_at(*bound.getsockname()[:2])
         self.is_local = is_local(bound)
         app = Starlette(routes=[Route(path, _answer(what)) for path, what in resources.items()])
         self._server = HttpServer(app, bound, connections=_CONNECTIONS)

@@ -8,39 +8,39 @@ import socket
 from umbra.proto.errors import StartupError, UsageError
 from umbra.services.runtime.keys import is_loopback
 
+_MOST = 65535
 
-def parse_address(text: str, what: str, default_host: str = "") -> tuple[str, int]:
-    """`HOST:PORT`, or `:PORT` if there is a default host; `what` names the flag or key.
+
+def listen(address: str, what: str, *, default_host: str = "", ports: int = 1) -> socket.socket:
+    """A socket that listens at `HOST:PORT`, or at the first free one of so many ports.
+
+    Args:
+        address: port 0 is any that is free.
+        what: the flag or key that says it, for errors.
+        default_host: of an address that is `:PORT`.
+        ports: to try, from the given one on.
 
     Raises:
-        UsageError: it is neither.
+        UsageError: it is no address.
+        StartupError: no port is free, or the host is not this machine.
     """
-    host, separator, port = text.rpartition(":")
+    host, separator, first = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]") or default_host
-    if not separator or not host or not port.isdecimal() or int(port) > 65535:
+    if not separator or not host or not first.isdecimal() or int(first) > _MOST:
         form = ":PORT or HOST:PORT" if default_host else "HOST:PORT"
-        raise UsageError(f"{what} {text}: write it as {form}")
-    return host, int(port)
-
-
-def listen(host: str, port: int, *, ports: int = 1) -> socket.socket:
-    """A socket that listens at the first free port of `port`, `port + 1`, ... (0: at any).
-
-    Raises:
-        StartupError: none is free, or the address is not one of this machine.
-    """
+        raise UsageError(f"{what} {address}: write it as {form}")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    last = min(port + ports - 1, 65535) if port else 0
-    for candidate in range(port, last + 1):
+    port = int(first)
+    last = min(port + ports - 1, _MOST) if port else 0
+    while True:
         try:
-            return socket.create_server((host, candidate), family=family, backlog=1024)
+            return socket.create_server((host, port), family=family, backlog=1024)
         except OSError as error:
-            if candidate == last or error.errno != errno.EADDRINUSE:
+            if error.errno != errno.EADDRINUSE or port == last:
                 raise StartupError(
-                    f"cannot listen on {host}:{candidate}: {error.strerror}"
-                    + (f", nor on the ports from {port} on" if candidate > port else "")
+                    f"{what} {address}: cannot listen on {host}:{port}: {error.strerror}"
                 ) from error
-    raise AssertionError("there is at least one port")
+            port += 1
 
 
 def is_local(bound: socket.socket) -> bool:

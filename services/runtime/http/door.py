@@ -35,7 +35,7 @@ class Door:
     """
 
     def __init__(
-        self, app: ASGIApp, *, local: bool, key: str, max_body: int, refusals: Refusals
+        self, app: ASGIApp, local: bool, key: str, max_body: int, refusals: Refusals
     ) -> None:
         self._app = app
         self._local = local

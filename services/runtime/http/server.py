@@ -34,7 +34,7 @@ class HttpServer:
 
     A client has `CLIENT_S` seconds for each thing that the server waits for. For a connection
     beyond the limit the oldest one that has not sent a request is closed; if there is none, its
-    request is answered with 503.
+    request is answered with 503. `refusals` counts what was refused.
 
     Args:
         app: an ASGI application.
@@ -53,10 +53,10 @@ class HttpServer:
         max_body: int = 0,
         connections: int,
     ) -> None:
+        self.refusals = Refusals()
         self._bound = bound
-        refusals = Refusals()
-        door = Door(app, local=is_local(bound), key=key, max_body=max_body, refusals=refusals)
-        self._server = uvicorn.Server(_Config(door, _affordable(connections), refusals))
+        door = Door(app, is_local(bound), key, max_body, self.refusals)
+        self._server = uvicorn.Server(_Config(door, _affordable(connections), self.refusals))
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -93,7 +93,7 @@ class _Config(uvicorn.Config):
             access_log=False,  # session ids are in the URLs
             proxy_headers=False,
             server_header=False,
-            limit_concurrency=connections,
+            limit_concurrency=connections + 1,  # it counts the one that asks
             timeout_graceful_shutdown=_STOP_S,
         )
         self.refusals = refusals
