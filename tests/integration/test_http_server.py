@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import http.client
-import logging
 import socket
 import threading
 import time
@@ -29,6 +28,10 @@ WAIT_S = seconds(30.0)
 HEAD = b"POST /echo HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 LONG = 256 << 20  # bytes; no socket's buffers hold so many
 MAX_BODY = 1 << 20
+
+
+def asking(path: str) -> bytes:
+    return b"GET %b HTTP/1.1\r\nhost: localhost\r\n\r\n" % path.encode()
 
 
 class Served:
@@ -189,7 +192,7 @@ def test_a_byte_now_and_then_does_not_help(
 @pytest.mark.usefixtures("impatient")
 def test_a_client_that_reads_nothing_is_cut_off(serve: Callable[..., Served]) -> None:
     served = serve()
-    with served.connect(b"GET /long HTTP/1.1\r\nhost: localhost\r\n\r\n") as client:
+    with served.connect(asking("/long")) as client:
         served.until(lambda: served.refused("it did not read the answer") == 1)
         assert len(read_to_end(client)) < LONG
 
@@ -198,7 +201,8 @@ def test_a_client_that_reads_nothing_is_cut_off(serve: Callable[..., Served]) ->
 def test_an_answer_may_take_its_time(serve: Callable[..., Served]) -> None:
     """The deadlines are for clients: one that waits for the model has none."""
     served = serve()
-    with served.connect(b"GET /wait HTTP/1.1\r\nhost: localhost\r\n\r\n") as waiting:
+    with served.connect(asking("/wait")) as waiting:
+        served.until(lambda: served.calls == 1)
         with served.connect() as idle:
             assert read_to_end(idle) == b""  # that one's time was over, and it came later
         waiting.setblocking(False)
@@ -229,7 +233,7 @@ def test_when_all_are_at_work_the_next_is_told_so(serve: Callable[..., Served]) 
     served = serve(connections=4)
     with ExitStack() as stack:
         for count in range(1, 5):
-            client = served.connect(b"GET /wait HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            client = served.connect(asking("/wait"))
             stack.enter_context(client)
             served.until(lambda count=count: served.calls == count)
         assert served.ask()[0] == 503
@@ -272,6 +276,7 @@ def test_what_will_be_too_long_is_not_read(serve: Callable[..., Served]) -> None
         HEAD + b"x: " + b"x" * 100_000,  # longer than a head may be
         HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n",
         HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\nzz\r\n",
+        HEAD.replace(b"/echo", b"/none") + b"transfer-encoding: chunked\r\n\r\nzz\r\n",
         HEAD + b"content-length: 2\r\n\r\n{}GARBAGE\r\n\r\n",
         HEAD + b"connection: upgrade\r\nupgrade: websocket\r\n\r\n\xff\xff",
     ],
@@ -285,10 +290,10 @@ def test_what_is_not_http_ends_its_connection_and_nothing_else(
             client.sendall(sent)
         read_to_end(client)
     assert served.ask() == (200, b"{}")
-    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+    assert [record for record in caplog.records if record.name.startswith("uvicorn")] == []
 
 
-@pytest.mark.parametrize("sent", [b"", HEAD, b"GET /wait HTTP/1.1\r\nhost: localhost\r\n\r\n"])
+@pytest.mark.parametrize("sent", [b"", HEAD, asking("/wait"), asking("/long")])
 def test_it_stops_whatever_is_open(sent: bytes, serve: Callable[..., Served]) -> None:
     before = threading.active_count()
     served = serve()
@@ -297,7 +302,7 @@ def test_it_stops_whatever_is_open(sent: bytes, serve: Callable[..., Served]) ->
         served.ask()
         served.close()
         for client in clients:
-            assert b"200 OK" not in read_to_end(client)
+            assert len(read_to_end(client)) < LONG
     assert threading.active_count() == before
     listen(f"127.0.0.1:{served.port}", "the port").close()  # nobody has the port any more
 

@@ -114,9 +114,7 @@ class _Connection(H11Protocol):
         super().connection_made(transport)
         assert self.limit_concurrency is not None
         if len(self.connections) >= self.limit_concurrency and self.config.waiting:
-            oldest = next(iter(self.config.waiting))
-            oldest.cut("too many connections")
-            self.connections.discard(oldest)  # now, and not when it hears of it
+            next(iter(self.config.waiting)).cut("too many connections")
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
