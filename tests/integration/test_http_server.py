@@ -112,7 +112,7 @@ def serve() -> Iterator[Callable[..., Served]]:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "CLIENT_S", 0.5)
+    monkeypatch.setattr(http_server, "CLIENT_S", seconds(1.0))
 
 
 def read_to_end(client: socket.socket) -> bytes:
