@@ -159,6 +159,22 @@ def test_logprobs_of_what_sampling_leaves_in(model: PreTrainedModel, tokens: Tok
         assert_same_logprobs(found, whole[:, token] - inside, model)
 
 
+def test_a_rank_with_fewer_micro_batches_splits_its_own() -> None:
+    """None of them is empty while another one has two rows."""
+    lengths = torch.tensor([101, 56, 56, 11])
+    learned = lengths.cumsum(0) - 1
+    ids = torch.zeros(int(lengths.sum()), dtype=torch.int64)
+    tokens = Tokens(ids, lengths, learned, torch.arange(4))
+    shapes = [
+        [
+            tuple(micro.input_ids.shape)
+            for micro in pack(tokens, pack_tokens=60, micro_tokens=110, rank=rank, world=2)
+        ]
+        for rank in (0, 1)
+    ]
+    assert shapes == [[(1, 100), (1, 10)], [(1, 55), (1, 55)]]
+
+
 def test_a_long_sequence_does_not_stretch_the_short_ones() -> None:
     lengths = torch.tensor([101, *[6] * 20])
     learned = lengths.cumsum(0) - 1
