@@ -1,4 +1,4 @@
-"""What the buffer counts, each by a run in which it happens: all counters, and none besides."""
+"""What the buffer counts, each by a run in which it happens: that counter, and no other."""
 
 from __future__ import annotations
 
