@@ -46,14 +46,14 @@ def test_without_its_origin_the_accuracy_is_measured_again(folder: RunFolder) ->
     assert folder.read_origin() == {}
 
 
-@pytest.mark.parametrize("left", [b"", b'{"search"', b"[]"])
+@pytest.mark.parametrize("left", [b"", b'{"search"', b"[]", b"[" * 10_000])
 def test_an_origin_that_was_cut_off_is_refused_by_name(folder: RunFolder, left: bytes) -> None:
     folder.origin.write_bytes(left)
     with pytest.raises(UsageError, match=r"origin\.json .*remove it, and the accuracy"):
         folder.read_origin()
 
 
-@pytest.mark.parametrize("left", [b"", b'{"exit', b"3"])
+@pytest.mark.parametrize("left", [b"", b'{"exit', b"3", b"[" * 10_000])
 def test_a_summary_that_was_cut_off_is_refused_by_name(folder: RunFolder, left: bytes) -> None:
     folder.summary.write_bytes(left)
     with pytest.raises(UsageError, match=r"summary\.json .*remove it, and the run goes on"):
@@ -67,5 +67,7 @@ def test_what_a_run_does_not_need_to_go_on(folder: RunFolder, name: str) -> None
     again = RunFolder.existing(folder.path)
     again.forget_end()
     assert again.logs.is_dir()
+    assert read_status(again) == {}
+    folder.buffer.write_bytes(b'{"ledger": "\xff')
     assert read_status(again) == {}
     assert bool(list(read_rows(again.metrics))) == (name != "metrics")
