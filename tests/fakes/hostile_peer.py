@@ -1,0 +1,103 @@
+"""Somebody with a key of a run who sends what the key's role never would, and what it costs."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgpack
+import zmq
+
+from umbra.proto import sockets
+from umbra.proto.access import KeyRole
+from umbra.proto.codec import Encoder, decode
+from umbra.proto.messages import FinishRun, Leave, Message, Nack, Role
+from umbra.proto.sizes import allowed_bytes
+from umbra.proto.version import PROTOCOL_MAJOR, PROTOCOL_MINOR
+from umbra.services.runtime.keys import Security, load_keys
+
+REFUSED_BYTES = 64 << 10  # of a frame that its role may not send
+ENDS = (FinishRun, Leave)  # said by nobody whom the run knows
+
+
+def memory(pid: int, which: str) -> int:
+    """`VmRSS` or `VmHWM` (the peak) of a process, bytes."""
+    for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
+        if line.startswith(which):
+            return int(line.split()[1]) << 10
+    raise AssertionError(which)
+
+
+def begin_peak(pid: int) -> int:
+    """Have the peak of a process begin anew; what it holds now, bytes."""
+    before = memory(pid, "VmRSS")
+    Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="utf-8")
+    return before
+
+
+def costly_bytes(kind: type[Message], role: KeyRole, most: int) -> int:
+    """Bytes of a costly body of `kind` from `role`: what it may have, `most` at most."""
+    return min(allowed_bytes(kind, role), most) or REFUSED_BYTES
+
+
+class HostilePeer:
+    """One socket of somebody who holds the key of `role`, connected to a `server`.
+
+    Args:
+        name: of the process that it pretends to be.
+        wait_s: for an answer.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        keys: Path,
+        role: KeyRole,
+        endpoint: str,
+        server: Role,
+        name: str,
+        *,
+        wait_s: float = 30.0,
+    ) -> None:
+        curve = Security(load_keys(keys, role)).connecting(server)
+        self.name = name
+        self.answers: Counter[str] = Counter()  # refusals by their code, other answers by type
+        self.socket = sockets.dealer(context, endpoint, f"{name}.0".encode(), curve)
+        self._encoder = Encoder(name, f"{name}-1")
+        self._next = 1 << 20
+        self._wait_s = wait_s
+
+    def call(self, body: Message) -> Message:
+        """The answer to `body`, a sound message."""
+        number, frames = self._encoder.encode(body)
+        self.socket.send_multipart(frames)
+        return self._answer(number)
+
+    def throw(self, kind: str, body: bytes, sender: str, more: Sequence[bytes] = ()) -> None:
+        """Send `body` as a message of `kind`, and wait until the server is through with it."""
+        for one, content, parts in ((kind, body, more), ("Nothing", b"\x80", ())):
+            self._next += 1
+            header = {
+                "major": PROTOCOL_MAJOR, "minor": PROTOCOL_MINOR, "type": one, "id": self._next,
+                "sender": sender, "incarnation": f"{self.name}-1",
+            }  # fmt: skip
+            self.socket.send_multipart([msgpack.packb(header), content, *parts])
+        answer = self._answer(self._next)  # a peer's messages are done in their order
+        assert isinstance(answer, Nack) and answer.code == "unknown_type"
+
+    def close(self) -> None:
+        """Be gone."""
+        self.socket.close(linger=0)
+
+    def _answer(self, number: int) -> Message:
+        until = time.monotonic() + self._wait_s
+        while (left := until - time.monotonic()) > 0:
+            if self.socket.poll(round(1000 * left)):
+                envelope = decode(self.socket.recv_multipart())
+                body = envelope.body
+                if envelope.header.reply_to == number:
+                    return body
+                self.answers[body.code if isinstance(body, Nack) else type(body).__name__] += 1
+        raise AssertionError(f"no answer to {self.name}")
