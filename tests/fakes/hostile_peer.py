@@ -68,6 +68,7 @@ class HostilePeer:
         self._encoder = Encoder(name, f"{name}-1")
         self._next = 1 << 20
         self._wait_s = wait_s
+        self._unasked: list[Message] = []
 
     def call(self, body: Message) -> Message:
         """The answer to `body`, a sound message."""
@@ -87,6 +88,16 @@ class HostilePeer:
         answer = self._answer(self._next)  # a peer's messages are done in their order
         assert isinstance(answer, Nack) and answer.code == "unknown_type"
 
+    def pushed(self, wait_s: float) -> Message | None:
+        """What the server sends unasked next; None if nothing comes."""
+        until = time.monotonic() + wait_s
+        while (left := until - time.monotonic()) > 0:
+            if self._unasked:
+                return self._unasked.pop(0)
+            if self.socket.poll(round(1000 * left)):
+                self._take(-1)
+        return None
+
     def close(self) -> None:
         """Be gone."""
         self.socket.close(linger=0)
@@ -94,10 +105,18 @@ class HostilePeer:
     def _answer(self, number: int) -> Message:
         until = time.monotonic() + self._wait_s
         while (left := until - time.monotonic()) > 0:
-            if self.socket.poll(round(1000 * left)):
-                envelope = decode(self.socket.recv_multipart())
-                body = envelope.body
-                if envelope.header.reply_to == number:
-                    return body
-                self.answers[body.code if isinstance(body, Nack) else type(body).__name__] += 1
+            if self.socket.poll(round(1000 * left)) and (body := self._take(number)) is not None:
+                return body
         raise AssertionError(f"no answer to {self.name}")
+
+    def _take(self, number: int) -> Message | None:
+        """Take what has come; the message, if it is the answer to request `number`."""
+        envelope = decode(self.socket.recv_multipart())
+        body, asked = envelope.body, envelope.header.reply_to
+        if asked == number:
+            return body
+        if asked is None and not isinstance(body, Nack):
+            self._unasked.append(body)
+        else:
+            self.answers[body.code if isinstance(body, Nack) else type(body).__name__] += 1
+        return None
