@@ -50,7 +50,7 @@ ASKED_S = 0.02  # between two questions of the client that is legitimate
 SETTLE_S = 15.0  # for memory to be handed back when the attackers are gone
 END_S = 300.0
 MIB = 1 << 20
-SETTINGS = ("buffer.heartbeat_s=0.5", "checkpoint.every=10", "checkpoint.keep=100000")
+SETTINGS = ("buffer.heartbeat_s=0.5", "checkpoint.every=10")
 
 
 @dataclass

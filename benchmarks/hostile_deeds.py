@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import msgpack
 import msgspec
 import zmq
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
 from fakes.broker_world import trajectory
 from fakes.costly_frames import costly_bodies
-from fakes.hostile_peer import ENDS, HostilePeer, begin_peak, costly_bytes, memory
+from fakes.hostile_peer import ENDS, REFUSED_BYTES, HostilePeer, begin_peak, costly_bytes, memory
 
 from umbra.proto import sockets
 from umbra.proto.access import KEY_ROLES, SENDERS, SOCKETS, KeyRole, may_connect
@@ -153,7 +157,7 @@ def _costly(role: KeyRole, on: str, kind: type[Message], ground: Ground) -> Done
     """Costly frames of one message; what a key may do by right is left to its holder."""
     peer, done = ground.peer(role, on), Done()
     pid = ground.targets["weight_hub" if on == "weights" else "buffer"].pid
-    bodies = list(costly_bodies(kind, costly_bytes(kind, role, ground.most)))
+    bodies = _bodies(kind, costly_bytes(kind, role, ground.most))
     if role in BY_RIGHT and role in SENDERS.get(kind, ()):
         bodies = bodies[1:]
     for body in bodies:
@@ -164,6 +168,16 @@ def _costly(role: KeyRole, on: str, kind: type[Message], ground: Ground) -> Done
         done.sent_bytes += len(body)
         done.beyond = max(done.beyond, grown - 4 * len(body))
     return _answered(peer, done)
+
+
+def _bodies(kind: type[Message], limit: int) -> list[bytes]:
+    return _small(kind) if limit == REFUSED_BYTES else list(costly_bodies(kind, limit))
+
+
+@cache
+def _small(kind: type[Message]) -> list[bytes]:
+    """They take longer to make than to be refused."""
+    return list(costly_bodies(kind, REFUSED_BYTES))
 
 
 def _answered(peer: HostilePeer, done: Done) -> Done:
@@ -200,7 +214,7 @@ def _poison(ground: Ground) -> Done:
     control.call(Join(role="generator", name=control.name, pid=1, host="h", package_version="0"))
     done = Done()
     for changes in POISON:
-        leases = data.call(LeaseSamples(capacity=1, version=0, wait_s=0.5))
+        leases = data.call(LeaseSamples(capacity=1, version=0, wait_s=5.0))
         if not isinstance(leases, SampleLeases) or not leases.tasks:
             done.answers["no lease"] += 1
             continue

@@ -18,6 +18,7 @@ from umbra.proto.sizes import allowed_bytes
 from umbra.proto.version import PROTOCOL_MAJOR, PROTOCOL_MINOR
 from umbra.services.runtime.keys import Security, load_keys
 
+GRACE_S = 0.1  # for the answer to what was thrown; not everything is answered
 REFUSED_BYTES = 64 << 10  # of a frame that its role may not send
 ENDS = (FinishRun, Leave)  # said by nobody whom the run knows
 
@@ -66,7 +67,8 @@ class HostilePeer:
         self.answers: Counter[str] = Counter()  # refusals by their code, other answers by type
         self.socket = sockets.dealer(context, endpoint, f"{name}.0".encode(), curve)
         self._encoder = Encoder(name, f"{name}-1")
-        self._next = 1 << 20
+        self._next = self._thrown = 1 << 20
+        self._is_open = False  # what was thrown last, and was not answered yet
         self._wait_s = wait_s
         self._unasked: list[Message] = []
 
@@ -78,6 +80,8 @@ class HostilePeer:
 
     def throw(self, kind: str, body: bytes, sender: str, more: Sequence[bytes] = ()) -> None:
         """Send `body` as a message of `kind`, and wait until the server is through with it."""
+        self._thrown = self._next + 1
+        self._is_open = True
         for one, content, parts in ((kind, body, more), ("Nothing", b"\x80", ())):
             self._next += 1
             header = {
@@ -87,6 +91,10 @@ class HostilePeer:
             self.socket.send_multipart([msgpack.packb(header), content, *parts])
         answer = self._answer(self._next)  # a peer's messages are done in their order
         assert isinstance(answer, Nack) and answer.code == "unknown_type"
+        until = time.monotonic() + GRACE_S  # what is carried out is answered after that
+        while self._is_open and (left := until - time.monotonic()) > 0:
+            if self.socket.poll(round(1000 * left)):
+                self._take(-1)
 
     def pushed(self, wait_s: float) -> Message | None:
         """What the server sends unasked next; None if nothing comes."""
@@ -117,6 +125,7 @@ class HostilePeer:
             return body
         if asked is None and not isinstance(body, Nack):
             self._unasked.append(body)
-        else:
+        elif asked is None or asked == self._thrown:
+            self._is_open = False
             self.answers[body.code if isinstance(body, Nack) else type(body).__name__] += 1
         return None
