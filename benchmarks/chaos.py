@@ -141,7 +141,7 @@ class Soak:
         while (code := run.poll()) is None:
             now, status = time.monotonic(), run.look()
             if first is None and status is not None and status.weights and status.version:
-                if run.node.is_apart:
+                if run.has_node:
                     run.join("relay")
                 run.join("generator")
                 first = last = now

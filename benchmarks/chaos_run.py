@@ -129,7 +129,7 @@ class DemoRun:
         self.notes = folder / "notes"
         self.notes.mkdir()
         self.hub = hub
-        self.node = node
+        self._node = node
         self._security = security
         self.broker = ""
         self.relay = ""  # its address, if there is one
@@ -144,6 +144,11 @@ class DemoRun:
         """What `umbra up` has made."""
         (found,) = (self.home / "runs").iterdir()
         return found
+
+    @property
+    def has_node(self) -> bool:
+        """Whether workers join from a node with memory of its own."""
+        return self._node is not None and self._node.is_apart
 
     # -- start and end ----------------------------------------------------------------------------
 
@@ -183,7 +188,7 @@ class DemoRun:
             own = ["weight-hub", "relay", "--hub", self.hub, "--listen", self.relay]
         else:
             own = [kind] if kind == "generator" else [kind, "--stage", "reward"]
-        enter = [] if self.node is None else self.node.enter
+        enter = [] if self._node is None else self._node.enter
         argv = [*enter, *NOTED, *own, *common]
         worker = Worker(name, argv, self.folder / "logs" / f"{name}.log", self._environ())
         worker.start()

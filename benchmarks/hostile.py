@@ -113,11 +113,13 @@ class Attack:
         self._heard(pipe)  # it is at work
         self.waits.clear()
         until = time.monotonic() + seconds
+        schema = [deed for deed in deeds() if deed.what in TYPES]
+        others = [deed for deed in deeds() if deed.what not in TYPES]
+        for deed in others:  # once at any rate
+            self._do(deed, pipe)
         while time.monotonic() < until:
-            turn = deeds()
-            schema = [deed for deed in turn if deed.what in TYPES]
             self._chance.shuffle(schema)
-            for deed in [*(deed for deed in turn if deed.what not in TYPES), *schema]:
+            for deed in [*schema, *others]:
                 if time.monotonic() > until:
                     break
                 self._do(deed, pipe)
@@ -316,6 +318,8 @@ def summarise(report: Report) -> None:
     report.goal("samples trained twice", run["twice"], "<=", 0)
     report.goal("samples that the ledger lacks", abs(run["out_of_balance"]), "<=", 0)
     report.goal("messages carried out without the key", sum(map(carried_out, done)), "<=", 0)
+    poisoned = sum(row["answers"].get("SubmitAck", 0) for row in done if row not in single)
+    report.goal("poisoned samples accepted", poisoned, "<=", 0)
     report.goal("deeds that were not answered", run["unanswered"], "<=", 0)
     for server, seconds in run["waits"].items():
         report.goal(f"longest wait at the {server}, s", round(seconds, 3), "<", 1.0)

@@ -22,12 +22,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from fakes.broker_world import trajectory
 from fakes.costly_frames import costly_bodies
-from fakes.hostile_peer import ENDS, REFUSED_BYTES, HostilePeer, begin_peak, costly_bytes, memory
+from fakes.hostile_peer import (
+    ENDS,
+    REFUSED_BYTES,
+    HostilePeer,
+    begin_peak,
+    costly_bytes,
+    header_of,
+    memory,
+)
 
 from umbra.proto import sockets
 from umbra.proto.access import KEY_ROLES, SENDERS, SOCKETS, KeyRole, may_connect
 from umbra.proto.codec import Encoder
 from umbra.proto.messages import (
+    Event,
     Join,
     LeaseSamples,
     Message,
@@ -206,6 +215,7 @@ def _contents() -> Iterator[Deed]:
     yield Deed("generator", "subscribes and fetches without end", "weight_hub", _fetch)
     yield Deed("trainer", "manifests that make no sense", "weight_hub", _layouts)
     yield Deed("monitor", "names and figures that forge", "buffer", _forge)
+    yield Deed("generator", "telemetry without measure", "buffer", _tell)
     yield Deed("operator", "misspelt orders", "buffer", _misspell)
 
 
@@ -214,12 +224,14 @@ def _poison(ground: Ground) -> Done:
     control.call(Join(role="generator", name=control.name, pid=1, host="h", package_version="0"))
     done = Done()
     for changes in POISON:
-        leases = data.call(LeaseSamples(capacity=1, version=0, wait_s=5.0))
+        status = control.call(StatusRequest())
+        assert isinstance(status, Status)
+        leases = data.call(LeaseSamples(capacity=1, version=status.version, wait_s=3.0))
         if not isinstance(leases, SampleLeases) or not leases.tasks:
             done.answers["no lease"] += 1
             continue
         (task,) = leases.tasks
-        made = trajectory(task, 0, **changes)
+        made = trajectory(task, status.version, **changes)
         body = msgspec.msgpack.encode(SubmitTrajectories(trajectories=[made]))
         data.throw("SubmitTrajectories", body, data.name)
         back = ReturnedSample(sample_id=task.sample_id, attempt=task.attempt, reason="evil")
@@ -321,6 +333,23 @@ def _forge(ground: Ground) -> Done:
     done.frames += ground.many
     time.sleep(0.5)
     watcher.close(linger=0)
+    return done
+
+
+def _tell(ground: Ground) -> Done:
+    """Telemetry as large as it may be, rubbish, and messages of many frames; nobody answers."""
+    curve = Security(load_keys(ground.keys, "generator")).connecting("buffer")
+    endpoint = ground.targets["buffer"].endpoints["events_in"]
+    teller, done = sockets.publisher(ground.context, endpoint, curve), Done()
+    time.sleep(1.0)  # what is sent before it is connected is dropped
+    bodies = [*_bodies(Event, costly_bytes(Event, "generator", ground.most)), b"\xc1", b""]
+    for body in bodies:
+        for frames in ([b"step", header_of("Event"), body], [b"step", *[body] * 20]):
+            teller.send_multipart(frames)
+            done.frames += len(frames)
+            done.sent_bytes += sum(map(len, frames))
+    time.sleep(0.5)
+    teller.close(linger=0)
     return done
 
 
@@ -433,7 +462,12 @@ def find_targets(broker: str, keys: Path, pids: dict[str, int]) -> dict[Role, Ta
             time.sleep(0.2)
     context.destroy(linger=0)
     assert isinstance(status, Status)
-    at_buffer = {"control": broker, "data": welcome.data, "events_out": welcome.events_out}
+    at_buffer = {
+        "control": broker,
+        "data": welcome.data,
+        "events_in": welcome.events_in,
+        "events_out": welcome.events_out,
+    }
     return {
         "buffer": Target("buffer", pids["buffer"], at_buffer),
         "weight_hub": Target("weight_hub", pids["weight-hub"], {"weights": status.weights}),

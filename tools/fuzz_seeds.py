@@ -10,9 +10,9 @@ from typing import Any
 
 import msgpack
 import msgspec
-import numpy as np
 from fakes.broker_world import trajectory
 from fakes.costly_frames import costly_bodies
+from fakes.hostile_peer import header_of
 from fuzz_targets import (
     NAMES,
     ROLES,
@@ -23,7 +23,6 @@ from fuzz_targets import (
     envelope,
     feed,
     files,
-    header,
     layout,
     message,
     pieces,
@@ -60,14 +59,16 @@ VALUES: tuple[Any, ...] = (
     b"\0" * 4, b"\1\1", b"\xff" * 8, [], [[]], {}, {"a": 1},
 )  # fmt: skip
 DEEP = b"[" * 2000
-_PUSH = dict.fromkeys(("snapshot_s", "wire_s", "stage_s", "commit_s", "total_s"), 0.5)
-_SAMPLE = {
+_PUSH: dict[str, Any] = dict.fromkeys(
+    ("snapshot_s", "wire_s", "stage_s", "commit_s", "total_s"), 0.5
+)
+_SAMPLE: dict[str, Any] = {
     "sample": "s-1", "prompt_id": "1", "reward": 1.0, "seconds": 2.0, "tokens": 3, "turns": 1,
     "versions": [1, 2], "finish_reason": "stop",
 }  # fmt: skip
 EVENTS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("push", dict(_PUSH, version=3, bytes=7, receiver="a", plane="tcp")),
-    ("sample", dict(_SAMPLE, prompt="a", response="b")),
+    ("push", _PUSH | {"version": 3, "bytes": 7, "receiver": "a", "plane": "tcp"}),
+    ("sample", _SAMPLE | {"prompt": "a", "response": "b"}),
     ("slow_sample", _SAMPLE),
     ("spans", {"spans": [["update", 1.0, 2.0]]}),
 )
@@ -111,7 +112,7 @@ def _seeds() -> dict[Callable[[bytes], None], list[bytes]]:
         message: [
             bytes([NAMES.index(name)]) + one for name, some in bodies.items() for one in some
         ],
-        envelope: [_framed([header(name), bodies[name][0]]) for name in NAMES],
+        envelope: [_framed([header_of(name), bodies[name][0]]) for name in NAMES],
         sound_trajectory: sound,
         layout: [msgspec.msgpack.encode(RegisterManifest(manifest=_manifest(n))) for n in (1, 4)],
         difference: [bytes([64]) + one for one in _deltas()],
@@ -150,12 +151,9 @@ def _manifest(tensors: int) -> Any:
 
 def _deltas() -> Iterator[bytes]:
     for item, step in ((2, 3), (4, 50), (2, 400)):
-        old = np.zeros(1024 // item, f"<u{item}")
-        new = old.copy()
-        new[::step] = 1
-        made = delta.advance(
-            memoryview(old).cast("B"), memoryview(new).cast("B"), item, 1024, delta.compressor()
-        )
+        old, new = (memoryview(bytearray(1024)) for _ in range(2))
+        new[:: step * item] = bytes([1]) * len(new[:: step * item])
+        made = delta.advance(old, new, item, 1024, delta.compressor())
         if made is not None:
             yield made
 

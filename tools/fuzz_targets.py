@@ -14,10 +14,10 @@ from math import isfinite
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import msgpack
 import msgspec
 import zstandard
 from fakes.broker_world import World
+from fakes.hostile_peer import header_of
 from xxhash import xxh3_64_intdigest
 
 from umbra.deploy.run_folder import RunFolder
@@ -28,7 +28,7 @@ from umbra.proto.errors import UNREADABLE, UmbraError, WireError
 from umbra.proto.messages import TYPES, Event, Header, Message, RegisterManifest
 from umbra.proto.records import Manifest, Piece, Sampling, Trajectory
 from umbra.proto.sizes import body_bytes
-from umbra.proto.version import PROTOCOL_MAJOR, PROTOCOL_MINOR
+from umbra.proto.version import PROTOCOL_MAJOR
 from umbra.services.buffer.frames import (
     RECORD_MAGIC,
     SEGMENT_HEADER_BYTES,
@@ -67,23 +67,9 @@ ROLES = ("generator", "scorer", "trainer", "weight_hub", "relay", "monitor")
 TRAJECTORIES = msgspec.msgpack.Decoder(Trajectory)
 
 
-def header(kind: str, number: int = 1, sender: str = "peer") -> bytes:
-    """The header of a message of type `kind`."""
-    return msgpack.packb(
-        {
-            "major": PROTOCOL_MAJOR,
-            "minor": PROTOCOL_MINOR,
-            "type": kind,
-            "id": number,
-            "sender": sender,
-            "incarnation": f"{sender}-1",
-        }
-    )
-
-
 def read(kind: type[Message], body: bytes, raw: list[bytes] | None = None) -> Message:
     """The message that a server makes of it."""
-    frames = [header(kind.__name__), body]
+    frames = [header_of(kind.__name__), body]
     stated = decode_header(frames)
     return decode_body(stated, kind_of(stated), frames, body_bytes(kind), raw or ()).body
 
@@ -279,8 +265,8 @@ def feed(data: bytes) -> None:
         return
     assert isinstance(event, Event)
     heard = Feed()
-    heard.heard(decode_header([header("Event"), b""]), event)
-    heard.heard(decode_header([header("Event"), b""]), event)
+    heard.heard(decode_header([header_of("Event"), b""]), event)
+    heard.heard(decode_header([header_of("Event"), b""]), event)
     assert heard.bad in (0, 2)
     for spans in heard.spans().values():
         assert all(isfinite(span.start) and isfinite(span.end) for span in spans)

@@ -13,7 +13,7 @@ import zmq
 from umbra.proto import sockets
 from umbra.proto.access import KeyRole
 from umbra.proto.codec import Encoder, decode
-from umbra.proto.messages import FinishRun, Leave, Message, Nack, Role
+from umbra.proto.messages import FinishRun, Leave, Message, Nack, Role, SubmitAck
 from umbra.proto.sizes import allowed_bytes
 from umbra.proto.version import PROTOCOL_MAJOR, PROTOCOL_MINOR
 from umbra.services.runtime.keys import Security, load_keys
@@ -43,6 +43,17 @@ def costly_bytes(kind: type[Message], role: KeyRole, most: int) -> int:
     return min(allowed_bytes(kind, role), most) or REFUSED_BYTES
 
 
+def header_of(kind: str, number: int = 1, sender: str = "evil", incarnation: str = "1") -> bytes:
+    """The header of a message, of a type that need not be."""
+    header = {
+        "major": PROTOCOL_MAJOR, "minor": PROTOCOL_MINOR, "type": kind, "id": number,
+        "sender": sender, "incarnation": incarnation,
+    }  # fmt: skip
+    packed = msgpack.packb(header)
+    assert isinstance(packed, bytes)
+    return packed
+
+
 class HostilePeer:
     """One socket of somebody who holds the key of `role`, connected to a `server`.
 
@@ -64,7 +75,7 @@ class HostilePeer:
     ) -> None:
         curve = Security(load_keys(keys, role)).connecting(server)
         self.name = name
-        self.answers: Counter[str] = Counter()  # refusals by their code, other answers by type
+        self.answers: Counter[str] = Counter()  # refusals by what they say, others by type
         self.socket = sockets.dealer(context, endpoint, f"{name}.0".encode(), curve)
         self._encoder = Encoder(name, f"{name}-1")
         self._next = self._thrown = 1 << 20
@@ -84,11 +95,8 @@ class HostilePeer:
         self._is_open = True
         for one, content, parts in ((kind, body, more), ("Nothing", b"\x80", ())):
             self._next += 1
-            header = {
-                "major": PROTOCOL_MAJOR, "minor": PROTOCOL_MINOR, "type": one, "id": self._next,
-                "sender": sender, "incarnation": f"{self.name}-1",
-            }  # fmt: skip
-            self.socket.send_multipart([msgpack.packb(header), content, *parts])
+            header = header_of(one, self._next, sender, f"{self.name}-1")
+            self.socket.send_multipart([header, content, *parts])
         answer = self._answer(self._next)  # a peer's messages are done in their order
         assert isinstance(answer, Nack) and answer.code == "unknown_type"
         until = time.monotonic() + GRACE_S  # what is carried out is answered after that
@@ -127,5 +135,11 @@ class HostilePeer:
             self._unasked.append(body)
         elif asked is None or asked == self._thrown:
             self._is_open = False
-            self.answers[body.code if isinstance(body, Nack) else type(body).__name__] += 1
+            self.answers[_kind(body)] += 1
         return None
+
+
+def _kind(answer: Message) -> str:
+    if isinstance(answer, SubmitAck) and answer.refused and not answer.accepted:
+        return next(iter(answer.refused.values())).partition(":")[0] + " sample"
+    return answer.code if isinstance(answer, Nack) else type(answer).__name__
