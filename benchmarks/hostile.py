@@ -30,6 +30,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
 import zmq
 from chaos_audit import audit
 from chaos_run import DemoRun, free_port, make_task

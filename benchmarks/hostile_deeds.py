@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,9 +16,6 @@ from typing import Any
 import msgpack
 import msgspec
 import zmq
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
 from fakes.broker_world import trajectory
 from fakes.costly_frames import costly_bodies
 from fakes.hostile_peer import (
