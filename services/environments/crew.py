@@ -31,10 +31,10 @@ from umbra.services.environments.frames import (
     read_from_worker,
 )
 from umbra.services.environments.loading import name_of
-from umbra.services.environments.loop_thread import ends_with_it
 from umbra.services.environments.plays import Result
 from umbra.services.environments.worker import overdue
 from umbra.services.runtime.config import Environment
+from umbra.services.runtime.loop_thread import ends_with_it
 
 START_S = 120.0  # for a process to import the user's module
 _GRACE_S = 1.0  # a worker that can still answer says itself that a play is overdue

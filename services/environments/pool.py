@@ -13,10 +13,10 @@ from typing import Any, Protocol
 from umbra.services.environments.asking import Ask
 from umbra.services.environments.crew import START_S, Crew
 from umbra.services.environments.loading import load_environment, runs_inline
-from umbra.services.environments.loop_thread import LoopThread
 from umbra.services.environments.plays import Plays, Result
 from umbra.services.environments.protocol import EnvironmentFactory, Row, SampleError
 from umbra.services.runtime.config import Environment as EnvironmentConfig
+from umbra.services.runtime.loop_thread import LoopThread
 
 _WAIT_S = START_S + 10.0
 

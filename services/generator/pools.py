@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from umbra.proto.errors import UsageError
 from umbra.proto.records import Sampling
 from umbra.services.environments.pool import EnvironmentPool, open_pool
 from umbra.services.generator.template_check import check_template
@@ -43,14 +42,11 @@ def open_environments(
     check_template(environment, chat)
     if environment.kind != "agent":
         return open_pool(environment, wake=wake)
-    try:
-        from umbra.services.generator.agents.address import bind, read_key
-        from umbra.services.generator.agents.calls import CallRules
-        from umbra.services.generator.agents.pool import AgentPool, AgentSettings
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            f'environment.kind = "agent" needs {error.name}: pip install "umbra-rl[agent]"'
-        ) from error
+    # No other environment needs an HTTP server.
+    from umbra.services.generator.agents.address import bind, read_key
+    from umbra.services.generator.agents.calls import CallRules
+    from umbra.services.generator.agents.pool import AgentPool, AgentSettings
+
     stops = [*config.sampling.stop_tokens, *map(chat.piece, sorted(chat.stop_ids))]
     key = read_key(config.generator.serve_key, os.environ)
     settings = AgentSettings(CallRules(sampling, stops), Path(config.model.path).name, key)

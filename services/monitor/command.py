@@ -24,8 +24,7 @@ from umbra.services.monitor.options import (
 )
 from umbra.services.monitor.view import Herald, headline, plain, status_dict
 from umbra.services.monitor.watch import Look, Watch, look_dict
-from umbra.services.monitor.web.board import Board
-from umbra.services.monitor.web.server import HttpServer, Resource, parse_address
+from umbra.services.monitor.web.board import Board, Resource
 from umbra.services.runtime.keys import Security
 from umbra.services.runtime.signals import stop_on_signals
 
@@ -141,11 +140,13 @@ def monitor(
     with Watch(broker, security) as watch, stop_on_signals(stopping), ExitStack() as stack:
         look = watch.look(timeout_s)
         board.show(look)
-        served = [
-            _serve(stack, address, resources)
-            for address, resources in ((web, board.page()), (prometheus, board.metrics()))
-            if address is not None
-        ]
+        for flag, address, resources in (
+            ("--web", web, board.page()),
+            ("--prometheus", prometheus, board.metrics()),
+        ):
+            if address is not None:
+                _serve(stack, flag, address, resources)
+        stays = any(one is not None for one in (web, prometheus, otlp))
         sinks = [board.show]
         if otlp is not None:
             from umbra.services.monitor.telemetry import Telemetry  # an extra
@@ -154,23 +155,23 @@ def monitor(
             sinks.append(telemetry.show)
         if once:
             _echo_json(look) if as_json else click.echo(plain(look.status))
-        elif sys.stdout.isatty() and not as_json and not served and not otlp:
+        elif sys.stdout.isatty() and not as_json and not stays:
             LiveView(watch, interval_s, timeout_s).run(look, stopping)
         else:
             show = _echo_json if as_json else _Lines().show
-            follow = _Follow(watch, board, interval_s, timeout_s, stays=bool(served or otlp))
+            follow = _Follow(watch, board, interval_s, timeout_s, stays=stays)
             follow.run(look, stopping, [*sinks, show])
     return EXIT_DONE
 
 
-def _serve(stack: ExitStack, address: str, resources: dict[str, Resource]) -> HttpServer:
-    server = stack.enter_context(HttpServer(*parse_address(address), resources))
+def _serve(stack: ExitStack, flag: str, address: str, resources: dict[str, Resource]) -> None:
+    from umbra.services.monitor.web.server import PageServer  # few ask for one
+
+    server = stack.enter_context(closing(PageServer(address, flag, resources)))
     path = "/" if "/" in resources else next(iter(resources))
-    host = address.rpartition(":")[0] or "127.0.0.1"
-    click.echo(f"http://{host}:{server.port}{path}", err=True)
+    click.echo(server.url + path, err=True)
     if not server.is_local:
         click.echo("umbra: whoever reaches that address can read prompts and samples", err=True)
-    return server
 
 
 def _echo_json(look: Look) -> None:

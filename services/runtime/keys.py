@@ -100,7 +100,11 @@ def is_local(endpoint: str) -> bool:
     """Whether only this machine can connect to `endpoint`."""
     if not endpoint.startswith("tcp://"):
         return True
-    host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    return is_loopback(endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]"))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether the address or name `host` leads to this machine only."""
     try:
         return ip_address(host).is_loopback
     except ValueError:

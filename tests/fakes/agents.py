@@ -143,7 +143,8 @@ def send(
 ) -> tuple[int, Any]:
     """Status and JSON of a request; `body` is JSON, or bytes as they are."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode() if body else None
-    request = urllib.request.Request(url, data, headers or {}, method=method)
+    given = {"content-type": "application/json", **(headers or {})}
+    request = urllib.request.Request(url, data, given, method=method)
     try:
         with urllib.request.urlopen(request, timeout=WAIT_S) as response:
             return response.status, json.load(response)

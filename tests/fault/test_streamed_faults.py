@@ -21,6 +21,8 @@ from umbra.services.runtime.link import Link
 from umbra.services.runtime.publisher import Publisher
 from umbra.services.runtime.receiver import Receiver
 from umbra.services.runtime.stream import WeightStream
+from umbra.services.trainer.make_model import make_model
+from umbra.services.weight_hub.outbox import SMALLEST_FRAME
 
 pytestmark = pytest.mark.fault
 AFTER = 3  # buckets
@@ -62,8 +64,8 @@ class World:
         self.policy = Policy(model_dir)
         self.publisher = Publisher(self.up, self.policy.manifest)
         self.publisher.register(WAIT_S)
-        # Small messages, so that most of a version is not under way when something happens.
-        stream = WeightStream("gen-0", 128, WAIT_S)
+        # The smallest messages, so that most of a version is not under way when something happens.
+        stream = WeightStream("gen-0", SMALLEST_FRAME, WAIT_S)
         self.receiver = Receiver(
             self.down,
             planes=[plane],
@@ -81,7 +83,11 @@ class World:
                 cast(Any, Interrupted(engine, 1, lambda: self.happens())), stream, lambda: None
             ),
         )
+
+    def begin(self) -> World:
+        """Version 0 is served."""
         self.generator.until(self.publish())
+        return self
 
     def publish(self) -> int:
         version = self.policy.write(self.publisher)
@@ -105,14 +111,22 @@ class World:
             link.close()
 
 
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that is large beside the smallest message."""
+    path: Path = tmp_path_factory.mktemp("models") / "tiny"
+    make_model(path, hidden=64, ff=128)
+    return path
+
+
 @pytest.fixture
-def world(bench: Bench, tiny_model: Path) -> Iterator[Callable[[str], World]]:
+def world(bench: Bench, model_dir: Path) -> Iterator[Callable[[str], World]]:
     made: list[World] = []
 
     def start(plane: str) -> World:
         bench.start(plane=plane)
-        made.append(World(bench.endpoint, tiny_model, plane))
-        return made[-1]
+        made.append(World(bench.endpoint, model_dir, plane))
+        return made[-1].begin()
 
     yield start
     for one in made:
@@ -160,13 +174,13 @@ def test_it_leaves_where_the_old_version_is_gone_too(
 
 @PLANES
 def test_the_hub_is_killed_while_a_version_is_loaded(
-    run_id: str, tiny_model: Path, plane: str
+    run_id: str, model_dir: Path, plane: str
 ) -> None:
     """Shared memory outlives the hub, so the load goes on; a socket does not, so it leaves."""
     hub = HubProcess("tcp://127.0.0.1:*", run_id, plane)
-    one = World(hub.endpoint, tiny_model, plane)
+    one = World(hub.endpoint, model_dir, plane)
     try:
-        one.happens = hub.kill
+        one.begin().happens = hub.kill
         one.publish()
         if plane == "shm":
             one.generator.until(1)

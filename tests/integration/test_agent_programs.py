@@ -26,7 +26,8 @@ USER_CODE = """
 import asyncio, json, os, time, urllib.request
 
 def post(url, body):
-    request = urllib.request.Request(url, json.dumps(body).encode())
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=30) as response:
         return json.load(response)
 

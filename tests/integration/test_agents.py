@@ -1,19 +1,26 @@
 """Agents written with the `openai` client, against the real endpoint and engine."""
 
+import http.client
+import json
+import logging
+import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
+from itertools import repeat
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import openai
 import pytest
-from fakes.agents import AgentWorld, client, reward, send
+from fakes.agents import WAIT_S, AgentWorld, client, reward, send
 from fakes.engine import ScriptedEngine
 from fakes.rollouts import STOP, sample, says, settings
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Sampling, unpack_int32
 from umbra.services.generator.agents.address import bind, read_key, url_of
+from umbra.services.generator.agents.server import MAX_BODY
 from umbra.services.generator.rollout import Limits
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer
@@ -204,7 +211,7 @@ def test_nonsense_costs_nothing(world: World) -> None:
     for body in (b"", b"{", b"\xff\xfe", b"[]", b"[" * 100_000):
         status, refused = send(url, body)
         assert (status, refused["error"]["type"]) == (400, "invalid_request_error")
-    assert send(url, b"x" * ((32 << 20) + 1))[0] == 413
+    assert send(url, b"{}", headers={"content-type": "text/plain"})[0] == 415
     assert send(url, method="GET")[0] == 405
     assert send(f"{work['base_url']}/embeddings", {})[0] == 404
     status, refused = send(f"{endpoint.url}/sessions/nobody/v1/chat/completions", {})
@@ -222,6 +229,58 @@ def test_nonsense_costs_nothing(world: World) -> None:
     assert ask(work, user("go"))[0] == 200
     assert reward(work, 1.0)[0] == 200
     assert endpoint.trajectory().turns == 1
+
+
+def test_a_body_that_is_too_long_is_refused(world: World) -> None:
+    """By its length before it is read, or when it gets there, if it says none."""
+    endpoint = world("yes")
+    host, port = endpoint.url.removeprefix("http://").split(":")
+
+    def post(*headers: str, body: Iterator[bytes]) -> tuple[int, str]:
+        with closing(http.client.HTTPConnection(host, int(port), timeout=WAIT_S)) as connection:
+            connection.putrequest("POST", "/sessions")
+            for header in ("content-type: application/json", *headers):
+                connection.putheader(*header.split(": "))
+            connection.endheaders()
+            with suppress(ConnectionError):  # nobody reads the rest
+                for piece in body:
+                    connection.send(b"%x\r\n%b\r\n" % (len(piece), piece))
+            answer = connection.getresponse()
+            return answer.status, json.load(answer)["error"]["code"]
+
+    refused = (413, "too_large")
+    assert post(f"content-length: {MAX_BODY + 1}", body=iter(())) == refused
+    pieces = repeat(b" " * 65536, MAX_BODY // 65536 + 1)
+    assert post("transfer-encoding: chunked", body=pieces) == refused
+
+
+def test_the_base_url_is_where_the_endpoint_is_whatever_its_name_in_a_request(world: World) -> None:
+    endpoint = world("yes")
+    endpoint.add(sample({"prompt": "go"}))
+    forwarded = {"x-forwarded-host": "evil.example", "x-forwarded-proto": "https"}
+    work = endpoint.lease(headers={"host": "localhost:1", **forwarded})
+    assert work["base_url"] == f"{endpoint.url}/sessions/{work['id']}/v1"
+    assert work["url"] == f"{endpoint.url}/sessions/{work['id']}"
+    for headers in ({"host": "evil.example"}, {"origin": "http://evil.example"}):
+        status, refused = send(f"{endpoint.url}/sessions", {"wait_s": 0}, headers=headers)
+        assert (status, refused["error"]["code"][:6]) == (403, "wrong_")
+
+
+def test_it_stops_while_agents_wait_for_work(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    endpoint = world("yes")
+    answers = list[Any]()
+    url = f"{endpoint.url}/sessions"
+    waiting = Thread(target=lambda: answers.append(send(url, {"wait_s": 60.0})))
+    waiting.start()
+    end = time.monotonic() + WAIT_S
+    while not endpoint.pool._arrivals and time.monotonic() < end:
+        time.sleep(0.01)
+    endpoint.close()
+    waiting.join(WAIT_S)
+    assert [(status, said["error"]["code"]) for status, said in answers] == [(503, "no_work")]
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
 def test_what_is_too_long_is_refused_and_the_reward_still_counts(world: World) -> None:

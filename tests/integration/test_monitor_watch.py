@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -195,4 +197,32 @@ def test_the_screen_and_its_keys(zmq_context: zmq.Context[zmq.Socket[bytes]]) ->
         process.kill()
         process.wait()
         os.close(ours)
+        buffer.close()
+
+
+def test_the_page_and_the_figures(zmq_context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    """Both are served at the addresses that are printed, until Ctrl-C."""
+    buffer = Buffer(zmq_context, OPEN)
+    command = ["--broker", buffer.endpoint, "--web", "127.0.0.1:0", "--prometheus", ":0"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "umbra", "monitor", *command],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        text=True,
+    )
+    try:
+        assert process.stderr is not None
+        page, figures = process.stderr.readline().strip(), process.stderr.readline().strip()
+        with urllib.request.urlopen(page, timeout=WAIT_S) as answer:
+            assert b"page.js" in answer.read()
+        assert figures.endswith("/metrics")
+        with urllib.request.urlopen(figures, timeout=WAIT_S) as answer:
+            assert b'umbra_up{run="run-1"} 1.0' in answer.read()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(WAIT_S) == 0
+        assert process.stderr.read() == ""
+    finally:
+        process.kill()
+        process.communicate()
         buffer.close()

@@ -20,7 +20,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 EXTRAS = {
     "broker": ("delta",),
     "trainer": ("trainer", "nccl", "lora", "tensorboard", "tasks"),
-    "generator": ("generator", "vllm", "nccl", "agent", "tasks"),
+    "generator": ("generator", "vllm", "nccl", "tasks"),
     "cpu": ("all",),
 }
 

@@ -13,16 +13,19 @@ import pytest
 from click.testing import CliRunner
 from fakes.hub_bench import LAYOUT, WAIT_S, Bench, publish
 from fakes.slowness import seconds
+from starlette.responses import Response
 
 from umbra.proto.errors import UmbraError
 from umbra.services.buffer.committer import Committer
 from umbra.services.environments.crew import Crew
-from umbra.services.environments.loop_thread import LoopThread
 from umbra.services.generator.replicas import Replica
 from umbra.services.runtime import threads
 from umbra.services.runtime.command import service_command
 from umbra.services.runtime.config import Environment
+from umbra.services.runtime.http.address import listen
+from umbra.services.runtime.http.server import HttpServer
 from umbra.services.runtime.link import Link
+from umbra.services.runtime.loop_thread import LoopThread
 from umbra.services.runtime.metrics import MetricsFile
 from umbra.services.weight_hub.bucket_server import BucketServer
 from umbra.services.weight_hub.encoder import DeltaEncoder
@@ -136,6 +139,16 @@ def test_what_is_called_in_an_event_loop(ends: Ends) -> None:
     loop.call(breaks)
     assert ends() == "the thread environments failed: KeyError: 7"
     loop.close()
+
+
+def test_an_http_server(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = HttpServer(Response(), listen("127.0.0.1:0", "--web"), connections=1)
+    monkeypatch.setattr(server._server, "on_tick", breaks)
+    loop = LoopThread("http")
+    loop.wait(server.start(), WAIT_S)
+    assert ends() == "the HTTP server failed: KeyError: 7"
+    loop.close()
+    server._bound.close()
 
 
 def test_the_keeper_of_environment_processes(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import ipaddress
 import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from umbra.proto.errors import StartupError, UsageError
+from umbra.proto.errors import UsageError
+from umbra.services.runtime.http.address import is_local, listen, url_at
 
 KEY_VARIABLE = "UMBRA_AGENT_KEY"
 _PORTS_TRIED = 64
@@ -24,22 +24,14 @@ def bind(address: str, key: str) -> socket.socket:
         UsageError: not an address, or one that others reach while there is no key.
         StartupError: no port is free.
     """
-    host, port = _parse(address or _ANY_PORT)
-    if not key and not _is_loopback(host):
+    bound = listen(address or _ANY_PORT, "generator.serve =", ports=_PORTS_TRIED)
+    if not key and not is_local(bound):
+        bound.close()
         raise UsageError(
             f"generator.serve = {address} is reached from other machines: set {KEY_VARIABLE}, or "
             "generator.serve_key to a file with a key, or use 127.0.0.1"
         )
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for candidate in range(port, port + _PORTS_TRIED) if port else (0,):
-        try:
-            return socket.create_server((host, candidate), family=family, backlog=1024)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise StartupError(f"generator.serve = {address}: {error.strerror}") from error
-    raise StartupError(
-        f"generator.serve = {address}: ports {port} to {port + _PORTS_TRIED - 1} are taken"
-    )
+    return bound
 
 
 def url_of(bound: socket.socket) -> str:
@@ -47,7 +39,7 @@ def url_of(bound: socket.socket) -> str:
     host, port = bound.getsockname()[:2]
     if ipaddress.ip_address(host).is_unspecified:
         host = "127.0.0.1" if bound.family == socket.AF_INET else "::1"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return url_at(host, port)
 
 
 def read_key(file: str, environ: Mapping[str, str]) -> str:
@@ -65,18 +57,3 @@ def read_key(file: str, environ: Mapping[str, str]) -> str:
     if not key:
         raise UsageError(f"generator.serve_key: {file} is empty: write a key into it")
     return key
-
-
-def _parse(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise UsageError(f"generator.serve = {address}: write it as HOST:PORT")
-    return host, int(port)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from umbra.proto.errors import UmbraError
+from umbra.services.runtime.http.door import error_body
 
 
 class ApiError(UmbraError):
@@ -29,7 +30,4 @@ class ApiError(UmbraError):
 
     def body(self) -> dict[str, Any]:
         """The JSON object to answer with."""
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        return {
-            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
-        }
+        return error_body(str(self), self.status, self.code, self.param)

@@ -21,7 +21,6 @@ import msgspec
 from umbra.proto.errors import UmbraError
 from umbra.services.environments.asking import Ask, Turn
 from umbra.services.environments.crew import START_S, Crew
-from umbra.services.environments.loop_thread import LoopThread, ends_with_it
 from umbra.services.environments.plays import Result
 from umbra.services.environments.pool import Outcome, taken
 from umbra.services.environments.protocol import Row, StepResult
@@ -30,13 +29,16 @@ from umbra.services.generator.agents.calls import Call, CallRules
 from umbra.services.generator.agents.desk import Desk
 from umbra.services.generator.agents.errors import ApiError
 from umbra.services.generator.agents.replies import Answer
-from umbra.services.generator.agents.server import Edge, HttpServer
+from umbra.services.generator.agents.server import MAX_BODY, Edge
 from umbra.services.generator.agents.session import Session
 from umbra.services.runtime.config import Environment
+from umbra.services.runtime.http.server import HttpServer
+from umbra.services.runtime.loop_thread import LoopThread, ends_with_it
 
 _WAIT_S = START_S + 10.0
 _LOOK_S = 0.2
 _LONELY_S = 60.0  # samples that nobody takes for so long are worth a warning
+_CONNECTIONS = 4096  # an agent that waits for the model holds one
 _NO_KEY = "none"  # the client insists on one
 
 log = logging.getLogger(__name__)
@@ -81,14 +83,17 @@ class AgentPool:
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._desk = Desk(config.timeout_s)
         self._arrivals: set[asyncio.Future[None]] = set()  # agents that wait for a sample
+        self._stopping = False
         self._crew = self._hire(config) if config.agent else None
         self._idle_since = self._clock()
-        edge = Edge(self, settings.rules, settings.model, settings.key, int(time.time()))
-        self._server = HttpServer(edge.app())
+        edge = Edge(self, settings.rules, settings.model, int(time.time()))
+        self._server = HttpServer(
+            edge.app(), bound, key=settings.key, max_body=MAX_BODY, connections=_CONNECTIONS
+        )
         self._watch: asyncio.Task[None] | None = None
         self._thread = LoopThread("agents")
         try:
-            self._thread.wait(self._start(bound), _WAIT_S)
+            self._thread.wait(self._start(), _WAIT_S)
         except BaseException:
             self.close()
             raise
@@ -127,7 +132,7 @@ class AgentPool:
         until = self._clock() + wait_s
         while (session := self._desk.lease(self._clock())) is None:
             left = until - self._clock()
-            if left <= 0:
+            if left <= 0 or self._stopping:
                 return None
             arrival: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._arrivals.add(arrival)
@@ -171,6 +176,9 @@ class AgentPool:
         if self._crew is not None:
             self._crew.forget(key)  # of the same sample, begun anew
             self._crew.play(key, row, [json.dumps(self._endpoint(session))])
+        self._rouse()
+
+    def _rouse(self) -> None:
         for arrival in self._arrivals:
             if not arrival.done():
                 arrival.set_result(None)
@@ -241,8 +249,8 @@ class AgentPool:
 
     # -- the event loop ---------------------------------------------------------------------------
 
-    async def _start(self, bound: socket.socket) -> None:
-        await self._server.start(bound)
+    async def _start(self) -> None:
+        await self._server.start()
         if self._crew is not None:
             await self._crew.start()
         self._watch = asyncio.create_task(self._keep_watch(), name="the keeper of agents' sessions")
@@ -251,6 +259,8 @@ class AgentPool:
     async def _stop(self) -> None:
         if self._watch is not None:
             self._watch.cancel()
+        self._stopping = True
+        self._rouse()
         self._desk.close_all("the generator stops")
         if self._crew is not None:
             await self._crew.close()

@@ -1,16 +1,12 @@
-"""The HTTP edge: routes, bodies, keys. What is decided lies in `AgentPool` and `Session`."""
+"""The HTTP edge: routes and bodies. What is decided lies in `AgentPool` and `Session`."""
 
 from __future__ import annotations
 
-import asyncio
-import hmac
 import math
-import socket
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 import msgspec
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -18,12 +14,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from umbra.proto.errors import UNREADABLE
-from umbra.services.environments.loop_thread import ends_with_it
 from umbra.services.environments.protocol import StepResult
 from umbra.services.generator.agents.calls import Call, CallRules, read_chat, read_text
 from umbra.services.generator.agents.errors import ApiError
 from umbra.services.generator.agents.replies import Answer, Form, model_entry, model_list
 from umbra.services.generator.agents.session import Session
+from umbra.services.runtime.http.address import url_at
+from umbra.services.runtime.http.door import too_large
 
 MAX_BODY = 32 << 20
 _MAX_WAIT_S = 60.0
@@ -76,17 +73,13 @@ class Edge:
         sessions: the conversations.
         rules: what calls must agree with.
         model: the name that replies carry.
-        key: what clients have to give as bearer token; "" = nothing.
         created: seconds since the epoch, for replies.
     """
 
-    def __init__(
-        self, sessions: Sessions, rules: CallRules, model: str, key: str, created: int
-    ) -> None:
+    def __init__(self, sessions: Sessions, rules: CallRules, model: str, created: int) -> None:
         self._sessions = sessions
         self._rules = rules
         self._model = model
-        self._key = key
         self._created = created
 
     def app(self) -> Starlette:
@@ -113,11 +106,6 @@ class Edge:
     def _guarded(self, run: Handler) -> Handler:
         async def handle(request: Request) -> Response:
             try:
-                given = request.headers.get("authorization", "").removeprefix("Bearer ")
-                if self._key and not hmac.compare_digest(given.encode(), self._key.encode()):
-                    raise ApiError(
-                        "the API key is wrong or missing", status=401, code="invalid_api_key"
-                    )
                 return await run(request)
             except ApiError as error:
                 return _refusal(error)
@@ -134,7 +122,8 @@ class Edge:
                 f"there is no sample to work on within {wait_s:g} s", status=503, code="no_work"
             )
             return _refusal(error, {"retry-after": "1"})
-        url = f"{request.url.scheme}://{request.url.netloc}/sessions/{session.id}"
+        here = url_at(*request.scope["server"])  # where it came in, and never what it says of that
+        url = f"{here}/sessions/{session.id}"
         return JSONResponse(
             {
                 "id": session.id,
@@ -206,44 +195,13 @@ class Edge:
             self._session(request)
 
 
-class HttpServer:
-    """uvicorn within an event loop that is there already."""
-
-    def __init__(self, app: Starlette) -> None:
-        config = uvicorn.Config(
-            app,
-            http="h11",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            log_level="warning",
-            access_log=False,  # session ids are in the URLs
-            timeout_graceful_shutdown=1,
-        )
-        self._server = uvicorn.Server(config)
-        self._task: asyncio.Task[None] | None = None
-
-    async def start(self, bound: socket.socket) -> None:
-        """Serve on a socket that listens; it is closed in the end."""
-        serving = self._server.serve(sockets=[bound])
-        self._task = asyncio.create_task(serving, name="the server for agents")
-        self._task.add_done_callback(ends_with_it)
-
-    async def stop(self) -> None:
-        """Let open requests get their answers, and end."""
-        self._server.should_exit = True
-        if self._task is not None:
-            await self._task
-
-
 async def _body(request: Request) -> bytes:
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
-        if len(body) > MAX_BODY:
-            raise ApiError(
-                f"the body is larger than {MAX_BODY >> 20} MiB", status=413, code="too_large"
-            )
+        if len(body) > MAX_BODY:  # of a length that it did not say
+            status, code, reason = too_large(MAX_BODY)
+            raise ApiError(reason, status=status, code=code)
     return bytes(body)
 
 

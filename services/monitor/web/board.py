@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
@@ -10,9 +12,16 @@ import msgspec
 
 from umbra.services.monitor.watch import Look, look_dict
 from umbra.services.monitor.web.prometheus import MEDIA_TYPE, prometheus_text
-from umbra.services.monitor.web.server import Resource
 
 TIMELINE_S = 25.0  # of spans that go to the page
+
+
+@dataclass(frozen=True, slots=True)
+class Resource:
+    """What is at one path: its media type, and a function for its bytes."""
+
+    media_type: str
+    read: Callable[[], bytes]
 
 
 class Board:

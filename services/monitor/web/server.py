@@ -1,147 +1,62 @@
-"""A small HTTP server that only ever answers GET with what it is given."""
+"""Serves what a monitor knows to browsers and to Prometheus."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from ipaddress import ip_address
-from types import TracebackType
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
 
-from umbra.proto.errors import StartupError, UsageError
-from umbra.services.runtime.threads import service_thread
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
-AT_ONCE = 32  # connections; more are closed at once
-SLOW_S = 10.0  # a client that takes longer to ask is dropped
-POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
-LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+from umbra.services.monitor.web.board import Resource
+from umbra.services.runtime.http.address import is_local, listen, url_at
+from umbra.services.runtime.http.server import HttpServer
+from umbra.services.runtime.loop_thread import LoopThread
 
-
-@dataclass(frozen=True, slots=True)
-class Resource:
-    """What is at one path: its media type, and a function for its bytes."""
-
-    media_type: str
-    read: Callable[[], bytes]
+_CONNECTIONS = 64
+_WAIT_S = 10.0
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+}
 
 
-def parse_address(text: str) -> tuple[str, int]:
-    """`[HOST]:PORT`; without a host it is this machine alone.
+class PageServer:
+    """Serves `resources`, by path, from a thread of its own until it is closed.
 
-    Raises:
-        UsageError: it is neither.
-    """
-    host, separator, port = text.rpartition(":")
-    if not separator or not port.isdecimal() or int(port) > 65535:
-        raise UsageError(f"{text}: write it as :PORT or HOST:PORT")
-    return host.strip("[]") or "127.0.0.1", int(port)
-
-
-class HttpServer:
-    """Serves `resources`, by path, on threads of its own until it is closed; a context manager.
-
-    A server on a loopback address answers only those who call it by such a name, so that no page
-    from elsewhere can read it through a browser.
+    Args:
+        address: `[HOST]:PORT`; without a host it is this machine alone.
+        flag: that says it, for errors.
+        resources: what is at each path.
 
     Raises:
+        UsageError: it is no address.
         StartupError: the address is taken, or not ours.
     """
 
-    def __init__(self, host: str, port: int, resources: Mapping[str, Resource]) -> None:
-        handler = type("Handler", (_Handler,), {"resources": dict(resources)})
-        try:
-            self._server = _Server((host, port), handler)
-        except OSError as error:
-            raise StartupError(f"cannot listen on {host}:{port}: {error.strerror}") from error
-        self.port = self._server.server_address[1]
-        self.is_local = _is_loopback(host)
-        self._server.is_local = self.is_local
-        self._thread = service_thread(lambda: self._server.serve_forever(0.1), "http")
-        self._thread.start()
+    def __init__(self, address: str, flag: str, resources: Mapping[str, Resource]) -> None:
+        bound = listen(address, flag, default_host="127.0.0.1")
+        self.url = url_at(*bound.getsockname()[:2])
+        self.is_local = is_local(bound)
+        app = Starlette(routes=[Route(path, _answer(what)) for path, what in resources.items()])
+        self._server = HttpServer(app, bound, connections=_CONNECTIONS)
+        self._thread = LoopThread("http")
+        self._thread.wait(self._server.start(), _WAIT_S)
 
     def close(self) -> None:
         """Answer nobody any more."""
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-
-    def __enter__(self) -> HttpServer:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+        self._thread.wait(self._server.stop(), _WAIT_S)
+        self._thread.close()
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    is_local = False
+def _answer(what: Resource) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(_request: Request) -> Response:
+        # Given as a header, for starlette adds a charset to a media type of text.
+        return Response(what.read(), headers={**_HEADERS, "Content-Type": what.media_type})
 
-    def __init__(self, address: tuple[str, int], handler: type[_Handler]) -> None:
-        self._slots = threading.BoundedSemaphore(AT_ONCE)
-        super().__init__(address, handler)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if self._slots.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._slots.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no news."""
-
-
-class _Handler(BaseHTTPRequestHandler):
-    resources: Mapping[str, Resource]
-    timeout = SLOW_S
-    server_version = "umbra"
-    sys_version = ""
-
-    def do_GET(self) -> None:
-        resource = self.resources.get(self.path.partition("?")[0])
-        if not self._is_called_rightly():
-            self.send_error(HTTPStatus.FORBIDDEN)
-        elif resource is None:
-            self.send_error(HTTPStatus.NOT_FOUND)
-        else:
-            body = resource.read()
-            self.send_response(HTTPStatus.OK)
-            self.send_header("Content-Type", resource.media_type)
-            self.send_header("Content-Length", str(len(body)))
-            self.send_header("Cache-Control", "no-store")
-            self.send_header("Content-Security-Policy", POLICY)
-            self.send_header("X-Content-Type-Options", "nosniff")
-            self.end_headers()
-            self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing: the terminal may show the run."""
-
-    def _is_called_rightly(self) -> bool:
-        host = self.headers.get("Host", "")
-        name = host if host.endswith("]") else host.rpartition(":")[0] or host
-        assert isinstance(self.server, _Server)
-        return not self.server.is_local or name in LOOPBACK
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return answer

@@ -1,0 +1,335 @@
+"""The HTTP server against clients that hold it up, and a legitimate one beside them."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, suppress
+from typing import Any
+
+import pytest
+from fakes.slowness import seconds
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from umbra.proto.errors import StartupError, UsageError
+from umbra.services.runtime.http import server as http_server
+from umbra.services.runtime.http.address import is_local, listen, url_at
+from umbra.services.runtime.http.server import HttpServer
+from umbra.services.runtime.loop_thread import LoopThread
+
+WAIT_S = seconds(30.0)
+HEAD = b"POST /echo HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+LONG = 256 << 20  # bytes; no socket's buffers hold so many
+MAX_BODY = 1 << 20
+
+
+def asking(path: str) -> bytes:
+    return b"GET %b HTTP/1.1\r\nhost: localhost\r\n\r\n" % path.encode()
+
+
+class Served:
+    """A server on a thread of its own.
+
+    `/echo` sends back the body, `/wait` never answers, and `/long` answers with `LONG` bytes.
+    """
+
+    def __init__(self, *, key: str = "", connections: int = 1000) -> None:
+        self.calls = 0  # requests that got as far as the application
+        bound = listen("127.0.0.1:0", "the server of a test")
+        self.port: int = bound.getsockname()[1]
+        routes = [
+            Route("/echo", self._echo, methods=["POST"]),
+            Route("/wait", self._wait),
+            Route("/long", self._long),
+        ]
+        self._server = HttpServer(
+            Starlette(routes=routes), bound, key=key, max_body=MAX_BODY, connections=connections
+        )
+        self.refusals = self._server.refusals
+        self._thread = LoopThread("http of a test")
+        self._thread.wait(self._server.start(), WAIT_S)
+
+    def close(self) -> None:
+        if not self._thread.closed:
+            self._thread.wait(self._server.stop(), WAIT_S)
+            self._thread.close()
+
+    def connect(self, sent: bytes = b"") -> socket.socket:
+        """A connection on which `sent` was sent."""
+        made = socket.create_connection(("127.0.0.1", self.port), WAIT_S)
+        made.sendall(sent)
+        return made
+
+    def ask(self, body: bytes = b"{}", **headers: str) -> tuple[int, bytes]:
+        """What a legitimate client gets that is sent its body back."""
+        client = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)
+        with closing(client):
+            client.request("POST", "/echo", body, {"content-type": "application/json", **headers})
+            answer = client.getresponse()
+            return answer.status, answer.read()
+
+    def refused(self, reason: str) -> int:
+        """How many were refused for `reason`."""
+        counts = dict(self.refusals.counts)
+        return sum(count for what, count in counts.items() if what.endswith(f": {reason}"))
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for it."""
+        end = time.monotonic() + WAIT_S
+        while not condition():
+            assert time.monotonic() < end, (self.calls, self.refusals.counts)
+            time.sleep(0.01)
+
+    async def _echo(self, request: Request) -> Response:
+        self.calls += 1
+        try:
+            return Response(await request.body())
+        except ClientDisconnect:
+            return Response()
+
+    async def _wait(self, _request: Request) -> Response:
+        self.calls += 1
+        await asyncio.Event().wait()
+        raise AssertionError("it never comes")
+
+    async def _long(self, _request: Request) -> Response:
+        self.calls += 1
+        return StreamingResponse(iter([bytes(1 << 20)] * (LONG >> 20)))
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Served]]:
+    with ExitStack() as stack:
+        yield lambda **options: stack.enter_context(closing(Served(**options)))
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "CLIENT_S", seconds(1.0))
+
+
+def read_to_end(client: socket.socket) -> bytes:
+    """All that comes until the server ends the connection."""
+    data = bytearray()
+    with suppress(ConnectionError):
+        while chunk := client.recv(1 << 16):
+            data += chunk
+    return bytes(data)
+
+
+HALF_OPEN = [
+    pytest.param(b"", "its request did not come", id="nothing"),
+    pytest.param(HEAD, "its request did not come", id="half a head"),
+    pytest.param(HEAD + b"content-length: 9\r\n\r\n{", "the body of its request did not come"),
+    pytest.param(
+        HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\n{", "the body of its request did not come"
+    ),
+]
+
+
+@pytest.mark.parametrize(("sent", "reason"), HALF_OPEN)
+def test_half_open_connections_hold_nobody_up(
+    sent: bytes, reason: str, serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "CLIENT_S", 1000.0)
+    served = serve()
+    with ExitStack() as stack:
+        half = [stack.enter_context(served.connect(sent)) for _ in range(300)]
+        assert served.ask(b'"one"') == (200, b'"one"')
+        for client in half:
+            client.setblocking(False)
+            with pytest.raises(BlockingIOError):  # it is still there
+                client.recv(1)
+    assert not served.refused(reason)
+
+
+@pytest.mark.parametrize(("sent", "reason"), HALF_OPEN)
+@pytest.mark.usefixtures("impatient")
+def test_half_open_connections_end(sent: bytes, reason: str, serve: Callable[..., Served]) -> None:
+    served = serve()
+    with ExitStack() as stack:
+        half = [stack.enter_context(served.connect(sent)) for _ in range(300)]
+        assert [read_to_end(client) for client in half] == [b""] * 300
+    assert served.refused(reason) == 300
+
+
+@pytest.mark.parametrize(
+    ("sent", "more", "reason"),
+    [
+        (HEAD + b"x: ", b"a", "its request did not come"),
+        (HEAD + b"content-length: 9999\r\n\r\n", b" ", "the body of its request did not come"),
+        (
+            HEAD + b"transfer-encoding: chunked\r\n\r\n",
+            b"1\r\n \r\n",
+            "the body of its request did not come",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("impatient")
+def test_a_byte_now_and_then_does_not_help(
+    sent: bytes, more: bytes, reason: str, serve: Callable[..., Served]
+) -> None:
+    served = serve()
+    with served.connect(sent) as client, suppress(ConnectionError):
+        client.settimeout(0.02)
+        end = time.monotonic() + WAIT_S
+        while True:
+            assert time.monotonic() < end, "it goes on for ever"
+            client.sendall(more)
+            with suppress(TimeoutError):
+                if not client.recv(1):
+                    break
+    assert served.refused(reason) == 1
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_client_that_reads_nothing_is_cut_off(serve: Callable[..., Served]) -> None:
+    served = serve()
+    with served.connect(asking("/long")) as client:
+        served.until(lambda: served.refused("it did not read the answer") == 1)
+        assert len(read_to_end(client)) < LONG
+
+
+@pytest.mark.usefixtures("impatient")
+def test_an_answer_may_take_its_time(serve: Callable[..., Served]) -> None:
+    """The deadlines are for clients: one that waits for the model has none."""
+    served = serve()
+    with served.connect(asking("/wait")) as waiting:
+        served.until(lambda: served.calls == 1)
+        with served.connect() as idle:
+            assert read_to_end(idle) == b""  # that one's time was over, and it came later
+        waiting.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            waiting.recv(1)
+
+
+def test_a_connection_serves_many_requests(serve: Callable[..., Served]) -> None:
+    served = serve()
+    one = HEAD + b"content-length: 2\r\n\r\n{}"
+    with served.connect(one * 20) as client:
+        found = b""
+        while found.count(b"200 OK") < 20:
+            found += client.recv(1 << 16)
+    assert served.calls == 20
+
+
+def test_there_is_always_room_for_one_who_asks(serve: Callable[..., Served]) -> None:
+    served = serve(connections=8)
+    with ExitStack() as stack:
+        half = [stack.enter_context(served.connect(HEAD)) for _ in range(40)]
+        assert served.ask() == (200, b"{}")
+        assert read_to_end(half[0]) == b""  # the oldest had to go
+    served.until(lambda: served.refused("too many connections") >= 33)
+
+
+def test_when_all_are_at_work_the_next_is_told_so(serve: Callable[..., Served]) -> None:
+    served = serve(connections=4)
+    with ExitStack() as stack:
+        for count in range(1, 5):
+            client = served.connect(asking("/wait"))
+            stack.enter_context(client)
+            served.until(lambda count=count: served.calls == count)
+        assert served.ask()[0] == 503
+    assert served.calls == 4
+
+
+def test_a_wrong_key_costs_nothing(serve: Callable[..., Served]) -> None:
+    """It is refused from the head alone, and its connection ends, whatever would come."""
+    served = serve(key="secret")
+    for given in (b"", b"authorization: Bearer wrong\r\n"):
+        for length in (b"content-length: 1000000\r\n", b"transfer-encoding: chunked\r\n"):
+            with served.connect(HEAD + given + length + b"\r\n") as client:
+                answer = read_to_end(client)
+            assert answer.startswith(b"HTTP/1.1 401 ")
+            assert b"\r\nconnection: close\r\n" in answer
+            assert b'"invalid_api_key"' in answer
+    assert served.calls == 0
+    assert served.refused("the API key is wrong or missing") == 4
+    assert served.ask(authorization="Bearer secret") == (200, b"{}")
+
+
+def test_what_will_be_too_long_is_not_read(serve: Callable[..., Served]) -> None:
+    served = serve()
+    with served.connect(HEAD + b"content-length: %d\r\n\r\n" % (MAX_BODY + 1)) as client:
+        assert read_to_end(client).startswith(b"HTTP/1.1 413 ")
+    assert served.calls == 0
+    assert served.ask(bytes(MAX_BODY)) == (200, bytes(MAX_BODY))
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),  # TLS
+        b"GET\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\r\n",  # no host
+        b"GET / HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n",
+        HEAD + b"content-length: " + b"9" * 5000 + b"\r\n\r\n",
+        HEAD + b"content-length: -1\r\n\r\n",
+        HEAD + b"content-length: 1\r\ncontent-length: 2\r\n\r\n",
+        HEAD + b"x: " + b"x" * 100_000,  # longer than a head may be
+        HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n",
+        HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\nzz\r\n",
+        HEAD.replace(b"/echo", b"/none") + b"transfer-encoding: chunked\r\n\r\nzz\r\n",
+        HEAD + b"content-length: 2\r\n\r\n{}GARBAGE\r\n\r\n",
+        HEAD + b"connection: upgrade\r\nupgrade: websocket\r\n\r\n\xff\xff",
+    ],
+)
+def test_what_is_not_http_ends_its_connection_and_nothing_else(
+    sent: bytes, serve: Callable[..., Served], caplog: pytest.LogCaptureFixture
+) -> None:
+    served = serve()
+    with served.connect() as client:
+        with suppress(ConnectionError):
+            client.sendall(sent)
+        read_to_end(client)
+    assert served.ask() == (200, b"{}")
+    assert [record for record in caplog.records if record.name.startswith("uvicorn")] == []
+
+
+@pytest.mark.parametrize("sent", [b"", HEAD, asking("/wait"), asking("/long")])
+def test_it_stops_whatever_is_open(sent: bytes, serve: Callable[..., Served]) -> None:
+    before = threading.active_count()
+    served = serve()
+    with ExitStack() as stack:
+        clients = [stack.enter_context(served.connect(sent)) for _ in range(5)]
+        served.ask()
+        served.close()
+        for client in clients:
+            assert len(read_to_end(client)) < LONG
+    assert threading.active_count() == before
+    listen(f"127.0.0.1:{served.port}", "the port").close()  # nobody has the port any more
+
+
+def test_a_port_that_is_taken_is_one_sentence() -> None:
+    with closing(listen("127.0.0.1:0", "--web")) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(StartupError, match=rf"--web .*cannot listen on 127\.0\.0\.1:{port}: "):
+            listen(f":{port}", "--web", default_host="127.0.0.1")
+        with closing(listen(f"127.0.0.1:{port}", "--web", ports=64)) as second:
+            assert second.getsockname()[1] > port
+
+
+def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(listen(":0", "--web", default_host="127.0.0.1")) as here:
+        assert is_local(here)
+    with closing(listen("0.0.0.0:0", "--web")) as everywhere:
+        assert not is_local(everywhere)
+    for bad in ("8080", "host:", ":x", ":70000", ""):
+        with pytest.raises(UsageError, match=r"--web .*: write it as :PORT or HOST:PORT"):
+            listen(bad, "--web", default_host="127.0.0.1")
+    with pytest.raises(UsageError, match=r"generator\.serve = :80: write it as HOST:PORT"):
+        listen(":80", "generator.serve =")
+    with pytest.raises(StartupError, match=r"cannot listen on 192\.0\.2\.1:0"):  # none of ours
+        listen("192.0.2.1:0", "--web")
+    made = list[tuple[Any, ...]]()
+    monkeypatch.setattr(socket, "create_server", lambda *args, **options: made.append(args))
+    listen("[::1]:8", "--web")
+    assert made == [(("::1", 8),)]
+    assert url_at("::1", 8) == "http://[::1]:8"
