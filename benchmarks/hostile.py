@@ -26,6 +26,7 @@ import time
 from collections import Counter
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import zmq
-from chaos_audit import audit
+from chaos_audit import audit, rows
 from chaos_run import DemoRun, free_port, make_task
 from fakes.hostile_peer import HostilePeer, begin_peak, memory
 from hostile_deeds import STRANGER, Deed, Done, Ground, deeds, find_targets
@@ -176,7 +177,7 @@ def attacked_run(home: Path, options: argparse.Namespace) -> list[dict[str, Any]
     security = Security(load_keys(keys, "operator"))
     with closing(DemoRun(folder, f"tcp://127.0.0.1:{free_port()}", None, security)) as run:
         run.start()
-        version = await_version(run, 2)
+        version, began_at = await_version(run, 2), time.time()
         targets = find_targets(run.broker, keys, run.pids())
         pids = {server: target.pid for server, target in targets.items()}
         levels = {server: memory(pid, "VmRSS") for server, pid in pids.items()}
@@ -184,7 +185,7 @@ def attacked_run(home: Path, options: argparse.Namespace) -> list[dict[str, Any]
         with closing(Ground(keys, home, targets, most=most, many=many)) as ground:
             attack = Attack(run, ground, random.Random(options.seed))
             attack.go_on(60 * options.minutes)
-        attacked = now_at(run)
+        attacked, ended_at = now_at(run), time.time()
         say(f"{attacked - version} steps meanwhile; the attackers are gone")
         time.sleep(SETTLE_S)
         later = {server: memory(pid, "VmRSS") for server, pid in pids.items()}
@@ -201,16 +202,18 @@ def attacked_run(home: Path, options: argparse.Namespace) -> list[dict[str, Any]
         if code:
             print(run.said(), file=sys.stderr)
         found = audit(run.folder, run.notes)
+        pause = longest_pause(run.folder, began_at, ended_at)
         ledger = json.loads((run.folder / "buffer.json").read_text(encoding="utf-8"))["ledger"]
     counted = {} if status is None else {**status.counters, **status.refused}
-    rows = [row_of(deed, tally) for deed, tally in attack.tallies.items()]
+    made = [row_of(deed, tally) for deed, tally in attack.tallies.items()]
     balance = ledger["issued"] - ledger["trained"] - sum(ledger["ended"].values())
-    rows.append(
+    made.append(
         {
             "row": "run",
             "seconds": 60 * options.minutes,
             "many": many,
             "steps_meanwhile": attacked - version,
+            "longest_pause_s": pause,
             "services_ended": len(pids) - alive,
             "exit_code": code,
             "unanswered": attack.unanswered,
@@ -225,7 +228,13 @@ def attacked_run(home: Path, options: argparse.Namespace) -> list[dict[str, Any]
             "counters": {name: count for name, count in counted.items() if count},
         }
     )
-    return rows
+    return made
+
+
+def longest_pause(folder: Path, begin: float, end: float) -> float:
+    """Seconds between two steps, at most, of those in a time; `begin` and `end` count as steps."""
+    times = [row["time"] for row in rows(folder, "step") if begin < row["time"] < end]
+    return max(later - sooner for sooner, later in pairwise([begin, *times, end]))
 
 
 def row_of(deed: Deed, tally: Tally) -> dict[str, Any]:
@@ -316,6 +325,7 @@ def summarise(report: Report) -> None:
     report.goal("services that ended", run["services_ended"], "<=", 0)
     report.goal("exit code of the run", run["exit_code"], "<=", 0)
     report.goal("steps trained meanwhile", run["steps_meanwhile"], ">=", 1)
+    report.goal("longest time without a step, s", round(run["longest_pause_s"], 1), "<", 10.0)
     report.goal("acknowledged samples lost", run["lost"], "<=", 0)
     report.goal("samples trained twice", run["twice"], "<=", 0)
     report.goal("samples that the ledger lacks", abs(run["out_of_balance"]), "<=", 0)

@@ -35,6 +35,7 @@ DEED: Row = {
 }  # fmt: skip
 ATTACKED: Row = {
     "row": "run", "seconds": 60.0, "many": 10, "steps_meanwhile": 9, "services_ended": 0,
+    "longest_pause_s": 1.0,
     "exit_code": 0, "unanswered": 0, "waits": {"buffer": 0.1}, "asked": 9, "acknowledged": 9,
     "trained": 9, "lost": 0, "twice": 0, "out_of_balance": 0, "counters": {},
     "levels": {"buffer": [1, 1]},
