@@ -204,11 +204,6 @@ class Receiver:
         with self._changed:
             self._changed.wait(timeout_s)
 
-    @property
-    def started(self) -> bool:
-        """Whether it has subscribed."""
-        return self._thread.is_alive()
-
     def close(self) -> None:
         """Stop staging. Versions that were handed out stay valid."""
         self._hub.on_moved = None

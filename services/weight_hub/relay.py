@@ -231,10 +231,7 @@ class Relay:
 
     def close(self) -> None:
         """Leave everything."""
-        if self._receiver.started:
-            self._receiver.close()
-        if self._gpu is not None:
-            self._gpu.close()
+        self._receiver.close()
         self._stack.close()
 
     def _open(self, reply: Subscribed) -> Intake:
