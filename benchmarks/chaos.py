@@ -23,7 +23,6 @@ import random
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,7 +33,7 @@ from typing import Any
 
 from chaos_acts import TRAINER_KILLS, Disturber
 from chaos_audit import STRETCHES, audit, curve
-from chaos_run import UMBRA, DemoRun, SecondNode, free_port
+from chaos_run import DemoRun, SecondNode, free_port, make_task
 from report import Report
 
 from umbra.deploy.toml import to_toml
@@ -85,21 +84,6 @@ class Soak:
         if not self._file.exists():
             return []
         return [json.loads(line) for line in self._file.read_text(encoding="utf-8").splitlines()]
-
-    def prepare(self) -> None:
-        """Make task and base model, if they are not there."""
-        base = self.home / "sort" / "base"
-        if (base / "config.json").exists():
-            return
-        say("task, model and warm start")
-        sizes = ("--prompts", "16384", "--heldout", "16", "--demos", "22400")
-        warm = ("sft", "sort/random", "--data", "sort/demos.jsonl", "--out", "sort/base")
-        for command in (
-            ("make-task", "sort", "--out", "sort", *sizes),
-            ("make-model", "sort/random"),
-            (*warm, "--steps", "350", "--schedule", "linear", "--threads", "1"),
-        ):
-            subprocess.run([*UMBRA, *command], cwd=self.home, check=True, capture_output=True)
 
     def round(self, name: str, disturb_s: float) -> dict[str, Any]:
         """One run from start to end, disturbed for so long at most; what came of it."""
@@ -157,7 +141,7 @@ class Soak:
         while (code := run.poll()) is None:
             now, status = time.monotonic(), run.look()
             if first is None and status is not None and status.weights and status.version:
-                if run.node.is_apart:
+                if run.has_node:
                     run.join("relay")
                 run.join("generator")
                 first = last = now
@@ -246,7 +230,8 @@ def main() -> int:
         soak = Soak(
             home, steps=options.steps, seed=options.seed, every_s=options.every, keep=options.keep
         )
-        soak.prepare()
+        say("task, model and warm start")
+        make_task(home)
         if not soak.rounds():
             say(CALM)
             soak.round(CALM, 0.0)

@@ -130,7 +130,7 @@ class Disturber:
         return self._drain(act)
 
     def _is_possible(self, kind: str, service: str) -> bool:
-        if service == "relay" and not self._run.node.is_apart:
+        if service == "relay" and not self._run.has_node:
             return False
         return service in MOST or kind in ("kill", "stop")  # the others end with the run only
 

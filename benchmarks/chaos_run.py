@@ -24,6 +24,7 @@ from umbra.deploy.process import child_environ
 from umbra.proto.errors import UmbraError
 from umbra.proto.messages import Status
 from umbra.services.monitor.client import StatusClient
+from umbra.services.runtime.keys import OPEN, Security
 from umbra.services.runtime.parent import PARENT_PID_VARIABLE
 
 UMBRA = (sys.executable, "-m", "umbra")
@@ -32,6 +33,20 @@ LOOK_S = 0.5
 RESTART_S = 0.5
 GONE_S = 40.0  # for everything to end after `umbra up` has
 RELAY = "relay-b"
+
+
+def make_task(home: Path, warm_steps: int = 350) -> None:
+    """Make the sorting task and its base model in `home`, if they are not there."""
+    if (home / "sort" / "base" / "config.json").exists():
+        return
+    sizes = ("--prompts", "16384", "--heldout", "16", "--demos", str(64 * warm_steps))
+    warm = ("sft", "sort/random", "--data", "sort/demos.jsonl", "--out", "sort/base")
+    for command in (
+        ("make-task", "sort", "--out", "sort", *sizes),
+        ("make-model", "sort/random"),
+        (*warm, "--steps", str(warm_steps), "--schedule", "linear", "--threads", "1"),
+    ):
+        subprocess.run([*UMBRA, *command], cwd=home, check=True, capture_output=True)
 
 
 class SecondNode:
@@ -103,15 +118,19 @@ class DemoRun:
 
     Args:
         hub: address of its weight hub, from run.toml.
-        node: where the workers are that join.
+        node: where the workers are that join, if any do.
+        security: keys by which to look at the run, and to operate it.
     """
 
-    def __init__(self, folder: Path, hub: str, node: SecondNode) -> None:
+    def __init__(
+        self, folder: Path, hub: str, node: SecondNode | None, security: Security = OPEN
+    ) -> None:
         self.home = folder
         self.notes = folder / "notes"
         self.notes.mkdir()
         self.hub = hub
-        self.node = node
+        self._node = node
+        self._security = security
         self.broker = ""
         self.relay = ""  # its address, if there is one
         self.workers: dict[str, Worker] = {}
@@ -126,15 +145,24 @@ class DemoRun:
         (found,) = (self.home / "runs").iterdir()
         return found
 
+    @property
+    def has_node(self) -> bool:
+        """Whether workers join from a node with memory of its own."""
+        return self._node is not None and self._node.is_apart
+
     # -- start and end ----------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Start the run, or go on with it; returns when its buffer can be asked."""
+    def start(self, *more: str) -> None:
+        """Start the run, or go on with it; returns when its buffer can be asked.
+
+        Args:
+            more: options of `umbra up`.
+        """
         what = str(self.folder) if self.lives else "run.toml"
         self.lives += 1
         with (self.home / "up.log").open("ab") as log:
             self._up = subprocess.Popen(
-                [*NOTED, "up", what, "--no-eval"],
+                [*NOTED, "up", what, "--no-eval", *more],
                 cwd=self.home,
                 env=self._environ(),
                 stdin=subprocess.DEVNULL,
@@ -146,7 +174,7 @@ class DemoRun:
             text = (self.home / "up.log").read_text(encoding="utf-8")
             if "--broker " in text:
                 self.broker = text.split("--broker ")[1].split()[0]
-                self._client = StatusClient(self.broker)
+                self._client = StatusClient(self.broker, self._security)
             time.sleep(LOOK_S / 2)
 
     def join(self, kind: str) -> str:
@@ -160,7 +188,8 @@ class DemoRun:
             own = ["weight-hub", "relay", "--hub", self.hub, "--listen", self.relay]
         else:
             own = [kind] if kind == "generator" else [kind, "--stage", "reward"]
-        argv = [*self.node.enter, *NOTED, *own, *common]
+        enter = [] if self._node is None else self._node.enter
+        argv = [*enter, *NOTED, *own, *common]
         worker = Worker(name, argv, self.folder / "logs" / f"{name}.log", self._environ())
         worker.start()
         self.workers[name] = worker

@@ -55,6 +55,7 @@ PUBLISHED: dict[str, Publication] = {
     "end_to_end_real": Publication("end_to_end", ("--form", "real", "trl"), 24),
     "ablations": Publication("ablations", ("--jobs", "3"), 8),
     "chaos": Publication("chaos", ("--every", "1.5", "--seed", "7"), 16),
+    "hostile": Publication("hostile", (), 13),
     "broker_scale": Publication("broker_scale", ("--generators", "1000"), 6),
     "generator_overhead": Publication("generator_overhead", ("--passes", "3"), 6, "vLLM"),
     "store": Publication("store", (), 2, "lmdb"),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from umbra.proto.errors import UsageError
+from umbra.proto.errors import UNREADABLE, UsageError
 from umbra.services.runtime.folder_lock import HeldError, folder_lock
 from umbra.services.runtime.metrics import parse_row
 
@@ -161,7 +161,7 @@ def _read(path: Path, remedy: str) -> dict[str, Any]:
     """
     try:
         found = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise UsageError(f"{path} cannot be read ({error}): {remedy}") from error
     if not isinstance(found, dict):
         raise UsageError(f"{path} holds no JSON object: {remedy}")

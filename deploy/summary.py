@@ -13,6 +13,7 @@ from umbra.deploy.overlap import Interval, Overlap, overlap
 from umbra.deploy.process import Usage
 from umbra.deploy.report.recording import Recording
 from umbra.deploy.run_folder import RunFolder
+from umbra.proto.errors import UNREADABLE
 from umbra.services.monitor.members import number
 from umbra.services.monitor.view import health_text
 from umbra.services.runtime.disk import DISK, READABLE_MODE
@@ -242,9 +243,10 @@ def warning_rows(rows: Iterable[Mapping[str, Any]]) -> list[tuple[str, str]]:
 def read_status(folder: RunFolder) -> dict[str, Any]:
     """The last status of the buffer; empty if it left none."""
     try:
-        return json.loads(folder.buffer.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}  # the buffer was killed before it could write it
+        status = json.loads(folder.buffer.read_bytes())
+    except (FileNotFoundError, *UNREADABLE):
+        return {}  # the buffer was killed before it could write it, or the file was spoiled since
+    return status if isinstance(status, dict) else {}
 
 
 def _push_seconds(pushes: list[Mapping[str, Any]]) -> dict[str, float]:

@@ -19,6 +19,10 @@ from __future__ import annotations
 
 EXIT_DONE = 0
 
+# What decoders of JSON and MessagePack raise for bytes that are none: msgspec's errors are
+# ValueErrors, and so is a text that is not UTF-8; what is nested too deeply is neither.
+UNREADABLE: tuple[type[Exception], ...] = (ValueError, RecursionError)
+
 
 class UmbraError(Exception):
     """Base of all errors raised on purpose; `exit_code` is what the process ends with."""

@@ -15,7 +15,7 @@ from umbra.deploy.report.recording import Recording
 from umbra.deploy.report.trace import write_trace
 from umbra.deploy.run_folder import RunFolder
 from umbra.deploy.summary import read_status, summary_rows, warning_rows
-from umbra.proto.errors import EXIT_DONE
+from umbra.proto.errors import EXIT_DONE, UNREADABLE, UsageError
 
 
 @click.command()
@@ -59,6 +59,8 @@ def write_report(folder: RunFolder, others: Sequence[Path] = ()) -> tuple[Path, 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}  # the run is going on, or was killed
+    except UNREADABLE as error:
+        raise UsageError(f"{path} cannot be read ({error}): restore it, or remove it") from error

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from umbra.proto.errors import UNREADABLE
 from umbra.services.buffer.log_store import LogStore
 from umbra.services.buffer.store import StoreError
 from umbra.services.runtime.disk import DISK, Disk
@@ -65,7 +66,7 @@ def read_mark(run_dir: Path | None) -> Mark | None:
         return None
     try:
         return msgspec.json.decode(path.read_bytes(), type=Mark)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise StoreError(
             f"{path}, which names the store of the run, cannot be read ({error}): restore it from "
             "a copy; if the store itself is there, remove the file, and it is written anew"

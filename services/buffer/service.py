@@ -26,6 +26,7 @@ from umbra.services.runtime.command import ServiceContext
 from umbra.services.runtime.config import Buffer
 from umbra.services.runtime.disk import DISK, READABLE_MODE
 from umbra.services.runtime.feasibility import check_feasible
+from umbra.services.runtime.heap import Freed
 from umbra.services.runtime.server import Server
 
 POLL_S = 0.1  # how late a deadline may be noticed
@@ -163,7 +164,7 @@ class Service:
 
     def run(self) -> None:
         """Serve until the run is over."""
-        drained, ticked_at = False, 0.0
+        drained, ticked_at, freed = False, 0.0, Freed()
         with closing(self._committer):
             while True:
                 if self._committer.under_way and self._store.waiting_bytes > WAITING_BYTES:
@@ -175,6 +176,7 @@ class Service:
                 if now - ticked_at >= TICK_S:  # it looks at all members, so not at every message
                     ticked_at = now
                     self._held += self._broker.tick(now)
+                freed.give_back(now)
                 if self._context.stopping.is_set() and not drained:
                     drained = True
                     self._held += self._broker.drain("the buffer was asked to stop", now)

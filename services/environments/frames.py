@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from umbra.proto.errors import UNREADABLE
 from umbra.services.environments.protocol import Opening, StepResult
 from umbra.services.runtime.config import Environment
 
@@ -75,7 +76,7 @@ async def read_from_worker(reader: asyncio.StreamReader) -> FromWorker | None:
     body = await _read(reader)
     try:
         return None if body is None else _from_worker.decode(body)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return None
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from umbra.proto.errors import UNREADABLE
 from umbra.services.environments.calculator import calculator
 from umbra.services.environments.protocol import (
     Message,
@@ -57,7 +58,7 @@ def _parse(text: str, closed: bool) -> ToolCall | ToolCallError:
         return ToolCallError("the tool call is not closed by </tool_call>")
     try:
         call = json.loads(text)
-    except ValueError as error:
+    except UNREADABLE as error:
         return ToolCallError(f"the tool call is not valid JSON: {error}")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return ToolCallError('the tool call must be an object with "name" and "arguments"')

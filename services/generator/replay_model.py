@@ -16,7 +16,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from umbra.proto.errors import UsageError
+from umbra.proto.errors import UNREADABLE, UsageError
 
 _Seconds = Annotated[float, Meta(ge=0)]
 
@@ -60,7 +60,7 @@ def read_replay_model(path: str | Path) -> ReplayModel:
         model = msgspec.json.decode(Path(path).read_bytes(), type=ReplayModel)
     except OSError as error:
         raise UsageError(f"generator.replay: {path} cannot be read: {error.strerror}") from error
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise UsageError(f"generator.replay: {path} is no replay model: {error}") from error
     if model.lengths != sorted(model.lengths):
         raise UsageError(f"generator.replay: the lengths in {path} are quantiles and must not fall")

@@ -1,4 +1,8 @@
-"""What members tell those who watch, kept for a while: pushes, samples, spans."""
+"""What members tell those who watch, kept for a while: pushes, samples, spans.
+
+Any member can make it up, and it is drawn in a terminal: so numbers are finite, and nothing that is
+kept has control characters.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from umbra.proto.bounds import Name, Number, one_line
 from umbra.proto.messages import Event, Header
 
 TOPICS = (b"push", b"sample", b"slow_sample", b"spans")
@@ -23,37 +28,43 @@ class PushSeen(msgspec.Struct, frozen=True, kw_only=True):
     """A version that reached a receiver, with the seconds of each phase."""
 
     version: int
-    receiver: str
-    plane: str
+    receiver: Name
+    plane: Name
     bytes: int
-    snapshot_s: float
-    wire_s: float
-    stage_s: float
-    commit_s: float
-    total_s: float
+    snapshot_s: Number
+    wire_s: Number
+    stage_s: Number
+    commit_s: Number
+    total_s: Number
 
 
 class SampleSeen(msgspec.Struct, frozen=True, kw_only=True):
     """A finished sample; without texts it is one of the slowest."""
 
-    sample: str
-    prompt_id: str
-    reward: float
-    seconds: float
+    sample: Name
+    prompt_id: Name
+    reward: Number
+    seconds: Number
     tokens: int
     turns: int
     versions: tuple[int, int]
-    finish_reason: str
+    finish_reason: Name
     prompt: str = ""
     response: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("prompt", "response"):  # a model's words, of several lines
+            lines = getattr(self, name).split("\n")
+            text = "\n".join(one_line(line, len(line)) for line in lines)
+            msgspec.structs.force_setattr(self, name, text)
 
 
 class SpanSeen(NamedTuple):
     """Something that a member did, seconds since the epoch by its own clock."""
 
     name: str
-    start: float
-    end: float
+    start: Number
+    end: Number
 
 
 class Feed:
@@ -107,7 +118,9 @@ class Feed:
             case "slow_sample":
                 self._slow.append(msgspec.convert(fields, SampleSeen))
             case "spans":
-                self._did(header.sender, msgspec.convert(fields.get("spans"), list[SpanSeen]))
+                spans = msgspec.convert(fields.get("spans"), list[SpanSeen])
+                spans = [span._replace(name=one_line(span.name)) for span in spans]
+                self._did(header.sender, spans)
             case _:
                 pass
 

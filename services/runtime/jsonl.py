@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from umbra.proto.errors import UsageError
+from umbra.proto.errors import UNREADABLE, UsageError
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
@@ -31,7 +31,7 @@ def read_numbered(path: str | Path) -> list[tuple[int, dict[str, Any]]]:
             continue
         try:
             rows.append((number, msgspec.json.decode(line, type=dict[str, Any])))
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except UNREADABLE as error:
             raise UsageError(f"{path}, line {number}: not a JSON object ({error})") from error
     if not rows:
         raise UsageError(f"{path} is empty: it needs one JSON object per line")

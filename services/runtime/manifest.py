@@ -78,8 +78,8 @@ def check_manifest(manifest: Manifest) -> None:
     The decoder has bounded its counts, its dimensions and its sizes, and knows no other types.
 
     Raises:
-        WireError: a range outside of the slot, tensors that overlap or do not have the size of
-            their shape, buckets that do not cover the slot in order, or another layout's digest.
+        WireError: tensors that are all empty, overlap, leave the slot or do not have the size
+            of their shape, buckets that do not cover the slot in order, or another layout's digest.
     """
     end = 0
     names: set[str] = set()
@@ -95,7 +95,7 @@ def check_manifest(manifest: Manifest) -> None:
         if start != covered or stop <= start:
             raise WireError(f"manifest: bucket [{start}, {stop}) is out of order", path="buckets")
         covered = stop
-    if not end <= manifest.total_bytes == covered or covered == 0:
+    if not 0 < end <= manifest.total_bytes == covered:
         raise WireError("manifest: buckets do not cover the tensors", path="total_bytes")
     if manifest.digest != _digest(manifest.tensors, manifest.buckets):
         raise WireError("manifest: the digest is not that of the layout", path="digest")

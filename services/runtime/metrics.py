@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from umbra.proto.errors import UNREADABLE
 from umbra.services.runtime.spans import Span, SpanLog
 
 log = logging.getLogger(__name__)
@@ -104,6 +105,6 @@ def parse_row(line: str) -> dict[str, Any] | None:
     """The row in a line of the file; None if it is none, because a crash or a full disk cut it."""
     try:
         row = json.loads(line)
-    except ValueError:
+    except UNREADABLE:
         return None
     return row if isinstance(row, dict) and "kind" in row else None

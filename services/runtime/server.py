@@ -38,6 +38,7 @@ PENDING_KEPT = 256  # per peer; one-way messages stay here too, as nobody answer
 QUESTIONS = ("Ping", "StatusRequest", "HubStatusRequest", "VersionsRequest")
 ZERO_COPY_BYTES = 1 << 20  # replies from this size are sent without a copy
 LARGE_BYTES = 4 << 10  # frames from this size are decoded where they were received
+FRAMES_KEPT = 3  # of a message: header, body, and one too many, by which it is refused
 EVENT_FRAMES = 3  # topic, header, body
 TOPIC_BYTES = 64
 TOPICS = 256  # under which telemetry is watched, by all together
@@ -266,8 +267,9 @@ class Server:
             frame = first
             while frame.more:  # known without asking the socket, which `recv_multipart` does
                 frame = channel.socket.recv(zmq.NOBLOCK, copy=False)
-                frames.append(frame.bytes if len(frame) < LARGE_BYTES else frame.buffer)
-            left -= _size(frames)
+                left -= len(frame)
+                if len(frames) < FRAMES_KEPT:
+                    frames.append(frame.bytes if len(frame) < LARGE_BYTES else frame.buffer)
             role = None if self._gate is None else role_of(first)
             request = self._decode(channel, first.bytes, frames, role)
             if request is not None:

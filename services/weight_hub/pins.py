@@ -9,6 +9,8 @@ from pathlib import Path
 
 import msgspec
 
+from umbra.proto.errors import UNREADABLE
+
 MOST_BYTES = 64 << 20
 
 log = logging.getLogger(__name__)
@@ -44,7 +46,7 @@ class PinFile:
         line = os.pread(self._fd, MOST_BYTES, 0).partition(b"\n")[0]
         try:
             return msgspec.json.decode(line, type=list[PinRecord])
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             log.warning("%s is damaged (%s): which versions were pinned is lost", self._path, error)
             return []
 

@@ -29,6 +29,17 @@ ROUND: Row = {
     "audit": {"acknowledged": 1, "trained": 1, "untrained": 0, "lost": 0, "twice": 0, "ended": {},
               "repeated": 0, "changed": 0, "steps": [1]},
 }  # fmt: skip
+DEED: Row = {
+    "row": "deed", "role": "generator", "what": "connections", "server": "buffer", "frames": 1,
+    "bytes": 1, "answers": {"malformed": 1}, "beyond": 0, "memory": [1, 2, 1], "wait_s": 0.1,
+}  # fmt: skip
+ATTACKED: Row = {
+    "row": "run", "seconds": 60.0, "many": 10, "steps_meanwhile": 9, "services_ended": 0,
+    "longest_pause_s": 1.0,
+    "exit_code": 0, "unanswered": 0, "waits": {"buffer": 0.1}, "asked": 9, "acknowledged": 9,
+    "trained": 9, "lost": 0, "twice": 0, "out_of_balance": 0, "counters": {},
+    "levels": {"buffer": [1, 1]},
+}  # fmt: skip
 ACT: Row = {"kind": "kill", "service": "buffer", "name": "buffer", "at": 0.0, "recovered_s": 1.0}
 PUSH: Row = {
     name: 1.0
@@ -111,6 +122,8 @@ def rows_of(name: str, load: Any) -> tuple[list[Row], Row]:
         case "chaos":
             calm = ROUND | {"round": load("chaos").CALM}
             return [calm, ROUND | {"round": "round-1", "acts": [ACT]}], {}
+        case "hostile":
+            return [DEED, DEED | {"what": "Ping"}, ATTACKED], {}
         case "broker_scale":
             return [WORLD | {"what": "10 generators", "generators": 10}], VANISHED
         case "generator_overhead":

@@ -54,6 +54,8 @@ def costly_bodies(cls: type[Message], limit: int) -> Iterator[bytes]:
     info = introspect.type_info(cls)
     assert isinstance(info, introspect.StructType)
     for cap in CAPS:
+        if cap > limit:  # so many items alone are too large: don't make them
+            continue
         packed = msgpack.packb(fill(info, cap))
         if len(packed) <= limit:
             yield packed

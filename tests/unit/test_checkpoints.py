@@ -263,7 +263,9 @@ def test_a_full_disk_leaves_the_old_one(start: Any, monkeypatch: pytest.MonkeyPa
     assert trainer.folder.steps() == [1, 3]
 
 
-@pytest.mark.parametrize("damage", ["cut", "changed", "no file", "no index", "bad index", "format"])
+@pytest.mark.parametrize(
+    "damage", ["cut", "changed", "no file", "no index", "bad index", "no text", "format"]
+)
 def test_a_damaged_one_is_named_and_the_one_before_is_taken(
     start: Any, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -284,6 +286,8 @@ def test_a_damaged_one_is_named_and_the_one_before_is_taken(
             index.unlink()
         case "bad index":
             index.write_text("{}")
+        case "no text":  # a bit of a name has changed
+            index.write_bytes(index.read_bytes().replace(b"policy/", b"policy\xff", 1))
         case _:
             index.write_text(json.dumps(json.loads(index.read_text()) | {"format": 2}))
     with pytest.raises(UsageError, match=str(newest)):

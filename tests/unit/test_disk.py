@@ -89,10 +89,13 @@ def test_pins_survive_a_hub_that_is_killed_between_writing_and_cutting_off(tmp_p
     pins.remove()
 
 
-def test_pins_that_make_no_sense_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("left", [b"[{", b'[{"version":1,"sums":[],"path":"\xff"}]', b"[" * 10_000])
+def test_pins_that_make_no_sense_are_told(
+    tmp_path: Path, left: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     pins = PinFile(tmp_path / "arena")
     pins.write(PINS)
-    (tmp_path / "arena_pins").write_bytes(b"[{")
+    (tmp_path / "arena_pins").write_bytes(left)
     with caplog.at_level(logging.WARNING):
         assert pins.read() == []
     assert "which versions were pinned is lost" in caplog.text

@@ -253,6 +253,33 @@ def test_a_monitor_can_only_look() -> None:
     assert named == reads | {"Ok", "Nack", "Join", "Heartbeat", "Leave", "Event"}
 
 
+READS = {"Ping", "StatusRequest", "HubStatusRequest", "VersionsRequest"}
+
+
+def test_a_weight_hub_serves_and_decides_nothing() -> None:
+    """What it serves is fetched from it: it sends no more than any member."""
+    named = {kind.__name__ for kind in TYPES.values() if may_send("weight_hub", kind)}
+    assert named == READS | {"Ok", "Nack", "Join", "Heartbeat", "Leave", "Event"}
+
+
+def test_an_operator_gives_orders_and_is_no_member() -> None:
+    named = {kind.__name__ for kind in TYPES.values() if may_send("operator", kind)}
+    orders = {
+        "DrainRequest", "PauseRequest", "ResumeRequest", "EvalRequest", "CheckpointRequest",
+        "InterruptRequest", "PinVersion", "UnpinVersion", "RollBack", "ExportVersion",
+    }  # fmt: skip
+    assert named == READS | orders | {"Ok", "Nack"}
+
+
+def test_a_trainer_takes_no_samples_and_gives_no_orders() -> None:
+    named = {kind.__name__ for kind in TYPES.values() if may_send("trainer", kind)}
+    training = {
+        "LeaseBatch", "PeekBatch", "RejectSamples", "CommitBatch", "CheckpointSaved", "FinishRun",
+        "RegisterManifest", "AcquireSlot", "Publish",
+    }  # fmt: skip
+    assert named == READS | training | {"Ok", "Nack", "Join", "Heartbeat", "Leave", "Event"}
+
+
 @pytest.mark.parametrize(
     ("role", "sockets"),
     [

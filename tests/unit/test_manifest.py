@@ -6,6 +6,7 @@ from math import prod
 
 import msgspec
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -137,6 +138,17 @@ def test_a_manifest_from_the_wire_is_checked() -> None:
     for manifest in bad:
         with pytest.raises(WireError, match="manifest"):
             check_manifest(manifest)
+
+
+@pytest.mark.parametrize("shape", [None, [0]])
+def test_a_layout_of_nothing_is_refused(shape: list[int] | None) -> None:
+    """With the digest that it has: the hub looks in it for the type of a bucket's elements."""
+    good = build_manifest([("a", "F32", [64])], 1024)
+    empty = msgspec.structs.replace(good.tensors[0], shape=shape or [], nbytes=0)
+    tensors = [] if shape is None else [empty]
+    digest = xxhash.xxh3_128_hexdigest(msgspec.json.encode([tensors, good.buckets]))
+    with pytest.raises(WireError, match="do not cover the tensors"):
+        check_manifest(_changed(good, tensors=tensors, digest=digest))
 
 
 @pytest.mark.parametrize(

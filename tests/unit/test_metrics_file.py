@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from umbra.deploy.progress import Progress
 from umbra.deploy.report.command import command
 from umbra.deploy.run_folder import RunFolder, read_rows
+from umbra.proto.errors import UsageError
 from umbra.services.generator.replay_fit import fit_run
 from umbra.services.runtime.metrics import MetricsFile, parse_row
 
@@ -109,3 +110,10 @@ def test_a_torn_line_stops_nobody_who_reads(tmp_path: Path, torn: str) -> None:
     done = CliRunner().invoke(command, [str(tmp_path)], catch_exceptions=False)
     assert done.exit_code == 0
     assert (tmp_path / "report.html").exists()
+    for name in ("report.html", "trace.json"):  # made anew, whatever is there
+        (tmp_path / name).write_bytes(b"\xff")
+    assert CliRunner().invoke(command, [str(tmp_path)], catch_exceptions=False).exit_code == 0
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    (tmp_path / "summary.json").write_bytes(b'{"exit')
+    with pytest.raises(UsageError, match=r"summary\.json cannot be read"):
+        CliRunner().invoke(command, [str(tmp_path)], catch_exceptions=False, standalone_mode=False)

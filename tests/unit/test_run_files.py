@@ -22,6 +22,7 @@ def folder(tmp_path: Path) -> RunFolder:
     made.summary.write_text(json.dumps({"exit_code": 5}))
     made.buffer.write_text(json.dumps({"ledger": {}}))
     made.metrics.write_text('{"kind": "step"}\n')
+    made.model.mkdir()
     return made
 
 
@@ -46,21 +47,21 @@ def test_without_its_origin_the_accuracy_is_measured_again(folder: RunFolder) ->
     assert folder.read_origin() == {}
 
 
-@pytest.mark.parametrize("left", [b"", b'{"search"', b"[]"])
+@pytest.mark.parametrize("left", [b"", b'{"search"', b"[]", b"[" * 10_000])
 def test_an_origin_that_was_cut_off_is_refused_by_name(folder: RunFolder, left: bytes) -> None:
     folder.origin.write_bytes(left)
     with pytest.raises(UsageError, match=r"origin\.json .*remove it, and the accuracy"):
         folder.read_origin()
 
 
-@pytest.mark.parametrize("left", [b"", b'{"exit', b"3"])
+@pytest.mark.parametrize("left", [b"", b'{"exit', b"3", b"[" * 10_000])
 def test_a_summary_that_was_cut_off_is_refused_by_name(folder: RunFolder, left: bytes) -> None:
     folder.summary.write_bytes(left)
     with pytest.raises(UsageError, match=r"summary\.json .*remove it, and the run goes on"):
         RunFolder.existing(folder.path)
 
 
-@pytest.mark.parametrize("name", ["summary", "buffer", "metrics", "logs"])
+@pytest.mark.parametrize("name", ["summary", "buffer", "metrics", "logs", "model"])
 def test_what_a_run_does_not_need_to_go_on(folder: RunFolder, name: str) -> None:
     path: Path = getattr(folder, name)
     path.rmdir() if path.is_dir() else path.unlink()
@@ -69,3 +70,24 @@ def test_what_a_run_does_not_need_to_go_on(folder: RunFolder, name: str) -> None
     assert again.logs.is_dir()
     assert read_status(again) == {}
     assert bool(list(read_rows(again.metrics))) == (name != "metrics")
+
+
+@pytest.mark.parametrize("left", [b"", b'{"ledger": "\xff', b"[]", b"[" * 10_000])
+def test_a_spoiled_status_and_torn_metrics_tell_nothing(folder: RunFolder, left: bytes) -> None:
+    folder.buffer.write_bytes(left)
+    assert read_status(folder) == {}
+    folder.metrics.write_bytes(left + b'\n{"kind": "step"}\n')
+    assert [row["kind"] for row in read_rows(folder.metrics)] == ["step"]
+
+
+@pytest.mark.parametrize("left", [None, b"", b"no number", b"999999999"])
+def test_a_lock_is_that_of_a_process_and_not_of_a_file(
+    folder: RunFolder, left: bytes | None
+) -> None:
+    lock = folder.path / "lock"
+    if left is not None:
+        lock.write_bytes(left)
+    with folder.held(), pytest.raises(UsageError, match="is under way"), folder.held():
+        pass
+    with folder.held():
+        assert lock.is_file()

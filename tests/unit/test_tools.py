@@ -64,6 +64,7 @@ def test_calls_are_parsed_in_order() -> None:
     ("response", "says"),
     [
         ("<tool_call>{]</tool_call>", "not valid JSON"),
+        (f"<tool_call>{'[' * 10_000}</tool_call>", "not valid JSON"),
         ("<tool_call>[1]</tool_call>", 'must be an object with "name"'),
         ('<tool_call>{"name": "x", "arguments": 3}</tool_call>', '"arguments" of the tool call'),
         ('<tool_call>{"name": "x"}', "is not closed"),

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from umbra.proto.errors import UNREADABLE
 from umbra.proto.records import Sampling
 from umbra.services.environments.protocol import Message
 from umbra.services.generator.agents.errors import ApiError
@@ -141,7 +142,7 @@ def _decoded(body: bytes, kind: type[B], rules: CallRules) -> B:
     try:
         fields = msgspec.json.decode(body, type=dict[str, Any])
         asked = msgspec.convert(fields, kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise ApiError(f"the body is not a valid request: {error}", param=_path(error)) from error
     served = {*kind.__struct_fields__, *_IGNORED}
     for name, value in fields.items():
@@ -233,7 +234,7 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
             }
             for call in calls
         ]
-    except (TypeError, KeyError, msgspec.MsgspecError) as error:
+    except (TypeError, KeyError, *UNREADABLE) as error:
         raise ApiError(f"{where} is malformed: {error!r}", param=where) from error
 
 

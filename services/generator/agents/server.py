@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from umbra.proto.errors import UNREADABLE
 from umbra.services.environments.protocol import StepResult
 from umbra.services.generator.agents.calls import Call, CallRules, read_chat, read_text
 from umbra.services.generator.agents.errors import ApiError
@@ -207,7 +208,7 @@ async def _body(request: Request) -> bytes:
 def _read(body: bytes, kind: type[Any]) -> Any:
     try:
         return msgspec.json.decode(body, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise ApiError(f"the body is not valid: {error}") from error
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from umbra.proto.errors import UmbraError
+from umbra.proto.errors import UNREADABLE, UmbraError
 from umbra.services.runtime.safetensors_file import checksum_of
 
 NAME = "checkpoint.json"
@@ -66,7 +66,7 @@ def read_index(directory: Path) -> Index:
         index = msgspec.json.decode(path.read_bytes(), type=Index)
     except OSError as error:
         raise DamagedError(f"{path} cannot be read: {error.strerror}") from error
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise DamagedError(f"{path} is damaged: {error}") from error
     if index.format != FORMAT:
         raise DamagedError(f"{path} has format {index.format}, this Umbra reads {FORMAT}")

@@ -1,0 +1,145 @@
+"""Somebody with a key of a run who sends what the key's role never would, and what it costs."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgpack
+import zmq
+
+from umbra.proto import sockets
+from umbra.proto.access import KeyRole
+from umbra.proto.codec import Encoder, decode
+from umbra.proto.messages import FinishRun, Leave, Message, Nack, Role, SubmitAck
+from umbra.proto.sizes import allowed_bytes
+from umbra.proto.version import PROTOCOL_MAJOR, PROTOCOL_MINOR
+from umbra.services.runtime.keys import Security, load_keys
+
+GRACE_S = 0.1  # for the answer to what was thrown; not everything is answered
+REFUSED_BYTES = 64 << 10  # of a frame that its role may not send
+ENDS = (FinishRun, Leave)  # said by nobody whom the run knows
+
+
+def memory(pid: int, which: str) -> int:
+    """`VmRSS` or `VmHWM` (the peak) of a process, bytes."""
+    for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
+        if line.startswith(which):
+            return int(line.split()[1]) << 10
+    raise AssertionError(which)
+
+
+def begin_peak(pid: int) -> int:
+    """Have the peak of a process begin anew; what it holds now, bytes."""
+    before = memory(pid, "VmRSS")
+    Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="utf-8")
+    return before
+
+
+def costly_bytes(kind: type[Message], role: KeyRole, most: int) -> int:
+    """Bytes of a costly body of `kind` from `role`: what it may have, `most` at most."""
+    return min(allowed_bytes(kind, role), most) or REFUSED_BYTES
+
+
+def header_of(kind: str, number: int = 1, sender: str = "evil", incarnation: str = "1") -> bytes:
+    """The header of a message, of a type that need not be."""
+    header = {
+        "major": PROTOCOL_MAJOR, "minor": PROTOCOL_MINOR, "type": kind, "id": number,
+        "sender": sender, "incarnation": incarnation,
+    }  # fmt: skip
+    packed = msgpack.packb(header)
+    assert isinstance(packed, bytes)
+    return packed
+
+
+class HostilePeer:
+    """One socket of somebody who holds the key of `role`, connected to a `server`.
+
+    Args:
+        name: of the process that it pretends to be.
+        wait_s: for an answer.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        keys: Path,
+        role: KeyRole,
+        endpoint: str,
+        server: Role,
+        name: str,
+        *,
+        wait_s: float = 30.0,
+    ) -> None:
+        curve = Security(load_keys(keys, role)).connecting(server)
+        self.name = name
+        self.answers: Counter[str] = Counter()  # refusals by what they say, others by type
+        self.socket = sockets.dealer(context, endpoint, f"{name}.0".encode(), curve)
+        self._encoder = Encoder(name, f"{name}-1")
+        self._next = self._thrown = 1 << 20
+        self._is_open = False  # what was thrown last, and was not answered yet
+        self._wait_s = wait_s
+        self._unasked: list[Message] = []
+
+    def call(self, body: Message) -> Message:
+        """The answer to `body`, a sound message."""
+        number, frames = self._encoder.encode(body)
+        self.socket.send_multipart(frames)
+        return self._answer(number)
+
+    def throw(self, kind: str, body: bytes, sender: str, more: Sequence[bytes] = ()) -> None:
+        """Send `body` as a message of `kind`, and wait until the server is through with it."""
+        self._thrown = self._next + 1
+        self._is_open = True
+        for one, content, parts in ((kind, body, more), ("Nothing", b"\x80", ())):
+            self._next += 1
+            header = header_of(one, self._next, sender, f"{self.name}-1")
+            self.socket.send_multipart([header, content, *parts])
+        answer = self._answer(self._next)  # a peer's messages are done in their order
+        assert isinstance(answer, Nack) and answer.code == "unknown_type"
+        until = time.monotonic() + GRACE_S  # what is carried out is answered after that
+        while self._is_open and (left := until - time.monotonic()) > 0:
+            if self.socket.poll(round(1000 * left)):
+                self._take(-1)
+
+    def pushed(self, wait_s: float) -> Message | None:
+        """What the server sends unasked next; None if nothing comes."""
+        until = time.monotonic() + wait_s
+        while (left := until - time.monotonic()) > 0:
+            if self._unasked:
+                return self._unasked.pop(0)
+            if self.socket.poll(round(1000 * left)):
+                self._take(-1)
+        return None
+
+    def close(self) -> None:
+        """Be gone."""
+        self.socket.close(linger=0)
+
+    def _answer(self, number: int) -> Message:
+        until = time.monotonic() + self._wait_s
+        while (left := until - time.monotonic()) > 0:
+            if self.socket.poll(round(1000 * left)) and (body := self._take(number)) is not None:
+                return body
+        raise AssertionError(f"no answer to {self.name}")
+
+    def _take(self, number: int) -> Message | None:
+        """Take what has come; the message, if it is the answer to request `number`."""
+        envelope = decode(self.socket.recv_multipart())
+        body, asked = envelope.body, envelope.header.reply_to
+        if asked == number:
+            return body
+        if asked is None and not isinstance(body, Nack):
+            self._unasked.append(body)
+        elif asked is None or asked == self._thrown:
+            self._is_open = False
+            self.answers[_kind(body)] += 1
+        return None
+
+
+def _kind(answer: Message) -> str:
+    if isinstance(answer, SubmitAck) and answer.refused and not answer.accepted:
+        return next(iter(answer.refused.values())).partition(":")[0] + " sample"
+    return answer.code if isinstance(answer, Nack) else type(answer).__name__

@@ -1,0 +1,40 @@
+"""Telemetry that a member made up is drawn in an operator's terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fakes.looks import PUSH, SAMPLE, header
+
+from umbra.proto.messages import Event
+from umbra.services.monitor.feed import Feed
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("push", PUSH | {"receiver": "g\x1b[2J"}),
+        ("push", PUSH | {"wire_s": float("inf")}),
+        ("sample", SAMPLE | {"finish_reason": "stop\nERROR all is lost"}),
+        ("slow_sample", SAMPLE | {"seconds": float("nan")}),
+        ("spans", {"spans": [["update", float("-inf"), 2.0]]}),
+        ("spans", {"spans": {"a": 1}}),
+    ],
+)
+def test_what_cannot_be_drawn_is_counted_and_left_out(kind: str, fields: dict[str, Any]) -> None:
+    feed = Feed()
+    feed.heard(header("g"), Event(kind=kind, fields=fields))
+    assert feed.bad == 1
+    assert not (feed.pushes() or feed.samples() or feed.slow() or feed.spans())
+
+
+def test_a_models_words_and_reasons_lose_their_control_characters() -> None:
+    feed = Feed()
+    said = SAMPLE | {"prompt": "a\nb\x1b[2J", "response": "c\x07\n"}
+    feed.heard(header("g"), Event(kind="sample", fields=said))
+    feed.heard(header("g"), Event(kind="spans", fields={"spans": [["idle: a\nb", 1.0, 2.0]]}))
+    (sample,) = feed.samples()
+    assert (sample.prompt, sample.response) == ("a\nb [2J", "c \n")
+    assert feed.spans()["g"][0].name == "idle: a b"
+    assert not feed.bad
