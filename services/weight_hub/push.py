@@ -15,6 +15,11 @@ one receiver; epochs count up and are never used again, so a late answer is told
   PREPARE until its READY, or until it is dropped. One that streams reads it until COMMITTED, and
   the slot of the version that it serves too, in case it has to go back to it. Should one that was
   dropped still read while the trainer writes, its checksums fail: they came with PREPARE.
+- The trainer does not wait for the deadline of a receiver that reads the slot it needs, where
+  others serve the newest version: such a receiver is dropped when the trainer has waited for eight
+  times as long as the longest staging took, and for five seconds at least. The next one is given
+  half as long, down to a second, so that nobody can stop training by subscribing under one name
+  after the other. Each minute the patience doubles again.
 - A failed push is aborted and tried once more; failing again, or missing the deadline of a phase,
   drops the receiver. It may subscribe again and then gets the newest version.
 - A second registration of the same layout is a restarted trainer: nothing changes but who may
@@ -51,6 +56,10 @@ from umbra.services.weight_hub.effects import (
 from umbra.services.weight_hub.push_state import Grant, Push, Receiver, Slots
 
 ATTEMPTS = 2  # pushes of one version to one receiver that may fail until it is dropped
+STAGINGS = 8  # the trainer waits for a slot at most as long as so many of the longest took
+PATIENCE_S = 5.0  # or so long, if that is longer
+LEAST_PATIENCE_S = 1.0  # with those after the first
+RECOVERS_S = 60.0  # until the patience has doubled
 
 
 class PushProtocol:
@@ -73,7 +82,10 @@ class PushProtocol:
         self._deadline_s = deadline_s
         self._publisher: Peer | None = None
         self._grant: Grant | None = None
-        self._parked: tuple[Ticket, int] | None = None
+        self._parked: tuple[Ticket, int, float] | None = None  # with the version, since when
+        self._longest_s = 0.0  # that a staging took
+        self._impatience = 0  # how often the patience was halved
+        self._halved_at = 0.0
         self._receivers: dict[str, Receiver] = {}
         # Those that subscribed before there was a layout.
         self._lobby: dict[str, tuple[Peer, Ticket, bool]] = {}
@@ -106,7 +118,10 @@ class PushProtocol:
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do at the latest; None while nothing is under way."""
-        return min((r.push.deadline for r in self._receivers.values() if r.push), default=None)
+        due = [r.push.deadline for r in self._receivers.values() if r.push]
+        if self._holding_up():
+            due.append(self._patient_until())
+        return min(due, default=None)
 
     # -- the trainer ------------------------------------------------------------------------------
 
@@ -139,7 +154,7 @@ class PushProtocol:
             self._grant.version = version
             self._answer(ticket, SlotGranted(slot=self._grant.slot))
         else:
-            self._parked = (ticket, version)
+            self._parked = (ticket, version, now)
         return self._settle(now)
 
     def publish(
@@ -201,6 +216,8 @@ class PushProtocol:
             if message.error:
                 self._failed(receiver, push, message.error, now)
             else:
+                began = push.deadline - self._deadline_s
+                self._longest_s = max(self._longest_s, now - began)
                 push.phase, push.ready = "committing", message
                 push.deadline = now + self._deadline_s
                 self._send(receiver, Commit(epoch=push.epoch, version=push.publication.version))
@@ -224,12 +241,24 @@ class PushProtocol:
         return self._settle(now)
 
     def tick(self, now: float) -> list[Effect]:
-        """Time has passed: drop whoever missed the deadline of its phase."""
-        for receiver in list(self._receivers.values()):
-            if (push := receiver.push) is not None and now >= push.deadline:
-                self.counters["deadline"] += 1
-                limit = f"no end of {push.phase} within {self._deadline_s:g} s"
-                self._drop(receiver, limit)
+        """Time has passed: drop who missed the deadline of its phase, or holds the trainer up."""
+        while self._impatience and now >= self._halved_at + RECOVERS_S:
+            self._impatience -= 1
+            self._halved_at += RECOVERS_S
+        holding_up = self._holding_up()
+        impatient = bool(holding_up) and now >= self._patient_until()
+        late = [r for r in self._receivers.values() if r.push and now >= r.push.deadline]
+        for receiver in late:
+            assert receiver.push is not None
+            self.counters["deadline"] += 1
+            self._drop(receiver, f"no end of {receiver.push.phase} within {self._deadline_s:g} s")
+        for receiver in holding_up if impatient else ():
+            if receiver not in late:
+                self.counters["held_up"] += 1
+                self._drop(receiver, f"it held the trainer up for {self._patience_s:.3g} s")
+        if impatient or any(receiver in late for receiver in holding_up):
+            self._impatience += self._patience_s > LEAST_PATIENCE_S
+            self._halved_at = now
         return self._settle(now)
 
     # -- inside -----------------------------------------------------------------------------------
@@ -352,7 +381,7 @@ class PushProtocol:
         if self._parked is not None and self._grant is None:
             slot = self._free_slot()
             if slot is not None:
-                ticket, version = self._parked
+                ticket, version, _ = self._parked
                 self._parked = None
                 self.slots.held.pop(slot, None)
                 self._grant = Grant(slot, version)
@@ -367,6 +396,31 @@ class PushProtocol:
         if self._grant is not None:
             taken.add(self._grant.slot)
         return self.slots.free(taken)
+
+    def _holding_up(self) -> list[Receiver]:
+        """Receivers for which the trainer waits, while others serve the newest version."""
+        newest = self.newest
+        if self._parked is None or newest is None:
+            return []
+        if not any(receiver.served is newest for receiver in self._receivers.values()):
+            return []
+        older = [(slot, held) for slot, held in self.slots.held.items() if slot != newest.slot]
+        return [
+            receiver
+            for receiver in self._receivers.values()
+            if any(receiver.reads(slot, held) for slot, held in older)
+        ]
+
+    @property
+    def _patience_s(self) -> float:
+        """Seconds that the trainer waits for a slot that somebody reads."""
+        patience_s = max(PATIENCE_S, STAGINGS * self._longest_s) / 2**self._impatience
+        return min(self._deadline_s, max(LEAST_PATIENCE_S, patience_s))
+
+    def _patient_until(self) -> float:
+        """When who holds the trainer up is dropped; the trainer waits."""
+        assert self._parked is not None
+        return self._parked[2] + self._patience_s
 
     def _refuse_parked(self, reason: str) -> None:
         if self._parked is not None:

@@ -17,7 +17,7 @@ from umbra.proto.messages import (
     SlotGranted,
 )
 from umbra.services.weight_hub.effects import Admit, Answer, Effect, Failed, Peer, Pushed, Send
-from umbra.services.weight_hub.push import PushProtocol
+from umbra.services.weight_hub.push import RECOVERS_S, PushProtocol
 from umbra.services.weight_hub.push_state import Publication, Slots
 
 TRAINER = Peer("trainer", "t1")
@@ -61,6 +61,11 @@ class Hub:
     def committed(self, peer: Peer, epoch: int, version: int, error: str = "") -> list[Effect]:
         message = Committed(epoch=epoch, version=version, commit_s=3.0, error=error)
         return self.protocol.committed(peer, message, self.now)
+
+    @property
+    def epoch(self) -> int:
+        """Of the push that began last."""
+        return self.protocol._epoch
 
     def tick(self, seconds: float) -> list[Effect]:
         self.now += seconds
@@ -165,6 +170,79 @@ def test_a_receiver_that_misses_its_deadline_frees_the_slot_and_may_come_back() 
     assert hub.ready(A, 1, 0) == []
     assert hub.protocol.counters["late"] == 1
     assert sent(hub.subscribe(A), "a") == [prepare(2, 1, 1)]
+
+
+def held_up(hub: Hub, mute: Peer, version: int) -> float:
+    """Seconds that the trainer waits for a slot that `mute` reads, while A serves `version` + 1."""
+    hub.subscribe(mute)
+    hub.new_version(version + 1)
+    epoch = hub.epoch
+    hub.ready(A, epoch, version + 1)
+    hub.committed(A, epoch, version + 1)
+    assert granted(hub.acquire(version + 2)) is None
+    waited = 0.0
+    while True:
+        until = hub.protocol.next_deadline()
+        assert until is not None
+        waited += until - hub.now
+        effects = hub.tick(until - hub.now)
+        slot = granted(effects)
+        if slot is not None:
+            assert [e.receiver for e in effects if isinstance(e, Failed)] == [mute.name]
+            hub.publish(version + 2, slot)
+            epoch = hub.epoch
+            hub.ready(A, epoch, version + 2)
+            hub.committed(A, epoch, version + 2)
+            return waited
+
+
+def test_whoever_holds_the_trainer_up_under_one_name_after_the_other_is_waited_for_ever_less() -> (
+    None
+):
+    hub = Hub()
+    hub.registered()
+    hub.subscribe(A)
+    hub.new_version(0)
+    hub.ready(A, 1, 0)
+    hub.committed(A, 1, 0)
+    waits = [held_up(hub, Peer(f"mute{n}", "m"), 2 * n) for n in range(6)]
+    assert waits == [5.0, 2.5, 1.25, 1.0, 1.0, 1.0]
+    assert hub.protocol.counters["held_up"] == 6
+    hub.tick(2 * RECOVERS_S)
+    assert held_up(hub, Peer("late", "m"), 12) == 2.5
+
+
+def test_where_stagings_take_long_the_trainer_waits_for_longer() -> None:
+    hub = Hub()
+    hub.registered()
+    hub.subscribe(A)
+    hub.new_version(0)
+    hub.tick(0.75)
+    hub.ready(A, 1, 0)
+    hub.committed(A, 1, 0)
+    assert held_up(hub, B, 0) == 6.0
+    hub.tick(RECOVERS_S)
+    hub.new_version(3)
+    hub.tick(3)
+    hub.ready(A, hub.epoch, 3)
+    hub.committed(A, hub.epoch, 3)
+    assert held_up(hub, B, 3) == DEADLINE_S
+
+
+def test_where_nobody_has_the_newest_version_the_deadline_alone_counts() -> None:
+    hub = Hub()
+    hub.registered()
+    hub.subscribe(A)
+    hub.new_version(0)
+    hub.ready(A, 1, 0)
+    hub.committed(A, 1, 0)
+    for n in range(3):
+        held_up(hub, Peer(f"mute{n}", "m"), 2 * n)
+    hub.subscribe(B)
+    hub.new_version(7)  # which A does not answer either
+    hub.acquire(8)
+    assert hub.tick(DEADLINE_S - 1) == []
+    assert granted(hub.tick(1)) is not None
 
 
 def test_the_deadline_of_a_commit_is_its_own() -> None:
