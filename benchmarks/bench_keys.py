@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from umbra.proto.access import KeyRole
-from umbra.services.runtime.config_loader import load_config
-from umbra.services.runtime.keys import Security, open_security
+from umbra.services.runtime.config.loader import load_config
+from umbra.services.runtime.net.keys import Security, open_security
 
 VARIABLE = "UMBRA_SECURITY__KEYS"
 

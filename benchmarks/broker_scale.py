@@ -31,12 +31,12 @@ from click.testing import CliRunner
 from replay_cells import MIXES
 from report import Report
 
-from umbra.deploy.process import Process, child_environ, umbra_argv
+from umbra.deploy.process import ChildProcess, child_environ, umbra_argv
 from umbra.proto.messages import Status
 from umbra.services.generator.replay_model import ReplayModel
 from umbra.services.monitor.client import StatusClient
-from umbra.services.runtime.arena import remove_leftovers
-from umbra.services.runtime.parent import PARENT_PID_VARIABLE
+from umbra.services.runtime.process.parent import PARENT_PID_VARIABLE
+from umbra.services.runtime.weights.arena import remove_leftovers
 from umbra.services.trainer.make_model import command as make_model
 
 HERE = Path(__file__).parent
@@ -72,7 +72,7 @@ every = 10
 class Server:
     """A process whose memory and CPU time are watched."""
 
-    process: Process
+    process: ChildProcess
 
     def cpu_s(self) -> float:
         """CPU seconds so far."""
@@ -200,7 +200,7 @@ class World:
         argv += ["--name", name, *(["--broker", broker] if broker else [])]
         log = self._folder / f"{name}.log"
         environ = {**child_environ(), **noted_in(self._folder)}
-        process = Process(argv, log_path=log, environ=environ)
+        process = ChildProcess(argv, log_path=log, environ=environ)
         self.servers[name] = Server(process)
         until = time.monotonic() + START_S
         while (facts := process.ready()) is None:

@@ -24,8 +24,8 @@ from umbra.deploy.process import child_environ
 from umbra.proto.errors import UmbraError
 from umbra.proto.messages import Status
 from umbra.services.monitor.client import StatusClient
-from umbra.services.runtime.keys import OPEN, Security
-from umbra.services.runtime.parent import PARENT_PID_VARIABLE
+from umbra.services.runtime.net.keys import OPEN, Security
+from umbra.services.runtime.process.parent import PARENT_PID_VARIABLE
 
 UMBRA = (sys.executable, "-m", "umbra")
 NOTED = (sys.executable, str(Path(noted.__file__)))

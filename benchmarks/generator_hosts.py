@@ -45,10 +45,10 @@ from umbra.proto.records import SampleTask, Sampling, Trajectory, pack_float32, 
 from umbra.services.generator.engine import EngineOutput, EngineRequest
 from umbra.services.generator.replay_engine import ReplayEngine
 from umbra.services.generator.replay_model import ReplayModel, read_replay_model
-from umbra.services.runtime.arena import shm_host
-from umbra.services.runtime.command import allow_connections
-from umbra.services.runtime.intake import ArenaIntake
-from umbra.services.runtime.parent import die_with_parent
+from umbra.services.runtime.process.command import allow_connections
+from umbra.services.runtime.process.parent import die_with_parent
+from umbra.services.runtime.weights.arena import shm_host
+from umbra.services.runtime.weights.plane_reader import ArenaReader
 
 PROMPT = [7] * 200
 VOCABULARY, FILLER, STOP = 32_000, 5, 3
@@ -88,7 +88,7 @@ class Host:
         self.acks: list[float] = []
         self.grants: list[float] = []
         self._slots = slots
-        self._intake: ArenaIntake | None = None
+        self._intake: ArenaReader | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 8192)
         self._poller = zmq.Poller()
@@ -196,7 +196,7 @@ class Host:
                 case Subscribed():
                     if self._intake is None:  # all versions go through one piece of memory
                         memory = memoryview(bytearray(body.manifest.total_bytes))
-                        self._intake = ArenaIntake(body.path, body.manifest, [memory])
+                        self._intake = ArenaReader(body.path, body.manifest, [memory])
                 case Prepare():
                     assert self._intake is not None
                     done = self._intake.take(body, 0, lambda: False)

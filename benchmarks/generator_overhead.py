@@ -47,16 +47,16 @@ from umbra.services.generator.engine import EngineOutput, EngineRequest, Streami
 from umbra.services.generator.loop import GeneratorLoop
 from umbra.services.generator.rollout import RolloutSettings
 from umbra.services.generator.runner import RolloutRunner
-from umbra.services.generator.showcase import Showcase
+from umbra.services.generator.sample_log import SampleLog
 from umbra.services.generator.stall import StallWatch
 from umbra.services.generator.torch_engine import TorchEngine
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_model, load_tokenizer, outline_model
 from umbra.services.modeling.weights import tensors_in
-from umbra.services.runtime.config import Environment, Generator
-from umbra.services.runtime.manifest import build_manifest
-from umbra.services.runtime.memory import private_memory
-from umbra.services.runtime.metrics import MetricsFile
+from umbra.services.runtime.config import EnvironmentConfig, GeneratorConfig
+from umbra.services.runtime.process.metrics import MetricsFile
+from umbra.services.runtime.weights.manifest import build_manifest
+from umbra.services.runtime.weights.memory import private_memory
 from umbra.services.trainer.make_model import make_model
 
 LONGEST = 256
@@ -165,7 +165,7 @@ def through_the_loop(
     buffer = InProcessBuffer(rows)
     channel: Any = buffer
     wake = threading.Event()
-    pool = open_pool(Environment(), wake=wake.set)
+    pool = open_pool(EnvironmentConfig(), wake=wake.set)
     metrics = MetricsFile(folder / "metrics.jsonl", "generator")
     settings = RolloutSettings(chat, Sampling(max_tokens=LONGEST), CONTEXT)
     loop = GeneratorLoop(
@@ -178,7 +178,7 @@ def through_the_loop(
         kv_policy="keep",
         prefetch=32,
         wake=wake,
-        showcase=Showcase(metrics, chat),
+        sample_log=SampleLog(metrics, chat),
         watch=StallWatch("bare", 600.0),
     )
     began = time.perf_counter()
@@ -269,7 +269,7 @@ def make_engine(name: str, path: Path, slots: int) -> StreamingEngine:
         return TorchEngine(model, stop_ids=(), slots=slots, max_context=CONTEXT, version=0)
     from umbra.services.generator.vllm_options import set_environment
 
-    config = Generator(engine="vllm", threads=1, slots=slots, max_context=CONTEXT)
+    config = GeneratorConfig(engine="vllm", threads=1, slots=slots, max_context=CONTEXT)
     set_environment(config)
     from umbra.services.generator.vllm_engine import VllmEngine
 

@@ -43,8 +43,8 @@ from report import Report
 from umbra.deploy.toml import to_toml
 from umbra.proto.access import KEY_ROLES, may_send
 from umbra.proto.messages import TYPES, Join, Ping, StatusRequest
-from umbra.services.runtime.config_loader import as_dict, load_config
-from umbra.services.runtime.keys import Security, load_keys, make_keys
+from umbra.services.runtime.config.loader import as_dict, load_config
+from umbra.services.runtime.net.keys import Security, load_keys, make_keys
 
 DEMO = Path(__file__).resolve().parents[1] / "examples" / "sort.toml"
 ENDLESS = 100_000  # steps: it is gone on with to fewer in the end

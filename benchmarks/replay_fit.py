@@ -25,7 +25,7 @@ from umbra.deploy.demo import DEMOS
 from umbra.deploy.run_folder import RunFolder, read_rows
 from umbra.services.generator.replay_fit import fit_run
 from umbra.services.generator.tasks import write_task
-from umbra.services.runtime.config_loader import load_config
+from umbra.services.runtime.config.loader import load_config
 from umbra.services.trainer.make_model import command as make_model
 
 GOAL = 0.1

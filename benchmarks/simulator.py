@@ -36,7 +36,7 @@ from umbra.deploy.simulator.prediction import Prediction
 from umbra.deploy.simulator.scenario import Scenario
 from umbra.deploy.simulator.tables import (
     BrokerSpeed,
-    Cluster,
+    ClusterTable,
     DecodeSpeed,
     Network,
     Samples,
@@ -44,7 +44,7 @@ from umbra.deploy.simulator.tables import (
     Tables,
     TrainingSpeed,
 )
-from umbra.services.runtime.config_loader import load_config
+from umbra.services.runtime.config.loader import load_config
 
 GOAL = 0.10
 SYNCS = 200
@@ -99,7 +99,7 @@ def scenario_of(cell: Cell[replay_cells.Mode], prompt_tokens: int, machine: Mach
     mode = cell.mode
     colocated = mode.generators == mode.training == replay_cells.ACCELERATORS
     tables = Tables(
-        cluster=Cluster(
+        cluster=ClusterTable(
             gpus=replay_cells.ACCELERATORS,
             gpus_per_node=replay_cells.ACCELERATORS,
             trainer_gpus=0 if colocated else mode.training,

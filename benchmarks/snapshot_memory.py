@@ -30,8 +30,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from umbra.services.runtime.arena import Arena
-from umbra.services.runtime.manifest import build_manifest
+from umbra.services.runtime.weights.arena import Arena
+from umbra.services.runtime.weights.manifest import build_manifest
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
 
 MIB = 1 << 20

@@ -49,7 +49,7 @@ def umbra(log: Path, *arguments: str) -> str:
     out = log.with_suffix(".out")
     log.write_text("")
     out.write_text("")
-    process = stage.Process(
+    process = stage.ChildProcess(
         umbra_argv(*arguments), log_path=log, environ=child_environ(), stdout_path=out
     )  # a `WarmProcess` in a worker
     deadline = time.monotonic() + RUN_LIMIT_S

@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from report import Report
 
-from umbra.services.buffer.frames import Value
-from umbra.services.buffer.log_store import LogStore
+from umbra.services.buffer.store.log import LogStore
+from umbra.services.buffer.store.record_format import Value
 
 VALUE_BYTES = 9000
 STATE = b"s" * 90

@@ -18,10 +18,10 @@ from functools import partial
 import torch
 from noted import noting
 
-from umbra.services.runtime.command import ServiceContext, service_command
 from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.parent import die_with_parent
-from umbra.services.trainer.batch import Batch
+from umbra.services.runtime.process.command import ServiceContext, service_command
+from umbra.services.runtime.process.parent import die_with_parent
+from umbra.services.trainer.batch import TrainBatch
 from umbra.services.trainer.critic import LearnedCritic
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.metrics import Row
@@ -55,7 +55,9 @@ class TimedUpdate:
         self._token_s = token_s
         self._every = every
 
-    def __call__(self, batch: Batch, version: int, keep_going: Callable[[], bool]) -> Row | None:
+    def __call__(
+        self, batch: TrainBatch, version: int, keep_going: Callable[[], bool]
+    ) -> Row | None:
         """Let the time pass."""
         del version
         until = time.monotonic() + self._step_s + self._token_s * batch.tokens.ids.numel()

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from umbra.proto.records import Trajectory
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.packing import MicroBatch
-from umbra.services.trainer.batch import Batch
+from umbra.services.trainer.batch import TrainBatch
 from umbra.services.trainer.policy import load_policy
 
 ROWS = 16  # sequences of a padded micro-batch
@@ -24,7 +24,7 @@ CLIP = 0.2
 class _Plain:
     """What somebody would write by hand: PPO's clipped loss, clipping, AdamW."""
 
-    def __init__(self, model: PreTrainedModel, batch: Batch, bf16: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel, batch: TrainBatch, bf16: bool = False) -> None:
         self._model: Any = model.eval()
         self._device = model.device
         self._bf16 = bf16
@@ -54,7 +54,11 @@ class PlainPacked(_Plain):
     """Plain torch on rows that are packed already."""
 
     def __init__(
-        self, model: PreTrainedModel, batch: Batch, micros: list[MicroBatch], bf16: bool = False
+        self,
+        model: PreTrainedModel,
+        batch: TrainBatch,
+        micros: list[MicroBatch],
+        bf16: bool = False,
     ) -> None:
         super().__init__(model, batch, bf16)
         self._micros = [micro.to(self._device) for micro in micros]
@@ -77,7 +81,7 @@ class PlainPacked(_Plain):
 class PlainPadded(_Plain):
     """Plain torch, a sequence in each row, padded to the longest of its micro-batch."""
 
-    def __init__(self, model: PreTrainedModel, batch: Batch) -> None:
+    def __init__(self, model: PreTrainedModel, batch: TrainBatch) -> None:
         super().__init__(model, batch)
         sequences = batch.tokens.ids.split(batch.tokens.lengths.tolist())
         offset = batch.tokens.lengths.cumsum(0) - batch.tokens.lengths

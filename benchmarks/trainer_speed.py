@@ -32,11 +32,11 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from umbra.proto.records import Sampling, Trajectory, VersionSpan, pack_float32, pack_int32
 from umbra.services.modeling.packing import pack
 from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config_loader import load_config
+from umbra.services.runtime.config.loader import load_config
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.make_model import make_model
-from umbra.services.trainer.operations import Operations, ceiling
+from umbra.services.trainer.operations import TrainingFlops, ceiling
 from umbra.services.trainer.policy import load_policy
 from umbra.services.trainer.update import PolicyUpdate
 
@@ -221,7 +221,7 @@ def on_cuda(args: argparse.Namespace, report: Report) -> None:
         for who, make in steps.items():  # one at a time: each holds a model and its optimizer
             seconds |= best_of({who: make()}, args.passes, cuda=True)
             torch.cuda.empty_cache()
-        cost = Operations.of(model())
+        cost = TrainingFlops.of(model())
         work = sum(cost.update(micro) for micro in micros)
         for who, spent in seconds.items():
             mfu = work / spent / top if who != OURS else None

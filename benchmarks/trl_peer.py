@@ -29,7 +29,7 @@ from whole_runs import Cell
 
 from umbra.deploy.demo import DEMOS
 from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config_loader import load_config
+from umbra.services.runtime.config.loader import load_config
 from umbra.services.trainer.learner import learning_rate
 from umbra.services.trainer.policy import load_policy
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from umbra.deploy import stage, up
-from umbra.deploy.process import Process
+from umbra.deploy.process import ChildProcess
 
 IMPORTS = (
     "accelerate",
@@ -29,8 +29,8 @@ IMPORTS = (
 YIELDS = 5  # niceness of the trainer above the others'
 
 
-class WarmProcess(Process):
-    """As `Process`, but forked, and not in a session of its own.
+class WarmProcess(ChildProcess):
+    """As `ChildProcess`, but forked, and not in a session of its own.
 
     Where a group of processes shares a core, the trainer yields to the generator. (Linux weighs the
     niceness of processes within a session only.)
@@ -55,7 +55,7 @@ def warm_up() -> None:
     """Import everything, and have `umbra up` fork from here on, in this process."""
     for module in IMPORTS:
         import_module(module)
-    up.Process = stage.Process = WarmProcess
+    up.ChildProcess = stage.ChildProcess = WarmProcess
 
 
 def _become(

@@ -18,8 +18,8 @@ from bench_keys import security_of
 from weight_links import Links
 from weight_model import Model
 
-from umbra.services.runtime.link import Link
-from umbra.services.runtime.publisher import Publisher
+from umbra.services.runtime.net.io_thread import IoThread
+from umbra.services.runtime.weights.publisher import Publisher
 
 SCRIPT = Path(__file__).with_name("weight_push.py")
 DEADLINE_S = 600.0
@@ -105,7 +105,7 @@ def push_umbra(
             closing(role("hub", plane, delta, listen, metrics, prefix=prefix))
         )
         endpoint = hub.hear()["endpoint"]
-        link = Link("trainer", uuid.uuid4().hex, security=security_of("trainer"))
+        link = IoThread("trainer", uuid.uuid4().hex, security=security_of("trainer"))
         stack.callback(link.close)
         manifest = model.manifest(BUCKET_BYTES)
         publisher = Publisher(link.channel(endpoint, "weight hub", server="weight_hub"), manifest)

@@ -21,11 +21,11 @@ from bench_keys import security_of
 from safetensors.torch import load_file
 from weight_model import Model
 
-from umbra.services.runtime.config import WeightHub as HubConfig
-from umbra.services.runtime.link import Link
-from umbra.services.runtime.metrics import MetricsFile
-from umbra.services.runtime.receiver import Receiver
-from umbra.services.runtime.server import Server
+from umbra.services.runtime.config import WeightHubConfig as HubConfig
+from umbra.services.runtime.net.io_thread import IoThread
+from umbra.services.runtime.net.server import Server
+from umbra.services.runtime.process.metrics import MetricsFile
+from umbra.services.runtime.weights.receiver import Receiver
 from umbra.services.weight_hub.relay import Relay
 from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
 
@@ -61,7 +61,7 @@ def receiver(name: str, endpoint: str, plane: str, size: str) -> None:
     """A generator without an engine: its model is `size` bytes, loaded at each commit."""
     torch.set_num_threads(1)
     model = Model(int(size))
-    link = Link(name, uuid.uuid4().hex, security=security_of("generator"))
+    link = IoThread(name, uuid.uuid4().hex, security=security_of("generator"))
     channel = link.channel(endpoint, "weight hub", server="weight_hub")
     taker = Receiver(channel, planes=[plane])
     taker.subscribe(DEADLINE_S)

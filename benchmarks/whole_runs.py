@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, Generic, Protocol, TypeVar
 
-from umbra.deploy.interrupts import Interrupts
+from umbra.deploy.interrupts import SignalCounter
 from umbra.deploy.live import QuietView
 from umbra.deploy.overlap import Interval, clip, merge, total
 from umbra.deploy.programs import other_programs
@@ -72,7 +72,7 @@ def run(config: RunConfig, scripts: Scripts, *, evaluate: bool = False) -> tuple
     def programs(config: RunConfig, folder: RunFolder, broker: str) -> list[Program]:
         return [instead(one, scripts) for one in other_programs(config, folder, broker)]
 
-    with Interrupts() as interrupts:
+    with SignalCounter() as interrupts:
         view = QuietView()
         up = Up(
             config, folder, view=view, interrupts=interrupts, evaluate=evaluate, programs=programs

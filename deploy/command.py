@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from umbra.deploy.interrupts import Interrupts
+from umbra.deploy.interrupts import SignalCounter
 from umbra.deploy.live import LogView, choose_view
 from umbra.deploy.preflight import check_ports_free, check_run, resolve_paths, search_path
 from umbra.deploy.programs import buffer_program, other_programs
@@ -21,9 +21,9 @@ from umbra.deploy.toml import to_toml
 from umbra.deploy.up import Up
 from umbra.proto.errors import EXIT_DONE
 from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config_loader import as_dict, load_config
-from umbra.services.runtime.feasibility import implied_staleness
-from umbra.services.runtime.objective_rules import implied, lone_groups
+from umbra.services.runtime.config.feasibility import implied_staleness
+from umbra.services.runtime.config.loader import as_dict, load_config
+from umbra.services.runtime.config.objective_rules import implied, lone_groups
 
 run_file_argument = click.argument("run_file", type=click.Path(path_type=Path))
 set_option = click.option(
@@ -77,7 +77,7 @@ def up(
             return _print_programs(config)
         check_ports_free(config)
         view = choose_view(quiet=quiet, as_json=as_json)
-        interrupts = stack.enter_context(Interrupts())
+        interrupts = stack.enter_context(SignalCounter())
         folder = before or RunFolder.create(config.run.dir, config.run.name)
         if before is None:
             stack.enter_context(folder.held())

@@ -12,16 +12,16 @@ from typing import Any
 import click
 
 from umbra.deploy.command import finish, set_option
-from umbra.deploy.interrupts import Interrupts
+from umbra.deploy.interrupts import SignalCounter
 from umbra.deploy.live import LogView, View, choose_view
 from umbra.deploy.preflight import check_run, resolve_paths
 from umbra.deploy.process import child_environ
 from umbra.deploy.run_folder import RunFolder
-from umbra.deploy.stage import Interrupted, run_stage
+from umbra.deploy.stage import StageInterrupted, run_stage
 from umbra.deploy.toml import to_toml
 from umbra.deploy.up import Up
 from umbra.services.generator.tasks import write_task
-from umbra.services.runtime.config_loader import as_dict, load_config
+from umbra.services.runtime.config.loader import as_dict, load_config
 
 DEMOS = Path(__file__).parent / "demos"
 
@@ -48,7 +48,7 @@ class Demo:
     """One demo in its folder: model and data are made, then it is a run like any other."""
 
     def __init__(
-        self, task: str, seed: int, folder: RunFolder, view: View, interrupts: Interrupts
+        self, task: str, seed: int, folder: RunFolder, view: View, interrupts: SignalCounter
     ) -> None:
         self._task = task
         self._seed = seed
@@ -153,14 +153,14 @@ def command(
     """
     load_config(DEMOS / f"{task}.toml", overrides=overrides)  # a typo should show at once
     view = choose_view(quiet=quiet, as_json=as_json)
-    with Interrupts() as interrupts:
+    with SignalCounter() as interrupts:
         folder = RunFolder.create(parent, f"demo-{task}")
         if logs:
             view = LogView(view, folder)
         view.say(f"everything goes to {folder.path}")
         try:
             summary = Demo(task, seed, folder, view, interrupts).run(overrides)
-        except Interrupted:
+        except StageInterrupted:
             return interrupts.exit_code
         finally:
             view.close()

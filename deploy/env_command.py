@@ -15,7 +15,7 @@ import click
 from umbra import __version__
 from umbra.proto.errors import EXIT_DONE
 from umbra.proto.version import PROTOCOL_MAJOR, PROTOCOL_MINOR
-from umbra.services.runtime.arena import SHM
+from umbra.services.runtime.weights.arena import SHM
 from umbra.services.weight_hub.planes import PLANES
 
 PACKAGES = (

@@ -11,7 +11,7 @@ from types import FrameType, TracebackType
 HANDLED = (signal.SIGINT, signal.SIGTERM)
 
 
-class Interrupts:
+class SignalCounter:
     """Counts signals while it is entered; only for the main thread.
 
     Handlers only count and wake: what follows is decided where the loop polls. They wake through a
@@ -41,7 +41,7 @@ class Interrupts:
         with suppress(BlockingIOError):  # full: it is awake
             os.write(self._write_fd, b"!")
 
-    def __enter__(self) -> Interrupts:
+    def __enter__(self) -> SignalCounter:
         self._read_fd, self._write_fd = os.pipe()
         os.set_blocking(self._write_fd, False)
         self._before = {number: signal.signal(number, self._handle) for number in HANDLED}

@@ -8,13 +8,15 @@ import click
 
 from umbra.proto.access import KEY_ROLES, KeyRole
 from umbra.proto.errors import EXIT_DONE
-from umbra.services.runtime.config import Run
-from umbra.services.runtime.keys import FOLDER, SECRET, make_keys
+from umbra.services.runtime.config import RunSection
+from umbra.services.runtime.net.keys import FOLDER, SECRET, make_keys
 
 
 @click.command()
 @click.argument(
-    "folder", type=click.Path(path_type=Path, file_okay=False), default=Path(Run().dir) / FOLDER
+    "folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path(RunSection().dir) / FOLDER,
 )
 @click.option(
     "--role",

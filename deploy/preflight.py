@@ -11,13 +11,13 @@ from umbra.proto.access import KeyRole
 from umbra.proto.errors import UsageError
 from umbra.proto.messages import Role
 from umbra.proto.sockets import check_port_free
-from umbra.services.buffer.readers import DATASETS, read_source
-from umbra.services.buffer.sources import open_prompts
-from umbra.services.runtime.architectures import check_architecture
+from umbra.services.buffer.data.dataset_readers import DATASETS, read_source
+from umbra.services.buffer.data.sources import open_prompts
 from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.feasibility import check_feasible
-from umbra.services.runtime.keys import FOLDER, open_security
-from umbra.services.runtime.model_dir import check_model_dir
+from umbra.services.runtime.config.feasibility import check_feasible
+from umbra.services.runtime.model.architectures import check_architecture
+from umbra.services.runtime.model.directory import check_model_dir
+from umbra.services.runtime.net.keys import FOLDER, open_security
 
 
 def resolve_paths(config: RunConfig, run_file: Path) -> RunConfig:

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from umbra.proto.errors import PeerLostError, UmbraError
-from umbra.services.runtime.command import READY_FD_VARIABLE
-from umbra.services.runtime.config_loader import ENV_PREFIX
-from umbra.services.runtime.parent import PARENT_PID_VARIABLE
+from umbra.services.runtime.config.loader import ENV_PREFIX
+from umbra.services.runtime.process.command import READY_FD_VARIABLE
+from umbra.services.runtime.process.parent import PARENT_PID_VARIABLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Usage:
         return Usage(self.wall_s + other.wall_s, self.cpu_s + other.cpu_s)
 
 
-class Process:
+class ChildProcess:
     """A running child, in a session of its own so that Ctrl-C in the terminal reaches only us.
 
     Make it in the main thread: the kernel's parent-death signal follows the thread that forked.

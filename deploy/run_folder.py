@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from umbra.proto.errors import UNREADABLE, UsageError
-from umbra.services.runtime.folder_lock import HeldError, folder_lock
-from umbra.services.runtime.metrics import parse_row
+from umbra.services.runtime.process.folder_lock import HeldError, folder_lock
+from umbra.services.runtime.process.metrics import parse_row
 
 LAST_LINES_BYTES = 16 << 10
 ENDED = "remove it, and the run goes on if it has not reached its end"

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from umbra.deploy.interrupts import Interrupts
-from umbra.deploy.process import Process, describe_exit, own_exit_code
+from umbra.deploy.interrupts import SignalCounter
+from umbra.deploy.process import ChildProcess, describe_exit, own_exit_code
 from umbra.deploy.run_folder import RunFolder, last_lines
 from umbra.proto.errors import UmbraError
 
@@ -19,7 +19,7 @@ FORESEEN_CODES = (2, 3, 4, 7, 8)  # ends that a sentence for people explains
 ERROR_PREFIX = "umbra: error: "
 
 
-class Interrupted(Exception):  # noqa: N818 - it is no error
+class StageInterrupted(Exception):  # noqa: N818 - it is no error
     """The user asked to stop."""
 
 
@@ -37,7 +37,7 @@ def run_stage(
     *,
     folder: RunFolder,
     environ: Mapping[str, str],
-    interrupts: Interrupts,
+    interrupts: SignalCounter,
     module: str = UMBRA,
 ) -> str:
     """Run `umbra <arguments>`, logging to `logs/<name>.log`; what it printed on standard output.
@@ -57,14 +57,14 @@ def run_stages(
     *,
     folder: RunFolder,
     environ: Mapping[str, str],
-    interrupts: Interrupts,
+    interrupts: SignalCounter,
     module: str = UMBRA,
 ) -> dict[str, str]:
     """`run_stage` of several at once; outputs by name. The first failure ends them all."""
-    running: dict[str, Process] = {}
+    running: dict[str, ChildProcess] = {}
     try:
         for name, arguments in stages.items():
-            running[name] = Process(
+            running[name] = ChildProcess(
                 (sys.executable, "-m", module, *arguments),
                 log_path=folder.log(name),
                 environ=environ,
@@ -77,7 +77,7 @@ def run_stages(
                 if code:
                     raise _failed(folder, name, code)
             if interrupts.count:
-                raise Interrupted
+                raise StageInterrupted
             interrupts.wait(POLL_S)
     finally:
         for stage in running.values():

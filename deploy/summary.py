@@ -16,14 +16,14 @@ from umbra.deploy.run_folder import RunFolder
 from umbra.proto.errors import UNREADABLE
 from umbra.services.monitor.members import number
 from umbra.services.monitor.view import health_text
-from umbra.services.runtime.disk import DISK, READABLE_MODE
 from umbra.services.runtime.figures import PHASES, is_idle
+from umbra.services.runtime.process.disk import DISK, READABLE_MODE
 
 JOIN_S = 0.001  # spans that are closer are one
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RunOutcome:
     """What the supervisor knows about the end of a run."""
 
     exit_reason: str
@@ -35,7 +35,7 @@ class Outcome:
     after: Mapping[str, float] = field(default_factory=dict)
 
 
-def summarise(folder: RunFolder, outcome: Outcome) -> dict[str, Any]:
+def summarise(folder: RunFolder, outcome: RunOutcome) -> dict[str, Any]:
     """The summary of the run in `folder`; what is not known is None."""
     measured = measure(Recording([folder.path]).aligned_rows() if folder.metrics.exists() else [])
     status = read_status(folder)

@@ -9,31 +9,31 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from umbra.deploy.interrupts import Interrupts
+from umbra.deploy.interrupts import SignalCounter
 from umbra.deploy.live import View
 from umbra.deploy.preflight import check_run
-from umbra.deploy.process import Process, child_environ
+from umbra.deploy.process import ChildProcess, child_environ
 from umbra.deploy.programs import BUFFER, TRAINER, buffer_program, other_programs
 from umbra.deploy.progress import Progress
 from umbra.deploy.report.command import write_report
 from umbra.deploy.run_folder import RunFolder, last_lines
 from umbra.deploy.stage import (
     FORESEEN_CODES,
-    Interrupted,
     StageError,
+    StageInterrupted,
     last_object,
     last_said,
     run_stage,
     run_stages,
 )
-from umbra.deploy.summary import Outcome, read_status, summarise, write_summary
+from umbra.deploy.summary import RunOutcome, read_status, summarise, write_summary
 from umbra.deploy.supervisor import Program, Supervisor
 from umbra.proto.errors import EXIT_DONE, StartupError, UmbraError
-from umbra.services.runtime.arena import remove_leftovers
 from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config_loader import to_json
-from umbra.services.runtime.disk import DISK, READABLE_MODE
-from umbra.services.runtime.keys import open_security
+from umbra.services.runtime.config.loader import to_json
+from umbra.services.runtime.net.keys import open_security
+from umbra.services.runtime.process.disk import DISK, READABLE_MODE
+from umbra.services.runtime.weights.arena import remove_leftovers
 
 POLL_S = 0.05
 START_S = 60.0  # for the buffer to bind; a store has to be opened, prompts to be read
@@ -58,7 +58,7 @@ class Up:
         folder: RunFolder,
         *,
         view: View,
-        interrupts: Interrupts,
+        interrupts: SignalCounter,
         search: Sequence[Path] = (),
         evaluate: bool = True,
         started: float | None = None,
@@ -93,7 +93,7 @@ class Up:
             raise
         try:
             reason, code = self._phases()
-        except Interrupted:
+        except StageInterrupted:
             reason, code = "interrupted", self._interrupts.exit_code
         except UmbraError as error:
             reason, code = str(error), error.exit_code
@@ -101,7 +101,7 @@ class Up:
             self.folder.put_back(before)
             raise StageError(reason, code)
         total_s = time.monotonic() - self._started
-        outcome = Outcome(exit_reason=reason, exit_code=code, total_s=total_s, **self._outcome)
+        outcome = RunOutcome(exit_reason=reason, exit_code=code, total_s=total_s, **self._outcome)
         summary = summarise(self.folder, outcome)
         if code == EXIT_DONE and (bad := _contradiction(summary)):
             summary["exit_reason"], summary["exit_code"] = bad, UmbraError.exit_code
@@ -199,8 +199,10 @@ class Up:
         self._outcome["restarts"] = supervisor.restarts()
         return self._verdict(supervisor)
 
-    def _spawn(self, program: Program) -> Process:
-        return Process(program.argv, log_path=self.folder.log(program.name), environ=self.environ)
+    def _spawn(self, program: Program) -> ChildProcess:
+        return ChildProcess(
+            program.argv, log_path=self.folder.log(program.name), environ=self.environ
+        )
 
     def _start(self, supervisor: Supervisor, progress: Progress) -> None:
         """Start the buffer, and the others once it has said where it is."""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from umbra.services.monitor.keys import Keys
+from umbra.services.monitor.keys import KeyBindings
 from umbra.services.monitor.screen import screen
 from umbra.services.monitor.watch import Watch
 
@@ -57,7 +57,7 @@ def watch(broker: str, chromium: str) -> None:
             time.sleep(LOOK_S)
             look = watching.look(ANSWER_S)
         console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
-        console.print(screen(look, Keys().footer))
+        console.print(screen(look, KeyBindings().footer))
         console.save_svg(str(HERE / "monitor-terminal.svg"), title="umbra monitor")
     browse(chromium, url, HERE / "monitor-web.png", 1180, 1560)
     page.terminate()

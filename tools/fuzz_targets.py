@@ -29,30 +29,30 @@ from umbra.proto.messages import TYPES, Event, Header, Message, RegisterManifest
 from umbra.proto.records import Manifest, Piece, Sampling, Trajectory
 from umbra.proto.sizes import body_bytes
 from umbra.proto.version import PROTOCOL_MAJOR
-from umbra.services.buffer.frames import (
+from umbra.services.buffer.store.api import StoreError
+from umbra.services.buffer.store.head import Head
+from umbra.services.buffer.store.record_format import (
     RECORD_MAGIC,
     SEGMENT_HEADER_BYTES,
     Entry,
     SegmentHeader,
     scan,
 )
-from umbra.services.buffer.head import Head
-from umbra.services.buffer.run_mark import NAME as MARK
-from umbra.services.buffer.run_mark import read_mark
-from umbra.services.buffer.segments import Replay, segment_path
-from umbra.services.buffer.store import StoreError
+from umbra.services.buffer.store.run_mark import NAME as MARK
+from umbra.services.buffer.store.run_mark import read_mark
+from umbra.services.buffer.store.segments import Replay, segment_path
 from umbra.services.environments.tools import parse_tool_calls
 from umbra.services.generator.agents.calls import CallRules, read_chat, read_text
 from umbra.services.generator.agents.errors import ApiError
 from umbra.services.monitor.feed import Feed
-from umbra.services.runtime import delta
-from umbra.services.runtime import manifest as layouts
-from umbra.services.runtime.assembly import Assembly, Holdings
-from umbra.services.runtime.jsonl import read_jsonl
-from umbra.services.runtime.lane import Lane
-from umbra.services.runtime.manifest import build_manifest, check_manifest, item_bytes
-from umbra.services.runtime.metrics import parse_row
+from umbra.services.runtime.process.jsonl import read_jsonl
+from umbra.services.runtime.process.metrics import parse_row
 from umbra.services.runtime.trajectories import RunFacts, find_fault
+from umbra.services.runtime.weights import delta
+from umbra.services.runtime.weights import manifest as layouts
+from umbra.services.runtime.weights.assembly import Assembly, Holdings
+from umbra.services.runtime.weights.manifest import build_manifest, check_manifest, item_bytes
+from umbra.services.runtime.weights.sequential_assembly import SequentialAssembly
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.checkpoints.index import NAME as CHECKPOINT
 from umbra.services.trainer.checkpoints.index import read_index
@@ -178,7 +178,7 @@ def pieces(data: bytes) -> None:
     wanted = [xxh3_64_intdigest(b"\0" * (end - start)) for start, end in found.buckets]
     buffers = [memoryview(bytearray(b"\1" * found.total_bytes)) for _ in range(2)]
     assembly = Assembly(Holdings(found, buffers), 0, wanted, deltas=True)
-    lane = Lane(found, wanted)
+    lane = SequentialAssembly(found, wanted)
     for gathering in (assembly, lane):
         gathering.order(1, 1 << 20, 1 << 20)
     while len(data) >= 4:

@@ -100,7 +100,7 @@ GROUPS = {
     ),
     "buffer": Group(
         ("services/buffer/*.py", "services/runtime/trajectories.py",
-         "services/runtime/portions.py"),
+         "services/runtime/net/portions.py"),
         ("tests/unit/test_buffer_*.py", "tests/unit/test_log_store.py",
          "tests/unit/test_store_*.py", "tests/unit/test_power_cuts.py",
          "tests/unit/test_run_ahead.py", "tests/unit/test_sources.py",

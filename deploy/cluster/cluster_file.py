@@ -34,7 +34,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     gpus: Annotated[int, Meta(description="GPUs that the run may use: 0 to n - 1", ge=0)] = 0
 
 
-class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the nodes are shared, and what every container has in common."""
 
     groups: Annotated[
@@ -70,7 +70,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class ClusterFile(msgspec.Struct, frozen=True, kw_only=True):
     """The whole file."""
 
-    cluster: Cluster
+    cluster: ClusterSpec
     nodes: list[Node]
 
 
@@ -108,7 +108,7 @@ def load_cluster(path: Path) -> ClusterFile:
     if not isinstance(listed, list) or not listed:
         raise UsageError(f"{path}: there are no nodes: write a table [[nodes]] for each")
     file = ClusterFile(
-        cluster=_read(Cluster, tree.get("cluster", {}), f"{path}: cluster"),
+        cluster=_read(ClusterSpec, tree.get("cluster", {}), f"{path}: cluster"),
         nodes=[_read(Node, n, f"{path}: nodes[{i}]") for i, n in enumerate(listed)],
     )
     for key in ("name", "address"):

@@ -18,8 +18,8 @@ from umbra.deploy.command import load_run, run_file_argument, set_option
 from umbra.deploy.run_folder import new_run_id
 from umbra.proto.errors import EXIT_DONE
 from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.feasibility import check_feasible
-from umbra.services.runtime.keys import FOLDER, make_keys
+from umbra.services.runtime.config.feasibility import check_feasible
+from umbra.services.runtime.net.keys import FOLDER, make_keys
 
 
 @click.command()

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from umbra.deploy.cluster.plan import Plan, Process, Task
 from umbra.proto.access import KEY_ROLES, KeyRole
-from umbra.services.buffer.readers import DATASETS
+from umbra.services.buffer.data.dataset_readers import DATASETS
 from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.keys import PUBLIC, SECRET
+from umbra.services.runtime.net.keys import PUBLIC, SECRET
 
 # The run's ports, counted from cluster.base_port; hub and relay are never on one node.
 CONTROL, DATA, EVENTS_IN, EVENTS_OUT, WEIGHTS, BUCKETS = range(6)

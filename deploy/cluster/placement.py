@@ -15,7 +15,7 @@ TASKS = ("train", "generate", "ref_logp", "logp", "reward")
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class TaskGroup:
     """Tasks that share nodes: each task may use all GPUs of the group.
 
     `gpus[i]` are those on `nodes[i]`, none on a cluster without any. `arithmetic` says how many
@@ -37,7 +37,7 @@ class Group:
         return f"group [{', '.join(self.tasks)}]"
 
 
-def place_groups(file: ClusterFile, config: RunConfig) -> list[Group]:
+def place_groups(file: ClusterFile, config: RunConfig) -> list[TaskGroup]:
     """The groups with what they get, in the order of the cluster file.
 
     Nodes are given out in the order of the file. Where GPUs are divided the group that trains comes
@@ -93,7 +93,7 @@ def _check_tasks(groups: Sequence[tuple[str, ...]], config: RunConfig) -> None:
 
 def _by_node(
     groups: Sequence[tuple[str, ...]], ratios: Sequence[Fraction], nodes: Sequence[Node]
-) -> list[Group]:
+) -> list[TaskGroup]:
     """Whole nodes."""
     if len(nodes) < len(groups):
         raise UsageError(
@@ -109,20 +109,20 @@ def _by_node(
                 f"one node: give it a ratio below {2 / len(nodes):.3g}, or fewer nodes to the run"
             )
     counts = divide(ratios, len(nodes), limits)
-    placed: list[Group] = []
+    placed: list[TaskGroup] = []
     start = 0
     for tasks, ratio, count in zip(groups, ratios, counts, strict=True):
         own = tuple(nodes[start : start + count])
         start += count
         arithmetic = _arithmetic(ratio, len(nodes), count, "nodes")
         gpus = tuple(tuple(range(node.gpus)) for node in own)
-        placed.append(Group(tasks, own, gpus, arithmetic))
+        placed.append(TaskGroup(tasks, own, gpus, arithmetic))
     return placed
 
 
 def _by_gpu(
     groups: Sequence[tuple[str, ...]], ratios: Sequence[Fraction], nodes: Sequence[Node]
-) -> list[Group]:
+) -> list[TaskGroup]:
     """GPUs, wherever they are; but those of the trainer on one node."""
     total = sum(node.gpus for node in nodes)
     if total < len(groups):
@@ -134,7 +134,7 @@ def _by_gpu(
     counts = divide(ratios, total, [None] * len(groups))
     free = {node.name: list(range(node.gpus)) for node in nodes}
     order = sorted(range(len(groups)), key=lambda i: "train" not in groups[i])
-    placed: dict[int, Group] = {}
+    placed: dict[int, TaskGroup] = {}
     for index in order:
         tasks, count = groups[index], counts[index]
         arithmetic = _arithmetic(ratios[index], total, count, "GPUs")
@@ -153,14 +153,14 @@ def _by_gpu(
                 taken[node.name] = _take(free[node.name], count - sum(map(len, taken.values())))
         own = tuple(node for node in nodes if taken.get(node.name))
         gpus = tuple(tuple(taken[node.name]) for node in own)
-        placed[index] = Group(tasks, own, gpus, arithmetic)
+        placed[index] = TaskGroup(tasks, own, gpus, arithmetic)
     return [placed[index] for index in range(len(groups))]
 
 
-def _in_turn(groups: Sequence[tuple[str, ...]], nodes: Sequence[Node]) -> list[Group]:
+def _in_turn(groups: Sequence[tuple[str, ...]], nodes: Sequence[Node]) -> list[TaskGroup]:
     """Without GPUs and with fewer nodes than groups nothing can be divided: nodes in turn."""
     return [
-        Group(tasks, (node,), ((),), f"node {node.name}, as there are no GPUs to divide")
+        TaskGroup(tasks, (node,), ((),), f"node {node.name}, as there are no GPUs to divide")
         for index, tasks in enumerate(groups)
         for node in [nodes[index % len(nodes)]]
     ]

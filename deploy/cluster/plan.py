@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from umbra.deploy.cluster.cluster_file import Cluster, ClusterFile, Node
-from umbra.deploy.cluster.placement import Group, place_groups
+from umbra.deploy.cluster.cluster_file import ClusterFile, ClusterSpec, Node
+from umbra.deploy.cluster.placement import TaskGroup, place_groups
 from umbra.proto.errors import UsageError
 from umbra.services.runtime.config import RunConfig
 
@@ -33,9 +33,9 @@ class Plan:
 
     run_id: str
     config: RunConfig
-    cluster: Cluster
+    cluster: ClusterSpec
     nodes: tuple[Node, ...]
-    groups: tuple[Group, ...]
+    groups: tuple[TaskGroup, ...]
     processes: tuple[Process, ...]
 
     def on(self, node: Node) -> list[Process]:
@@ -112,7 +112,7 @@ def _first_gpu(config: RunConfig, node: Node) -> tuple[int, ...]:
 
 
 def _relays(
-    config: RunConfig, nodes: tuple[Node, ...], groups: list[Group], home: Node
+    config: RunConfig, nodes: tuple[Node, ...], groups: list[TaskGroup], home: Node
 ) -> Iterator[Process]:
     """One on every node but the hub's that has receivers of new weights."""
     receiving = {
@@ -126,7 +126,7 @@ def _relays(
             yield Process(f"relay-{node.name}", "relay", node, _first_gpu(config, node))
 
 
-def _trainer_gpus(config: RunConfig, group: Group) -> tuple[int, ...]:
+def _trainer_gpus(config: RunConfig, group: TaskGroup) -> tuple[int, ...]:
     """The GPUs of the trainer's ranks: all of its group's, or as many as trainer.ranks says."""
     gpus = group.gpus[0]
     ranks = config.trainer.ranks
@@ -140,7 +140,7 @@ def _trainer_gpus(config: RunConfig, group: Group) -> tuple[int, ...]:
     return gpus[:ranks]
 
 
-def _generators(config: RunConfig, groups: list[Group]) -> Iterator[Process]:
+def _generators(config: RunConfig, groups: list[TaskGroup]) -> Iterator[Process]:
     """As many as the GPUs of each node allow, or generator.count in all without GPUs."""
     (group,) = (group for group in groups if "generate" in group.tasks)
     if not group.has_gpus:
@@ -160,7 +160,7 @@ def _generators(config: RunConfig, groups: list[Group]) -> Iterator[Process]:
             yield Process(f"generator-{node.name}-{index}", "generate", node, own)
 
 
-def _scorers(config: RunConfig, groups: list[Group], broker: Node) -> Iterator[Process]:
+def _scorers(config: RunConfig, groups: list[TaskGroup], broker: Node) -> Iterator[Process]:
     """One per GPU for models; rewards need none and run beside the buffer, unless a group says."""
     for stage in STAGES:
         name = stage.replace("_", "-")
@@ -180,7 +180,7 @@ def _scorers(config: RunConfig, groups: list[Group], broker: Node) -> Iterator[P
                 yield Process(f"{name}-{node.name}-{index}", stage, node, (gpu,))
 
 
-def _dealt(group: Group, task: Task, name: str, count: int) -> Iterator[Process]:
+def _dealt(group: TaskGroup, task: Task, name: str, count: int) -> Iterator[Process]:
     """`count` processes without GPUs, dealt in turn to the group's nodes, one each at least."""
     nodes = group.nodes
     for index in range(max(count, len(nodes))):

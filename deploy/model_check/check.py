@@ -22,8 +22,8 @@ from umbra.deploy.model_check.training import compare_training
 from umbra.deploy.model_check.vllm import compare_vllm
 from umbra.proto.errors import UmbraError
 from umbra.services.modeling.reference import Reference
-from umbra.services.runtime.architectures import architecture, check_architecture, read_config
-from umbra.services.runtime.model_dir import check_model_dir
+from umbra.services.runtime.model.architectures import architecture, check_architecture, read_config
+from umbra.services.runtime.model.directory import check_model_dir
 from umbra.services.trainer.policy import load_policy
 
 

@@ -19,8 +19,8 @@ from umbra.services.generator.torch_engine import TorchEngine
 from umbra.services.modeling.models import load_model
 from umbra.services.modeling.reference import Expected, Reference
 from umbra.services.modeling.weights import tensors_in
-from umbra.services.runtime.manifest import build_manifest
-from umbra.services.runtime.memory import private_memory
+from umbra.services.runtime.weights.manifest import build_manifest
+from umbra.services.runtime.weights.memory import private_memory
 from umbra.services.trainer.policy import export_policy, load_policy
 from umbra.services.trainer.snapshot import tensor_layout, whole_weights, write_shards
 

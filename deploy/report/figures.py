@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from umbra.deploy.report.recording import Recording, Span
+from umbra.deploy.report.recording import Recording, ReportSpan
 
 BINS = 120  # of the time, for the utilisation
 SLOWEST = 15
@@ -27,7 +27,7 @@ class Utilisation:
         default_factory=lambda: defaultdict(lambda: [0.0] * BINS)
     )
 
-    def add(self, span: Span, begin: float, width: float) -> None:
+    def add(self, span: ReportSpan, begin: float, width: float) -> None:
         """`span` happened, in a run that began at `begin`, whose bins are `width` s wide."""
         spent = max(0.0, span.end - span.start)
         self.seconds[span.name] = self.seconds.get(span.name, 0.0) + spent
@@ -54,7 +54,7 @@ class Figures:
     evals: list[Row] = field(default_factory=list[Row])
     warnings: list[Row] = field(default_factory=list[Row])  # as they were first raised
     utilisation: dict[str, Utilisation] = field(default_factory=dict[str, Utilisation])
-    excerpt: list[Span] = field(default_factory=list[Span])
+    excerpt: list[ReportSpan] = field(default_factory=list[ReportSpan])
     slowest: list[Row] = field(default_factory=list[Row])
     samples: deque[Row] = field(default_factory=lambda: deque[Row](maxlen=SAMPLES))
 
@@ -100,7 +100,7 @@ def gather(recording: Recording) -> Figures:
     return figures
 
 
-def _add(figures: Figures, span: Span, width: float) -> None:
+def _add(figures: Figures, span: ReportSpan, width: float) -> None:
     if not span.track:
         known = figures.utilisation.setdefault(span.service, Utilisation())
         known.add(span, figures.begin, width)
@@ -116,6 +116,6 @@ def _range(recording: Recording) -> tuple[float, float]:
     return (begin, end) if end >= begin else (0.0, 0.0)
 
 
-def _spans(recording: Recording) -> Iterable[Span]:
+def _spans(recording: Recording) -> Iterable[ReportSpan]:
     for row in recording.rows():
         yield from recording.spans(row)

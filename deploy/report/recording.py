@@ -11,11 +11,11 @@ from typing import Any
 
 from umbra.deploy.run_folder import RunFolder, read_rows
 from umbra.proto.errors import UsageError
-from umbra.services.runtime.metrics import span_name
+from umbra.services.runtime.process.metrics import span_name
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ReportSpan:
     """Something that `service` did from `start` to `end`, seconds since the epoch.
 
     `track` keeps apart what a service does at the same time.
@@ -91,13 +91,13 @@ class Recording:
             else:
                 yield row
 
-    def spans(self, row: Mapping[str, Any]) -> Iterator[Span]:
+    def spans(self, row: Mapping[str, Any]) -> Iterator[ReportSpan]:
         """What `row` says that a service did."""
         service, align = row["service"], self.clocks.align
         match row["kind"]:
             case "span":
                 left_out = ("time", "service", "kind", "name", "start", "end", "lengths")
-                yield Span(
+                yield ReportSpan(
                     service,
                     span_name(dict(row)),
                     align(service, row["start"]),
@@ -106,7 +106,7 @@ class Recording:
                 )
             case "push":
                 end = align(service, row["time"])
-                yield Span(
+                yield ReportSpan(
                     service,
                     f"push {row['version']}",
                     end - row["total_s"],
@@ -118,6 +118,6 @@ class Recording:
                 end = align(service, row["time"])
                 name = f"eval of version {row['version']}"
                 facts = {"accuracy": row["accuracy"], "answered": row["answered"]}
-                yield Span(service, name, end - row["seconds"], end, "evals", facts)
+                yield ReportSpan(service, name, end - row["seconds"], end, "evals", facts)
             case _:
                 pass

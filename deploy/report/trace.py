@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from umbra.deploy.report.recording import Recording, Span
+from umbra.deploy.report.recording import Recording, ReportSpan
 
 
 def write_trace(recording: Recording, path: Path) -> int:
@@ -40,7 +40,7 @@ def _events(recording: Recording) -> Iterator[dict[str, Any]]:
             yield _counter(row, recording)
 
 
-def _complete(span: Span, process: int, thread: int) -> dict[str, Any]:
+def _complete(span: ReportSpan, process: int, thread: int) -> dict[str, Any]:
     return {
         "ph": "X",
         "name": span.name,
@@ -53,7 +53,9 @@ def _complete(span: Span, process: int, thread: int) -> dict[str, Any]:
     }
 
 
-def _name(span: Span, numbers: dict[tuple[str, str], tuple[int, int]]) -> Iterator[dict[str, Any]]:
+def _name(
+    span: ReportSpan, numbers: dict[tuple[str, str], tuple[int, int]]
+) -> Iterator[dict[str, Any]]:
     """Number the track of `span`, and its service if that is new; say how they are called."""
     known = {service: process for (service, _), (process, _) in numbers.items()}
     process = known.get(span.service, len(known) + 1)

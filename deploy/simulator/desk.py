@@ -24,15 +24,15 @@ from umbra.proto.messages import (
     SubmitTrajectories,
 )
 from umbra.services.buffer.broker import Broker
-from umbra.services.buffer.effects import Effect, Push, Reply
-from umbra.services.runtime.server import Request
+from umbra.services.buffer.effects import Effect, Publish, Reply
+from umbra.services.runtime.net.server import Request
 
 TICK_S = 0.5  # how late a deadline may be noticed
 M = TypeVar("M", bound=Message)
 Answered = Callable[[Message], None]
 
 
-class Desk:
+class SimulatedBroker:
     """Takes requests in, hands them to the broker one after another, and delivers what it says.
 
     Args:
@@ -134,7 +134,7 @@ class Desk:
             match effect:
                 case Reply(request, body):
                     self._reply(request, body)
-                case Push(identity, body):
+                case Publish(identity, body):
                     client = self._clients.get(identity)
                     if client is not None:
                         self._deliver(client, client.incarnation, client.pushed, body)
@@ -216,7 +216,7 @@ class Client:
 
     def __init__(
         self,
-        desk: Desk,
+        desk: SimulatedBroker,
         timeline: Timeline,
         name: str,
         role: Role,

@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from umbra.deploy.simulator.tables import Failure, Kind
+from umbra.deploy.simulator.tables import FailureTable, Kind
 from umbra.deploy.simulator.timeline import Timeline
 
 RESTART_S = 5.0  # of a process that was taken for dead: its supervisor starts it again
@@ -21,7 +21,9 @@ class Failures:
         seed: of the times.
     """
 
-    def __init__(self, timeline: Timeline, failures: Mapping[Kind, Failure], seed: int) -> None:
+    def __init__(
+        self, timeline: Timeline, failures: Mapping[Kind, FailureTable], seed: int
+    ) -> None:
         self.counts: Counter[str] = Counter()
         self._timeline = timeline
         self._failures = failures

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 
 from umbra.deploy.simulator.answers import make_answer, size_of
-from umbra.deploy.simulator.desk import Client, Desk
+from umbra.deploy.simulator.desk import Client, SimulatedBroker
 from umbra.deploy.simulator.hub import Hub
-from umbra.deploy.simulator.rows import Engine, Row
+from umbra.deploy.simulator.rows import SimulatedEngine, SimulatedRow
 from umbra.deploy.simulator.timeline import Shares, Timeline
 from umbra.proto.messages import (
     Abort,
@@ -31,7 +31,7 @@ from umbra.proto.messages import (
 )
 from umbra.proto.records import SampleTask, Trajectory
 from umbra.services.generator.replay_model import ReplayDecoder
-from umbra.services.weight_hub.effects import Peer
+from umbra.services.weight_hub.effects import HubPeer
 
 MOST_ACTIVE = 4  # samples per slot, those that wait for the environment included
 
@@ -52,9 +52,9 @@ class SimGenerator:
         self,
         timeline: Timeline,
         name: str,
-        desk: Desk,
+        desk: SimulatedBroker,
         hub: Hub,
-        engine: Engine,
+        engine: SimulatedEngine,
         expelled: Callable[[], object],
     ) -> None:
         self.name = name
@@ -67,7 +67,7 @@ class SimGenerator:
         self._timeline = timeline
         self._hub = hub
         self._engine = engine
-        self._rows: dict[str, Row] = {}
+        self._rows: dict[str, SimulatedRow] = {}
         self._decoder = ReplayDecoder(engine.model, engine.config.slots)
         self._due = math.inf  # when something ends, for which an action is planned
         self._live, self._live_since = 0, 0.0
@@ -85,9 +85,9 @@ class SimGenerator:
         return self.client.is_alive
 
     @property
-    def peer(self) -> Peer:
+    def peer(self) -> HubPeer:
         """Its name, and which start of it."""
-        return Peer(self.name, self.client.incarnation)
+        return HubPeer(self.name, self.client.incarnation)
 
     def start(self) -> None:
         """Join the run and subscribe to weights."""
@@ -218,7 +218,7 @@ class SimGenerator:
             return
         for task in tasks:
             chance = self._engine.chance.of(task.sample_id)
-            row = Row(task, self._engine.model.length(chance))
+            row = SimulatedRow(task, self._engine.model.length(chance))
             if task.partial is not None:
                 row.done = int(size_of(task.partial)[0])
                 row.versions = [span.version for span in task.partial.spans]
@@ -245,7 +245,7 @@ class SimGenerator:
         if samples:
             self.client.ask(ReturnSamples(samples=samples), Ok, lambda _reply: None)
 
-    def _submit(self, row: Row) -> None:
+    def _submit(self, row: SimulatedRow) -> None:
         prompt = self._engine.prompt_tokens + row.done
         left = max(1, row.total - row.done)
         self._decoder.submit(row.name, prompt, left, self._timeline.now)
@@ -315,7 +315,7 @@ class SimGenerator:
         """Decode until now; what is finished goes to its environment, or to the broker."""
         finished = self._decoder.advance(self._timeline.now)
         self._count_live(self._decoder.live)
-        ready: list[Row] = []
+        ready: list[SimulatedRow] = []
         for name in finished:
             row = self._rows[name]
             row.add_version(self.version)
@@ -326,7 +326,7 @@ class SimGenerator:
                 ready.append(row)
         self._deliver(ready)
 
-    def _begin_environment(self, row: Row) -> None:
+    def _begin_environment(self, row: SimulatedRow) -> None:
         name, incarnation = row.name, self.client.incarnation
         chance = self._engine.chance.of(f"{name} environment")
         seconds = -self._engine.environment_s * math.log(1.0 - chance)
@@ -338,7 +338,7 @@ class SimGenerator:
 
         self._timeline.after(seconds, rewarded)
 
-    def _deliver(self, rows: Sequence[Row]) -> None:
+    def _deliver(self, rows: Sequence[SimulatedRow]) -> None:
         if not rows:
             return
         for row in rows:
@@ -346,7 +346,7 @@ class SimGenerator:
         answers = [self._answer(row, row.total) for row in rows]
         self.client.ask(SubmitTrajectories(trajectories=answers), SubmitAck, lambda _reply: None)
 
-    def _answer(self, row: Row, tokens: int) -> Trajectory:
+    def _answer(self, row: SimulatedRow, tokens: int) -> Trajectory:
         engine = self._engine
         reward = engine.reward(row.task)
         return make_answer(row.task, row.versions, tokens, engine.prompt_tokens, reward)
@@ -359,13 +359,13 @@ class SimGenerator:
                 row.marked = made
                 row.add_version(self.version)
 
-    def _progress(self, row: Row) -> int:
+    def _progress(self, row: SimulatedRow) -> int:
         """Tokens of a sample so far."""
         if not row.decoding:
             return row.total
         return row.done + self._decoder.made(row.name)
 
-    def _flushed(self, row: Row) -> int:
+    def _flushed(self, row: SimulatedRow) -> int:
         """Tokens of it that were flushed last."""
         every = self._engine.config.partial_flush_tokens
         return self._progress(row) // every * every if every else 0

@@ -16,7 +16,7 @@ from umbra.proto.messages import (
     Ready,
     SlotGranted,
 )
-from umbra.services.weight_hub.effects import Admit, Answer, Effect, Failed, Peer, Pushed, Send
+from umbra.services.weight_hub.effects import Admit, Effect, Failed, HubPeer, HubReply, Pushed, Send
 from umbra.services.weight_hub.push import PushProtocol
 
 LAYOUT = "simulated"  # digest of the manifest
@@ -26,7 +26,7 @@ class Subscriber(Protocol):
     """Who gets weights."""
 
     @property
-    def peer(self) -> Peer:
+    def peer(self) -> HubPeer:
         """Its name, and which start of it."""
         ...
 
@@ -68,11 +68,11 @@ class Hub:
 
     # -- who publishes ----------------------------------------------------------------------------
 
-    def register(self, publisher: Peer) -> None:
+    def register(self, publisher: HubPeer) -> None:
         """`publisher` writes versions from now on."""
         self._later(lambda now: self.protocol.register(publisher, LAYOUT, now))
 
-    def acquire(self, publisher: Peer, version: int, granted: Callable[[int], None]) -> None:
+    def acquire(self, publisher: HubPeer, version: int, granted: Callable[[int], None]) -> None:
         """Ask for a slot; `granted` gets it once one is free."""
 
         def ticket(message: Message) -> None:
@@ -81,7 +81,7 @@ class Hub:
 
         self._later(lambda now: self.protocol.acquire(ticket, publisher, version, now))
 
-    def publish(self, publisher: Peer, version: int, slot: int, snapshot_s: float = 0.0) -> None:
+    def publish(self, publisher: HubPeer, version: int, slot: int, snapshot_s: float = 0.0) -> None:
         """The slot holds `version`: push it."""
         message = Publish(version=version, slot=slot, checksums=[version], snapshot_s=snapshot_s)
         self._later(
@@ -100,11 +100,11 @@ class Hub:
 
         self._later(arrive)
 
-    def ready(self, peer: Peer, message: Ready) -> None:
+    def ready(self, peer: HubPeer, message: Ready) -> None:
         """`peer` has staged a version, or could not."""
         self._later(lambda now: self.protocol.ready(peer, message, now))
 
-    def committed(self, peer: Peer, message: Committed) -> None:
+    def committed(self, peer: HubPeer, message: Committed) -> None:
         """`peer` serves a version, or could not load it."""
         self._later(lambda now: self.protocol.committed(peer, message, now))
 
@@ -119,7 +119,7 @@ class Hub:
     def _carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:
             match effect:
-                case Answer(ticket, message):
+                case HubReply(ticket, message):
                     assert callable(ticket)
                     self._timeline.after(self._latency_s, lambda t=ticket, m=message: t(m))
                 case Send(name, message):
@@ -159,7 +159,7 @@ class Hub:
         self._timeline.at(deadline, look)
 
 
-class Wire:
+class SimulatedWire:
     """The links between nodes, along which relays fetch versions from one another.
 
     A relay has all bytes when its own link has let them through, but not before one bucket's time
@@ -239,7 +239,7 @@ class NodeRelay:
         name: str,
         hub: Hub,
         own: Hub,
-        wire: Wire,
+        wire: SimulatedWire,
         chained: Callable[[str], None],
     ) -> None:
         self.name = name
@@ -254,9 +254,9 @@ class NodeRelay:
         self._epoch = -1
 
     @property
-    def peer(self) -> Peer:
+    def peer(self) -> HubPeer:
         """Its name, and which start of it."""
-        return Peer(self.name, str(self._starts))
+        return HubPeer(self.name, str(self._starts))
 
     def start(self) -> None:
         """Subscribe."""

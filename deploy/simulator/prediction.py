@@ -7,14 +7,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import mean
 
-from umbra.deploy.simulator.desk import Desk
+from umbra.deploy.simulator.desk import SimulatedBroker
 from umbra.deploy.simulator.failures import Failures
 from umbra.deploy.simulator.generator import SimGenerator
 from umbra.deploy.simulator.scorer import SimScorer
 from umbra.deploy.simulator.timeline import Shares, Timeline
 from umbra.deploy.simulator.trainer import SimTrainer, Step
 from umbra.proto.records import Ledger
-from umbra.services.buffer.staleness import StalenessStats
+from umbra.services.buffer.policy.staleness import StalenessStats
 
 # Counters of the broker that tell of work done twice, or for nothing.
 TOLD = (
@@ -78,7 +78,7 @@ class Window:
     def __init__(
         self,
         timeline: Timeline,
-        desk: Desk,
+        desk: SimulatedBroker,
         trainer: SimTrainer,
         generators: Sequence[SimGenerator],
         scorers: Sequence[SimScorer],

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from umbra.deploy.simulator.answers import Chance, size_of
 from umbra.proto.records import SampleTask
 from umbra.services.generator.replay_model import ReplayModel
-from umbra.services.runtime.config import Generator as GeneratorConfig
+from umbra.services.runtime.config import GeneratorConfig as GeneratorConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class SimulatedEngine:
     """What all generators share.
 
     `wait_s` is how long a question for work may stay open, `stage_s` how long a version is copied
@@ -40,7 +40,7 @@ class Engine:
 
 
 @dataclass(slots=True)
-class Row:
+class SimulatedRow:
     """A sample under way."""
 
     task: SampleTask

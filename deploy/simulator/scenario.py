@@ -20,8 +20,8 @@ from umbra.deploy.simulator.tables import DecodeSpeed, Tables
 from umbra.proto.errors import UsageError
 from umbra.services.generator.replay_model import ReplayModel, read_replay_model
 from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config_loader import SECTIONS, config_of
-from umbra.services.runtime.feasibility import check_feasible
+from umbra.services.runtime.config.feasibility import check_feasible
+from umbra.services.runtime.config.loader import SECTIONS, config_of
 
 OWN = [field.name for field in msgspec.structs.fields(Tables)]
 

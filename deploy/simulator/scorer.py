@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from umbra.deploy.simulator.answers import size_of
-from umbra.deploy.simulator.desk import Client, Desk
+from umbra.deploy.simulator.desk import Client, SimulatedBroker
 from umbra.deploy.simulator.tables import ScoringSpeed
 from umbra.deploy.simulator.timeline import Shares, Timeline
 from umbra.proto.messages import (
@@ -38,7 +38,7 @@ class SimScorer:
         self,
         timeline: Timeline,
         name: str,
-        desk: Desk,
+        desk: SimulatedBroker,
         stage: str,
         capacity: int,
         speed: ScoringSpeed,

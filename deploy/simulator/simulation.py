@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from umbra.deploy.simulator.answers import Chance
-from umbra.deploy.simulator.desk import Desk
+from umbra.deploy.simulator.desk import SimulatedBroker
 from umbra.deploy.simulator.failures import RESTART_S, Failures
 from umbra.deploy.simulator.generator import SimGenerator
-from umbra.deploy.simulator.hub import Hub, NodeRelay, Wire
+from umbra.deploy.simulator.hub import Hub, NodeRelay, SimulatedWire
 from umbra.deploy.simulator.prediction import Prediction, Window
-from umbra.deploy.simulator.rows import Engine
+from umbra.deploy.simulator.rows import SimulatedEngine
 from umbra.deploy.simulator.scenario import Scenario
 from umbra.deploy.simulator.scorer import SimScorer
 from umbra.deploy.simulator.tables import ScoringSpeed
@@ -21,9 +21,9 @@ from umbra.deploy.simulator.trainer import SimTrainer
 from umbra.proto.errors import DeadlineError
 from umbra.proto.records import SampleTask
 from umbra.services.buffer.broker import Broker, Endpoints
-from umbra.services.buffer.prompts import GroupEnd, Prompt
-from umbra.services.buffer.store import MemoryStore
-from umbra.services.weight_hub.chain import Chain
+from umbra.services.buffer.data.prompts import GroupEnd, Prompt
+from umbra.services.buffer.store.api import MemoryStore
+from umbra.services.weight_hub.relay_chain import RelayChain
 
 GC_THRESHOLD = 50_000  # as the buffer's own: thousands of objects are made per poll, and live on
 FEW = 64  # generators that ask for work once a second; more ask less often, so that few are idle
@@ -74,14 +74,14 @@ class Simulation:
         self._chance = Chance(config.run.seed)
         self._store = MemoryStore(durable=bool(tables.failures))
         self.timeline = Timeline()
-        self.desk = Desk(
+        self.desk = SimulatedBroker(
             self.timeline,
             self._make_broker,
             tables.speed.broker,
             network.latency_s,
             config.generator.partial_flush_tokens,
         )
-        self.chain = Chain(hub="")
+        self.chain = RelayChain(hub="")
         self.hub = Hub(
             self.timeline,
             config.weight_hub.slots,
@@ -103,7 +103,7 @@ class Simulation:
         self.nodes: list[_Node] = []
         self.failures = Failures(self.timeline, tables.failures, config.run.seed)
         self._relays: dict[str, NodeRelay] = {}
-        self._wire = Wire(
+        self._wire = SimulatedWire(
             self.timeline,
             source=self.chain.source,
             alive=lambda name: self._relays[name].is_alive,
@@ -206,7 +206,7 @@ class Simulation:
             node.generators.append(self._make_generator(index, node, engine))
         self.nodes = list(by_node.values())
 
-    def _make_generator(self, index: int, node: _Node, engine: Engine) -> SimGenerator:
+    def _make_generator(self, index: int, node: _Node, engine: SimulatedEngine) -> SimGenerator:
         hub = node.relay.own if node.relay is not None else self.hub
         generator = SimGenerator(
             self.timeline,
@@ -218,10 +218,10 @@ class Simulation:
         )
         return generator
 
-    def _engine(self) -> Engine:
+    def _engine(self) -> SimulatedEngine:
         scenario = self._scenario
         samples, speed = scenario.tables.samples, scenario.tables.speed
-        return Engine(
+        return SimulatedEngine(
             model=scenario.engine,
             config=scenario.config.generator,
             chance=self._chance,

@@ -18,7 +18,7 @@ class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Base of all sections."""
 
 
-class Cluster(Table, frozen=True, kw_only=True):
+class ClusterTable(Table, frozen=True, kw_only=True):
     """The machines. GPUs of the trainer come first, then those of `ref_logp` and `logp` scorers."""
 
     gpus: _Count
@@ -102,7 +102,7 @@ class Samples(Table, frozen=True, kw_only=True):
     level_share: Annotated[float, Meta(ge=0, le=1)] = 0.0  # of groups: all rewards are equal
 
 
-class Failure(Table, frozen=True, kw_only=True):
+class FailureTable(Table, frozen=True, kw_only=True):
     """How often each process of a kind dies, and when it has started again."""
 
     mtbf_s: _Rate  # mean time between failures (exponential)
@@ -115,7 +115,7 @@ Kind = Literal["generator", "node", "trainer", "buffer"]
 class Tables(Table, frozen=True, kw_only=True):
     """All of them."""
 
-    cluster: Cluster
+    cluster: ClusterTable
     speed: Speed
     samples: Samples = Samples()
-    failures: dict[Kind, Failure] = {}
+    failures: dict[Kind, FailureTable] = {}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from umbra.deploy.simulator.answers import size_of
-from umbra.deploy.simulator.desk import Client, Desk
+from umbra.deploy.simulator.desk import Client, SimulatedBroker
 from umbra.deploy.simulator.hub import Hub
 from umbra.deploy.simulator.tables import TrainingSpeed
 from umbra.deploy.simulator.timeline import Shares, Timeline
@@ -22,7 +22,7 @@ from umbra.proto.messages import (
     RunFinished,
 )
 from umbra.services.runtime.config import RunConfig
-from umbra.services.weight_hub.effects import Peer
+from umbra.services.weight_hub.effects import HubPeer
 
 LEASE_SLICE_S = 1.0  # how long a question for a batch stays open, as the trainer's loop has it
 
@@ -55,7 +55,7 @@ class SimTrainer:
     def __init__(
         self,
         timeline: Timeline,
-        desk: Desk,
+        desk: SimulatedBroker,
         hub: Hub,
         config: RunConfig,
         speed: TrainingSpeed,
@@ -86,8 +86,8 @@ class SimTrainer:
         return self.client.is_alive
 
     @property
-    def _peer(self) -> Peer:
-        return Peer("trainer", self.client.incarnation)
+    def _peer(self) -> HubPeer:
+        return HubPeer("trainer", self.client.incarnation)
 
     def start(self) -> None:
         """Join, and go on after the last checkpoint."""
@@ -195,5 +195,5 @@ class SimTrainer:
         self.shares.to(state)
         self._timeline.after(seconds, lambda: action() if self._is(peer) else None)
 
-    def _is(self, peer: Peer) -> bool:
+    def _is(self, peer: HubPeer) -> bool:
         return self.is_alive and self._peer == peer

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from umbra.services.buffer.store import Store
+from umbra.services.buffer.store.api import Store
 
 KEY = "addresses"
 

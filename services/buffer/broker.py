@@ -44,19 +44,19 @@ from umbra.proto.messages import (
     SubmitTrajectories,
     Welcome,
 )
-from umbra.services.buffer.effects import Effect, Outbox
-from umbra.services.buffer.membership import Membership, Peer
-from umbra.services.buffer.operations import OPERATIONS, Operations
-from umbra.services.buffer.overview import Overview
-from umbra.services.buffer.prompts import Prompt, Prompts
-from umbra.services.buffer.recovery import Recovery
-from umbra.services.buffer.report import Report
-from umbra.services.buffer.room import Room
-from umbra.services.buffer.store import Store
+from umbra.services.buffer.data.prompts import Prompt, Prompts
+from umbra.services.buffer.effects import Effect, Effects
+from umbra.services.buffer.endpoints.operator import OPERATIONS, OperatorRequests
+from umbra.services.buffer.membership import Membership, Participant
+from umbra.services.buffer.stalls import StallReport
+from umbra.services.buffer.status import StatusPage
+from umbra.services.buffer.store.api import Store
+from umbra.services.buffer.store.quota import DiskQuota
+from umbra.services.buffer.store.recovery import Recovery
 from umbra.services.buffer.works import Works
 from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.server import Request
-from umbra.services.runtime.zap import Refusals
+from umbra.services.runtime.net.server import Request
+from umbra.services.runtime.net.zap import Refusals
 
 FINISH_S = 10.0  # what members get to leave after FinishRun
 STILL = (Heartbeat, Ping, StatusRequest, Ok, Nack)  # move nothing that is kept
@@ -106,7 +106,7 @@ class Broker:
         self.counters: Counter[str] = Counter()
         self.members = Membership(buffer)
         self._refusals = refusals or Refusals()
-        self._outbox = Outbox()
+        self._outbox = Effects()
         works = Works(
             config,
             store,
@@ -119,8 +119,8 @@ class Broker:
         )
         self.works = works
         self.policy, self.pool, self.batches = works.policy, works.pool, works.batches
-        report = self._report = Report(works, self.members, buffer)
-        self._operations = Operations(works, self.members, self._outbox, end=self._stop)
+        report = self._report = StallReport(works, self.members, buffer)
+        self._operations = OperatorRequests(works, self.members, self._outbox, end=self._stop)
         self._config = config
         self._run_id = run_id
         self._endpoints = endpoints
@@ -147,8 +147,8 @@ class Broker:
             prompts=prompts,
             counters=self.counters,
         )
-        self.room = Room(store, self.pool, self.batches, buffer.store_max_bytes)
-        self._overview = Overview(
+        self.room = DiskQuota(store, self.pool, self.batches, buffer.store_max_bytes)
+        self._overview = StatusPage(
             works,
             self.members,
             report,
@@ -278,7 +278,7 @@ class Broker:
         )
         self._outbox.reply(request, welcome)
 
-    def _handle_member(self, request: Request, peer: Peer, now: float) -> None:
+    def _handle_member(self, request: Request, peer: Participant, now: float) -> None:
         kind = type(request.body)
         if kind in SENDERS and not may_send(peer.role, kind):
             needed = " or a ".join(SENDERS[kind])
@@ -324,7 +324,7 @@ class Broker:
                 reason = f"{type(body).__name__} is nothing that the buffer is asked"
                 self._refuse(request, Nack(code="unexpected", reason=reason, path="type"))
 
-    def _beat(self, request: Request, peer: Peer, body: Heartbeat, now: float) -> None:
+    def _beat(self, request: Request, peer: Participant, body: Heartbeat, now: float) -> None:
         self.members.beat(peer, body, now)
         weights, incarnation = self.members.hub
         ack = HeartbeatAck(
@@ -339,7 +339,7 @@ class Broker:
         if reason and body.state != "draining":
             self._outbox.push(peer.identity, Command(kind="drain", reason=reason))
 
-    def _remove(self, peer: Peer, why: str, *, lost: bool) -> None:
+    def _remove(self, peer: Participant, why: str, *, lost: bool) -> None:
         self.members.remove(peer, why)
         self.works.take_back(peer, lost=lost)
 

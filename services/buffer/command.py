@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from umbra.services.runtime.command import Alternative, ServiceContext, service_command
+from umbra.services.runtime.process.command import Alternative, ServiceContext, service_command
 
 
 def _run(context: ServiceContext) -> int:
@@ -14,8 +14,8 @@ def _run(context: ServiceContext) -> int:
 
 
 def _repair(context: ServiceContext) -> int:
-    from umbra.services.buffer.repair import repair
     from umbra.services.buffer.service import store_directory
+    from umbra.services.buffer.store.repair import repair
 
     for line in repair(store_directory(context)).tell():
         click.echo(line)

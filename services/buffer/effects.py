@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from umbra.proto.messages import Message
-from umbra.services.runtime.server import Request
+from umbra.services.runtime.net.server import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
-class Push:
+class Publish:
     """Send `body` unasked to the socket `identity` of a channel."""
 
     identity: bytes
@@ -34,10 +34,10 @@ class Measure:
     fields: dict[str, Any]
 
 
-Effect: TypeAlias = Reply | Push | Measure
+Effect: TypeAlias = Reply | Publish | Measure
 
 
-class Outbox:
+class Effects:
     """Collects the effects of one event."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Outbox:
 
     def push(self, identity: bytes, body: Message, channel: str = "control") -> None:
         """Send `body` unasked."""
-        self._effects.append(Push(identity, body, channel))
+        self._effects.append(Publish(identity, body, channel))
 
     def measure(self, kind: str, **fields: Any) -> None:
         """Write a row of metrics."""

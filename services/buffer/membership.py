@@ -14,8 +14,8 @@ from typing import Any
 from umbra.proto.bounds import MEMBERS
 from umbra.proto.messages import Heartbeat, Join, Member, Nack, Role, State, Stuck
 from umbra.services.buffer.meter import Meter
-from umbra.services.runtime.config import Buffer
-from umbra.services.runtime.server import Request
+from umbra.services.runtime.config import BufferConfig
+from umbra.services.runtime.net.server import Request
 
 SKEW_S = 1.0  # clocks that differ by more are pointed out
 DEPARTED_KEPT = 1024  # names and incarnations that are remembered after their end
@@ -25,7 +25,7 @@ SINGLE: tuple[Role, ...] = ("trainer", "weight_hub")  # roles of which a run has
 
 
 @dataclass(slots=True)
-class Peer:
+class Participant:
     """A member. Times are seconds of the broker's clock."""
 
     name: str
@@ -82,18 +82,18 @@ class Membership:
         config: how often they send heartbeats, and from when on one is dead or stuck.
     """
 
-    def __init__(self, config: Buffer) -> None:
-        self.peers: dict[str, Peer] = {}
+    def __init__(self, config: BufferConfig) -> None:
+        self.peers: dict[str, Participant] = {}
         self.departed: dict[str, str] = {}  # name -> why
         self.changed: set[str] = set()  # who came or went since the journal last took note
-        self._single: dict[Role, Peer] = {}  # asked for at every heartbeat
+        self._single: dict[Role, Participant] = {}  # asked for at every heartbeat
         self._heartbeat_s = config.heartbeat_s
         self._dead_after_s = config.dead_after_s
         self._stall_s = config.stall_s
         self._superseded: dict[tuple[str, str], None] = {}
 
     @property
-    def working(self) -> list[Peer]:
+    def working(self) -> list[Participant]:
         """All but those who only watch."""
         return [peer for peer in self.peers.values() if peer.role != "monitor"]
 
@@ -103,7 +103,7 @@ class Membership:
         slower = min(len(self.peers) / BEATS_PER_S, self._dead_after_s / BEATS_UNTIL_DEAD)
         return max(self._heartbeat_s, slower)
 
-    def join(self, request: Request, body: Join, now: float) -> Peer | Nack:
+    def join(self, request: Request, body: Join, now: float) -> Participant | Nack:
         """Let a process in, or say why not. Its older incarnation, if any, is out from now on."""
         header = request.header
         if body.name != header.sender:
@@ -139,7 +139,7 @@ class Membership:
         if before is not None and before.incarnation != header.incarnation:
             self._superseded[body.name, before.incarnation] = None
             _forget_oldest(self._superseded)
-        peer = Peer(
+        peer = Participant(
             name=body.name,
             role=body.role,
             incarnation=header.incarnation,
@@ -156,7 +156,7 @@ class Membership:
         self.changed.add(body.name)
         return peer
 
-    def hear(self, request: Request, now: float) -> Peer | Nack:
+    def hear(self, request: Request, now: float) -> Participant | Nack:
         """The member that sent `request`, which thereby lives; or why it is none.
 
         Names and incarnations are known to all, the identity of its sockets only to itself.
@@ -183,7 +183,7 @@ class Membership:
             code="not_member", reason=f"{header.sender!r} is not a member: {why}", path="sender"
         )
 
-    def beat(self, peer: Peer, body: Heartbeat, now: float) -> None:
+    def beat(self, peer: Participant, body: Heartbeat, now: float) -> None:
         """Take over what a heartbeat tells."""
         peer.state = body.state
         peer.activity = body.activity
@@ -196,7 +196,7 @@ class Membership:
         peer.shares = dict(body.shares)
         peer.clock_offset_s, peer.clock_error_s = body.clock_offset_s, body.clock_error_s
 
-    def remove(self, peer: Peer, why: str) -> None:
+    def remove(self, peer: Participant, why: str) -> None:
         """`peer` is gone."""
         del self.peers[peer.name]
         self._index()
@@ -218,11 +218,11 @@ class Membership:
                 kept["role"] = "relay"
             if older := kept.pop("identity", b""):
                 kept["seal"] = _seal(older)  # of a store that has the identity itself
-            peer = Peer(**kept, identity=b"", heard_at=now, confirmed=False)
+            peer = Participant(**kept, identity=b"", heard_at=now, confirmed=False)
             self.peers[peer.name] = peer
         self._index()
 
-    def silent(self, now: float, patience_s: dict[str, float]) -> list[Peer]:
+    def silent(self, now: float, patience_s: dict[str, float]) -> list[Participant]:
         """Members to be given up; `patience_s` has limits other than the common one, by name."""
         return [
             peer
@@ -230,7 +230,7 @@ class Membership:
             if now - peer.heard_at > patience_s.get(peer.name, self._dead_after_s)
         ]
 
-    def find(self, role: Role) -> Peer | None:
+    def find(self, role: Role) -> Participant | None:
         """The member of a role of which a run has one."""
         return self._single.get(role)
 

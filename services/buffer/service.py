@@ -15,19 +15,19 @@ from umbra.proto.errors import EXIT_DONE, FailedSamplesError, UsageError
 from umbra.proto.messages import CONTROL, DATA, Welcome
 from umbra.services.buffer.addresses import Addresses
 from umbra.services.buffer.broker import Broker, Endpoints
-from umbra.services.buffer.committer import Committer
-from umbra.services.buffer.effects import Effect, Measure, Push, Reply
-from umbra.services.buffer.readers import read_source
-from umbra.services.buffer.run_mark import open_marked, refuse_marked
-from umbra.services.buffer.sources import open_prompts
-from umbra.services.buffer.store import MemoryStore, Store, StoreFullError
-from umbra.services.runtime.advertise import reachable
-from umbra.services.runtime.command import ServiceContext
-from umbra.services.runtime.config import Buffer
-from umbra.services.runtime.disk import DISK, READABLE_MODE
-from umbra.services.runtime.feasibility import check_feasible
-from umbra.services.runtime.heap import Freed
-from umbra.services.runtime.server import Server
+from umbra.services.buffer.data.dataset_readers import read_source
+from umbra.services.buffer.data.sources import open_prompts
+from umbra.services.buffer.effects import Effect, Measure, Publish, Reply
+from umbra.services.buffer.store.api import MemoryStore, Store, StoreFullError
+from umbra.services.buffer.store.committer import Committer
+from umbra.services.buffer.store.run_mark import open_marked, refuse_marked
+from umbra.services.runtime.config import BufferConfig
+from umbra.services.runtime.config.feasibility import check_feasible
+from umbra.services.runtime.net.address import reachable
+from umbra.services.runtime.net.server import Server
+from umbra.services.runtime.process.command import ServiceContext
+from umbra.services.runtime.process.disk import DISK, READABLE_MODE
+from umbra.services.runtime.weights.malloc_tuning import Freed
 
 POLL_S = 0.1  # how late a deadline may be noticed
 TICK_S = 0.05
@@ -120,7 +120,7 @@ def _where(context: ServiceContext) -> str:
 
 
 def bind(
-    server: Server, address: str, settings: Buffer, addresses: Addresses
+    server: Server, address: str, settings: BufferConfig, addresses: Addresses
 ) -> tuple[str, Endpoints]:
     """Open all sockets on the host of `address`; what to connect to, control first.
 
@@ -231,7 +231,7 @@ class Service:
             match effect:
                 case Reply(request, body):
                     self._server.reply(request, body)
-                case Push(identity, body, channel):
+                case Publish(identity, body, channel):
                     self._server.push(channel, identity, body)
                 case Measure(kind, fields):
                     self._context.metrics.write(kind, **fields)

@@ -6,30 +6,30 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from umbra.services.buffer.answers import Answers
-from umbra.services.buffer.archive import Archive
-from umbra.services.buffer.batches import Batches
-from umbra.services.buffer.effects import Outbox
-from umbra.services.buffer.evals import EvalAnswers, Evals
-from umbra.services.buffer.gate import Gate
-from umbra.services.buffer.groups import GroupRules
+from umbra.services.buffer.data.prompts import Prompt, Prompts
+from umbra.services.buffer.effects import Effects
+from umbra.services.buffer.endpoints.evaluation import EvalAnswers, Evaluations
+from umbra.services.buffer.endpoints.generator import EVAL_PREFIX, GeneratorEndpoint
+from umbra.services.buffer.endpoints.scorer import ScorerEndpoint
+from umbra.services.buffer.endpoints.scoring import Scoring
+from umbra.services.buffer.endpoints.trainer import TrainerEndpoint
 from umbra.services.buffer.health import Health
-from umbra.services.buffer.interrupts import Interrupts
-from umbra.services.buffer.journal import Journal
-from umbra.services.buffer.leases import Leases
-from umbra.services.buffer.membership import Membership, Peer
-from umbra.services.buffer.prompts import Prompt, Prompts
-from umbra.services.buffer.replays import Replays
-from umbra.services.buffer.rollouts import EVAL_PREFIX, Rollouts
-from umbra.services.buffer.run_ahead import RunAhead
-from umbra.services.buffer.samples import Pool
-from umbra.services.buffer.sampling import BatchRules
-from umbra.services.buffer.scorers import Scorers
-from umbra.services.buffer.scoring import Scoring
-from umbra.services.buffer.shelf import Shelf
-from umbra.services.buffer.staleness import StalenessPolicy
-from umbra.services.buffer.store import Store
-from umbra.services.buffer.training import Training
+from umbra.services.buffer.membership import Membership, Participant
+from umbra.services.buffer.policy.batches import Batches
+from umbra.services.buffer.policy.cancellation import Cancellations
+from umbra.services.buffer.policy.leases import Leases
+from umbra.services.buffer.policy.pause import Pause
+from umbra.services.buffer.policy.replays import Replays
+from umbra.services.buffer.policy.run_ahead import RunAhead
+from umbra.services.buffer.policy.selection import BatchRules
+from umbra.services.buffer.policy.staleness import StalenessPolicy
+from umbra.services.buffer.samples.groups import GroupRules
+from umbra.services.buffer.samples.pool import SamplePool
+from umbra.services.buffer.samples.submissions import Submissions
+from umbra.services.buffer.samples.trajectory_store import TrajectoryStore
+from umbra.services.buffer.store.api import Store
+from umbra.services.buffer.store.archive import Archive
+from umbra.services.buffer.store.journal import Journal
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.trajectories import RunFacts, sampling_of
 
@@ -60,28 +60,28 @@ class Works:
         *,
         missing: Callable[[float], str],
         counters: Counter[str],
-        outbox: Outbox,
+        outbox: Effects,
     ) -> None:
         buffer = config.buffer
         self.counters = counters
-        self.gate = Gate()
+        self.gate = Pause()
         self.health = Health(config)
         self.policy = StalenessPolicy.of(config)
         self.facts = RunFacts.of(config)
         self.facts.sampling = sampling_of(config.sampling)
-        self.pool = Pool(
+        self.pool = SamplePool(
             rules=GroupRules.of(buffer),
             lease_s=buffer.lease_s,
             max_attempts=buffer.max_attempts,
-            shelf=Shelf(store),
+            trajectory_store=TrajectoryStore(store),
             counters=counters,
             stages=buffer.stages,
         )
-        eval_pool = Pool(
+        eval_pool = SamplePool(
             rules=GroupRules(size=1),
             lease_s=buffer.lease_s,
             max_attempts=buffer.max_attempts,
-            shelf=Shelf(store),
+            trajectory_store=TrajectoryStore(store),
             counters=counters,
             stages=[stage for stage in buffer.stages if stage == "reward"],
             prefix=EVAL_PREFIX,
@@ -101,7 +101,7 @@ class Works:
         self.leases = Leases(
             self.pool, self.batches, self.policy, prompts, self.run_ahead, buffer, counters
         )
-        self.evals = Evals(
+        self.evals = Evaluations(
             eval_pool,
             Journal(store, eval_pool),
             config.eval,
@@ -110,11 +110,11 @@ class Works:
             members,
             outbox,
         )
-        self.rollouts = Rollouts(
+        self.rollouts = GeneratorEndpoint(
             self.pool,
             self.batches,
             self.leases,
-            Answers(
+            Submissions(
                 self.pool, self.batches, self.policy, self.facts, counters, self.health.answered
             ),
             self.evals,
@@ -129,8 +129,8 @@ class Works:
             max_attempts=buffer.score_attempts,
             counters=counters,
         )
-        self.scorers = Scorers(self.scoring, list(buffer.stages), counters, outbox)
-        self.interrupts = Interrupts(
+        self.scorers = ScorerEndpoint(self.scoring, list(buffer.stages), counters, outbox)
+        self.interrupts = Cancellations(
             self.pool,
             self.batches,
             self.policy,
@@ -139,7 +139,7 @@ class Works:
             counters=counters,
             outbox=outbox,
         )
-        self.training = Training(
+        self.training = TrainerEndpoint(
             self.pool,
             self.batches,
             steps=config.run.steps,
@@ -204,7 +204,7 @@ class Works:
         self.gate.open()
         self.pool.openings += 1  # the parked questions are worth another look
 
-    def take_back(self, peer: Peer, *, lost: bool) -> None:
+    def take_back(self, peer: Participant, *, lost: bool) -> None:
         """What `peer` holds goes to others; a batch stays leased for the next trainer."""
         count = self.pool.take_all_back(peer.name, lost=lost)
         count += self.evals.pool.take_all_back(peer.name, lost=lost)

@@ -22,7 +22,7 @@ from umbra.services.environments.single_turn import (
     Unrewarded,
 )
 from umbra.services.environments.tools import BUILT_IN, ToolUse
-from umbra.services.runtime.config import Environment as EnvironmentConfig
+from umbra.services.runtime.config import EnvironmentConfig as EnvironmentConfig
 
 UNREWARDED = "none"
 """The kind that a generator runs while a scoring stage gives the rewards."""

@@ -10,19 +10,19 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from umbra.services.environments.asking import Ask
-from umbra.services.environments.crew import START_S, Crew
+from umbra.services.environments.environment_host import EnvironmentHost, Result
 from umbra.services.environments.loading import load_environment, runs_inline
-from umbra.services.environments.plays import Plays, Result
 from umbra.services.environments.protocol import EnvironmentFactory, Row, SampleError
-from umbra.services.runtime.config import Environment as EnvironmentConfig
-from umbra.services.runtime.loop_thread import LoopThread
+from umbra.services.environments.turn_request import Ask
+from umbra.services.environments.worker_pool import START_S, WorkerPool
+from umbra.services.runtime.config import EnvironmentConfig as EnvironmentConfig
+from umbra.services.runtime.process.loop_thread import LoopThread
 
 _WAIT_S = START_S + 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class EpisodeOutcome:
     """What a play ended with: an answer, or the reason why there is none. Agents ask in between."""
 
     key: str
@@ -30,9 +30,9 @@ class Outcome:
     error: str = ""
 
 
-def taken(outcomes: queue.SimpleQueue[Outcome]) -> list[Outcome]:
+def taken(outcomes: queue.SimpleQueue[EpisodeOutcome]) -> list[EpisodeOutcome]:
     """All that is in `outcomes`, which another thread fills; nothing is left there."""
-    found: list[Outcome] = []
+    found: list[EpisodeOutcome] = []
     while True:
         try:
             found.append(outcomes.get_nowait())
@@ -54,7 +54,7 @@ class EnvironmentPool(Protocol):
         """The sample is over; an answer that is under way goes nowhere, or comes for nobody."""
         ...
 
-    def collect(self) -> list[Outcome]:
+    def collect(self) -> list[EpisodeOutcome]:
         """The outcomes since the last call."""
         ...
 
@@ -90,20 +90,20 @@ class InlinePool:
     """
 
     def __init__(self, make: EnvironmentFactory, name: str = "environment") -> None:
-        self._plays = Plays(make, name)
-        self._outcomes: list[Outcome] = []
+        self._plays = EnvironmentHost(make, name)
+        self._outcomes: list[EpisodeOutcome] = []
 
     def play(self, key: str, row: Row, responses: Sequence[str]) -> None:
         try:
             answers = _at_once(self._plays.play(key, row, responses))
-            self._outcomes.append(Outcome(key, answers[-1]))
+            self._outcomes.append(EpisodeOutcome(key, answers[-1]))
         except SampleError as error:
-            self._outcomes.append(Outcome(key, error=str(error)))
+            self._outcomes.append(EpisodeOutcome(key, error=str(error)))
 
     def forget(self, key: str) -> None:
         self._plays.forget(key)
 
-    def collect(self) -> list[Outcome]:
+    def collect(self) -> list[EpisodeOutcome]:
         found, self._outcomes = self._outcomes, []
         return found
 
@@ -118,31 +118,31 @@ class ProcessPool:
         self, config: EnvironmentConfig, *, wake: Callable[[], None] = lambda: None
     ) -> None:
         self._wake = wake
-        self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._outcomes: queue.SimpleQueue[EpisodeOutcome] = queue.SimpleQueue()
         self._thread = LoopThread("environments")
-        self._crew = Crew(config, self._deliver)
+        self._workers = WorkerPool(config, self._deliver)
         try:
-            self._thread.wait(self._crew.start(), _WAIT_S)
+            self._thread.wait(self._workers.start(), _WAIT_S)
         except BaseException:
             self.close()
             raise
 
     def play(self, key: str, row: Row, responses: Sequence[str]) -> None:
-        self._thread.call(self._crew.play, key, row, list(responses))
+        self._thread.call(self._workers.play, key, row, list(responses))
 
     def forget(self, key: str) -> None:
-        self._thread.call(self._crew.forget, key)
+        self._thread.call(self._workers.forget, key)
 
-    def collect(self) -> list[Outcome]:
+    def collect(self) -> list[EpisodeOutcome]:
         return taken(self._outcomes)
 
     def close(self) -> None:
         if not self._thread.closed:
-            self._thread.wait(self._crew.close(), _WAIT_S)
+            self._thread.wait(self._workers.close(), _WAIT_S)
             self._thread.close()
 
     def _deliver(self, key: str, value: Result | None, error: str) -> None:
-        self._outcomes.put(Outcome(key, value, error))
+        self._outcomes.put(EpisodeOutcome(key, value, error))
         self._wake()
 
 

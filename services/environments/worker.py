@@ -15,7 +15,10 @@ import sys
 from typing import BinaryIO
 
 from umbra.proto.errors import UmbraError
-from umbra.services.environments.frames import (
+from umbra.services.environments.environment_host import EnvironmentHost
+from umbra.services.environments.loading import load_environment, name_of
+from umbra.services.environments.protocol import EnvironmentFactory, SampleError
+from umbra.services.environments.worker_frames import (
     Forget,
     Hello,
     Play,
@@ -24,10 +27,7 @@ from umbra.services.environments.frames import (
     frame,
     read_by_worker,
 )
-from umbra.services.environments.loading import load_environment, name_of
-from umbra.services.environments.plays import Plays
-from umbra.services.environments.protocol import EnvironmentFactory, SampleError
-from umbra.services.runtime.config import Environment
+from umbra.services.runtime.config import EnvironmentConfig
 
 ASYNC_ROOM = 64  # plays at once, of an environment whose `step` is a coroutine
 _PR_SET_PDEATHSIG = 1
@@ -36,7 +36,7 @@ _PR_SET_PDEATHSIG = 1
 class Worker:
     """Answers plays until its input ends."""
 
-    def __init__(self, plays: Plays, timeout_s: float, out: BinaryIO) -> None:
+    def __init__(self, plays: EnvironmentHost, timeout_s: float, out: BinaryIO) -> None:
         self._plays = plays
         self._timeout_s = timeout_s
         self._out = out
@@ -93,7 +93,7 @@ def room_of(make: EnvironmentFactory) -> int:
     return ASYNC_ROOM if waits or getattr(environment, "concurrent", False) else 1
 
 
-def _confine(config: Environment) -> None:
+def _confine(config: EnvironmentConfig) -> None:
     """End with the parent, and keep within the memory limit."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if config.memory_mb:
@@ -121,7 +121,7 @@ async def _serve(source: int, out: BinaryIO) -> None:
     _confine(config)
     out.write(frame(hello))
     out.flush()
-    worker = Worker(Plays(make, name_of(config)), config.timeout_s, out)
+    worker = Worker(EnvironmentHost(make, name_of(config)), config.timeout_s, out)
     while isinstance(message := await read_by_worker(reader), Play | Forget):
         worker.take(message)
 

@@ -25,8 +25,8 @@ from umbra.proto.messages import (
     SubmitTrajectories,
 )
 from umbra.proto.records import SampleTask, Trajectory
-from umbra.services.runtime.channel import Channel
-from umbra.services.runtime.portions import array_bytes, portions
+from umbra.services.runtime.net.channel import Channel
+from umbra.services.runtime.net.portions import array_bytes, portions
 
 WAIT_S = 1.0  # how long the buffer may keep a question for work open
 GRACE_S = 60.0  # without an answer for so long, the buffer is gone

@@ -16,12 +16,12 @@ import msgspec
 from umbra.proto.errors import UsageError
 from umbra.proto.messages import EvalBegun, EvalRequest
 from umbra.services.generator.tasks import task_named, write_task
-from umbra.services.runtime.command import ServiceContext, keys_of, service_command
-from umbra.services.runtime.config_loader import load_config
+from umbra.services.runtime.config.loader import load_config
 from umbra.services.runtime.eval_scores import telling
-from umbra.services.runtime.jsonl import read_jsonl
-from umbra.services.runtime.keys import Security
-from umbra.services.runtime.link import Link
+from umbra.services.runtime.net.io_thread import IoThread
+from umbra.services.runtime.net.keys import Security
+from umbra.services.runtime.process.command import ServiceContext, keys_of, service_command
+from umbra.services.runtime.process.jsonl import read_jsonl
 
 ANSWER_S = 10.0
 
@@ -132,7 +132,7 @@ def _ask_run(broker: str | None, security: Security) -> None:
     if not broker:
         raise UsageError("name a model directory, or a run by --broker tcp://host:port")
     incarnation = uuid.uuid4().hex[:12]
-    with closing(Link(f"eval-{incarnation}", incarnation, security=security)) as link:
+    with closing(IoThread(f"eval-{incarnation}", incarnation, security=security)) as link:
         buffer = link.channel(broker, "buffer")
         begun = buffer.call(EvalRequest(), EvalBegun, timeout_s=ANSWER_S)
     click.echo(f"evaluation of version {begun.version} begins: {begun.samples} samples")

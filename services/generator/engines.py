@@ -24,7 +24,7 @@ from umbra.services.modeling.models import (
     stop_ids,
 )
 from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.memory import private_memory
+from umbra.services.runtime.weights.memory import private_memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from umbra.proto.errors import UmbraError, UsageError
+from umbra.services.environments.environment_host import EnvironmentHost
 from umbra.services.environments.loading import load_environment
-from umbra.services.environments.plays import Plays
 from umbra.services.environments.protocol import Opening, StepResult
 from umbra.services.generator.template_check import check_play
 from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config_loader import load_config
-from umbra.services.runtime.jsonl import read_jsonl
-from umbra.services.runtime.parent import die_with_parent
+from umbra.services.runtime.config.loader import load_config
+from umbra.services.runtime.process.jsonl import read_jsonl
+from umbra.services.runtime.process.parent import die_with_parent
 
 
 def check_environment(config: RunConfig, row: dict[str, Any]) -> None:
@@ -42,7 +42,7 @@ def check_environment(config: RunConfig, row: dict[str, Any]) -> None:
     what = config.environment.reward if kind == "reward" else kind
     key = "environment.reward" if kind == "reward" else "environment.kind"
     try:
-        opening, answer = asyncio.run(Plays(make, what).play("first", row, [""]))
+        opening, answer = asyncio.run(EnvironmentHost(make, what).play("first", row, [""]))
     except UmbraError as error:
         raise UsageError(f"{key}: an empty response to the first prompt failed: {error}") from error
     if isinstance(opening, Opening) and isinstance(answer, StepResult):

@@ -24,14 +24,14 @@ from umbra.services.generator.engine import (
     KvPolicy,
 )
 from umbra.services.generator.runner import RolloutRunner
-from umbra.services.generator.showcase import Showcase
+from umbra.services.generator.sample_log import SampleLog
 from umbra.services.generator.stall import StallWatch
 from umbra.services.generator.streaming import BrokenOffError, Streaming
 from umbra.services.modeling.weights import tensors_in
-from umbra.services.runtime.metrics import MetricsFile
-from umbra.services.runtime.receiver import Receiver, StagedVersion
-from umbra.services.runtime.session import Session
-from umbra.services.runtime.threads import foreseen
+from umbra.services.runtime.net.session import Session
+from umbra.services.runtime.process.metrics import MetricsFile
+from umbra.services.runtime.process.threads import foreseen
+from umbra.services.runtime.weights.receiver import Receiver, StagedVersion
 
 DRAIN_S = 10.0  # to hand back what is unfinished
 _IDLE_WAIT_S = 0.005  # new weights are noticed within this time
@@ -77,7 +77,7 @@ class GeneratorLoop:
         drains: bool = False,
         prefetch: int,
         wake: threading.Event,
-        showcase: Showcase,
+        sample_log: SampleLog,
         streaming: Streaming | None = None,
         watch: StallWatch,
         clock: Callable[[], float] = time.time,
@@ -93,7 +93,7 @@ class GeneratorLoop:
         self._staged: StagedVersion | None = None  # to be loaded once all samples have ended
         self._prefetch = prefetch
         self._wake = wake
-        self._showcase = showcase
+        self._sample_log = sample_log
         self._streaming = streaming
         self._watch = watch
         self._clock = clock
@@ -266,7 +266,7 @@ class GeneratorLoop:
         self._buffer.submit(finished)
         self._buffer.give_back(failed)
         self._finished += len(finished)
-        self._showcase.finished(finished)
+        self._sample_log.finished(finished)
         for sample in failed:
             self._failed += 1
             if self._failed <= _FAILURES_LOGGED:

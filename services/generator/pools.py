@@ -11,14 +11,14 @@ from umbra.proto.records import Sampling
 from umbra.services.environments.pool import EnvironmentPool, open_pool
 from umbra.services.generator.template_check import check_template
 from umbra.services.modeling.chat import Chat
-from umbra.services.runtime.config import Environment, RunConfig
+from umbra.services.runtime.config import EnvironmentConfig, RunConfig
 
 log = logging.getLogger(__name__)
 
 
 def open_environments(
     config: RunConfig,
-    environment: Environment,
+    environment: EnvironmentConfig,
     chat: Chat,
     sampling: Sampling,
     *,

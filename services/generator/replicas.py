@@ -19,11 +19,11 @@ from pathlib import Path
 import msgspec
 
 from umbra.proto.errors import PeerLostError, UmbraError, UsageError
-from umbra.services.runtime.command import READY_FD_VARIABLE, ServiceContext
-from umbra.services.runtime.config import Generator, RunConfig
-from umbra.services.runtime.config_loader import ENV_PREFIX, to_json
-from umbra.services.runtime.parent import PARENT_PID_VARIABLE
-from umbra.services.runtime.threads import service_thread
+from umbra.services.runtime.config import GeneratorConfig, RunConfig
+from umbra.services.runtime.config.loader import ENV_PREFIX, to_json
+from umbra.services.runtime.process.command import READY_FD_VARIABLE, ServiceContext
+from umbra.services.runtime.process.parent import PARENT_PID_VARIABLE
+from umbra.services.runtime.process.threads import service_thread
 
 STOP_S = 30.0  # for the replicas to drain
 _LOOK_S = 0.05
@@ -119,7 +119,7 @@ def run_replicas(ctx: ServiceContext) -> int:
                 replica.close()
 
 
-def share_gpus(config: Generator, environ: Mapping[str, str]) -> list[dict[str, str]]:
+def share_gpus(config: GeneratorConfig, environ: Mapping[str, str]) -> list[dict[str, str]]:
     """For each replica, what its environment differs in: an equal share of the visible GPUs.
 
     Raises:

@@ -22,12 +22,12 @@ from umbra.proto.records import (
     pack_int32,
     unpack_int32,
 )
-from umbra.services.environments.asking import Ask, RefusedError, Turn
 from umbra.services.environments.protocol import Opening, SampleError, StepResult
+from umbra.services.environments.turn_request import Ask, RefusedError, Turn
 from umbra.services.generator.engine import EngineOutput, EngineRequest
 from umbra.services.generator.tokens import ResponseTokens, tokens_of
 from umbra.services.modeling.chat import Chat
-from umbra.services.runtime.config import Environment as EnvironmentConfig
+from umbra.services.runtime.config import EnvironmentConfig as EnvironmentConfig
 
 
 class Phase(enum.Enum):

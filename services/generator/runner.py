@@ -10,9 +10,9 @@ from collections.abc import Iterable
 
 from umbra.proto.messages import ReturnedSample
 from umbra.proto.records import SampleTask, Trajectory
-from umbra.services.environments.asking import Ask, RefusedError
-from umbra.services.environments.pool import EnvironmentPool, Outcome
+from umbra.services.environments.pool import EnvironmentPool, EpisodeOutcome
 from umbra.services.environments.protocol import Opening, SampleError, StepResult
+from umbra.services.environments.turn_request import Ask, RefusedError
 from umbra.services.generator.engine import Engine, EngineOutput
 from umbra.services.generator.rollout import Phase, Rollout, RolloutSettings
 
@@ -223,7 +223,7 @@ class RolloutRunner:
         """Tokens that nobody but us has, without those of a turn under way in the engine."""
         return rollout.tokens - self._flushed[rollout.task.sample_id]
 
-    def _environment_answered(self, outcome: Outcome) -> None:
+    def _environment_answered(self, outcome: EpisodeOutcome) -> None:
         rollout = self._rollouts.get(outcome.key.rpartition("/")[0])
         if rollout is None or _key(rollout) != outcome.key:
             return  # dropped meanwhile

@@ -17,16 +17,16 @@ from umbra.services.generator.loop import GeneratorLoop
 from umbra.services.generator.pools import open_environments
 from umbra.services.generator.rollout import RolloutSettings, limits_of
 from umbra.services.generator.runner import RolloutRunner
-from umbra.services.generator.showcase import Showcase
+from umbra.services.generator.sample_log import SampleLog
 from umbra.services.generator.stall import StallWatch, watching
 from umbra.services.generator.streaming import Streaming
-from umbra.services.runtime.command import ServiceContext
-from umbra.services.runtime.config import RunConfig, WeightHub
+from umbra.services.runtime.config import RunConfig, WeightHubConfig
 from umbra.services.runtime.gpu.receiving import GpuReceiving, gpu_for, host_planes
-from umbra.services.runtime.receiver import Receiver
-from umbra.services.runtime.session import Session
-from umbra.services.runtime.stream import WeightStream
+from umbra.services.runtime.net.session import Session
+from umbra.services.runtime.process.command import ServiceContext
 from umbra.services.runtime.trajectories import sampling_of
+from umbra.services.runtime.weights.receiver import Receiver
+from umbra.services.runtime.weights.stream import WeightStream
 
 _HUB_DEADLINE_S = 600.0  # for a hub to join, and for the trainer to load its model
 _LOOK_S = 0.05
@@ -91,7 +91,7 @@ def run(
                 drains=policy == "drain",
                 prefetch=config.generator.prefetch,
                 wake=wake,
-                showcase=Showcase(ctx.metrics, settings.chat),
+                sample_log=SampleLog(ctx.metrics, settings.chat),
                 streaming=Streaming(engine, stream, watch.moved) if stream is not None else None,
                 watch=watch,
             ).run()
@@ -111,7 +111,7 @@ def _end(session: Session) -> int:
 
 def _subscribe(
     session: Session,
-    config: WeightHub,
+    config: WeightHubConfig,
     stream: WeightStream | None,
     gpu: GpuReceiving | None,
     allocate: Callable[[int], memoryview],

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 from umbra.proto.errors import PeerLostError
 from umbra.services.generator.engine import EngineOutput, KvPolicy, StreamingEngine
-from umbra.services.runtime.receiver import StagedVersion
-from umbra.services.runtime.stream import WeightStream
+from umbra.services.runtime.weights.receiver import StagedVersion
+from umbra.services.runtime.weights.stream import WeightStream
 
 
 class BrokenOffError(PeerLostError):

@@ -14,7 +14,7 @@ from umbra.services.environments.calculator import calculator
 from umbra.services.environments.protocol import Opening, StepResult
 from umbra.services.environments.tools import ToolCall, parse_tool_calls, schema
 from umbra.services.modeling.chat import Chat
-from umbra.services.runtime.config import Environment, RunConfig
+from umbra.services.runtime.config import EnvironmentConfig, RunConfig
 
 _TOOLS = Opening([], [schema(calculator)])
 _EXAMPLE = ToolCall("calculator", {"expression": "1+1"})
@@ -42,7 +42,7 @@ def open_chat(config: RunConfig) -> Chat:
     return Chat(tokenizer, named | stop_ids(outline_model(config.model.path), tokenizer))
 
 
-def check_template(environment: Environment, chat: Chat) -> None:
+def check_template(environment: EnvironmentConfig, chat: Chat) -> None:
     """Check what is known of the environment from its kind.
 
     Agents and classes of users may need several turns or not: for them it is a warning, and a

@@ -20,8 +20,8 @@ from umbra.services.generator.vllm_options import require_vllm, set_environment
 from umbra.services.modeling.models import outline_model
 from umbra.services.modeling.reference import Reference
 from umbra.services.modeling.weights import tensors_in
-from umbra.services.runtime.config import Generator
-from umbra.services.runtime.manifest import build_manifest
+from umbra.services.runtime.config import GeneratorConfig
+from umbra.services.runtime.weights.manifest import build_manifest
 
 _REQUESTS = 8
 _PROMPT_TOKENS = 96  # of the longest prompt
@@ -80,7 +80,7 @@ def vllm_differences(
         EngineError: vLLM could not load what was published.
     """
     require_vllm()
-    config = Generator(
+    config = GeneratorConfig(
         engine="vllm",
         threads=threads,
         slots=_REQUESTS,

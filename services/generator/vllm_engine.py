@@ -27,10 +27,10 @@ from umbra.services.generator.vllm_options import check_device, engine_arguments
 from umbra.services.generator.vllm_parts import filled
 from umbra.services.generator.vllm_server import Job, Pause, VllmServer
 from umbra.services.modeling.weights import WeightTable
-from umbra.services.runtime.config import Generator
-from umbra.services.runtime.feasibility import VLLM_COOLEST
-from umbra.services.runtime.manifest import build_manifest
-from umbra.services.runtime.mapped import SharedMemory
+from umbra.services.runtime.config import GeneratorConfig
+from umbra.services.runtime.config.feasibility import VLLM_COOLEST
+from umbra.services.runtime.weights.manifest import build_manifest
+from umbra.services.runtime.weights.shared_memory import SharedMemory
 
 _DTYPE_NAMES: dict[torch.dtype, DType] = {
     torch.float32: "F32",
@@ -62,7 +62,7 @@ class VllmEngine:
         self,
         path: Path,
         outline: Any,
-        config: Generator,
+        config: GeneratorConfig,
         *,
         dtype: str,
         stop_ids: Iterable[int],

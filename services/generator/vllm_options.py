@@ -17,7 +17,7 @@ import torch
 
 from umbra.proto.errors import UsageError
 from umbra.services.generator.vllm_plugin import BACKEND, OURS_VARIABLE
-from umbra.services.runtime.config import Generator
+from umbra.services.runtime.config import GeneratorConfig
 
 OLDEST = (0, 32)
 _BLOCK_TOKENS = 128  # of vLLM's KV cache on CPUs
@@ -79,7 +79,7 @@ def require_vllm(
         return
 
 
-def set_environment(config: Generator) -> None:
+def set_environment(config: GeneratorConfig) -> None:
     """Environment variables for vLLM and its processes; what the user has set stays.
 
     To be called before vLLM is imported.
@@ -145,7 +145,7 @@ def check_device(device: str, platform: str) -> None:
         )
 
 
-def kv_cache_bytes(hf_config: Any, config: Generator, dtype: torch.dtype) -> int:
+def kv_cache_bytes(hf_config: Any, config: GeneratorConfig, dtype: torch.dtype) -> int:
     """Bytes of KV cache in which every slot has room for the longest sequence, and some more."""
     text = hf_config.get_text_config()
     head = _head_size(text)
@@ -183,7 +183,7 @@ def _head_size(text_config: Any) -> int:
     return size or text_config.hidden_size // text_config.num_attention_heads
 
 
-def check_served(config: Generator, hf_config: Any, platform: str) -> None:
+def check_served(config: GeneratorConfig, hf_config: Any, platform: str) -> None:
     """Check that vLLM 0.32 for `platform` would serve this model right, and new weights of it.
 
     Raises:
@@ -246,7 +246,7 @@ def check_served(config: Generator, hf_config: Any, platform: str) -> None:
 
 
 def engine_arguments(
-    config: Generator, path: Path, hf_config: Any, dtype: str, seed: int, platform: str
+    config: GeneratorConfig, path: Path, hf_config: Any, dtype: str, seed: int, platform: str
 ) -> dict[str, Any]:
     """Keyword arguments of `AsyncEngineArgs`, those of `generator.engine_args` included.
 

@@ -19,8 +19,8 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from umbra.proto.errors import UsageError
-from umbra.services.runtime.architectures import architecture, check_architecture, in_the_way
-from umbra.services.runtime.model_dir import check_model_dir
+from umbra.services.runtime.model.architectures import architecture, check_architecture, in_the_way
+from umbra.services.runtime.model.directory import check_model_dir
 
 AS_IT_IS: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 """How Transformers reads a directory: it fetches nothing, and runs no code that lies in it."""

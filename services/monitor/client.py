@@ -32,9 +32,9 @@ from umbra.proto.messages import (
     VersionsRequest,
 )
 from umbra.proto.sockets import check_address
-from umbra.services.runtime.channel import Channel
-from umbra.services.runtime.keys import OPEN, Security
-from umbra.services.runtime.link import Link
+from umbra.services.runtime.net.channel import Channel
+from umbra.services.runtime.net.io_thread import IoThread
+from umbra.services.runtime.net.keys import OPEN, Security
 
 M = TypeVar("M", bound=Message)
 
@@ -52,7 +52,7 @@ class StatusClient:
         check_address(broker, "--broker" if server == "buffer" else "--hub")
         self.broker = broker
         incarnation = uuid.uuid4().hex[:12]
-        self._link = Link(f"monitor-{incarnation}", incarnation, security=security)
+        self._link = IoThread(f"monitor-{incarnation}", incarnation, security=security)
         self._channel = self._link.channel(broker, server.replace("_", " "), server=server)
         self._hub: Channel | None = None
         # Nothing that we send is worth waiting for at the end.

@@ -25,8 +25,8 @@ from umbra.services.monitor.options import (
 from umbra.services.monitor.view import Herald, headline, plain, status_dict
 from umbra.services.monitor.watch import Look, Watch, look_dict
 from umbra.services.monitor.web.board import Board, Resource
-from umbra.services.runtime.keys import Security
-from umbra.services.runtime.signals import stop_on_signals
+from umbra.services.runtime.net.keys import Security
+from umbra.services.runtime.process.signals import stop_on_signals
 
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
 

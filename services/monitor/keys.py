@@ -35,7 +35,7 @@ def next_key(fd: int, timeout_s: float) -> str:
 
 
 @dataclass
-class Keys:
+class KeyBindings:
     """What was pressed, and what it means: actions on the run only after `y`.
 
     `footer` is what to show.

@@ -12,7 +12,7 @@ from rich.console import RenderableType
 from rich.live import Live
 
 from umbra.proto.errors import PeerLostError, UmbraError
-from umbra.services.monitor.keys import Action, Keys, next_key, unbuffered
+from umbra.services.monitor.keys import Action, KeyBindings, next_key, unbuffered
 from umbra.services.monitor.screen import screen
 from umbra.services.monitor.watch import Look, Watch
 
@@ -32,7 +32,7 @@ class LiveView:
         self._watch = watch
         self._interval_s = interval_s
         self._timeout_s = timeout_s
-        self._keys = Keys()
+        self._keys = KeyBindings()
         self._has_keys = sys.stdin.isatty()
         self._rollback_to: int | None = None
 

@@ -7,7 +7,7 @@ import click
 from umbra.proto.errors import EXIT_DONE
 from umbra.services.monitor.client import StatusClient
 from umbra.services.monitor.options import broker_option, operating_keys, timeout_option
-from umbra.services.runtime.keys import Security
+from umbra.services.runtime.net.keys import Security
 
 reason_option = click.option(
     "--reason", default="", metavar="TEXT", help="Why; shown by the monitor and in the logs."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from umbra.services.runtime.command import keys_of
+from umbra.services.runtime.process.command import keys_of
 
 broker_option = click.option(
     "--broker", envvar="UMBRA_BROKER", required=True, help="Address of the buffer: tcp://host:port."

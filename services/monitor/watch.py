@@ -12,7 +12,7 @@ from umbra.proto.messages import Status
 from umbra.services.monitor.client import StatusClient
 from umbra.services.monitor.feed import TOPICS, Feed, PushSeen, SampleSeen, SpanSeen
 from umbra.services.monitor.view import status_dict
-from umbra.services.runtime.keys import OPEN, Security
+from umbra.services.runtime.net.keys import OPEN, Security
 
 
 @dataclass(frozen=True, slots=True)

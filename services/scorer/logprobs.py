@@ -12,7 +12,7 @@ from torch import Tensor
 from umbra.proto.records import Score, ScoringTask, Trajectory
 from umbra.services.modeling.packing import Tokens, pack
 from umbra.services.modeling.scorer import Scorer
-from umbra.services.runtime.config import Scorer as ScorerConfig
+from umbra.services.runtime.config import ScorerConfig as ScorerConfig
 from umbra.services.runtime.trajectories import RunFacts, find_fault
 
 

@@ -15,10 +15,10 @@ from umbra.proto.messages import (
     SubmitScores,
 )
 from umbra.proto.records import Score
-from umbra.services.runtime.metrics import MetricsFile
-from umbra.services.runtime.portions import portions
-from umbra.services.runtime.session import Session
-from umbra.services.scorer.worker import Worker
+from umbra.services.runtime.net.portions import portions
+from umbra.services.runtime.net.session import Session
+from umbra.services.runtime.process.metrics import MetricsFile
+from umbra.services.scorer.worker import StageWorker
 
 WAIT_S = 1.0  # how long the buffer may keep a question open, so that a stop is noticed
 ANSWER_S = 60.0
@@ -41,7 +41,7 @@ class ScorerLoop:
         self,
         session: Session,
         stage: str,
-        worker: Worker,
+        worker: StageWorker,
         capacity: int,
         metrics: MetricsFile,
         clock: Callable[[], float] = time.monotonic,

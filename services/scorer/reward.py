@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from umbra.proto.records import Score, ScoringTask, unpack_int32
-from umbra.services.environments.pool import EnvironmentPool, Outcome
+from umbra.services.environments.pool import EnvironmentPool, EpisodeOutcome
 from umbra.services.environments.protocol import StepResult
 from umbra.services.modeling.chat import Chat
 
@@ -55,7 +55,7 @@ class RewardWorker:
         self._pool.play(task.sample_id, task.row, [text])
 
 
-def _score(task: ScoringTask, outcome: Outcome) -> Score:
+def _score(task: ScoringTask, outcome: EpisodeOutcome) -> Score:
     result = outcome.value
     if not isinstance(result, StepResult):
         return Score(sample_id=task.sample_id, attempt=task.attempt, error=outcome.error)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 from contextlib import closing
 
-from umbra.services.runtime.command import ServiceContext
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.gpu.receiving import gpu_for, host_planes
-from umbra.services.runtime.receiver import Receiver
-from umbra.services.runtime.session import Session
+from umbra.services.runtime.net.session import Session
+from umbra.services.runtime.process.command import ServiceContext
+from umbra.services.runtime.weights.receiver import Receiver
 from umbra.services.scorer.loop import ScorerLoop
-from umbra.services.scorer.worker import Worker
+from umbra.services.scorer.worker import StageWorker
 
 HUB_DEADLINE_S = 600.0  # for a hub to join, and for the trainer to publish its first version
 
@@ -39,7 +39,7 @@ def run(context: ServiceContext) -> int:
         return 0
 
 
-def reward_worker(config: RunConfig) -> Worker:
+def reward_worker(config: RunConfig) -> StageWorker:
     """The worker of stage "reward". Needs a tokenizer, but no model."""
     from umbra.services.environments.pool import open_pool
     from umbra.services.modeling.chat import Chat

@@ -8,7 +8,7 @@ from typing import Protocol
 from umbra.proto.records import Score, ScoringTask
 
 
-class Worker(Protocol):
+class StageWorker(Protocol):
     """Scores trajectories of one stage."""
 
     def score(self, tasks: Sequence[ScoringTask], alive: Callable[[], None]) -> Iterator[Score]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from umbra.services.runtime.config.presets import Pieces
+from umbra.services.runtime.config.presets import ObjectiveSpec
 from umbra.services.trainer.objectives.values import gae
 
 STD_EPSILON = 1e-6
@@ -25,7 +25,7 @@ class Rewarded:
     values: Tensor | None = None  # float [M], of a value model
 
 
-def token_advantages(of: Rewarded, pieces: Pieces) -> tuple[Tensor, Tensor]:
+def token_advantages(of: Rewarded, pieces: ObjectiveSpec) -> tuple[Tensor, Tensor]:
     """A of each token, and the returns that a value model would learn, float32 and float64 [M]."""
     match pieces.advantage:
         case "reinforce_pp" | "gae":
@@ -93,7 +93,7 @@ def whitened(values: Tensor) -> Tensor:
     return (values - values.mean()) / (values.var() + VARIANCE_EPSILON).sqrt()
 
 
-def _by_token(of: Rewarded, pieces: Pieces) -> tuple[Tensor, Tensor]:
+def _by_token(of: Rewarded, pieces: ObjectiveSpec) -> tuple[Tensor, Tensor]:
     """REINFORCE++: discounted returns, whitened; with values: GAE, whitened."""
     rewards = torch.zeros(len(of.owner), dtype=torch.float64)
     if of.penalties is not None:

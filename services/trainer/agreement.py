@@ -1,9 +1,10 @@
 """Compares generators and trainer on equal weights, before each update, and ends a run if need be.
 
 A token can be compared under the very version that sampled it, if that version sampled its response
-from the beginning on (`Batch.leading`). Those of the version that the trainer is at are compared in
-its own pass. What that leaves open is looked at by a pass more, without gradient: samples without
-an advantage, and samplings by top-k, top-p or min-p, whose logprobs are those of what is left in.
+from the beginning on (`TrainBatch.leading`). Those of the version that the trainer is at are
+compared in its own pass. What that leaves open is looked at by a pass more, without gradient:
+samples without an advantage, and samplings by top-k, top-p or min-p, whose logprobs are those of
+what is left in.
 
 Where generation runs ahead there may never be a token of the version that the trainer is at. Then
 its weights are kept aside, in host memory, until a batch has tokens of them; they change places
@@ -25,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from umbra.proto.errors import MismatchError
 from umbra.services.modeling.packing import pack
 from umbra.services.runtime.config import RunConfig
-from umbra.services.trainer.batch import Batch
+from umbra.services.trainer.batch import TrainBatch
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.metrics import Row
 from umbra.services.trainer.mismatch import CAP, MIN_TOKENS, Compared, Verdicts, bound_of
@@ -51,7 +52,7 @@ class Agreement:
         self._aside: _Aside | None = None
         self._now: _Comparison | None = None
 
-    def begin(self, batch: Batch, version: int, trained: Tensor) -> None:
+    def begin(self, batch: TrainBatch, version: int, trained: Tensor) -> None:
         """Look at what the passes to come will not tell; `trained` are the samples of the first.
 
         Args:
@@ -165,7 +166,7 @@ class Agreement:
 class _Comparison:
     """One batch: which tokens can be compared, and what was found of them."""
 
-    def __init__(self, batch: Batch, version: int, trained: Tensor) -> None:
+    def __init__(self, batch: TrainBatch, version: int, trained: Tensor) -> None:
         self.batch = batch
         self.version = version
         self.seconds = 0.0

@@ -29,7 +29,7 @@ class BatchError(UmbraError):
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class TrainBatch:
     """S samples with M learned tokens."""
 
     trajectories: list[Trajectory]
@@ -61,7 +61,7 @@ class Batch:
 
 def make_batch(
     trajectories: list[Trajectory], vocab_size: int, most_tokens: int = MOST_TOKENS
-) -> Batch:
+) -> TrainBatch:
     """The tensors of `trajectories`.
 
     Args:
@@ -97,7 +97,7 @@ def make_batch(
     number: dict[str, int] = {}
     family: dict[bytes, int] = {}
     temperatures = torch.tensor([t.sampling.temperature for t in trajectories])
-    return Batch(
+    return TrainBatch(
         trajectories=trajectories,
         tokens=Tokens(
             ids=torch.from_numpy(np.concatenate(ids)),

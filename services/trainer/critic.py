@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from umbra.services.modeling.packing import pack
 from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.disk import DISK
-from umbra.services.trainer.batch import Batch
-from umbra.services.trainer.checkpoints.parts import OptimizerState, Part, Weights
+from umbra.services.runtime.process.disk import DISK
+from umbra.services.trainer.batch import TrainBatch
+from umbra.services.trainer.checkpoints.parts import CheckpointPart, OptimizerState, Weights
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.metrics import Row
 from umbra.services.trainer.objectives.values import value_loss
@@ -49,7 +49,7 @@ class LearnedCritic:
         self._learning: Future[Row] | None = None
         self._outcome: Row = {"critic/loss": None, "critic/grad_norm": None}
 
-    def values(self, batch: Batch) -> Tensor:
+    def values(self, batch: TrainBatch) -> Tensor:
         """V before each learned token under all that was learned so far, float32 [M]."""
         self.settle()
         micros = pack(
@@ -63,7 +63,7 @@ class LearnedCritic:
         self._source.look(micros)
         return self._thread.submit(self._values, len(batch.behaviour)).result()
 
-    def learn(self, batch: Batch, values: Tensor, returns: Tensor) -> Row:
+    def learn(self, batch: TrainBatch, values: Tensor, returns: Tensor) -> Row:
         """Begin to learn `returns`; `values` are those of this batch.
 
         The loss and the gradient's norm come a batch later, as this does not wait for them.
@@ -87,7 +87,7 @@ class LearnedCritic:
             self._learning = None
         return self._outcome
 
-    def parts(self) -> dict[str, Part]:
+    def parts(self) -> dict[str, CheckpointPart]:
         """What a checkpoint has to hold of it."""
         module = self._source.module
         return {

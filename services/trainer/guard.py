@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from umbra.proto.errors import DivergedError
-from umbra.services.runtime.config.presets import Pieces
+from umbra.services.runtime.config.presets import ObjectiveSpec
 from umbra.services.trainer.metrics import Row
 from umbra.services.trainer.objectives.ratios import Sequences
 from umbra.services.trainer.ranks import Ranks
@@ -31,7 +31,7 @@ class Guard:
             takes the whole sequence along.
     """
 
-    def __init__(self, max_ratio: float, pieces: Pieces, ranks: Ranks) -> None:
+    def __init__(self, max_ratio: float, pieces: ObjectiveSpec, ranks: Ranks) -> None:
         self._bound = math.log(max_ratio) if max_ratio else math.inf
         self._whole = pieces.by_sequence
         self._ranks = ranks
@@ -62,7 +62,7 @@ class Guard:
         return "loss" if loss else "outliers" if tokens and out == tokens else ""
 
 
-class Patience:
+class SkipLimit:
     """Counts the batches whose updates were all left out.
 
     Args:

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from umbra.proto.errors import PeerLostError, UsageError
-from umbra.services.runtime.command import READY_FD_VARIABLE, ServiceContext
-from umbra.services.runtime.config_loader import ENV_PREFIX, to_json
-from umbra.services.runtime.parent import PARENT_PID_VARIABLE
+from umbra.services.runtime.config.loader import ENV_PREFIX, to_json
+from umbra.services.runtime.process.command import READY_FD_VARIABLE, ServiceContext
+from umbra.services.runtime.process.parent import PARENT_PID_VARIABLE
 
 LEAVE_S = 15.0  # for the others to end after rank 0 has
 NOTICE_S = 3.0  # until a rank that broke the connection can be seen to have ended

@@ -14,12 +14,17 @@ from transformers import PreTrainedModel
 from umbra.proto.errors import UsageError
 from umbra.services.modeling.packing import MicroBatch
 from umbra.services.modeling.scorer import Scorer
-from umbra.services.runtime.config import Trainer
-from umbra.services.trainer.checkpoints.parts import OptimizerState, Part, Randomness, Weights
+from umbra.services.runtime.config import TrainerConfig
+from umbra.services.trainer.checkpoints.parts import (
+    CheckpointPart,
+    OptimizerState,
+    Randomness,
+    Weights,
+)
 from umbra.services.trainer.guard import REASONS
 from umbra.services.trainer.lora import add_adapter
 from umbra.services.trainer.metrics import Row
-from umbra.services.trainer.operations import Operations, ceiling
+from umbra.services.trainer.operations import TrainingFlops, ceiling
 from umbra.services.trainer.ranks import Ranks
 from umbra.services.trainer.sharding import prepare_layers, shard
 from umbra.services.trainer.snapshot import whole_weights
@@ -45,7 +50,7 @@ class Learner:
     def __init__(
         self,
         model: PreTrainedModel,
-        config: Trainer,
+        config: TrainerConfig,
         steps: int,
         ranks: Ranks | None = None,
         seed: int = 0,
@@ -70,7 +75,7 @@ class Learner:
         if self.ranks.world > 1:
             shard(model, self.device, self.ranks, config.precision)
         self.model = model.to(self.device)
-        self.operations = Operations.of(model)
+        self.operations = TrainingFlops.of(model)
         # What all ranks could do in a second; unknown on CPUs.
         self.ceiling = ceiling(self.device) * self.ranks.world if self.device.type == "cuda" else 0
         # No dropout: these must be the logprobs of the policy that generates.
@@ -159,7 +164,7 @@ class Learner:
             **{f"skipped/{reason}": float(reason == fault) for reason in REASONS},
         }
 
-    def parts(self, base: str = "") -> dict[str, Part]:
+    def parts(self, base: str = "") -> dict[str, CheckpointPart]:
         """What a checkpoint has to hold of it; the learning rate follows from the step.
 
         Args:
@@ -179,7 +184,7 @@ class Learner:
         return whole_weights(self.model, keep=self.ranks.rank == 0)
 
 
-def learning_rate(config: Trainer, step: int, steps: int) -> float:
+def learning_rate(config: TrainerConfig, step: int, steps: int) -> float:
     """The rate of update number `step`, counted from 0, of `steps`.
 
     It rises linearly over `warmup_steps` to the peak, then stays there or falls to
@@ -196,7 +201,9 @@ def learning_rate(config: Trainer, step: int, steps: int) -> float:
     return peak * (config.final_lr_ratio + (1 - config.final_lr_ratio) * left)
 
 
-def _optimizer(parameters: list[torch.nn.Parameter], config: Trainer) -> torch.optim.Optimizer:
+def _optimizer(
+    parameters: list[torch.nn.Parameter], config: TrainerConfig
+) -> torch.optim.Optimizer:
     if config.optimizer == "sgd":
         return torch.optim.SGD(
             parameters,
@@ -213,7 +220,7 @@ def _optimizer(parameters: list[torch.nn.Parameter], config: Trainer) -> torch.o
     )
 
 
-def _on_cpu(config: Trainer, ranks: Ranks) -> bool:
+def _on_cpu(config: TrainerConfig, ranks: Ranks) -> bool:
     name, _, index = config.device.partition(":")
     if name not in ("auto", "cpu", "cuda") or (index and (name != "cuda" or not index.isdigit())):
         raise UsageError(f"trainer.device is {config.device!r}: use cpu, cuda, cuda:1 or auto")

@@ -16,13 +16,13 @@ from umbra.proto.messages import (
     RejectSamples,
 )
 from umbra.proto.records import Trajectory
-from umbra.services.runtime.command import ServiceContext
-from umbra.services.runtime.publisher import Publisher
-from umbra.services.runtime.session import Session
+from umbra.services.runtime.net.session import Session
+from umbra.services.runtime.process.command import ServiceContext
 from umbra.services.runtime.trajectories import RunFacts
-from umbra.services.trainer.batch import Batch, BatchError, make_batch
-from umbra.services.trainer.checkpoints.saver import Outcome, Saver
-from umbra.services.trainer.guard import Patience
+from umbra.services.runtime.weights.publisher import Publisher
+from umbra.services.trainer.batch import BatchError, TrainBatch, make_batch
+from umbra.services.trainer.checkpoints.saver import SaveOutcome, Saver
+from umbra.services.trainer.guard import SkipLimit
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.metrics import (
     Phases,
@@ -91,7 +91,7 @@ class Loop:
         self._facts = RunFacts.of(context.config, learner.model.config.vocab_size)
         # Once the buffer knows these facts, what is unfit is what it had before: so many batches.
         self._most_rejected = 2 * (context.config.buffer.run_ahead + LEAST_REJECTED)
-        self._patience = Patience(context.config.trainer.max_skipped)
+        self._patience = SkipLimit(context.config.trainer.max_skipped)
         self._row: Row | None = None  # of the last step; None while the weights are of no version
         self._phases = Phases(context.metrics)
         self._prefetch = Prefetch(
@@ -192,10 +192,10 @@ class Loop:
         self._session.progress(f"training step {self.version + 1}")
         return not self._session.stopping.is_set()
 
-    def _make_batch(self, trajectories: list[Trajectory]) -> Batch:
+    def _make_batch(self, trajectories: list[Trajectory]) -> TrainBatch:
         return make_batch(trajectories, self._facts.vocabulary, self._facts.tokens)
 
-    def _lease(self, ahead: Ahead | None) -> Batch | None:
+    def _lease(self, ahead: Ahead | None) -> TrainBatch | None:
         """The next batch, which may be the one that came `ahead`; None when asked to stop.
 
         Raises:
@@ -307,7 +307,7 @@ class Loop:
             if row is None or not self._saver.wanted(self.version, row):
                 self._tell_covered()
 
-    def _saved(self, outcomes: list[Outcome]) -> None:
+    def _saved(self, outcomes: list[SaveOutcome]) -> None:
         """Report what came of checkpoints, and have the buffer let go of what they cover."""
         for outcome in outcomes:
             self._context.metrics.write("checkpoint", **asdict(outcome))

@@ -18,7 +18,7 @@ from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
 
 from umbra.proto.errors import UsageError
-from umbra.services.runtime.config import Trainer
+from umbra.services.runtime.config import TrainerConfig
 
 BASE = ".base_layer"
 _ADAPTER = "default"
@@ -86,7 +86,7 @@ class LowRank:
         return product.mT if self.transposed else product
 
 
-def add_adapter(model: PreTrainedModel, config: Trainer, seed: int) -> None:
+def add_adapter(model: PreTrainedModel, config: TrainerConfig, seed: int) -> None:
     """Put an adapter into the layers that `trainer.lora_targets` names; all else is frozen.
 
     `seed` fixes A, so that all ranks begin alike.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from umbra.services.trainer.batch import Batch
+from umbra.services.trainer.batch import TrainBatch
 from umbra.services.trainer.metrics import MISMATCH, Row, ess, mismatch_row, mismatch_sums
 from umbra.services.trainer.objectives.objective import TokenInputs, TokenLosses
 from umbra.services.trainer.objectives.ratios import ratio
@@ -37,7 +37,7 @@ class LossMetrics:
 
     def __init__(
         self,
-        batch: Batch,
+        batch: TrainBatch,
         found: Tensor | None,
         parts: int,
         updates: int,

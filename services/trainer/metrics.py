@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from umbra.services.runtime.figures import staleness
-from umbra.services.runtime.metrics import MetricsFile
-from umbra.services.trainer.batch import Batch
+from umbra.services.runtime.process.metrics import MetricsFile
+from umbra.services.trainer.batch import TrainBatch
 from umbra.services.trainer.objectives.ratios import ratio
 
 Row = dict[str, float | None]
@@ -41,7 +41,7 @@ class Phases:
         return seconds
 
 
-def sample_metrics(batch: Batch, version: int) -> Row:
+def sample_metrics(batch: TrainBatch, version: int) -> Row:
     """Rewards, lengths and staleness of a batch that weights of `version` are trained on.
 
     Staleness is that of `runtime.figures.staleness`, in versions.
@@ -91,7 +91,7 @@ def mismatch_sums(
     Args:
         logprobs: log pi [N], with the weights that the batch found.
         behaviour: log mu [N].
-        on_policy: bool [N], tokens whose version is that of these weights (`Batch.leading`).
+        on_policy: bool [N], tokens whose version is that of these weights (`TrainBatch.leading`).
         seen: bool [N], those that count; None: all.
     """
     if seen is None:

@@ -23,7 +23,7 @@ _ROUTED = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts")  # n
 
 
 @dataclass(frozen=True, slots=True)
-class Operations:
+class TrainingFlops:
     """What a token costs in a model.
 
     Counted are 6 operations per weight that a token meets (2 forward, 4 backward; of experts those
@@ -39,7 +39,7 @@ class Operations:
     windowed: tuple[tuple[int, float], ...] = ()  # window in tokens, and the same of its layers
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> Operations:
+    def of(cls, model: PreTrainedModel) -> TrainingFlops:
         """Those of `model`, which may be sharded or have adapters.
 
         Raises:

@@ -22,8 +22,8 @@ from transformers.utils import logging as transformers_logging
 
 from umbra.proto.errors import UmbraError
 from umbra.services.modeling.models import AS_IT_IS, loading, read_weights
-from umbra.services.runtime.disk import DISK
-from umbra.services.runtime.model_dir import check_model_dir
+from umbra.services.runtime.model.directory import check_model_dir
+from umbra.services.runtime.process.disk import DISK
 
 
 def load_policy(

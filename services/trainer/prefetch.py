@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from umbra.proto.errors import UmbraError
 from umbra.proto.messages import BatchLease, PeekBatch
 from umbra.proto.records import Trajectory
-from umbra.services.runtime.channel import Channel
-from umbra.services.trainer.batch import Batch
+from umbra.services.runtime.net.channel import Channel
+from umbra.services.trainer.batch import TrainBatch
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class Ahead:
 
     step: int
     digest: str  # shows the buffer what we hold
-    batch: Batch
+    batch: TrainBatch
 
 
 class Prefetch:
@@ -45,7 +45,7 @@ class Prefetch:
     def __init__(
         self,
         channel: Channel,
-        make: Callable[[list[Trajectory]], Batch],
+        make: Callable[[list[Trajectory]], TrainBatch],
         *,
         wait_s: float,
         grace_s: float,

@@ -24,7 +24,7 @@ BEAT_S = 1.0
 POLL_S = 0.01
 
 
-class Store(Protocol):
+class RankStore(Protocol):
     """What is needed of a `torch.distributed.Store`."""
 
     def add(self, key: str, amount: int, /) -> int: ...
@@ -52,8 +52,8 @@ class Pulse:
         timeout_s: seconds that another rank may be silent.
     """
 
-    def __init__(self, store: Store, rank: int, timeout_s: float) -> None:
-        clone: Callable[[], Store] = store.clone  # pyright: ignore[reportAttributeAccessIssue]
+    def __init__(self, store: RankStore, rank: int, timeout_s: float) -> None:
+        clone: Callable[[], RankStore] = store.clone  # pyright: ignore[reportAttributeAccessIssue]
         self._store = clone()  # a connection is one thread's
         self._timeout_s = timeout_s
         self._beat_s = min(BEAT_S, timeout_s / 8)
@@ -92,7 +92,7 @@ class Pulse:
         self._stop.set()
         self._thread.join(self._beat_s)  # no longer: it may be asking a store that is stopped
 
-    def _tell(self, store: Store, rank: int) -> None:
+    def _tell(self, store: RankStore, rank: int) -> None:
         while not self._stop.is_set():
             try:
                 store.add(_key(rank), 1)

@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from umbra.proto.errors import PeerLostError, UsageError
-from umbra.services.runtime.config import Trainer
+from umbra.services.runtime.config import TrainerConfig
 from umbra.services.trainer.pulse import POLL_S, Pulse
 
 MAX_BYTES = 1 << 31  # of one message of rank 0
@@ -138,7 +138,7 @@ class Ranks:
 
 
 @contextmanager
-def join_ranks(config: Trainer, listener: socket.socket | None = None) -> Iterator[Ranks]:
+def join_ranks(config: TrainerConfig, listener: socket.socket | None = None) -> Iterator[Ranks]:
     """Meet the other ranks that torchrun, accelerate or `launch` started, if there are any.
 
     `listener` is where rank 0 waits for them, if `launch` started them.
@@ -176,7 +176,7 @@ def join_ranks(config: Trainer, listener: socket.socket | None = None) -> Iterat
     dist.destroy_process_group()
 
 
-def _meet(config: Trainer, world: int, listener: socket.socket | None) -> Ranks:
+def _meet(config: TrainerConfig, world: int, listener: socket.socket | None) -> Ranks:
     rank = int(os.environ["RANK"])
     timeout = timedelta(seconds=config.rank_timeout_s)
     if listener is not None:

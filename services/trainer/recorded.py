@@ -8,12 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from umbra.services.trainer.batch import Batch, BatchError
+from umbra.services.trainer.batch import BatchError, TrainBatch
 
 STAGES = {"ref_logprobs": "ref_logp", "proximal_logprobs": "logp"}
 
 
-def recorded_logprobs(batch: Batch, field: Literal["ref_logprobs", "proximal_logprobs"]) -> Tensor:
+def recorded_logprobs(
+    batch: TrainBatch, field: Literal["ref_logprobs", "proximal_logprobs"]
+) -> Tensor:
     """Logprobs that a scoring stage found, float32 [M].
 
     Raises:
@@ -32,7 +34,7 @@ def recorded_logprobs(batch: Batch, field: Literal["ref_logprobs", "proximal_log
     return torch.from_numpy(np.concatenate(parts))
 
 
-def token_versions(batch: Batch) -> Tensor:
+def token_versions(batch: TrainBatch) -> Tensor:
     """The policy version that sampled each token, int64 [M]."""
     parts: list[np.ndarray] = []
     for trajectory in batch.trajectories:

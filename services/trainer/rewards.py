@@ -5,14 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from umbra.services.runtime.config.presets import Pieces
+from umbra.services.runtime.config.presets import ObjectiveSpec
 from umbra.services.trainer.advantages import Rewarded
-from umbra.services.trainer.batch import Batch
+from umbra.services.trainer.batch import TrainBatch
 from umbra.services.trainer.objectives.kl import ESTIMATORS
 
 
 def rewarded(
-    batch: Batch, pieces: Pieces, limit: int, reference: Tensor | None, values: Tensor | None
+    batch: TrainBatch,
+    pieces: ObjectiveSpec,
+    limit: int,
+    reference: Tensor | None,
+    values: Tensor | None,
 ) -> Rewarded:
     """The rewards of `batch` with the penalties that `pieces` ask for.
 

@@ -11,12 +11,12 @@ from transformers import PreTrainedTokenizerBase
 from umbra.proto.errors import EXIT_DONE, UsageError
 from umbra.proto.messages import FinishRun, RunFinished
 from umbra.proto.records import Manifest
-from umbra.services.runtime.command import ServiceContext
 from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config_loader import as_dict
-from umbra.services.runtime.manifest import build_manifest
-from umbra.services.runtime.model_dir import weights_checksum
-from umbra.services.runtime.publisher import Publisher
+from umbra.services.runtime.config.loader import as_dict
+from umbra.services.runtime.model.directory import weights_checksum
+from umbra.services.runtime.process.command import ServiceContext
+from umbra.services.runtime.weights.manifest import build_manifest
+from umbra.services.runtime.weights.publisher import Publisher
 from umbra.services.trainer.checkpoints.folder import CheckpointFolder
 from umbra.services.trainer.checkpoints.resume import resume
 from umbra.services.trainer.checkpoints.saver import Saver

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from umbra.proto.errors import UsageError
-from umbra.services.runtime.config import Trainer
+from umbra.services.runtime.config import TrainerConfig
 from umbra.services.trainer.ranks import Ranks
 
 
@@ -36,7 +36,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return layers
 
 
-def prepare_layers(model: PreTrainedModel, config: Trainer) -> None:
+def prepare_layers(model: PreTrainedModel, config: TrainerConfig) -> None:
     """Apply `trainer.compile` and `trainer.activation_checkpointing`; names stay as they are."""
     if not (config.compile or config.activation_checkpointing):
         return

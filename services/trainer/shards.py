@@ -15,14 +15,14 @@ from typing import Protocol
 from torch import nn
 
 from umbra.proto.records import Manifest
-from umbra.services.runtime.arena import Arena
-from umbra.services.runtime.manifest import checksum
+from umbra.services.runtime.weights.arena import Arena
+from umbra.services.runtime.weights.manifest import checksum
 from umbra.services.trainer.pulse import Pulse
 from umbra.services.trainer.ranks import Ranks
 from umbra.services.trainer.snapshot import write_shards
 
 
-class Store(Protocol):
+class ShardStore(Protocol):
     """What is needed of a `torch.distributed.Store`."""
 
     def set(self, key: str, value: str, /) -> None: ...
@@ -39,7 +39,7 @@ class ShardSync:
         pulse: how the ranks wait for each other.
     """
 
-    def __init__(self, store: Store, rank: int, world: int, pulse: Pulse) -> None:
+    def __init__(self, store: ShardStore, rank: int, world: int, pulse: Pulse) -> None:
         self.rank = rank
         self.world = world
         self._store = store

@@ -11,7 +11,7 @@ from typing import Protocol
 from umbra.proto.errors import UsageError
 from umbra.proto.records import EvalReport
 from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config_loader import as_dict
+from umbra.services.runtime.config.loader import as_dict
 from umbra.services.trainer.metrics import Row
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from umbra.services.modeling.packing import MicroBatch, pack
 from umbra.services.runtime.config import RunConfig
 from umbra.services.trainer.advantages import token_advantages
 from umbra.services.trainer.agreement import Agreement
-from umbra.services.trainer.batch import Batch
+from umbra.services.trainer.batch import TrainBatch
 from umbra.services.trainer.guard import REASONS, Guard
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.loss_metrics import LossMetrics
@@ -22,19 +22,19 @@ from umbra.services.trainer.objectives.aggregation import count, token_weights
 from umbra.services.trainer.objectives.objective import Constants, Objective, TokenInputs
 from umbra.services.trainer.objectives.proximal import interpolated
 from umbra.services.trainer.objectives.ratios import LOG_RATIO_BOUND, Sequences
-from umbra.services.trainer.objectives.values import Critic
+from umbra.services.trainer.objectives.values import ValueLoss
 from umbra.services.trainer.recorded import recorded_logprobs, token_versions
 from umbra.services.trainer.rewards import rewarded
 
 
-def guarded_update(config: RunConfig, learner: Learner, critic: Critic | None) -> PolicyUpdate:
+def guarded_update(config: RunConfig, learner: Learner, critic: ValueLoss | None) -> PolicyUpdate:
     """An update before which generators and trainer are compared; a replay engine has no model."""
     known = config.generator.engine != "replay"
     return PolicyUpdate(config, learner, critic, Agreement(config, learner) if known else None)
 
 
 # Learns from a batch at a version, for as long as it is told to keep going; what it measured.
-Update = Callable[[Batch, int, Callable[[], bool]], Row | None]
+Update = Callable[[TrainBatch, int, Callable[[], bool]], Row | None]
 
 
 class PolicyUpdate:
@@ -48,7 +48,7 @@ class PolicyUpdate:
         self,
         config: RunConfig,
         learner: Learner,
-        critic: Critic | None = None,
+        critic: ValueLoss | None = None,
         agreement: Agreement | None = None,
     ) -> None:
         self._config = config.trainer
@@ -65,7 +65,9 @@ class PolicyUpdate:
         self._ranks = learner.ranks
         self._objective = Objective(self._pieces)
 
-    def __call__(self, batch: Batch, version: int, keep_going: Callable[[], bool]) -> Row | None:
+    def __call__(
+        self, batch: TrainBatch, version: int, keep_going: Callable[[], bool]
+    ) -> Row | None:
         """Update the policy, which is at `version`, on `batch`; what was measured on the way.
 
         Samples without advantage have no gradient, unless a KL or an entropy bonus is part of the
@@ -160,21 +162,23 @@ class PolicyUpdate:
             row |= self._critic.learn(batch, values, returns)
         return row
 
-    def _own(self, batch: Batch) -> Tensor:
+    def _own(self, batch: TrainBatch) -> Tensor:
         """Learned tokens of each sample, int64 [S]; none of those that are filtered."""
         own = torch.bincount(batch.tokens.owner, minlength=len(batch.trajectories))
         if self._pieces.overlong_filter:
             own[torch.tensor([t.finish_reason == "length" for t in batch.trajectories])] = 0
         return own
 
-    def _useful(self, batch: Batch, advantages: Tensor, own: Tensor) -> Tensor:
+    def _useful(self, batch: TrainBatch, advantages: Tensor, own: Tensor) -> Tensor:
         """The samples that a forward pass is spent on, int64."""
         if self._pieces.regularised:
             return (own > 0).nonzero().squeeze(1)
         some = torch.bincount(batch.tokens.owner[advantages != 0], minlength=len(own)) > 0
         return (some & (own > 0)).nonzero().squeeze(1)
 
-    def _found(self, batch: Batch, packed: list[list[MicroBatch]], updates: int) -> Tensor | None:
+    def _found(
+        self, batch: TrainBatch, packed: list[list[MicroBatch]], updates: int
+    ) -> Tensor | None:
         """Logprobs under the weights that the batch found, [M], if a pass of their own is needed.
 
         With a single update, p is what its own pass finds, unless a mask looks at the whole batch.
@@ -189,7 +193,7 @@ class PolicyUpdate:
         # tokens it is as far away as can be.
         return torch.where(found.isfinite(), found, batch.behaviour + LOG_RATIO_BOUND)
 
-    def _fixed(self, batch: Batch, useful: Tensor, found: Tensor | None) -> Constants | None:
+    def _fixed(self, batch: TrainBatch, useful: Tensor, found: Tensor | None) -> Constants | None:
         """What depends on p and mu alone, [M], where p is known before the updates."""
         proximal = found
         if self._pieces.uses_proximal and self._pieces.proximal == "stage":
@@ -217,7 +221,7 @@ class PolicyUpdate:
             proximal = interpolated(proximal, tokens.behaviour, made, version)
         return self._objective.constants(proximal, tokens.behaviour, tokens.sequences)
 
-    def _pack(self, batch: Batch, part: Tensor) -> list[MicroBatch]:
+    def _pack(self, batch: TrainBatch, part: Tensor) -> list[MicroBatch]:
         return pack(
             batch.tokens,
             pack_tokens=self._config.pack_tokens,

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from umbra.proto.errors import UsageError
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.packing import MicroBatch
-from umbra.services.runtime.config import Trainer
+from umbra.services.runtime.config import TrainerConfig
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.policy import load_backbone, no_progress_bars
 from umbra.services.trainer.ranks import Ranks
@@ -125,7 +125,7 @@ class OwnModel:
     def __init__(
         self,
         directory: Path,
-        config: Trainer,
+        config: TrainerConfig,
         device: torch.device,
         ranks: Ranks,
         checked: Collection[str] = (),

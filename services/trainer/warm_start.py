@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from umbra.services.runtime.config import Trainer
+from umbra.services.runtime.config import TrainerConfig
 
 if TYPE_CHECKING:
     import torch
 
 
-class Progress(NamedTuple):
+class WarmStartProgress(NamedTuple):
     """After `step` updates of `steps`: the loss of the last one, in nats per learned token."""
 
     step: int
@@ -25,7 +25,7 @@ class Progress(NamedTuple):
     loss: float
 
 
-class Outcome(NamedTuple):
+class WarmStartResult(NamedTuple):
     """What a warm start came to."""
 
     steps: int
@@ -44,10 +44,10 @@ def warm_start(
     steps: int,
     batch: int,
     seed: int,
-    config: Trainer,
-    report: Callable[[Progress], None] = lambda _: None,
+    config: TrainerConfig,
+    report: Callable[[WarmStartProgress], None] = lambda _: None,
     checked: Collection[str] = (),
-) -> Outcome:
+) -> WarmStartResult:
     """Train the model of `model_dir` on what the assistant says in `data`; write it to `out`.
 
     Each update takes `batch` examples, in an order that `seed` fixes, and the mean of
@@ -87,9 +87,9 @@ def warm_start(
         learner.update(step)
         losses.append(total)
         count += len(tokens.ids)
-        report(Progress(step + 1, steps, total))
+        report(WarmStartProgress(step + 1, steps, total))
     export_policy(learner.model, tokenizer, out, learner.weights())
-    return Outcome(
+    return WarmStartResult(
         steps, len(conversations), losses[0], losses[-1], count, time.perf_counter() - begin
     )
 
@@ -111,7 +111,7 @@ class _Display:
         self._terminal = sys.stderr.isatty()
         self._shown_at = 0.0
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: WarmStartProgress) -> None:
         """Show `progress`, if it is time to."""
         step, steps, loss = progress
         text = f"step {step}/{steps}  loss {loss:.3f}"
@@ -173,7 +173,7 @@ def command(
     Each line of the examples is {"messages": [{"role": ..., "content": ...}, ...]}; what the
     assistant says is learned. An older model at --out is replaced.
     """
-    config = Trainer(
+    config = TrainerConfig(
         learning_rate=lr,
         schedule=schedule,  # pyright: ignore[reportArgumentType]  # click has checked it
         threads=threads,

@@ -11,10 +11,10 @@ import zmq
 from umbra.proto.errors import WireError
 from umbra.proto.messages import Credit, FetchBuckets, Nack
 from umbra.proto.records import Manifest
-from umbra.services.runtime.heap import keep_freed_memory
-from umbra.services.runtime.keys import OPEN, Security
-from umbra.services.runtime.server import Request, Server
-from umbra.services.runtime.threads import service_thread
+from umbra.services.runtime.net.keys import OPEN, Security
+from umbra.services.runtime.net.server import Request, Server
+from umbra.services.runtime.process.threads import service_thread
+from umbra.services.runtime.weights.malloc_tuning import keep_freed_memory
 from umbra.services.weight_hub.outbox import Outbox
 from umbra.services.weight_hub.store import BucketStore, Part
 

@@ -11,7 +11,10 @@ from typing import Any
 import click
 
 from umbra.proto.sockets import check_address
-from umbra.services.runtime.command import (
+from umbra.services.runtime.config.loader import load_config
+from umbra.services.runtime.net.keys import open_security
+from umbra.services.runtime.net.session import Session
+from umbra.services.runtime.process.command import (
     ServiceContext,
     insecure_option,
     keys_option,
@@ -19,14 +22,11 @@ from umbra.services.runtime.command import (
     service_command,
     tell_ready,
 )
-from umbra.services.runtime.config_loader import load_config
-from umbra.services.runtime.keys import open_security
-from umbra.services.runtime.logs import setup_logging
-from umbra.services.runtime.metrics import MetricsFile
-from umbra.services.runtime.parent import die_with_parent
-from umbra.services.runtime.session import Session
-from umbra.services.runtime.signals import stop_on_signals
-from umbra.services.runtime.threads import named_errors
+from umbra.services.runtime.process.logs import setup_logging
+from umbra.services.runtime.process.metrics import MetricsFile
+from umbra.services.runtime.process.parent import die_with_parent
+from umbra.services.runtime.process.signals import stop_on_signals
+from umbra.services.runtime.process.threads import named_errors
 
 
 def _run(context: ServiceContext) -> int:

@@ -10,7 +10,7 @@ Ticket = object  # a request that is answered later; opaque here
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class HubPeer:
     """Who sent something: a name in the run, and which start of that process."""
 
     name: str
@@ -30,7 +30,7 @@ class Publication:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HubReply:
     """Effect: reply to a request."""
 
     ticket: Ticket
@@ -82,4 +82,4 @@ class Failed:
     dropped: bool
 
 
-Effect = Answer | Admit | Send | Pushed | Failed
+Effect = HubReply | Admit | Send | Pushed | Failed

@@ -11,12 +11,12 @@ import msgspec
 from umbra.proto.errors import UmbraError
 from umbra.proto.messages import Message, Prepare, Ready, Subscribe
 from umbra.proto.records import GpuFacts, Manifest
-from umbra.services.runtime.arena import Arena
-from umbra.services.runtime.config import WeightHub as WeightHubConfig
-from umbra.services.runtime.gpu.agent_process import START_S, AgentProcess
-from umbra.services.runtime.keys import OPEN, Security
-from umbra.services.weight_hub.effects import Peer
-from umbra.services.weight_hub.held import HeldPlane, Late
+from umbra.services.runtime.config import WeightHubConfig as WeightHubConfig
+from umbra.services.runtime.gpu.worker_process import START_S, GpuWorkerProcess
+from umbra.services.runtime.net.keys import OPEN, Security
+from umbra.services.runtime.weights.arena import Arena
+from umbra.services.weight_hub.background_plane import BackgroundPlane, Late
+from umbra.services.weight_hub.effects import HubPeer
 from umbra.services.weight_hub.ipc_plane import IpcPlane
 from umbra.services.weight_hub.nccl_plane import NcclPlane
 from umbra.services.weight_hub.planes import AUTO, GPU_PLANES, PLANES, Side, choose_plane
@@ -51,7 +51,7 @@ class HubPlanes:
         self._security = security
         self._chosen: dict[str, str] = {}
         self._tcp: TcpPlane | None = None
-        self._held: dict[str, HeldPlane] = {}  # by plane: nccl, cuda_ipc
+        self._held: dict[str, BackgroundPlane] = {}  # by plane: nccl, cuda_ipc
         self._broken: dict[str, str] = {}
         self._arena: Arena | None = None
         self._manifest: Manifest | None = None
@@ -74,7 +74,7 @@ class HubPlanes:
         """The plane of a receiver."""
         return self._chosen[name]
 
-    def subscribe(self, peer: Peer, message: Subscribe) -> str:
+    def subscribe(self, peer: HubPeer, message: Subscribe) -> str:
         """Choose a receiver's plane; the weights endpoint of a relay that serves it, or "".
 
         Raises:
@@ -179,7 +179,7 @@ class HubPlanes:
         asked = [name for name in GPU_PLANES if self._config.plane in (AUTO, name)]
         if all(PLANES[name].available() for name in asked):
             return
-        agent = AgentProcess(self._config.device)
+        agent = GpuWorkerProcess(self._config.device)
         try:
             facts = msgspec.convert(agent.call("facts", START_S)["facts"], GpuFacts)
             self._side = Side(self._side.host, facts)
@@ -189,15 +189,15 @@ class HubPlanes:
         finally:
             agent.kill()
 
-    def _open(self, name: str) -> HeldPlane:
+    def _open(self, name: str) -> BackgroundPlane:
         """A GPU plane, from now on; each has an agent of its own.
 
         Then one that hangs in NCCL takes no device memory with it when it is killed.
         """
         if name not in self._held:
-            agent, config = AgentProcess(self._config.device), self._config
+            agent, config = GpuWorkerProcess(self._config.device), self._config
             if name == "cuda_ipc":
-                plane: HeldPlane = IpcPlane(agent, config.deadline_s / 2)
+                plane: BackgroundPlane = IpcPlane(agent, config.deadline_s / 2)
             else:
                 epoch = int(time.time() * 1000)
                 plane = NcclPlane(agent, config.chunk_bytes, config.deadline_s, epoch, self._fetch)

@@ -14,9 +14,9 @@ import msgspec
 
 from umbra.proto.errors import UmbraError
 from umbra.proto.messages import Prepare, Ready, Subscribe
-from umbra.services.runtime.arena import Arena
-from umbra.services.runtime.gpu.agent_process import START_S, AgentProcess
-from umbra.services.weight_hub.held import Background, Deliver, GiveUp, Late
+from umbra.services.runtime.gpu.worker_process import START_S, GpuWorkerProcess
+from umbra.services.runtime.weights.arena import Arena
+from umbra.services.weight_hub.background_plane import Background, Deliver, GiveUp, Late
 
 FAILURES = 2  # uploads that may fail one after the other
 
@@ -33,7 +33,7 @@ class IpcPlane:
         deadline_s: seconds that an upload may take.
     """
 
-    def __init__(self, agent: AgentProcess, deadline_s: float) -> None:
+    def __init__(self, agent: GpuWorkerProcess, deadline_s: float) -> None:
         self.broken = ""
         self._agent = agent
         self._deadline_s = deadline_s

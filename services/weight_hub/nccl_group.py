@@ -22,7 +22,7 @@ class _Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Communicator:
+class Membership:
     """Ranks by member; the hub itself is rank 0 and not listed. `fresh`: it must be built first."""
 
     epoch: int
@@ -36,7 +36,7 @@ class Communicator:
 
 
 @dataclass(slots=True)
-class Group:
+class NcclGroup:
     """The members of one hub's communicator.
 
     Args:
@@ -73,16 +73,16 @@ class Group:
         self._members.pop(name, None)
         self._ranks.pop(name, None)
 
-    def begin(self) -> Communicator:
+    def begin(self) -> Membership:
         """The communicator for a broadcast to all who are eligible."""
         names = self.eligible
         if self._whole and set(names) == set(self._ranks) and self._size == len(names) + 1:
-            return Communicator(self.epoch, dict(self._ranks), fresh=False)
+            return Membership(self.epoch, dict(self._ranks), fresh=False)
         self.epoch += 1
         self._whole = False
         self._ranks = {name: rank for rank, name in enumerate(names, start=1)}
         self._size = len(names) + 1
-        return Communicator(self.epoch, dict(self._ranks), fresh=True)
+        return Membership(self.epoch, dict(self._ranks), fresh=True)
 
     def worked(self) -> None:
         """A broadcast reached all ranks."""

@@ -16,10 +16,10 @@ import msgspec
 from umbra.proto.errors import UmbraError
 from umbra.proto.messages import Prepare, Ready, Subscribe
 from umbra.proto.records import NcclRound
-from umbra.services.runtime.arena import Arena
-from umbra.services.runtime.gpu.agent_process import AgentProcess
-from umbra.services.weight_hub.held import Background, Deliver, GiveUp, Late
-from umbra.services.weight_hub.nccl_group import Group
+from umbra.services.runtime.gpu.worker_process import GpuWorkerProcess
+from umbra.services.runtime.weights.arena import Arena
+from umbra.services.weight_hub.background_plane import Background, Deliver, GiveUp, Late
+from umbra.services.weight_hub.nccl_group import NcclGroup
 from umbra.services.weight_hub.nccl_rounds import Round, Rounds
 
 PATIENCE = 4  # a phase of a push has room for that many waits
@@ -41,14 +41,14 @@ class NcclPlane:
 
     def __init__(
         self,
-        agent: AgentProcess,
+        agent: GpuWorkerProcess,
         chunk_bytes: int,
         deadline_s: float,
         first_epoch: int,
         fetch: Callable[[str, Prepare], Prepare],
     ) -> None:
         self.broken = ""
-        self.group = Group(first_epoch)
+        self.group = NcclGroup(first_epoch)
         self._wait_s = deadline_s / PATIENCE
         self._rounds = Rounds(self.group, min(GATHER_S, self._wait_s), self._wait_s)
         self._agent = agent

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from umbra.proto.messages import Prepare
-from umbra.services.weight_hub.nccl_group import Communicator, Group
+from umbra.services.weight_hub.nccl_group import Membership, NcclGroup
 
 Content = tuple[int, tuple[int, ...]]  # slot, and checksum of every bucket
 
@@ -20,7 +20,7 @@ Content = tuple[int, tuple[int, ...]]  # slot, and checksum of every bucket
 class Round:
     """A broadcast under way. `open`: members that have not said how it went."""
 
-    communicator: Communicator
+    communicator: Membership
     slot: int
     prepares: dict[str, Prepare]
     open: set[str]
@@ -45,7 +45,7 @@ class Rounds:
         start_s: seconds to wait for the hub's own agent.
     """
 
-    group: Group
+    group: NcclGroup
     gather_s: float
     start_s: float
     ready_at: float | None = None  # since when the hub's own agent can take part

@@ -44,16 +44,16 @@ from umbra.proto.messages import (
 )
 from umbra.services.weight_hub.effects import (
     Admit,
-    Answer,
     Effect,
     Failed,
-    Peer,
+    HubPeer,
+    HubReply,
     Publication,
     Pushed,
     Send,
     Ticket,
 )
-from umbra.services.weight_hub.push_state import Grant, Push, Receiver, Slots
+from umbra.services.weight_hub.push_state import Grant, PushInProgress, ReceiverState, Slots
 
 ATTEMPTS = 2  # pushes of one version to one receiver that may fail until it is dropped
 STAGINGS = 8  # the trainer waits for a slot at most as long as so many of the longest took
@@ -80,15 +80,15 @@ class PushProtocol:
         self.newest: Publication | None = None
         self.slots = Slots(slots)
         self._deadline_s = deadline_s
-        self._publisher: Peer | None = None
+        self._publisher: HubPeer | None = None
         self._grant: Grant | None = None
         self._parked: tuple[Ticket, int, float] | None = None  # with the version, since when
         self._longest_s = 0.0  # that a staging took
         self._impatience = 0  # how often the patience was halved
         self._halved_at = 0.0
-        self._receivers: dict[str, Receiver] = {}
+        self._receivers: dict[str, ReceiverState] = {}
         # Those that subscribed before there was a layout.
-        self._lobby: dict[str, tuple[Peer, Ticket, bool]] = {}
+        self._lobby: dict[str, tuple[HubPeer, Ticket, bool]] = {}
         self._epoch = first_epoch
         self._publications = 0
         self._effects: list[Effect] = []
@@ -103,7 +103,7 @@ class PushProtocol:
             for name, receiver in self._receivers.items()
         }
 
-    def knows(self, peer: Peer) -> bool:
+    def knows(self, peer: HubPeer) -> bool:
         """Whether `peer` is a subscribed receiver, or about to be one."""
         receiver = self._receivers.get(peer.name)
         waiting = self._lobby.get(peer.name)
@@ -126,7 +126,7 @@ class PushProtocol:
     # -- the trainer ------------------------------------------------------------------------------
 
     def register(
-        self, publisher: Peer, digest: str, now: float, published: Publish | None = None
+        self, publisher: HubPeer, digest: str, now: float, published: Publish | None = None
     ) -> list[Effect]:
         """The trainer stated its layout.
 
@@ -145,7 +145,7 @@ class PushProtocol:
         self._lobby.clear()
         return self._settle(now)
 
-    def acquire(self, ticket: Ticket, publisher: Peer, version: int, now: float) -> list[Effect]:
+    def acquire(self, ticket: Ticket, publisher: HubPeer, version: int, now: float) -> list[Effect]:
         """The trainer wants a slot for `version`; the answer comes when one is free."""
         if not self._may_write(ticket, publisher):
             return self._settle(now)
@@ -158,7 +158,7 @@ class PushProtocol:
         return self._settle(now)
 
     def publish(
-        self, ticket: Ticket, publisher: Peer, message: Publish, now: float
+        self, ticket: Ticket, publisher: HubPeer, message: Publish, now: float
     ) -> list[Effect]:
         """The trainer has filled its slot."""
         if not self._may_write(ticket, publisher):
@@ -200,7 +200,7 @@ class PushProtocol:
     # -- receivers --------------------------------------------------------------------------------
 
     def subscribe(
-        self, ticket: Ticket, peer: Peer, now: float, *, streamed: bool = False
+        self, ticket: Ticket, peer: HubPeer, now: float, *, streamed: bool = False
     ) -> list[Effect]:
         """A receiver wants every new version; a second subscription starts it afresh."""
         if self.digest:
@@ -209,7 +209,7 @@ class PushProtocol:
             self._lobby[peer.name] = (peer, ticket, streamed)
         return self._settle(now)
 
-    def ready(self, peer: Peer, message: Ready, now: float) -> list[Effect]:
+    def ready(self, peer: HubPeer, message: Ready, now: float) -> list[Effect]:
         """A receiver has staged its version, or could not."""
         receiver, push = self._under_way(peer, message.epoch, "staging")
         if receiver and push:
@@ -223,7 +223,7 @@ class PushProtocol:
                 self._send(receiver, Commit(epoch=push.epoch, version=push.publication.version))
         return self._settle(now)
 
-    def committed(self, peer: Peer, message: Committed, now: float) -> list[Effect]:
+    def committed(self, peer: HubPeer, message: Committed, now: float) -> list[Effect]:
         """A receiver's engine serves its version, or could not load it."""
         receiver, push = self._under_way(peer, message.epoch, "committing")
         if receiver and push and push.ready:
@@ -283,11 +283,11 @@ class PushProtocol:
             at=now,
         )
 
-    def _admit(self, peer: Peer, ticket: Ticket, now: float, streamed: bool) -> None:
-        self._receivers[peer.name] = Receiver(peer, now, streamed)
+    def _admit(self, peer: HubPeer, ticket: Ticket, now: float, streamed: bool) -> None:
+        self._receivers[peer.name] = ReceiverState(peer, now, streamed)
         self._effects.append(Admit(ticket, peer.name))
 
-    def _may_write(self, ticket: Ticket, publisher: Peer) -> bool:
+    def _may_write(self, ticket: Ticket, publisher: HubPeer) -> bool:
         if publisher == self._publisher:
             return True
         if self._publisher is None:
@@ -299,8 +299,8 @@ class PushProtocol:
         return False
 
     def _under_way(
-        self, peer: Peer, epoch: int, phase: str
-    ) -> tuple[Receiver, Push] | tuple[None, None]:
+        self, peer: HubPeer, epoch: int, phase: str
+    ) -> tuple[ReceiverState, PushInProgress] | tuple[None, None]:
         """The push that an answer belongs to; late ones are counted."""
         receiver = self._receivers.get(peer.name)
         if receiver is not None and receiver.peer == peer:
@@ -311,7 +311,12 @@ class PushProtocol:
         return None, None
 
     def _finish(
-        self, receiver: Receiver, push: Push, ready: Ready, commit_s: float, now: float
+        self,
+        receiver: ReceiverState,
+        push: PushInProgress,
+        ready: Ready,
+        commit_s: float,
+        now: float,
     ) -> None:
         publication = push.publication
         receiver.push, receiver.served = None, publication
@@ -330,7 +335,9 @@ class PushProtocol:
             )
         )
 
-    def _failed(self, receiver: Receiver, push: Push, reason: str, now: float) -> None:
+    def _failed(
+        self, receiver: ReceiverState, push: PushInProgress, reason: str, now: float
+    ) -> None:
         self.counters["failed"] += 1
         if push.attempt >= ATTEMPTS:
             self._drop(receiver, reason)
@@ -342,7 +349,7 @@ class PushProtocol:
         if push.publication is self.newest:  # else `_settle` starts with what is newer
             self._start(receiver, push.publication, push.attempt + 1, now)
 
-    def _drop(self, receiver: Receiver, reason: str, *, tell: bool = True) -> None:
+    def _drop(self, receiver: ReceiverState, reason: str, *, tell: bool = True) -> None:
         push = receiver.push
         version = push.publication.version if push else None
         del self._receivers[receiver.peer.name]
@@ -354,13 +361,13 @@ class PushProtocol:
         self._effects.append(Failed(receiver.peer.name, version, phase, reason, dropped=True))
 
     def _start(
-        self, receiver: Receiver, publication: Publication, attempt: int, now: float
+        self, receiver: ReceiverState, publication: Publication, attempt: int, now: float
     ) -> None:
         if receiver.offered:
             self.counters["skipped"] += max(0, publication.number - receiver.offered - 1)
         receiver.offered = publication.number
         self._epoch += 1
-        receiver.push = Push(self._epoch, publication, attempt, now + self._deadline_s)
+        receiver.push = PushInProgress(self._epoch, publication, attempt, now + self._deadline_s)
         self._send(
             receiver,
             Prepare(
@@ -397,7 +404,7 @@ class PushProtocol:
             taken.add(self._grant.slot)
         return self.slots.free(taken)
 
-    def _holding_up(self) -> list[Receiver]:
+    def _holding_up(self) -> list[ReceiverState]:
         """Receivers for which the trainer waits, while others serve the newest version."""
         newest = self.newest
         if self._parked is None or newest is None:
@@ -427,11 +434,11 @@ class PushProtocol:
             self._nack(self._parked[0], "superseded", reason)
             self._parked = None
 
-    def _send(self, receiver: Receiver, message: Prepare | Commit | Abort) -> None:
+    def _send(self, receiver: ReceiverState, message: Prepare | Commit | Abort) -> None:
         self._effects.append(Send(receiver.peer.name, message))
 
     def _answer(self, ticket: Ticket, message: Message) -> None:
-        self._effects.append(Answer(ticket, message))
+        self._effects.append(HubReply(ticket, message))
 
     def _nack(self, ticket: Ticket, code: str, reason: str) -> None:
-        self._effects.append(Answer(ticket, Nack(code=code, reason=reason)))
+        self._effects.append(HubReply(ticket, Nack(code=code, reason=reason)))

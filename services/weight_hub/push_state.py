@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from umbra.proto.messages import Ready
-from umbra.services.weight_hub.effects import Peer, Publication
+from umbra.services.weight_hub.effects import HubPeer, Publication
 
 
 @dataclass(slots=True)
-class Push:
+class PushInProgress:
     """A push under way."""
 
     epoch: int
@@ -24,13 +24,13 @@ class Push:
 
 
 @dataclass(slots=True)
-class Receiver:
+class ReceiverState:
     """A subscribed receiver."""
 
-    peer: Peer
+    peer: HubPeer
     since: float
     streamed: bool
-    push: Push | None = None
+    push: PushInProgress | None = None
     served: Publication | None = None  # what it serves of what this hub pushed
     offered: int = 0  # number of the last publication that was pushed to it
 

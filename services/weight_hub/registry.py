@@ -29,10 +29,10 @@ from umbra.proto.messages import (
     VersionsRequest,
 )
 from umbra.proto.records import HeldVersion, Manifest
-from umbra.services.runtime import memory
-from umbra.services.runtime.arena import Arena
-from umbra.services.runtime.model_dir import check_model_dir
-from umbra.services.weight_hub.effects import Answer, Effect, Publication, Ticket
+from umbra.services.runtime.model.directory import check_model_dir
+from umbra.services.runtime.weights import memory
+from umbra.services.runtime.weights.arena import Arena
+from umbra.services.weight_hub.effects import Effect, HubReply, Publication, Ticket
 from umbra.services.weight_hub.export import export_version
 from umbra.services.weight_hub.pins import PinFile, PinRecord
 from umbra.services.weight_hub.push import PushProtocol
@@ -118,7 +118,7 @@ class Registry:
         for job in self._jobs:
             job.future.exception()  # waits: it is bounded by the size of a version
             reason = "the trainer has registered another layout"
-            self._left.append(Answer(job.ticket, Nack(code="failed", reason=reason)))
+            self._left.append(HubReply(job.ticket, Nack(code="failed", reason=reason)))
             self._left += job.failed(0.0)
         self._jobs.clear()
         for pin in list(self._pins.values()):
@@ -154,7 +154,7 @@ class Registry:
         """Answer a request, now or when its work is done."""
         match body:
             case VersionsRequest():
-                return [Answer(ticket, self._versions())]
+                return [HubReply(ticket, self._versions())]
             case PinVersion(version=version):
                 return self._pin(ticket, version)
             case UnpinVersion(version=version):
@@ -176,7 +176,7 @@ class Registry:
                 effects += job.done(now)
                 continue
             log.warning("%s", error)
-            effects.append(Answer(job.ticket, Nack(code="failed", reason=str(error))))
+            effects.append(HubReply(job.ticket, Nack(code="failed", reason=str(error))))
             effects += job.failed(now)
         return effects
 
@@ -220,7 +220,7 @@ class Registry:
 
     def _pin(self, ticket: Ticket, version: int) -> list[Effect]:
         if version in self._pins:
-            return [Answer(ticket, self._versions())]
+            return [HubReply(ticket, self._versions())]
         publication = self._in_slot(version)
         if publication is None:
             return [self._unknown(ticket, version)]
@@ -230,7 +230,7 @@ class Registry:
         if slots.count - in_slots - 1 >= WORKING_SLOTS:
             self._pins[version] = _Pin(version, sums, slot=publication.slot)
             self._record()
-            return [Answer(ticket, self._versions())]
+            return [HubReply(ticket, self._versions())]
         arena, slot = self._arena, publication.slot
         assert arena is not None
         self._copies += 1
@@ -243,7 +243,7 @@ class Registry:
             )
         except StartupError as error:
             slots.let_go(slot)
-            return [Answer(ticket, Nack(code="no_room", reason=str(error)))]
+            return [HubReply(ticket, Nack(code="no_room", reason=str(error)))]
 
         def work() -> None:
             memory.copy(arena.slot(slot), copy.slot(0))
@@ -252,7 +252,7 @@ class Registry:
             self._pins[version] = _Pin(version, sums, copy=copy)
             self._record()
             effects = self._protocol.release(slot, now)
-            return [*effects, Answer(ticket, self._versions())]
+            return [*effects, HubReply(ticket, self._versions())]
 
         def failed(now: float) -> list[Effect]:
             copy.unlink()
@@ -266,26 +266,26 @@ class Registry:
         pin = self._pins.get(version)
         if pin is None:
             reason = f"version {version} is not pinned"
-            return [Answer(ticket, Nack(code="not_held", reason=reason))]
+            return [HubReply(ticket, Nack(code="not_held", reason=reason))]
         self._forget(pin)
         effects = [] if pin.slot is None else self._protocol.release(pin.slot, now)
-        return [*effects, Answer(ticket, self._versions())]
+        return [*effects, HubReply(ticket, self._versions())]
 
     def _roll_back(self, ticket: Ticket, version: int, now: float) -> list[Effect]:
         publication, pin = self._in_slot(version), self._pins.get(version)
         if publication is not None:
             if publication is self._protocol.newest:
-                return [Answer(ticket, Ok())]
+                return [HubReply(ticket, Ok())]
             effects = self._protocol.roll_back(
                 version, publication.slot, publication.checksums, now
             )
-            return [*effects, Answer(ticket, Ok())]
+            return [*effects, HubReply(ticket, Ok())]
         if pin is None or pin.copy is None:
             return [self._unknown(ticket, version)]
         slot, arena, copy, sums = self._protocol.take_slot(), self._arena, pin.copy, pin.sums
         if slot is None:
             reason = "no slot is free: the trainer writes its next version, or receivers read"
-            return [Answer(ticket, Nack(code="busy", reason=reason))]
+            return [HubReply(ticket, Nack(code="busy", reason=reason))]
         assert arena is not None
         self._on_write(slot)
 
@@ -294,7 +294,7 @@ class Registry:
 
         def done(now: float) -> list[Effect]:
             effects = self._protocol.roll_back(version, slot, sums, now)
-            return [*effects, *self._protocol.release(slot, now), Answer(ticket, Ok())]
+            return [*effects, *self._protocol.release(slot, now), HubReply(ticket, Ok())]
 
         self._start(ticket, work, done, lambda now: self._protocol.release(slot, now))
         return []
@@ -307,11 +307,11 @@ class Registry:
         out = Path(path)
         if not out.is_absolute() or out.exists() or not os.access(out.parent, os.W_OK):
             reason = f"{path} must be a new directory, in a folder that the hub can write to"
-            return [Answer(ticket, Nack(code="bad_path", reason=reason, path="path"))]
+            return [HubReply(ticket, Nack(code="bad_path", reason=reason, path="path"))]
         try:
             model_dir = Path(check_model_dir(self._model_dir))
         except UmbraError as error:
-            return [Answer(ticket, Nack(code="bad_path", reason=str(error)))]
+            return [HubReply(ticket, Nack(code="bad_path", reason=str(error)))]
         arena, manifest = self._arena, self._manifest
         assert arena is not None and manifest is not None
         if copy is not None and pin is not None:
@@ -329,7 +329,7 @@ class Registry:
         self._start(
             ticket,
             lambda: export_version(manifest, data, sums, model_dir, out),
-            lambda now: [*after(now), Answer(ticket, Ok())],
+            lambda now: [*after(now), HubReply(ticket, Ok())],
             after,
         )
         return []
@@ -341,11 +341,11 @@ class Registry:
         found = [p for p in self._protocol.slots.held.values() if p.version == version]
         return max(found, key=lambda publication: publication.number, default=None)
 
-    def _unknown(self, ticket: Ticket, version: int) -> Answer:
+    def _unknown(self, ticket: Ticket, version: int) -> HubReply:
         held = sorted({h.version for h in self._versions().held})
         what = ", ".join(map(str, held)) or "none"
         reason = f"version {version} is not held any more, or not yet; held: {what}"
-        return Answer(ticket, Nack(code="not_held", reason=reason))
+        return HubReply(ticket, Nack(code="not_held", reason=reason))
 
     def _start(
         self,

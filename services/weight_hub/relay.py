@@ -21,20 +21,20 @@ import zmq
 from umbra.proto.errors import RejectedError, UmbraError
 from umbra.proto.messages import Prepare, Subscribed
 from umbra.proto.records import Piece
-from umbra.services.runtime.advertise import reachable
-from umbra.services.runtime.arena import Arena
-from umbra.services.runtime.config import WeightHub as WeightHubConfig
-from umbra.services.runtime.fetch import BucketIntake
+from umbra.services.runtime.config import WeightHubConfig as WeightHubConfig
 from umbra.services.runtime.gpu.receiving import GpuReceiving
-from umbra.services.runtime.intake import Intake, Intaken
-from umbra.services.runtime.keys import OPEN, Security
-from umbra.services.runtime.link import Link
-from umbra.services.runtime.metrics import MetricsFile
-from umbra.services.runtime.publisher import Publisher
-from umbra.services.runtime.receiver import Receiver
-from umbra.services.runtime.server import Server
-from umbra.services.runtime.session import Session
-from umbra.services.runtime.threads import service_thread
+from umbra.services.runtime.net.address import reachable
+from umbra.services.runtime.net.io_thread import IoThread
+from umbra.services.runtime.net.keys import OPEN, Security
+from umbra.services.runtime.net.server import Server
+from umbra.services.runtime.net.session import Session
+from umbra.services.runtime.process.metrics import MetricsFile
+from umbra.services.runtime.process.threads import service_thread
+from umbra.services.runtime.weights.arena import Arena
+from umbra.services.runtime.weights.plane_reader import PlaneReader, ReadResult
+from umbra.services.runtime.weights.publisher import Publisher
+from umbra.services.runtime.weights.receiver import Receiver
+from umbra.services.runtime.weights.tcp_reader import TcpReader
 from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
 from umbra.services.weight_hub.store import BucketStore, Delta
 
@@ -44,7 +44,7 @@ LOOK_S = 0.2
 log = logging.getLogger(__name__)
 
 
-class RelayIntake:
+class RelayReader:
     """Fetches versions into slots of the relay's own arena.
 
     Args:
@@ -73,7 +73,7 @@ class RelayIntake:
         self._slot = -1
         path, slots = publisher.arena
         self._arena = Arena.attach(path, slot_bytes=reply.manifest.total_bytes)
-        pull = BucketIntake(
+        pull = TcpReader(
             name,
             reply.manifest,
             [self._arena.slot(index) for index in range(slots)],
@@ -82,22 +82,22 @@ class RelayIntake:
             self._delta_came,
             security,
         )
-        self._buckets: Intake = gpu.broadcasts(self._arena, pull) if gpu else pull
+        self._buckets: PlaneReader = gpu.broadcasts(self._arena, pull) if gpu else pull
         self._staged: tuple[int, Sequence[int]] = (-1, [])  # version and contents
 
-    def take(self, message: Prepare, target: int, interrupted: Callable[[], bool]) -> Intaken:
+    def take(self, message: Prepare, target: int, interrupted: Callable[[], bool]) -> ReadResult:
         """Fetch a version; the next relay may fetch it from here at the same time."""
         began = time.perf_counter()
         try:
             data = self._publisher.slot(message.version, self._config.deadline_s)
         except UmbraError as error:
-            return Intaken(error=str(error))
+            return ReadResult(error=str(error))
         waited = time.perf_counter() - began
         _, self._slot = self._publisher.place
         self._store.offer(self._slot, data, message.checksums, arrived=False)
         done = self._buckets.take(message, self._slot, interrupted)
         self._staged = (message.version, message.checksums)
-        return Intaken(
+        return ReadResult(
             done.wire_s, done.stage_s + waited, done.wire_bytes, done.error, done.source_lost
         )
 
@@ -156,7 +156,7 @@ class Relay:
     ) -> None:
         self._name = name
         self._config = config
-        self._intake: RelayIntake | None = None
+        self._intake: RelayReader | None = None
         self._closing = threading.Event()
         self._stack = ExitStack()
         with ExitStack() as stack:
@@ -175,9 +175,9 @@ class Relay:
             self._serving = service_thread(self._serve, "umbra-relay")
             self._serving.start()
             stack.callback(self._stop_serving)
-            self._link = Link(name, uuid.uuid4().hex[:12], security=security)
+            self._link = IoThread(name, uuid.uuid4().hex[:12], security=security)
             stack.callback(self._link.close)
-            self._inner = Link(name, uuid.uuid4().hex[:12], security=publishing)
+            self._inner = IoThread(name, uuid.uuid4().hex[:12], security=publishing)
             stack.callback(self._inner.close)
             self._gpu = gpu
             self._receiver = Receiver(
@@ -234,13 +234,13 @@ class Relay:
         self._receiver.close()
         self._stack.close()
 
-    def _open(self, reply: Subscribed) -> Intake:
+    def _open(self, reply: Subscribed) -> PlaneReader:
         """An intake for the layout in `reply`; on the receiver's thread."""
         local = self._inner.channel(self._bound, "this relay's own hub", server="relay")
         publisher = Publisher(local, reply.manifest)
         publisher.register(REGISTER_TIMEOUT_S)
         store = self._tcp.layout(reply.manifest)
-        self._intake = RelayIntake(
+        self._intake = RelayReader(
             self._name, reply, publisher, store, self._config, self._gpu, self._link.security
         )
         return self._intake

@@ -28,24 +28,24 @@ from umbra.proto.messages import (
     Subscribed,
 )
 from umbra.proto.records import Manifest
-from umbra.services.runtime.arena import Arena, remove_leftovers, shm_host
-from umbra.services.runtime.config import WeightHub as WeightHubConfig
-from umbra.services.runtime.manifest import check_manifest
-from umbra.services.runtime.metrics import MetricsFile
-from umbra.services.runtime.server import Request, Server
+from umbra.services.runtime.config import WeightHubConfig as WeightHubConfig
+from umbra.services.runtime.net.server import Request, Server
+from umbra.services.runtime.process.metrics import MetricsFile
+from umbra.services.runtime.weights.arena import Arena, remove_leftovers, shm_host
+from umbra.services.runtime.weights.manifest import check_manifest
+from umbra.services.weight_hub.background_plane import Deliver, Late
 from umbra.services.weight_hub.bindings import Bindings
 from umbra.services.weight_hub.effects import (
     Admit,
-    Answer,
     Effect,
     Failed,
-    Peer,
+    HubPeer,
+    HubReply,
     Pushed,
     Send,
 )
-from umbra.services.weight_hub.floors import Floors
-from umbra.services.weight_hub.held import Deliver, Late
 from umbra.services.weight_hub.hub_planes import HubPlanes
+from umbra.services.weight_hub.lower_bounds import LowerBounds
 from umbra.services.weight_hub.push import PushProtocol
 from umbra.services.weight_hub.registry import ACCEPTS as REGISTRY
 from umbra.services.weight_hub.registry import Registry
@@ -101,7 +101,7 @@ class WeightHub:
         self._manifest: Manifest | None = None
         self._bindings = Bindings()
         self._identities: dict[str, bytes] = {}
-        self._peers: dict[str, Peer] = {}
+        self._peers: dict[str, HubPeer] = {}
         self.planes = HubPlanes(
             config,
             host or shm_host(),
@@ -109,7 +109,7 @@ class WeightHub:
             lambda: server.endpoint(CHANNEL),
             server.security,
         )
-        self._floors = Floors()
+        self._floors = LowerBounds()
         self._registry = Registry(
             self.protocol, run_id, self._token, model_dir, on_write=self._overwritten
         )
@@ -151,7 +151,7 @@ class WeightHub:
     # -- events -----------------------------------------------------------------------------------
 
     def _handle(self, request: Request) -> list[Effect]:
-        peer = Peer(request.header.sender, request.header.incarnation)
+        peer = HubPeer(request.header.sender, request.header.incarnation)
         now = self._clock()
         if isinstance(request.body, IN_A_NAME) and (nack := self._bindings.check(request)):
             self._refuse(request, nack)
@@ -187,7 +187,7 @@ class WeightHub:
         self._server.reply(request, nack)
 
     def _register(
-        self, request: Request, peer: Peer, message: RegisterManifest, now: float
+        self, request: Request, peer: HubPeer, message: RegisterManifest, now: float
     ) -> list[Effect]:
         manifest, published = message.manifest, None
         is_new = manifest.digest != self.protocol.digest
@@ -271,7 +271,9 @@ class WeightHub:
         for path in remove_leftovers(self._run_id):
             log.warning("removed %s, which an earlier hub of this run had left", path)
 
-    def _publish(self, request: Request, peer: Peer, message: Publish, now: float) -> list[Effect]:
+    def _publish(
+        self, request: Request, peer: HubPeer, message: Publish, now: float
+    ) -> list[Effect]:
         buckets = len(self._manifest.buckets) if self._manifest else 0
         if self._manifest is not None and len(message.checksums) != buckets:
             reason = f"{len(message.checksums)} checksums for {buckets} buckets"
@@ -280,7 +282,7 @@ class WeightHub:
         return self.protocol.publish(request, peer, message, now)
 
     def _subscribe(
-        self, request: Request, peer: Peer, message: Subscribe, now: float
+        self, request: Request, peer: HubPeer, message: Subscribe, now: float
     ) -> list[Effect]:
         if (message.serves or message.buckets) and request.role not in (None, "relay"):
             reason = f"only relays serve others, not the {request.role} key"
@@ -301,7 +303,7 @@ class WeightHub:
         self._peers[peer.name] = peer
         return self.protocol.subscribe(request, peer, now, streamed=message.streamed)
 
-    def _status(self, peer: Peer) -> HubStatus:
+    def _status(self, peer: HubPeer) -> HubStatus:
         newest = self.protocol.newest
         return HubStatus(
             version=newest.version if newest else -1,
@@ -316,7 +318,7 @@ class WeightHub:
         todo = deque(effects)
         while todo:
             match todo.popleft():
-                case Answer(ticket=ticket, message=message):
+                case HubReply(ticket=ticket, message=message):
                     if isinstance(message, SlotGranted):
                         self._overwritten(message.slot)
                     self._server.reply(cast(Request, ticket), message)

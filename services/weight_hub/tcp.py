@@ -10,13 +10,13 @@ import msgspec
 
 from umbra.proto.messages import Prepare, Ready, Subscribe
 from umbra.proto.records import Manifest
-from umbra.services.runtime import delta
-from umbra.services.runtime.advertise import reachable
-from umbra.services.runtime.config import WeightHub as WeightHubConfig
-from umbra.services.runtime.keys import OPEN, Security
+from umbra.services.runtime.config import WeightHubConfig as WeightHubConfig
+from umbra.services.runtime.net.address import reachable
+from umbra.services.runtime.net.keys import OPEN, Security
+from umbra.services.runtime.weights import delta
 from umbra.services.weight_hub.bucket_server import BucketServer
-from umbra.services.weight_hub.chain import Chain
 from umbra.services.weight_hub.encoder import DeltaEncoder
+from umbra.services.weight_hub.relay_chain import RelayChain
 from umbra.services.weight_hub.store import BucketStore
 
 FAST_LINK = 1e9  # bytes per second; encoding on two cores is hardly faster
@@ -51,7 +51,7 @@ class TcpPlane:
         self._is_relay = security.keys is not None and security.keys.role == "relay"
         self.server = BucketServer(name, incarnation, endpoint, security)
         self.endpoint = reachable(self.server.endpoint, config.advertise)
-        self.chain = Chain(self.endpoint)
+        self.chain = RelayChain(self.endpoint)
         self._lock = threading.Lock()  # guards the layout: a relay sets it from another thread
         self._relays: dict[str, Subscribe] = {}
         self._manifest: Manifest | None = None

@@ -26,9 +26,9 @@ from umbra.proto.messages import (
     Versions,
     VersionsRequest,
 )
-from umbra.services.runtime.command import keys_of
-from umbra.services.runtime.keys import Security
-from umbra.services.runtime.link import Link
+from umbra.services.runtime.net.io_thread import IoThread
+from umbra.services.runtime.net.keys import Security
+from umbra.services.runtime.process.command import keys_of
 
 RETRY_S = 0.1  # while no slot is free for a roll-back
 M = TypeVar("M", bound=Message)
@@ -43,7 +43,7 @@ class HubClient:
         timeout_s: seconds that an answer may take.
     """
 
-    def __init__(self, link: Link, broker: str, hub: str, timeout_s: float) -> None:
+    def __init__(self, link: IoThread, broker: str, hub: str, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         if not hub:
             status = link.channel(broker, "buffer").call(
@@ -79,7 +79,7 @@ def _client(
     if not broker and not hub:
         raise UsageError("name the run: --broker tcp://host:port, or --hub tcp://host:port")
     incarnation = uuid.uuid4().hex[:12]
-    link = Link(f"weights-{incarnation}", incarnation, security=security)
+    link = IoThread(f"weights-{incarnation}", incarnation, security=security)
     try:
         yield HubClient(link, broker, hub, timeout_s)
     finally:

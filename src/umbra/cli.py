@@ -42,7 +42,7 @@ COMMANDS: dict[str, SubCommand] = {
     ),
     "buffer": SubCommand("umbra.services.buffer.command:command", "Serve the buffer (the broker)."),
     "store": SubCommand(
-        "umbra.services.buffer.store_command:command", "Look into a run's store, or repair it."
+        "umbra.services.buffer.store.command:command", "Look into a run's store, or repair it."
     ),
     "generator": SubCommand(
         "umbra.services.generator.command:command", "Produce rollouts for a run."

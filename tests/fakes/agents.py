@@ -20,7 +20,7 @@ from umbra.services.generator.agents.pool import AgentPool, AgentSettings
 from umbra.services.generator.engine import Engine
 from umbra.services.generator.rollout import RolloutSettings
 from umbra.services.generator.runner import RolloutRunner
-from umbra.services.runtime.config import Environment
+from umbra.services.runtime.config import EnvironmentConfig
 
 WAIT_S = seconds(30.0)
 Make = Callable[..., "AgentWorld"]  # from an engine, a temperature and more options
@@ -37,7 +37,7 @@ class AgentWorld:
         self,
         engine: Engine,
         settings: RolloutSettings,
-        environment: Environment,
+        environment: EnvironmentConfig,
         *,
         key: str = "",
         stop_tokens: tuple[str, ...] = (),

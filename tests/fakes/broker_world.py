@@ -30,11 +30,11 @@ from umbra.proto.messages import (
 )
 from umbra.proto.records import SampleTask, Trajectory, VersionSpan, pack_float32, pack_int32
 from umbra.services.buffer.broker import Broker, Endpoints
-from umbra.services.buffer.effects import Effect, Measure, Push, Reply
-from umbra.services.buffer.prompts import GroupEnd, Prompt
-from umbra.services.buffer.store import MemoryStore
-from umbra.services.runtime.config import Buffer, Eval, Run, RunConfig
-from umbra.services.runtime.server import Request
+from umbra.services.buffer.data.prompts import GroupEnd, Prompt
+from umbra.services.buffer.effects import Effect, Measure, Publish, Reply
+from umbra.services.buffer.store.api import MemoryStore
+from umbra.services.runtime.config import BufferConfig, EvalConfig, RunConfig, RunSection
+from umbra.services.runtime.net.server import Request
 
 M = TypeVar("M", bound=Message)
 
@@ -102,13 +102,15 @@ class World:
         *,
         steps: int = 100,
         durable: bool = False,
-        eval_config: Eval | None = None,
+        eval_config: EvalConfig | None = None,
         eval_prompts: Sequence[Prompt] = (),
         **buffer: Any,
     ) -> None:
         sizes = {"group_size": 2, "batch_groups": 2, **buffer}
         self.config = RunConfig(
-            run=Run(steps=steps), buffer=Buffer(**sizes), eval=eval_config or Eval()
+            run=RunSection(steps=steps),
+            buffer=BufferConfig(**sizes),
+            eval=eval_config or EvalConfig(),
         )
         self.eval_prompts = eval_prompts
         self.now = 0.0
@@ -220,7 +222,7 @@ class World:
         match effect:
             case Reply(request, body):
                 self.late[request.header.sender].append(as_sent(body))
-            case Push(identity, body, _channel):
+            case Publish(identity, body, _channel):
                 self.pushes.append((identity.decode(), body))
             case Measure():
                 self.rows.append(effect)

@@ -10,11 +10,11 @@ import pytest
 
 from umbra import cli
 from umbra.deploy.cluster.bundle import Bundle
-from umbra.deploy.cluster.cluster_file import Cluster, ClusterFile, Node
+from umbra.deploy.cluster.cluster_file import ClusterFile, ClusterSpec, Node
 from umbra.deploy.cluster.invocation import modules_of
 from umbra.deploy.cluster.plan import Plan, make_plan
 from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config_loader import load_config
+from umbra.services.runtime.config.loader import load_config
 
 SCHEMAS = Path(__file__).parents[1] / "schemas"
 RUN_FILE = Path("/home/me/project/run.toml")
@@ -28,7 +28,7 @@ def cluster(*gpus: int, **settings: object) -> ClusterFile:
         Node(name=chr(ord("a") + index), address=f"10.0.0.{index + 1}", gpus=count)
         for index, count in enumerate(gpus)
     ]
-    return ClusterFile(cluster=Cluster(**settings), nodes=nodes)  # pyright: ignore[reportArgumentType]
+    return ClusterFile(cluster=ClusterSpec(**settings), nodes=nodes)  # pyright: ignore[reportArgumentType]
 
 
 def run_config(*overrides: str, stages: tuple[str, ...] = ()) -> RunConfig:

@@ -40,7 +40,7 @@ from umbra.proto.messages import (
     Welcome,
 )
 from umbra.proto.records import Trajectory
-from umbra.services.runtime.keys import Security, load_keys
+from umbra.services.runtime.net.keys import Security, load_keys
 
 ANSWER_S = seconds(20.0)
 RESEND_S = 0.25

@@ -19,9 +19,9 @@ from umbra.services.generator.torch_engine import TorchEngine
 from umbra.services.modeling.models import load_model
 from umbra.services.modeling.weights import tensors_in
 from umbra.services.runtime.gpu.cuda import DeviceMemory
-from umbra.services.runtime.manifest import build_manifest
-from umbra.services.runtime.publisher import Publisher
-from umbra.services.runtime.receiver import Receiver, StagedVersion
+from umbra.services.runtime.weights.manifest import build_manifest
+from umbra.services.runtime.weights.publisher import Publisher
+from umbra.services.runtime.weights.receiver import Receiver, StagedVersion
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
 
 CPU = torch.device("cpu")

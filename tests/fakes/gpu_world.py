@@ -14,10 +14,10 @@ import msgspec
 import pytest
 from fakes.hub_bench import LAYOUT, WAIT_S, Bench
 
-from umbra.services.runtime.config import WeightHub as WeightHubConfig
+from umbra.services.runtime.config import WeightHubConfig as WeightHubConfig
 from umbra.services.runtime.gpu import cuda
 from umbra.services.runtime.gpu.receiving import GpuPlane, GpuReceiving, find_gpu
-from umbra.services.runtime.receiver import Receiver
+from umbra.services.runtime.weights.receiver import Receiver
 
 DOUBLE = Path(__file__).parent / "cuda_double"
 CHUNK = 4096

@@ -16,7 +16,7 @@ from umbra.proto.codec import Encoder, decode
 from umbra.proto.messages import FinishRun, Leave, Message, Nack, Role, SubmitAck
 from umbra.proto.sizes import allowed_bytes
 from umbra.proto.version import PROTOCOL_MAJOR, PROTOCOL_MINOR
-from umbra.services.runtime.keys import Security, load_keys
+from umbra.services.runtime.net.keys import Security, load_keys
 
 GRACE_S = 0.1  # for the answer to what was thrown; not everything is answered
 REFUSED_BYTES = 64 << 10  # of a frame that its role may not send

@@ -14,15 +14,15 @@ from fakes.slowness import seconds
 
 from umbra.proto.messages import Ping, Pong
 from umbra.proto.records import Manifest
-from umbra.services.runtime.channel import Channel
-from umbra.services.runtime.config import WeightHub as WeightHubConfig
-from umbra.services.runtime.keys import OPEN, Security
-from umbra.services.runtime.link import Link
-from umbra.services.runtime.manifest import build_manifest
-from umbra.services.runtime.metrics import MetricsFile
-from umbra.services.runtime.publisher import Publisher
-from umbra.services.runtime.receiver import Receiver, StagedVersion
-from umbra.services.runtime.server import Server
+from umbra.services.runtime.config import WeightHubConfig as WeightHubConfig
+from umbra.services.runtime.net.channel import Channel
+from umbra.services.runtime.net.io_thread import IoThread
+from umbra.services.runtime.net.keys import OPEN, Security
+from umbra.services.runtime.net.server import Server
+from umbra.services.runtime.process.metrics import MetricsFile
+from umbra.services.runtime.weights.manifest import build_manifest
+from umbra.services.runtime.weights.publisher import Publisher
+from umbra.services.runtime.weights.receiver import Receiver, StagedVersion
 from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
 
 WAIT_S = seconds(20.0)
@@ -41,7 +41,7 @@ class Bench:
         self._metrics = MetricsFile(self.metrics_path, "weight-hub")
         self._run_id = run_id
         self._context = context
-        self.links: dict[str, Link] = {}
+        self.links: dict[str, IoThread] = {}
         self._channels: list[Channel] = []
         self.closers: list[Callable[[], None]] = []
         self._stop = threading.Event()
@@ -89,7 +89,7 @@ class Bench:
         self.stop()
 
     def channel(self, name: str, security: Security = OPEN) -> Channel:
-        link = self.links[name] = Link(name, uuid.uuid4().hex, security=security)
+        link = self.links[name] = IoThread(name, uuid.uuid4().hex, security=security)
         self.closers.append(link.close)
         self._channels.append(link.channel(self.endpoint, "weight hub", server="weight_hub"))
         return self._channels[-1]

@@ -25,11 +25,11 @@ from umbra.services.generator.buffer_client import BufferClient
 from umbra.services.generator.loop import GeneratorLoop
 from umbra.services.generator.rollout import RolloutSettings
 from umbra.services.generator.runner import RolloutRunner
-from umbra.services.generator.showcase import Showcase
+from umbra.services.generator.sample_log import SampleLog
 from umbra.services.generator.stall import StallWatch
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer
-from umbra.services.runtime.metrics import MetricsFile
+from umbra.services.runtime.process.metrics import MetricsFile
 
 STOP = 3
 LEASE_S = 30.0
@@ -194,7 +194,7 @@ def open_bench(folder: Path, model_dir: Path, *, drains: bool = False) -> Iterat
             drains=drains,
             prefetch=2,
             wake=wake,
-            showcase=Showcase(metrics, settings.chat, clock=lambda: now[0]),
+            sample_log=SampleLog(metrics, settings.chat, clock=lambda: now[0]),
             watch=StallWatch("scripted", 60.0, clock=lambda: now[0]),
             clock=lambda: now[0],
         )

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from umbra.proto.records import Sampling, Trajectory, VersionSpan, pack_float32, pack_int32
 from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config_loader import load_config
+from umbra.services.runtime.config.loader import load_config
 
 GROUPS, GROUP_SIZE, LENGTH, TEMPERATURE = 3, 4, 6, 0.7
 LIKED = 30  # rewards count tokens below this id

@@ -15,12 +15,12 @@ from torch.distributed.tensor import DTensor
 
 from umbra.proto.records import Sampling, Trajectory, VersionSpan, pack_float32, pack_int32
 from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config_loader import as_dict, load_config
-from umbra.services.runtime.model_dir import weights_checksum
+from umbra.services.runtime.config.loader import as_dict, load_config
+from umbra.services.runtime.model.directory import weights_checksum
 from umbra.services.trainer.agreement import Agreement
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.checkpoints.folder import CheckpointFolder
-from umbra.services.trainer.checkpoints.parts import Part
+from umbra.services.trainer.checkpoints.parts import CheckpointPart
 from umbra.services.trainer.checkpoints.resume import resume
 from umbra.services.trainer.checkpoints.saver import Saver, join_in
 from umbra.services.trainer.checkpoints.shard_writer import ShardWriter
@@ -118,7 +118,13 @@ def aged(trajectory: Trajectory, version: int) -> Trajectory:
 
 
 def save(
-    path: Path, parts: dict[str, Part], ranks: Ranks, config: RunConfig, *, step: int, row: Row
+    path: Path,
+    parts: dict[str, CheckpointPart],
+    ranks: Ranks,
+    config: RunConfig,
+    *,
+    step: int,
+    row: Row,
 ) -> None:
     """A checkpoint of all ranks, seen through to its end."""
     with closing(ShardWriter(parts, ranks.rank, ranks.world)) as writer:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from umbra.services.trainer.batch import Batch
+from umbra.services.trainer.batch import TrainBatch
 from umbra.services.trainer.metrics import Row
 from umbra.services.trainer.objectives.objective import TokenInputs, TokenLosses
 from umbra.services.trainer.objectives.ratios import ratio
@@ -26,7 +26,7 @@ class TokenTable:
         updates: optimizer steps of all epochs.
     """
 
-    def __init__(self, batch: Batch, found: Tensor | None, parts: int, updates: int) -> None:
+    def __init__(self, batch: TrainBatch, found: Tensor | None, parts: int, updates: int) -> None:
         self._batch = batch
         self._found = found
         self._per_epoch = parts

@@ -8,7 +8,7 @@ import torch
 from umbra.proto.errors import PeerLostError
 from umbra.proto.records import Sampling
 from umbra.services.generator.engine import EngineOutput, EngineRequest, StreamingEngine
-from umbra.services.runtime.manifest import build_manifest
+from umbra.services.runtime.weights.manifest import build_manifest
 
 
 def weights(models: dict[int, Any], version: int) -> Iterator[tuple[str, torch.Tensor]]:

@@ -38,7 +38,7 @@ from umbra.proto.messages import (
     Welcome,
 )
 from umbra.proto.records import Sampling, pack_float32, pack_int32
-from umbra.services.runtime.keys import Security, load_keys, make_keys
+from umbra.services.runtime.net.keys import Security, load_keys, make_keys
 
 WAIT_S = seconds(20.0)
 CONNECTIONS = 300

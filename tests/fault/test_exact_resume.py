@@ -21,8 +21,8 @@ from fakes.slowness import seconds
 from integration.test_up import DEADLINE_S, UMBRA, UpProcess, leftovers
 from safetensors.torch import load_file
 
-from umbra.services.buffer.log_store import LogStore
-from umbra.services.runtime.config import Checkpoint
+from umbra.services.buffer.store.log import LogStore
+from umbra.services.runtime.config import CheckpointConfig
 from umbra.services.trainer.checkpoints.export import export_checkpoint
 from umbra.services.trainer.checkpoints.folder import CheckpointFolder
 
@@ -124,7 +124,7 @@ def test_a_killed_trainer_learns_the_same(
         assert weights(again / "model") == expected, name
         log = (again / "logs" / "trainer.log").read_text()
         assert "going on from the checkpoint of step" in log
-        kept = CheckpointFolder(again / "checkpoints", Checkpoint())
+        kept = CheckpointFolder(again / "checkpoints", CheckpointConfig())
         assert kept.steps() == [4, 8, 12, 16, 20]
         assert weights(export_checkpoint(kept.of(STEPS), tmp_path / f"hf-{number}")) == expected
 
@@ -154,7 +154,7 @@ def test_a_run_that_was_killed_as_a_whole_goes_on(
     assert (summary["ledger"]["trained"], summary["ledger"]["balance"]) == (STEPS * 16, 0)
     log = (folder / "logs" / "trainer.log").read_text()
     assert "going on from the checkpoint of step 8" in log or "of step 12" in log
-    assert CheckpointFolder(folder / "checkpoints", Checkpoint()).steps() == [16, 20]
+    assert CheckpointFolder(folder / "checkpoints", CheckpointConfig()).steps() == [16, 20]
     third = run(str(folder))
     _, errors = third.popen.communicate(timeout=DEADLINE_S)
     assert third.popen.returncode == 2

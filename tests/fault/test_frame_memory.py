@@ -26,7 +26,7 @@ from umbra.proto.messages import (
     StatusRequest,
     Welcome,
 )
-from umbra.services.runtime.keys import make_keys
+from umbra.services.runtime.net.keys import make_keys
 
 WAIT_S = seconds(30.0)
 LEGITIMATE_WAIT_S = seconds(1.0)

@@ -13,10 +13,10 @@ from fakes.generating import Generating, Policy
 from fakes.hub_bench import WAIT_S
 from fault.test_weight_push_faults import HubProcess
 
-from umbra.services.runtime.arena import SHM
-from umbra.services.runtime.link import Link
-from umbra.services.runtime.publisher import Publisher
-from umbra.services.runtime.receiver import Receiver
+from umbra.services.runtime.net.io_thread import IoThread
+from umbra.services.runtime.weights.arena import SHM
+from umbra.services.runtime.weights.publisher import Publisher
+from umbra.services.runtime.weights.receiver import Receiver
 from umbra.services.weight_hub.weights_command import command
 
 pytestmark = pytest.mark.fault
@@ -43,7 +43,7 @@ def test_pins_survive_a_hub_that_is_killed(run_id: str, tiny_model: Path) -> Non
     Result: the new hub has both; generators are rolled back to each, whole.
     """
     hub = HubProcess("tcp://127.0.0.1:*", run_id, "shm", "3")
-    links = [Link("trainer", uuid.uuid4().hex), Link("gen-0", uuid.uuid4().hex)]
+    links = [IoThread("trainer", uuid.uuid4().hex), IoThread("gen-0", uuid.uuid4().hex)]
     channels = [link.channel(hub.endpoint, "weight hub") for link in links]
     policy = Policy(tiny_model)
     publisher = Publisher(channels[0], policy.manifest)

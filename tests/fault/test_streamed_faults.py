@@ -16,11 +16,11 @@ from fault.test_weight_push_faults import PLANES, HubProcess
 from umbra.proto.errors import PeerLostError
 from umbra.services.generator.streaming import Streaming
 from umbra.services.generator.torch_engine import TorchEngine
-from umbra.services.runtime.arena import Arena
-from umbra.services.runtime.link import Link
-from umbra.services.runtime.publisher import Publisher
-from umbra.services.runtime.receiver import Receiver
-from umbra.services.runtime.stream import WeightStream
+from umbra.services.runtime.net.io_thread import IoThread
+from umbra.services.runtime.weights.arena import Arena
+from umbra.services.runtime.weights.publisher import Publisher
+from umbra.services.runtime.weights.receiver import Receiver
+from umbra.services.runtime.weights.stream import WeightStream
 from umbra.services.trainer.make_model import make_model
 from umbra.services.weight_hub.outbox import SMALLEST_FRAME
 
@@ -59,7 +59,7 @@ class World:
 
     def __init__(self, endpoint: str, model_dir: Path, plane: str) -> None:
         self.happens: Callable[[], None] = lambda: None
-        self.links = [Link("trainer", uuid.uuid4().hex), Link("gen-0", uuid.uuid4().hex)]
+        self.links = [IoThread("trainer", uuid.uuid4().hex), IoThread("gen-0", uuid.uuid4().hex)]
         self.up, self.down = (link.channel(endpoint, "weight hub") for link in self.links)
         self.policy = Policy(model_dir)
         self.publisher = Publisher(self.up, self.policy.manifest)

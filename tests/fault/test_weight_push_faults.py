@@ -21,14 +21,14 @@ from fakes.slowness import seconds
 
 from umbra.proto.messages import Prepare, Subscribed
 from umbra.proto.records import Manifest
-from umbra.services.runtime.arena import SHM, Arena
-from umbra.services.runtime.fetch import BucketIntake
 from umbra.services.runtime.gpu.cuda import DeviceMemory
-from umbra.services.runtime.intake import ArenaIntake, Intake, Intaken
-from umbra.services.runtime.link import Link
-from umbra.services.runtime.memory import private_memory
-from umbra.services.runtime.publisher import Publisher
-from umbra.services.runtime.receiver import Receiver, StagedVersion
+from umbra.services.runtime.net.io_thread import IoThread
+from umbra.services.runtime.weights.arena import SHM, Arena
+from umbra.services.runtime.weights.memory import private_memory
+from umbra.services.runtime.weights.plane_reader import ArenaReader, PlaneReader, ReadResult
+from umbra.services.runtime.weights.publisher import Publisher
+from umbra.services.runtime.weights.receiver import Receiver, StagedVersion
+from umbra.services.runtime.weights.tcp_reader import TcpReader
 
 pytestmark = pytest.mark.fault
 PLANES = pytest.mark.parametrize("plane", ["shm", "tcp"])
@@ -109,11 +109,11 @@ class Watched:
         self._name = name
         self._plane = plane
 
-    def open(self, reply: Subscribed) -> Intake:
-        real: Intake = (
-            BucketIntake(self._name, reply.manifest, self.buffers, 8192, arrived=self._arrived)
+    def open(self, reply: Subscribed) -> PlaneReader:
+        real: PlaneReader = (
+            TcpReader(self._name, reply.manifest, self.buffers, 8192, arrived=self._arrived)
             if self._plane == "tcp"
-            else ArenaIntake(reply.path, reply.manifest, self.buffers)
+            else ArenaReader(reply.path, reply.manifest, self.buffers)
         )
         return _WatchedIntake(real, self._arrived)
 
@@ -123,11 +123,11 @@ class Watched:
 
 
 class _WatchedIntake:
-    def __init__(self, real: Intake, begin: Callable[[int], None]) -> None:
+    def __init__(self, real: PlaneReader, begin: Callable[[int], None]) -> None:
         self._real = real
         self._begin = begin
 
-    def take(self, message: Prepare, target: int, interrupted: Callable[[], bool]) -> Intaken:
+    def take(self, message: Prepare, target: int, interrupted: Callable[[], bool]) -> ReadResult:
         self._begin(0)
         return self._real.take(message, target, interrupted)
 
@@ -144,21 +144,21 @@ def _data_of(
 
 
 class Detour:
-    """A `BucketIntake` that reaches its source through a proxy which spoils one byte."""
+    """A `TcpReader` that reaches its source through a proxy which spoils one byte."""
 
     def __init__(self, name: str, mode: str, at: int) -> None:
         self._name, self._mode, self._at = name, mode, at
-        self.taken: list[Intaken] = []
+        self.taken: list[ReadResult] = []
         self._proxy: subprocess.Popen[str] | None = None
         self._port = ""
 
-    def open(self, reply: Subscribed) -> Intake:
+    def open(self, reply: Subscribed) -> PlaneReader:
         size = reply.manifest.total_bytes
         self.buffers = [private_memory(size) for _ in range(2)]
-        self._real = BucketIntake(self._name, reply.manifest, self.buffers, 8192)
+        self._real = TcpReader(self._name, reply.manifest, self.buffers, 8192)
         return self
 
-    def take(self, message: Prepare, target: int, interrupted: Callable[[], bool]) -> Intaken:
+    def take(self, message: Prepare, target: int, interrupted: Callable[[], bool]) -> ReadResult:
         if self._proxy is None:
             command = [
                 sys.executable, str(PROGRAMS / "spoiling_proxy.py"),
@@ -337,7 +337,7 @@ def test_a_hub_that_is_killed_is_taken_over_from(
     version 0, whole.
     """
     hub = HubProcess("tcp://127.0.0.1:*", run_id, plane)
-    link, other = Link("trainer", uuid.uuid4().hex), Link("gen-0", uuid.uuid4().hex)
+    link, other = IoThread("trainer", uuid.uuid4().hex), IoThread("gen-0", uuid.uuid4().hex)
     up, down = link.channel(hub.endpoint, "hub"), other.channel(hub.endpoint, "hub")
     policy = Policy(tiny_model)
     publisher = Publisher(up, policy.manifest)

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from umbra.services.runtime.gpu import cuda
-from umbra.services.runtime.manifest import checksum
-from umbra.services.runtime.memory import private_memory
+from umbra.services.runtime.weights.manifest import checksum
+from umbra.services.runtime.weights.memory import private_memory
 
 PEER = Path(__file__).parents[1] / "programs" / "ipc_peer.py"
 SIZE = 1 << 30

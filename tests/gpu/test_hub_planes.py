@@ -15,12 +15,12 @@ import pytest
 from fakes.hub_bench import WAIT_S, Bench, take
 from fakes.one_gpu import SHARED
 
-from umbra.services.runtime.config import WeightHub as WeightHubConfig
+from umbra.services.runtime.config import WeightHubConfig as WeightHubConfig
 from umbra.services.runtime.gpu import cuda
 from umbra.services.runtime.gpu.receiving import find_gpu
-from umbra.services.runtime.manifest import build_manifest
-from umbra.services.runtime.publisher import Publisher
-from umbra.services.runtime.receiver import Receiver
+from umbra.services.runtime.weights.manifest import build_manifest
+from umbra.services.runtime.weights.publisher import Publisher
+from umbra.services.runtime.weights.receiver import Receiver
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")

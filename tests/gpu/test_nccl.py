@@ -12,9 +12,9 @@ from fakes.one_gpu import rank_environment
 
 from umbra.proto.errors import DeadlineError, UmbraError
 from umbra.proto.records import GpuFacts
-from umbra.services.runtime.arena import Arena
 from umbra.services.runtime.gpu import cuda
-from umbra.services.runtime.gpu.agent_process import AgentProcess
+from umbra.services.runtime.gpu.worker_process import GpuWorkerProcess
+from umbra.services.runtime.weights.arena import Arena
 from umbra.services.weight_hub.planes import mismatch
 
 WAIT_S = 60.0
@@ -32,7 +32,7 @@ class Pair:
 
     def __init__(self) -> None:
         run_id = f"test-{uuid.uuid4().hex[:8]}"
-        self.agents = [AgentProcess(0, rank_environment(f"host{rank}")) for rank in range(2)]
+        self.agents = [GpuWorkerProcess(0, rank_environment(f"host{rank}")) for rank in range(2)]
         self.arenas = [Arena.create(run_id, f"rank{i}", slot_bytes=SIZE, slots=2) for i in range(2)]
         for agent, arena in zip(self.agents, self.arenas, strict=True):
             agent.use(arena, CHUNK)

@@ -7,7 +7,7 @@ import torch
 from fakes.noisy_batch import noisy_trajectories
 
 from umbra.services.modeling.packing import pack
-from umbra.services.runtime.config import Trainer
+from umbra.services.runtime.config import TrainerConfig
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.metrics import peak_memory_gib, speed_metrics
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 
 def test_the_ceiling_is_above_what_an_update_reaches(tiny_model_dir: Path) -> None:
     trajectories = noisy_trajectories(load_policy(tiny_model_dir)[0])
-    learner = Learner(load_policy(tiny_model_dir)[0], Trainer(device="cuda"), 1)
+    learner = Learner(load_policy(tiny_model_dir)[0], TrainerConfig(device="cuda"), 1)
     assert learner.ceiling > 1e12
     batch = make_batch(trajectories, 1000)
     (micro,) = pack(batch.tokens, pack_tokens=256, micro_tokens=4096)

@@ -14,7 +14,7 @@ from fakes.vllm_models import quantized
 from umbra.services.generator.engine import EngineOutput, StreamingEngine
 from umbra.services.generator.engines import open_engine
 from umbra.services.modeling.models import load_model
-from umbra.services.runtime.config_loader import load_config
+from umbra.services.runtime.config.loader import load_config
 from umbra.services.trainer.make_model import make_model
 
 pytest.importorskip("vllm", reason='vLLM is not installed (pip install "umbra-rl[vllm]")')

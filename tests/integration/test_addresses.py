@@ -11,10 +11,10 @@ import zmq
 
 from umbra.services.buffer.addresses import Addresses
 from umbra.services.buffer.service import bind
-from umbra.services.buffer.store import MemoryStore
-from umbra.services.runtime.advertise import reachable
-from umbra.services.runtime.config import Buffer
-from umbra.services.runtime.server import Server
+from umbra.services.buffer.store.api import MemoryStore
+from umbra.services.runtime.config import BufferConfig
+from umbra.services.runtime.net.address import reachable
+from umbra.services.runtime.net.server import Server
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def a_server(incarnation: str) -> Iterator[Server]:
 
 def test_the_buffer_binds_the_ports_that_it_is_given() -> None:
     control, *others = free_ports(4)
-    settings = Buffer(ports=(others[0], others[1], others[2]), advertise="node-a")
+    settings = BufferConfig(ports=(others[0], others[1], others[2]), advertise="node-a")
     addresses = Addresses(MemoryStore())
     for _ in range(2):  # and again when it starts again
         with a_server("b1") as server:
@@ -67,9 +67,9 @@ def test_a_port_that_is_given_outranks_the_one_of_before() -> None:
     data, control = free_ports(2)
     addresses = Addresses(MemoryStore())
     with a_server("b1") as server:
-        _, first = bind(server, f"tcp://127.0.0.1:{control}", Buffer(), addresses)
+        _, first = bind(server, f"tcp://127.0.0.1:{control}", BufferConfig(), addresses)
     with a_server("b2") as server:
-        settings = Buffer(ports=(data, 0, 0))
+        settings = BufferConfig(ports=(data, 0, 0))
         _, second = bind(server, f"tcp://127.0.0.1:{control}", settings, addresses)
     assert second.data == f"tcp://127.0.0.1:{data}"
     assert (second.events_in, second.events_out) == (first.events_in, first.events_out)

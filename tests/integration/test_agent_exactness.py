@@ -18,7 +18,7 @@ from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.torch_engine import TorchEngine
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_model, load_tokenizer
-from umbra.services.runtime.config import Environment
+from umbra.services.runtime.config import EnvironmentConfig
 
 STOPS = [3, *range(6, 101, 5)]  # so many that turns end, of 7, 13 and 10 tokens when greedy
 
@@ -42,7 +42,7 @@ def world(tiny_model_dir: Path) -> Iterator[Make]:
     def make(engine: TorchEngine, temperature: float, **options: Any) -> AgentWorld:
         sampling = Sampling(temperature=temperature, max_tokens=200)
         settings = RolloutSettings(chat, sampling, engine.max_context, agents=True)
-        made.append(AgentWorld(engine, settings, Environment(kind="agent"), **options))
+        made.append(AgentWorld(engine, settings, EnvironmentConfig(kind="agent"), **options))
         return made[-1]
 
     yield make

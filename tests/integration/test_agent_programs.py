@@ -17,8 +17,13 @@ from umbra.services.generator.environment_check import check_environment
 from umbra.services.generator.evaluate import evaluate_model
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer
-from umbra.services.runtime.config import Environment, Generator, RunConfig, SamplingConfig
-from umbra.services.runtime.feasibility import check_feasible
+from umbra.services.runtime.config import (
+    EnvironmentConfig,
+    GeneratorConfig,
+    RunConfig,
+    SamplingConfig,
+)
+from umbra.services.runtime.config.feasibility import check_feasible
 
 pytestmark = pytest.mark.e2e
 
@@ -88,7 +93,7 @@ def world(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch)
         chosen = settings(
             Chat(tokenizer, {STOP}), sampling=Sampling(), max_context=2048, agents=True
         )
-        environment = Environment(kind="agent", agent=agent, **{"workers": 1, **options})
+        environment = EnvironmentConfig(kind="agent", agent=agent, **{"workers": 1, **options})
         engine = ScriptedEngine(says(tokenizer, "one", "two", "three"))
         made.append(AgentWorld(engine, chosen, environment))
         return made[-1]
@@ -155,11 +160,11 @@ def test_options_are_arguments_of_the_function(world: World) -> None:
 
 def test_a_model_is_evaluated_by_its_agent(world: World, tiny_model_dir: Path) -> None:
     del world  # but for the module
-    agent = Environment(kind="agent", agent="mine:plain", options={"turns": 1}, workers=1)
+    agent = EnvironmentConfig(kind="agent", agent="mine:plain", options={"turns": 1}, workers=1)
     config = RunConfig(
         environment=agent,
         sampling=SamplingConfig(max_tokens=4),
-        generator=Generator(slots=2, max_context=64, device="cpu", threads=1),
+        generator=GeneratorConfig(slots=2, max_context=64, device="cpu", threads=1),
     )
     result = evaluate_model(tiny_model_dir, [{"do": ""}], config, samples=3, greedy=True)
     assert (result.accuracy, result.failed, result.mean_turns) == (0.5, 0, 1.0)
@@ -178,7 +183,7 @@ def test_an_agent_that_cannot_be_loaded(
     world: World, agent: str, options: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(UsageError, match=says):
-        load_environment(Environment(kind="agent", agent=agent, options=options))
+        load_environment(EnvironmentConfig(kind="agent", agent=agent, options=options))
     if agent:
         with pytest.raises(UsageError, match=says):
             world(agent, options=options)
@@ -187,21 +192,25 @@ def test_an_agent_that_cannot_be_loaded(
 @pytest.mark.parametrize(
     ("environment", "serve", "says"),
     [
-        (Environment(kind="agent"), "", "has no agent"),
-        (Environment(kind="exact", agent="a:b"), "", "environment.agent = a:b has no effect"),
-        (Environment(kind="exact"), "127.0.0.1:80", "generator.serve = 127.0.0.1:80 has no"),
+        (EnvironmentConfig(kind="agent"), "", "has no agent"),
+        (EnvironmentConfig(kind="exact", agent="a:b"), "", "environment.agent = a:b has no effect"),
+        (EnvironmentConfig(kind="exact"), "127.0.0.1:80", "generator.serve = 127.0.0.1:80 has no"),
     ],
 )
 def test_settings_that_contradict_each_other(
-    environment: Environment, serve: str, says: str
+    environment: EnvironmentConfig, serve: str, says: str
 ) -> None:
-    config = RunConfig(environment=environment, generator=Generator(serve=serve))
+    config = RunConfig(environment=environment, generator=GeneratorConfig(serve=serve))
     with pytest.raises(UsageError, match=says):
         check_feasible(config)
 
 
 def test_a_check_loads_the_agent_without_running_it(world: World) -> None:
-    check_environment(RunConfig(environment=Environment(kind="agent", agent="mine:plain")), {})
-    check_environment(RunConfig(environment=Environment(kind="agent")), {})
+    check_environment(
+        RunConfig(environment=EnvironmentConfig(kind="agent", agent="mine:plain")), {}
+    )
+    check_environment(RunConfig(environment=EnvironmentConfig(kind="agent")), {})
     with pytest.raises(UsageError, match="did you mean"):
-        check_environment(RunConfig(environment=Environment(kind="agent", agent="mine:plan")), {})
+        check_environment(
+            RunConfig(environment=EnvironmentConfig(kind="agent", agent="mine:plan")), {}
+        )

@@ -24,9 +24,9 @@ from umbra.services.generator.agents.server import MAX_BODY
 from umbra.services.generator.rollout import Limits
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer
-from umbra.services.runtime.config import Environment
+from umbra.services.runtime.config import EnvironmentConfig
 
-OUTSIDE = Environment(kind="agent")
+OUTSIDE = EnvironmentConfig(kind="agent")
 TOOL: Any = {
     "type": "function",
     "function": {
@@ -49,7 +49,7 @@ def world(tokenizer: Any) -> Iterator[World]:
     """Makes an endpoint whose model says `turns`, one after the other."""
     made: list[AgentWorld] = []
 
-    def make(*turns: str, environment: Environment = OUTSIDE, **options: Any) -> AgentWorld:
+    def make(*turns: str, environment: EnvironmentConfig = OUTSIDE, **options: Any) -> AgentWorld:
         chosen = settings(
             Chat(tokenizer, {STOP}),
             sampling=Sampling(max_tokens=options.pop("max_tokens", 128)),
@@ -315,7 +315,7 @@ def test_a_turn_that_is_cut_is_the_last(world: World) -> None:
 
 
 def test_an_agent_that_dies_loses_its_sample(world: World) -> None:
-    impatient = Environment(kind="agent", timeout_s=0.5)
+    impatient = EnvironmentConfig(kind="agent", timeout_s=0.5)
     endpoint = world("yes", environment=impatient)
     endpoint.add(sample({"prompt": "go"}))
     work = endpoint.lease()

@@ -11,7 +11,7 @@ from fakes.rollouts import STOP, sample, says, settings
 from umbra.proto.records import Sampling
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer
-from umbra.services.runtime.config import Environment
+from umbra.services.runtime.config import EnvironmentConfig
 
 DOC = Path(__file__).parents[2] / "docs" / "agents.md"
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
@@ -29,7 +29,7 @@ def test_the_agent_of_the_documentation_adds(
         Chat(tokenizer, {STOP}), sampling=Sampling(max_tokens=100), max_context=1024, agents=True
     )
     engine = ScriptedEngine(says(tokenizer, CALL, CALL, "it is 3"))
-    environment = Environment(
+    environment = EnvironmentConfig(
         kind="agent", agent="adder:solve", options={"steps": 3}, workers=1, timeout_s=50.0
     )
     world = AgentWorld(engine, chosen, environment)

@@ -23,7 +23,7 @@ from umbra.proto.errors import DivergedError, MismatchError
 from umbra.proto.records import Sampling, Trajectory, VersionSpan, pack_float32, pack_int32
 from umbra.services.generator.engine import EngineOutput, EngineRequest
 from umbra.services.generator.torch_engine import TorchEngine
-from umbra.services.runtime.config_loader import load_config
+from umbra.services.runtime.config.loader import load_config
 from umbra.services.trainer.agreement import Agreement
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.learner import Learner

@@ -14,7 +14,7 @@ from umbra.services.generator.rollout import RolloutSettings
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer
-from umbra.services.runtime.config import Environment
+from umbra.services.runtime.config import EnvironmentConfig
 
 DOC = Path(__file__).parents[2] / "docs" / "environments.md"
 STOP = 3
@@ -40,7 +40,7 @@ def test_the_environment_runs_in_a_rollout(code: list[str], tiny_model_dir: Path
         said = len(ids) - 1 - max(i for i, token in enumerate(ids) if token == assistant)
         return [*turns[list(ids).count(STOP)], STOP][said:]
 
-    pool = open_pool(Environment(kind="counting:Counting", options={"patience": 3}))
+    pool = open_pool(EnvironmentConfig(kind="counting:Counting", options={"patience": 3}))
     try:
         runner = RolloutRunner(
             ScriptedEngine(script, max_context=256),
@@ -66,7 +66,7 @@ def test_the_environment_runs_in_a_rollout(code: list[str], tiny_model_dir: Path
 
 
 def test_the_reward_function_scores(code: list[str]) -> None:
-    pool = InlinePool(load_environment(Environment(kind="reward", reward="scoring:score")))
+    pool = InlinePool(load_environment(EnvironmentConfig(kind="reward", reward="scoring:score")))
     pool.play("s", {"prompt": "p", "word": "sun"}, ["the sun"])
     (outcome,) = pool.collect()
     assert outcome.value is not None, outcome.error

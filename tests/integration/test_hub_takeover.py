@@ -12,15 +12,15 @@ import zmq
 from fakes.slowness import seconds
 
 from umbra.proto.errors import RejectedError
-from umbra.services.runtime.arena import SHM, Arena, remove_leftovers
-from umbra.services.runtime.channel import Channel
-from umbra.services.runtime.config import WeightHub as WeightHubConfig
-from umbra.services.runtime.link import Link
-from umbra.services.runtime.manifest import build_manifest
-from umbra.services.runtime.metrics import MetricsFile
-from umbra.services.runtime.publisher import Publisher
-from umbra.services.runtime.receiver import Receiver
-from umbra.services.runtime.server import Server
+from umbra.services.runtime.config import WeightHubConfig as WeightHubConfig
+from umbra.services.runtime.net.channel import Channel
+from umbra.services.runtime.net.io_thread import IoThread
+from umbra.services.runtime.net.server import Server
+from umbra.services.runtime.process.metrics import MetricsFile
+from umbra.services.runtime.weights.arena import SHM, Arena, remove_leftovers
+from umbra.services.runtime.weights.manifest import build_manifest
+from umbra.services.runtime.weights.publisher import Publisher
+from umbra.services.runtime.weights.receiver import Receiver
 from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
 
 WAIT_S = seconds(20.0)
@@ -68,7 +68,7 @@ class Hubs:
             channel.move(self.endpoint)
 
     def channel(self, name: str) -> Channel:
-        link = Link(name, uuid.uuid4().hex)
+        link = IoThread(name, uuid.uuid4().hex)
         self._closers.append(link.close)
         channel = link.channel(self.endpoint, "weight hub")
         self._channels.append(channel)

@@ -34,11 +34,11 @@ from umbra.proto.messages import (
 )
 from umbra.proto.messages import Status as StatusMessage
 from umbra.services.monitor.watch import Look, Watch
-from umbra.services.runtime.config import Security as SecurityConfig
-from umbra.services.runtime.keys import OPEN, Security, make_keys, open_security
-from umbra.services.runtime.metrics import MetricsFile
-from umbra.services.runtime.server import Server
-from umbra.services.runtime.session import Session
+from umbra.services.runtime.config import SecurityConfig as SecurityConfig
+from umbra.services.runtime.net.keys import OPEN, Security, make_keys, open_security
+from umbra.services.runtime.net.server import Server
+from umbra.services.runtime.net.session import Session
+from umbra.services.runtime.process.metrics import MetricsFile
 
 WAIT_S = seconds(20.0)
 

@@ -12,8 +12,8 @@ from fakes.hub_bench import OTHER_LAYOUT, WAIT_S, content, load, publish, take
 from fakes.slowness import seconds
 
 from umbra.proto.errors import RejectedError
-from umbra.services.runtime.metrics import MetricsFile
-from umbra.services.runtime.receiver import Receiver
+from umbra.services.runtime.process.metrics import MetricsFile
+from umbra.services.runtime.weights.receiver import Receiver
 from umbra.services.weight_hub.relay import Relay
 
 NAMES = ("gen-0", "gen-1")

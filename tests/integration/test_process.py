@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from fakes.slowness import seconds
 
-from umbra.deploy.interrupts import Interrupts
-from umbra.deploy.process import Process, Usage, child_environ
+from umbra.deploy.interrupts import SignalCounter
+from umbra.deploy.process import ChildProcess, Usage, child_environ
 from umbra.deploy.restart import RestartPolicy
 from umbra.deploy.run_folder import RunFolder
-from umbra.deploy.stage import Interrupted, StageError, last_said, run_stage
+from umbra.deploy.stage import StageError, StageInterrupted, last_said, run_stage
 from umbra.deploy.supervisor import Program, Supervisor
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
@@ -47,9 +47,9 @@ def folder(tmp_path: Path) -> RunFolder:
     return RunFolder.create(tmp_path, "run")
 
 
-def start(folder: RunFolder, name: str = "child", **environ: str) -> Process:
+def start(folder: RunFolder, name: str = "child", **environ: str) -> ChildProcess:
     """A `child.py` that is up."""
-    process = Process(
+    process = ChildProcess(
         CHILD,
         log_path=folder.log(name),
         environ={**os.environ, "CHILD_READY": "tcp://127.0.0.1:5", **environ},
@@ -124,7 +124,7 @@ def test_a_supervised_generator_is_restarted(folder: RunFolder, tmp_path: Path) 
     pids: dict[str, list[int]] = {}
     said: list[str] = []
 
-    def spawn(program: Program) -> Process:
+    def spawn(program: Program) -> ChildProcess:
         again = program.name in pids
         elastic = {"CHILD_EXIT_FIFO": str(fifo)} if program.elastic and not again else {}
         process = start(folder, program.name, **elastic)
@@ -151,9 +151,9 @@ def test_a_supervised_generator_is_restarted(folder: RunFolder, tmp_path: Path) 
 
 
 def test_a_child_that_cannot_start_is_named_with_its_last_words(folder: RunFolder) -> None:
-    def spawn(program: Program) -> Process:
+    def spawn(program: Program) -> ChildProcess:
         environ = {**os.environ, "CHILD_EXIT": "3"}
-        return Process(program.argv, log_path=folder.log(program.name), environ=environ)
+        return ChildProcess(program.argv, log_path=folder.log(program.name), environ=environ)
 
     supervisor = Supervisor(
         spawn,
@@ -170,7 +170,7 @@ def test_a_child_that_cannot_start_is_named_with_its_last_words(folder: RunFolde
 
 
 def test_a_stage_returns_its_output(folder: RunFolder) -> None:
-    with Interrupts() as interrupts:
+    with SignalCounter() as interrupts:
         text = run_stage(
             "version",
             ("--version",),
@@ -182,7 +182,7 @@ def test_a_stage_returns_its_output(folder: RunFolder) -> None:
 
 
 def test_a_failed_stage_says_why(folder: RunFolder) -> None:
-    with Interrupts() as interrupts, pytest.raises(StageError, match=r"nothing\.toml") as caught:
+    with SignalCounter() as interrupts, pytest.raises(StageError, match=r"nothing\.toml") as caught:
         run_stage(
             "show",
             ("config", "show", "nothing.toml"),
@@ -194,9 +194,9 @@ def test_a_failed_stage_says_why(folder: RunFolder) -> None:
 
 
 def test_a_signal_ends_a_stage(folder: RunFolder) -> None:
-    with Interrupts() as interrupts:
+    with SignalCounter() as interrupts:
         os.kill(os.getpid(), signal.SIGINT)
-        with pytest.raises(Interrupted):
+        with pytest.raises(StageInterrupted):
             run_stage(
                 "version",
                 ("--version",),

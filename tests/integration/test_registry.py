@@ -18,14 +18,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from umbra.proto.errors import RejectedError, UsageError
 from umbra.services.modeling.weights import tensors_in
-from umbra.services.runtime.arena import SHM, remove_leftovers
-from umbra.services.runtime.config import WeightHub as WeightHubConfig
-from umbra.services.runtime.link import Link
-from umbra.services.runtime.manifest import build_manifest
-from umbra.services.runtime.metrics import MetricsFile
-from umbra.services.runtime.publisher import Publisher
-from umbra.services.runtime.receiver import Receiver
-from umbra.services.runtime.server import Server
+from umbra.services.runtime.config import WeightHubConfig as WeightHubConfig
+from umbra.services.runtime.net.io_thread import IoThread
+from umbra.services.runtime.net.server import Server
+from umbra.services.runtime.process.metrics import MetricsFile
+from umbra.services.runtime.weights.arena import SHM, remove_leftovers
+from umbra.services.runtime.weights.manifest import build_manifest
+from umbra.services.runtime.weights.publisher import Publisher
+from umbra.services.runtime.weights.receiver import Receiver
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
 from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
 from umbra.services.weight_hub.weights_command import command
@@ -52,7 +52,7 @@ class Bench:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._main)
         self._thread.start()
-        link = Link("trainer", "t1")
+        link = IoThread("trainer", "t1")
         self.publisher = Publisher(link.channel(self.endpoint, "weight hub"), self.manifest)
         self._closers += [link.close, self.publisher.close]
         self.publisher.register(WAIT_S)
@@ -78,7 +78,7 @@ class Bench:
         self.publisher.publish(version, 0.0)
 
     def receiver(self) -> Receiver:
-        link = Link("a", uuid.uuid4().hex)
+        link = IoThread("a", uuid.uuid4().hex)
         receiver = Receiver(link.channel(self.endpoint, "weight hub"))
         self._closers += [link.close, receiver.close]
         receiver.subscribe(WAIT_S)

@@ -15,7 +15,7 @@ from integration.test_up import UpProcess, up
 
 from umbra.proto.errors import UsageError
 from umbra.services.generator.replicas import share_gpus
-from umbra.services.runtime.config import Generator
+from umbra.services.runtime.config import GeneratorConfig
 
 __all__ = ["up"]  # a fixture
 
@@ -92,7 +92,7 @@ def test_gpus_are_shared_evenly() -> None:
     environ = {"CUDA_VISIBLE_DEVICES": "3,1,GPU-ab,0,7"}
 
     def shares(count: int, device: str = "auto") -> list[str]:
-        config = Generator(replicas=count, device=device)
+        config = GeneratorConfig(replicas=count, device=device)
         return [share["CUDA_VISIBLE_DEVICES"] for share in share_gpus(config, environ)]
 
     assert shares(2) == ["3,1", "GPU-ab,0"]
@@ -101,7 +101,7 @@ def test_gpus_are_shared_evenly() -> None:
         shares(6)
     with pytest.raises(UsageError, match=r"cannot share generator\.device = cuda:1"):
         shares(2, "cuda:1")
-    assert share_gpus(Generator(replicas=3, device="cpu"), environ) == [{}, {}, {}]
-    assert share_gpus(Generator(replicas=2), {"CUDA_VISIBLE_DEVICES": ""}) == [{}, {}]
+    assert share_gpus(GeneratorConfig(replicas=3, device="cpu"), environ) == [{}, {}, {}]
+    assert share_gpus(GeneratorConfig(replicas=2), {"CUDA_VISIBLE_DEVICES": ""}) == [{}, {}]
     with pytest.raises(UsageError, match="more than the 0 GPUs"):
-        share_gpus(Generator(replicas=2, device="cuda"), {"CUDA_VISIBLE_DEVICES": ""})
+        share_gpus(GeneratorConfig(replicas=2, device="cuda"), {"CUDA_VISIBLE_DEVICES": ""})

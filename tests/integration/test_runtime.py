@@ -34,10 +34,10 @@ from umbra.proto.messages import (
     Status,
     Welcome,
 )
-from umbra.services.runtime.link import Link
-from umbra.services.runtime.metrics import MetricsFile
-from umbra.services.runtime.server import TOPICS, Request, Server
-from umbra.services.runtime.session import Session
+from umbra.services.runtime.net.io_thread import IoThread
+from umbra.services.runtime.net.server import TOPICS, Request, Server
+from umbra.services.runtime.net.session import Session
+from umbra.services.runtime.process.metrics import MetricsFile
 
 WAIT_S = seconds(20.0)
 WAIT_MS = 20_000
@@ -110,32 +110,32 @@ def broker(zmq_context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[Broker]:
 
 
 @pytest.fixture
-def link() -> Iterator[Link]:
-    link = Link("tester", "i1")
+def link() -> Iterator[IoThread]:
+    link = IoThread("tester", "i1")
     yield link
     link.close()
 
 
-def test_a_call_gets_its_reply(broker: Broker, link: Link) -> None:
+def test_a_call_gets_its_reply(broker: Broker, link: IoThread) -> None:
     pong = link.channel(broker.endpoint, "broker").call(Ping(), Pong, timeout_s=WAIT_S)
     assert pong.role == "buffer"
 
 
-def test_a_call_nobody_answers_names_what_it_waited_for(broker: Broker, link: Link) -> None:
+def test_a_call_nobody_answers_names_what_it_waited_for(broker: Broker, link: IoThread) -> None:
     broker.answer = lambda _request: None
     channel = link.channel(broker.endpoint, "broker")
     with pytest.raises(DeadlineError, match=r"broker at tcp://.* to Ping within 0.2 s"):
         channel.call(Ping(), Pong, timeout_s=0.2)
 
 
-def test_a_refusal_is_raised_with_its_reason(broker: Broker, link: Link) -> None:
+def test_a_refusal_is_raised_with_its_reason(broker: Broker, link: IoThread) -> None:
     broker.answer = lambda _request: Nack(code="full", reason="no room")
     with pytest.raises(RejectedError, match="no room") as caught:
         link.channel(broker.endpoint, "broker").call(Ping(), Pong, timeout_s=WAIT_S)
     assert caught.value.code == "full"
 
 
-def test_pushes_arrive_in_order(broker: Broker, link: Link) -> None:
+def test_pushes_arrive_in_order(broker: Broker, link: IoThread) -> None:
     channel = link.channel(broker.endpoint, "broker")
     channel.call(Ping(), Pong, timeout_s=WAIT_S)
     broker.drain.set()
@@ -158,7 +158,7 @@ def test_a_resent_request_is_answered_once_more_but_done_once(
 
 def test_of_those_who_only_look_nothing_is_remembered(broker: Broker) -> None:
     for number in range(20):
-        watcher = Link(f"watcher-{number}", "i1")
+        watcher = IoThread(f"watcher-{number}", "i1")
         channel = watcher.channel(broker.endpoint, "broker")
         channel.call(Ping(), Pong, timeout_s=WAIT_S)
         watcher.close()
@@ -284,7 +284,7 @@ def test_those_who_subscribe_without_end_cost_nothing(
     honest.close(linger=0)
 
 
-def test_those_who_watch_get_rows_and_spans(broker: Broker, link: Link) -> None:
+def test_those_who_watch_get_rows_and_spans(broker: Broker, link: IoThread) -> None:
     heard: queue.SimpleQueue[tuple[str, Event]] = queue.SimpleQueue()
     link.subscribe(
         broker.events_out,

@@ -26,10 +26,10 @@ from umbra.proto.messages import (
     Pong,
 )
 from umbra.proto.version import PROTOCOL_MAJOR
-from umbra.services.runtime import server as server_module
-from umbra.services.runtime.link import Link
-from umbra.services.runtime.server import Request, Server
-from umbra.services.runtime.session import Session
+from umbra.services.runtime.net import server as server_module
+from umbra.services.runtime.net.io_thread import IoThread
+from umbra.services.runtime.net.server import Request, Server
+from umbra.services.runtime.net.session import Session
 
 Context = zmq.Context[zmq.Socket[bytes]]
 ANY_PORT = "tcp://127.0.0.1:*"
@@ -79,8 +79,8 @@ def bench(zmq_context: Context) -> Iterator[Bench]:
 
 
 @pytest.fixture
-def link() -> Iterator[Link]:
-    made = Link("tester", "i1")
+def link() -> Iterator[IoThread]:
+    made = IoThread("tester", "i1")
     yield made
     made.close()
 
@@ -141,7 +141,7 @@ def test_an_answer_that_cannot_be_encoded_is_a_refusal(bench: Bench) -> None:
 
 
 def test_a_request_that_cannot_be_encoded_fails_and_the_link_lives(
-    zmq_context: Context, link: Link
+    zmq_context: Context, link: IoThread
 ) -> None:
     server = Server(zmq_context, "broker", "b1")
     channel = link.channel(server.bind("control", ANY_PORT, CONTROL), "broker")
@@ -162,7 +162,9 @@ def test_a_broker_that_is_no_address_is_one_clear_sentence(broker: str) -> None:
     assert broker in str(caught.value)
 
 
-def test_a_server_of_another_major_version_is_a_refusal(zmq_context: Context, link: Link) -> None:
+def test_a_server_of_another_major_version_is_a_refusal(
+    zmq_context: Context, link: IoThread
+) -> None:
     router, endpoint = sockets.router(zmq_context, ANY_PORT)
     future = link.channel(endpoint, "broker").request(Ping(), timeout_s=WAIT_S)
     assert router.poll(WAIT_MS)

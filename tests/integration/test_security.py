@@ -42,13 +42,13 @@ from umbra.proto.messages import (
     Versions,
     VersionsRequest,
 )
-from umbra.services.runtime.channel import Channel
-from umbra.services.runtime.keys import OPEN, Security, load_keys
-from umbra.services.runtime.link import Link
-from umbra.services.runtime.receiver import Receiver
-from umbra.services.runtime.server import Server
-from umbra.services.runtime.stream import WeightStream
-from umbra.services.runtime.zap import AllowList, Refusals
+from umbra.services.runtime.net.channel import Channel
+from umbra.services.runtime.net.io_thread import IoThread
+from umbra.services.runtime.net.keys import OPEN, Security, load_keys
+from umbra.services.runtime.net.server import Server
+from umbra.services.runtime.net.zap import AllowList, Refusals
+from umbra.services.runtime.weights.receiver import Receiver
+from umbra.services.runtime.weights.stream import WeightStream
 
 Context = zmq.Context[zmq.Socket[bytes]]
 ANY_PORT = "tcp://127.0.0.1:*"
@@ -67,12 +67,12 @@ class Served:
         self.events = self.server.relay_events(ANY_PORT, ANY_PORT)
         self.reached: list[tuple[str, KeyRole | None]] = []
         self._stop = threading.Event()
-        self._links: list[Link] = []
+        self._links: list[IoThread] = []
         self._thread = threading.Thread(target=self._main)
         self._thread.start()
 
     def channel(self, endpoint: str, security: Security, name: str = "peer") -> Channel:
-        link = Link(name, f"{name}-1", security=security)
+        link = IoThread(name, f"{name}-1", security=security)
         self._links.append(link)
         return link.channel(endpoint, "buffer")
 
@@ -157,7 +157,7 @@ def test_a_key_opens_only_sockets_that_its_role_uses(served: Served, keys: Path)
 
 def test_a_client_with_keys_talks_to_no_server_without(zmq_context: Context, keys: Path) -> None:
     server = Server(zmq_context, "buffer", "b1")
-    link = Link("peer", "i1", security=of(keys, "trainer"))
+    link = IoThread("peer", "i1", security=of(keys, "trainer"))
     channel = link.channel(server.bind("control", ANY_PORT, CONTROL), "buffer")
     with pytest.raises(RejectedError, match=r"has none, or"):
         channel.call(Ping(), Pong, timeout_s=REFUSED_S)
@@ -169,7 +169,7 @@ def test_nobody_gets_in_while_there_is_no_list(zmq_context: Context, keys: Path)
     """A socket with keys is closed by itself: without its allow-list it opens for nobody."""
     curve = of(keys, "buffer").binding("control")
     router, endpoint = sockets.router(zmq_context, ANY_PORT, curve)
-    link = Link("peer", "i1", security=of(keys, "trainer"))
+    link = IoThread("peer", "i1", security=of(keys, "trainer"))
     with pytest.raises((RejectedError, DeadlineError)):
         link.channel(endpoint, "buffer").call(Ping(), Pong, timeout_s=1.0)
     assert not router.poll(0)
@@ -185,7 +185,7 @@ def test_telemetry_is_for_members_to_send_and_for_monitors_to_see(
         zmq_context, outward, curve=of(keys, "monitor").connecting("buffer")
     )
     spy = sockets.subscriber(zmq_context, outward, curve=of(keys, "generator").connecting("buffer"))
-    member, stranger = Link("g", "g1", security=of(keys, "generator")), Link("s", "s1")
+    member, stranger = IoThread("g", "g1", security=of(keys, "generator")), IoThread("s", "s1")
     member.publish_to(inward)
     stranger.publish_to(inward)
     tick = threading.Event()
@@ -345,7 +345,7 @@ def test_buckets_are_for_receivers(
     load(receiver, 0)
     endpoint = bench.hub.planes.open_tcp().server.endpoint
     for security in (of(keys, "monitor"), OPEN):
-        link = Link("thief", "t1", security=security)
+        link = IoThread("thief", "t1", security=security)
         bench.closers.append(link.close)
         with pytest.raises(RejectedError):
             link.channel(endpoint, "hub", server="weight_hub").call(

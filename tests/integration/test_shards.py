@@ -20,12 +20,12 @@ from safetensors.torch import load_file
 
 from umbra.proto.errors import DeadlineError
 from umbra.services.modeling.weights import tensors_in
-from umbra.services.runtime.arena import remove_leftovers
-from umbra.services.runtime.config import WeightHub as WeightHubConfig
-from umbra.services.runtime.link import Link
-from umbra.services.runtime.metrics import MetricsFile
-from umbra.services.runtime.receiver import Receiver
-from umbra.services.runtime.server import Server
+from umbra.services.runtime.config import WeightHubConfig as WeightHubConfig
+from umbra.services.runtime.net.io_thread import IoThread
+from umbra.services.runtime.net.server import Server
+from umbra.services.runtime.process.metrics import MetricsFile
+from umbra.services.runtime.weights.arena import remove_leftovers
+from umbra.services.runtime.weights.receiver import Receiver
 from umbra.services.trainer.pulse import Pulse
 from umbra.services.trainer.shards import ShardSync, own_buckets
 from umbra.services.trainer.snapshot import chunk
@@ -71,7 +71,7 @@ def test_receivers_get_the_full_model_bit_for_bit(hub: str, tmp_path: Path, worl
         )
         for rank in range(world)
     ]
-    link = Link("gen-0", uuid.uuid4().hex)
+    link = IoThread("gen-0", uuid.uuid4().hex)
     receiver = Receiver(link.channel(hub, "weight hub"))
     got: dict[int, dict[str, torch.Tensor]] = {}
     try:

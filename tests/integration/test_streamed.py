@@ -16,15 +16,15 @@ from torch import nn
 
 from umbra.proto.errors import PeerLostError, UsageError
 from umbra.services.modeling.weights import WeightTable
-from umbra.services.runtime.arena import Arena, remove_leftovers
-from umbra.services.runtime.config import WeightHub as WeightHubConfig
-from umbra.services.runtime.link import Link
-from umbra.services.runtime.manifest import build_manifest
-from umbra.services.runtime.metrics import MetricsFile
-from umbra.services.runtime.publisher import Publisher
-from umbra.services.runtime.receiver import Receiver, StagedVersion
-from umbra.services.runtime.server import Server
-from umbra.services.runtime.stream import WeightStream
+from umbra.services.runtime.config import WeightHubConfig as WeightHubConfig
+from umbra.services.runtime.net.io_thread import IoThread
+from umbra.services.runtime.net.server import Server
+from umbra.services.runtime.process.metrics import MetricsFile
+from umbra.services.runtime.weights.arena import Arena, remove_leftovers
+from umbra.services.runtime.weights.manifest import build_manifest
+from umbra.services.runtime.weights.publisher import Publisher
+from umbra.services.runtime.weights.receiver import Receiver, StagedVersion
+from umbra.services.runtime.weights.stream import WeightStream
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
 from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
 
@@ -51,7 +51,7 @@ class World:
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self._main)
         self.thread.start()
-        self.links = [Link("trainer", "t1"), Link("a", "a1")]
+        self.links = [IoThread("trainer", "t1"), IoThread("a", "a1")]
         trainer, generator = (link.channel(endpoint, "weight hub") for link in self.links)
         self.publisher = Publisher(trainer, self.manifest)
         self.publisher.register(WAIT_S)

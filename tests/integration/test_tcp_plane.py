@@ -15,11 +15,11 @@ from fakes.slowness import seconds
 
 from umbra.proto.messages import Ready
 from umbra.proto.records import Manifest
-from umbra.services.runtime.keys import OPEN, Security
-from umbra.services.runtime.manifest import build_manifest
-from umbra.services.runtime.metrics import MetricsFile
-from umbra.services.runtime.publisher import Publisher
-from umbra.services.runtime.receiver import Receiver
+from umbra.services.runtime.net.keys import OPEN, Security
+from umbra.services.runtime.process.metrics import MetricsFile
+from umbra.services.runtime.weights.manifest import build_manifest
+from umbra.services.runtime.weights.publisher import Publisher
+from umbra.services.runtime.weights.receiver import Receiver
 from umbra.services.weight_hub.relay import Relay
 
 LAYOUT = build_manifest(

@@ -35,8 +35,8 @@ from umbra.proto.messages import (
     RunFinished,
 )
 from umbra.proto.records import EvalReport, Ledger, Manifest
-from umbra.services.runtime.command import ServiceContext
-from umbra.services.runtime.metrics import MetricsFile
+from umbra.services.runtime.process.command import ServiceContext
+from umbra.services.runtime.process.metrics import MetricsFile
 from umbra.services.trainer import service
 from umbra.services.trainer.checkpoints.folder import CheckpointFolder
 from umbra.services.trainer.make_model import make_model

@@ -25,8 +25,8 @@ from umbra.services.generator.engine import (
 from umbra.services.generator.engines import open_engine
 from umbra.services.modeling.models import load_model
 from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config_loader import load_config
-from umbra.services.runtime.manifest import build_manifest
+from umbra.services.runtime.config.loader import load_config
+from umbra.services.runtime.weights.manifest import build_manifest
 
 pytest.importorskip("vllm", reason="vLLM is not installed (make setup)")
 pytestmark = [

@@ -34,7 +34,7 @@ from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.torch_engine import TorchEngine
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_model, load_tokenizer, outline_model
-from umbra.services.runtime.config import Environment, Generator
+from umbra.services.runtime.config import EnvironmentConfig, GeneratorConfig
 
 pytest.importorskip("vllm", reason="vLLM is not installed (make setup)")
 pytestmark = [
@@ -73,7 +73,7 @@ def vllms(vllm_model_dir: Path) -> Iterator[list[StreamingEngine]]:
     from umbra.services.generator.vllm_options import set_environment
 
     configs = [
-        Generator(
+        GeneratorConfig(
             engine="vllm",
             device="cpu",
             threads=1,
@@ -165,7 +165,7 @@ def world(vllm_model_dir: Path) -> Iterator[Make]:
     def make(engine: Engine, temperature: float, **options: Any) -> AgentWorld:
         sampling = Sampling(temperature=temperature, max_tokens=60)
         settings = RolloutSettings(chat, sampling, CONTEXT, agents=True)
-        made.append(AgentWorld(engine, settings, Environment(kind="agent"), **options))
+        made.append(AgentWorld(engine, settings, EnvironmentConfig(kind="agent"), **options))
         return made[-1]
 
     yield make

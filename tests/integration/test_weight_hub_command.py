@@ -33,8 +33,8 @@ from umbra.proto.messages import (
     Pong,
     Welcome,
 )
-from umbra.services.runtime.arena import SHM
-from umbra.services.runtime.server import Server
+from umbra.services.runtime.net.server import Server
+from umbra.services.runtime.weights.arena import SHM
 
 
 @pytest.fixture

@@ -30,10 +30,10 @@ from umbra.proto.messages import (
     RegisterManifest,
 )
 from umbra.proto.records import Manifest
-from umbra.services.runtime.arena import SHM
-from umbra.services.runtime.manifest import build_manifest
-from umbra.services.runtime.publisher import Publisher
-from umbra.services.runtime.receiver import Receiver
+from umbra.services.runtime.weights.arena import SHM
+from umbra.services.runtime.weights.manifest import build_manifest
+from umbra.services.runtime.weights.publisher import Publisher
+from umbra.services.runtime.weights.receiver import Receiver
 from umbra.services.weight_hub.planes import PLANES, Side, check_plane, choose_plane
 
 

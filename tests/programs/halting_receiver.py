@@ -10,10 +10,10 @@ import threading
 from collections.abc import Callable
 
 from umbra.proto.messages import Prepare, Subscribed
-from umbra.services.runtime.fetch import BucketIntake
-from umbra.services.runtime.intake import ArenaIntake, Intake, Intaken
-from umbra.services.runtime.link import Link
-from umbra.services.runtime.receiver import Receiver
+from umbra.services.runtime.net.io_thread import IoThread
+from umbra.services.runtime.weights.plane_reader import ArenaReader, PlaneReader, ReadResult
+from umbra.services.runtime.weights.receiver import Receiver
+from umbra.services.runtime.weights.tcp_reader import TcpReader
 
 endpoint, name, plane, last, phase = sys.argv[1:]
 
@@ -31,13 +31,13 @@ class Halting:
         size = reply.manifest.total_bytes
         buffers = [memoryview(bytearray(size)) for _ in range(2)]
         self._halts = False
-        self._real: Intake = (
-            BucketIntake(name, reply.manifest, buffers, 4096, arrived=self._arrived)
+        self._real: PlaneReader = (
+            TcpReader(name, reply.manifest, buffers, 4096, arrived=self._arrived)
             if plane == "tcp"
-            else ArenaIntake(reply.path, reply.manifest, buffers)
+            else ArenaReader(reply.path, reply.manifest, buffers)
         )
 
-    def take(self, message: Prepare, target: int, interrupted: Callable[[], bool]) -> Intaken:
+    def take(self, message: Prepare, target: int, interrupted: Callable[[], bool]) -> ReadResult:
         """Take a version."""
         self._halts = message.version >= int(last)
         if self._halts and phase == "prepared":
@@ -56,7 +56,7 @@ class Halting:
             halt()
 
 
-link = Link(name, "halting")
+link = IoThread(name, "halting")
 receiver = Receiver(link.channel(endpoint, "hub"), planes=[plane], open_intake=Halting)
 receiver.subscribe(20)
 print("subscribed", flush=True)

@@ -5,12 +5,12 @@ import sys
 import time
 from pathlib import Path
 
-from umbra.deploy.process import Process
+from umbra.deploy.process import ChildProcess
 
 
 def main() -> None:
     """Start the child, tell its pid once it is up, wait."""
-    child = Process(
+    child = ChildProcess(
         (sys.executable, str(Path(__file__).with_name("child.py"))),
         log_path=Path(sys.argv[1]),
         environ=os.environ,

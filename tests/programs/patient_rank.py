@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from umbra.proto.errors import PeerLostError
-from umbra.services.runtime.config import Checkpoint, Trainer
+from umbra.services.runtime.config import CheckpointConfig, TrainerConfig
 from umbra.services.trainer.checkpoints.folder import CheckpointFolder
 from umbra.services.trainer.checkpoints.parts import Weights
 from umbra.services.trainer.checkpoints.saver import Saver, join_in
@@ -36,7 +36,7 @@ def main(case: str, folder: Path) -> int:
     try:
         # Ranks may take their time to meet; from then on they are impatient.
         with (
-            join_ranks(Trainer(device="cpu", rank_timeout_s=90.0)) as met,
+            join_ranks(TrainerConfig(device="cpu", rank_timeout_s=90.0)) as met,
             closing(impatient(met)) as pulse,
         ):
             ranks = Ranks(met.rank, met.world, met.store, TIMEOUT_S, pulse=pulse)
@@ -101,7 +101,7 @@ def checkpoint(ranks: Ranks, folder: Path) -> None:
             join_in(writer, Path(ranks.broadcast().decode()), ranks)
             return
         saver = Saver(
-            CheckpointFolder(folder, Checkpoint()),
+            CheckpointFolder(folder, CheckpointConfig()),
             writer,
             ranks,
             every=1,
@@ -112,7 +112,7 @@ def checkpoint(ranks: Ranks, folder: Path) -> None:
         )
         (outcome,) = saver.last(1, {})
         assert not outcome.error, outcome.error
-        assert CheckpointFolder(folder, Checkpoint()).steps() == [1]
+        assert CheckpointFolder(folder, CheckpointConfig()).steps() == [1]
 
 
 if __name__ == "__main__":

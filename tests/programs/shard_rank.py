@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from umbra.services.runtime.arena import Arena
-from umbra.services.runtime.link import Link
-from umbra.services.runtime.manifest import build_manifest
-from umbra.services.runtime.publisher import Publisher
+from umbra.services.runtime.net.io_thread import IoThread
+from umbra.services.runtime.weights.arena import Arena
+from umbra.services.runtime.weights.manifest import build_manifest
+from umbra.services.runtime.weights.publisher import Publisher
 from umbra.services.trainer.pulse import Pulse
 from umbra.services.trainer.shards import ShardSync, snapshot_shards
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
@@ -92,7 +92,7 @@ def main(rank: int, world: int, folder: Path, endpoint: str) -> None:
     store.set_timeout(timedelta(seconds=WAIT_S))
     pulse = Pulse(store, rank, WAIT_S)
     sync = ShardSync(store, rank, world, pulse)
-    link = Link("trainer", uuid.uuid4().hex)
+    link = IoThread("trainer", uuid.uuid4().hex)
     publisher = Publisher(link.channel(endpoint, "weight hub"), manifest)
     arenas: dict[str, Arena] = {}
     if rank == 0:

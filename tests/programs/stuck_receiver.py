@@ -7,11 +7,11 @@ import sys
 import threading
 
 from umbra.proto.messages import Prepare, Subscribe, Subscribed
-from umbra.services.runtime.arena import shm_host
-from umbra.services.runtime.link import Link
+from umbra.services.runtime.net.io_thread import IoThread
+from umbra.services.runtime.weights.arena import shm_host
 
 endpoint, name = sys.argv[1:]
-channel = Link(name, "stuck").channel(endpoint, "weight hub")
+channel = IoThread(name, "stuck").channel(endpoint, "weight hub")
 channel.call(Subscribe(host=shm_host(), planes=["shm"]), Subscribed, timeout_s=600)
 print("subscribed", flush=True)
 message = channel.pushes.get(timeout=600)

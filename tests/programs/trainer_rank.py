@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 from umbra.proto.errors import PeerLostError
 from umbra.proto.records import Trajectory
-from umbra.services.runtime.config import Trainer
+from umbra.services.runtime.config import TrainerConfig
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.ranks import join_ranks
 
@@ -35,7 +35,7 @@ def main(model: Path, folder: Path) -> int:
     )
     timeout_s = seconds(1.0 if "hangs" in cases else 30.0)
     try:
-        with join_ranks(Trainer(device="cpu", rank_timeout_s=timeout_s)) as ranks:
+        with join_ranks(TrainerConfig(device="cpu", rank_timeout_s=timeout_s)) as ranks:
             for name, settings in cases.items():
                 if name in ("dies", "hangs") and ranks.rank == 1:
                     end_in_an_update(signal.SIGKILL if name == "dies" else signal.SIGSTOP)

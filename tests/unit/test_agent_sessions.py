@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from umbra.services.environments.asking import RefusedError, Turn
 from umbra.services.environments.protocol import StepResult
+from umbra.services.environments.turn_request import RefusedError, Turn
 from umbra.services.generator.agents.calls import Call
-from umbra.services.generator.agents.desk import Desk
 from umbra.services.generator.agents.errors import ApiError
 from umbra.services.generator.agents.replies import Answer
-from umbra.services.generator.agents.session import News, Session
+from umbra.services.generator.agents.session import AgentSession, News
+from umbra.services.generator.agents.session_registry import SessionRegistry
 
 TIMEOUT_S = 10.0
 
@@ -32,7 +32,7 @@ class Agent:
     """Asks a session, and keeps what it is told."""
 
     def __init__(self) -> None:
-        self.session = Session("id", "key", {}, TIMEOUT_S)
+        self.session = AgentSession("id", "key", {}, TIMEOUT_S)
         self.session.begin(0.0)
         self.told: list[Answer | ApiError] = []
 
@@ -182,33 +182,33 @@ def test_only_the_silence_of_the_agent_counts(agent: Agent) -> None:
 
 def test_samples_are_handed_out_in_order_and_once() -> None:
     names = iter("abcdef")
-    desk = Desk(TIMEOUT_S, lambda: next(names))
+    registry = SessionRegistry(TIMEOUT_S, lambda: next(names))
     for key in ("one", "two", "three"):
-        desk.open(key, {"prompt": key})
-    desk.close("one")
-    assert desk.waiting == 2
-    first, second = desk.lease(5.0), desk.lease(5.0)
+        registry.open(key, {"prompt": key})
+    registry.close("one")
+    assert registry.waiting == 2
+    first, second = registry.lease(5.0), registry.lease(5.0)
     assert first is not None
     assert second is not None
-    assert (first.key, second.key, desk.lease(5.0)) == ("two", "three", None)
-    assert desk.overdue(14.9) == []
-    assert desk.overdue(15.0) == [first, second]
-    again = desk.open("two", {})  # begun anew: the old session is over
+    assert (first.key, second.key, registry.lease(5.0)) == ("two", "three", None)
+    assert registry.overdue(14.9) == []
+    assert registry.overdue(15.0) == [first, second]
+    again = registry.open("two", {})  # begun anew: the old session is over
     assert first.over is not None
     assert "began anew" in str(first.over)
-    assert desk.find(first.id) is first
-    assert desk.of("two") is again
+    assert registry.find(first.id) is first
+    assert registry.of("two") is again
     with pytest.raises(ApiError) as caught:
-        desk.find("nobody")
+        registry.find("nobody")
     assert caught.value.status == 404
 
 
 def test_whoever_waits_is_told_that_it_is_over() -> None:
-    desk = Desk(TIMEOUT_S)
-    session = desk.open("one", {})
+    registry = SessionRegistry(TIMEOUT_S)
+    session = registry.open("one", {})
     told: list[Answer | ApiError] = []
     session.ask(Call([user("a")]), told.append)
-    desk.close_all("the generator stops")
+    registry.close_all("the generator stops")
     (error,) = told
     assert isinstance(error, ApiError)
     assert (error.status, error.code) == (410, "session_over")

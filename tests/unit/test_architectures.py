@@ -27,9 +27,9 @@ from umbra.services.generator.vllm_check import Differences
 from umbra.services.modeling import models
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.models import load_model, outline_model
-from umbra.services.runtime.architectures import PROVEN, check_architecture, in_the_way
-from umbra.services.runtime.config import Data, RunConfig, Scorer
-from umbra.services.runtime.config import Model as ModelSection
+from umbra.services.runtime.config import DataConfig, RunConfig, ScorerConfig
+from umbra.services.runtime.config import ModelConfig as ModelSection
+from umbra.services.runtime.model.architectures import PROVEN, check_architecture, in_the_way
 from umbra.services.trainer.policy import load_backbone, load_policy
 
 CPU = torch.device("cpu")
@@ -86,7 +86,7 @@ def test_what_cannot_be_right_is_refused_by_name_before_anything_starts(
     architecture = json.loads((model_dir / "config.json").read_text())["architectures"][0]
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "a"}\n')
-    run = RunConfig(model=ModelSection(path=str(model_dir)), data=Data(prompts=str(prompts)))
+    run = RunConfig(model=ModelSection(path=str(model_dir)), data=DataConfig(prompts=str(prompts)))
     for refuse in (
         lambda: load_policy(model_dir),
         lambda: load_backbone(model_dir, "model.path"),
@@ -173,8 +173,8 @@ def test_the_reference_model_of_a_scorer_is_checked_too(
     prompts.write_text('{"prompt": "a"}\n')
     run = RunConfig(
         model=ModelSection(path=str(tiny_model_dir)),
-        data=Data(prompts=str(prompts)),
-        scorer=Scorer(model=str(model_dir), ref_logp=1),
+        data=DataConfig(prompts=str(prompts)),
+        scorer=ScorerConfig(model=str(model_dir), ref_logp=1),
     )
     check_run(run)
     with_reference = replace(run, buffer=replace(run.buffer, stages=["ref_logp"]))

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from umbra.proto.errors import StartupError
-from umbra.services.runtime.arena import (
+from umbra.services.runtime.weights.arena import (
     PAGE_BYTES,
     SHM,
     Arena,

@@ -147,8 +147,8 @@ def test_every_objective_of_the_staleness_grid_is_a_possible_run() -> None:
     from staleness_cells import OBJECTIVES, Cell
 
     from umbra.deploy.demo import DEMOS
-    from umbra.services.runtime.config_loader import load_config
-    from umbra.services.runtime.objective_rules import objective_faults
+    from umbra.services.runtime.config.loader import load_config
+    from umbra.services.runtime.config.objective_rules import objective_faults
 
     for objective in OBJECTIVES:
         cell = Cell("guess", objective, 8, 4, 0)

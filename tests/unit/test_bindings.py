@@ -14,7 +14,7 @@ from umbra.proto.messages import (
     Ready,
     Subscribe,
 )
-from umbra.services.runtime.server import Request
+from umbra.services.runtime.net.server import Request
 from umbra.services.weight_hub.bindings import KEPT, Bindings
 
 SUBSCRIBE = Subscribe(host="h", planes=["tcp"])

@@ -9,11 +9,11 @@ import pytest
 from umbra.proto.errors import WireError
 from umbra.proto.messages import Credit, FetchBuckets
 from umbra.proto.records import Piece
-from umbra.services.runtime import delta
-from umbra.services.runtime.assembly import FAILURES, Assembly, Holdings
-from umbra.services.runtime.manifest import build_manifest, checksums, item_bytes
-from umbra.services.weight_hub.chain import Chain
+from umbra.services.runtime.weights import delta
+from umbra.services.runtime.weights.assembly import FAILURES, Assembly, Holdings
+from umbra.services.runtime.weights.manifest import build_manifest, checksums, item_bytes
 from umbra.services.weight_hub.outbox import SMALLEST_FRAME, Outbox
+from umbra.services.weight_hub.relay_chain import RelayChain
 from umbra.services.weight_hub.store import BucketStore, Delta, Part
 
 LAYOUT = build_manifest([("a", "BF16", [256, 16]), ("b", "F32", [64, 16])], 4096)
@@ -140,7 +140,7 @@ def test_one_who_has_a_base_waits_for_the_delta_and_others_do_not() -> None:
 
 
 def test_the_chain_is_linked_anew() -> None:
-    chain = Chain("hub")
+    chain = RelayChain("hub")
     for name in "abc":
         chain.join(name, f"at-{name}")
     assert [chain.source(name) for name in "abcx"] == ["hub", "at-a", "at-b", "hub"]

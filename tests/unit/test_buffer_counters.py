@@ -22,7 +22,7 @@ from umbra.proto.messages import (
     SubmitScores,
 )
 from umbra.proto.records import SampleTask, Score, ScoringTask
-from umbra.services.buffer.store import MemoryStore
+from umbra.services.buffer.store.api import MemoryStore
 
 
 def counted(run: World) -> dict[str, int]:

@@ -19,8 +19,8 @@ from umbra.proto.messages import (
     SubmitScores,
 )
 from umbra.proto.records import EvalReport, SampleTask, Score
-from umbra.services.buffer.prompts import Prompt
-from umbra.services.runtime.config import Eval
+from umbra.services.buffer.data.prompts import Prompt
+from umbra.services.runtime.config import EvalConfig
 
 SAMPLES = 3
 
@@ -31,7 +31,7 @@ PROMPTS = [Prompt(str(n), {"prompt": f"held out {n}"}) for n in range(2)]
 def evaluated(mode: Any, **options: Any) -> World:
     """Version 2 is reached, whose evaluation of three samples is due."""
     prompts = PROMPTS
-    config = Eval(every=2, mode=mode, run_samples=SAMPLES, timeout_s=50, prompts="x")
+    config = EvalConfig(every=2, mode=mode, run_samples=SAMPLES, timeout_s=50, prompts="x")
     fixed = {"dead_after_s": 1000, "lease_s": 1000, **options}
     run = World(eval_config=config, eval_prompts=prompts, durable=True, **fixed)
     for name in "ab":
@@ -180,7 +180,7 @@ def test_an_evaluation_that_nobody_can_finish_begins_again_with_newer_weights() 
 
 def test_an_evaluation_is_scored_by_the_reward_stage_alone() -> None:
     prompts = [Prompt("1", {"prompt": "held out"})]
-    config = Eval(every=1, run_samples=1, prompts="x")
+    config = EvalConfig(every=1, run_samples=1, prompts="x")
     run = World(eval_config=config, eval_prompts=prompts, stages=["ref_logp"], durable=True)
     assert not run.broker.works.evals.pool.unscored
     run = World(eval_config=config, eval_prompts=prompts, stages=["reward"], durable=True,
@@ -257,7 +257,7 @@ def test_stuck_names_an_evaluation_that_takes_long() -> None:
 @pytest.mark.parametrize("mode", ["pause", "concurrent"])
 def test_the_weights_of_the_beginning_are_evaluated_first(mode: Any) -> None:
     """It begins when a generator asks for work, not when the buffer starts."""
-    config = Eval(at_start=True, mode=mode, run_samples=2, timeout_s=50, prompts="x")
+    config = EvalConfig(at_start=True, mode=mode, run_samples=2, timeout_s=50, prompts="x")
     run = World(eval_config=config, eval_prompts=PROMPTS, durable=True, dead_after_s=1000)
     run.join("generator", "a")
     run.join("trainer", "trainer")
@@ -278,7 +278,7 @@ def test_the_weights_of_the_beginning_are_evaluated_first(mode: Any) -> None:
 def test_several_answers_to_each_prompt() -> None:
     """Of four each: 3 solve the first prompt; of the second one solves, one failed, two are wrong.
     1 - C(n - c, k) / C(n, k) by hand."""
-    config = Eval(
+    config = EvalConfig(
         at_start=True, mode="pause", run_samples=8, samples_per_prompt=4, timeout_s=50, prompts="x"
     )
     run = World(eval_config=config, eval_prompts=PROMPTS, durable=True, dead_after_s=1000)
@@ -307,7 +307,7 @@ def test_several_answers_to_each_prompt() -> None:
 
 
 def test_a_prompt_whose_answers_are_overdue_is_not_judged_by_what_it_lacks() -> None:
-    config = Eval(
+    config = EvalConfig(
         at_start=True, mode="pause", run_samples=4, samples_per_prompt=2, timeout_s=50, prompts="x"
     )
     run = World(eval_config=config, eval_prompts=PROMPTS, durable=True, dead_after_s=1000)

@@ -19,19 +19,25 @@ from umbra.proto.messages import (
 )
 from umbra.proto.records import SampleTask, Score
 from umbra.services.buffer.health import BATCHES, NAMES, SHARES, Health, SampleFailure, Share
-from umbra.services.runtime.config import Buffer, Critic, Run, RunConfig, Trainer
+from umbra.services.runtime.config import (
+    BufferConfig,
+    CriticConfig,
+    RunConfig,
+    RunSection,
+    TrainerConfig,
+)
 
 
 def health(
-    *, trainer: Trainer | None = None, critic: Critic | None = None, **buffer: Any
+    *, trainer: TrainerConfig | None = None, critic: CriticConfig | None = None, **buffer: Any
 ) -> Health:
     sizes = {"group_size": 4, "batch_groups": 4, **buffer}  # 16 samples a batch
     return Health(
         RunConfig(
-            run=Run(steps=100),
-            buffer=Buffer(**sizes),
-            trainer=trainer or Trainer(),
-            critic=critic or Critic(),
+            run=RunSection(steps=100),
+            buffer=BufferConfig(**sizes),
+            trainer=trainer or TrainerConfig(),
+            critic=critic or CriticConfig(),
         )
     )
 
@@ -188,8 +194,8 @@ def test_a_gradient_of_zero() -> None:
 
 
 def test_the_policy_waits_for_the_value_model() -> None:
-    critic = Critic(warmup_steps=2)
-    watcher = health(trainer=Trainer(objective="ppo_critic"), critic=critic)
+    critic = CriticConfig(warmup_steps=2)
+    watcher = health(trainer=TrainerConfig(objective="ppo_critic"), critic=critic)
     watcher.trained(2, {"updates": 0.0})
     assert not held(watcher)
     watcher.trained(3, {"updates": 0.0})
@@ -210,7 +216,7 @@ def test_updates_that_are_left_out() -> None:
     ("objective", "warned"), [("tis_opsm", True), ("grpo", True), ("reinforce_pp", False)]
 )
 def test_groups_of_one(objective: Any, warned: bool) -> None:
-    trainer = Trainer(objective=objective)
+    trainer = TrainerConfig(objective=objective)
     assert ("lone_groups" in held(health(group_size=1, trainer=trainer))) == warned
     assert "lone_groups" not in held(health(group_size=2, trainer=trainer))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from umbra.services.buffer.ledger import LedgerError, RunningLedger
+from umbra.services.buffer.samples.ledger import LedgerError, RunningLedger
 
 
 def test_every_move_keeps_the_balance() -> None:

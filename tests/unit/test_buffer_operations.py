@@ -26,9 +26,9 @@ from umbra.proto.messages import (
     StatusRequest,
     Welcome,
 )
-from umbra.services.buffer.prompts import Prompt
-from umbra.services.buffer.wishes import WAIT_S
-from umbra.services.runtime.config import Eval
+from umbra.services.buffer.data.prompts import Prompt
+from umbra.services.buffer.endpoints.checkpoint_requests import WAIT_S
+from umbra.services.runtime.config import EvalConfig
 
 
 def test_a_paused_run_hands_out_nothing_but_takes_in_what_there_is() -> None:
@@ -141,7 +141,7 @@ def test_the_whole_run_is_drained_and_can_go_on() -> None:
 
 def test_an_evaluation_on_request() -> None:
     rows = [Prompt("1", {"prompt": "a"}), Prompt("2", {"prompt": "b"})]
-    run = world(eval_config=Eval(prompts="x", run_samples=3), eval_prompts=rows)
+    run = world(eval_config=EvalConfig(prompts="x", run_samples=3), eval_prompts=rows)
     assert run.ask("op", EvalRequest()) == EvalBegun(version=0, samples=3)
     refused = run.ask("op", EvalRequest())
     assert isinstance(refused, Nack)

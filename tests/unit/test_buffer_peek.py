@@ -7,7 +7,7 @@ from fakes.broker_world import World, trajectory, world
 
 from umbra.proto.messages import BatchLease, Leave, PeekBatch
 from umbra.proto.messages import LeaseBatch as Lease
-from umbra.services.buffer.staleness import split
+from umbra.services.buffer.policy.staleness import split
 
 
 def peek(run: World, step: int, wait_s: float = 0.0) -> BatchLease | None:

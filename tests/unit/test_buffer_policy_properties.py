@@ -26,9 +26,9 @@ from umbra.proto.messages import (
     SubmitTrajectories,
 )
 from umbra.proto.records import Score, ScoringTask, pack_float32
-from umbra.services.buffer.groups import State
-from umbra.services.buffer.prompts import Prompt
-from umbra.services.runtime.config import Eval
+from umbra.services.buffer.data.prompts import Prompt
+from umbra.services.buffer.samples.groups import State
+from umbra.services.runtime.config import EvalConfig
 
 STAGES = st.lists(st.sampled_from(["reward", "ref_logp", "logp"]), unique=True, max_size=3)
 SCORERS = ("x", "y")
@@ -70,7 +70,7 @@ class PolicyMachine(BrokerMachine):
     def start(self, policies: dict[str, Any], every: int, mode: Any, **sizes: int) -> None:
         self.policies = policies
         self.groups = sizes["batch_groups"]
-        self.eval = Eval(every=every, mode=mode, run_samples=2, timeout_s=60, prompts="x")
+        self.eval = EvalConfig(every=every, mode=mode, run_samples=2, timeout_s=60, prompts="x")
         self.scoring: list[tuple[str, str, ScoringTask]] = []  # all that was ever handed out
         self.uses: dict[int, list[str]] = {}  # by committed step: its samples
         self.times = policies["replay_times"] if policies["sampling"] == "replay" else 1

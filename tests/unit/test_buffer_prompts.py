@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from umbra.proto.errors import UsageError
-from umbra.services.buffer.prompts import read_prompts
-from umbra.services.buffer.sources import open_prompts
-from umbra.services.runtime.config import Data
+from umbra.services.buffer.data.prompts import read_prompts
+from umbra.services.buffer.data.sources import open_prompts
+from umbra.services.runtime.config import DataConfig
 
 TEN = "".join(f'{{"prompt": "p{number}", "answer": {number}}}\n' for number in range(1, 11))
 
 
 def take(path: Path, count: int, *, shuffle: bool = True, seed: int = 0) -> list[str]:
-    feed = open_prompts(Data(prompts=str(path), shuffle=shuffle), seed=seed)
+    feed = open_prompts(DataConfig(prompts=str(path), shuffle=shuffle), seed=seed)
     return [next(feed).prompt_id for _ in range(count)]
 
 

@@ -27,7 +27,7 @@ from umbra.proto.messages import (
     SubmitTrajectories,
 )
 from umbra.proto.records import SampleTask, Trajectory
-from umbra.services.buffer.samples import State
+from umbra.services.buffer.samples.pool import State
 
 GENERATORS: tuple[str, ...] = ("a", "b", "c")
 LEASE_S = 10.0

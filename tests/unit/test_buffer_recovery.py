@@ -23,7 +23,7 @@ from umbra.proto.messages import (
     ReturnSamples,
     RunFinished,
 )
-from umbra.services.buffer.samples import State
+from umbra.services.buffer.samples.pool import State
 
 
 class RestartMachine(BrokerMachine):

@@ -9,8 +9,8 @@ from fakes.broker_world import World, trajectory
 
 from umbra.proto.errors import UsageError
 from umbra.proto.messages import BatchLease, CheckpointSaved, Ok
-from umbra.services.runtime.config import Buffer, RunConfig
-from umbra.services.runtime.feasibility import check_feasible, implied_staleness
+from umbra.services.runtime.config import BufferConfig, RunConfig
+from umbra.services.runtime.config.feasibility import check_feasible, implied_staleness
 
 
 def started(**options: Any) -> World:
@@ -168,7 +168,7 @@ def test_the_end_of_the_run_cancels_what_is_new_alone() -> None:
 
 def test_the_check_of_a_configuration_knows_replay() -> None:
     def config(**buffer: Any) -> RunConfig:
-        return RunConfig(buffer=Buffer(sampling="replay", **buffer))
+        return RunConfig(buffer=BufferConfig(sampling="replay", **buffer))
 
     with pytest.raises(UsageError, match=r"buffer.sampling = replay"):
         check_feasible(config(run_ahead=0))

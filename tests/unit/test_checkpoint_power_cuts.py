@@ -13,8 +13,8 @@ import torch
 from fakes.lossy_disk import LossyDisk, power_cuts
 from torch import Tensor
 
-from umbra.services.runtime.config import Checkpoint
-from umbra.services.runtime.disk import Disk
+from umbra.services.runtime.config import CheckpointConfig
+from umbra.services.runtime.process.disk import Disk
 from umbra.services.trainer.checkpoints.folder import CheckpointFolder
 from umbra.services.trainer.checkpoints.index import check_files, read_index
 from umbra.services.trainer.checkpoints.reading import SavedPart
@@ -23,7 +23,7 @@ from umbra.services.trainer.checkpoints.saver import Saver
 from umbra.services.trainer.checkpoints.shard_writer import ShardWriter
 from umbra.services.trainer.ranks import Ranks
 
-KEEP = Checkpoint(every=1, keep=2)
+KEEP = CheckpointConfig(every=1, keep=2)
 
 
 class Counting:

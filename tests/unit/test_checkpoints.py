@@ -20,15 +20,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from umbra.proto.errors import UsageError
-from umbra.services.runtime.config import Checkpoint, RunConfig
-from umbra.services.runtime.config_loader import as_dict, load_config
-from umbra.services.runtime.model_dir import weights_checksum
+from umbra.services.runtime.config import CheckpointConfig, RunConfig
+from umbra.services.runtime.config.loader import as_dict, load_config
+from umbra.services.runtime.model.directory import weights_checksum
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.checkpoints import shard_writer
 from umbra.services.trainer.checkpoints.export import export_checkpoint
 from umbra.services.trainer.checkpoints.folder import CheckpointFolder
 from umbra.services.trainer.checkpoints.index import read_index
-from umbra.services.trainer.checkpoints.parts import Part
+from umbra.services.trainer.checkpoints.parts import CheckpointPart
 from umbra.services.trainer.checkpoints.reading import SavedPart
 from umbra.services.trainer.checkpoints.resume import resume
 from umbra.services.trainer.checkpoints.saver import Saver
@@ -56,7 +56,7 @@ class Trainer:
     """A learner that is at some step, and its checkpoints."""
 
     def __init__(
-        self, directory: Path, path: Path, *, extra: Part | None = None, **keys: Any
+        self, directory: Path, path: Path, *, extra: CheckpointPart | None = None, **keys: Any
     ) -> None:
         trainer = {name: value for name, value in keys.items() if "." not in name}
         overrides = [f"trainer.{key}={as_text(value)}" for key, value in (KEYS | trainer).items()]
@@ -208,7 +208,7 @@ def test_what_is_kept(start: Any) -> None:
         covered.append(trainer.folder.covered)
     assert kept == [[1], [1, 2], [2, 3], [2, 3, 4], [4, 5], [5, 6], [5, 6, 7]]
     assert covered == [0, 1, 2, 3, 4, 5, 6], "one can go on from any of the newest two"
-    lowest = Checkpoint(best_metric="quality", best_mode="min")
+    lowest = CheckpointConfig(best_metric="quality", best_mode="min")
     assert CheckpointFolder(trainer.folder.path, lowest).best() == 6
 
 

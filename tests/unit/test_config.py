@@ -12,9 +12,9 @@ import pytest
 
 from umbra.proto.errors import UsageError
 from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.config.foreign_names import FOREIGN
+from umbra.services.runtime.config.loader import as_dict, load_config, to_json
 from umbra.services.runtime.config.presets import PRESETS
-from umbra.services.runtime.config_loader import as_dict, load_config, to_json
-from umbra.services.runtime.foreign_names import FOREIGN
 
 FIELDS = [
     (section, field)

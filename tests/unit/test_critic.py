@@ -13,9 +13,9 @@ from torch import Tensor
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Trajectory
 from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config_loader import load_config
-from umbra.services.runtime.feasibility import check_feasible
-from umbra.services.trainer.batch import Batch, make_batch
+from umbra.services.runtime.config.feasibility import check_feasible
+from umbra.services.runtime.config.loader import load_config
+from umbra.services.trainer.batch import TrainBatch, make_batch
 from umbra.services.trainer.critic import LearnedCritic, open_critic
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.make_model import make_model
@@ -59,7 +59,7 @@ def opened(config: RunConfig) -> tuple[Learner, LearnedCritic]:
     return learner, critic
 
 
-def constant_returns(batch: Batch) -> Tensor:
+def constant_returns(batch: TrainBatch) -> Tensor:
     return torch.full((len(batch.behaviour),), 0.7, dtype=torch.float64)
 
 

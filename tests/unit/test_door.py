@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 
 from umbra.services.runtime.http.door import Door
-from umbra.services.runtime.zap import Refusals
+from umbra.services.runtime.net.zap import Refusals
 
 
 def refused(*headers: tuple[str, str], local: bool = True, key: str = "", body: int = 100) -> str:

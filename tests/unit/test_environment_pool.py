@@ -9,9 +9,9 @@ import pytest
 from fakes.slowness import seconds
 
 from umbra.proto.errors import UsageError
-from umbra.services.environments.pool import Outcome, ProcessPool, open_pool
+from umbra.services.environments.pool import EpisodeOutcome, ProcessPool, open_pool
 from umbra.services.environments.protocol import Opening, StepResult
-from umbra.services.runtime.config import Environment
+from umbra.services.runtime.config import EnvironmentConfig
 
 pytestmark = pytest.mark.e2e
 
@@ -86,19 +86,19 @@ class Meeting:
 class Player:
     """Plays and waits for what comes of it."""
 
-    def __init__(self, config: Environment) -> None:
+    def __init__(self, config: EnvironmentConfig) -> None:
         self._event = threading.Event()
         self.pool = ProcessPool(config, wake=self._event.set)
 
-    def outcomes(self, count: int) -> dict[str, Outcome]:
-        found: dict[str, Outcome] = {}
+    def outcomes(self, count: int) -> dict[str, EpisodeOutcome]:
+        found: dict[str, EpisodeOutcome] = {}
         while len(found) < count:
             assert self._event.wait(seconds(30))
             self._event.clear()
             found |= {outcome.key: outcome for outcome in self.pool.collect()}
         return found
 
-    def play(self, key: str, responses: list[str], **row: Any) -> Outcome:
+    def play(self, key: str, responses: list[str], **row: Any) -> EpisodeOutcome:
         self.pool.play(key, {"prompt": "p", **row}, responses)
         return self.outcomes(1)[key]
 
@@ -118,9 +118,9 @@ def start(module: str) -> Iterator[Callable[..., Player]]:
     def make(kind: str, **changes: Any) -> Player:
         values: dict[str, Any] = {"timeout_s": 20.0, "workers": 2, **changes}
         if kind[0].islower():
-            config = Environment(kind="reward", reward=f"{module}:{kind}", **values)
+            config = EnvironmentConfig(kind="reward", reward=f"{module}:{kind}", **values)
         else:
-            config = Environment(kind=f"{module}:{kind}", **values)
+            config = EnvironmentConfig(kind=f"{module}:{kind}", **values)
         players.append(Player(config))
         return players[-1]
 
@@ -129,7 +129,7 @@ def start(module: str) -> Iterator[Callable[..., Player]]:
         player.pool.close()
 
 
-def text(outcome: Outcome) -> str:
+def text(outcome: EpisodeOutcome) -> str:
     assert isinstance(outcome.value, StepResult), outcome.error
     return outcome.value.messages[0]["content"]
 
@@ -217,10 +217,10 @@ def test_chance_is_noticed_when_a_conversation_moves(start: Callable[..., Player
 
 def test_an_environment_that_cannot_be_loaded_is_refused_at_once(module: str) -> None:
     with pytest.raises(UsageError, match="no callable 'scor'; did you mean 'score'"):
-        open_pool(Environment(kind="reward", reward=f"{module}:scor"))
+        open_pool(EnvironmentConfig(kind="reward", reward=f"{module}:scor"))
 
 
 def test_a_module_that_ends_the_process_is_named(tmp_path: Path, module: str) -> None:
     (tmp_path / f"{module}_exits.py").write_text("import os; os._exit(7)")
     with pytest.raises(UsageError, match="ended with exit code 7 when it was started"):
-        open_pool(Environment(kind="reward", reward=f"{module}_exits:score"))
+        open_pool(EnvironmentConfig(kind="reward", reward=f"{module}_exits:score"))

@@ -12,7 +12,7 @@ from umbra.services.environments.loading import load_environment, runs_inline
 from umbra.services.environments.pool import InlinePool
 from umbra.services.environments.protocol import SampleError, StepResult
 from umbra.services.environments.single_turn import ExactMatch, NumericMatch
-from umbra.services.runtime.config import Environment
+from umbra.services.runtime.config import EnvironmentConfig
 
 USER_CODE = """
 import numbers
@@ -79,7 +79,7 @@ def test_guess_gives_hints_until_a_hit_or_the_last_try() -> None:
 
 
 def test_a_reward_function_from_a_file_in_the_working_directory(user_module: str) -> None:
-    make = load_environment(Environment(kind="reward", reward=f"{user_module}:length"))
+    make = load_environment(EnvironmentConfig(kind="reward", reward=f"{user_module}:length"))
     environment = make()
     environment.reset({"prompt": "p", "most": 10})
     assert environment.step("abcd") == StepResult(reward=0.4)
@@ -87,7 +87,9 @@ def test_a_reward_function_from_a_file_in_the_working_directory(user_module: str
 
 @pytest.mark.parametrize(("function", "value"), [("text", "'1.0'"), ("nothing", "nan")])
 def test_a_reward_that_is_no_number(user_module: str, function: str, value: str) -> None:
-    environment = load_environment(Environment(kind="reward", reward=f"{user_module}:{function}"))()
+    environment = load_environment(
+        EnvironmentConfig(kind="reward", reward=f"{user_module}:{function}")
+    )()
     environment.reset({"prompt": "p"})
     with pytest.raises(SampleError, match=f"{function} returned {value}, which is not a finite"):
         environment.step("abcd")
@@ -114,7 +116,7 @@ def test_a_reward_that_is_no_number(user_module: str, function: str, value: str)
 def test_usage_errors(
     user_module: str, kind: str, reward: str, options: dict[str, Any], says: str
 ) -> None:
-    config = Environment(
+    config = EnvironmentConfig(
         kind=kind.replace("MODULE", user_module),
         reward=reward.replace("MODULE", user_module),
         options={
@@ -157,7 +159,7 @@ def test_numeric_match_needs_a_number() -> None:
     ("response", "reward"), [("thus $\\boxed{\\frac{1}{2}}$", 1.0), ("0.5", 1.0), ("0.6", 0.0)]
 )
 def test_math_verify_knows_equal_forms(response: str, reward: float) -> None:
-    pool = InlinePool(load_environment(Environment(kind="math")))
+    pool = InlinePool(load_environment(EnvironmentConfig(kind="math")))
     pool.play("s", {"prompt": "p", "answer": "\\frac{2}{4}"}, [response])
     (outcome,) = pool.collect()
     assert isinstance(outcome.value, StepResult), outcome.error
@@ -166,7 +168,7 @@ def test_math_verify_knows_equal_forms(response: str, reward: float) -> None:
 
 def test_reasoning_gym_scores_its_own_rows() -> None:
     rows = gym_rows("chain_sum", 3, seed=1)
-    environment = load_environment(Environment(kind="reasoning-gym"))()
+    environment = load_environment(EnvironmentConfig(kind="reasoning-gym"))()
     for row in rows:
         assert environment.reset(row) == [{"role": "user", "content": row["prompt"]}]
         right, wrong = environment.step(f" {row['answer']}\n"), environment.step("no idea")
@@ -182,6 +184,6 @@ def test_reasoning_gym_names_an_unknown_dataset() -> None:
 
 def test_only_what_is_ours_and_quick_runs_inline() -> None:
     inline = {"exact": True, "guess": True, "tools": True, "math": False, "reward": False}
-    assert {kind: runs_inline(Environment(kind=kind)) for kind in inline} == inline
-    assert not runs_inline(Environment(kind="tools", options={"tools": ["mine:search"]}))
-    assert not runs_inline(Environment(kind="mine:World"))
+    assert {kind: runs_inline(EnvironmentConfig(kind=kind)) for kind in inline} == inline
+    assert not runs_inline(EnvironmentConfig(kind="tools", options={"tools": ["mine:search"]}))
+    assert not runs_inline(EnvironmentConfig(kind="mine:World"))

@@ -12,14 +12,14 @@ from umbra.cli import main
 from umbra.deploy.demo import DEMOS, RECIPES
 from umbra.deploy.preflight import resolve_paths
 from umbra.proto.errors import UsageError
-from umbra.services.buffer.prompts import read_prompts
+from umbra.services.buffer.data.prompts import read_prompts
+from umbra.services.environments.environment_host import EnvironmentHost
 from umbra.services.environments.loading import load_environment
-from umbra.services.environments.plays import Plays
 from umbra.services.environments.protocol import Opening, StepResult
 from umbra.services.generator.environment_check import check_environment
-from umbra.services.runtime.config import Environment, RunConfig
-from umbra.services.runtime.config_loader import load_config
-from umbra.services.runtime.feasibility import implied_staleness
+from umbra.services.runtime.config import EnvironmentConfig, RunConfig
+from umbra.services.runtime.config.feasibility import implied_staleness
+from umbra.services.runtime.config.loader import load_config
 
 ROOT = Path(__file__).parents[2]
 CLUSTERS = sorted((ROOT / "examples" / "cluster").glob("*.toml"))
@@ -60,7 +60,7 @@ def test_own_data_fits_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "reward", raising=False)
     config = resolve_paths(load_config(run_file, environ={}), run_file)
     prompts = read_prompts(config.data.prompts)
-    plays = Plays(load_environment(config.environment), "reward")
+    plays = EnvironmentHost(load_environment(config.environment), "reward")
     for prompt in prompts:
         check_environment(config, prompt.row)
         opening, result = asyncio.run(plays.play(prompt.prompt_id, prompt.row, [""]))
@@ -73,18 +73,26 @@ def test_own_data_fits_together(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("environment", "row", "part"),
     [
-        (Environment(kind="exact"), {"prompt": "1"}, '"answer"'),
+        (EnvironmentConfig(kind="exact"), {"prompt": "1"}, '"answer"'),
         (
-            Environment(kind="reward", reward="math:sqrt"),
+            EnvironmentConfig(kind="reward", reward="math:sqrt"),
             {"prompt": "1"},
             "math:sqrt raised TypeError",
         ),
-        (Environment(kind="guess", options={"trie": 4}), {"prompt": "1"}, "environment.options"),
-        (Environment(kind="guess"), {"prompt": "1", "answer": "x"}, "guess raised ValueError"),
+        (
+            EnvironmentConfig(kind="guess", options={"trie": 4}),
+            {"prompt": "1"},
+            "environment.options",
+        ),
+        (
+            EnvironmentConfig(kind="guess"),
+            {"prompt": "1", "answer": "x"},
+            "guess raised ValueError",
+        ),
     ],
 )
 def test_an_environment_that_cannot_work(
-    environment: Environment, row: dict[str, str], part: str
+    environment: EnvironmentConfig, row: dict[str, str], part: str
 ) -> None:
     with pytest.raises(UsageError, match="environment") as caught:
         check_environment(RunConfig(environment=environment), row)

@@ -9,19 +9,19 @@ import pytest
 
 from umbra.proto.errors import UsageError
 from umbra.services.runtime.config import (
-    Buffer,
-    Environment,
-    Eval,
+    BufferConfig,
+    EnvironmentConfig,
+    EvalConfig,
     RunConfig,
-    Scorer,
-    Trainer,
+    ScorerConfig,
+    TrainerConfig,
 )
-from umbra.services.runtime.config_loader import load_config
-from umbra.services.runtime.feasibility import check_feasible, implied_staleness
+from umbra.services.runtime.config.feasibility import check_feasible, implied_staleness
+from umbra.services.runtime.config.loader import load_config
 
 
 def buffer(**values: Any) -> RunConfig:
-    return RunConfig(buffer=Buffer(**values))
+    return RunConfig(buffer=BufferConfig(**values))
 
 
 def test_the_defaults_are_feasible() -> None:
@@ -50,8 +50,8 @@ def test_implied_staleness(
     expected: tuple[int, int, int],
 ) -> None:
     config = RunConfig(
-        buffer=Buffer(run_ahead=run_ahead, max_staleness=max_staleness),
-        trainer=Trainer(minibatches=minibatches, epochs=epochs),
+        buffer=BufferConfig(run_ahead=run_ahead, max_staleness=max_staleness),
+        trainer=TrainerConfig(minibatches=minibatches, epochs=epochs),
     )
     implied = implied_staleness(config)
     assert (implied.bound, implied.typical, implied.updates) == expected
@@ -72,20 +72,22 @@ def test_implied_staleness(
         (buffer(stale_policy="wait", oversample=2), "buffer.oversample to 0"),
         (buffer(stages=["reward", "reward"]), "reward twice"),
         (
-            RunConfig(buffer=Buffer(stages=["logp"]), scorer=Scorer(logp=0)),
+            RunConfig(buffer=BufferConfig(stages=["logp"]), scorer=ScorerConfig(logp=0)),
             "scorer.logp = 0",
         ),
         (
-            RunConfig(buffer=Buffer(stages=["reward"]), environment=Environment(kind="guess")),
+            RunConfig(
+                buffer=BufferConfig(stages=["reward"]), environment=EnvironmentConfig(kind="guess")
+            ),
             "remove the stage",
         ),
         (buffer(dead_after_s=1.0, heartbeat_s=2.0), "buffer.heartbeat_s = 2"),
         (buffer(straggler="survivors", straggler_s=700.0), "trainer.batch_wait_s = 600"),
         (
-            RunConfig(trainer=Trainer(batch_wait_s=20.0)),
+            RunConfig(trainer=TrainerConfig(batch_wait_s=20.0)),
             "environment.timeout_s = 30",
         ),
-        (RunConfig(eval=Eval(every=5)), "eval.prompts"),
+        (RunConfig(eval=EvalConfig(every=5)), "eval.prompts"),
     ],
 )
 def test_what_can_never_work_is_refused(config: RunConfig, to_change: str) -> None:
@@ -95,7 +97,7 @@ def test_what_can_never_work_is_refused(config: RunConfig, to_change: str) -> No
 
 def test_all_faults_are_told_at_once() -> None:
     with pytest.raises(UsageError, match=r"buffer\.oversample to 1.*eval\.prompts"):
-        check_feasible(RunConfig(buffer=Buffer(on_batch="cut"), eval=Eval(every=5)))
+        check_feasible(RunConfig(buffer=BufferConfig(on_batch="cut"), eval=EvalConfig(every=5)))
 
 
 # -- names of other systems ------------------------------------------------------------------------

@@ -16,10 +16,10 @@ from torch import Tensor
 from umbra.proto.errors import DivergedError
 from umbra.proto.records import Trajectory, pack_float32
 from umbra.services.modeling.packing import MicroBatch
-from umbra.services.runtime.config.presets import Pieces
-from umbra.services.runtime.config_loader import load_config
+from umbra.services.runtime.config.loader import load_config
+from umbra.services.runtime.config.presets import ObjectiveSpec
 from umbra.services.trainer.batch import make_batch
-from umbra.services.trainer.guard import REASONS, Guard, Patience
+from umbra.services.trainer.guard import REASONS, Guard, SkipLimit
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.make_model import make_model
 from umbra.services.trainer.metrics import Row
@@ -173,7 +173,7 @@ def test_an_outlier_is_left_out_alone_or_with_its_sequence(
 
 
 def test_the_bound_can_be_moved_and_taken_away() -> None:
-    pieces, ranks = Pieces(), Ranks()
+    pieces, ranks = ObjectiveSpec(), Ranks()
     behaviour = torch.tensor([-3.0, -9.0])
     one = Sequences(torch.zeros(2, dtype=torch.int64), 1)
     for bound, found in ((100.0, [False, True]), (1000.0, [False] * 2), (0.0, [False] * 2)):
@@ -182,7 +182,7 @@ def test_the_bound_can_be_moved_and_taken_away() -> None:
         assert out.tolist() == found, "e^6 = 403"
         guard.see(torch.tensor(1.0), out)
         assert guard.verdict() == "", "one is left"
-    whole = Guard(100.0, Pieces(ratio_level="sequence"), ranks)
+    whole = Guard(100.0, ObjectiveSpec(ratio_level="sequence"), ranks)
     out = whole.outliers(torch.tensor([-3.0, -3.0]), behaviour, one)
     assert out.tolist() == [True, True]
     whole.see(torch.tensor(0.0), out)
@@ -204,14 +204,16 @@ def test_all_ranks_come_to_the_same_verdict() -> None:
     one = Sequences(torch.zeros(2, dtype=torch.int64), 1)
 
     def verdict(*others: int) -> str:
-        guard = Guard(100.0, Pieces(), OtherRank(*others))
+        guard = Guard(100.0, ObjectiveSpec(), OtherRank(*others))
         guard.see(torch.tensor(1.0), guard.outliers(torch.zeros(2), torch.full((2,), -9.0), one))
         return guard.verdict()
 
     assert verdict(0, 1, 1) == "outliers", "nothing is left on any"
     assert verdict(0, 1, 2) == "", "the other has one left"
     assert verdict(1, 1, 2) == "loss"
-    assert Guard(100.0, Pieces(), OtherRank(1, 0, 0)).verdict() == "loss", "a rank without a pass"
+    assert Guard(100.0, ObjectiveSpec(), OtherRank(1, 0, 0)).verdict() == "loss", (
+        "a rank without a pass"
+    )
 
 
 def row(skipped: float | None, reason: str = "gradient") -> Row:
@@ -220,7 +222,7 @@ def row(skipped: float | None, reason: str = "gradient") -> Row:
 
 
 def test_patience_ends_with_a_sentence() -> None:
-    patience = Patience(3)
+    patience = SkipLimit(3)
     assert patience.see(row(1.0), 1) == "its gradient is not finite"
     assert patience.see(row(1.0, "loss"), 2) == "its loss is not finite"
     assert patience.see(row(0.0), 3) == ""

@@ -26,8 +26,8 @@ from umbra.proto.access import (
 )
 from umbra.proto.errors import UsageError
 from umbra.proto.messages import TYPES, CommitBatch, FinishRun, Publish, RollBack
-from umbra.services.runtime.config import Security as SecurityConfig
-from umbra.services.runtime.keys import (
+from umbra.services.runtime.config import SecurityConfig as SecurityConfig
+from umbra.services.runtime.net.keys import (
     OPEN,
     Keys,
     Security,
@@ -36,7 +36,7 @@ from umbra.services.runtime.keys import (
     make_keys,
     open_security,
 )
-from umbra.services.runtime.zap import NAMED, OTHERS, AllowList, Refusals
+from umbra.services.runtime.net.zap import NAMED, OTHERS, AllowList, Refusals
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = (ROOT / "proto" / "README.md").read_text(encoding="utf-8")

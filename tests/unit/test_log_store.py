@@ -11,13 +11,13 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from umbra.services.buffer import frames
-from umbra.services.buffer.frames import HEAD_BYTES, SEGMENT_HEADER_BYTES
-from umbra.services.buffer.head import NAME as HEAD
-from umbra.services.buffer.log_store import LogStore
-from umbra.services.buffer.segments import segment_numbers, segment_path
-from umbra.services.buffer.store import StoreError, StoreFullError
-from umbra.services.runtime.disk import Disk
+from umbra.services.buffer.store import record_format as frames
+from umbra.services.buffer.store.api import StoreError, StoreFullError
+from umbra.services.buffer.store.head import NAME as HEAD
+from umbra.services.buffer.store.log import LogStore
+from umbra.services.buffer.store.record_format import HEAD_BYTES, SEGMENT_HEADER_BYTES
+from umbra.services.buffer.store.segments import segment_numbers, segment_path
+from umbra.services.runtime.process.disk import Disk
 
 SMALL = 4096  # bytes of a segment here
 

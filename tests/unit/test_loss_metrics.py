@@ -10,7 +10,7 @@ from fakes.noisy_batch import noisy_trajectories
 from fakes.token_table import TokenTable
 from torch import Tensor
 
-from umbra.services.trainer.batch import Batch, make_batch
+from umbra.services.trainer.batch import TrainBatch, make_batch
 from umbra.services.trainer.loss_metrics import LossMetrics
 from umbra.services.trainer.make_model import make_model
 from umbra.services.trainer.minibatches import minibatches
@@ -42,14 +42,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def noisy(model: Path, groups: int) -> Batch:
+def noisy(model: Path, groups: int) -> TrainBatch:
     policy, _ = load_policy(model)
     made = noisy_trajectories(policy, groups=groups, size=4, version=VERSION)
     return make_batch(made, policy.config.vocab_size)
 
 
 def passes(
-    batch: Batch, parts: list[Tensor], world: int
+    batch: TrainBatch, parts: list[Tensor], world: int
 ) -> list[tuple[int, int, Tensor, TokenInputs, TokenLosses, Tensor]]:
     """Rank, update, tokens and made-up results of each micro-batch."""
     generator = torch.Generator().manual_seed(1)

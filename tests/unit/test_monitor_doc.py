@@ -9,12 +9,12 @@ from fakes.broker_world import world
 from fakes.looks import look
 
 from umbra.deploy.run_folder import RunFolder
-from umbra.deploy.summary import Outcome, summarise
+from umbra.deploy.summary import RunOutcome, summarise
 from umbra.proto.errors import FailedSamplesError
 from umbra.proto.messages import Rates
 from umbra.services.buffer.health import NAMES, SHARES
 from umbra.services.monitor.web.prometheus import prometheus_text
-from umbra.services.runtime.config import Buffer
+from umbra.services.runtime.config import BufferConfig
 from umbra.services.runtime.figures import PHASES
 
 DOC = (Path(__file__).resolve().parents[2] / "docs" / "monitor.md").read_text(encoding="utf-8")
@@ -46,7 +46,7 @@ def test_staleness() -> None:
 def test_warnings_and_the_failures_that_end_a_run() -> None:
     assert names("Warnings") == list(NAMES)
     text = section("Warnings")
-    assert f"`buffer.max_failed_share` ({Buffer().max_failed_share:g})" in text
+    assert f"`buffer.max_failed_share` ({BufferConfig().max_failed_share:g})" in text
     assert f"the exit code is {FailedSamplesError.exit_code}" in text
 
 
@@ -56,7 +56,7 @@ def test_pushes() -> None:
 
 def test_the_summary(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path, "run")
-    summary = summarise(folder, Outcome(exit_reason="x", exit_code=1, total_s=0.0))
+    summary = summarise(folder, RunOutcome(exit_reason="x", exit_code=1, total_s=0.0))
     assert sorted(names("The summary")) == sorted(summary)
 
 

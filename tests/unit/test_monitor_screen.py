@@ -11,7 +11,7 @@ from rich.console import Console
 
 from umbra.proto.messages import Curves, Event
 from umbra.services.monitor.feed import PUSHES_KEPT, SPANS_KEPT, PushSeen, SampleSeen
-from umbra.services.monitor.keys import HELP, Keys, next_key, unbuffered
+from umbra.services.monitor.keys import HELP, KeyBindings, next_key, unbuffered
 from umbra.services.monitor.screen import screen
 from umbra.services.monitor.watch import Look, aligned, look_dict
 
@@ -129,7 +129,7 @@ def test_spans_are_aligned_to_the_clock_of_the_buffer() -> None:
 
 
 def test_actions_have_to_be_confirmed() -> None:
-    keys = Keys()
+    keys = KeyBindings()
     assert keys.footer == HELP
     assert keys.press("p", paused=False, rollback_to=None) is None
     assert "pause the run?" in keys.footer
@@ -144,7 +144,7 @@ def test_actions_have_to_be_confirmed() -> None:
 
 
 def test_a_roll_back_names_its_version() -> None:
-    keys = Keys()
+    keys = KeyBindings()
     assert keys.press("r", paused=False, rollback_to=None) is None
     assert "no earlier version" in keys.footer
     assert keys.press("y", paused=False, rollback_to=None) is None
@@ -154,8 +154,8 @@ def test_a_roll_back_names_its_version() -> None:
 
 
 def test_to_leave_needs_no_confirmation() -> None:
-    assert Keys().press("q", paused=False, rollback_to=None) == "quit"
-    assert Keys().press("x", paused=False, rollback_to=None) is None
+    assert KeyBindings().press("q", paused=False, rollback_to=None) == "quit"
+    assert KeyBindings().press("x", paused=False, rollback_to=None) is None
 
 
 def test_keys_of_a_terminal() -> None:

@@ -15,13 +15,13 @@ from umbra.deploy.env_command import command as env
 from umbra.proto.errors import DeadlineError, PeerLostError, UmbraError, UsageError
 from umbra.proto.messages import Prepare
 from umbra.proto.records import GpuFacts
-from umbra.services.runtime.config import WeightHub
+from umbra.services.runtime.config import WeightHubConfig
 from umbra.services.runtime.gpu import cuda
-from umbra.services.runtime.gpu.agent import Agent
-from umbra.services.runtime.gpu.agent_process import AgentProcess
 from umbra.services.runtime.gpu.broadcast import broadcast, chunks
 from umbra.services.runtime.gpu.receiving import gpu_for, host_planes
-from umbra.services.weight_hub.nccl_group import Communicator, Group
+from umbra.services.runtime.gpu.worker import GpuWorker
+from umbra.services.runtime.gpu.worker_process import GpuWorkerProcess
+from umbra.services.weight_hub.nccl_group import Membership, NcclGroup
 from umbra.services.weight_hub.nccl_rounds import Rounds
 from umbra.services.weight_hub.planes import PLANES, check_plane, mismatch
 
@@ -31,36 +31,36 @@ WAIT_S = seconds(20.0)
 
 
 def test_every_change_of_membership_makes_a_communicator_of_the_next_epoch() -> None:
-    group = Group(epoch=10)
+    group = NcclGroup(epoch=10)
     assert group.eligible == []
     group.join("a", "1")
-    assert group.begin() == Communicator(11, {"a": 1}, fresh=True)
+    assert group.begin() == Membership(11, {"a": 1}, fresh=True)
     group.worked()
-    assert group.begin() == Communicator(11, {"a": 1}, fresh=False)
+    assert group.begin() == Membership(11, {"a": 1}, fresh=False)
     group.join("b", "1")
     made = group.begin()
-    assert made == Communicator(12, {"a": 1, "b": 2}, fresh=True)
+    assert made == Membership(12, {"a": 1, "b": 2}, fresh=True)
     assert made.size == 3
     group.worked()
     group.leave("a")
-    assert group.begin() == Communicator(13, {"b": 1}, fresh=True)
+    assert group.begin() == Membership(13, {"b": 1}, fresh=True)
     group.worked()
     group.join("b", "2")
-    assert group.begin() == Communicator(14, {"b": 1}, fresh=True), "it is another process"
+    assert group.begin() == Membership(14, {"b": 1}, fresh=True), "it is another process"
     group.leave("b")
     assert group.eligible == []
 
 
 def test_after_a_failure_there_is_another_communicator() -> None:
-    group = Group()
+    group = NcclGroup()
     group.join("a", "1")
     group.begin()
     group.worked()
     assert group.broke() == []
-    assert group.begin() == Communicator(2, {"a": 1}, fresh=True)
+    assert group.begin() == Membership(2, {"a": 1}, fresh=True)
 
 
-def rounds_until_settled(group: Group, hangs: set[str]) -> int:
+def rounds_until_settled(group: NcclGroup, hangs: set[str]) -> int:
     """How many communicators fail until one works in which everyone is who does not hang."""
     failures = 0
     while True:
@@ -75,7 +75,7 @@ def rounds_until_settled(group: Group, hangs: set[str]) -> int:
 
 
 def test_who_hangs_is_found_by_trial_and_the_others_go_on() -> None:
-    group = Group()
+    group = NcclGroup()
     for name in "abcd":
         group.join(name, "1")
     assert rounds_until_settled(group, {"c"}) == 2, "once together, once alone"
@@ -88,7 +88,7 @@ def test_who_hangs_is_found_by_trial_and_the_others_go_on() -> None:
 
 
 def test_one_that_worked_and_hangs_now_is_found_as_well() -> None:
-    group = Group()
+    group = NcclGroup()
     for name in "abc":
         group.join(name, "1")
     assert rounds_until_settled(group, set()) == 0
@@ -101,13 +101,13 @@ def test_one_that_worked_and_hangs_now_is_found_as_well() -> None:
 
 
 def test_nobody_is_blamed_for_one_who_left() -> None:
-    group = Group()
+    group = NcclGroup()
     group.join("a", "1")
     group.join("b", "1")
     group.begin()
     group.leave("b")
     assert group.broke(left=True) == []
-    assert group.begin() == Communicator(2, {"a": 1}, fresh=True)
+    assert group.begin() == Membership(2, {"a": 1}, fresh=True)
 
 
 def prepare(version: int, epoch: int = 1, slot: int = 0) -> Prepare:
@@ -115,7 +115,7 @@ def prepare(version: int, epoch: int = 1, slot: int = 0) -> Prepare:
 
 
 def gathered(*names: str) -> Rounds:
-    rounds = Rounds(Group(), gather_s=1.0, start_s=5.0, ready_at=0.0)
+    rounds = Rounds(NcclGroup(), gather_s=1.0, start_s=5.0, ready_at=0.0)
     for name in names:
         rounds.group.join(name, "1")
     return rounds
@@ -299,13 +299,13 @@ def test_an_error_of_nccl_ends_the_transfer_before_its_deadline() -> None:
 
 
 @pytest.fixture
-def agent() -> Iterator[AgentProcess]:
-    agent = AgentProcess(0, program=FAKE)
+def agent() -> Iterator[GpuWorkerProcess]:
+    agent = GpuWorkerProcess(0, program=FAKE)
     yield agent
     agent.kill()
 
 
-def test_an_agent_that_hangs_is_killed_and_another_serves(agent: AgentProcess) -> None:
+def test_an_agent_that_hangs_is_killed_and_another_serves(agent: GpuWorkerProcess) -> None:
     assert agent.call("facts", WAIT_S) == {"did": "facts"}
     with pytest.raises(DeadlineError, match="no answer from the GPU agent"):
         agent.call("join", 0.1, uid="hang")
@@ -328,8 +328,8 @@ def test_without_cuda_the_planes_say_why() -> None:
         assert reason and ("cupy" in reason or "CUDA" in reason)
         with pytest.raises(UsageError, match=f'weight_hub.plane = "{name}" cannot be used: '):
             check_plane(name)
-    assert "the GPU cannot be used" in Agent(0).carry_out({"op": "facts"})["error"]
-    assert "no such order" in Agent(0).carry_out({"op": "dance"})["error"]
+    assert "the GPU cannot be used" in GpuWorker(0).carry_out({"op": "facts"})["error"]
+    assert "no such order" in GpuWorker(0).carry_out({"op": "dance"})["error"]
 
 
 @no_cuda
@@ -347,8 +347,8 @@ def test_umbra_env_names_planes_and_reasons() -> None:
 
 @no_cuda
 def test_a_receiver_that_asks_for_a_gpu_plane_is_told_why_not() -> None:
-    def config(plane: str) -> WeightHub:
-        return msgspec.convert({"plane": plane}, WeightHub)
+    def config(plane: str) -> WeightHubConfig:
+        return msgspec.convert({"plane": plane}, WeightHubConfig)
 
     assert gpu_for(config("auto"), "cpu") is None
     assert gpu_for(config("auto"), "cuda:0") is None

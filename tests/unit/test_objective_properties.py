@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from umbra.services.modeling.packing import Tokens
-from umbra.services.runtime.config.presets import PRESETS, Pieces, Preset
+from umbra.services.runtime.config.presets import PRESETS, ObjectiveSpec, Preset
 from umbra.services.trainer.objectives.aggregation import count, token_weights
 from umbra.services.trainer.objectives.masks import m2po
 from umbra.services.trainer.objectives.objective import (
@@ -54,16 +54,18 @@ def run(
     return objective(tokens, constants), constants
 
 
-VARIANTS: dict[str, Pieces] = {
+VARIANTS: dict[str, ObjectiveSpec] = {
     **{name: pieces for name, pieces in PRESETS.items()},
-    "dual clip": Pieces(dual_clip=1.3),
-    "kl k1": Pieces(kl_coef=0.3, kl_estimator="k1"),
-    "kl k2": Pieces(kl_coef=0.3, kl_estimator="k2", kl_unbiased=True),
-    "kl k3": Pieces(kl_coef=0.3, kl_unbiased=True, ratio_level="sequence"),
-    "entropy": Pieces(entropy_coef=0.2),
-    "sequence weights": Pieces(anchor="proximal", correction="truncate", is_level="sequence"),
-    "opsm": Pieces(mask="opsm", mask_threshold=0.05),
-    "token mask": Pieces(mask="token", mask_low=0.8, mask_high=1.2),
+    "dual clip": ObjectiveSpec(dual_clip=1.3),
+    "kl k1": ObjectiveSpec(kl_coef=0.3, kl_estimator="k1"),
+    "kl k2": ObjectiveSpec(kl_coef=0.3, kl_estimator="k2", kl_unbiased=True),
+    "kl k3": ObjectiveSpec(kl_coef=0.3, kl_unbiased=True, ratio_level="sequence"),
+    "entropy": ObjectiveSpec(entropy_coef=0.2),
+    "sequence weights": ObjectiveSpec(
+        anchor="proximal", correction="truncate", is_level="sequence"
+    ),
+    "opsm": ObjectiveSpec(mask="opsm", mask_threshold=0.05),
+    "token mask": ObjectiveSpec(mask="token", mask_low=0.8, mask_high=1.2),
 }
 # Their losses hold a stopped gradient on purpose: the slope of the value is another one.
 STOPPED = {"cispo", "dppo"}
@@ -116,9 +118,9 @@ def test_on_policy_every_preset_is_reinforce(name: Preset, seed: int) -> None:
 @settings(max_examples=50, deadline=None)
 def test_a_clip_only_ever_lowers_the_gain(seed: int, spread: float) -> None:
     now = draw(seed, spread)[0]
-    free, _ = run(Objective(Pieces(clip="none")), now, seed, spread)
-    clipped, _ = run(Objective(Pieces()), now, seed, spread)
-    dual, _ = run(Objective(Pieces(dual_clip=3.0)), now, seed, spread)
+    free, _ = run(Objective(ObjectiveSpec(clip="none")), now, seed, spread)
+    clipped, _ = run(Objective(ObjectiveSpec()), now, seed, spread)
+    dual, _ = run(Objective(ObjectiveSpec(dual_clip=3.0)), now, seed, spread)
     assert (clipped.losses >= free.losses - 1e-12).all()
     assert (dual.losses <= clipped.losses + 1e-12).all()
 

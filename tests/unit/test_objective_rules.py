@@ -4,10 +4,10 @@ import pytest
 
 from umbra.proto.errors import UsageError
 from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.config.feasibility import check_feasible
+from umbra.services.runtime.config.loader import load_config
+from umbra.services.runtime.config.objective_rules import implied, lone_groups
 from umbra.services.runtime.config.presets import PRESETS, Preset
-from umbra.services.runtime.config_loader import load_config
-from umbra.services.runtime.feasibility import check_feasible
-from umbra.services.runtime.objective_rules import implied, lone_groups
 
 
 def trainer(*keys: str) -> RunConfig:

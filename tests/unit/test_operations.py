@@ -17,13 +17,13 @@ from transformers import (
 )
 
 from umbra.services.modeling.packing import pack
-from umbra.services.runtime.config import Trainer
+from umbra.services.runtime.config import TrainerConfig
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.lora import add_adapter
 from umbra.services.trainer.make_model import make_model
 from umbra.services.trainer.metrics import peak_memory_gib, speed_metrics
-from umbra.services.trainer.operations import Operations
+from umbra.services.trainer.operations import TrainingFlops
 from umbra.services.trainer.policy import load_policy
 
 
@@ -31,7 +31,7 @@ from umbra.services.trainer.policy import load_policy
 def test_it_is_what_torch_counts(shared: bool, tmp_path: Path) -> None:
     """Attention is little here, of which torch counts the masked half as well."""
     make_model(tmp_path / "model", hidden=64, ff=192)
-    learner = Learner(load_policy(tmp_path / "model")[0], Trainer(device="cpu", threads=1), 1)
+    learner = Learner(load_policy(tmp_path / "model")[0], TrainerConfig(device="cpu", threads=1), 1)
     batch = make_batch(noisy_trajectories(learner.model, groups=2), 1000)
     counted = 0.0
     with FlopCounterMode(display=False) as measured:
@@ -47,21 +47,21 @@ def test_it_is_what_torch_counts(shared: bool, tmp_path: Path) -> None:
 def test_a_sequence_alone_by_hand(tmp_path: Path) -> None:
     """Five tokens are fed of six; the keys that they attend to are 1 + 2 + 3 + 4 + 5."""
     make_model(tmp_path / "model")
-    learner = Learner(load_policy(tmp_path / "model")[0], Trainer(device="cpu", threads=1), 1)
+    learner = Learner(load_policy(tmp_path / "model")[0], TrainerConfig(device="cpu", threads=1), 1)
     batch = make_batch(noisy_trajectories(learner.model, groups=1, size=1), 1000)
     (micro,) = pack(batch.tokens, pack_tokens=64, micro_tokens=64)
     fed, learned = micro.tokens, len(batch.behaviour)
     assert micro.segment is None
-    cost = Operations(body=1000, head=100, attention=10)
+    cost = TrainingFlops(body=1000, head=100, attention=10)
     keys = fed * (fed + 1) / 2
     assert cost.update(micro) == 6 * 1000 * fed + 6 * 100 * learned + 12 * 10 * keys
 
 
-def of(config: PreTrainedConfig) -> tuple[Operations, int]:
+def of(config: PreTrainedConfig) -> tuple[TrainingFlops, int]:
     """What `config` costs, and how many weights there are, without any in memory."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    return Operations.of(model), sum(p.numel() for p in model.parameters())
+    return TrainingFlops.of(model), sum(p.numel() for p in model.parameters())
 
 
 def test_a_token_meets_some_experts_only() -> None:
@@ -81,7 +81,9 @@ def test_a_token_meets_some_experts_only() -> None:
     attention = 2 * 2048 * 32 * 128 + 2 * 2048 * 4 * 128
     norms = 2 * 2048 + 2 * 128
     layer = attention + norms + 128 * 2048 + 8 * 3 * 2048 * 768
-    assert cost == Operations(body=48 * layer + 2048, head=151_936 * 2048, attention=48 * 32 * 128)
+    assert cost == TrainingFlops(
+        body=48 * layer + 2048, head=151_936 * 2048, attention=48 * 32 * 128
+    )
     assert total == pytest.approx(30.5e9, rel=0.01)
     assert cost.body + 2 * cost.head == pytest.approx(3.3e9, rel=0.02)  # as its authors count them
 
@@ -92,10 +94,10 @@ def test_a_token_meets_the_adapters_of_its_experts() -> None:
     )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    before = Operations.of(model)
-    add_adapter(model, Trainer(lora_rank=4, lora_targets=["experts.down_proj"]), 0)
+    before = TrainingFlops.of(model)
+    add_adapter(model, TrainerConfig(lora_rank=4, lora_targets=["experts.down_proj"]), 0)
     each = 4 * (32 + 64)
-    assert Operations.of(model).body - before.body == config.num_hidden_layers * 2 * each
+    assert TrainingFlops.of(model).body - before.body == config.num_hidden_layers * 2 * each
 
 
 def test_shared_experts_and_dense_layers_are_met_by_every_token() -> None:
@@ -130,7 +132,7 @@ def test_a_window_bounds_the_keys(tmp_path: Path) -> None:
     (micro,) = pack(batch.tokens, pack_tokens=64, micro_tokens=64)
     fed = micro.tokens
     keys = 64 * fed * (fed + 1) / 2 + 128 * (2 * fed - 1)
-    assert Operations(0, 0, 64, ((2, 128),)).update(micro) == 12 * keys
+    assert TrainingFlops(0, 0, 64, ((2, 128),)).update(micro) == 12 * keys
 
 
 def test_speed() -> None:

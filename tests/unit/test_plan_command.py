@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from umbra import cli
 from umbra.deploy.cluster.yaml import to_yaml
 from umbra.proto.access import KEY_ROLES
-from umbra.services.runtime.keys import load_keys
+from umbra.services.runtime.net.keys import load_keys
 
 # -- the command ----------------------------------------------------------------------------------
 

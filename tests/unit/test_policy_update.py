@@ -15,9 +15,9 @@ from torch import Tensor
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Trajectory, pack_float32
 from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.config.loader import load_config
 from umbra.services.runtime.config.presets import PRESETS
-from umbra.services.runtime.config_loader import load_config
-from umbra.services.trainer.batch import Batch, BatchError, make_batch
+from umbra.services.trainer.batch import BatchError, TrainBatch, make_batch
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.make_model import make_model
 from umbra.services.trainer.metrics import Row
@@ -296,10 +296,10 @@ class FakeCritic:
     def __init__(self) -> None:
         self.learned: tuple[Tensor, Tensor] | None = None
 
-    def values(self, batch: Batch) -> Tensor:
+    def values(self, batch: TrainBatch) -> Tensor:
         return batch.behaviour / 2
 
-    def learn(self, batch: Batch, values: Tensor, returns: Tensor) -> Row:
+    def learn(self, batch: TrainBatch, values: Tensor, returns: Tensor) -> Row:
         del batch
         self.learned = values, returns
         return {"value_loss": 0.5}

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from umbra.proto.records import Trajectory, pack_float32, pack_int32
-from umbra.services.runtime.portions import FILL_BYTES, array_bytes, portions
+from umbra.services.runtime.net.portions import FILL_BYTES, array_bytes, portions
 
 
 @given(sizes=st.lists(st.integers(0, 12)), most=st.integers(1, 4), fill=st.integers(1, 20))

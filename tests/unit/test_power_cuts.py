@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fakes.lossy_disk import Killed, KillingDisk, LossyDisk, QuickDisk, power_cuts
 
-from umbra.services.buffer.log_store import LogStore
+from umbra.services.buffer.store.log import LogStore
 
 SMALL = 2048  # bytes of a segment here
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from umbra.proto.errors import UsageError
-from umbra.services.buffer.readers import read_source
-from umbra.services.buffer.sources import open_prompts
-from umbra.services.runtime.config import Data
+from umbra.services.buffer.data.dataset_readers import read_source
+from umbra.services.buffer.data.sources import open_prompts
+from umbra.services.runtime.config import DataConfig
 
 parquet = pytest.importorskip("pyarrow.parquet")
 pyarrow = pytest.importorskip("pyarrow")
@@ -68,7 +68,7 @@ def test_what_save_to_disk_wrote(tmp_path: Path) -> None:
 def test_a_mixture_of_formats_takes_up_where_it_was(tmp_path: Path) -> None:
     lines = tmp_path / "p.jsonl"
     lines.write_text("\n".join(map(json.dumps, CHAT)))
-    data = Data(sources={
+    data = DataConfig(sources={
         str(lines): 1.0,
         write_parquet(tmp_path / "p.parquet", ROWS): 2.0,
         write_folder(tmp_path / "set", train=ROWS): 1.0,

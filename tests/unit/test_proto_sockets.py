@@ -14,7 +14,7 @@ from zmq.utils.monitor import recv_monitor_message
 from umbra.proto import sockets
 from umbra.proto.errors import StartupError, UsageError
 from umbra.proto.sizes import MOST_BYTES, socket_bytes
-from umbra.services.runtime.handshake import EVENTS
+from umbra.services.runtime.net.handshake import EVENTS
 
 Context = zmq.Context[zmq.Socket[bytes]]
 Socket = zmq.Socket[bytes]

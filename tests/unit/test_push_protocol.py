@@ -16,13 +16,13 @@ from umbra.proto.messages import (
     Ready,
     SlotGranted,
 )
-from umbra.services.weight_hub.effects import Admit, Answer, Effect, Failed, Peer, Pushed, Send
+from umbra.services.weight_hub.effects import Admit, Effect, Failed, HubPeer, HubReply, Pushed, Send
 from umbra.services.weight_hub.push import RECOVERS_S, PushProtocol
 from umbra.services.weight_hub.push_state import Publication, Slots
 
-TRAINER = Peer("trainer", "t1")
-A = Peer("a", "a1")
-B = Peer("b", "b1")
+TRAINER = HubPeer("trainer", "t1")
+A = HubPeer("a", "a1")
+B = HubPeer("b", "b1")
 DEADLINE_S = 10.0
 
 
@@ -33,13 +33,13 @@ class Hub:
         self.protocol = PushProtocol(slots, DEADLINE_S)
         self.now = 100.0
 
-    def registered(self, digest: str = "d1", publisher: Peer = TRAINER) -> list[Effect]:
+    def registered(self, digest: str = "d1", publisher: HubPeer = TRAINER) -> list[Effect]:
         return self.protocol.register(publisher, digest, self.now)
 
-    def acquire(self, version: int, publisher: Peer = TRAINER) -> list[Effect]:
+    def acquire(self, version: int, publisher: HubPeer = TRAINER) -> list[Effect]:
         return self.protocol.acquire(f"acquire {version}", publisher, version, self.now)
 
-    def publish(self, version: int, slot: int, publisher: Peer = TRAINER) -> list[Effect]:
+    def publish(self, version: int, slot: int, publisher: HubPeer = TRAINER) -> list[Effect]:
         message = Publish(version=version, slot=slot, checksums=[version], snapshot_s=0.5)
         return self.protocol.publish("publish", publisher, message, self.now)
 
@@ -49,16 +49,16 @@ class Hub:
         slot = granted(effects)
         assert slot is not None, effects
         effects += self.publish(version, slot)
-        return [effect for effect in effects if not isinstance(effect, Answer)]
+        return [effect for effect in effects if not isinstance(effect, HubReply)]
 
-    def subscribe(self, peer: Peer) -> list[Effect]:
+    def subscribe(self, peer: HubPeer) -> list[Effect]:
         return self.protocol.subscribe(f"subscribe {peer.name}", peer, self.now)
 
-    def ready(self, peer: Peer, epoch: int, version: int, error: str = "") -> list[Effect]:
+    def ready(self, peer: HubPeer, epoch: int, version: int, error: str = "") -> list[Effect]:
         message = Ready(epoch=epoch, version=version, wire_s=1.0, stage_s=2.0, error=error)
         return self.protocol.ready(peer, message, self.now)
 
-    def committed(self, peer: Peer, epoch: int, version: int, error: str = "") -> list[Effect]:
+    def committed(self, peer: HubPeer, epoch: int, version: int, error: str = "") -> list[Effect]:
         message = Committed(epoch=epoch, version=version, commit_s=3.0, error=error)
         return self.protocol.committed(peer, message, self.now)
 
@@ -74,7 +74,7 @@ class Hub:
 
 def granted(effects: list[Effect]) -> int | None:
     for effect in effects:
-        if isinstance(effect, Answer) and isinstance(effect.message, SlotGranted):
+        if isinstance(effect, HubReply) and isinstance(effect.message, SlotGranted):
             return effect.message.slot
     return None
 
@@ -91,8 +91,8 @@ def test_a_push_goes_through_all_phases_and_is_measured() -> None:
     hub = Hub()
     hub.registered()
     assert hub.subscribe(A) == [Admit("subscribe a", "a")]
-    assert hub.acquire(0) == [Answer("acquire 0", SlotGranted(slot=0))]
-    assert hub.publish(0, 0) == [Answer("publish", Ok()), Send("a", prepare(1, 0, 0))]
+    assert hub.acquire(0) == [HubReply("acquire 0", SlotGranted(slot=0))]
+    assert hub.publish(0, 0) == [HubReply("publish", Ok()), Send("a", prepare(1, 0, 0))]
     hub.now += 4
     assert hub.ready(A, 1, 0) == [Send("a", Commit(epoch=1, version=0))]
     hub.now += 4
@@ -172,7 +172,7 @@ def test_a_receiver_that_misses_its_deadline_frees_the_slot_and_may_come_back() 
     assert sent(hub.subscribe(A), "a") == [prepare(2, 1, 1)]
 
 
-def held_up(hub: Hub, mute: Peer, version: int) -> float:
+def held_up(hub: Hub, mute: HubPeer, version: int) -> float:
     """Seconds that the trainer waits for a slot that `mute` reads, while A serves `version` + 1."""
     hub.subscribe(mute)
     hub.new_version(version + 1)
@@ -205,11 +205,11 @@ def test_whoever_holds_the_trainer_up_under_one_name_after_the_other_is_waited_f
     hub.new_version(0)
     hub.ready(A, 1, 0)
     hub.committed(A, 1, 0)
-    waits = [held_up(hub, Peer(f"mute{n}", "m"), 2 * n) for n in range(6)]
+    waits = [held_up(hub, HubPeer(f"mute{n}", "m"), 2 * n) for n in range(6)]
     assert waits == [5.0, 2.5, 1.25, 1.0, 1.0, 1.0]
     assert hub.protocol.counters["held_up"] == 6
     hub.tick(2 * RECOVERS_S)
-    assert held_up(hub, Peer("late", "m"), 12) == 2.5
+    assert held_up(hub, HubPeer("late", "m"), 12) == 2.5
 
 
 def test_where_stagings_take_long_the_trainer_waits_for_longer() -> None:
@@ -237,7 +237,7 @@ def test_where_nobody_has_the_newest_version_the_deadline_alone_counts() -> None
     hub.ready(A, 1, 0)
     hub.committed(A, 1, 0)
     for n in range(3):
-        held_up(hub, Peer(f"mute{n}", "m"), 2 * n)
+        held_up(hub, HubPeer(f"mute{n}", "m"), 2 * n)
     hub.subscribe(B)
     hub.new_version(7)  # which A does not answer either
     hub.acquire(8)
@@ -307,7 +307,7 @@ def test_a_new_incarnation_supersedes_the_old() -> None:
     hub.registered()
     hub.subscribe(A)
     hub.new_version(0)
-    again = Peer("a", "a2")
+    again = HubPeer("a", "a2")
     assert sent(hub.subscribe(again), "a") == [prepare(2, 0, 0)]
     assert hub.ready(A, 1, 0) == []
     assert hub.ready(A, 2, 0) == []
@@ -334,9 +334,9 @@ def test_a_repeated_acquire_gets_the_same_slot() -> None:
     assert granted(hub.acquire(0)) == 0
     assert granted(hub.acquire(5)) == 0
     (refused,) = hub.publish(0, 0)
-    assert isinstance(refused, Answer)
+    assert isinstance(refused, HubReply)
     assert isinstance(refused.message, Nack)
-    assert hub.publish(5, 0) == [Answer("publish", Ok())]
+    assert hub.publish(5, 0) == [HubReply("publish", Ok())]
 
 
 def test_asking_again_refuses_the_request_that_waits() -> None:
@@ -347,7 +347,7 @@ def test_asking_again_refuses_the_request_that_waits() -> None:
     hub.new_version(1)
     hub.acquire(2)
     (refused,) = hub.acquire(3)
-    assert isinstance(refused, Answer)
+    assert isinstance(refused, HubReply)
     assert refused.ticket == "acquire 2"
     assert isinstance(refused.message, Nack)
 
@@ -355,15 +355,15 @@ def test_asking_again_refuses_the_request_that_waits() -> None:
 def test_only_the_trainer_that_registered_last_may_write() -> None:
     hub = Hub()
     (refused,) = hub.acquire(0)
-    assert isinstance(refused, Answer)
+    assert isinstance(refused, HubReply)
     assert isinstance(refused.message, Nack)
     assert refused.message.code == "not_registered"
     hub.registered()
     hub.acquire(0)
-    restarted = Peer("trainer", "t2")
+    restarted = HubPeer("trainer", "t2")
     assert hub.registered(publisher=restarted) == []
     (refused,) = hub.publish(0, 0)
-    assert isinstance(refused, Answer)
+    assert isinstance(refused, HubReply)
     assert isinstance(refused.message, Nack)
     assert granted(hub.acquire(0, restarted)) == 0
 
@@ -373,7 +373,7 @@ def test_a_restarted_trainer_keeps_the_pushes_under_way() -> None:
     hub.registered()
     hub.subscribe(A)
     hub.new_version(4)
-    restarted = Peer("trainer", "t2")
+    restarted = HubPeer("trainer", "t2")
     assert hub.registered(publisher=restarted) == []
     assert sent(hub.ready(A, 1, 4), "a") == [Commit(epoch=1, version=4)]
     hub.committed(A, 1, 4)
@@ -496,6 +496,6 @@ def test_another_layout_takes_back_the_slot_that_was_granted() -> None:
     slot = granted(hub.acquire(1))
     assert slot is not None
     hub.registered("d2")
-    (answer,) = [effect for effect in hub.publish(1, slot) if isinstance(effect, Answer)]
+    (answer,) = [effect for effect in hub.publish(1, slot) if isinstance(effect, HubReply)]
     assert isinstance(answer.message, Nack)
     assert granted(hub.acquire(1)) == 0

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from umbra.proto.messages import Abort, Commit, Committed, Ok, Prepare, Publish, Ready, SlotGranted
-from umbra.services.weight_hub.effects import Admit, Answer, Effect, Failed, Peer, Pushed, Send
+from umbra.services.weight_hub.effects import Admit, Effect, Failed, HubPeer, HubReply, Pushed, Send
 from umbra.services.weight_hub.push import PushProtocol
 
 DEADLINE_S = 10.0
@@ -20,7 +20,7 @@ NAMES = ("a", "b", "c")
 class Model:
     """A receiver as it is outside of the hub: what it was sent, what it did."""
 
-    peer: Peer
+    peer: HubPeer
     alive: bool = True
     subscribed: bool = False
     inbox: list[Prepare | Commit | Abort] = field(default_factory=list)
@@ -40,7 +40,7 @@ class PushMachine(RuleBasedStateMachine):
         self.tickets = 0
         self.incarnations = 0
         self.digest = ""
-        self.trainer = Peer("trainer", "t0")
+        self.trainer = HubPeer("trainer", "t0")
         self.registered = False
         self.granted: tuple[int, int] | None = None  # version and slot
         self.waiting: tuple[int, int] | None = None  # ticket and version
@@ -55,7 +55,7 @@ class PushMachine(RuleBasedStateMachine):
         self.reading: dict[str, tuple[int, int]] = {}  # receiver -> epoch and slot
         # By receiver that streams: what it serves, to which it may have to go back.
         self.serving: dict[str, tuple[int, int]] = {}  # slot and content
-        self.receivers = {name: Model(Peer(name, "0")) for name in NAMES}
+        self.receivers = {name: Model(HubPeer(name, "0")) for name in NAMES}
         if not early:
             self.register(restart=False, change=1)
         for name in NAMES:
@@ -66,7 +66,7 @@ class PushMachine(RuleBasedStateMachine):
     def apply(self, effects: list[Effect]) -> None:
         for effect in effects:
             match effect:
-                case Answer(ticket=ticket, message=SlotGranted(slot=slot)):
+                case HubReply(ticket=ticket, message=SlotGranted(slot=slot)):
                     assert self.waiting is not None
                     assert self.waiting[0] == ticket
                     assert slot not in self.read_slots()
@@ -74,7 +74,7 @@ class PushMachine(RuleBasedStateMachine):
                     self.granted = (self.waiting[1], slot)
                     self.waiting = None
                     self.held.pop(slot, None)
-                case Answer(message=Ok()):
+                case HubReply(message=Ok()):
                     assert self.granted is not None
                     self.newest, self.granted = self.granted, None
                     self.publications += 1
@@ -125,7 +125,7 @@ class PushMachine(RuleBasedStateMachine):
     def register(self, restart: bool, change: int) -> None:
         if restart:
             self.incarnations += 1
-            self.trainer = Peer("trainer", f"t{self.incarnations}")
+            self.trainer = HubPeer("trainer", f"t{self.incarnations}")
         if restart or not self.registered:
             self.granted = self.waiting = None
         if change == 0 or not self.digest:
@@ -166,8 +166,8 @@ class PushMachine(RuleBasedStateMachine):
     @rule(version=st.integers(0, 3), slot=st.integers(0, 3))
     def zombie_publishes(self, version: int, slot: int) -> None:
         message = Publish(version=version, slot=slot, checksums=[], snapshot_s=0.0)
-        for effect in self.hub.publish(0, Peer("trainer", "old"), message, self.now):
-            assert isinstance(effect, Answer)
+        for effect in self.hub.publish(0, HubPeer("trainer", "old"), message, self.now):
+            assert isinstance(effect, HubReply)
             assert not isinstance(effect.message, Ok)
 
     # -- the registry -----------------------------------------------------------------------------
@@ -235,7 +235,7 @@ class PushMachine(RuleBasedStateMachine):
         model = self.receivers[name]
         if restart or not model.alive:
             self.incarnations += 1
-            model = Model(Peer(name, str(self.incarnations)), streamed=streamed)
+            model = Model(HubPeer(name, str(self.incarnations)), streamed=streamed)
             self.receivers[name] = model
         if self.hub.digest:
             self.stops_reading(name)
@@ -299,7 +299,7 @@ class PushMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES), back=st.integers(0, 3))
     def late_answers(self, name: str, back: int) -> None:
-        old = Peer(name, "older")
+        old = HubPeer(name, "older")
         epoch = max(self.published, default=0) - back
         ready = Ready(epoch=epoch, version=0, wire_s=0, stage_s=0)
         assert self.hub.ready(old, ready, self.now) == []

@@ -19,11 +19,11 @@ from click.testing import CliRunner
 from fakes.slowness import seconds
 
 from umbra.proto.errors import UsageError
-from umbra.services.runtime.command import ServiceContext, service_command
-from umbra.services.runtime.config import Trainer
-from umbra.services.runtime.logs import ConsoleFormatter, JsonFormatter
-from umbra.services.runtime.metrics import MetricsFile
-from umbra.services.runtime.signals import stop_on_signals
+from umbra.services.runtime.config import TrainerConfig
+from umbra.services.runtime.process.command import ServiceContext, service_command
+from umbra.services.runtime.process.logs import ConsoleFormatter, JsonFormatter
+from umbra.services.runtime.process.metrics import MetricsFile
+from umbra.services.runtime.process.signals import stop_on_signals
 
 WAIT_S = seconds(20.0)
 
@@ -46,7 +46,7 @@ def run_service(*flags: str, env: dict[str, str] | None = None) -> ServiceContex
 def test_there_is_a_documented_flag_for_every_field() -> None:
     command = service_command("trainer", lambda _context: 0)
     options = {p.name: p for p in command.params if isinstance(p, click.Option)}
-    for field in Trainer.__struct_fields__:
+    for field in TrainerConfig.__struct_fields__:
         assert options[field].help, field
 
 
@@ -117,7 +117,7 @@ def test_the_first_signal_sets_the_flag_and_handlers_are_restored() -> None:
 
 TWO_SIGNALS = """
 import os, signal, threading
-from umbra.services.runtime.signals import stop_on_signals
+from umbra.services.runtime.process.signals import stop_on_signals
 with stop_on_signals(threading.Event()):
     os.kill(os.getpid(), signal.SIGINT)
     os.kill(os.getpid(), signal.SIGINT)
@@ -157,8 +157,8 @@ os.kill(os.getpid(), 9)
 """
 CHILD = """
 import signal, sys, threading
-from umbra.services.runtime.parent import die_with_parent
-from umbra.services.runtime.signals import stop_on_signals
+from umbra.services.runtime.process.parent import die_with_parent
+from umbra.services.runtime.process.signals import stop_on_signals
 stopping = threading.Event()
 with stop_on_signals(stopping):
     die_with_parent()
@@ -187,7 +187,7 @@ def test_a_service_may_have_as_many_connections_as_the_machine_allows() -> None:
     code = """
 import resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, 512))
-from umbra.services.runtime.command import allow_connections
+from umbra.services.runtime.process.command import allow_connections
 allow_connections()
 print(*resource.getrlimit(resource.RLIMIT_NOFILE))
 """

@@ -11,10 +11,10 @@ from fakes.simulated import BASE, merged, scenario
 from umbra.deploy.simulator.compare import modes, simulate, splits, sweep
 from umbra.deploy.simulator.simulation import Simulation
 from umbra.proto.errors import DeadlineError
-from umbra.services.buffer.answers import Answers
 from umbra.services.buffer.broker import Broker
-from umbra.services.buffer.leases import Leases
-from umbra.services.buffer.staleness import StalenessPolicy
+from umbra.services.buffer.policy.leases import Leases
+from umbra.services.buffer.policy.staleness import StalenessPolicy
+from umbra.services.buffer.samples.submissions import Submissions
 from umbra.services.weight_hub.push import PushProtocol
 
 TAIL = {"kind": "long-tail", "least": 50, "most": 100, "longest": 800, "share": 0.05}
@@ -267,7 +267,7 @@ def test_the_broker_and_the_push_protocol_are_those_of_production() -> None:
         (StalenessPolicy, "is_stale", lambda *_: True, "0 of 2 groups complete"),
         (StalenessPolicy, "required_version", lambda _, due, now: now + 1, "no generator has"),
         (Leases, "take", lambda *_, **__: [], "no generator has asked for"),
-        (Answers, "submit", lambda *_: "refused", "waiting for sample s-0 held by generator"),
+        (Submissions, "submit", lambda *_: "refused", "waiting for sample s-0 held by generator"),
     ],
 )
 def test_each_decision_is_productions(

@@ -20,14 +20,14 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "simulated" / "cluster.toml"
 DOCS = ROOT / "docs" / "scale.md"
 KEYS = {
-    "cluster": tables.Cluster,
+    "cluster": tables.ClusterTable,
     "speed.decode": tables.DecodeSpeed,
     "speed.training": tables.TrainingSpeed,
     "speed.scoring": tables.ScoringSpeed,
     "speed.network": tables.Network,
     "speed.broker": tables.BrokerSpeed,
     "samples": tables.Samples,
-    "failures": tables.Failure,
+    "failures": tables.FailureTable,
 }
 
 

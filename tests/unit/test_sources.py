@@ -13,9 +13,9 @@ import msgspec
 import pytest
 
 from umbra.proto.errors import UsageError
-from umbra.services.buffer.prompts import GroupEnd
-from umbra.services.buffer.sources import PromptFeed, open_prompts
-from umbra.services.runtime.config import Data
+from umbra.services.buffer.data.prompts import GroupEnd
+from umbra.services.buffer.data.sources import PromptFeed, open_prompts
+from umbra.services.runtime.config import DataConfig
 
 
 def write(path: Path, count: int, name: str = "row") -> str:
@@ -31,15 +31,15 @@ def end(prompt_id: str, reason: Any, *rewards: float) -> GroupEnd:
     return GroupEnd(prompt_id, reason, list(rewards))
 
 
-def mixed(tmp_path: Path) -> Data:
+def mixed(tmp_path: Path) -> DataConfig:
     a, b = write(tmp_path / "a.jsonl", 3, "a"), write(tmp_path / "b.jsonl", 50, "b")
-    return Data(sources={a: 3.0, b: 1.0})
+    return DataConfig(sources={a: 3.0, b: 1.0})
 
 
 def test_every_epoch_has_all_rows_in_another_order_and_the_same_for_the_same_seed(
     tmp_path: Path,
 ) -> None:
-    data = Data(prompts=write(tmp_path / "p.jsonl", 20))
+    data = DataConfig(prompts=write(tmp_path / "p.jsonl", 20))
     feed = open_prompts(data, seed=1)
     first, second = draw(feed, 20), draw(feed, 20)
     assert set(first) == set(second) and first != second
@@ -51,14 +51,14 @@ def test_every_epoch_has_all_rows_in_another_order_and_the_same_for_the_same_see
 def test_no_prompt_is_skipped_or_repeated_after_a_restart(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = Data(prompts=write(tmp_path / "p.jsonl", 7))
+    data = DataConfig(prompts=write(tmp_path / "p.jsonl", 7))
     if kind == "mixture":
         data = mixed(tmp_path)
     elif kind == "curriculum":
         hook = "def easy(rows, epoch, stats): return range(min(len(rows), epoch + 1))\n"
         (tmp_path / "my_curriculum.py").write_text(hook)
         monkeypatch.chdir(tmp_path)
-        data = Data(prompts=data.prompts, curriculum="my_curriculum:easy")
+        data = DataConfig(prompts=data.prompts, curriculum="my_curriculum:easy")
     whole = draw(open_prompts(data, seed=1), 60)
     for cut in (0, 1, 7, 20):
         feed = open_prompts(data, seed=1)
@@ -78,14 +78,16 @@ def test_sources_are_drawn_by_weight_and_their_ids_differ(tmp_path: Path) -> Non
 
 
 def test_a_prompt_that_keeps_failing_is_drawn_no_more(tmp_path: Path) -> None:
-    feed = open_prompts(Data(prompts=write(tmp_path / "p.jsonl", 3), shuffle=False), seed=0,
+    feed = open_prompts(DataConfig(prompts=write(tmp_path / "p.jsonl", 3), shuffle=False), seed=0,
                         attempts=2)  # fmt: skip
     feed.ended(end("2", "failed"))
     assert "row 1" in draw(feed, 3)
     feed.ended(end("1", "complete"))
     feed.ended(end("2", "filtered"))
     assert draw(feed, 4) == ["row 0", "row 2", "row 0", "row 2"]
-    again = open_prompts(Data(prompts=str(tmp_path / "p.jsonl"), shuffle=False), seed=0, attempts=2)
+    again = open_prompts(
+        DataConfig(prompts=str(tmp_path / "p.jsonl"), shuffle=False), seed=0, attempts=2
+    )
     again.seek(feed.position(), feed.changes())
     assert again.withdrawn == 1
     for number in ("1", "3"):
@@ -97,20 +99,20 @@ def test_a_prompt_that_keeps_failing_is_drawn_no_more(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (Data(), "data.prompts is not set"),
-        (Data(prompts="a", sources={"b": 1.0}), "remove one of them"),
-        (Data(sources={"b": 0.0}), "weight of b"),
-        (Data(prompts="x", curriculum="no_such_module:f"), "data.curriculum"),
+        (DataConfig(), "data.prompts is not set"),
+        (DataConfig(prompts="a", sources={"b": 1.0}), "remove one of them"),
+        (DataConfig(sources={"b": 0.0}), "weight of b"),
+        (DataConfig(prompts="x", curriculum="no_such_module:f"), "data.curriculum"),
     ],
 )
-def test_mistakes_are_named(data: Data, said: str) -> None:
+def test_mistakes_are_named(data: DataConfig, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         open_prompts(data, seed=0)
 
 
 def test_a_position_in_other_prompts_is_refused(tmp_path: Path) -> None:
-    feed = open_prompts(Data(prompts=write(tmp_path / "p.jsonl", 3)), seed=0)
-    other = open_prompts(Data(prompts=write(tmp_path / "q.jsonl", 4)), seed=0)
+    feed = open_prompts(DataConfig(prompts=write(tmp_path / "p.jsonl", 3)), seed=0)
+    other = open_prompts(DataConfig(prompts=write(tmp_path / "q.jsonl", 4)), seed=0)
     with pytest.raises(UsageError, match="use the same files"):
         other.seek(feed.position(), {})
 
@@ -155,7 +157,7 @@ def epoch_of_results(feed: PromptFeed) -> None:
 
 
 def test_a_curriculum_sees_what_came_of_every_prompt(tmp_path: Path, hooks: str) -> None:
-    data = Data(prompts=write(tmp_path / "p.jsonl", 3), curriculum=f"{hooks}:hardest_first")
+    data = DataConfig(prompts=write(tmp_path / "p.jsonl", 3), curriculum=f"{hooks}:hardest_first")
     feed = open_prompts(data, seed=0)
     epoch_of_results(feed)
     assert draw(feed, 2) == ["row 2", "row 1"]
@@ -168,7 +170,7 @@ def test_a_curriculum_sees_what_came_of_every_prompt(tmp_path: Path, hooks: str)
 @pytest.mark.parametrize("more", [0, 1, 2])
 def test_the_order_of_an_epoch_outlives_the_buffer(tmp_path: Path, hooks: str, more: int) -> None:
     """Results that come after the order was made change the next epoch, not this one."""
-    data = Data(prompts=write(tmp_path / "p.jsonl", 3), curriculum=f"{hooks}:hardest_first")
+    data = DataConfig(prompts=write(tmp_path / "p.jsonl", 3), curriculum=f"{hooks}:hardest_first")
     feed, kept = open_prompts(data, seed=0), {}
     epoch_of_results(feed)
     kept.update(feed.changes())
@@ -197,5 +199,5 @@ def test_the_order_of_an_epoch_outlives_the_buffer(tmp_path: Path, hooks: str, m
 )
 def test_a_bad_curriculum_is_named(tmp_path: Path, hooks: str, hook: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        next(open_prompts(Data(prompts=write(tmp_path / "p.jsonl", 3),
+        next(open_prompts(DataConfig(prompts=write(tmp_path / "p.jsonl", 3),
                                curriculum=f"{hooks}:{hook}"), seed=0))  # fmt: skip

@@ -18,8 +18,8 @@ from umbra.services.generator import stall
 from umbra.services.generator.engine import EngineError
 from umbra.services.generator.stall import StallWatch, watching
 from umbra.services.generator.streaming import Streaming
-from umbra.services.runtime.config_loader import load_config
-from umbra.services.runtime.feasibility import check_feasible
+from umbra.services.runtime.config.feasibility import check_feasible
+from umbra.services.runtime.config.loader import load_config
 
 
 @pytest.fixture

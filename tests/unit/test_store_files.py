@@ -12,16 +12,16 @@ from typing import cast
 import pytest
 from fakes.lossy_disk import QuickDisk
 
-from umbra.services.buffer.head import NAME as HEAD
-from umbra.services.buffer.log_store import LogStore
-from umbra.services.buffer.repair import repair
-from umbra.services.buffer.run_mark import NAME as MARK
-from umbra.services.buffer.run_mark import open_marked, refuse_marked
-from umbra.services.buffer.segments import segment_name, segment_numbers, segment_path
 from umbra.services.buffer.service import open_store
-from umbra.services.buffer.store import StoreError
-from umbra.services.runtime.command import ServiceContext
-from umbra.services.runtime.config import Buffer, RunConfig
+from umbra.services.buffer.store.api import StoreError
+from umbra.services.buffer.store.head import NAME as HEAD
+from umbra.services.buffer.store.log import LogStore
+from umbra.services.buffer.store.repair import repair
+from umbra.services.buffer.store.run_mark import NAME as MARK
+from umbra.services.buffer.store.run_mark import open_marked, refuse_marked
+from umbra.services.buffer.store.segments import segment_name, segment_numbers, segment_path
+from umbra.services.runtime.config import BufferConfig, RunConfig
+from umbra.services.runtime.process.command import ServiceContext
 
 SMALL = 2048  # bytes of a segment here
 
@@ -253,7 +253,7 @@ def test_the_buffer_asks_for_the_store_of_its_run(tmp_path: Path) -> None:
     begun(run)
 
     def context(store: str = "") -> ServiceContext:
-        config = RunConfig(buffer=Buffer(store=store))
+        config = RunConfig(buffer=BufferConfig(store=store))
         fake = SimpleNamespace(config=config, run_dir=run, log=logging.getLogger("test"))
         return cast(ServiceContext, fake)
 

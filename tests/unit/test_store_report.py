@@ -13,10 +13,10 @@ from fakes.broker_world import World, trajectory
 from umbra.proto.errors import UsageError
 from umbra.proto.messages import LeaseBatch, Nack
 from umbra.services.buffer.command import command as buffer_command
-from umbra.services.buffer.log_store import LogStore
-from umbra.services.buffer.segments import segment_path
-from umbra.services.buffer.store import StoreError
-from umbra.services.buffer.store_command import command
+from umbra.services.buffer.store.api import StoreError
+from umbra.services.buffer.store.command import command
+from umbra.services.buffer.store.log import LogStore
+from umbra.services.buffer.store.segments import segment_path
 
 
 class StoredWorld(World):

@@ -8,7 +8,7 @@ import pytest
 
 from umbra.deploy.process import Usage
 from umbra.deploy.run_folder import LineFollower, RunFolder, last_lines, new_run_id, read_rows
-from umbra.deploy.summary import Outcome, measure, summarise, summary_rows, write_summary
+from umbra.deploy.summary import RunOutcome, measure, summarise, summary_rows, write_summary
 from umbra.proto.errors import UsageError
 
 
@@ -114,7 +114,7 @@ def test_waiting_is_not_busy_and_loading_weights_is() -> None:
 
 def test_summary_of_a_good_run(folder: RunFolder) -> None:
     fill(folder)
-    outcome = Outcome(
+    outcome = RunOutcome(
         exit_reason="finished",
         exit_code=0,
         total_s=12.5,
@@ -151,7 +151,7 @@ def test_summary_of_a_good_run(folder: RunFolder) -> None:
 
 
 def test_summary_of_a_run_that_never_began(folder: RunFolder) -> None:
-    summary = summarise(folder, Outcome(exit_reason="interrupted", exit_code=130, total_s=0.1))
+    summary = summarise(folder, RunOutcome(exit_reason="interrupted", exit_code=130, total_s=0.1))
     assert summary["ledger"] is None
     assert summary["model"] is None
     assert summary["steps"] == 0

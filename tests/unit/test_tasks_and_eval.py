@@ -15,7 +15,7 @@ from umbra.services.environments.single_turn import ExactMatch
 from umbra.services.environments.tools import ToolUse
 from umbra.services.generator.command import evaluate, make_task
 from umbra.services.generator.tasks import write_task
-from umbra.services.runtime.jsonl import read_jsonl
+from umbra.services.runtime.process.jsonl import read_jsonl
 
 COUNTS = {"prompts": 300, "heldout": 100, "demos": 300}
 

@@ -16,17 +16,17 @@ from fakes.slowness import seconds
 from starlette.responses import Response
 
 from umbra.proto.errors import UmbraError
-from umbra.services.buffer.committer import Committer
-from umbra.services.environments.crew import Crew
+from umbra.services.buffer.store.committer import Committer
+from umbra.services.environments.worker_pool import WorkerPool
 from umbra.services.generator.replicas import Replica
-from umbra.services.runtime import threads
-from umbra.services.runtime.command import service_command
-from umbra.services.runtime.config import Environment
+from umbra.services.runtime.config import EnvironmentConfig
 from umbra.services.runtime.http.address import listen
 from umbra.services.runtime.http.server import HttpServer
-from umbra.services.runtime.link import Link
-from umbra.services.runtime.loop_thread import LoopThread
-from umbra.services.runtime.metrics import MetricsFile
+from umbra.services.runtime.net.io_thread import IoThread
+from umbra.services.runtime.process import threads
+from umbra.services.runtime.process.command import service_command
+from umbra.services.runtime.process.loop_thread import LoopThread
+from umbra.services.runtime.process.metrics import MetricsFile
 from umbra.services.weight_hub.bucket_server import BucketServer
 from umbra.services.weight_hub.encoder import DeltaEncoder
 from umbra.services.weight_hub.relay import Relay
@@ -68,7 +68,7 @@ def test_it_ends_with_sentence_and_code(raised: str, code: int, said: str) -> No
     program = f"""
 from threading import Event
 from umbra.proto.errors import RejectedError
-from umbra.services.runtime.threads import service_thread
+from umbra.services.runtime.process.threads import service_thread
 def main():
     raise {raised}
 service_thread(main, "io").start()
@@ -95,7 +95,7 @@ def relay_of(bench: Bench) -> Relay:
 
 
 def test_the_links_thread(ends: Ends) -> None:
-    link = Link("me", "one")
+    link = IoThread("me", "one")
     link.run(breaks)
     assert ends() == "the thread umbra-link failed: KeyError: 7"
     link._thread.join()
@@ -153,11 +153,11 @@ def test_an_http_server(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_keeper_of_environment_processes(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        crew = Crew(Environment(), deliver=breaks)
-        monkeypatch.setattr(crew, "_hire", breaks)
-        crew._spawn(crew._grow())
+        workers = WorkerPool(EnvironmentConfig(), deliver=breaks)
+        monkeypatch.setattr(workers, "_hire", breaks)
+        workers._spawn(workers._grow())
         await asyncio.sleep(0)
-        await crew.close()
+        await workers.close()
 
     asyncio.run(main())
     assert ends() == "the keeper of environment processes failed: KeyError: 7"

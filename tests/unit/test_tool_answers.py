@@ -13,7 +13,7 @@ from fakes.rollouts import finish, sample, settings
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Sampling, unpack_int32
-from umbra.services.environments.plays import Plays
+from umbra.services.environments.environment_host import EnvironmentHost
 from umbra.services.environments.pool import InlinePool
 from umbra.services.environments.protocol import Opening, Row, SampleError, StepResult
 from umbra.services.environments.tools import ToolUse
@@ -22,8 +22,8 @@ from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.template_check import check_template
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer
-from umbra.services.runtime.config import Environment, RunConfig
-from umbra.services.runtime.config_loader import load_config
+from umbra.services.runtime.config import EnvironmentConfig, RunConfig
+from umbra.services.runtime.config.loader import load_config
 
 CALL = {
     "id": "a",
@@ -133,7 +133,7 @@ def test_tools_tell_which_calls_they_answer() -> None:
     environment = ToolUse()
     environment.reset({"prompt": "1+1?", "answer": "2"})
     good = '<tool_call>{"name": "calculator", "arguments": {"expression": "1+1"}}</tool_call>'
-    answers = Plays(ToolUse, "tools")
+    answers = EnvironmentHost(ToolUse, "tools")
     row = {"prompt": "1+1?", "answer": "2"}
     _, result = asyncio.run(answers.play("s", row, [good]))
     assert isinstance(result, StepResult)
@@ -152,7 +152,7 @@ def test_calls_that_are_none_fail_the_sample(calls: Any) -> None:
             return StepResult(done=False, messages=[{"role": "tool"}], tool_calls=calls)
 
     with pytest.raises(SampleError, match="environment: step gave tool_calls"):
-        asyncio.run(Plays(Wrong, "environment").play("s", {"prompt": "a"}, ["x"]))
+        asyncio.run(EnvironmentHost(Wrong, "environment").play("s", {"prompt": "a"}, ["x"]))
 
 
 # -- before a run ---------------------------------------------------------------------------------
@@ -169,9 +169,9 @@ def test_calls_that_are_none_fail_the_sample(calls: Any) -> None:
 )
 def test_a_template_that_can_not_go_on_is_refused(name: str, kind: str, why: str) -> None:
     with pytest.raises(UsageError) as refused:
-        check_template(Environment(kind=kind), Chat(*chat_tokenizer(name)))
+        check_template(EnvironmentConfig(kind=kind), Chat(*chat_tokenizer(name)))
     assert why in str(refused.value)
-    one_turn = Environment(kind=kind, max_turns=1)
+    one_turn = EnvironmentConfig(kind=kind, max_turns=1)
     assert check_template(one_turn, Chat(*chat_tokenizer(name))) is None
 
 
@@ -179,20 +179,20 @@ def test_a_template_that_can_not_go_on_is_refused(name: str, kind: str, why: str
 def test_what_may_need_several_turns_is_warned_of(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    check_template(Environment(kind=kind), Chat(*chat_tokenizer("gptoss")))
+    check_template(EnvironmentConfig(kind=kind), Chat(*chat_tokenizer("gptoss")))
     (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert "the chat template of gptoss ends an assistant's turn" in record.getMessage()
     caplog.clear()
-    check_template(Environment(kind=kind), Chat(*chat_tokenizer("qwen2_5")))
+    check_template(EnvironmentConfig(kind=kind), Chat(*chat_tokenizer("qwen2_5")))
     assert not caplog.records
 
 
 def test_changed_turns_are_told(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    check_template(Environment(kind="guess"), Chat(*chat_tokenizer("qwen3")))
+    check_template(EnvironmentConfig(kind="guess"), Chat(*chat_tokenizer("qwen3")))
     assert "drops something of the model's earlier turns" in caplog.text
     caplog.clear()
-    check_template(Environment(kind="tools"), Chat(*chat_tokenizer("qwen3")))
+    check_template(EnvironmentConfig(kind="tools"), Chat(*chat_tokenizer("qwen3")))
     assert not caplog.records
 
 

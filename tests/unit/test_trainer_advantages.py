@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from umbra.services.runtime.config import Trainer
+from umbra.services.runtime.config import TrainerConfig
 from umbra.services.trainer.advantages import (
     Rewarded,
     dr_grpo,
@@ -62,7 +62,7 @@ def by_token(**keys: Any) -> tuple[Tensor, Tensor]:
         penalties=torch.tensor([0.5, 0, 0, 0.25, 0.1, 0.2, 0.3]),
         values=values,
     )
-    return token_advantages(earned, Trainer(**keys).pieces)
+    return token_advantages(earned, TrainerConfig(**keys).pieces)
 
 
 def test_group_advantages_are_of_the_reward_less_all_penalties() -> None:

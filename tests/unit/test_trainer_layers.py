@@ -18,8 +18,8 @@ from umbra.proto.errors import UsageError
 from umbra.proto.records import Trajectory
 from umbra.services.modeling.packing import pack
 from umbra.services.modeling.weights import WeightTable, tensors_in
-from umbra.services.runtime.config import Trainer
-from umbra.services.runtime.manifest import build_manifest
+from umbra.services.runtime.config import TrainerConfig
+from umbra.services.runtime.weights.manifest import build_manifest
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.lora import low_rank
@@ -115,7 +115,7 @@ def test_generators_get_the_policy_with_the_adapter_merged(
         directory = ARCHITECTURES[architecture].write(tmp_path / "model")
     model, tokenizer = load_policy(directory)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    config = Trainer(lora_rank=4, learning_rate=0.02, warmup_steps=0, device="cpu")
+    config = TrainerConfig(lora_rank=4, learning_rate=0.02, warmup_steps=0, device="cpu")
     learner = Learner(model, config, steps=1)
     batch = make_batch(batches[0], model.config.vocab_size)
     micros = pack(batch.tokens, pack_tokens=64, micro_tokens=1000)
@@ -123,7 +123,7 @@ def test_generators_get_the_policy_with_the_adapter_merged(
     def logprobs(learner: Learner) -> torch.Tensor:
         return learner.logprobs(micros, batch.temperature)
 
-    untouched = Learner(load_policy(directory)[0], Trainer(device="cpu"), steps=1)
+    untouched = Learner(load_policy(directory)[0], TrainerConfig(device="cpu"), steps=1)
     torch.testing.assert_close(logprobs(learner), logprobs(untouched), msg="B starts at zero")
     for _ in range(2):
         for micro in micros:
@@ -155,7 +155,7 @@ def test_generators_get_the_policy_with_the_adapter_merged(
 
     export_policy(learner.model, tokenizer, tmp_path / "out", learner.weights())
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out", local_files_only=True)
-    again = Learner(exported, Trainer(device="cpu"), steps=1)
+    again = Learner(exported, TrainerConfig(device="cpu"), steps=1)
     assert_same_logprobs(logprobs(again), trained, untouched.model)
 
 
@@ -164,7 +164,7 @@ def test_adapters_that_cannot_be_are_refused(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def learner(**config: Any) -> Learner:
-        return Learner(load_policy(directory)[0], Trainer(device="cpu", **config), steps=1)
+        return Learner(load_policy(directory)[0], TrainerConfig(device="cpu", **config), steps=1)
 
     few = learner(lora_rank=2, lora_targets=["q_proj"])
     names = [name for name, p in few.model.named_parameters() if p.requires_grad]
@@ -176,7 +176,9 @@ def test_adapters_that_cannot_be_are_refused(
         r"has no layer gate_proj; it has down_proj, gate_up_proj, k_proj, o_proj, q_proj, v_proj"
     )
     with pytest.raises(UsageError, match=known):
-        Learner(experts, Trainer(device="cpu", lora_rank=2, lora_targets=["gate_proj"]), steps=1)
+        Learner(
+            experts, TrainerConfig(device="cpu", lora_rank=2, lora_targets=["gate_proj"]), steps=1
+        )
     for shared in ("lm_head", "embed_tokens"):
         with pytest.raises(UsageError, match="share their weight"):
             learner(lora_rank=2, lora_targets=[shared])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from umbra.services.modeling.packing import Tokens
-from umbra.services.runtime.config import Trainer
+from umbra.services.runtime.config import TrainerConfig
 from umbra.services.trainer.learner import learning_rate
 from umbra.services.trainer.objectives import clips, masks, proximal
 from umbra.services.trainer.objectives.aggregation import Counts, count, token_weights
@@ -31,7 +31,7 @@ def compute(
     pi: list[float] = PI, entropy: list[float] | None = None, **keys: Any
 ) -> tuple[TokenLosses, Tensor]:
     """Losses and their gradients by log pi, in float64."""
-    objective = Objective(Trainer(**keys).pieces)
+    objective = Objective(TrainerConfig(**keys).pieces)
     logprobs = torch.tensor(pi, dtype=torch.float64).log().requires_grad_()
     behaviour, proximal, reference = (
         torch.tensor(x, dtype=torch.float64).log() for x in (MU, P, REF)
@@ -250,7 +250,7 @@ def test_the_entropy_bonus_is_taken_off() -> None:
 
 
 def test_a_hopeless_ratio_stays_finite() -> None:
-    objective = Objective(Trainer(objective="tis").pieces)
+    objective = Objective(TrainerConfig(objective="tis").pieces)
     far = torch.tensor([-1e4]).requires_grad_()
     sequences = Sequences(torch.zeros(1, dtype=torch.int64), 1)
     one = torch.tensor([-1.0])
@@ -299,10 +299,10 @@ def test_of_several_updates_each_counts_its_share() -> None:
 
 
 def test_learning_rate_rises_then_falls_to_its_floor() -> None:
-    config = Trainer(learning_rate=1.0, schedule="linear", final_lr_ratio=0.2, warmup_steps=2)
+    config = TrainerConfig(learning_rate=1.0, schedule="linear", final_lr_ratio=0.2, warmup_steps=2)
     rates = [learning_rate(config, step, 7) for step in range(8)]
     assert rates == pytest.approx([0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2])
-    cosine = Trainer(learning_rate=1.0, schedule="cosine", final_lr_ratio=0.0, warmup_steps=0)
+    cosine = TrainerConfig(learning_rate=1.0, schedule="cosine", final_lr_ratio=0.0, warmup_steps=0)
     assert [learning_rate(cosine, s, 3) for s in range(3)] == pytest.approx([1.0, 0.5, 0.0])
-    constant = Trainer(learning_rate=1.0, warmup_steps=0)
+    constant = TrainerConfig(learning_rate=1.0, warmup_steps=0)
     assert learning_rate(constant, 50, 3) == 1.0

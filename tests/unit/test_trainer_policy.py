@@ -9,8 +9,8 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from umbra.proto.errors import UmbraError, UsageError
-from umbra.services.runtime.config import Trainer
-from umbra.services.runtime.manifest import build_manifest
+from umbra.services.runtime.config import TrainerConfig
+from umbra.services.runtime.weights.manifest import build_manifest
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.make_model import make_model
 from umbra.services.trainer.policy import export_policy, load_policy
@@ -123,14 +123,14 @@ def test_devices_and_ranks_that_are_not_there_are_refused(
 ) -> None:
     model, _ = load_policy(directory)
     with pytest.raises(UsageError, match=r"trainer\.device"):
-        Learner(model, Trainer(device="tpu"), steps=1)
+        Learner(model, TrainerConfig(device="tpu"), steps=1)
     with pytest.raises(UsageError, match="fp16 works with one rank"):
-        Learner(model, Trainer(device="cpu", precision="fp16"), steps=1, ranks=Ranks(0, 2))
+        Learner(model, TrainerConfig(device="cpu", precision="fp16"), steps=1, ranks=Ranks(0, 2))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UsageError, match="WORLD_SIZE is 2"), join_ranks(Trainer(ranks=3)):
+    with pytest.raises(UsageError, match="WORLD_SIZE is 2"), join_ranks(TrainerConfig(ranks=3)):
         pass
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(UsageError, match="--use_fsdp"), join_ranks(Trainer()):
+    with pytest.raises(UsageError, match="--use_fsdp"), join_ranks(TrainerConfig()):
         pass
 
 

@@ -29,7 +29,7 @@ from umbra.proto.records import (
     pack_float32,
     pack_int32,
 )
-from umbra.services.buffer.shelf import Shelf
+from umbra.services.buffer.samples.trajectory_store import TrajectoryStore
 from umbra.services.runtime.trajectories import RunFacts, find_fault
 from umbra.services.trainer.batch import BatchError, make_batch
 
@@ -158,10 +158,10 @@ def test_one_bad_generator_does_not_end_the_run() -> None:
 
 def poison(run: World, sample_id: str, **changes: Any) -> None:
     """Put into the store what no buffer would take."""
-    shelf = Shelf(run.store)
-    kept = shelf.get(sample_id)
+    trajectory_store = TrajectoryStore(run.store)
+    kept = trajectory_store.get(sample_id)
     values = {name: getattr(kept, name) for name in kept.__struct_fields__}
-    shelf.put(Trajectory(**{**values, **changes}))
+    trajectory_store.put(Trajectory(**{**values, **changes}))
 
 
 @pytest.mark.parametrize("restarted", [False, True])

@@ -20,9 +20,9 @@ from umbra.services.generator.vllm_options import (
     require_vllm,
     visible_devices,
 )
-from umbra.services.runtime.config import Generator, RunConfig
-from umbra.services.runtime.config_loader import load_config
-from umbra.services.runtime.mapped import MappedBlocks, SharedMemory
+from umbra.services.runtime.config import GeneratorConfig, RunConfig
+from umbra.services.runtime.config.loader import load_config
+from umbra.services.runtime.weights.shared_memory import MappedBlocks, SharedMemory
 
 MODEL = SimpleNamespace(
     model_type="qwen3",
@@ -92,7 +92,7 @@ def test_gpus_of_an_engine() -> None:
 
 
 def test_room_for_every_slot_in_the_kv_cache() -> None:
-    config = Generator(slots=10, max_context=200)
+    config = GeneratorConfig(slots=10, max_context=200)
     per_token = 2 * 2 * 2 * 32 * 4  # keys and values, layers, heads, head size, float32
     assert kv_cache_bytes(HF_CONFIG, config, torch.float32) == 1.25 * 10 * 256 * per_token
 
@@ -107,7 +107,7 @@ def test_a_latent_cache_has_one_vector_for_all_heads() -> None:
     check_head_size(OF_LATENT, [576])
     with pytest.raises(UsageError, match="this model has 576"):
         check_head_size(OF_LATENT, [32])
-    config = Generator(slots=10, max_context=200, tensor_parallel=2)
+    config = GeneratorConfig(slots=10, max_context=200, tensor_parallel=2)
     blocks = 1.25 * 10 * 256
     assert kv_cache_bytes(OF_LATENT, config, torch.bfloat16) == blocks * 2 * (512 + 64) * 2
 
@@ -134,16 +134,16 @@ def test_what_would_be_wrong_after_new_weights_is_refused(
     given: dict[str, object], config: Any, part: str
 ) -> None:
     with pytest.raises(UsageError, match=part):
-        check_served(Generator(engine_args=given, max_context=129), config, "cpu")
+        check_served(GeneratorConfig(engine_args=given, max_context=129), config, "cpu")
 
 
 def test_what_is_right_after_new_weights_is_taken() -> None:
     args = {"quantization": "fp8", "enable_eplb": False}
-    check_served(Generator(engine_args=args), HF_CONFIG, "cpu")
+    check_served(GeneratorConfig(engine_args=args), HF_CONFIG, "cpu")
     cohere = of(model_type="cohere2", sliding_window=128, tie_word_embeddings=True)
-    check_served(Generator(max_context=128), cohere, "cpu")
+    check_served(GeneratorConfig(max_context=128), cohere, "cpu")
     latent = of(**vars(LATENT), rope_parameters={"rope_type": "default"})
-    check_served(Generator(), latent, "cuda")
+    check_served(GeneratorConfig(), latent, "cuda")
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -159,7 +159,7 @@ def test_engine_arguments_that_are_refused(
     given: dict[str, object], part: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     pytest.importorskip("vllm")
-    config = Generator(engine="vllm", engine_args=given)
+    config = GeneratorConfig(engine="vllm", engine_args=given)
     path = tmp_path_factory.getbasetemp()
     with pytest.raises(UsageError, match=part):
         engine_arguments(config, path, HF_CONFIG, "float32", 0, "cuda")
@@ -172,9 +172,10 @@ def test_engine_arguments_come_from_file_and_overrides() -> None:
 
 
 @pytest.mark.parametrize(
-    "generator", [Generator(tensor_parallel=2), Generator(engine_args={"block_size": 32})]
+    "generator",
+    [GeneratorConfig(tensor_parallel=2), GeneratorConfig(engine_args={"block_size": 32})],
 )
-def test_what_only_vllm_has_is_refused_by_the_torch_engine(generator: Generator) -> None:
+def test_what_only_vllm_has_is_refused_by_the_torch_engine(generator: GeneratorConfig) -> None:
     with pytest.raises(UsageError, match=r"is for vLLM"):
         open_engine(RunConfig(generator=generator), "generator-0")
 
@@ -192,7 +193,7 @@ def test_another_process_sees_what_is_written_into_shared_memory() -> None:
         torch.frombuffer(view, dtype=torch.float32, count=10, offset=offset).tolist() == [3.0] * 10
     )
     program = (
-        "import sys; from umbra.services.runtime.mapped import MappedBlocks; "
+        "import sys; from umbra.services.runtime.weights.shared_memory import MappedBlocks; "
         "print(bytes(MappedBlocks().view(sys.argv[1])[64:68]).hex())"
     )
     done = subprocess.run(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from umbra.proto.records import Manifest
 from umbra.services.generator.vllm_parts import cut, filled
-from umbra.services.runtime.manifest import build_manifest
+from umbra.services.runtime.weights.manifest import build_manifest
 
 SHAPES = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20)), min_size=1, max_size=12)
 

@@ -7,10 +7,10 @@ import pytest
 
 from umbra import cli
 from umbra.proto.errors import UsageError
-from umbra.services.runtime.config import Trainer
+from umbra.services.runtime.config import TrainerConfig
 from umbra.services.trainer.demonstrations import Demonstrations, read_conversations
 from umbra.services.trainer.make_model import make_model, make_tokenizer
-from umbra.services.trainer.warm_start import Outcome, warm_start
+from umbra.services.trainer.warm_start import WarmStartResult, warm_start
 
 CHAT = [
     {"role": "user", "content": "a?"},
@@ -45,8 +45,8 @@ def test_only_what_the_assistant_said_is_learned() -> None:
     assert tokens.owner.tolist() == [0] * 5 + [1] * 3
 
 
-def run(model: Path, demos: Path, out: Path, seed: int = 0) -> Outcome:
-    config = Trainer(learning_rate=1e-2, threads=1, device="cpu")
+def run(model: Path, demos: Path, out: Path, seed: int = 0) -> WarmStartResult:
+    config = TrainerConfig(learning_rate=1e-2, threads=1, device="cpu")
     return warm_start(model, demos, out, steps=30, batch=2, seed=seed, config=config)
 
 

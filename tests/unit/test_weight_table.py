@@ -14,7 +14,7 @@ from torch import nn
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Manifest, TensorEntry
 from umbra.services.modeling.weights import WeightTable, pieces_in, tensors_in
-from umbra.services.runtime.manifest import build_manifest
+from umbra.services.runtime.weights.manifest import build_manifest
 
 Tensors = dict[str, torch.Tensor]
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}

@@ -19,21 +19,21 @@ from dataclasses import dataclass
 import msgspec
 
 from umbra.proto.errors import UmbraError
-from umbra.services.environments.asking import Ask, Turn
-from umbra.services.environments.crew import START_S, Crew
-from umbra.services.environments.plays import Result
-from umbra.services.environments.pool import Outcome, taken
+from umbra.services.environments.environment_host import Result
+from umbra.services.environments.pool import EpisodeOutcome, taken
 from umbra.services.environments.protocol import Row, StepResult
+from umbra.services.environments.turn_request import Ask, Turn
+from umbra.services.environments.worker_pool import START_S, WorkerPool
 from umbra.services.generator.agents.address import url_of
 from umbra.services.generator.agents.calls import Call, CallRules
-from umbra.services.generator.agents.desk import Desk
 from umbra.services.generator.agents.errors import ApiError
 from umbra.services.generator.agents.replies import Answer
 from umbra.services.generator.agents.server import MAX_BODY, Edge
-from umbra.services.generator.agents.session import Session
-from umbra.services.runtime.config import Environment
+from umbra.services.generator.agents.session import AgentSession
+from umbra.services.generator.agents.session_registry import SessionRegistry
+from umbra.services.runtime.config import EnvironmentConfig
 from umbra.services.runtime.http.server import HttpServer
-from umbra.services.runtime.loop_thread import LoopThread, ends_with_it
+from umbra.services.runtime.process.loop_thread import LoopThread, ends_with_it
 
 _WAIT_S = START_S + 10.0
 _LOOK_S = 0.2
@@ -69,7 +69,7 @@ class AgentPool:
 
     def __init__(
         self,
-        config: Environment,
+        config: EnvironmentConfig,
         settings: AgentSettings,
         bound: socket.socket,
         *,
@@ -80,11 +80,11 @@ class AgentPool:
         self._clock = time.monotonic
         self._key = settings.key
         self._wake = wake
-        self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        self._desk = Desk(config.timeout_s)
+        self._outcomes: queue.SimpleQueue[EpisodeOutcome] = queue.SimpleQueue()
+        self._registry = SessionRegistry(config.timeout_s)
         self._arrivals: set[asyncio.Future[None]] = set()  # agents that wait for a sample
         self._stopping = False
-        self._crew = self._hire(config) if config.agent else None
+        self._workers = self._hire(config) if config.agent else None
         self._idle_since = self._clock()
         edge = Edge(self, settings.rules, settings.model, int(time.time()))
         self._server = HttpServer(
@@ -109,7 +109,7 @@ class AgentPool:
         """The sample is over, and so is its session."""
         self._thread.call(self._close, key)
 
-    def collect(self) -> list[Outcome]:
+    def collect(self) -> list[EpisodeOutcome]:
         """What agents have asked for, and rewards, since the last call."""
         return taken(self._outcomes)
 
@@ -121,16 +121,16 @@ class AgentPool:
 
     # -- sessions, within the event loop ----------------------------------------------------------
 
-    def find(self, session_id: str) -> Session:
-        return self._desk.find(session_id)
+    def find(self, session_id: str) -> AgentSession:
+        return self._registry.find(session_id)
 
-    async def lease(self, wait_s: float) -> Session | None:
-        if self._crew is not None:
+    async def lease(self, wait_s: float) -> AgentSession | None:
+        if self._workers is not None:
             raise ApiError(
                 "this run starts its own agents (environment.agent)", status=404, code="no_work"
             )
         until = self._clock() + wait_s
-        while (session := self._desk.lease(self._clock())) is None:
+        while (session := self._registry.lease(self._clock())) is None:
             left = until - self._clock()
             if left <= 0 or self._stopping:
                 return None
@@ -141,7 +141,7 @@ class AgentPool:
         self._idle_since = self._clock()
         return session
 
-    async def ask(self, session: Session, call: Call, *, repeated: bool) -> Answer:
+    async def ask(self, session: AgentSession, call: Call, *, repeated: bool) -> Answer:
         told: asyncio.Future[Answer | ApiError] = asyncio.get_running_loop().create_future()
         news = session.ask(call, told.set_result, repeated=repeated)
         if news is not None:
@@ -154,28 +154,28 @@ class AgentPool:
                 max_tokens=call.max_tokens,
                 pieces=call.logprobs,
             )
-            self._deliver(Outcome(session.key, ask))
+            self._deliver(EpisodeOutcome(session.key, ask))
         answer = await told
         if isinstance(answer, ApiError):
             raise answer
         return answer
 
-    def reward(self, session: Session, result: StepResult) -> None:
+    def reward(self, session: AgentSession, result: StepResult) -> None:
         session.rewarded(result)
-        if self._crew is None:
+        if self._workers is None:
             self._settle(session)
         elif session.over is None and not session.left:
             session.linger(self._clock())
 
-    def give_up(self, session: Session, reason: str) -> None:
+    def give_up(self, session: AgentSession, reason: str) -> None:
         session.abandon(f"its agent gave up: {reason}")
-        self._deliver(Outcome(session.key, error=session.verdict))
+        self._deliver(EpisodeOutcome(session.key, error=session.verdict))
 
     def _open(self, key: str, row: Row) -> None:
-        session = self._desk.open(key, row)
-        if self._crew is not None:
-            self._crew.forget(key)  # of the same sample, begun anew
-            self._crew.play(key, row, [json.dumps(self._endpoint(session))])
+        session = self._registry.open(key, row)
+        if self._workers is not None:
+            self._workers.forget(key)  # of the same sample, begun anew
+            self._workers.play(key, row, [json.dumps(self._endpoint(session))])
         self._rouse()
 
     def _rouse(self) -> None:
@@ -183,55 +183,55 @@ class AgentPool:
             if not arrival.done():
                 arrival.set_result(None)
 
-    def _endpoint(self, session: Session) -> dict[str, str]:
+    def _endpoint(self, session: AgentSession) -> dict[str, str]:
         return {
             "base_url": f"{self.url}/sessions/{session.id}/v1",
             "api_key": self._key or _NO_KEY,
         }
 
     def _close(self, key: str) -> None:
-        self._desk.close(key)
-        if self._crew is not None:
-            self._crew.forget(key)
+        self._registry.close(key)
+        if self._workers is not None:
+            self._workers.forget(key)
 
-    def _replied(self, session: Session, said: Turn | UmbraError) -> None:
+    def _replied(self, session: AgentSession, said: Turn | UmbraError) -> None:
         if session.over is not None:
             return
         if isinstance(said, Turn):
             session.answered(said, self._clock())
         else:
             session.refused(said, self._clock())
-        if self._crew is None or session.left:
+        if self._workers is None or session.left:
             self._settle(session)
 
-    def _settle(self, session: Session) -> None:
+    def _settle(self, session: AgentSession) -> None:
         """Deliver the reward, if there is one and the model is done with its turn."""
         if session.reward is not None and not session.asking and session.over is None:
-            self._deliver(Outcome(session.key, session.reward))
+            self._deliver(EpisodeOutcome(session.key, session.reward))
 
-    def _deliver(self, outcome: Outcome) -> None:
+    def _deliver(self, outcome: EpisodeOutcome) -> None:
         self._outcomes.put(outcome)
         self._wake()
 
     # -- our own agents ---------------------------------------------------------------------------
 
-    def _hire(self, config: Environment) -> Crew:
-        # Their silence is limited, not how long they work: `Session.deadline`, environment.max_s.
+    def _hire(self, config: EnvironmentConfig) -> WorkerPool:
+        # Their silence is limited (`AgentSession.deadline`, environment.max_s), not their work.
         lasting = msgspec.structs.replace(config, timeout_s=math.inf)
-        return Crew(lasting, self._left, self._began, end_forgotten=True)
+        return WorkerPool(lasting, self._left, self._began, end_forgotten=True)
 
     def _began(self, key: str) -> None:
-        session = self._desk.of(key)
+        session = self._registry.of(key)
         if session is None:
             return
         if session.begun:
             error = "the process of its agent ended because of another agent in it"
-            self._deliver(Outcome(key, error=error))
+            self._deliver(EpisodeOutcome(key, error=error))
         session.begin(self._clock())
 
     def _left(self, key: str, value: Result | None, error: str) -> None:
         """An agent's function has returned."""
-        session = self._desk.of(key)
+        session = self._registry.of(key)
         if session is None:
             return
         try:
@@ -242,7 +242,7 @@ class AgentPool:
             elif session.reward is None:
                 raise ApiError("its agent returned no reward, and has posted none")
         except ApiError as problem:
-            self._deliver(Outcome(key, error=str(problem)))
+            self._deliver(EpisodeOutcome(key, error=str(problem)))
         else:
             session.leave()
             self._settle(session)
@@ -251,8 +251,8 @@ class AgentPool:
 
     async def _start(self) -> None:
         await self._server.start()
-        if self._crew is not None:
-            await self._crew.start()
+        if self._workers is not None:
+            await self._workers.start()
         self._watch = asyncio.create_task(self._keep_watch(), name="the keeper of agents' sessions")
         self._watch.add_done_callback(ends_with_it)
 
@@ -261,24 +261,24 @@ class AgentPool:
             self._watch.cancel()
         self._stopping = True
         self._rouse()
-        self._desk.close_all("the generator stops")
-        if self._crew is not None:
-            await self._crew.close()
+        self._registry.close_all("the generator stops")
+        if self._workers is not None:
+            await self._workers.close()
         await self._server.stop()
 
     async def _keep_watch(self) -> None:
         while True:
             await asyncio.sleep(_LOOK_S)
-            for session in self._desk.overdue(self._clock()):
+            for session in self._registry.overdue(self._clock()):
                 if session.reward is not None:
                     session.leave()
                     self._settle(session)
                 else:
                     session.abandon(self._silence(session))
-                    self._deliver(Outcome(session.key, error=session.verdict))
+                    self._deliver(EpisodeOutcome(session.key, error=session.verdict))
             self._warn_if_lonely()
 
-    def _silence(self, session: Session) -> str:
+    def _silence(self, session: AgentSession) -> str:
         refused = f"; its last request was refused: {session.refusal}" if session.refusal else ""
         return (
             f"its agent asked for nothing for environment.timeout_s = {self._config.timeout_s:g} s "
@@ -287,12 +287,12 @@ class AgentPool:
 
     def _warn_if_lonely(self) -> None:
         now = self._clock()
-        if self._crew is not None or not self._desk.waiting:
+        if self._workers is not None or not self._registry.waiting:
             self._idle_since = now
         elif now - self._idle_since > _LONELY_S:
             log.warning(
                 "%d samples wait for an agent: none has asked %s/sessions for work in %.0f s",
-                self._desk.waiting,
+                self._registry.waiting,
                 self.url,
                 _LONELY_S,
             )

@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from umbra.services.environments.asking import Turn
 from umbra.services.environments.protocol import Message
 from umbra.services.environments.tools import ToolCall, parse_tool_calls
+from umbra.services.environments.turn_request import Turn
 from umbra.services.generator.agents.calls import Call
 
 _CALL = "<tool_call>"

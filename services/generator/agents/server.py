@@ -1,4 +1,4 @@
-"""The HTTP edge: routes and bodies. What is decided lies in `AgentPool` and `Session`."""
+"""The HTTP edge: routes and bodies. What is decided lies in `AgentPool` and `AgentSession`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from umbra.services.environments.protocol import StepResult
 from umbra.services.generator.agents.calls import Call, CallRules, read_chat, read_text
 from umbra.services.generator.agents.errors import ApiError
 from umbra.services.generator.agents.replies import Answer, Form, model_entry, model_list
-from umbra.services.generator.agents.session import Session
+from umbra.services.generator.agents.session import AgentSession
 from umbra.services.runtime.http.address import url_at
 from umbra.services.runtime.http.door import too_large
 
@@ -32,23 +32,23 @@ Handler = Callable[[Request], Awaitable[Response]]
 class Sessions(Protocol):
     """What the edge asks of the pool, within its event loop."""
 
-    def find(self, session_id: str) -> Session:
+    def find(self, session_id: str) -> AgentSession:
         """The session; raises ApiError if there is none."""
         ...
 
-    async def lease(self, wait_s: float) -> Session | None:
+    async def lease(self, wait_s: float) -> AgentSession | None:
         """A session for an agent from outside, as soon as there is one."""
         ...
 
-    async def ask(self, session: Session, call: Call, *, repeated: bool) -> Answer:
+    async def ask(self, session: AgentSession, call: Call, *, repeated: bool) -> Answer:
         """The model's answer; raises ApiError if there is none for this call."""
         ...
 
-    def reward(self, session: Session, result: StepResult) -> None:
+    def reward(self, session: AgentSession, result: StepResult) -> None:
         """The agent is done; raises ApiError if that can't be."""
         ...
 
-    def give_up(self, session: Session, reason: str) -> None:
+    def give_up(self, session: AgentSession, reason: str) -> None:
         """The agent failed; raises ApiError if the session is over."""
         ...
 
@@ -187,7 +187,7 @@ class Edge:
             code="session_not_found",
         )
 
-    def _session(self, request: Request) -> Session:
+    def _session(self, request: Request) -> AgentSession:
         return self._sessions.find(request.path_params["session"])
 
     def _in_session(self, request: Request) -> None:

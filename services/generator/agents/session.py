@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from umbra.proto.errors import UmbraError
-from umbra.services.environments.asking import RefusedError, Turn
 from umbra.services.environments.protocol import Message, StepResult
+from umbra.services.environments.turn_request import RefusedError, Turn
 from umbra.services.generator.agents.calls import Call, comparable, read_reply
 from umbra.services.generator.agents.errors import ApiError
 from umbra.services.generator.agents.replies import Answer, answer_of
@@ -32,7 +32,7 @@ class News:
     text: str | None = None
 
 
-class Session:
+class AgentSession:
     """What is known of a sample that an agent works on.
 
     Args:

@@ -8,54 +8,59 @@ documentation.
 from __future__ import annotations
 
 from umbra.services.runtime.config.base import Section
-from umbra.services.runtime.config.buffer import Buffer
-from umbra.services.runtime.config.checkpoint import Checkpoint
-from umbra.services.runtime.config.critic import Critic
-from umbra.services.runtime.config.generation import Environment, Generator, SamplingConfig, Scorer
-from umbra.services.runtime.config.metrics import Metrics
-from umbra.services.runtime.config.run import Data, Log, Model, Run
-from umbra.services.runtime.config.security import Security
-from umbra.services.runtime.config.training import Eval, Trainer
-from umbra.services.runtime.config.weights import WeightHub
+from umbra.services.runtime.config.buffer import BufferConfig
+from umbra.services.runtime.config.checkpoint import CheckpointConfig
+from umbra.services.runtime.config.critic import CriticConfig
+from umbra.services.runtime.config.generation import (
+    EnvironmentConfig,
+    GeneratorConfig,
+    SamplingConfig,
+    ScorerConfig,
+)
+from umbra.services.runtime.config.metrics import MetricsConfig
+from umbra.services.runtime.config.run import DataConfig, LogConfig, ModelConfig, RunSection
+from umbra.services.runtime.config.security import SecurityConfig
+from umbra.services.runtime.config.training import EvalConfig, TrainerConfig
+from umbra.services.runtime.config.weights import WeightHubConfig
 
 __all__ = [
-    "Buffer",
-    "Checkpoint",
-    "Critic",
-    "Data",
-    "Environment",
-    "Eval",
-    "Generator",
-    "Log",
-    "Metrics",
-    "Model",
-    "Run",
+    "BufferConfig",
+    "CheckpointConfig",
+    "CriticConfig",
+    "DataConfig",
+    "EnvironmentConfig",
+    "EvalConfig",
+    "GeneratorConfig",
+    "LogConfig",
+    "MetricsConfig",
+    "ModelConfig",
     "RunConfig",
+    "RunSection",
     "SamplingConfig",
-    "Scorer",
+    "ScorerConfig",
     "Section",
-    "Security",
-    "Trainer",
-    "WeightHub",
+    "SecurityConfig",
+    "TrainerConfig",
+    "WeightHubConfig",
 ]
 
 
 class RunConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The whole tree: what a run file holds."""
 
-    run: Run = Run()
-    model: Model = Model()
-    data: Data = Data()
-    environment: Environment = Environment()
+    run: RunSection = RunSection()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     sampling: SamplingConfig = SamplingConfig()
-    buffer: Buffer = Buffer()
-    generator: Generator = Generator()
-    trainer: Trainer = Trainer()
-    critic: Critic = Critic()
-    checkpoint: Checkpoint = Checkpoint()
-    weight_hub: WeightHub = WeightHub()
-    scorer: Scorer = Scorer()
-    eval: Eval = Eval()
-    metrics: Metrics = Metrics()
-    security: Security = Security()
-    log: Log = Log()
+    buffer: BufferConfig = BufferConfig()
+    generator: GeneratorConfig = GeneratorConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    critic: CriticConfig = CriticConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    weight_hub: WeightHubConfig = WeightHubConfig()
+    scorer: ScorerConfig = ScorerConfig()
+    eval: EvalConfig = EvalConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    security: SecurityConfig = SecurityConfig()
+    log: LogConfig = LogConfig()

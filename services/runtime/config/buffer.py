@@ -11,7 +11,7 @@ from umbra.services.runtime.config.base import Section
 Port = Annotated[int, Meta(ge=0, le=65535)]
 
 
-class Buffer(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class BufferConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The broker: groups, batches, staleness and leases."""
 
     ports: Annotated[

@@ -9,7 +9,7 @@ from msgspec import Meta
 from umbra.services.runtime.config.base import Section
 
 
-class Checkpoint(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CheckpointConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Checkpoints of the trainer, in <run dir>/checkpoints."""
 
     every: Annotated[

@@ -9,7 +9,7 @@ from msgspec import Meta
 from umbra.services.runtime.config.base import Section
 
 
-class Critic(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CriticConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The value model of `trainer.advantage = "gae"` (preset `ppo_critic`)."""
 
     kind: Annotated[

@@ -9,7 +9,7 @@ from msgspec import Meta
 from umbra.services.runtime.config.base import Section
 
 
-class Environment(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EnvironmentConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a rollout interacts with, and what rewards it."""
 
     kind: Annotated[
@@ -70,7 +70,7 @@ class SamplingConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     ] = []
 
 
-class Generator(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GeneratorConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The inference side."""
 
     count: Annotated[int, Meta(description="generator processes that `umbra up` starts", ge=1)] = 1
@@ -145,7 +145,7 @@ class Generator(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = "staged"
 
 
-class Scorer(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ScorerConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A stage worker: rewards, reference or proximal logprobs."""
 
     stage: Annotated[

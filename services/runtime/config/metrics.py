@@ -9,7 +9,7 @@ from msgspec import Meta
 from umbra.services.runtime.config.base import Section
 
 
-class Metrics(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MetricsConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Metrics of the training steps; they are always in <run dir>/metrics.jsonl."""
 
     tensorboard: Annotated[

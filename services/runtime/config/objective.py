@@ -25,7 +25,7 @@ from umbra.services.runtime.config.presets import (
     KlPolicy,
     Level,
     Mask,
-    Pieces,
+    ObjectiveSpec,
     Preset,
     Proximal,
 )
@@ -166,10 +166,10 @@ class ObjectiveKeys(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def chosen(self) -> dict[str, object]:
         """The pieces that have a key of their own, by name."""
-        values = {name: getattr(self, name) for name in Pieces.__struct_fields__}
+        values = {name: getattr(self, name) for name in ObjectiveSpec.__struct_fields__}
         return {name: value for name, value in values.items() if value is not None}
 
     @property
-    def pieces(self) -> Pieces:
+    def pieces(self) -> ObjectiveSpec:
         """What the preset and the keys come to."""
         return msgspec.structs.replace(PRESETS[self.objective], **self.chosen)

@@ -45,7 +45,7 @@ KlPolicy = Literal["reference", "behaviour"]
 KlPlace = Literal["loss", "reward"]
 
 
-class Pieces(msgspec.Struct, frozen=True, kw_only=True):
+class ObjectiveSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One value for every piece; the defaults are those of preset `ppo`."""
 
     advantage: Advantage = "dr_grpo"
@@ -103,14 +103,14 @@ class Pieces(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # Published objectives count every sample of the batch, those without advantage included.
-PRESETS: dict[Preset, Pieces] = {
-    "ppo": Pieces(),
-    "naive": Pieces(anchor="proximal"),
-    "tis": Pieces(anchor="proximal", correction="truncate"),
-    "tis_opsm": Pieces(anchor="proximal", correction="truncate", mask="opsm"),
-    "decoupled": Pieces(anchor="proximal", correction="mask"),
-    "icepop": Pieces(anchor="proximal", correction="mask", is_floor=0.5, is_cap=5.0),
-    "sequence_mask": Pieces(
+PRESETS: dict[Preset, ObjectiveSpec] = {
+    "ppo": ObjectiveSpec(),
+    "naive": ObjectiveSpec(anchor="proximal"),
+    "tis": ObjectiveSpec(anchor="proximal", correction="truncate"),
+    "tis_opsm": ObjectiveSpec(anchor="proximal", correction="truncate", mask="opsm"),
+    "decoupled": ObjectiveSpec(anchor="proximal", correction="mask"),
+    "icepop": ObjectiveSpec(anchor="proximal", correction="mask", is_floor=0.5, is_cap=5.0),
+    "sequence_mask": ObjectiveSpec(
         anchor="proximal",
         correction="truncate",
         is_cap=0.0,
@@ -118,10 +118,10 @@ PRESETS: dict[Preset, Pieces] = {
         mask_low=0.99,
         mask_high=1.01,
     ),
-    "m2po": Pieces(
+    "m2po": ObjectiveSpec(
         anchor="proximal", correction="mask", is_cap=5.0, mask="m2po", mask_threshold=0.04
     ),
-    "prime_rl": Pieces(
+    "prime_rl": ObjectiveSpec(
         clip="none",
         mask="probability",
         mask_threshold=0.2,
@@ -130,17 +130,17 @@ PRESETS: dict[Preset, Pieces] = {
         kl_coef=2e-3,
         denominator="all",
     ),
-    "grpo": Pieces(advantage="grpo", aggregation="sequence_mean", denominator="all"),
-    "dr_grpo": Pieces(aggregation="constant", denominator="all"),
-    "dapo": Pieces(advantage="grpo", clip_high=0.28, denominator="all"),
-    "rloo": Pieces(advantage="rloo", aggregation="sequence_sum", denominator="all"),
-    "reinforce_pp": Pieces(
+    "grpo": ObjectiveSpec(advantage="grpo", aggregation="sequence_mean", denominator="all"),
+    "dr_grpo": ObjectiveSpec(aggregation="constant", denominator="all"),
+    "dapo": ObjectiveSpec(advantage="grpo", clip_high=0.28, denominator="all"),
+    "rloo": ObjectiveSpec(advantage="rloo", aggregation="sequence_sum", denominator="all"),
+    "reinforce_pp": ObjectiveSpec(
         advantage="reinforce_pp", denominator="all", kl_in="reward", kl_estimator="k1"
     ),
-    "reinforce_pp_baseline": Pieces(
+    "reinforce_pp_baseline": ObjectiveSpec(
         advantage="reinforce_pp_baseline", denominator="all", kl_estimator="k2"
     ),
-    "gspo": Pieces(
+    "gspo": ObjectiveSpec(
         advantage="grpo",
         ratio_level="sequence",
         clip_low=3e-4,
@@ -148,9 +148,13 @@ PRESETS: dict[Preset, Pieces] = {
         aggregation="sequence_mean",
         denominator="all",
     ),
-    "cispo": Pieces(advantage="grpo", clip="cispo", clip_low=1.0, clip_high=4.0, denominator="all"),
-    "sapo": Pieces(advantage="grpo", clip="sapo", aggregation="sequence_mean", denominator="all"),
-    "dppo": Pieces(
+    "cispo": ObjectiveSpec(
+        advantage="grpo", clip="cispo", clip_low=1.0, clip_high=4.0, denominator="all"
+    ),
+    "sapo": ObjectiveSpec(
+        advantage="grpo", clip="sapo", aggregation="sequence_mean", denominator="all"
+    ),
+    "dppo": ObjectiveSpec(
         advantage="grpo",
         clip="cispo",
         clip_low=1.0,
@@ -158,7 +162,7 @@ PRESETS: dict[Preset, Pieces] = {
         mask="probability",
         denominator="all",
     ),
-    "ppo_critic": Pieces(
+    "ppo_critic": ObjectiveSpec(
         advantage="gae", gae_lambda=0.95, kl_in="reward", kl_estimator="k1", denominator="all"
     ),
 }

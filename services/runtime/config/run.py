@@ -9,7 +9,7 @@ from msgspec import Meta
 from umbra.services.runtime.config.base import Section
 
 
-class Run(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RunSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is run, and where its results go."""
 
     name: Annotated[str, Meta(description="name of the run; part of its id", min_length=1)] = "run"
@@ -28,7 +28,7 @@ class Run(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = 60.0
 
 
-class Model(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ModelConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The policy."""
 
     path: Annotated[str, Meta(description="Hugging Face model directory, tokenizer included")] = ""
@@ -41,7 +41,7 @@ class Model(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = []
 
 
-class Data(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DataConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Prompts."""
 
     prompts: Annotated[
@@ -65,7 +65,7 @@ class Data(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = ""
 
 
-class Log(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LogConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Logging of every service."""
 
     level: Annotated[

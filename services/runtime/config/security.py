@@ -9,7 +9,7 @@ from msgspec import Meta
 from umbra.services.runtime.config.base import Section
 
 
-class Security(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SecurityConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Keys of the run's processes."""
 
     keys: Annotated[

@@ -10,7 +10,7 @@ from umbra.services.runtime.config.base import Section
 from umbra.services.runtime.config.objective import ObjectiveKeys
 
 
-class Trainer(ObjectiveKeys, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TrainerConfig(ObjectiveKeys, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The optimizer and its objective."""
 
     learning_rate: Annotated[float, Meta(description="peak learning rate", gt=0)] = 1e-5
@@ -107,7 +107,7 @@ class Trainer(ObjectiveKeys, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return self.minibatches * self.epochs
 
 
-class Eval(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EvalConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Accuracy on held-out prompts: before and after the run (`umbra up`), and within it."""
 
     prompts: Annotated[str, Meta(description="JSONL file of held-out prompts; empty = no eval")] = (

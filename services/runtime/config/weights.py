@@ -9,7 +9,7 @@ from msgspec import Meta
 from umbra.services.runtime.config.base import Section
 
 
-class WeightHub(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class WeightHubConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Versions, arena and pushes."""
 
     listen: Annotated[str, Meta(description="address the hub binds; port * picks a free one")] = (

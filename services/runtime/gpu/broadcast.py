@@ -11,7 +11,7 @@ from umbra.proto.errors import DeadlineError
 POLL_S = 0.0002  # between two looks at an event
 
 
-class Mark(Protocol):
+class StreamMark(Protocol):
     """A point in a stream of work."""
 
     @property
@@ -23,8 +23,8 @@ class Copier(Protocol):
 
     def to_device(self, target: int, source: int, size: int) -> None: ...
     def to_host(self, target: int, source: int, size: int) -> None: ...
-    def mark_copies(self) -> Mark: ...
-    def mark_collectives(self) -> Mark: ...
+    def mark_copies(self) -> StreamMark: ...
+    def mark_collectives(self) -> StreamMark: ...
     def drain(self) -> None: ...
 
 
@@ -70,7 +70,7 @@ def broadcast(
         DeadlineError: a chunk was not through in time: a peer is gone or stuck.
         PeerLostError: NCCL says so itself.
     """
-    marks: list[Mark | None] = [None] * len(ring)
+    marks: list[StreamMark | None] = [None] * len(ring)
 
     def wait(index: int, lane: int) -> None:
         mark = marks[lane]

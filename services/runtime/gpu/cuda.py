@@ -131,7 +131,7 @@ def _nccl(what: str) -> Iterator[None]:
         raise PeerLostError(f"{what}: {NCCL_STATES.get(error.args[0], error)}") from error
 
 
-class Mark:
+class CudaEvent:
     """A point in a stream: `done` once everything before it has happened."""
 
     def __init__(self, stream: Any) -> None:
@@ -236,11 +236,11 @@ class Device:
         """Begin a copy inside of the device."""
         self._copy(target, source, size, self._runtime.memcpyDeviceToDevice)
 
-    def mark_copies(self) -> Mark:
+    def mark_copies(self) -> CudaEvent:
         """A mark after the copies so far; later collectives wait for it."""
         return self._mark(self.copies, self.collectives)
 
-    def mark_collectives(self) -> Mark:
+    def mark_collectives(self) -> CudaEvent:
         """A mark after the collectives so far; later copies wait for it."""
         return self._mark(self.collectives, self.copies)
 
@@ -276,8 +276,8 @@ class Device:
         with self._working(f"a copy of {size} bytes"):
             self._runtime.memcpyAsync(target, source, size, kind, self.copies.ptr)
 
-    def _mark(self, stream: Any, later: Any) -> Mark:
-        mark = Mark(stream)
+    def _mark(self, stream: Any, later: Any) -> CudaEvent:
+        mark = CudaEvent(stream)
         with self._working("one stream cannot wait for another"):
             later.wait_event(mark.event)
         return mark

@@ -11,21 +11,21 @@ import msgspec
 from umbra.proto.errors import UmbraError, UsageError
 from umbra.proto.messages import Subscribed
 from umbra.proto.records import GpuFacts
-from umbra.services.runtime.arena import Arena
-from umbra.services.runtime.config import WeightHub
-from umbra.services.runtime.fetch import BucketIntake
-from umbra.services.runtime.gpu.agent_process import START_S, AgentProcess
+from umbra.services.runtime.config import WeightHubConfig
 from umbra.services.runtime.gpu.cuda import (
     Device,
     DeviceMemory,
     cuda_unavailable,
     nccl_unavailable,
 )
-from umbra.services.runtime.gpu.ipc_intake import IpcIntake, open_memory
-from umbra.services.runtime.gpu.nccl_intake import NcclIntake
-from umbra.services.runtime.intake import Intake
-from umbra.services.runtime.keys import Security
-from umbra.services.runtime.staging import BUFFERS
+from umbra.services.runtime.gpu.ipc_reader import IpcReader, open_memory
+from umbra.services.runtime.gpu.nccl_reader import NcclReader
+from umbra.services.runtime.gpu.worker_process import START_S, GpuWorkerProcess
+from umbra.services.runtime.net.keys import Security
+from umbra.services.runtime.weights.arena import Arena
+from umbra.services.runtime.weights.plane_reader import PlaneReader
+from umbra.services.runtime.weights.staging import BUFFERS
+from umbra.services.runtime.weights.tcp_reader import TcpReader
 
 GpuPlane = Literal["nccl", "cuda_ipc"]
 REASONS: dict[GpuPlane, Callable[[], str | None]] = {
@@ -52,7 +52,7 @@ class GpuReceiving:
         self.planes = list(planes)
         self._device = device
         self._chunk_bytes = chunk_bytes
-        self.agent = AgentProcess(device)
+        self.agent = GpuWorkerProcess(device)
         try:
             found = self.agent.call("facts", START_S)["facts"]
         except UmbraError:
@@ -62,7 +62,7 @@ class GpuReceiving:
 
     def open(
         self, reply: Subscribed, name: str, frame_bytes: int, security: Security
-    ) -> tuple[Intake, Sequence[memoryview | DeviceMemory]]:
+    ) -> tuple[PlaneReader, Sequence[memoryview | DeviceMemory]]:
         """The intake for the layout and plane in `reply`, and the buffers that it fills.
 
         Raises:
@@ -71,27 +71,25 @@ class GpuReceiving:
         size = reply.manifest.total_bytes
         if reply.plane == "cuda_ipc":
             memory = open_memory(self._device, size)
-            return IpcIntake(reply.manifest, memory), [memory]
+            return IpcReader(reply.manifest, memory), [memory]
         arena = Arena.anonymous(slot_bytes=size, slots=BUFFERS)
         buffers = [arena.slot(index) for index in range(BUFFERS)]
-        pull = BucketIntake(name, reply.manifest, buffers, frame_bytes, security=security)
+        pull = TcpReader(name, reply.manifest, buffers, frame_bytes, security=security)
         return self.broadcasts(arena, pull, Device(self._device)), buffers
 
-    def broadcasts(
-        self, arena: Arena, pull: BucketIntake, device: Device | None = None
-    ) -> NcclIntake:
+    def broadcasts(self, arena: Arena, pull: TcpReader, device: Device | None = None) -> NcclReader:
         """An intake of plane `nccl` into `arena`, whose slots are also those that `pull` fills.
 
         `device`: where this process loads them from there.
         """
-        return NcclIntake(self.agent, arena, self._chunk_bytes, pull, device)
+        return NcclReader(self.agent, arena, self._chunk_bytes, pull, device)
 
     def close(self) -> None:
         """End the agent."""
         self.agent.kill()
 
 
-def gpu_for(config: WeightHub, device: str) -> GpuReceiving | None:
+def gpu_for(config: WeightHubConfig, device: str) -> GpuReceiving | None:
     """The GPU of a receiver that computes on `device` (torch's name: cpu, cuda, cuda:1).
 
     With `weight_hub.plane` "auto" None where there is none; with a plane that needs no GPU, None.
@@ -111,7 +109,9 @@ def gpu_for(config: WeightHub, device: str) -> GpuReceiving | None:
     return find_gpu(config, asked, int(index or 0))
 
 
-def find_gpu(config: WeightHub, asked: Sequence[GpuPlane], device: int) -> GpuReceiving | None:
+def find_gpu(
+    config: WeightHubConfig, asked: Sequence[GpuPlane], device: int
+) -> GpuReceiving | None:
     """GPU `device` for those of the planes `asked` that `weight_hub.plane` allows.
 
     Raises:

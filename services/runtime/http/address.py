@@ -6,7 +6,7 @@ import errno
 import socket
 
 from umbra.proto.errors import StartupError, UsageError
-from umbra.services.runtime.keys import is_loopback
+from umbra.services.runtime.net.keys import is_loopback
 
 _MOST = 65535
 

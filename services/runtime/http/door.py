@@ -9,8 +9,8 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from umbra.services.runtime.keys import is_loopback
-from umbra.services.runtime.zap import Refusals
+from umbra.services.runtime.net.keys import is_loopback
+from umbra.services.runtime.net.zap import Refusals
 
 
 class Objection(NamedTuple):

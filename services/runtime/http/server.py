@@ -15,8 +15,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from umbra.services.runtime.http.address import is_local
 from umbra.services.runtime.http.door import Door
-from umbra.services.runtime.loop_thread import ends_with_it
-from umbra.services.runtime.zap import Refusals
+from umbra.services.runtime.net.zap import Refusals
+from umbra.services.runtime.process.loop_thread import ends_with_it
 
 CLIENT_S = 10.0  # for the head of a request, then for its body, then to read the answer
 _STOP_S = 1

@@ -21,7 +21,7 @@ def export_checkpoint(checkpoint: Path, out: Path, model: str = "") -> Path:
     Raises:
         UsageError: no checkpoint, a damaged one, or one of another model.
     """
-    from umbra.services.runtime.model_dir import weights_checksum
+    from umbra.services.runtime.model.directory import weights_checksum
     from umbra.services.trainer.checkpoints.folder import CheckpointFolder
     from umbra.services.trainer.checkpoints.index import DamagedError, check_files, read_index
     from umbra.services.trainer.checkpoints.parts import Weights

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from umbra.services.runtime.config import Checkpoint
-from umbra.services.runtime.disk import DISK, Disk
+from umbra.services.runtime.config import CheckpointConfig
+from umbra.services.runtime.process.disk import DISK, Disk
 from umbra.services.trainer.checkpoints.index import NAME, DamagedError, Index, read_index
 
 SCRATCH = ".writing-"
@@ -28,7 +28,7 @@ class CheckpointFolder:
         config: what is kept.
     """
 
-    def __init__(self, path: Path, config: Checkpoint, disk: Disk = DISK) -> None:
+    def __init__(self, path: Path, config: CheckpointConfig, disk: Disk = DISK) -> None:
         self.path = path
         self.disk = disk
         self._config = config

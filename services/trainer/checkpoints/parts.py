@@ -21,7 +21,7 @@ from umbra.services.trainer.checkpoints.reading import SavedPart
 SHOWN = 3  # names in an error
 
 
-class Part(Protocol):
+class CheckpointPart(Protocol):
     """Something whose state belongs to a checkpoint."""
 
     def tensors(self) -> Mapping[str, Tensor]:

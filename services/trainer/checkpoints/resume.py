@@ -11,14 +11,14 @@ import torch
 from umbra.proto.errors import UsageError
 from umbra.services.trainer.checkpoints.folder import CheckpointFolder
 from umbra.services.trainer.checkpoints.index import DamagedError, Index, check_files, read_index
-from umbra.services.trainer.checkpoints.parts import Part
+from umbra.services.trainer.checkpoints.parts import CheckpointPart
 from umbra.services.trainer.checkpoints.reading import Saved
 from umbra.services.trainer.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
 
-def resume(folder: CheckpointFolder, parts: Mapping[str, Part], ranks: Ranks) -> int:
+def resume(folder: CheckpointFolder, parts: Mapping[str, CheckpointPart], ranks: Ranks) -> int:
     """Load the newest whole checkpoint into `parts`; its step, or 0 where there is none.
 
     Those that are damaged are named and set aside. Any number of ranks may have written it.
@@ -51,7 +51,7 @@ def resume(folder: CheckpointFolder, parts: Mapping[str, Part], ranks: Ranks) ->
     return 0
 
 
-def load(directory: Path, index: Index, parts: Mapping[str, Part], ranks: Ranks) -> None:
+def load(directory: Path, index: Index, parts: Mapping[str, CheckpointPart], ranks: Ranks) -> None:
     """Load one checkpoint.
 
     Raises:

@@ -54,7 +54,7 @@ def join_in(writer: ShardWriter, scratch: Path, ranks: Ranks) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SaveOutcome:
     """What came of a checkpoint."""
 
     step: int
@@ -95,8 +95,8 @@ class Saver:
         self._run = run
         self._config = config
         self._order = order
-        self._writing: Future[Outcome] | None = None
-        self._outcomes: list[Outcome] = []
+        self._writing: Future[SaveOutcome] | None = None
+        self._outcomes: list[SaveOutcome] = []
         self._late = False
 
     def after(self, step: int, row: Row) -> None:
@@ -130,13 +130,13 @@ class Saver:
             self._begin(step, row)
         return True
 
-    def settled(self) -> list[Outcome]:
+    def settled(self) -> list[SaveOutcome]:
         """What came of checkpoints, each once and when that is known."""
         self._collect()
         found, self._outcomes = self._outcomes, []
         return found
 
-    def last(self, step: int, row: Row | None) -> list[Outcome]:
+    def last(self, step: int, row: Row | None) -> list[SaveOutcome]:
         """Finish the one under way, and make one of `step`, at which training ends."""
         self._collect(wait=True)
         if self._every and row is not None and step > self.begun:
@@ -158,7 +158,7 @@ class Saver:
         except OSError as error:
             reason = f"{self.folder.path} cannot be written to: {error.strerror}"
             self._writing = Future()
-            self._writing.set_result(Outcome(step, reason, 0, 0.0, 0.0))
+            self._writing.set_result(SaveOutcome(step, reason, 0, 0.0, 0.0))
             return
         self._order(scratch)
         copy = self._writer.copy()
@@ -175,7 +175,7 @@ class Saver:
         copy: ShardCopy,
         copy_s: float,
         began: float,
-    ) -> Outcome:
+    ) -> SaveOutcome:
         """In the thread: write, wait for the others, name it, remove old ones."""
         try:
             mine = copy.write(shard_path(scratch, 0), self.folder.disk)
@@ -194,9 +194,9 @@ class Saver:
         except (OSError, UmbraError) as error:
             self.folder.discard()
             reason = getattr(error, "strerror", None) or str(error)
-            return Outcome(step, reason, 0, copy_s, time.perf_counter() - began)
+            return SaveOutcome(step, reason, 0, copy_s, time.perf_counter() - began)
         size = sum(file.size for file in files)
-        return Outcome(step, "", size, copy_s, time.perf_counter() - began - copy_s)
+        return SaveOutcome(step, "", size, copy_s, time.perf_counter() - began - copy_s)
 
     def _others(self) -> list[FileInfo]:
         """What the other ranks noted.

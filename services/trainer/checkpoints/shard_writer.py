@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from umbra.services.runtime.disk import DISK, FILE_MODE, Disk
-from umbra.services.runtime.safetensors_file import Stored, Written, write_safetensors
+from umbra.services.runtime.process.disk import DISK, FILE_MODE, Disk
+from umbra.services.runtime.weights.safetensors_file import Stored, Written, write_safetensors
 from umbra.services.trainer.checkpoints.index import FileInfo, TensorInfo, file_name
-from umbra.services.trainer.checkpoints.parts import Part
+from umbra.services.trainer.checkpoints.parts import CheckpointPart
 from umbra.services.trainer.checkpoints.reading import NAMES
 from umbra.services.trainer.snapshot import own_rows
 
@@ -54,7 +54,7 @@ class ShardWriter:
     The memory of the copy, as much as all parts need, is used again and again.
     """
 
-    def __init__(self, parts: Mapping[str, Part], rank: int, world: int) -> None:
+    def __init__(self, parts: Mapping[str, CheckpointPart], rank: int, world: int) -> None:
         self.copy_s = 0.0  # seconds that the last copy took: what training has waited
         self.copies = 0  # made so far
         self._parts = parts

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from umbra.services.runtime.config.presets import Pieces
+from umbra.services.runtime.config.presets import ObjectiveSpec
 from umbra.services.trainer.objectives import clips, corrections, masks
 from umbra.services.trainer.objectives.kl import ESTIMATORS
 from umbra.services.trainer.objectives.ratios import Sequences, ratio, sequence_ratio
@@ -72,7 +72,7 @@ class TokenLosses:
 class Objective:
     """A policy loss composed of `pieces`."""
 
-    def __init__(self, pieces: Pieces) -> None:
+    def __init__(self, pieces: ObjectiveSpec) -> None:
         self.pieces = pieces
 
     def constants(self, proximal: Tensor, behaviour: Tensor, sequences: Sequences) -> Constants:

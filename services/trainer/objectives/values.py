@@ -7,17 +7,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from umbra.services.trainer.batch import Batch
+from umbra.services.trainer.batch import TrainBatch
 
 
-class Critic(Protocol):
+class ValueLoss(Protocol):
     """A value model as the policy's update sees it."""
 
-    def values(self, batch: Batch) -> Tensor:
+    def values(self, batch: TrainBatch) -> Tensor:
         """V before each learned token, float [M], no gradient."""
         ...
 
-    def learn(self, batch: Batch, values: Tensor, returns: Tensor) -> dict[str, float | None]:
+    def learn(self, batch: TrainBatch, values: Tensor, returns: Tensor) -> dict[str, float | None]:
         """Update towards `returns` [M]; `values` [M] are those the advantages came from."""
         ...
 

@@ -26,7 +26,7 @@ def prepare(file: Path) -> None:
     """Have the engine of this process hang."""
     from umbra.proto.messages import Prepare
     from umbra.services.generator.torch_engine import TorchEngine
-    from umbra.services.runtime.receiver import Receiver
+    from umbra.services.runtime.weights.receiver import Receiver
 
     poll, load = TorchEngine.poll, TorchEngine.load_weights
     hanging: list[str] = []

@@ -1,0 +1,1 @@
+"""What each kind of client may ask of the broker."""

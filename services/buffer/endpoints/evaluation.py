@@ -1,0 +1,359 @@
+"""Evaluations within a run: samples of held-out prompts, all tokens of them of one policy version.
+
+They have a pool and a ledger of their own, and go before training samples. An evaluation is due
+every `eval.every` versions, and with `eval.at_start` when a generator first asks for work. It is
+pinned to the version of the first generator that asks for work and serves at least that: just the
+one that is due in mode "pause", in which nothing else is handed out until it is done, so that the
+version stays; in mode "concurrent" it may be a later one, if no generator happened to load the one
+that is due.
+
+In mode "concurrent" the trainer goes on, and a generator puts newer weights off while it has pinned
+samples, or is told that more of them wait for it: the trainer never waits, the hub skips what was
+overtaken meanwhile, and `eval.timeout_s` is the bound. Should every generator serve newer weights
+nevertheless (the one with the samples has died, say), the evaluation begins again, pinned anew. So
+it ends with all its samples, or as overdue, and never with a part because training was faster.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from umbra.proto.errors import RejectedError
+from umbra.proto.messages import Stuck
+from umbra.proto.records import EvalReport, SampleTask, Trajectory
+from umbra.services.buffer.data.prompts import Prompt
+from umbra.services.buffer.effects import Effects
+from umbra.services.buffer.membership import Membership
+from umbra.services.buffer.policy.batches import Batches
+from umbra.services.buffer.samples.groups import Sample, State
+from umbra.services.buffer.samples.pool import SamplePool
+from umbra.services.buffer.samples.submissions import Submissions
+from umbra.services.buffer.store.journal import Journal
+from umbra.services.runtime.config import EvalConfig
+from umbra.services.runtime.eval_scores import eval_scores
+
+REPORTS_KEPT = 100
+REPORTS_TOLD = 4  # to the trainer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Open:
+    """The evaluation under way."""
+
+    due: int  # version from which on it may be pinned
+    size: int
+    ended_before: dict[str, int]  # of the pool's ledger when it began
+    pinned: int = -1  # version of all its tokens; -1 = not known yet
+    failed: dict[str, int] = field(default_factory=dict[str, int])  # samples, by prompt
+
+    @property
+    def version(self) -> int:
+        """The version that it is of, as far as that is known."""
+        return max(self.due, self.pinned)
+
+
+class EvalAnswers(Submissions):
+    """Takes what generators send back of eval samples: all tokens must be of the pinned version."""
+
+    trained = False
+
+    def _unfit(self, sample: Sample, trajectory: Trajectory) -> str | None:
+        due = sample.group.due
+        if {span.version for span in trajectory.spans} == {due}:
+            return None
+        return f"an eval sample of version {due} has tokens of another version"
+
+    def _give_up(self, sample: Sample) -> None:
+        self._counters["mixed_eval_samples"] += 1
+        self._pool.again(sample)
+
+
+class Evaluations:
+    """Begins evaluations, hands out their samples and reports what comes of them.
+
+    Args:
+        pool: of eval samples alone.
+        journal: keeps the pool.
+        config: `[eval]`.
+        prompts: held-out ones; empty if there are no evaluations.
+        members: tells which generators there are.
+    """
+
+    def __init__(
+        self,
+        pool: SamplePool,
+        journal: Journal,
+        config: EvalConfig,
+        prompts: Sequence[Prompt],
+        batches: Batches,
+        members: Membership,
+        outbox: Effects,
+    ) -> None:
+        self.pool = pool
+        self.journal = journal
+        self.reports: list[EvalReport] = []
+        self.done = -1  # newest version whose evaluation is over
+        self._config = config
+        self._prompts = prompts
+        self._batches = batches
+        self._members = members
+        self._outbox = outbox
+        self._open: _Open | None = None
+        self._begun_at = 0.0
+        self._asked = False  # somebody wants one now
+        self._serving: dict[str, int] = {}  # version that each generator serves
+
+    @property
+    def pausing(self) -> bool:
+        """Whether training waits for an evaluation."""
+        return self._open is not None and self._config.mode == "pause"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an evaluation is under way."""
+        return self._open is not None
+
+    @property
+    def newest(self) -> list[EvalReport]:
+        """The last reports: one who asks at every step gets each of them."""
+        return self.reports[-REPORTS_TOLD:]
+
+    def status(self) -> list[EvalReport]:
+        """All reports, that of the one under way included."""
+        return [*self.reports, self._report(self._open)] if self._open else list(self.reports)
+
+    def ask(self) -> int:
+        """Have the policy evaluated as it is now; the number of samples.
+
+        Raises:
+            RejectedError: there is nothing to evaluate on, or an evaluation is under way.
+        """
+        if not self._prompts:
+            reason = "the run has no held-out prompts: set eval.prompts before it starts"
+            raise RejectedError(reason, code="no_eval")
+        if self._open is not None:
+            reason = f"the evaluation of version {self._open.version} is under way: wait for it"
+            raise RejectedError(reason, code="no_eval")
+        self._asked = True
+        return self._config.run_samples
+
+    def advance(self, now: float) -> None:
+        """Begin what is due at the version reached, and end what is over; called at every event."""
+        self._take_failures()
+        version = self._batches.version
+        if self._open is not None and self._open.due > version:
+            self._end_all("cancelled")  # the trainer starts again before that version
+            self._open = None
+            self.pool.openings += 1
+        if self._open is None and (self._is_due(version) or self._asked):
+            self._begin(version, now)
+        if self._open is not None:
+            self._cut(self._open, now)
+            groups = self.pool.groups.values()
+            if all(group.samples[0].state is State.READY for group in groups):
+                self._finish(self._open, now)
+
+    def take(self, holder: str, version: int, capacity: int, now: float) -> list[SampleTask]:
+        """Up to `capacity` samples for a generator that serves `version`."""
+        self._serving[holder] = version
+        self.advance(now)
+        tasks: list[SampleTask] = []
+        while self._is_for(version) and len(tasks) < capacity:
+            sample = self.pool.next_queued()
+            if sample is None:
+                break
+            self._pin(version)
+            self.pool.lease(sample, holder, version, now)
+            tasks.append(self.task(sample))
+        return tasks
+
+    def task(self, sample: Sample) -> SampleTask:
+        """What the holder of `sample` gets."""
+        return replace(self.pool.task(sample), pinned_version=sample.group.due)
+
+    def waits_for(self, version: int) -> bool:
+        """Whether samples wait for a generator that serves `version`, which should keep to it."""
+        return self._is_for(version) and self.pool.next_queued() is not None
+
+    def stuck(self, now: float, stall_s: float) -> list[Stuck]:
+        """The evaluation, if it takes long."""
+        if self._open is None or now - self._begun_at <= stall_s:
+            return []
+        report = self._report(self._open)
+        missing = report.samples - report.answered - sum(report.ended.values())
+        what = f"evaluation of version {report.version}: {missing} samples are missing"
+        holders = sorted(self.pool.held) or ["nobody"]
+        left_s = self._config.timeout_s - (now - self._begun_at)
+        return [
+            Stuck(
+                what=what,
+                holder=", ".join(holders),
+                age_s=now - self._begun_at,
+                action=f"the rest ends as overdue in {max(left_s, 0):.0f} s",
+            )
+        ]
+
+    def cancel(self) -> None:
+        """The run is over before the evaluation is."""
+        if self._open is not None:
+            report = self._report(self._open)
+            self._end_all("cancelled")
+            missing = report.samples - report.answered - sum(report.ended.values())
+            ended = Counter(report.ended) + Counter(cancelled=missing)
+            self.reports.append(replace(report, ended=dict(ended)))
+            self._open = None
+
+    def record(self) -> dict[str, Any]:
+        """What a restarted buffer must know, but for the samples themselves."""
+        ledger = self.pool.ledger
+        return {
+            "done": self.done,
+            "next": [self.pool.next_group, self.pool.next_sample],
+            "issued": ledger.issued,
+            "ended": dict(ledger.ended),
+            "open": None if self._open is None else asdict(self._open),
+            "reports": msgspec.to_builtins(self.reports),
+        }
+
+    def restore(self, record: dict[str, Any], *, mend: bool, now: float) -> list[str]:
+        """Take over `record`, and the samples of the evaluation under way; what was mended.
+
+        Its time begins anew, as that of the leases does.
+        """
+        self.done = record["done"]
+        self.pool.next_group, self.pool.next_sample = record["next"]
+        self.pool.ledger.issued = record["issued"]
+        self.pool.ledger.ended.update(record["ended"])
+        self.reports = msgspec.convert(record["reports"], list[EvalReport])
+        self._open = None if record["open"] is None else _Open(**record["open"])
+        self._begun_at = now
+        groups, mended = self.journal.load(mend=mend)
+        self.pool.restore(groups, now)
+        if mend and (missing := self.pool.ledger.snapshot().balance) > 0:
+            self.pool.ledger.ended["lost"] += missing
+        return mended
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    def _is_for(self, version: int) -> bool:
+        """Whether a generator that serves `version` may have samples of the evaluation."""
+        open_ = self._open
+        if open_ is None:
+            return False
+        return version == open_.pinned if open_.pinned >= 0 else version >= open_.due
+
+    def _is_due(self, version: int) -> bool:
+        if version == 0:
+            due = self._config.at_start and bool(self._serving)
+        else:
+            due = self._config.every > 0 and version % self._config.every == 0
+        return due and version > self.done
+
+    def _take_failures(self) -> None:
+        """Their groups are gone, but they count as answers that are worth nothing."""
+        for end in self.pool.group_ends:
+            if end.reason == "failed" and self._open is not None:
+                failed = self._open.failed
+                failed[end.prompt_id] = failed.get(end.prompt_id, 0) + 1
+        self.pool.group_ends.clear()
+
+    def _begin(self, version: int, now: float) -> None:
+        count, size = len(self._prompts), self._config.run_samples
+        for index in range(size):
+            prompt = index // self._config.samples_per_prompt
+            self.pool.issue(self._prompts[prompt % count], version)
+        self._open = _Open(version, size, dict(self.pool.ledger.ended))
+        self._asked = False
+        self._begun_at = now
+        self.pool.openings += 1
+        log.info("evaluation of version %d begins: %d samples", version, size)
+
+    def _pin(self, version: int) -> None:
+        if self._open is not None and self._open.pinned != version:
+            self._open.pinned = version
+            for group in self.pool.groups.values():
+                group.due = version
+                self.pool.changed[group.group_id] = group
+
+    def _cut(self, open_: _Open, now: float) -> None:
+        """End what takes too long; begin again what nobody can finish."""
+        if now - self._begun_at >= self._config.timeout_s:
+            log.warning(
+                "the evaluation of version %d ends unfinished after eval.timeout_s = %g s",
+                open_.version, self._config.timeout_s,
+            )  # fmt: skip
+            self._end_all("overdue")
+            return
+        if open_.pinned < 0 or self.pool.held or self.pool.next_queued() is None:
+            return
+        names = [p.name for p in self._members.peers.values() if p.role == "generator"]
+        serving = [self._serving.get(name, -1) for name in names]
+        if serving and min(serving) > open_.pinned:
+            log.warning(
+                "the evaluation of version %d begins again: all generators serve newer weights",
+                open_.pinned,
+            )
+            self.pool.counters["evaluations_begun_again"] += 1
+            for group in self.pool.groups.values():
+                self.pool.again(group.samples[0])
+            open_.pinned = -1
+            self.pool.openings += 1
+
+    def _end_all(self, reason: str) -> None:
+        """End what is missing; in `_finish` and after `cancel` the rest is over as well."""
+        for group in list(self.pool.groups.values()):
+            ready = group.samples[0].state is State.READY
+            if not ready or reason == "cancelled":
+                self.pool.end(group, reason)
+
+    def _finish(self, open_: _Open, now: float) -> None:
+        report = replace(self._report(open_), done=True)
+        for group in list(self.pool.groups.values()):
+            self.pool.end(group, "evaluated")
+        self.reports = [*self.reports, report][-REPORTS_KEPT:]
+        self.done, self._open = open_.version, None
+        self.pool.openings += 1
+        log.info(
+            "evaluation of version %d: accuracy %.4f over %d samples",
+            report.version, report.accuracy, report.answered,
+        )  # fmt: skip
+        self._outbox.measure(
+            "eval",
+            version=report.version,
+            accuracy=report.accuracy,
+            samples=report.samples,
+            answered=report.answered,
+            ended=report.ended,
+            **report.scores,
+            seconds=now - self._begun_at,
+        )
+
+    def _report(self, open_: _Open) -> EvalReport:
+        rewards: defaultdict[str, list[float]] = defaultdict(list)
+        for group in self.pool.groups.values():
+            own = [sample.reward for sample in group.samples if sample.state is State.READY]
+            rewards[group.prompt.prompt_id] += own
+        ready = [reward for own in rewards.values() for reward in own]
+        for prompt_id, count in open_.failed.items():
+            rewards[prompt_id] += [0.0] * count
+        over = Counter(self.pool.ledger.ended)
+        over.subtract(open_.ended_before)
+        counted = len(ready) + over["failed"]
+        return EvalReport(
+            version=open_.version,
+            done=False,
+            samples=open_.size,
+            answered=len(ready),
+            ended={reason: count for reason, count in over.items() if count},
+            accuracy=sum(ready) / max(counted, 1),
+            scores=eval_scores(rewards, self._config.samples_per_prompt),
+        )

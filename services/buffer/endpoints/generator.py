@@ -1,0 +1,196 @@
+"""The generators' side of the broker: questions for work, answers, returns and renewals."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from umbra.proto.bounds import BATCH
+from umbra.proto.messages import (
+    FlushPartials,
+    LeaseSamples,
+    Nack,
+    Ok,
+    RenewAck,
+    RenewLeases,
+    ReturnSamples,
+    SampleLeases,
+    SubmitAck,
+    SubmitTrajectories,
+)
+from umbra.proto.records import SampleTask
+from umbra.services.buffer.effects import Effects
+from umbra.services.buffer.endpoints.evaluation import Evaluations
+from umbra.services.buffer.policy.batches import Batches
+from umbra.services.buffer.policy.leases import Leases
+from umbra.services.buffer.policy.pause import Pause
+from umbra.services.buffer.samples.pool import SamplePool
+from umbra.services.buffer.samples.submissions import Submissions
+from umbra.services.runtime.net.server import Request
+
+EVAL_PREFIX = "e"  # of the ids of eval samples
+NOTHING = SampleLeases(tasks=[])
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """A question for work that waits until `deadline`."""
+
+    request: Request
+    body: LeaseSamples
+    deadline: float
+
+
+class GeneratorEndpoint:
+    """Answers generators. A question that finds no work is parked, one per generator: a newer one
+    (the generator serves newer weights, say) takes its place, the older is answered with nothing.
+    """
+
+    def __init__(
+        self,
+        pool: SamplePool,
+        batches: Batches,
+        leases: Leases,
+        answers: Submissions,
+        evals: Evaluations,
+        eval_answers: Submissions,
+        gate: Pause,
+        counters: Counter[str],
+        outbox: Effects,
+    ) -> None:
+        self.closed = False
+        self._pool = pool
+        self._batches = batches
+        self._leases = leases
+        self._answers = answers
+        self._evals = evals
+        self._eval_answers = eval_answers
+        self._gate = gate
+        self._counters = counters
+        self._outbox = outbox
+        self._questions: dict[str, _Question] = {}  # by generator, oldest first
+        self._served_at = (-1, -1, -1)  # openings and version when the parked were last looked at
+
+    def lease(self, request: Request, body: LeaseSamples, now: float) -> None:
+        """Hand out work, or park the question."""
+        name = request.header.sender
+        older = self._questions.pop(name, None)
+        if older is not None:
+            self._outbox.reply(older.request, NOTHING)
+        if not 0 <= body.version <= self._batches.newest:
+            self._counters["wrong_version"] += 1
+            reason = f"{name} serves version {body.version}, but 0 to {self._batches.newest} exist"
+            self._outbox.reply(request, Nack(code="wrong_version", reason=reason, path="version"))
+            return
+        if again := self._answered_before(request):
+            self._outbox.reply(request, self._answer(again, body.version))
+            return
+        question = _Question(request, body, now + body.wait_s)
+        if not self._give(question, waiting=len(self._questions), now=now):
+            if self.closed or body.wait_s <= 0 or body.capacity <= 0:
+                self._outbox.reply(request, NOTHING)
+            else:
+                self._questions[name] = question
+
+    def submit(self, request: Request, body: SubmitTrajectories, now: float) -> None:
+        """Take trajectories in; refused ones are named with the reason."""
+        refused: dict[str, str] = {}
+        for trajectory in body.trajectories:
+            reason = self._for(trajectory.sample_id).submit(trajectory, request.header.sender, now)
+            if reason is not None:
+                refused[trajectory.sample_id] = reason
+        accepted = len(body.trajectories) - len(refused)
+        self._outbox.reply(request, SubmitAck(accepted=accepted, refused=refused))
+
+    def hand_back(self, request: Request, body: ReturnSamples) -> None:
+        """Take samples back."""
+        for returned in body.samples:
+            self._for(returned.sample_id).hand_back(returned, request.header.sender)
+        self._outbox.reply(request, Ok())
+
+    def flush(self, request: Request, body: FlushPartials, now: float) -> None:
+        """Keep partials of samples that go on; those whose lease is lost are named."""
+        sender = request.header.sender
+        lost = [
+            partial.sample_id
+            for partial in body.partials
+            if not self._for(partial.sample_id).flush(partial, sender, now)
+        ]
+        self._outbox.reply(request, RenewAck(lost=lost))
+
+    def renew(self, request: Request, body: RenewLeases, now: float) -> None:
+        """Put off deadlines; leases that are lost are named."""
+        lost: list[str] = []
+        for sample_id, attempt in body.leases:
+            if not self._for(sample_id).renew(sample_id, attempt, request.header.sender, now):
+                lost.append(sample_id)
+        self._outbox.reply(request, RenewAck(lost=lost))
+
+    def serve(self, now: float) -> None:
+        """Look at the parked questions again if anything has opened up since the last time."""
+        state = (self._pool.openings, self._evals.pool.openings, self._batches.version)
+        if state == self._served_at:
+            return
+        self._served_at = state
+        waiting = len(self._questions)
+        for name, question in list(self._questions.items()):
+            waiting -= 1
+            if self._give(question, waiting=waiting, now=now):
+                del self._questions[name]
+
+    def expire(self, now: float) -> None:
+        """Answer the questions whose wait is over."""
+        for name, question in list(self._questions.items()):
+            if question.deadline <= now:
+                del self._questions[name]
+                self._outbox.reply(question.request, NOTHING)
+
+    def forget(self, name: str) -> None:
+        """`name` is gone: no answer, which its next incarnation might take for its own."""
+        self._questions.pop(name, None)
+
+    def close(self) -> None:
+        """No more work for anyone."""
+        self.closed = True
+        for question in self._questions.values():
+            self._outbox.reply(question.request, NOTHING)
+        self._questions.clear()
+
+    def _give(self, question: _Question, *, waiting: int, now: float) -> bool:
+        if self.closed or self._gate.is_shut:
+            return False
+        name, body = question.request.header.sender, question.body
+        capacity = min(body.capacity, BATCH)
+        tasks = self._evals.take(name, body.version, capacity, now)
+        if not self._evals.pausing:
+            tasks += self._leases.take(
+                name,
+                version=body.version,
+                capacity=capacity - len(tasks),
+                waiting=waiting,
+                now=now,
+            )
+        for task in tasks:
+            pool = self._evals.pool if task.pinned_version >= 0 else self._pool
+            if task.sample_id in pool.samples:  # else it ended with another of its group just now
+                pool.samples[task.sample_id].asked = question.request.header.id
+        if tasks:
+            self._outbox.reply(question.request, self._answer(tasks, body.version))
+        return bool(tasks)
+
+    def _answer(self, tasks: list[SampleTask], version: int) -> SampleLeases:
+        return SampleLeases(tasks=tasks, more_pinned=self._evals.waits_for(version))
+
+    def _answered_before(self, request: Request) -> list[SampleTask]:
+        """What the sender got by this very question, if the answer was lost with the buffer.
+
+        The sockets' side knows resends by itself, but it forgets them when the buffer starts again.
+        """
+        number, name = request.header.id, request.header.sender
+        pinned = [s for s in self._evals.pool.held.get(name, {}).values() if s.asked == number]
+        others = [s for s in self._pool.held.get(name, {}).values() if s.asked == number]
+        return [*map(self._evals.task, pinned), *map(self._pool.task, others)]
+
+    def _for(self, sample_id: str) -> Submissions:
+        """Who judges what comes back of the sample."""
+        return self._eval_answers if sample_id.startswith(EVAL_PREFIX) else self._answers

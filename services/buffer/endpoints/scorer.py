@@ -1,0 +1,116 @@
+"""The scorers' side of the broker: questions for trajectories, scores and renewals."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from umbra.proto.bounds import BATCH
+from umbra.proto.messages import (
+    LeaseScoring,
+    Nack,
+    RenewAck,
+    RenewLeases,
+    ScoringLeases,
+    SubmitAck,
+    SubmitScores,
+)
+from umbra.services.buffer.effects import Effects
+from umbra.services.buffer.endpoints.scoring import Scoring
+from umbra.services.runtime.net.server import Request
+
+NOTHING = ScoringLeases(tasks=[])
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """A question for work that waits until `deadline`."""
+
+    request: Request
+    body: LeaseScoring
+    deadline: float
+
+
+class ScorerEndpoint:
+    """Answers scorers. A question that finds no work is parked, one per scorer.
+
+    Args:
+        stages: that this run has.
+    """
+
+    def __init__(
+        self, scoring: Scoring, stages: list[str], counters: Counter[str], outbox: Effects
+    ) -> None:
+        self.closed = False
+        self._scoring = scoring
+        self._stages = stages
+        self._counters = counters
+        self._outbox = outbox
+        self.serving: dict[str, str] = {}  # by scorer, the stage that it has asked for
+        self._questions: dict[str, _Question] = {}  # by scorer, oldest first
+
+    def lease(self, request: Request, body: LeaseScoring, now: float) -> None:
+        """Hand out work, or park the question."""
+        older = self._questions.pop(request.header.sender, None)
+        if older is not None:
+            self._outbox.reply(older.request, NOTHING)
+        if body.stage not in self._stages:
+            known = ", ".join(self._stages) or "none"
+            reason = f"the run has no stage {body.stage!r}; buffer.stages has {known}"
+            self._counters["unknown_stage"] += 1
+            self._outbox.reply(request, Nack(code="unknown_stage", reason=reason, path="stage"))
+            return
+        self.serving[request.header.sender] = body.stage
+        self._questions[request.header.sender] = _Question(request, body, now + body.wait_s)
+        self.serve(now)
+        self.expire(now)
+
+    def submit(self, request: Request, body: SubmitScores, now: float) -> None:
+        """Take scores in; refused ones are named with the reason."""
+        refused: dict[str, str] = {}
+        for score in body.scores:
+            reason = self._scoring.submit(body.stage, score, request.header.sender, now)
+            if reason is not None:
+                refused[score.sample_id] = reason
+        accepted = len(body.scores) - len(refused)
+        self._outbox.reply(request, SubmitAck(accepted=accepted, refused=refused))
+
+    def renew(self, request: Request, body: RenewLeases, now: float) -> None:
+        """Put off deadlines; leases that are lost are named."""
+        holder = request.header.sender
+        lost = [
+            sample_id
+            for sample_id, attempt in body.leases
+            if not self._scoring.renew(sample_id, attempt, holder, now)
+        ]
+        self._outbox.reply(request, RenewAck(lost=lost))
+
+    def serve(self, now: float) -> None:
+        """Look at the parked questions again."""
+        for name, question in list(self._questions.items()):
+            body = question.body
+            if self.closed or not self._scoring.waiting(body.stage):
+                continue
+            tasks = self._scoring.take(name, body.stage, min(body.capacity, BATCH), now)
+            if tasks:
+                del self._questions[name]
+                self._outbox.reply(question.request, ScoringLeases(tasks=tasks))
+
+    def expire(self, now: float) -> None:
+        """Answer the questions whose wait is over; take expired leases back."""
+        self._scoring.expire(now)
+        for name, question in list(self._questions.items()):
+            if self.closed or question.deadline <= now:
+                del self._questions[name]
+                self._outbox.reply(question.request, NOTHING)
+
+    def take_back(self, name: str, *, lost: bool) -> int:
+        """`name` is gone: its work goes to others, its question is not answered."""
+        self._questions.pop(name, None)
+        self.serving.pop(name, None)
+        return self._scoring.take_all_back(name, lost=lost)
+
+    def close(self, now: float) -> None:
+        """No more work for anyone."""
+        self.closed = True
+        self.expire(now)

@@ -1,0 +1,304 @@
+"""The trainer's side of the broker: questions for a batch, and commits."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from umbra.proto.messages import (
+    BatchLease,
+    CheckpointSaved,
+    CommitAck,
+    CommitBatch,
+    LeaseBatch,
+    Nack,
+    Ok,
+    PeekBatch,
+    RejectSamples,
+)
+from umbra.services.buffer.curves import StepCurves
+from umbra.services.buffer.effects import Effects
+from umbra.services.buffer.endpoints.checkpoint_requests import CheckpointRequests
+from umbra.services.buffer.endpoints.evaluation import Evaluations
+from umbra.services.buffer.health import Health
+from umbra.services.buffer.policy.batches import Batches
+from umbra.services.buffer.policy.pause import Pause
+from umbra.services.buffer.policy.run_ahead import RunAhead
+from umbra.services.buffer.samples.failure_counts import count_reason
+from umbra.services.buffer.samples.pool import SamplePool
+from umbra.services.buffer.samples.trajectory_store import digest
+from umbra.services.runtime.net.server import Request
+from umbra.services.runtime.trajectories import RunFacts
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """A question for a batch that waits until `deadline`."""
+
+    request: Request
+    step: int
+    deadline: float
+    held: str = ""
+
+
+class TrainerEndpoint:
+    """Answers the trainer. A question for a batch that is not full yet is parked; a newer one takes
+    its place. Beside it there may be one for a look at the batch after the one that is leased.
+
+    Args:
+        steps: of the run.
+        missing: tells in words what the batch waits for, at a time.
+        gate: while it is shut no batch is handed out.
+        evals: while training waits for one of them, no new batch is formed.
+        formed: called when a new batch was formed.
+        run_ahead: hears what the trainer says of each batch; so does `health`.
+        facts: of the run; the trainer tells of its model.
+    """
+
+    def __init__(
+        self,
+        pool: SamplePool,
+        batches: Batches,
+        *,
+        steps: int,
+        missing: Callable[[float], str],
+        gate: Pause,
+        evals: Evaluations,
+        formed: Callable[[], None],
+        run_ahead: RunAhead,
+        health: Health,
+        facts: RunFacts,
+        counters: Counter[str],
+        outbox: Effects,
+    ) -> None:
+        self.closed = False
+        self.curves = StepCurves()
+        self.checkpoint_requests = CheckpointRequests(batches, outbox)
+        self.committer = ""  # incarnation of the trainer that made the last commit
+        self.wanted_since: float | None = None  # when the missing batch was first asked for
+        self._pool = pool
+        self._batches = batches
+        self._steps = steps
+        self._missing = missing
+        self._gate = gate
+        self._evals = evals
+        self._formed = formed
+        self._run_ahead = run_ahead
+        self._health = health
+        self.facts = facts
+        self._counters = counters
+        self._outbox = outbox
+        self._question: _Question | None = None
+        self._peek: _Question | None = None
+
+    def lease(self, request: Request, body: LeaseBatch, now: float) -> None:
+        """Hand out the batch of the next step, the same as before if asked again; or park this.
+
+        A trainer that has started again may ask for an earlier step: it goes on after its last
+        checkpoint, and gets the batches of the steps since then once more.
+        """
+        self._answer_parked("asked again")
+        self._answer_peek()
+        self.facts.learn(body.vocabulary)
+        is_new = request.header.incarnation != self.committer
+        if is_new and 0 < body.step <= self._batches.version:
+            if self._batches.can_rewind(body.step):
+                self._rewind(request.header.sender, body.step, now)
+        expected = self._batches.next_step
+        if body.step != expected or body.step > self._steps:
+            self._counters["wrong_step"] += 1
+            reason = (
+                f"step {body.step} cannot be leased: {self._batches.version} of {self._steps} "
+                "steps are committed"
+            )
+            if expected <= self._steps:
+                reason += f", so the next is {expected}"
+            self._outbox.reply(request, Nack(code="wrong_step", reason=reason, path="step"))
+            return
+        if self.closed:
+            self._outbox.reply(request, self._nothing(body.step, "nothing: the run is ending"))
+            return
+        if self.wanted_since is None:
+            self.wanted_since = now
+        self._question = _Question(request, body.step, now + body.wait_s, body.held)
+        self.serve(now)
+        self.expire(now)
+
+    def peek(self, request: Request, body: PeekBatch, now: float) -> None:
+        """Show what the batch after the leased one will be, once that can be told."""
+        self._answer_peek()
+        self._peek = _Question(request, body.step, now + body.wait_s)
+        self.serve(now)
+        self.expire(now)
+
+    def commit(self, request: Request, body: CommitBatch) -> None:
+        """The batch has been trained on; a repetition changes nothing."""
+        leased = self._batches.leased
+        if leased is not None and leased.step == body.step:
+            batch = self._batches.commit()
+            self.committer = request.header.incarnation
+            self.curves.add(body.step, body.metrics)
+            self._counters["mixed_version"] += batch.staleness.mixed
+            self._heard(body)
+        elif 1 <= body.step <= self._batches.version:
+            self._counters["repeated_commits"] += 1
+        else:
+            self._counters["not_leased"] += 1
+            reason = (
+                f"step {body.step} cannot be committed: its batch was not leased, version is "
+                f"{self._batches.version}"
+            )
+            self._outbox.reply(request, Nack(code="not_leased", reason=reason, path="step"))
+            return
+        ledger = self._pool.ledger.snapshot()
+        self._outbox.reply(request, CommitAck(version=self._batches.version, ledger=ledger))
+
+    def reject(self, request: Request, body: RejectSamples) -> None:
+        """The trainer cannot use some samples; a repetition changes nothing."""
+        found = self._batches.reject(body.faults) if body.step == self._batches.next_step else []
+        self._counters["rejected_samples"] += len(found)
+        for name in found:
+            if count_reason(self._counters, f"rejected: {body.faults[name]}"):
+                log.warning("%s rejects %s: %s", request.header.sender, name, body.faults[name])
+        self._outbox.reply(request, Ok())
+
+    def checkpoint(self, request: Request, body: CheckpointSaved) -> None:
+        """The trainer has saved its state after `body.step`."""
+        version = self._batches.version
+        if not 0 <= body.step <= version:
+            self._counters["wrong_step"] += 1
+            reason = f"no checkpoint can cover step {body.step}: {version} steps are committed"
+            self._outbox.reply(request, Nack(code="wrong_step", reason=reason, path="step"))
+            return
+        self._batches.cover(body.step)
+        self._outbox.reply(request, Ok())
+        self.checkpoint_requests.told(body)
+
+    def checkpoint_wanted(self, request: Request, now: float) -> None:
+        """An operator wants a checkpoint: the trainer hears of it at once, if it is waiting."""
+        self.checkpoint_requests.add(request, now)
+        if self.checkpoint_requests.open:
+            self._answer_parked("a checkpoint is wanted first")
+
+    def serve(self, now: float) -> None:
+        """Answer the parked questions if their batches are full."""
+        self._show()
+        question = self._question
+        if question is None or self._gate.is_shut:
+            return
+        is_new = self._batches.leased is None
+        if is_new and self._evals.pausing:
+            return
+        batch = self._batches.form(now)
+        if batch is None:
+            return
+        if is_new:
+            self._formed()
+            self._outbox.measure(
+                "batch",
+                step=batch.step,
+                groups=len(batch.all_groups),
+                replayed_groups=len(batch.replays),
+                samples=batch.staleness.samples,
+                tokens=sum(sample.tokens for group in batch.all_groups for sample in group.samples),
+                wait_s=0.0 if self.wanted_since is None else now - self.wanted_since,
+                in_flight=self._pool.ledger.snapshot().in_flight,
+                **{f"staleness_{name}": value for name, value in batch.staleness.figures().items()},
+            )
+        self._question = self.wanted_since = None
+        trajectories = self._pool.trajectory_store.packed(batch.sample_ids)
+        # Shows, also when it is handed out again, that step and bytes belong together.
+        found = digest(trajectories)
+        self._outbox.measure("handed_out", step=batch.step, digest=found)
+        same = found == question.held
+        lease = BatchLease(
+            step=batch.step,
+            trajectories=[] if same else trajectories,
+            same=same,
+            checkpoint=self.checkpoint_requests.open,
+            evals=self._evals.newest,
+        )
+        self._outbox.reply(question.request, lease)
+
+    def _show(self) -> None:
+        """Answer the parked look at the next batch if there is something to see, or will not be."""
+        question = self._peek
+        if question is None:
+            return
+        leased = self._batches.leased
+        if self.closed or leased is None or question.step != leased.step + 1:
+            self._answer_peek()
+            return
+        groups = self._batches.preview() if question.step <= self._steps else None
+        if groups is not None:
+            self._peek = None
+            names = [sample.sample_id for group in groups for sample in group.samples]
+            packed = self._pool.trajectory_store.packed(names)
+            lease = BatchLease(step=question.step, trajectories=packed, digest=digest(packed))
+            self._outbox.reply(question.request, lease)
+
+    def expire(self, now: float) -> None:
+        """Answer the parked questions whose wait is over."""
+        if self._peek is not None and self._peek.deadline <= now:
+            self._answer_peek()
+        if self._question is not None and self._question.deadline <= now:
+            self._answer_parked(self._missing(now))
+        self.checkpoint_requests.expire(now)
+
+    def forget(self) -> None:
+        """The trainer is gone; its batch stays leased for the next one."""
+        self._question = self._peek = self.wanted_since = None
+
+    def close(self) -> None:
+        """No more batches."""
+        self.closed = True
+        self._answer_parked("nothing: the run is ending")
+        self._answer_peek()
+        self.checkpoint_requests.close()
+        self.wanted_since = None
+
+    def _rewind(self, trainer: str, step: int, now: float) -> None:
+        lost = self._batches.version - step + 1
+        log.warning(
+            "%s starts again at step %d: the batches of the last %d steps are handed out again",
+            trainer, step, lost,
+        )  # fmt: skip
+        self._counters["steps_repeated"] += lost
+        self._batches.rewind(step, now)
+        self.curves.cut(step)
+        self.checkpoint_requests.forget_after(step - 1)
+
+    def _heard(self, body: CommitBatch) -> None:
+        """What the trainer has measured of a batch."""
+        self._health.trained(body.step, body.metrics)
+        if body.metrics.get("skipped") == 1.0:
+            self._counters["batches_skipped"] += 1
+        ess = body.metrics.get("ess")
+        if self._run_ahead.heard(ess, body.step):
+            self._outbox.measure(
+                "run_ahead", step=body.step, ess=ess, run_ahead=self._run_ahead.now
+            )
+
+    def _answer_parked(self, waiting_for: str) -> None:
+        if self._question is not None:
+            question, self._question = self._question, None
+            self._outbox.reply(question.request, self._nothing(question.step, waiting_for))
+
+    def _answer_peek(self) -> None:
+        if self._peek is not None:
+            question, self._peek = self._peek, None
+            self._outbox.reply(question.request, self._nothing(question.step, "another question"))
+
+    def _nothing(self, step: int, waiting_for: str) -> BatchLease:
+        return BatchLease(
+            step=step,
+            trajectories=[],
+            waiting_for=waiting_for,
+            paused=self._gate.is_shut,
+            checkpoint=self.checkpoint_requests.open,
+            evals=self._evals.newest,
+        )

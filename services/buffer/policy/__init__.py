@@ -1,0 +1,1 @@
+"""The rules: staleness, admission, which groups make a batch, what is cancelled."""

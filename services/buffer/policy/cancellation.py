@@ -1,0 +1,92 @@
+"""Generation is stopped where it is not needed now: on request, or because a batch is full."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Collection
+
+from umbra.proto.bounds import LEASES
+from umbra.proto.messages import Interrupt, Interrupted, InterruptRequest
+from umbra.services.buffer.effects import Effects
+from umbra.services.buffer.membership import Membership
+from umbra.services.buffer.policy.batches import Batches
+from umbra.services.buffer.policy.staleness import StalenessPolicy
+from umbra.services.buffer.samples.groups import Sample
+from umbra.services.buffer.samples.pool import SamplePool
+from umbra.services.runtime.net.portions import portions
+from umbra.services.runtime.net.server import Request
+
+log = logging.getLogger(__name__)
+
+
+class Cancellations:
+    """Asks generators to hand samples back. A push that is lost costs nothing but the time saved.
+
+    Args:
+        on_batch: `buffer.on_batch`.
+    """
+
+    def __init__(
+        self,
+        pool: SamplePool,
+        batches: Batches,
+        policy: StalenessPolicy,
+        members: Membership,
+        *,
+        on_batch: str,
+        counters: Counter[str],
+        outbox: Effects,
+    ) -> None:
+        self._pool = pool
+        self._batches = batches
+        self._policy = policy
+        self._members = members
+        self._on_batch = on_batch
+        self._counters = counters
+        self._outbox = outbox
+
+    def requested(self, request: Request, body: InterruptRequest) -> None:
+        """Somebody asks for it by hand."""
+        count = self._interrupt(self._under_way(body.samples), body.reason or "on request")
+        self._outbox.reply(request, Interrupted(samples=count))
+
+    def batch_formed(self) -> None:
+        """A batch is full: what is still under way may be stopped."""
+        if self._on_batch == "interrupt":
+            self._interrupt(self._under_way(), "the batch is full")
+        elif self._on_batch == "cut":
+            self._cut_spare()
+
+    def _under_way(self, sample_ids: Collection[str] = ()) -> list[Sample]:
+        return [
+            sample
+            for held in self._pool.held.values()
+            for sample in held.values()
+            if not sample_ids or sample.sample_id in sample_ids
+        ]
+
+    def _interrupt(self, samples: list[Sample], reason: str) -> int:
+        leases: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
+        for sample in samples:
+            leases[sample.holder].append((sample.sample_id, sample.attempt))
+        for holder, held in leases.items():
+            if holder in self._members.peers:
+                identity = self._members.peers[holder].identity
+                for portion in portions(held, lambda _: 0, LEASES):
+                    self._outbox.push(identity, Interrupt(leases=portion, reason=reason), "data")
+        self._counters["interrupted"] += len(samples)
+        return len(samples)
+
+    def _cut_spare(self) -> None:
+        """Cancel the groups that no batch to come needs: those that are furthest behind."""
+        still_needed = max(
+            self._policy.needed(self._batches.version) - self._policy.batch_groups, 0
+        )
+        spare = len(self._pool.groups) - still_needed
+        behind = [group for group in self._pool.groups.values() if not group.completed]
+        for group in behind[: max(spare, 0)]:
+            under_way = [sample for sample in group.samples if sample.holder]
+            self._interrupt(under_way, "the group is not needed any more")
+            self._counters["groups_cut"] += 1
+            self._pool.end(group, "cancelled")

@@ -1,0 +1,1 @@
+"""Samples, their groups, what was sent for them, and the ledger over them."""

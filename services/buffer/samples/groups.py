@@ -1,0 +1,137 @@
+"""Samples, the groups they form, and the rules by which a group is complete.
+
+All plain fields of `Sample` and `Group` survive a restart of the buffer, the times excepted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal
+
+import msgspec
+
+from umbra.services.buffer.data.prompts import GroupEnd, Prompt
+from umbra.services.runtime.config import BufferConfig
+
+
+class State(StrEnum):
+    """Where a sample is; all but the last are in flight."""
+
+    QUEUED = "queued"
+    GENERATING = "generating"
+    SCORING = "scoring"
+    READY = "ready"
+    TRAINING = "training"
+    OVER = "over"  # trained, or ended
+
+
+@dataclass(slots=True, eq=False)
+class Sample:
+    """One response to be made. Times are seconds of the broker's clock."""
+
+    serial: int
+    sample_id: str
+    group: Group
+    state: State = State.QUEUED
+    attempt: int = 0  # number of its newest lease
+    lost: int = 0  # leases that were lost: expired, holder died, answer was malformed
+    holder: str = ""
+    leased_at: float = 0.0
+    deadline: float = 0.0
+    leased_version: int = 0  # that its holder served when it got it
+    begun_at: float = 0.0  # when it was first leased without a partial
+    segments: int = 0  # times that it came back with a partial
+    oldest: int | None = None  # version of the oldest token of its stored trajectory
+    newest: int = 0  # the same of the newest token
+    asked: int = 0  # id of the question that its holder got it by, to answer that again
+    tokens: int = 0  # response tokens of its stored trajectory
+    stage: int = 0  # scoring stages that are done
+    score_attempts: int = 0  # leases of it in this stage
+    score_losses: int = 0  # of them, those that were lost or ended in an error
+    reward: float = 0.0  # once it is ready
+    unscored_since: float = 0.0  # when it came to the scoring stage that it is in
+
+    @property
+    def oldest_possible(self) -> int | None:
+        """A version that none of its tokens is older than; None while it has none."""
+        if self.state is State.GENERATING and self.oldest is None:
+            return self.leased_version
+        return self.oldest
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """The samples of one prompt; `due` is b of the staleness rules."""
+
+    group_id: str
+    prompt: Prompt
+    due: int
+    samples: list[Sample] = field(default_factory=list[Sample])
+    ready: int = 0
+    first_ready_at: float = 0.0
+    completed: int = 0  # counts complete groups, so that their order is known; 0 = not complete
+    steps: list[int] = field(default_factory=list[int])  # committed batches that it was in
+
+    @property
+    def oldest(self) -> int | None:
+        """A version that no token of the group is older than; None while there is none."""
+        versions = [s.oldest_possible for s in self.samples]
+        return min((version for version in versions if version is not None), default=None)
+
+    def end(self, reason: Literal["complete", "filtered", "failed"]) -> GroupEnd:
+        """What came of it, with the rewards that are known."""
+        rewards = [sample.reward for sample in self.samples if sample.state is State.READY]
+        return GroupEnd(self.prompt.prompt_id, reason, rewards)
+
+    @property
+    def is_level(self) -> bool:
+        """Whether all rewards are equal, so that there is nothing to learn from them."""
+        return len({sample.reward for sample in self.samples}) == 1
+
+
+class SampleOutcome(msgspec.Struct, frozen=True, gc=False):
+    """What became of a finished sample; `attempt` is the accepted one, 0 if there was none.
+
+    One per sample is made and tens of thousands are kept: a struct is made in a quarter of a
+    frozen dataclass's time, and the garbage collector need not look at it.
+    """
+
+    attempt: int
+    end: str  # "trained" or the reason why it ended
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRules:
+    """How a group gets complete. See the keys of `[buffer]` of the same names."""
+
+    size: int
+    survivors: bool = False
+    straggler_s: float = 0.0
+    min_survivors: int = 1
+    dynamic_sampling: bool = False
+    max_filtered: int = 1
+
+    @classmethod
+    def of(cls, config: BufferConfig) -> GroupRules:
+        """The rules that a configuration asks for."""
+        return cls(
+            size=config.group_size,
+            survivors=config.straggler == "survivors",
+            straggler_s=config.straggler_s,
+            min_survivors=config.min_survivors,
+            dynamic_sampling=config.dynamic_sampling,
+            max_filtered=config.max_filtered,
+        )
+
+    def can_lose(self, group: Group) -> bool:
+        """Whether `group` may go on with one sample less."""
+        return self.survivors and len(group.samples) > self.min_survivors
+
+    def overdue(self, group: Group, now: float) -> bool:
+        """Whether `group` has enough samples and the others had their time."""
+        return (
+            self.survivors
+            and self.min_survivors <= group.ready < len(group.samples)
+            and now - group.first_ready_at >= self.straggler_s
+        )

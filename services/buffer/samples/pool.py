@@ -1,0 +1,416 @@
+"""The life of samples and their groups; pure state, moved by the broker.
+
+    queued -> generating -> scoring -> ready -> training -> trained
+       ^----------'       any of the first five -> ended(reason)
+
+A batch of which the trainer rejects samples goes back from training to ready without them.
+
+A lease is `(sample_id, attempt)`: `attempt` counts up with every lease of the sample, so that
+answers under an older one are told apart. A sample that is taken back is queued before those that
+nobody has had yet, oldest first, and keeps its last partial. Groups are trained as a whole; they
+end as a whole too, unless they may go on with the survivors.
+
+Every operation costs O(1) or O(log n) on average.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Sequence
+
+from umbra.proto.records import SampleTask, Trajectory
+from umbra.services.buffer.data.prompts import GroupEnd, Prompt
+from umbra.services.buffer.health import SampleFailure
+from umbra.services.buffer.samples.groups import Group, GroupRules, Sample, SampleOutcome, State
+from umbra.services.buffer.samples.ledger import RunningLedger
+from umbra.services.buffer.samples.queueing import Deadlines, Queue
+from umbra.services.buffer.samples.trajectory_store import TrajectoryStore
+
+REMEMBERED = 65_536  # finished samples whose late answers are still told apart
+
+log = logging.getLogger(__name__)
+
+
+class SamplePool:
+    """All samples in flight, their leases and the ledger over them.
+
+    Args:
+        rules: of the groups.
+        lease_s: seconds until a lease that is not renewed expires.
+        max_attempts: lost leases of one sample until it fails.
+        shelf: keeps the trajectories.
+        counters: of the broker.
+        stages: what a trajectory goes through before it is ready.
+        prefix: of the ids, so that those of two pools differ.
+    """
+
+    def __init__(
+        self,
+        *,
+        rules: GroupRules,
+        lease_s: float,
+        max_attempts: int,
+        trajectory_store: TrajectoryStore,
+        counters: Counter[str],
+        stages: Sequence[str] = (),
+        prefix: str = "",
+    ) -> None:
+        self.counters = counters
+        self.trajectory_store = trajectory_store
+        self.changed: dict[
+            str, Group
+        ] = {}  # since the journal last took note, or samples of which moved
+        self.blocked = ""  # why no new group may be issued, if so
+        self.ledger = RunningLedger()
+        self.samples: dict[str, Sample] = {}
+        self.groups: dict[str, Group] = {}  # not yet in training, in order of issue
+        self.complete: dict[str, Group] = {}  # all samples ready, in order of completion
+        self.unscored: dict[str, deque[Sample]] = {stage: deque() for stage in stages}
+        self.held: defaultdict[str, dict[str, Sample]] = defaultdict(dict)  # by holder
+        self.over: OrderedDict[str, SampleOutcome] = OrderedDict()
+        self.group_ends: list[GroupEnd] = []  # since they were taken
+        self.failures: list[SampleFailure] = []  # so with these
+        self.openings = 0  # counts whatever may let a waiting generator have work
+        self._rules = rules
+        self._stages = tuple(stages)
+        self.prefix = prefix
+        self._lease_s = lease_s
+        self._max_attempts = max_attempts
+        self._queue = Queue()
+        self._deadlines = Deadlines()
+        self._waiting: dict[str, Group] = {}  # groups of which some samples are ready
+        self.filtered_in_a_row = 0
+        self.next_group = 0
+        self.next_sample = 0
+        self.completions = 0
+
+    def issue(self, prompt: Prompt, due: int) -> Group:
+        """A new group for `prompt`, all of its samples queued."""
+        group = Group(f"{self.prefix}g-{self.next_group}", prompt, due)
+        self.next_group += 1
+        for _ in range(self._rules.size):
+            sample = Sample(self.next_sample, f"{self.prefix}s-{self.next_sample}", group)
+            self.next_sample += 1
+            group.samples.append(sample)
+            self.samples[sample.sample_id] = sample
+            self._queue.add(sample)
+        self.groups[group.group_id] = group
+        self.ledger.issue(self._rules.size)
+        self._touch(group)
+        return group
+
+    def next_queued(self) -> Sample | None:
+        """The sample that is to be leased next, left where it is."""
+        return self._queue.first()
+
+    def lease(self, sample: Sample, holder: str, version: int, now: float) -> SampleTask:
+        """Give `sample`, the `next_queued`, to `holder`, which serves `version`."""
+        self._queue.take(sample)
+        self._move(sample, State.GENERATING)
+        sample.attempt += 1
+        sample.holder = holder
+        sample.leased_at = now
+        sample.leased_version = version
+        if sample.oldest is None:
+            sample.begun_at = now
+        sample.deadline = now + self._lease_s
+        self.held[holder][sample.sample_id] = sample
+        self._deadlines.add(sample, self.ledger.count("generating"))
+        return self.task(sample)
+
+    def task(self, sample: Sample) -> SampleTask:
+        """What the holder of `sample` gets: the prompt, and the partial that there is of it."""
+        return SampleTask(
+            sample_id=sample.sample_id,
+            group_id=sample.group.group_id,
+            prompt_id=sample.group.prompt.prompt_id,
+            attempt=sample.attempt,
+            row=sample.group.prompt.row,
+            lease_s=self._lease_s,
+            partial=None if sample.oldest is None else self.trajectory_store.get(sample.sample_id),
+        )
+
+    def leased(self, sample_id: str, attempt: int, holder: str) -> Sample | None:
+        """The sample if `holder` has the lease `(sample_id, attempt)`."""
+        sample = self.held[holder].get(sample_id) if holder in self.held else None
+        return sample if sample is not None and sample.attempt == attempt else None
+
+    def renew(self, sample: Sample, now: float) -> None:
+        """Put off the deadline of the lease."""
+        sample.deadline = now + self._lease_s
+
+    def expire(self, now: float) -> None:
+        """Take back the leases whose deadline is over; cut off the stragglers of groups."""
+        for sample in self._deadlines.expired(now):
+            self.counters["expired_leases"] += 1
+            log.warning(
+                "the lease of %s on %s (attempt %d) has expired",
+                sample.holder, sample.sample_id, sample.attempt,
+            )  # fmt: skip
+            self.take_back(sample, lost=True)
+        for group in [g for g in self._waiting.values() if self._rules.overdue(g, now)]:
+            slow = [sample for sample in group.samples if sample.state is not State.READY]
+            log.info("%s goes on without %d stragglers", group.group_id, len(slow))
+            self.counters["stragglers_cut"] += len(slow)
+            self.cut(group, slow, "cancelled")
+
+    def take_all_back(self, holder: str, *, lost: bool) -> int:
+        """Take back whatever `holder` has; how many samples that was."""
+        samples = list(self.held.get(holder, {}).values())
+        for sample in samples:
+            if sample.holder == holder:  # else it ended with another of its group just now
+                self.take_back(sample, lost=lost)
+        return len(samples)
+
+    def keep_partial(self, sample: Sample, partial: Trajectory) -> None:
+        """Continue `sample` from `partial` the next time."""
+        self._keep(sample, partial)
+
+    def drop_partial(self, sample: Sample) -> None:
+        """Start `sample` from scratch the next time."""
+        self.trajectory_store.drop(sample.sample_id)
+        sample.oldest = None
+        sample.segments = 0
+        self._touch(sample.group)
+
+    def take_back(self, sample: Sample, *, lost: bool, fault: str = "", own: bool = False) -> None:
+        """End the lease on `sample` and queue it again.
+
+        Only `lost` leases count against `max_attempts`, after which it fails: handing a sample back
+        is no failure of it. `fault` is what is wrong with its answer, if that is why; `own` as of
+        `fail`.
+        """
+        sample.lost += lost
+        if sample.lost >= self._max_attempts:
+            self.counters["attempts_exhausted"] += 1
+            log.warning("%s failed: %d leases were lost", sample.sample_id, sample.lost)
+            why = f"malformed answer: {fault}" if fault else f"{sample.lost} leases were lost"
+            self.fail(sample, why, own=own)
+            return
+        sample.segments += sample.oldest is not None
+        self._requeue(sample)
+
+    def accept(self, sample: Sample, trajectory: Trajectory, now: float) -> None:
+        """Store the complete `trajectory` of `sample`, and have it scored if it needs to be."""
+        self._release(sample)
+        sample.stage = 0
+        self._advance(sample, trajectory, now)
+
+    def scored(self, sample: Sample, trajectory: Trajectory, now: float) -> None:
+        """Store `trajectory`, which has been through one more stage."""
+        sample.stage += 1
+        sample.score_attempts = sample.score_losses = 0
+        self._advance(sample, trajectory, now)
+
+    def stage_of(self, sample: Sample) -> str:
+        """The stage that `sample`, which is being scored, is in."""
+        return self._stages[sample.stage]
+
+    def again(self, sample: Sample) -> None:
+        """`sample` is generated anew from scratch, whoever has it or whatever there is of it."""
+        if sample.state is State.QUEUED:
+            self.drop_partial(sample)
+            return
+        group = sample.group
+        if sample.state is State.READY:
+            group.ready -= 1
+            group.completed = 0
+            self.complete.pop(group.group_id, None)
+        self.drop_partial(sample)
+        sample.stage = sample.score_attempts = sample.score_losses = 0
+        self._requeue(sample)
+
+    def fail(self, sample: Sample, reason: str, *, own: bool) -> None:
+        """`sample` cannot be had: its group goes on without it, or ends as failed.
+
+        `own` says that the `reason` may depend on its content.
+        """
+        group = sample.group
+        alone = self._rules.can_lose(group)
+        count = 1 if alone else len(group.samples)
+        prompt = group.prompt.prompt_id
+        self.failures.append(SampleFailure(sample.sample_id, prompt, reason, count, own))
+        if alone:
+            self.cut(group, [sample], "failed")
+        else:
+            self.end(group, "failed")
+
+    def cut(self, group: Group, samples: Sequence[Sample], reason: str) -> None:
+        """End some `samples` of `group`, which goes on without them."""
+        for sample in samples:
+            self._end(sample, reason)
+            group.samples.remove(sample)
+        self.openings += 1
+        self._complete(group)
+
+    def end(self, group: Group, reason: str) -> None:
+        """End all samples of `group`, wherever they are."""
+        if reason == "failed" or reason == "filtered":
+            self.group_ends.append(group.end(reason))
+        for sample in group.samples:
+            self._end(sample, reason)
+        for where in (self.groups, self.complete, self._waiting):
+            where.pop(group.group_id, None)
+        self.openings += 1
+
+    def start_training(self, groups: list[Group]) -> None:
+        """Make the complete `groups` a batch, whose record tells that they are in training."""
+        for group in groups:
+            for sample in group.samples:
+                self.ledger.move(sample.state, State.TRAINING)
+                sample.state = State.TRAINING
+            del self.groups[group.group_id], self.complete[group.group_id]
+
+    def stop_training(self, groups: list[Group]) -> None:
+        """The batch of `groups` is not trained on: they are complete, as they were before."""
+        for group in groups:
+            for sample in group.samples:
+                self._move(sample, State.READY)
+            self.groups[group.group_id] = self.complete[group.group_id] = group
+        in_order = sorted(self.complete.items(), key=lambda item: item[1].completed)
+        self.complete = dict(in_order)
+
+    def reject(self, sample: Sample) -> None:
+        """The trainer cannot use `sample`, which is ready: its group goes on without it, or ends.
+
+        What a batch lacks then is issued anew.
+        """
+        group = sample.group
+        if not self._rules.can_lose(group):
+            self.end(group, "rejected")
+            return
+        group.ready -= 1
+        group.completed = 0
+        self.complete.pop(group.group_id, None)
+        self.cut(group, [sample], "rejected")
+
+    def finish_training(self, groups: list[Group], *, keep: bool) -> None:
+        """The batch of `groups` was committed; its trajectories go, unless they are to be kept."""
+        for group in groups:
+            for sample in group.samples:
+                self.ledger.train()
+                self._finish(sample, "trained")
+                if not keep:
+                    self.trajectory_store.drop(sample.sample_id)
+        self.openings += 1
+
+    def reopen_training(self, groups: list[Group]) -> None:
+        """The batch of `groups`, committed before, is to be trained on again."""
+        for group in groups:
+            for sample in group.samples:
+                self.ledger.untrain()
+                sample.state = State.TRAINING
+                self.samples[sample.sample_id] = sample
+                self.over.pop(sample.sample_id, None)
+            self._touch(group)
+
+    def restore(self, groups: list[Group], now: float) -> None:
+        """Take over `groups`, with their samples, as they were when the buffer ended.
+
+        Leases hold on, with a new deadline, for holders that have outlived the buffer.
+        """
+        for group in groups:
+            for sample in group.samples:
+                self.samples[sample.sample_id] = sample
+                sample.leased_at = sample.begun_at = sample.unscored_since = now
+                self.ledger.restore(sample.state)
+                if sample.state is State.QUEUED:
+                    self._queue.add(sample)
+                elif sample.state is State.SCORING:
+                    self.unscored[self._stages[sample.stage]].append(sample)
+                elif sample.state is State.GENERATING:
+                    sample.deadline = now + self._lease_s
+                    self.held[sample.holder][sample.sample_id] = sample
+                    self._deadlines.add(sample, self.ledger.count("generating"))
+            if not any(sample.state is State.TRAINING for sample in group.samples):
+                self.groups[group.group_id] = group
+                if group.ready and not group.completed:
+                    group.first_ready_at = now
+                    self._waiting[group.group_id] = group
+        complete = [group for group in self.groups.values() if group.completed]
+        for group in sorted(complete, key=lambda group: group.completed):
+            self.complete[group.group_id] = group
+
+    def is_alive(self, group: Group) -> bool:
+        """Whether samples of `group` are in flight."""
+        return group.samples[0].sample_id in self.samples
+
+    def _advance(self, sample: Sample, trajectory: Trajectory, now: float) -> None:
+        """To the next scoring stage of `sample`, or to ready."""
+        self._keep(sample, trajectory)
+        if sample.stage < len(self._stages):
+            if sample.state is not State.SCORING:
+                self._move(sample, State.SCORING)
+            sample.unscored_since = now
+            self.unscored[self._stages[sample.stage]].append(sample)
+            return
+        self._move(sample, State.READY)
+        sample.reward = trajectory.reward
+        group = sample.group
+        if not group.ready:
+            group.first_ready_at = now
+        group.ready += 1
+        self._waiting[group.group_id] = group
+        self._complete(group)
+
+    def _complete(self, group: Group) -> None:
+        """Let `group` be trained, or replace it, if all its samples are ready."""
+        if group.ready < len(group.samples):
+            return
+        self._waiting.pop(group.group_id, None)
+        if self._rules.dynamic_sampling and group.is_level:
+            if self.filtered_in_a_row < self._rules.max_filtered:
+                self.filtered_in_a_row += 1
+                self.counters["filtered_groups"] += 1
+                self.end(group, "filtered")
+                return
+            self.counters["level_groups_kept"] += 1
+        self.filtered_in_a_row = 0
+        self.completions = group.completed = self.completions + 1
+        self.complete[group.group_id] = group
+        self.group_ends.append(group.end("complete"))
+
+    def _requeue(self, sample: Sample) -> None:
+        self._move(sample, State.QUEUED)
+        self._release(sample)
+        self._queue.add(sample)
+        self.openings += 1
+
+    def _end(self, sample: Sample, reason: str) -> None:
+        self.ledger.end(sample.state, reason)
+        self._finish(sample, reason)
+        self.trajectory_store.drop(sample.sample_id)
+
+    def _touch(self, group: Group) -> None:
+        self.changed[group.group_id] = group
+
+    def _keep(self, sample: Sample, trajectory: Trajectory) -> None:
+        self.trajectory_store.put(trajectory)
+        sample.oldest = trajectory.oldest_version
+        sample.newest = trajectory.newest_version
+        sample.tokens = trajectory.response_tokens
+        self._touch(sample.group)
+
+    def _move(self, sample: Sample, target: State) -> None:
+        self.ledger.move(sample.state, target)
+        sample.state = target
+        self._touch(sample.group)
+
+    def _release(self, sample: Sample) -> None:
+        if sample.holder:
+            held = self.held[sample.holder]
+            held.pop(sample.sample_id, None)
+            if not held:
+                del self.held[sample.holder]
+            sample.holder = ""
+
+    def _finish(self, sample: Sample, end: str) -> None:
+        answered = sample.state in (State.SCORING, State.READY, State.TRAINING)
+        self._release(sample)
+        sample.state = State.OVER
+        self._touch(sample.group)
+        del self.samples[sample.sample_id]
+        self.over[sample.sample_id] = SampleOutcome(sample.attempt if answered else 0, end)
+        if len(self.over) > REMEMBERED:
+            self.over.popitem(last=False)

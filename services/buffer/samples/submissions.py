@@ -1,0 +1,164 @@
+"""What generators send back: trajectories, partials and failures, each judged once."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+
+from umbra.proto.messages import ReturnedSample
+from umbra.proto.records import Trajectory
+from umbra.services.buffer.policy.batches import Batches
+from umbra.services.buffer.policy.staleness import StalenessPolicy
+from umbra.services.buffer.samples.failure_counts import count_reason
+from umbra.services.buffer.samples.pool import Sample, SamplePool, State
+from umbra.services.runtime.trajectories import RunFacts, find_fault
+
+log = logging.getLogger(__name__)
+
+
+class Submissions:
+    """Accepts what is sound, in time and asked for; the rest is counted and changes nothing.
+
+    Args:
+        facts: what answers are judged by.
+        heard: gets each answer that is accepted.
+    """
+
+    trained = True  # what is accepted is trained on
+
+    def __init__(
+        self,
+        pool: SamplePool,
+        batches: Batches,
+        policy: StalenessPolicy,
+        facts: RunFacts,
+        counters: Counter[str],
+        heard: Callable[[Trajectory], None] = lambda _: None,
+    ) -> None:
+        self._pool = pool
+        self._batches = batches
+        self._policy = policy
+        self._facts = facts
+        self._counters = counters
+        self._heard = heard
+        self._sound = ""  # who sent the last answer that was accepted
+
+    def submit(self, trajectory: Trajectory, sender: str, now: float) -> str | None:
+        """Take the complete `trajectory`; the reason if it is refused.
+
+        A repetition of an accepted answer is accepted again. An answer that comes after its lease
+        was lost is still taken while nobody else has the sample.
+        """
+        if self.is_accepted(trajectory.sample_id, trajectory.attempt):
+            self._counters["duplicate_submits"] += 1
+            return None
+        sample = self._pool.samples.get(trajectory.sample_id)
+        if sample is None:
+            outcome = self._pool.over.get(trajectory.sample_id)
+            if outcome is None:
+                return self._refuse("unknown_sample", "no such sample, or it was over long ago")
+            return self._refuse("late_answers", f"over: {outcome.end}")
+        if sample.attempt != trajectory.attempt or not sample.attempt:
+            return self._refuse(
+                "wrong_attempt", f"lease {trajectory.attempt} was lost, {sample.attempt} is newest"
+            )
+        if sample.state is State.GENERATING and sample.holder != sender:
+            return self._refuse("wrong_holder", f"{sample.holder} has the lease")
+        fault = self._fault(sample, trajectory)
+        if fault is not None:
+            log.warning("%s sent a malformed %s: %s", sender, sample.sample_id, fault)
+            if sample.state is State.GENERATING:
+                # If others' answers are sound, it is the sender's fault and not the sample's.
+                own = self._sound in ("", sender)
+                self._pool.take_back(sample, lost=True, fault=fault, own=own)
+            return self._refuse("malformed_trajectory", f"malformed: {fault}")
+        unfit = self._unfit(sample, trajectory)
+        if unfit is not None:
+            self._give_up(sample)
+            return self._refuse("stale_answers", unfit)
+        if sample.state is State.QUEUED:
+            self._counters["late_accepted"] += 1
+        self._pool.accept(sample, trajectory, now)
+        self._sound = sender
+        self._counters["accepted"] += 1
+        self._heard(trajectory)
+        return None
+
+    def hand_back(self, returned: ReturnedSample, sender: str) -> None:
+        """Queue a sample again that `sender` returns, or end its group if it failed."""
+        sample = self._pool.leased(returned.sample_id, returned.attempt, sender)
+        if sample is None:
+            self._counters["late_returns"] += 1
+            return
+        if returned.failed:
+            self._count_failure(sample, returned.reason, sender)
+            self._pool.fail(sample, returned.reason or "no reason given", own=True)
+            return
+        if returned.partial is not None:
+            self._keep(sample, returned.partial, sender)
+        self._counters["returned"] += 1
+        self._pool.take_back(sample, lost=False)
+
+    def flush(self, partial: Trajectory, sender: str, now: float) -> bool:
+        """Keep a partial whose sample `sender` goes on with; False if it has no lease on it."""
+        sample = self._pool.leased(partial.sample_id, partial.attempt, sender)
+        if sample is None:
+            self._counters["late_flushes"] += 1
+            return False
+        self._keep(sample, partial, sender)
+        self._counters["flushed"] += 1
+        self._pool.renew(sample, now)
+        return True
+
+    def _keep(self, sample: Sample, partial: Trajectory, sender: str) -> None:
+        fault = self._fault(sample, partial)
+        if fault is None:
+            self._pool.keep_partial(sample, partial)
+        else:
+            self._counters["malformed_partial"] += 1
+            log.warning("%s sent a malformed part of %s: %s", sender, sample.sample_id, fault)
+
+    def _unfit(self, sample: Sample, trajectory: Trajectory) -> str | None:
+        """Why a sound answer can never be trained on, if so."""
+        oldest, version = trajectory.oldest_version, self._batches.version
+        if not self._policy.is_stale(oldest, version):
+            return None
+        return f"stale: a token of version {oldest}, the trainer is at {version}"
+
+    def _give_up(self, sample: Sample) -> None:
+        self._batches.drop_stale(sample)
+
+    def renew(self, sample_id: str, attempt: int, sender: str, now: float) -> bool:
+        """Put off a deadline; False if `sender` should stop working on the sample."""
+        sample = self._pool.leased(sample_id, attempt, sender)
+        if sample is not None:
+            self._pool.renew(sample, now)
+        return sample is not None or self.is_accepted(sample_id, attempt)
+
+    def is_accepted(self, sample_id: str, attempt: int) -> bool:
+        """Whether the answer under this lease has been taken."""
+        sample = self._pool.samples.get(sample_id)
+        if sample is not None:
+            answered = sample.state in (State.SCORING, State.READY, State.TRAINING)
+            return answered and sample.attempt == attempt
+        outcome = self._pool.over.get(sample_id)
+        return outcome is not None and attempt > 0 and outcome.attempt == attempt
+
+    def _fault(self, sample: Sample, trajectory: Trajectory) -> str | None:
+        group = sample.group
+        if (trajectory.sample_id, trajectory.attempt) != (sample.sample_id, sample.attempt):
+            return "sample_id or attempt is not that of the lease"
+        if (trajectory.group_id, trajectory.prompt_id) != (group.group_id, group.prompt.prompt_id):
+            return "group_id or prompt_id is not that of the sample"
+        return find_fault(trajectory, self._facts, self._batches.newest, trained=self.trained)
+
+    def _refuse(self, counter: str, reason: str) -> str:
+        self._counters[counter] += 1
+        return reason
+
+    def _count_failure(self, sample: Sample, reason: str, sender: str) -> None:
+        """Count by reason; each is logged once, with the sample that had it first."""
+        self._counters["environment_failures"] += 1
+        if count_reason(self._counters, reason):
+            log.warning("%s failed at %s: %s", sample.sample_id, sender, reason)

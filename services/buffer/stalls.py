@@ -1,0 +1,165 @@
+"""What the broker tells people: what a batch waits for, and what is overdue."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from umbra.proto.messages import Stuck
+from umbra.services.buffer.membership import Membership
+from umbra.services.buffer.samples.groups import Group, Sample, State
+from umbra.services.buffer.works import Works
+from umbra.services.runtime.config import BufferConfig
+
+SHOWN = 20  # overdue samples named at once, the oldest of each kind
+
+
+class StallReport:
+    """Looks at a broker; changes nothing."""
+
+    def __init__(self, works: Works, members: Membership, config: BufferConfig) -> None:
+        self._works = works
+        self._members = members
+        self._config = config
+
+    def missing(self, now: float) -> str:
+        """Why the batch is not there, in words: how much of it is, and what it waits for."""
+        works, wanted = self._works, self._config.batch_groups
+        complete = len(works.pool.complete)
+        text = f"{min(complete, wanted)} of {wanted} groups complete; "
+        if works.gate.is_shut:
+            return text + f"the run is paused ({works.gate.reason}): `umbra resume`"
+        if works.evals.pausing:
+            return text + "training waits for an evaluation (eval.mode = pause)"
+        late = works.batches.waits_for()
+        if late and complete >= wanted:
+            text += f"group {late[0].group_id} would be stale after it (stale_policy = wait); "
+            return text + self._open_sample(_oldest_open(late[0]), now)
+        for group in works.pool.groups.values():
+            if not group.completed:
+                return text + self._open_sample(_oldest_open(group), now)
+        if not any(peer.role == "generator" for peer in self._members.peers.values()):
+            return text + "no generator has joined"
+        if works.pool.filtered_in_a_row:
+            return text + f"the last {works.pool.filtered_in_a_row} groups were filtered"
+        return text + "no generator has asked for the next samples with new enough weights"
+
+    def stuck(self, now: float) -> list[Stuck]:
+        """All that is overdue in samples, scoring, evaluations and batches."""
+        return [
+            *self._batches(now),
+            *self._samples(now),
+            *self._groups(now),
+            *self._scoring(now),
+            *self._works.evals.stuck(now, self._config.stall_s),
+        ]
+
+    def _open_sample(self, sample: Sample, now: float) -> str:
+        match sample.state:
+            case State.GENERATING:
+                age_s = now - sample.leased_at
+                return (
+                    f"waiting for sample {sample.sample_id} held by {sample.holder} for "
+                    f"{age_s:.1f} s"
+                )
+            case State.SCORING:
+                stage = self._works.pool.stage_of(sample)
+                lease = self._works.scoring.leases.get(sample.sample_id)
+                if lease is None:
+                    return f"sample {sample.sample_id} waits for a scorer of stage {stage}"
+                return (
+                    f"waiting for sample {sample.sample_id} in stage {stage}, held by "
+                    f"{lease.holder} for {now - lease.leased_at:.1f} s"
+                )
+            case _:
+                if not any(peer.role == "generator" for peer in self._members.peers.values()):
+                    return "no generator has joined"
+                version = max(self._works.leases.required_version(sample), 0)
+                return (
+                    f"sample {sample.sample_id} is queued for a generator that has room and "
+                    f"serves version {version} or newer"
+                )
+
+    def _batches(self, now: float) -> Iterator[Stuck]:
+        batches, since = self._works.batches, self._works.training.wanted_since
+        trainer = self._members.find("trainer")
+        name = trainer.name if trainer is not None else "nobody"
+        paused = self._works.gate.is_shut
+        if since is not None and now - since > self._config.stall_s and not paused:
+            what = f"batch of step {batches.next_step}: {self.missing(now)}"
+            yield Stuck(what=what, holder=name, age_s=now - since, action="none: it waits")
+        batch = batches.leased
+        if batch is not None and now - batch.formed_at > self._config.batch_lease_s:
+            action = f"{name} gets it again when it asks"
+            what, age_s = f"batch of step {batch.step}, not committed", now - batch.formed_at
+            yield Stuck(what=what, holder=name, age_s=age_s, action=action)
+
+    def _samples(self, now: float) -> Iterator[Stuck]:
+        """Samples that were held, and renewed, for more than two leases."""
+        lease_s = self._config.lease_s
+        pools = (self._works.pool, self._works.evals.pool)
+        held = [s for pool in pools for own in pool.held.values() for s in own.values()]
+        overdue = [sample for sample in held if now - sample.leased_at > 2 * lease_s]
+        for sample in sorted(overdue, key=lambda sample: sample.leased_at)[:SHOWN]:
+            yield Stuck(
+                what=f"sample {sample.sample_id} of group {sample.group.group_id}, "
+                f"attempt {sample.attempt}",
+                holder=sample.holder,
+                age_s=now - sample.leased_at,
+                action=_taken_back(sample.lost, lease_s),
+            )
+
+    def _groups(self, now: float) -> Iterator[Stuck]:
+        """Groups whose first sample has waited long for the others."""
+        config = self._config
+        overdue = [
+            group
+            for group in self._works.pool.groups.values()
+            if group.ready and not group.completed and now - group.first_ready_at > config.stall_s
+        ]
+        for group in overdue[:SHOWN]:
+            waits = config.straggler == "wait" or group.ready < config.min_survivors
+            yield Stuck(
+                what=f"group {group.group_id}: {group.ready} of {len(group.samples)} samples ready",
+                holder=", ".join(sorted({s.holder for s in group.samples if s.holder})) or "nobody",
+                age_s=now - group.first_ready_at,
+                action="none: it waits for all (buffer.straggler, buffer.min_survivors)"
+                if waits
+                else f"goes on without the others after {config.straggler_s:g} s",
+            )
+
+    def _scoring(self, now: float) -> Iterator[Stuck]:
+        """Scoring that takes more than two leases, and stages that nobody serves."""
+        lease_s = self._config.score_lease_s
+        leases = self._works.scoring.leases.values()
+        overdue = [lease for lease in leases if now - lease.leased_at > 2 * lease_s]
+        for lease in overdue[:SHOWN]:
+            yield Stuck(
+                what=f"sample {lease.sample.sample_id} in stage {lease.stage}, "
+                f"attempt {lease.attempt}",
+                holder=lease.holder,
+                age_s=now - lease.leased_at,
+                action=_taken_back(lease.sample.score_losses, lease_s),
+            )
+        for stage in self._config.stages:
+            since = self._works.scoring.waiting_since(stage)
+            if since is None:
+                continue
+            at_work = [name for name, at in self._works.scorers.serving.items() if at == stage]
+            what = f"stage {stage}: {self._works.scoring.waiting(stage)} samples wait"
+            action = f"none: start {'more of ' if at_work else ''}`umbra scorer --stage {stage}`"
+            if not at_work:
+                what += ", but no scorer of it has joined"
+            elif now - since <= self._config.stall_s:
+                continue
+            holder = ", ".join(sorted(at_work)[:SHOWN]) or "nobody"
+            yield Stuck(what=what, holder=holder, age_s=now - since, action=action)
+
+
+def _taken_back(times: int, lease_s: float) -> str:
+    """What was done about a lease that takes long, and what will be."""
+    before = "" if not times else f"leases lost before: {times}; "
+    return f"{before}goes to another after {lease_s:g} s without a renewal"
+
+
+def _oldest_open(group: Group) -> Sample:
+    return next(sample for sample in group.samples if sample.state is not State.READY)

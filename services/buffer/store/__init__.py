@@ -1,0 +1,1 @@
+"""The durable store of a run: log, segments, snapshots, repair."""

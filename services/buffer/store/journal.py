@@ -1,0 +1,180 @@
+"""Writes what changed into the store, and builds the broker's state from it after a restart.
+
+It is state that is written, not events: for every group that an event has touched, its fields and
+those of its samples as they are now. So nothing that a rule of the state machine does can be
+forgotten here. The samples of a group are leased, answered and trained together more often than
+not, and most of what a record costs is the same for one sample as for eight.
+
+    run             what must not change: run id, sizes; where the sockets were bound
+    now             counts, versions, the ledger, the position in the prompts
+    m/<member>      who has joined
+    g/<group>       fields of a live group and of its samples
+    r/<group>       its prompt row, and the names of its samples
+    t/<sample>      trajectory of a sample (see `shelf`)
+    b/<step>        a batch: formed, or committed and kept for a trainer that starts again
+    p/<group>       a group that was trained on and may be again
+    c/<name>        what came of a prompt; the order of an epoch that a curriculum made
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import MISSING, Field, fields
+from operator import attrgetter
+from typing import Any
+
+import msgspec
+
+from umbra.services.buffer.data.prompts import Prompt
+from umbra.services.buffer.samples.pool import Group, Sample, SamplePool, State
+from umbra.services.buffer.samples.trajectory_store import PREFIX as TRAJECTORY
+from umbra.services.buffer.store.api import Store, StoreError
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder().decode
+_REQUIRED = object()
+
+
+def _kept(cls: type[Any], *left_out: str) -> list[tuple[str, Any]]:
+    """Names and defaults of the fields that are kept."""
+
+    def default(field: Field[Any]) -> Any:
+        if field.default_factory is not MISSING:
+            return field.default_factory()
+        return _REQUIRED if field.default is MISSING else field.default
+
+    return [(f.name, default(f)) for f in fields(cls) if f.name not in left_out]
+
+
+def _record(name: str, kept: list[tuple[str, Any]], *more: str) -> type[msgspec.Struct]:
+    """A struct of `kept` and then `more` fields; those that have their defaults are left out."""
+    required = [(name, Any) for name, default in kept if default is _REQUIRED]
+    others = [(name, Any, default) for name, default in kept if default is not _REQUIRED]
+    more_fields = [(name, Any, None) for name in more]
+    return msgspec.defstruct(name, required + others + more_fields, omit_defaults=True, gc=False)
+
+
+_SAMPLE = _kept(Sample, "group", "leased_at", "deadline", "begun_at", "unscored_since")
+_SampleRecord = _record("_SampleRecord", _SAMPLE)
+_sample_values = attrgetter(*(name for name, _ in _SAMPLE))
+_GROUP = _kept(Group, "prompt", "samples", "ready", "first_ready_at")
+_GroupRecord = _record("_GroupRecord", _GROUP, "prompt", "samples")
+_group_values = attrgetter(*(name for name, _ in _GROUP))
+
+# Fields that go with a trajectory.
+_MADE = ("oldest", "state", "stage", "segments", "reward", "holder")
+
+
+def group_record(group: Group) -> msgspec.Struct:
+    """The plain fields of `group` and of its samples that differ from their defaults."""
+    samples = [_SampleRecord(*_sample_values(sample)) for sample in group.samples]
+    return _GroupRecord(*_group_values(group), group.prompt.prompt_id, samples)
+
+
+def make_group(record: dict[str, Any], row: dict[str, Any] | None = None) -> Group:
+    """The group that `group_record` has described; without a `row`, that of its prompt is gone."""
+    values = {k: v for k, v in record.items() if k not in ("prompt", "samples")}
+    group = Group(prompt=Prompt(record["prompt"], row or {}), **values)
+    for sample in record["samples"]:
+        kept: dict[str, Any] = {**sample, "state": State(sample.get("state", State.QUEUED))}
+        group.samples.append(Sample(group=group, **kept))
+        group.ready += kept["state"] in (State.READY, State.TRAINING)
+    return group
+
+
+def _lacks_trajectory(sample: dict[str, Any], trajectories: set[str]) -> bool:
+    return sample.get("oldest") is not None and sample["sample_id"] not in trajectories
+
+
+class Journal:
+    """The state of one `pool` in `store`, but for the batches, which are `archive`'s."""
+
+    def __init__(self, store: Store, pool: SamplePool) -> None:
+        self.store = store
+        self._pool = pool
+        self._issued: set[str] = set()  # groups whose prompt row is in the store
+
+    def write(self, key: str, value: Any) -> None:
+        """Set `key` to the plain `value`."""
+        self.store.put(key, _encode(value))
+
+    def read(self, key: str) -> Any:
+        """The plain value of `key`; None if there is none."""
+        try:
+            return _decode(self.store.get(key))
+        except KeyError:
+            return None
+
+    def save(self) -> bool:
+        """Write down the groups that have changed; whether there were any."""
+        changed, self._pool.changed = self._pool.changed, {}
+        for key, group in changed.items():
+            if self._pool.is_alive(group):
+                if not group.completed and key not in self._issued:
+                    self._issued.add(key)
+                    names = [sample.sample_id for sample in group.samples]
+                    self.write(f"r/{key}", {"row": group.prompt.row, "samples": names})
+                self.write(f"g/{key}", group_record(group))
+            else:
+                self.forget(key)
+        return bool(changed)
+
+    def load(self, *, mend: bool) -> tuple[list[Group], list[str]]:
+        """All live groups in the order of their issue, and what had to be mended.
+
+        Args:
+            mend: the store was repaired: groups of which a record is lost are given up, and
+                trajectories that are lost are made again.
+
+        Raises:
+            StoreError: something is missing from a store that was not repaired.
+        """
+        trajectories = self.trajectories()
+        self._issued = set(self._ids("r/", "g-"))
+        groups: list[Group] = []
+        mended: list[str] = []
+        for group_id in self._issued.union(self._ids("g/", "g-")):
+            record, issue = self.read(f"g/{group_id}"), self.read(f"r/{group_id}")
+            if record is None:
+                mended.append(self._give_up(group_id, issue["samples"], "its state is gone"))
+                continue
+            if issue is None and not record.get("completed"):  # else nobody needs the row again
+                names = [sample["sample_id"] for sample in record["samples"]]
+                mended.append(self._give_up(group_id, names, "its prompt is gone"))
+                continue
+            again = [s for s in record["samples"] if _lacks_trajectory(s, trajectories)]
+            for sample in again:
+                mended.append(f"sample {sample['sample_id']} starts again: its trajectory is gone")
+                for field in _MADE:
+                    sample.pop(field, None)
+                record["completed"] = 0
+            group = make_group(record, issue and issue["row"])
+            if again:
+                self._pool.changed[group_id] = group
+            groups.append(group)
+        if mended and not mend:
+            raise StoreError(f"the store does not fit together: {mended[0]}")
+        groups.sort(key=lambda group: group.samples[0].serial)
+        return groups, mended
+
+    def forget(self, group_id: str) -> None:
+        """The group is not live; its trajectories are left."""
+        self._issued.discard(group_id)
+        self.store.delete(f"g/{group_id}")
+        self.store.delete(f"r/{group_id}")
+
+    def _give_up(self, group_id: str, samples: Sequence[str], why: str) -> str:
+        """A repair has taken a part of the group away; what is to be told of that."""
+        self.forget(group_id)
+        for name in samples:
+            self.store.delete(TRAJECTORY + name)
+        return f"group {group_id} ends as lost, with {', '.join(samples)}: {why}"
+
+    def trajectories(self) -> set[str]:
+        """The samples of the pool that the store has a trajectory of."""
+        return set(self._ids(TRAJECTORY, "s-"))
+
+    def _ids(self, kind: str, name: str) -> Iterable[str]:
+        """Of the things of one kind, those of the journal's own pool."""
+        prefix = kind + self._pool.prefix + name
+        return (key.removeprefix(kind) for key in self.store.keys(prefix))

@@ -1,0 +1,132 @@
+"""Repair of a damaged store: what is sound goes into new files, and all that is lost is named."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from umbra.proto.errors import UsageError
+from umbra.services.buffer.endpoints.generator import EVAL_PREFIX
+from umbra.services.buffer.policy.replays import Replays
+from umbra.services.buffer.policy.staleness import StalenessPolicy
+from umbra.services.buffer.samples.groups import GroupRules
+from umbra.services.buffer.samples.pool import SamplePool
+from umbra.services.buffer.samples.trajectory_store import TrajectoryStore
+from umbra.services.buffer.store.api import Store
+from umbra.services.buffer.store.archive import Archive
+from umbra.services.buffer.store.inspect import value_bytes
+from umbra.services.buffer.store.journal import Journal
+from umbra.services.buffer.store.log import LogStore, lock
+from umbra.services.buffer.store.recovery import REPAIRED
+from umbra.services.buffer.store.segments import Replay, segment_bytes, segment_numbers
+from umbra.services.runtime.process.disk import DISK
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """What a repair has done."""
+
+    kept: int  # keys
+    dropped: list[str]  # bytes of the files, with what was wrong with them
+    lost: list[str]  # samples, groups and batches, with what becomes of them
+    backup: Path | None  # the files of before
+
+    def tell(self) -> list[str]:
+        """All of it in lines for people."""
+        if not self.dropped:
+            return [f"nothing to repair: {self.kept} keys are sound"]
+        lines = [f"dropped {line}" for line in self.dropped]
+        lines += self.lost or ["no sample, group or batch is lost by it"]
+        lines.append(f"kept {self.kept} keys; the files of before are in {self.backup}")
+        if self.lost:
+            lines.append("what is lost counts as ended (lost) once the buffer starts")
+        return lines
+
+
+def repair(directory: Path) -> Repair:
+    """Write all that is sound into new files; the old ones are moved aside, not removed.
+
+    Raises:
+        UsageError: there is no store.
+        StoreError: it is in use, or of another schema.
+    """
+    if not directory.is_dir() or not segment_numbers(directory):
+        raise UsageError(f"{directory} holds no store: name the folder with the .seg files")
+    held = lock(directory)
+    try:
+        image = Replay(directory, salvage=True).run()
+        dropped = [str(damage) for damage in image.damages]
+        if image.torn is not None:
+            dropped.append(f"{image.torn} (a crash left it; it was never acknowledged)")
+        if not dropped:
+            return Repair(len(image.places), [], [], None)
+        fresh = directory.with_name(directory.name + ".repaired")
+        shutil.rmtree(fresh, ignore_errors=True)  # of a repair that was broken off
+        backup = _unused(directory.with_name(directory.name + ".damaged"))
+        store = LogStore(fresh, store=image.store)
+        for number in segment_numbers(directory):
+            data = segment_bytes(directory, number)
+            for key, place in image.places.items():
+                if place.segment == number:
+                    record = data[place.offset : place.end]
+                    size = value_bytes(record, len(key.encode()))
+                    store.put(key, bytes(record[len(record) - size :]))
+            store.commit()
+        if image.damages:
+            store.put(REPAIRED, b"\xc3")
+            store.commit()
+        lost = missing_from(store)
+        store.close()  # what was written to find that out goes with it
+        DISK.rename(directory, backup)
+        DISK.rename(fresh, directory)
+        DISK.sync_directory(directory.parent)
+    finally:
+        os.close(held)
+    return Repair(len(image.places), dropped, lost, backup)
+
+
+def missing_from(store: Store) -> list[str]:
+    """What a buffer that starts on `store` will find to be missing. Leaves it changed."""
+    lost: list[str] = []
+    for prefix in ("", EVAL_PREFIX):
+        pool = SamplePool(
+            rules=GroupRules(size=1),
+            lease_s=1.0,
+            max_attempts=1,
+            trajectory_store=TrajectoryStore(store),
+            counters=Counter(),
+            prefix=prefix,
+        )
+        journal = Journal(store, pool)
+        groups, mended = journal.load(mend=True)
+        lost += mended
+        if not prefix:
+            any_policy = StalenessPolicy(batch_groups=1, run_ahead=1, max_staleness=1, steps=1)
+            replays = Replays(journal, any_policy, times=2)
+            trajectories = journal.trajectories()
+            lost += replays.load(trajectories)
+            live = {group.group_id: group for group in groups}
+            lost += Archive(journal, replays).load(live, trajectories, 0.0)[1]
+    if store_lacks(store, "now"):
+        lost.append("the counts of the run: it cannot go on, begin a new one")
+    return lost
+
+
+def store_lacks(store: Store, key: str) -> bool:
+    """Whether there is no such key."""
+    try:
+        store.get(key)
+    except KeyError:
+        return True
+    return False
+
+
+def _unused(path: Path) -> Path:
+    number = 1
+    while path.exists():
+        number += 1
+        path = path.with_name(f"{path.name.partition('-')[0]}-{number}")
+    return path

@@ -1,0 +1,323 @@
+"""The segment files of a store: finding them, and reading back what they hold."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
+
+import msgspec
+
+from umbra.services.buffer.store.api import StoreError
+from umbra.services.buffer.store.head import NAME as HEAD
+from umbra.services.buffer.store.head import Head, read_head
+from umbra.services.buffer.store.record_format import (
+    SEGMENT_HEADER_BYTES,
+    Entry,
+    SegmentHeader,
+    chain_on,
+    read_header,
+    scan,
+    value_of,
+)
+
+READ_BYTES = 256 << 10  # read at once, about
+GAP_BYTES = 8 << 10  # of other records between two that are read at once
+Extent: TypeAlias = tuple[int, int, int, str]  # segment, begin and end of a record, and its key
+_NAME = re.compile(r"(\d{8})\.seg")
+
+log = logging.getLogger(__name__)
+
+
+def segment_path(directory: Path, number: int) -> Path:
+    """The file of segment `number`."""
+    return directory / f"{number:08d}.seg"
+
+
+def segment_numbers(directory: Path) -> list[int]:
+    """Numbers of the segments in `directory`, oldest first."""
+    found = (_NAME.fullmatch(path.name) for path in directory.iterdir())
+    return sorted(int(match[1]) for match in found if match)
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A file, or bytes of it, that hold nothing sound."""
+
+    file: str
+    offset: int
+    end: int
+    reason: str
+
+    def __str__(self) -> str:
+        where = f", bytes {self.offset} to {self.end}" if self.end else ""
+        return f"{self.file}{where}: {self.reason}"
+
+
+def segment_name(number: int) -> str:
+    """The name of the file of segment `number`."""
+    return segment_path(Path(), number).name
+
+
+class Place(msgspec.Struct, frozen=True, gc=False):
+    """Where the newest value of a key lies, and the value itself if it is a small one."""
+
+    segment: int
+    offset: int  # of the record
+    end: int
+    value: bytes | memoryview | None = None
+
+
+@dataclass(slots=True)
+class Image:
+    """What the segments hold together. Entries of whole groups only, unless it is of a repair."""
+
+    places: dict[str, Place] = field(default_factory=dict[str, Place])  # in the order of the log
+    sizes: dict[int, int] = field(default_factory=dict[int, int])  # sound bytes, by segment
+    head: Head | None = None  # None: the store is new, or the file is damaged
+    store: int | None = None  # the id, of the head or else of a segment
+    commit: int = 0  # of the newest group
+    chain: int = 0  # over all groups
+    torn: Damage | None = None  # what a crash left of a group that was never acknowledged
+    leftovers: list[int] = field(default_factory=list[int])  # segments that do not count any more
+    damages: list[Damage] = field(default_factory=list[Damage])
+
+
+def segment_bytes(directory: Path, number: int) -> memoryview:
+    """All bytes of segment `number`."""
+    return memoryview(segment_path(directory, number).read_bytes())
+
+
+def read_values(
+    directory: Path, files: Mapping[int, int], wanted: Iterable[Extent]
+) -> Iterator[tuple[str, memoryview]]:
+    """Keys with their values, from where they lie in `files`, descriptors by segment.
+
+    What lies side by side is read at once: the records of a batch were written shortly after each
+    other, and a call of the system takes longer than to copy one of them.
+
+    Raises:
+        StoreError: bytes have changed on the disk.
+    """
+    stretch: list[Extent] = []
+    number = near = far = -1  # the segment of the stretch, and what may still be added to it
+    for extent in sorted(wanted):
+        segment, offset, end, _ = extent
+        if segment != number or offset > near or end > far:
+            yield from _read_stretch(directory, files, stretch)
+            stretch, number, far = [], segment, offset + READ_BYTES
+        stretch.append(extent)
+        near = end + GAP_BYTES
+    yield from _read_stretch(directory, files, stretch)
+
+
+def _read_stretch(
+    directory: Path, files: Mapping[int, int], stretch: list[Extent]
+) -> Iterator[tuple[str, memoryview]]:
+    if not stretch:
+        return
+    number, begin = stretch[0][:2]
+    data = memoryview(os.pread(files[number], stretch[-1][2] - begin, begin))
+    for _, offset, end, key in stretch:
+        value = value_of(data[offset - begin : end - begin], key)
+        if isinstance(value, str):
+            raise StoreError(f"{segment_path(directory, number)}, byte {offset}: {value}")
+        yield key, value
+
+
+class Replay:
+    """Reads all segments of a store and compares them with its head.
+
+    Args:
+        salvage: take every sound record, also of groups that are not whole.
+        growing: a buffer may be at work on it: there may be more than the head names by now.
+    """
+
+    def __init__(self, directory: Path, *, salvage: bool = False, growing: bool = False) -> None:
+        self.image = Image()
+        self._directory = directory
+        self._salvage = salvage
+        self._growing = growing
+        self._group: list[tuple[int, Entry]] = []
+        self._group_commit = 0
+        self._reached = False  # what the head names
+        self._first = True  # nothing was read yet that says how the chain goes on
+
+    def run(self) -> Image:
+        """The whole image; its `damages` say what was not as it must be.
+
+        Raises:
+            StoreError: a segment was written by something else than this version of Umbra.
+        """
+        image = self.image
+        head = read_head(self._directory)
+        numbers = segment_numbers(self._directory)
+        if isinstance(head, Head):
+            image.head, image.store = head, head.store
+            image.leftovers = [number for number in numbers if number < head.oldest]
+            numbers = self._expected(head, numbers[len(image.leftovers) :])
+        for number in numbers:
+            image.sizes[number] = SEGMENT_HEADER_BYTES
+            self._read(number, segment_bytes(self._directory, number))
+        if self._salvage:
+            self._apply()
+        if isinstance(head, Head):
+            self._compare(head)
+        elif numbers or (self._directory / HEAD).exists():
+            self._damage(HEAD, head)
+        return image
+
+    def _damage(self, file: str, reason: str) -> None:
+        self.image.damages.append(Damage(file, 0, 0, reason))
+
+    def _expected(self, head: Head, numbers: list[int]) -> list[int]:
+        """Of the segments that there are, those that the head allows; the others are damage."""
+        if not numbers and head.end == 0:
+            return []  # the store was being made when the process ended
+        newest = head.segment + 1  # begun, but nothing in it was acknowledged
+        while self._growing and newest in numbers:
+            newest += 1
+        for number in range(head.oldest, head.segment + 1):
+            if number not in numbers:
+                self._damage(segment_name(number), "the file is missing")
+        for number in numbers:
+            if number > newest:
+                what = f"the newest segment is {segment_name(head.segment)}, says the head"
+                self._damage(segment_name(number), what)
+        return numbers
+
+    def _is_behind_head(self, segment: int, offset: int) -> bool:
+        """Whether nothing there can have been acknowledged."""
+        head = self.image.head
+        return head is not None and (segment, offset) >= (head.segment, head.end)
+
+    def _compare(self, head: Head) -> None:
+        """Whether all is there that the head names, and no more than may be."""
+        image, newest = self.image, segment_name(head.segment)
+        if image.commit < head.commit:
+            if not any(damage.file == newest for damage in image.damages):
+                self._damage(
+                    newest,
+                    f"it ends with group {image.commit}; group {head.commit}, which ended at byte "
+                    f"{head.end}, was acknowledged",
+                )
+        elif not self._reached and not image.damages and head.end:
+            self._damage(newest, f"group {head.commit} is not the one that the head names")
+        elif image.commit > head.commit + 1 and not self._growing:
+            what = f"it is older than the segments: it names group {head.commit}"
+            self._damage(HEAD, f"{what}, they go on to group {image.commit}")
+
+    def _read(self, number: int, data: memoryview) -> None:
+        name, image = segment_name(number), self.image
+        header = read_header(data, number)
+        if isinstance(header, str):
+            where = segment_path(self._directory, number)
+            if "schema" in header:
+                raise StoreError(
+                    f"{where}: {header}; use the version that wrote it, or a new store"
+                )
+            damage = Damage(name, 0, len(data), header)
+            if len(data) <= SEGMENT_HEADER_BYTES and self._is_behind_head(number, len(data)):
+                image.torn = damage  # the file was being made when the process ended
+                image.sizes[number] = 0
+            else:
+                image.damages.append(damage)
+            return
+        self._check_header(name, header)
+        self._passed(number, SEGMENT_HEADER_BYTES)
+        for found in scan(data):
+            if isinstance(found, Entry):
+                self._take(number, found)
+            elif self._torn(number, found.offset, len(data), found.reason):
+                return
+            else:
+                image.damages.append(Damage(name, found.offset, found.end, found.reason))
+        if self._group and not self._torn(number, len(data), len(data), "a group without its end"):
+            begin = self._group[0][1].offset
+            image.damages.append(Damage(name, begin, len(data), "a group without its end"))
+            self._drop_group()
+
+    def _torn(self, number: int, offset: int, end: int, reason: str) -> bool:
+        """Whether what is broken there is of a group that was never acknowledged: drop it then.
+
+        Its sectors may have come to the disk in any order, so sound records may follow.
+        """
+        begin = self._group[0][1].offset if self._group else offset
+        if not self._is_behind_head(number, begin):
+            return False
+        self._group.clear()
+        self.image.torn = Damage(segment_name(number), begin, end, reason)
+        return True
+
+    def _check_header(self, name: str, header: SegmentHeader) -> None:
+        """Whether the segment goes on where the one before it ends."""
+        image = self.image
+        if image.store is None:
+            image.store = header.store
+        if header.store != image.store:
+            self._damage(name, "it is of another store")
+        elif not self._first and header.commit > image.commit and not image.damages:
+            before = segment_name(header.number - 1)
+            self._damage(before, f"it ends with group {image.commit} instead of {header.commit}")
+        elif not self._first and (header.commit, header.chain) != (image.commit, image.chain):
+            if not image.damages:  # else that is what was found already
+                self._damage(name, "it does not go on where the segment before it ends")
+        image.commit, image.chain, self._first = header.commit, header.chain, False
+
+    def _take(self, number: int, entry: Entry) -> None:
+        image, name = self.image, segment_name(number)
+        expected = image.commit + 1
+        if self._group and entry.commit != self._group_commit:
+            reason = f"group {self._group_commit} has no end"
+            image.damages.append(Damage(name, self._group[0][1].offset, entry.offset, reason))
+            self._drop_group()
+        elif not self._group and entry.commit != expected and not image.damages:
+            reason = f"group {expected} is missing before group {entry.commit}"
+            image.damages.append(Damage(name, entry.offset, entry.offset, reason))
+        self._group_commit = entry.commit
+        self._group.append((number, entry))
+        if not entry.is_last:
+            return
+        image.chain = chain_on(image.chain, (one.checksum for _, one in self._group))
+        self._apply()
+        image.commit = entry.commit
+        image.sizes[number] = entry.end
+        self._passed(number, entry.end)
+
+    def _passed(self, number: int, end: int) -> None:
+        """Take note of having come to `end`: is it what the head names?"""
+        head, image = self.image.head, self.image
+        if head is not None and (number, end) == (head.segment, head.end):
+            self._reached = (image.commit, image.chain) == (head.commit, head.chain)
+
+    def _drop_group(self) -> None:
+        if self._salvage:
+            self._apply()
+        self._group.clear()
+
+    def _apply(self) -> None:
+        places = self.image.places
+        for number, entry in self._group:
+            for key in entry.deleted or [entry.key]:
+                places.pop(key, None)
+            if not entry.deleted:
+                places[entry.key] = Place(number, entry.offset, entry.end)
+        self._group.clear()
+
+
+def refuse_damage(directory: Path, image: Image) -> None:
+    """Raise unless `image` is sound.
+
+    Raises:
+        StoreError: names the damage and the remedy.
+    """
+    if image.damages:
+        more = f" (and {len(image.damages) - 1} more)" if len(image.damages) > 1 else ""
+        raise StoreError(
+            f"the store in {directory} is damaged: {image.damages[0]}{more}; "
+            f"`umbra buffer --repair --store {directory}` drops what is lost and says what that is"
+        )

@@ -1,0 +1,134 @@
+"""The environments of one process, by sample, and what they answer."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from umbra.services.environments.protocol import (
+    Environment,
+    EnvironmentFactory,
+    Message,
+    Opening,
+    Row,
+    SampleError,
+    StepResult,
+)
+
+Result = Opening | StepResult
+
+
+@dataclass(slots=True)
+class _Session:
+    environment: Environment
+    heard: int = 0  # responses so far
+
+
+class EnvironmentHost:
+    """Holds an environment per sample, from its opening until it is forgotten.
+
+    Args:
+        make: a fresh environment.
+        name: what the user calls it, for errors.
+    """
+
+    def __init__(self, make: EnvironmentFactory, name: str) -> None:
+        self._make = make
+        self._name = name
+        self._sessions: dict[str, _Session] = {}
+
+    async def play(self, key: str, row: Row, responses: Sequence[str]) -> list[Result]:
+        """What the environment of sample `key` answers to the last of `responses`.
+
+        Without responses the conversation is opened, anew if there is one. If this process has not
+        heard the earlier responses, it plays the conversation from the start; then the result holds
+        all answers, else the last one only.
+
+        Raises:
+            SampleError: the environment raised, or answered what is no answer.
+        """
+        session = self._sessions.get(key)
+        results: list[Result] = []
+        try:
+            if session is None or session.heard != len(responses) - 1:
+                session = self._sessions[key] = _Session(self._make())
+                results.append(await self._reset(session, row))
+            for response in responses[session.heard :]:
+                results.append(await self._step(session, response))
+                session.heard += 1
+        except SampleError:
+            self.forget(key)
+            raise
+        except (Exception, SystemExit) as error:
+            self.forget(key)
+            raise SampleError(f"{self._name} raised {type(error).__name__}: {error}") from error
+        return results
+
+    def forget(self, key: str) -> None:
+        """The sample is over."""
+        self._sessions.pop(key, None)
+
+    async def _reset(self, session: _Session, row: Row) -> Opening:
+        opened: Any = session.environment.reset(row)
+        if inspect.isawaitable(opened):
+            opened = await opened
+        if not isinstance(opened, Opening):
+            opened = Opening(opened)
+        return Opening(self._messages(opened.messages, "reset"), opened.tools)
+
+    async def _step(self, session: _Session, response: str) -> StepResult:
+        result: Any = session.environment.step(response)
+        if inspect.isawaitable(result):
+            result = await result
+        if not isinstance(result, StepResult):
+            raise SampleError(
+                f"{self._name}: step returned {type(result).__name__} instead of a StepResult"
+            )
+        return StepResult(
+            reward=self._number(result.reward, "reward"),
+            done=bool(result.done),
+            messages=self._messages(result.messages, "step"),
+            reward_parts={
+                str(part): self._number(value, f"reward part {part!r}")
+                for part, value in result.reward_parts.items()
+            },
+            reason=str(result.reason),
+            tool_calls=self._calls(result.tool_calls),
+        )
+
+    def _calls(self, calls: Any) -> list[dict[str, Any]]:
+        try:
+            well_formed = all(
+                isinstance(call["function"]["name"], str)
+                and isinstance(call["function"]["arguments"], dict)
+                for call in calls
+            )
+        except (TypeError, KeyError):
+            well_formed = False
+        if isinstance(calls, list) and well_formed:
+            return calls
+        raise SampleError(
+            f'{self._name}: step gave tool_calls {calls!r} instead of a list of {{"id": ..., '
+            '"type": "function", "function": {"name": ..., "arguments": {...}}}'
+        )
+
+    def _number(self, value: Any, what: str) -> float:
+        try:
+            if not isinstance(value, str) and math.isfinite(value):
+                return float(value)
+        except TypeError:
+            pass
+        raise SampleError(f"{self._name}: {what} is {value!r}, which is not a finite number")
+
+    def _messages(self, messages: Any, method: str) -> list[Message]:
+        if isinstance(messages, list) and all(
+            isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages
+        ):
+            return messages
+        raise SampleError(
+            f'{self._name}: {method} gave {messages!r} instead of a list of {{"role": ..., '
+            '"content": ...}'
+        )

@@ -1,0 +1,348 @@
+"""Which worker process plays what: sessions stay where they are, the lost are played again.
+
+Event-driven, within one asyncio loop. A play that outlives its deadline costs its process, and
+that sample only: what else the process held is played again elsewhere, response by response.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import msgspec
+
+from umbra.proto.errors import DeadlineError, UsageError
+from umbra.services.environments.environment_host import Result
+from umbra.services.environments.loading import name_of
+from umbra.services.environments.worker import overdue
+from umbra.services.environments.worker_frames import (
+    Forget,
+    FromWorker,
+    Hello,
+    Play,
+    Played,
+    Setup,
+    ToWorker,
+    frame,
+    read_from_worker,
+)
+from umbra.services.runtime.config import EnvironmentConfig
+from umbra.services.runtime.process.loop_thread import ends_with_it
+
+START_S = 120.0  # for a process to import the user's module
+_GRACE_S = 1.0  # a worker that can still answer says itself that a play is overdue
+
+
+@dataclass(slots=True)
+class _Session:
+    """What is known of a sample's conversation outside of the process that plays it."""
+
+    worker: _Worker | None = None
+    digests: list[bytes] = field(default_factory=list)  # of all answers so far
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    play: Play
+    session: _Session
+    losses: int = 0  # processes that ended while they played it
+    timer: asyncio.TimerHandle | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _Worker:
+    process: asyncio.subprocess.Process
+    handle: int  # pidfd
+    stdin: asyncio.StreamWriter
+    room: int
+    calls: dict[int, _Call] = field(default_factory=dict)
+    waiting: deque[_Call] = field(default_factory=deque)  # whose sessions are here
+    ending: set[int] = field(default_factory=set)  # calls whose samples are over
+    suspect: _Call | None = None  # is played alone here: it was there when a process ended
+    alive: bool = True
+    verdict: str = ""  # why it was killed
+
+    def free(self) -> bool:
+        waits = self.suspect is not None or self.ending
+        return self.alive and not waits and len(self.calls) < self.room
+
+    def kill(self) -> None:
+        # Not `process.kill()`: that may reap the process, and asyncio would lose its exit code.
+        if self.process.returncode is None:
+            with suppress(ProcessLookupError):  # it has ended, and asyncio was not told yet
+                signal.pidfd_send_signal(self.handle, signal.SIGKILL)
+
+    def tell(self, message: ToWorker) -> None:
+        if self.alive and not self.stdin.is_closing():
+            self.stdin.write(frame(message))
+
+
+class WorkerPool:
+    """Worker processes and the sessions that they hold. Not thread-safe.
+
+    Args:
+        config: the environment; `workers` is how many processes there may be.
+        deliver: called with sample, answer and error ("" if there is an answer).
+        started: called with the sample whenever a process begins to play for it.
+        end_forgotten: what plays on for a sample that is over is ended, with its process if needed.
+    """
+
+    def __init__(
+        self,
+        config: EnvironmentConfig,
+        deliver: Callable[[str, Result | None, str], None],
+        started: Callable[[str], None] = lambda key: None,
+        *,
+        end_forgotten: bool = False,
+    ) -> None:
+        self._config = config
+        self._deliver = deliver
+        self._started = started
+        self._end_forgotten = end_forgotten
+        self._workers: list[_Worker] = []
+        self._starting = 0
+        self._number = 0
+        self._closed = False
+        self._sessions: dict[str, _Session] = {}
+        self._queue: deque[_Call] = deque()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Start the first process.
+
+        Raises:
+            UsageError: the environment can't be loaded.
+            DeadlineError: it took too long.
+        """
+        self._workers.append(await self._hire())
+
+    def play(self, key: str, row: dict[str, object], responses: Sequence[str]) -> None:
+        """Ask for the answer to the last of `responses`; it is delivered."""
+        session = self._sessions.setdefault(key, _Session())
+        self._number += 1
+        call = _Call(Play(self._number, key, dict(row), list(responses)), session)
+        if session.worker is not None and responses:
+            session.worker.waiting.append(call)
+        else:
+            self._queue.append(call)
+        self._pump()
+
+    def forget(self, key: str) -> None:
+        """The sample is over; an answer that is under way goes nowhere."""
+        session = self._sessions.pop(key, None)
+        worker = session.worker if session is not None else None
+        if worker is None:
+            return
+        worker.tell(Forget(key))
+        if self._end_forgotten:
+            for call in [c for c in worker.calls.values() if c.session is session]:
+                self._end_soon(worker, call)
+
+    async def close(self) -> None:
+        """End all processes."""
+        self._closed = True
+        for worker in self._workers:
+            self._end(worker, "closed")
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    # -- dispatch ---------------------------------------------------------------------------------
+
+    def _pump(self) -> None:
+        if self._closed:
+            return
+        for worker in self._workers:
+            while worker.waiting and worker.free():
+                self._send(worker, worker.waiting.popleft())
+        while self._queue:
+            call = self._queue[0]
+            if not self._wanted(call):
+                self._queue.popleft()  # forgotten before it was sent
+                continue
+            worker = self._alone_for(call) if call.losses else self._least_loaded()
+            if worker is None:
+                break
+            self._queue.popleft()
+            self._send(worker, call)
+        if self._queue and len(self._workers) + self._starting < self._config.workers:
+            self._starting += 1
+            self._spawn(self._grow())
+
+    def _least_loaded(self) -> _Worker | None:
+        free = [worker for worker in self._workers if worker.free()]
+        return min(free, key=lambda worker: len(worker.calls), default=None)
+
+    def _alone_for(self, call: _Call) -> _Worker | None:
+        """A process without anything else; one is set apart and emptied if there is none."""
+        mine = next((w for w in self._workers if w.suspect is call), None)
+        if mine is None:
+            mine = self._least_loaded()
+            if mine is None:
+                return None
+            mine.suspect = call
+        return mine if not mine.calls else None
+
+    def _send(self, worker: _Worker, call: _Call) -> None:
+        if not self._wanted(call):
+            return
+        call.session.worker = worker
+        worker.calls[call.play.number] = call
+        limit = self._config.timeout_s + (_GRACE_S if worker.room > 1 else 0.0)
+        call.timer = asyncio.get_running_loop().call_later(limit, self._overdue, worker, call)
+        worker.tell(call.play)
+        self._started(call.play.key)
+
+    def _played(self, worker: _Worker, reply: Played) -> None:
+        worker.ending.discard(reply.number)
+        call = worker.calls.pop(reply.number, None)
+        if call is None:
+            return
+        if call.timer is not None:
+            call.timer.cancel()
+        if worker.suspect is call:
+            worker.suspect = None
+        error = reply.error or _differs(call, reply.results)
+        if error:
+            call.session.worker = None
+        self._answer(call, None if error else reply.results[-1], error)
+        if reply.exhausted:
+            self._end(worker, "it was out of memory")
+
+    def _wanted(self, call: _Call) -> bool:
+        """Whether the sample still waits for it."""
+        return self._sessions.get(call.play.key) is call.session
+
+    def _answer(self, call: _Call, value: Result | None, error: str) -> None:
+        if self._wanted(call):
+            self._deliver(call.play.key, value, error)
+
+    # -- processes --------------------------------------------------------------------------------
+
+    def _overdue(self, worker: _Worker, call: _Call) -> None:
+        worker.calls.pop(call.play.number, None)
+        self._answer(call, None, overdue(self._config.timeout_s))
+        self._end(worker, "another sample's call hung in it")
+
+    def _end_soon(self, worker: _Worker, call: _Call) -> None:
+        """End a play whose sample is over; one among others may end itself."""
+        if worker.room == 1:
+            self._end(worker, "its sample is over")
+        elif call.timer is not None:
+            call.timer.cancel()
+            loop = asyncio.get_running_loop()
+            call.timer = loop.call_later(_GRACE_S, self._overdue, worker, call)
+            worker.ending.add(call.play.number)
+
+    def _end(self, worker: _Worker, verdict: str) -> None:
+        worker.verdict = worker.verdict or verdict
+        worker.kill()
+
+    async def _read(self, worker: _Worker, reader: asyncio.StreamReader) -> None:
+        message: FromWorker | None
+        while isinstance(message := await read_from_worker(reader), Played):
+            self._played(worker, message)
+            self._pump()
+        try:
+            code = await asyncio.wait_for(worker.process.wait(), _GRACE_S)
+        except TimeoutError:  # it closed the pipe, or wrote nonsense into it
+            worker.kill()
+            code = await worker.process.wait()
+        os.close(worker.handle)
+        self._lost(worker, f"signal {-code}" if code < 0 else f"exit code {code}")
+        self._pump()
+
+    def _lost(self, worker: _Worker, how: str) -> None:
+        worker.alive = False
+        self._workers.remove(worker)
+        for session in self._sessions.values():
+            if session.worker is worker:
+                session.worker = None
+        innocent = bool(worker.verdict)
+        for call in worker.calls.values():
+            if call.timer is not None:
+                call.timer.cancel()
+            call.losses += not innocent
+            # Alone in its process, or there at two ends: it is the one.
+            if not innocent and (worker.room == 1 or call.losses > 1):
+                self._answer(call, None, f"the process of its environment ended with {how}")
+            else:
+                self._queue.appendleft(call)
+        self._queue.extend(worker.waiting)
+
+    async def _grow(self) -> None:
+        try:
+            worker = await self._hire()
+            self._workers.append(worker)
+            if self._closed:
+                worker.kill()
+        except (UsageError, DeadlineError, OSError) as error:
+            if not self._workers:
+                waiting, self._queue = self._queue, deque()
+                for call in waiting:
+                    self._answer(call, None, f"no process for environments: {error}")
+        finally:
+            self._starting -= 1
+        self._pump()
+
+    async def _hire(self) -> _Worker:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "umbra.services.environments.worker",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(frame(Setup(self._config)))
+        try:
+            async with asyncio.timeout(START_S):
+                hello = await read_from_worker(process.stdout)
+        except TimeoutError:
+            process.kill()
+            raise DeadlineError(
+                f"a process for environments was not ready after {START_S:g} s: does importing "
+                f"{name_of(self._config)} hang?"
+            ) from None
+        if not isinstance(hello, Hello):
+            code = await process.wait()
+            raise UsageError(
+                f"a process for {name_of(self._config)} ended with exit code {code} when it was "
+                "started"
+            )
+        if hello.usage_error:
+            await process.wait()
+            raise UsageError(hello.usage_error)
+        worker = _Worker(process, os.pidfd_open(process.pid), process.stdin, hello.room)
+        self._spawn(self._read(worker, process.stdout))
+        return worker
+
+    def _spawn(self, coroutine: Coroutine[object, object, None]) -> None:
+        task = asyncio.create_task(coroutine, name="the keeper of environment processes")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(ends_with_it)
+
+
+def _differs(call: _Call, results: list[Result]) -> str:
+    """Why answers must not go on that repeat earlier ones; "" if they are the same as then."""
+    new = [hashlib.blake2b(msgspec.msgpack.encode(r), digest_size=8).digest() for r in results]
+    if not call.play.responses:
+        call.session.digests = new
+        return ""
+    first = len(call.play.responses) + 1 - len(new)  # the answer that `results` begins with
+    known = call.session.digests[first : first + len(new) - 1]
+    if known and known != new[: len(known)]:
+        return (
+            "the process of its environment ended, and another one answered differently: there is "
+            "chance in the environment, so the sample can't go on"
+        )
+    call.session.digests[first:] = new
+    return ""

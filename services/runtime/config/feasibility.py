@@ -1,0 +1,212 @@
+"""Can a run with these numbers ever fill its batches? And how stale may what it trains on get?
+
+It is asked before a run starts (`umbra config check`, `umbra up`, the buffer itself), because
+the answer of a run is an hour of silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from umbra.proto.errors import UsageError
+from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.config.objective_rules import objective_faults
+
+VLLM_COOLEST = 0.01  # it raises lower temperatures to this, but for 0
+
+
+@dataclass(frozen=True, slots=True)
+class Staleness:
+    """What a configuration implies for a trained token.
+
+    Versions count committed batches. Each batch is m = minibatches * epochs optimizer updates, the
+    last of which sees weights that m - 1 updates of the same batch have changed already.
+    """
+
+    bound: int  # versions, at most
+    typical: int  # versions, of a sample that nothing overtakes, at its last use
+    updates: int  # optimizer updates between the weights of a token and those it trains, at most
+    uses: int = 1  # batches that a sample may be in
+
+    def describe(self) -> str:
+        """One line for people."""
+        text = f"at most {self.bound} versions, typically up to {self.typical}"
+        if self.updates != self.bound:
+            text += f"; at most {self.updates} optimizer updates, as each batch is several"
+        if self.uses > 1:
+            text += f"; a sample is trained on up to {self.uses} times, within the same bound"
+        return text
+
+
+def implied_staleness(config: RunConfig) -> Staleness:
+    """The worst and the typical staleness of `config`: K, min(A + n - 1, K) and K * m + m - 1.
+
+    n is `replay_times`, and 1 without replay: a sample is a version older at every further use.
+    """
+    buffer, updates = config.buffer, config.trainer.updates_per_batch
+    uses = buffer.replay_times if buffer.sampling == "replay" else 1
+    bound = buffer.max_staleness if buffer.run_ahead else 0
+    typical = min(buffer.run_ahead + uses - 1, bound)
+    return Staleness(bound, typical, bound * updates + updates - 1, uses)
+
+
+def check_feasible(config: RunConfig) -> None:
+    """Refuse what can never fill a batch, must deadlock, or contradicts itself.
+
+    Raises:
+        UsageError: all that is wrong, each with the numbers to change.
+    """
+    faults = [
+        *_groups(config),
+        *_staleness(config),
+        *_stages(config),
+        *_agents(config),
+        *_sampling(config),
+        *_deadlines(config),
+        *objective_faults(config),
+    ]
+    evaluation = config.eval
+    if (evaluation.within and evaluation.mode == "concurrent") and (
+        config.generator.receive == "streamed"
+    ):
+        faults.append(
+            "generator.receive = streamed reads new weights where the trainer has to write the "
+            "next ones, so they cannot wait for an evaluation: set eval.mode = pause, or "
+            "generator.receive = staged"
+        )
+    if evaluation.within and not evaluation.prompts:
+        key = "every" if evaluation.every else "at_start"
+        faults.append(f"eval.{key} needs eval.prompts: name a file of held-out prompts")
+    if evaluation.run_samples % evaluation.samples_per_prompt:
+        faults.append(
+            f"eval.run_samples = {evaluation.run_samples} is no multiple of "
+            f"eval.samples_per_prompt = {evaluation.samples_per_prompt}: change one of them"
+        )
+    if faults:
+        raise UsageError("; ".join(faults))
+
+
+def _groups(config: RunConfig) -> Iterator[str]:
+    buffer = config.buffer
+    size = buffer.group_size
+    if buffer.dynamic_sampling and size == 1:
+        yield (
+            "buffer.dynamic_sampling replaces every group of one sample, so no batch is ever full: "
+            "set buffer.group_size to 2 or more"
+        )
+    if buffer.straggler == "survivors" and buffer.min_survivors > size:
+        yield (
+            f"buffer.min_survivors = {buffer.min_survivors} is more than buffer.group_size = {size}"
+        )
+    if buffer.straggler == "survivors" and buffer.dynamic_sampling and buffer.min_survivors == 1:
+        yield (
+            "a group that survives with one sample is always replaced by buffer.dynamic_sampling: "
+            "set buffer.min_survivors to 2 or more"
+        )
+
+
+def _staleness(config: RunConfig) -> Iterator[str]:
+    buffer = config.buffer
+    bound = implied_staleness(config).bound
+    if buffer.min_ess and not buffer.run_ahead:
+        yield (
+            "buffer.min_ess has nothing to lower with buffer.run_ahead = 0: set run_ahead to 1 or "
+            "more, or leave min_ess out"
+        )
+    if buffer.sampling == "replay" and not bound:
+        yield (
+            "buffer.sampling = replay finds nothing that is fresh enough to train on again: set "
+            "buffer.run_ahead and buffer.max_staleness to 1 or more"
+        )
+    elif buffer.sampling == "replay" and buffer.replay_times > bound + 1:
+        yield (
+            f"buffer.replay_times = {buffer.replay_times} is never reached, as a sample is a "
+            f"version older at every use: set it to {bound + 1} or less, or buffer.max_staleness "
+            f"to {buffer.replay_times - 1} or more"
+        )
+    if buffer.on_batch == "interrupt" and bound == 0:
+        yield (
+            "buffer.on_batch = interrupt cannot continue a partial that is strictly on-policy: set "
+            "buffer.run_ahead and buffer.max_staleness to 1 or more, or buffer.on_batch to cut"
+        )
+    if buffer.on_batch == "interrupt" and buffer.partial_max_segments == 1:
+        yield (
+            "buffer.partial_max_segments = 1 throws away what buffer.on_batch = interrupt brings "
+            "back, so that a sample longer than a step never ends: allow 2 or more, or 0"
+        )
+    if buffer.on_batch == "cut" and not buffer.oversample:
+        yield "buffer.on_batch = cut needs groups to spare: set buffer.oversample to 1 or more"
+    if buffer.stale_policy == "wait" and buffer.oversample and buffer.on_batch != "cut":
+        yield (
+            "buffer.stale_policy = wait waits for the spare groups of buffer.oversample as well: "
+            "set buffer.on_batch to cut, or buffer.oversample to 0"
+        )
+
+
+def _stages(config: RunConfig) -> Iterator[str]:
+    stages, kind = config.buffer.stages, config.environment.kind
+    for stage in sorted(set(stages)):
+        if stages.count(stage) > 1:
+            yield f"buffer.stages has {stage} twice"
+        if not getattr(config.scorer, stage):
+            yield (
+                f"buffer.stages has {stage}, but scorer.{stage} = 0: nothing would ever leave "
+                "that stage"
+            )
+    if "reward" in stages and kind not in ("exact", "reward"):
+        yield (
+            f"buffer.stages has reward, but environment.kind = {kind} rewards its turns itself: "
+            "remove the stage"
+        )
+
+
+def _agents(config: RunConfig) -> Iterator[str]:
+    environment, serve = config.environment, config.generator.serve
+    if environment.kind == "agent" and not environment.agent and not serve:
+        yield (
+            "environment.kind = agent has no agent: set environment.agent to module:function, or "
+            "generator.serve to the HOST:PORT that agents come to"
+        )
+    for key, value in (("environment.agent", environment.agent), ("generator.serve", serve)):
+        if value and environment.kind != "agent":
+            yield f"{key} = {value} has no effect: set environment.kind to agent, or remove it"
+
+
+def _sampling(config: RunConfig) -> Iterator[str]:
+    coolest, temperature = VLLM_COOLEST, config.sampling.temperature
+    if config.generator.engine == "vllm" and 0 < temperature < coolest:
+        yield (
+            f"sampling.temperature = {temperature:g} is out of range: vLLM, which would raise it, "
+            f"takes {coolest} or more"
+        )
+
+
+def _deadlines(config: RunConfig) -> Iterator[str]:
+    buffer, wait_s = config.buffer, config.trainer.batch_wait_s
+    if buffer.dead_after_s <= buffer.heartbeat_s:
+        yield (
+            f"buffer.dead_after_s = {buffer.dead_after_s:g} must be more than buffer.heartbeat_s = "
+            f"{buffer.heartbeat_s:g}, or every member counts as dead between two heartbeats"
+        )
+    if config.generator.stall_s <= buffer.stall_s:
+        yield (
+            f"generator.stall_s = {config.generator.stall_s:g} ends a generator before "
+            f"buffer.stall_s = {buffer.stall_s:g} shows it as stuck: raise the one, or lower the "
+            "other"
+        )
+    if buffer.straggler == "survivors" and buffer.straggler_s >= wait_s:
+        yield (
+            f"trainer.batch_wait_s = {wait_s:g} ends the run before buffer.straggler_s = "
+            f"{buffer.straggler_s:g} lets a group go on"
+        )
+    if config.eval.within and config.eval.mode == "pause" and config.eval.timeout_s >= wait_s:
+        yield (
+            f"trainer.batch_wait_s = {wait_s:g} ends the run before eval.timeout_s = "
+            f"{config.eval.timeout_s:g} ends an evaluation that training waits for"
+        )
+    if config.environment.timeout_s >= wait_s:
+        yield (
+            f"trainer.batch_wait_s = {wait_s:g} ends the run before a reward that takes "
+            f"environment.timeout_s = {config.environment.timeout_s:g} is given up"
+        )

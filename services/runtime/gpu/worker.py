@@ -1,0 +1,195 @@
+"""The process that enters NCCL: `python -m umbra.services.runtime.gpu.worker DEVICE`.
+
+Its stdin is a socket of packets (SOCK_SEQPACKET): each order is one packet of JSON, each answer
+too, in the order of the orders. NCCL itself prints to stdout as it likes.
+
+    {"op": "facts"}                                        -> {"facts": {...}}
+    {"op": "attach", "slot_bytes": N, "chunk_bytes": N}, with the arena's file descriptor
+    {"op": "unique_id"}                                    -> {"uid": hex}
+    {"op": "join", "epoch": E, "uid": hex, "rank": R, "size": N}
+    {"op": "transfer", "epoch": E, "slot": S, "deadline_s": T}
+    {"op": "export"}                                       -> {"handle": hex}
+    {"op": "upload", "slot": S, "deadline_s": T}
+    {"op": "abort"}
+
+In a transfer rank 0 sends a slot of its arena, the others receive into one of theirs. `export`
+gives a handle of device memory with as many slots as the arena, which `upload` fills. An answer
+with "error" says what went wrong; with "broken", that the process is of no more use, and its owner
+starts another. A thread watches the socket while an order is carried out:
+`abort` works at any time, and the process ends at once when its owner is gone. If it hangs in NCCL,
+its owner kills it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from umbra.proto.errors import DeadlineError, UmbraError, UsageError
+from umbra.services.runtime.gpu import cuda
+from umbra.services.runtime.gpu.broadcast import POLL_S, broadcast, chunks
+from umbra.services.runtime.process.threads import service_thread
+from umbra.services.runtime.weights.arena import Arena
+
+LANES = 2  # device buffers
+PACKET_BYTES = 1 << 16
+
+
+class GpuWorker:
+    """One GPU's end of the communicators, one at a time, or the hub's device memory.
+
+    Args:
+        device: index of the GPU.
+    """
+
+    def __init__(self, device: int) -> None:
+        self._index = device
+        self._device: cuda.Device | None = None
+        self._communicator: cuda.NcclCommunicator | None = None
+        self._epoch = 0
+        self._rank = 0
+        self._arena: Arena | None = None
+        self._chunk_bytes = 0
+        self._pinned: list[int] = []
+        self._ring: list[int] = []
+        self._exported = 0
+        self._orders: dict[str, Callable[..., dict[str, Any]]] = {
+            "facts": self.facts,
+            "unique_id": self.unique_id,
+            "attach": self.attach,
+            "join": self.join,
+            "transfer": self.transfer,
+            "export": self.export,
+            "upload": self.upload,
+        }
+
+    def carry_out(self, order: dict[str, Any], fd: int = -1) -> dict[str, Any]:
+        """Answer one order; whatever goes wrong is in the answer."""
+        arguments = dict(order) if fd < 0 else {**order, "fd": fd}
+        try:
+            act = self._orders.get(str(arguments.pop("op", "")))
+            if act is None:
+                raise UsageError(f"no such order: {order}")
+            return act(**arguments)
+        except cuda.GpuError as error:
+            return {"error": str(error), "broken": True}
+        except UmbraError as error:
+            return {"error": str(error)}
+        except Exception as error:  # noqa: BLE001 - whatever it is, its owner has to hear of it
+            return {"error": repr(error), "broken": True}
+
+    def facts(self) -> dict[str, Any]:
+        """What must agree between all agents; makes the CUDA context on the way."""
+        found = cuda.facts(self._index)
+        self._open()
+        return {"facts": msgspec.to_builtins(found)}
+
+    def unique_id(self) -> dict[str, Any]:
+        """A fresh id for a communicator."""
+        return {"uid": cuda.unique_id().hex()}
+
+    def attach(self, slot_bytes: int, chunk_bytes: int, fd: int) -> dict[str, Any]:
+        """Use the arena in `fd`: pin its slots."""
+        device = self._open()
+        self._arena = Arena.inherited(fd, slot_bytes=slot_bytes)
+        self._chunk_bytes = chunk_bytes
+        self._pinned = [device.pin(self._arena.slot(i)) for i in range(self._arena.slots)]
+        return {}
+
+    def join(self, epoch: int, uid: str, rank: int, size: int) -> dict[str, Any]:
+        """Enter the communicator of `epoch`; blocks until all its ranks do."""
+        self.abort()
+        device = self._open()
+        if not self._ring:
+            largest = min(self._chunk_bytes, self._attached().slot_bytes)
+            self._ring = [device.allocate(largest) for _ in range(LANES)]
+        self._communicator = cuda.NcclCommunicator(device, size, bytes.fromhex(uid), rank)
+        self._epoch, self._rank = epoch, rank
+        return {}
+
+    def transfer(self, epoch: int, slot: int, deadline_s: float) -> dict[str, Any]:
+        """Send or receive one version."""
+        communicator = self._communicator
+        if communicator is None or epoch != self._epoch:
+            raise UsageError(f"this agent is not in the communicator of epoch {epoch}")
+        broadcast(
+            chunks(self._attached().slot_bytes, self._chunk_bytes),
+            self._open(),
+            communicator,
+            host=self._pinned[slot],
+            ring=self._ring,
+            sends=self._rank == 0,
+            deadline_s=deadline_s,
+        )
+        return {}
+
+    def export(self) -> dict[str, Any]:
+        """Make device memory with a place for each slot of the arena."""
+        device, arena = self._open(), self._attached()
+        self._exported = device.allocate(arena.slots * cuda.device_stride(arena.slot_bytes))
+        return {"handle": device.export(self._exported).hex()}
+
+    def upload(self, slot: int, deadline_s: float) -> dict[str, Any]:
+        """Copy a slot of the arena to its place in device memory.
+
+        Raises:
+            DeadlineError: the copy was not done in time.
+        """
+        device, size = self._open(), self._attached().slot_bytes
+        target = self._exported + slot * cuda.device_stride(size)
+        device.to_device(target, self._pinned[slot], size)
+        mark, until = device.mark_copies(), time.monotonic() + deadline_s
+        while not mark.done:
+            if time.monotonic() >= until:
+                raise DeadlineError(f"slot {slot} was not on the GPU within {deadline_s:g} s")
+            time.sleep(POLL_S)
+        return {}
+
+    def abort(self) -> None:
+        """Leave the communicator; if that hangs as well, end the process."""
+        communicator, self._communicator = self._communicator, None
+        if communicator is not None and not communicator.abort():
+            os._exit(UmbraError.exit_code)
+
+    def _open(self) -> cuda.Device:
+        if self._device is None:
+            self._device = cuda.Device(self._index)
+        return self._device
+
+    def _attached(self) -> Arena:
+        if self._arena is None:
+            raise UsageError("no arena is attached")
+        return self._arena
+
+
+def serve(agent: GpuWorker, owner: socket.socket) -> None:
+    """Carry out orders until the owner hangs up."""
+    waiting: queue.SimpleQueue[tuple[dict[str, Any], int]] = queue.SimpleQueue()
+
+    def watch() -> None:
+        while True:
+            packet, fds, _, _ = socket.recv_fds(owner, PACKET_BYTES, 1)
+            if not packet:
+                os._exit(0)  # the owner is gone; there may be a thread in NCCL that never returns
+            order = json.loads(packet)
+            if order["op"] == "abort":
+                agent.abort()  # now, and not when the order before it is done
+            waiting.put((order, fds[0] if fds else -1))
+
+    service_thread(watch, "orders").start()
+    while True:
+        order, fd = waiting.get()
+        answer = {} if order["op"] == "abort" else agent.carry_out(order, fd)
+        owner.send(json.dumps(answer).encode())
+
+
+if __name__ == "__main__":
+    serve(GpuWorker(int(sys.argv[1])), socket.socket(fileno=0))

@@ -1,0 +1,204 @@
+"""An agent as its owner sees it: orders with deadlines, killed when it misses one, started anew."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from umbra.proto.errors import DeadlineError, PeerLostError, UmbraError
+from umbra.services.runtime.weights.arena import Arena
+
+AGENT = ("-m", "umbra.services.runtime.gpu.worker")
+START_S = 120.0  # to import CuPy, to make a CUDA context, and to pin an arena
+ABORT_S = 10.0  # for what is under way to end after an abort
+END_S = 5.0
+LOOK_S = 0.02  # how soon an interruption is seen
+PACKET_BYTES = 1 << 16
+
+log = logging.getLogger(__name__)
+
+
+class GpuWorkerProcess:
+    """One agent process; a hung one costs a restart and nothing else. For one thread at a time.
+
+    Args:
+        device: index of its GPU.
+        environ: added to its environment.
+        program: what Python is to run, for tests.
+    """
+
+    def __init__(
+        self, device: int, environ: Mapping[str, str] | None = None, program: Sequence[str] = AGENT
+    ) -> None:
+        self.starts = 0
+        self._argv = [sys.executable, *program, str(device)]
+        self._environ = {**os.environ, **(environ or {})}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._pending = 0  # answers that nobody has waited for yet
+        self._arena: Arena | None = None
+        self._chunk_bytes = 0
+        self._state = "none"  # of the arena: "none", "attaching", "attached"
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, if it runs."""
+        return self._process.pid if self._process is not None else None
+
+    def use(self, arena: Arena, chunk_bytes: int) -> None:
+        """From now on work on `arena`, in chunks of `chunk_bytes`; starts to pin it."""
+        if self._state != "none":
+            self.kill()  # it would hold the memory of the arena before
+        self._arena, self._chunk_bytes = arena, chunk_bytes
+        self.begin()
+
+    def begin(self) -> None:
+        """Start the agent if it does not run, without waiting for it."""
+        if self._state == "none" and self._arena is not None:
+            self._state = "attaching"
+            size = self._arena.slot_bytes
+            fd = self._arena.fileno()
+            self._send({"op": "attach", "slot_bytes": size, "chunk_bytes": self._chunk_bytes}, fd)
+
+    def finish_begin(self, interrupted: Callable[[], bool] | None = None) -> None:
+        """Wait until the agent runs and has pinned the arena.
+
+        Raises:
+            UmbraError: as `answer`.
+        """
+        self.begin()
+        if self._state == "attaching":
+            try:
+                self.answer(START_S, interrupted)
+            except UmbraError:
+                self.kill()
+                raise
+            self._state = "attached"
+
+    def order(self, op: str, **arguments: Any) -> None:
+        """Give an order; starts the agent if none runs. The answer is for `answer`.
+
+        Raises:
+            PeerLostError: the agent has ended.
+        """
+        self._send({"op": op, **arguments})
+
+    def answer(
+        self,
+        timeout_s: float,
+        interrupted: Callable[[], bool] | None = None,
+        *,
+        abortable: bool = True,
+    ) -> dict[str, Any]:
+        """The answer to the oldest order that has none yet.
+
+        Args:
+            timeout_s: seconds to wait.
+            interrupted: asked from time to time whether to abort what is under way.
+            abortable: whether it can be aborted; if not, the agent is killed instead.
+
+        Raises:
+            DeadlineError: none came in time; the agent was killed.
+            PeerLostError: the agent has ended, or was interrupted.
+            UmbraError: it says what went wrong; one that says it is broken was killed.
+        """
+        if self._pending == 0:
+            raise PeerLostError("the GPU agent does not run, or has no order")
+        until = time.monotonic() + timeout_s
+        packet = None
+        while packet is None:
+            left = until - time.monotonic()
+            if left <= 0:
+                self.kill()
+                raise DeadlineError(f"no answer from the GPU agent within {timeout_s:g} s: killed")
+            packet = self._receive(min(left, LOOK_S) if interrupted else left)
+            if packet is None and interrupted is not None and interrupted():
+                if abortable:
+                    self._leave()
+                else:
+                    self.kill()
+                raise PeerLostError("given up while it was under way")
+        found = json.loads(packet)
+        if error := found.get("error"):
+            if found.get("broken"):
+                self.kill()
+            raise UmbraError(f"GPU agent: {error}")
+        return found
+
+    def call(self, op: str, timeout_s: float, **arguments: Any) -> dict[str, Any]:
+        """`order` and `answer` in one."""
+        self.order(op, **arguments)
+        return self.answer(timeout_s)
+
+    def kill(self) -> None:
+        """End it at once; the next order starts another."""
+        process, self._process = self._process, None
+        self._pending, self._state = 0, "none"
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        if process is not None:
+            process.kill()
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                log.warning("GPU agent %d does not end: it hangs in the driver", process.pid)
+
+    def _leave(self) -> None:
+        """Abort what is under way; an agent that cannot do even that is killed."""
+        with suppress(UmbraError):
+            self.order("abort")
+            while self._pending and (packet := self._receive(ABORT_S)) is not None:
+                del packet
+        if self._pending:
+            self.kill()
+
+    def _send(self, order: dict[str, Any], fd: int = -1) -> None:
+        ours = self._socket or self._start()
+        packet = json.dumps(order).encode()
+        try:
+            socket.send_fds(ours, [packet], [fd] if fd >= 0 else [])
+        except OSError as error:
+            self.kill()
+            raise PeerLostError(f"the GPU agent ended before the order {order['op']!r}") from error
+        self._pending += 1
+
+    def _start(self) -> socket.socket:
+        self.starts += 1
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                self._argv,
+                stdin=theirs.fileno(),
+                stdout=2,  # NCCL prints there
+                env=self._environ,
+            )
+        return self._socket
+
+    def _receive(self, timeout_s: float) -> bytes | None:
+        """The next packet; None if none came in time.
+
+        Raises:
+            PeerLostError: the agent has ended.
+        """
+        assert self._socket is not None
+        self._socket.settimeout(timeout_s)
+        try:
+            packet = self._socket.recv(PACKET_BYTES)
+        except TimeoutError:
+            return None
+        except ConnectionResetError:
+            packet = b""
+        if not packet:
+            self.kill()
+            raise PeerLostError("the GPU agent has ended")
+        self._pending -= 1
+        return packet

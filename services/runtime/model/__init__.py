@@ -1,0 +1,1 @@
+"""What is known of a model before it is loaded."""

@@ -1,0 +1,52 @@
+"""What must lie in a Hugging Face model directory, checked without loading anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import xxhash
+
+from umbra.proto.errors import UsageError
+from umbra.services.runtime.weights.safetensors_file import checksum_of
+
+WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def check_model_dir(
+    path: str | Path, source: str = "model.path", *, tokenizer: bool = True
+) -> Path:
+    """`path` as a directory with config, tokenizer and safetensors weights.
+
+    Args:
+        path: the directory.
+        source: the key or flag it came from, for the error.
+        tokenizer: False if it does not need one.
+
+    Raises:
+        UsageError: what is missing, and where.
+    """
+    if not str(path):
+        raise UsageError(f"{source} is empty: name a Hugging Face model directory")
+    directory = Path(path)
+    if not directory.is_dir():
+        raise UsageError(
+            f"{source}: {directory} is no directory; download the model there, or make a small one "
+            "with `umbra make-model`"
+        )
+    for what, files in (
+        ("config", ("config.json",)),
+        *([("tokenizer", TOKENIZER_FILES)] if tokenizer else []),
+        ("safetensors weights", WEIGHT_FILES),
+    ):
+        if not any((directory / name).is_file() for name in files):
+            raise UsageError(f"{source}: {directory} has no {what} ({' or '.join(files)})")
+    return directory
+
+
+def weights_checksum(path: str | Path) -> str:
+    """XXH3 over all weight files in a model directory, in hexadecimal."""
+    checksum = xxhash.xxh3_64()
+    for file in sorted(Path(path).glob("*.safetensors")):
+        checksum.update(checksum_of(file).checksum.to_bytes(8))
+    return checksum.hexdigest()

@@ -1,0 +1,1 @@
+"""One process of a run: its command, signals, threads, logs, metrics and files."""

@@ -1,0 +1,254 @@
+"""Shared memory that holds versions of the weights: a file in /dev/shm, divided into slots.
+
+Not `multiprocessing.shared_memory`: its resource tracker is one more process, and it removes
+segments that others still use. Pages are allocated when the arena is made, because the first touch
+of a tmpfs page costs 20 to 60 times a copy, and because a full tmpfs must be an error here and not
+a SIGBUS later.
+
+Mappings outlive the file's name, so that an arena may be removed while somebody still reads it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+
+from umbra.proto.errors import StartupError
+from umbra.services.runtime.weights.memory import copy
+
+SHM = Path("/dev/shm")
+PAGE_BYTES = mmap.PAGESIZE
+
+
+def shm_host() -> str:
+    """Names the very /dev/shm that this process sees: the same string means shared memory works.
+
+    The kernel's boot id, and the device number of the mount, which differs between containers that
+    do not share it.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot}:{SHM.stat().st_dev}"
+
+
+class Arena:
+    """`slots` slots of `slot_bytes` bytes, mapped writable into this process.
+
+    Made by `create` (the hub, which also unlinks), by `adopt` (a restarted hub, likewise), by
+    `attach` (the trainer, which writes, and receivers, which read), or without a name by
+    `anonymous`, which other processes see by `inherited` alone.
+    """
+
+    def __init__(
+        self, path: Path, fd: int, slot_bytes: int, slots: int, *, populate: bool = True
+    ) -> None:
+        self.path = path
+        self.slot_bytes = slot_bytes
+        self.slots = slots
+        self._fd = fd
+        # MAP_POPULATE fills the page table at once; else every page faults at its first write,
+        # and sixteen together at their first read.
+        self._map = mmap.mmap(
+            fd,
+            slots * _stride(slot_bytes),
+            flags=mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0),
+            prot=mmap.PROT_READ | mmap.PROT_WRITE,
+        )
+        self._view = memoryview(self._map)
+
+    @classmethod
+    def create(cls, run_id: str, suffix: str, *, slot_bytes: int, slots: int) -> Arena:
+        """A new arena at `/dev/shm/umbra-<run_id>-<suffix>`, mode 0600, all of it allocated.
+
+        Raises:
+            StartupError: /dev/shm has too little room, or the name is taken.
+            ValueError: `suffix` is not made of letters, digits and underscores.
+        """
+        if not re.fullmatch(r"\w+", suffix):
+            raise ValueError(f"suffix {suffix!r} of an arena: letters, digits and _ only")
+        path = SHM / f"{_prefix(run_id)}{suffix}"
+        size = slots * _stride(slot_bytes)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise StartupError(f"cannot make shared memory {path}: {error.strerror}") from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)  # for as long as we live: see `remove_leftovers`
+            _allocate(fd, size)
+            return cls(path, fd, slot_bytes, slots)
+        except BaseException:
+            os.close(fd)
+            os.unlink(path)
+            raise
+
+    @classmethod
+    def adopt(cls, run_id: str, path: str | Path, *, slot_bytes: int) -> Arena:
+        """The arena at `path` that a hub of run `run_id` has left behind, as our own.
+
+        Raises:
+            StartupError: it is not there, not of this run, not one of slots of `slot_bytes` bytes,
+                or its hub still lives.
+        """
+        path = Path(path)
+        if not path.name.startswith(_prefix(run_id)):
+            raise StartupError(f"{path} is no arena of run {run_id}")
+        fd, slots = _open(path, slot_bytes)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return cls(path, fd, slot_bytes, slots)
+        except OSError as error:
+            os.close(fd)
+            raise StartupError(f"another weight hub holds {path}") from error
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def attach(cls, path: str | Path, *, slot_bytes: int, populate: bool = True) -> Arena:
+        """The arena at `path` of another process.
+
+        With `populate` all of it is mapped at once, at the price of a copy of it, for who writes;
+        else as it is used, for who reads.
+
+        Raises:
+            StartupError: it is not there, or not one of slots of `slot_bytes` bytes.
+        """
+        fd, slots = _open(Path(path), slot_bytes)
+        try:
+            return cls(Path(path), fd, slot_bytes, slots, populate=populate)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def anonymous(cls, *, slot_bytes: int, slots: int) -> Arena:
+        """A new arena without a name, all of it allocated: it goes with its last process.
+
+        Raises:
+            StartupError: there is too little memory.
+        """
+        size = slots * _stride(slot_bytes)
+        fd = os.memfd_create("umbra-weights", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(fd, 0, size)
+            return cls(Path(), fd, slot_bytes, slots)
+        except OSError as error:
+            os.close(fd)
+            raise StartupError(f"cannot allocate {size} bytes: {error.strerror}") from error
+
+    @classmethod
+    def inherited(cls, fd: int, *, slot_bytes: int) -> Arena:
+        """The arena in `fd`, which another process has handed over; `fd` is ours then."""
+        return cls(Path(), fd, slot_bytes, os.fstat(fd).st_size // _stride(slot_bytes))
+
+    def fileno(self) -> int:
+        """The open file, to be handed to another process."""
+        return self._fd
+
+    def slot(self, index: int) -> memoryview:
+        """The bytes of slot `index`, `[slot_bytes]`, writable.
+
+        Raises:
+            IndexError: there is no such slot.
+        """
+        if not 0 <= index < self.slots:
+            raise IndexError(f"slot {index} of an arena with {self.slots} slots")
+        start = index * _stride(self.slot_bytes)
+        return self._view[start : start + self.slot_bytes]
+
+    def read(self, index: int, start: int, into: memoryview) -> None:
+        """Fill `into` from byte `start` of slot `index`, while other threads go on.
+
+        Raises:
+            IndexError: outside of the slot.
+            StartupError: the file has become shorter; to read it all the same would be a SIGBUS.
+            OSError: closed.
+        """
+        if not 0 <= start <= self.slot_bytes - len(into):
+            raise IndexError(f"bytes {start}+{len(into)} of slot {index} are outside of the arena")
+        if os.fstat(self._fd).st_size < len(self._view):
+            raise StartupError("the weight hub's shared memory has become shorter")
+        copy(self.slot(index)[start : start + len(into)], into)
+
+    def close(self) -> None:
+        """Unmap, as soon as the last view of a slot is gone. Does not remove the file."""
+        if self._fd < 0:
+            return
+        os.close(self._fd)
+        self._fd = -1
+        self._view.release()
+        with suppress(BufferError):  # somebody holds a slot: unmapped when that view ends
+            self._map.close()
+
+    def unlink(self) -> None:
+        """Remove the file; once is enough, more does no harm."""
+        self.path.unlink(missing_ok=True)
+
+
+def remove_leftovers(run_id: str) -> list[str]:
+    """Remove the arenas of a run whose hub could not do it (it was killed); their paths.
+
+    A hub holds a lock on its arena while it lives. Those of a living hub are left alone: two runs
+    on one machine may have the same id.
+    """
+    removed: list[str] = []
+    for path in SHM.glob(f"{_prefix(run_id)}*"):
+        if "-" in path.name.removeprefix(_prefix(run_id)):
+            continue  # the arena of another run, whose id begins with ours
+        with suppress(OSError):  # gone already, another user's, or locked
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(fd)
+            removed.append(str(path))
+    return removed
+
+
+def _prefix(run_id: str) -> str:
+    return f"umbra-{re.sub(r'[^A-Za-z0-9._-]', '_', run_id)}-"
+
+
+def _stride(slot_bytes: int) -> int:
+    return -(-slot_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _allocate(fd: int, size: int) -> None:
+    stats = os.statvfs(fd)
+    free = stats.f_bavail * stats.f_frsize
+    too_small = StartupError(
+        f"{SHM} has {free} bytes free, the weights need {size}: make it larger "
+        "(docker: --shm-size), or set weight_hub.slots = 2 or a smaller weight_hub.dtype"
+    )
+    if size > free:
+        raise too_small
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.ENOMEM):
+            raise too_small from error
+        raise StartupError(f"cannot allocate {size} bytes in {SHM}: {error.strerror}") from error
+
+
+def _open(path: Path, slot_bytes: int) -> tuple[int, int]:
+    """The open file and its number of slots. The path came over the wire, so it is checked."""
+    if path.parent != SHM or not path.name.startswith("umbra-"):
+        raise StartupError(f"{path} is no arena of Umbra's")
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as error:
+        raise StartupError(
+            f"cannot open the weight hub's shared memory {path}: {error.strerror}; this process "
+            "and the hub must run on one host, as one user, and share /dev/shm"
+        ) from error
+    size = os.fstat(fd).st_size
+    slots, rest = divmod(size, _stride(slot_bytes)) if slot_bytes > 0 else (0, size)
+    if slots == 0 or rest:
+        os.close(fd)
+        raise StartupError(f"{path} has {size} bytes, which are no slots of {slot_bytes} bytes")
+    return fd, slots
