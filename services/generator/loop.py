@@ -58,7 +58,7 @@ class GeneratorLoop:
         drains: samples under way are ended before new weights are loaded, and none are begun.
         prefetch: samples leased ahead of free slots.
         wake: set by other threads when there may be something to do.
-        showcase: gets what is finished.
+        sample_log: gets what is finished.
         streaming: the receiver keeps no copy: load through this.
         watch: is told what comes of the engine's work.
         clock: seconds since the epoch.

@@ -39,7 +39,7 @@ class SamplePool:
         rules: of the groups.
         lease_s: seconds until a lease that is not renewed expires.
         max_attempts: lost leases of one sample until it fails.
-        shelf: keeps the trajectories.
+        trajectory_store: keeps the trajectories.
         counters: of the broker.
         stages: what a trajectory goes through before it is ready.
         prefix: of the ids, so that those of two pools differ.

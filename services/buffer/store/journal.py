@@ -10,7 +10,7 @@ not, and most of what a record costs is the same for one sample as for eight.
     m/<member>      who has joined
     g/<group>       fields of a live group and of its samples
     r/<group>       its prompt row, and the names of its samples
-    t/<sample>      trajectory of a sample (see `shelf`)
+    t/<sample>      trajectory of a sample (see `samples.trajectory_store`)
     b/<step>        a batch: formed, or committed and kept for a trainer that starts again
     p/<group>       a group that was trained on and may be again
     c/<name>        what came of a prompt; the order of an epoch that a curriculum made
