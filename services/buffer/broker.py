@@ -11,30 +11,38 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from umbra.proto.access import SENDERS, may_send
 from umbra.proto.messages import (
+    CheckpointRequest,
     CheckpointSaved,
     Command,
     CommitBatch,
+    DrainRequest,
+    EvalRequest,
     FinishRun,
     FlushPartials,
     Heartbeat,
     HeartbeatAck,
+    InterruptRequest,
     Join,
     LeaseBatch,
     LeaseSamples,
     LeaseScoring,
     Leave,
+    Message,
     Nack,
     Ok,
+    PauseRequest,
     PeekBatch,
     Ping,
     Pong,
     RejectSamples,
     RenewLeases,
+    ResumeRequest,
     ReturnSamples,
     RunFinished,
     State,
@@ -46,7 +54,7 @@ from umbra.proto.messages import (
 )
 from umbra.services.buffer.data.prompts import Prompt, Prompts
 from umbra.services.buffer.effects import Effect, Effects
-from umbra.services.buffer.endpoints.operator import OPERATIONS, OperatorRequests
+from umbra.services.buffer.endpoints.operator import OperatorRequests
 from umbra.services.buffer.membership import Membership, Participant
 from umbra.services.buffer.stalls import StallReport
 from umbra.services.buffer.status import StatusPage
@@ -59,10 +67,24 @@ from umbra.services.runtime.net.server import Request
 from umbra.services.runtime.net.zap import Refusals
 
 FINISH_S = 10.0  # what members get to leave after FinishRun
-STILL = (Heartbeat, Ping, StatusRequest, Ok, Nack)  # move nothing that is kept
 STOP_S = 8.0  # the same after a signal: supervisors kill after 10 s
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How a kind of message is answered.
+
+    Attributes:
+        answer: gets the request, its body and the time.
+        members: only members may ask, with a role that may (`proto/access.py`).
+        moves: whether it may change what the store keeps, or make work for others.
+    """
+
+    answer: Callable[[Request, Any, float], None]
+    members: bool = True
+    moves: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +182,7 @@ class Broker:
             wire_counters={} if wire_counters is None else wire_counters,
             refusals=self._refusals,
         )
+        self._routes = self._make_routes()
         self._resume(now)
 
     def save(self) -> None:
@@ -180,25 +203,10 @@ class Broker:
 
     def handle(self, request: Request, now: float) -> list[Effect]:
         """The effects of `request`."""
-        match request.body:
-            case Ok() | Nack():
-                self.counters["stray_replies"] += 1
-            case Ping():
-                self._outbox.reply(request, Pong(role="buffer", state=self.state))
-            case StatusRequest():
-                status = self._overview.recent(now, finished=self.finished)
-                self._outbox.reply(request, status)
-            case body if isinstance(body, OPERATIONS):
-                self._operations.handle(request, now)
-            case Join() as body:
-                self._join(request, body, now)
-            case _:
-                peer = self.members.hear(request, now)
-                if isinstance(peer, Nack):
-                    self._refuse(request, peer)
-                else:
-                    self._handle_member(request, peer, now)
-        return self._outbox.take() if isinstance(request.body, STILL) else self._settle(now)
+        route = self._routes.get(type(request.body), Route(self._unexpected))
+        if not route.members or self._may_ask(request, now):
+            route.answer(request, request.body, now)
+        return self._settle(now) if route.moves else self._outbox.take()
 
     def tick(self, now: float) -> list[Effect]:
         """The effects of time: expired leases, dead members, waits that are over."""
@@ -251,6 +259,39 @@ class Broker:
         if self._recovery.finished:
             self._begin_end(self._recovery.finished, now, FINISH_S)
 
+    def _make_routes(self) -> dict[type[Message], Route]:
+        """Who answers what."""
+        rollouts, scorers, training = self.works.rollouts, self.works.scorers, self.works.training
+        operator = self._operations
+        return {
+            Ok: Route(self._stray, members=False, moves=False),
+            Nack: Route(self._stray, members=False, moves=False),
+            Ping: Route(self._ping, members=False, moves=False),
+            StatusRequest: Route(self._status, members=False, moves=False),
+            PauseRequest: Route(operator.pause, members=False),
+            ResumeRequest: Route(operator.resume, members=False),
+            CheckpointRequest: Route(operator.checkpoint, members=False),
+            EvalRequest: Route(operator.evaluate, members=False),
+            DrainRequest: Route(operator.drain, members=False),
+            InterruptRequest: Route(operator.interrupt, members=False),
+            Join: Route(self._join, members=False),
+            Heartbeat: Route(self._beat, moves=False),
+            Leave: Route(self._leave),
+            LeaseSamples: Route(rollouts.lease),
+            SubmitTrajectories: Route(rollouts.submit),
+            ReturnSamples: Route(rollouts.hand_back),
+            FlushPartials: Route(rollouts.flush),
+            RenewLeases: Route(self._renew),
+            LeaseScoring: Route(scorers.lease),
+            SubmitScores: Route(scorers.submit),
+            LeaseBatch: Route(training.lease),
+            PeekBatch: Route(training.peek),
+            RejectSamples: Route(training.reject),
+            CommitBatch: Route(training.commit),
+            CheckpointSaved: Route(training.checkpoint),
+            FinishRun: Route(self._finish),
+        }
+
     # -- members -----------------------------------------------------------------------------------
 
     def _join(self, request: Request, body: Join, now: float) -> None:
@@ -278,53 +319,49 @@ class Broker:
         )
         self._outbox.reply(request, welcome)
 
-    def _handle_member(self, request: Request, peer: Participant, now: float) -> None:
-        kind = type(request.body)
+    def _may_ask(self, request: Request, now: float) -> bool:
+        """Whether a member asks, and its role may; else it has been refused."""
+        peer, kind = self.members.hear(request, now), type(request.body)
+        if isinstance(peer, Nack):
+            self._refuse(request, peer)
+            return False
         if kind in SENDERS and not may_send(peer.role, kind):
             needed = " or a ".join(SENDERS[kind])
             reason = f"{kind.__name__} is for a {needed}, {peer.name} is a {peer.role}"
             self._refuse(request, Nack(code="wrong_role", reason=reason, path="type"))
-            return
-        match request.body:
-            case Heartbeat() as body:
-                self._beat(request, peer, body, now)
-            case Leave() as body:
-                log.info("%s has left: %s", peer.name, body.reason)
-                self._remove(peer, body.reason, lost=False)
-                self._outbox.reply(request, Ok())
-            case LeaseSamples() as body:
-                self.works.rollouts.lease(request, body, now)
-            case SubmitTrajectories() as body:
-                self.works.rollouts.submit(request, body, now)
-            case ReturnSamples() as body:
-                self.works.rollouts.hand_back(request, body)
-            case FlushPartials() as body:
-                self.works.rollouts.flush(request, body, now)
-            case RenewLeases() as body if peer.role == "scorer":
-                self.works.scorers.renew(request, body, now)
-            case RenewLeases() as body:
-                self.works.rollouts.renew(request, body, now)
-            case LeaseScoring() as body:
-                self.works.scorers.lease(request, body, now)
-            case SubmitScores() as body:
-                self.works.scorers.submit(request, body, now)
-            case LeaseBatch() as body:
-                self.works.training.lease(request, body, now)
-            case PeekBatch() as body:
-                self.works.training.peek(request, body, now)
-            case RejectSamples() as body:
-                self.works.training.reject(request, body)
-            case CommitBatch() as body:
-                self.works.training.commit(request, body)
-            case CheckpointSaved() as body:
-                self.works.training.checkpoint(request, body)
-            case FinishRun() as body:
-                self._finish(request, body, now)
-            case body:
-                reason = f"{type(body).__name__} is nothing that the buffer is asked"
-                self._refuse(request, Nack(code="unexpected", reason=reason, path="type"))
+            return False
+        return True
 
-    def _beat(self, request: Request, peer: Participant, body: Heartbeat, now: float) -> None:
+    def _unexpected(self, request: Request, body: Message, _now: float) -> None:
+        reason = f"{type(body).__name__} is nothing that the buffer is asked"
+        self._refuse(request, Nack(code="unexpected", reason=reason, path="type"))
+
+    def _stray(self, _request: Request, _body: Ok | Nack, _now: float) -> None:
+        self.counters["stray_replies"] += 1
+
+    def _ping(self, request: Request, _body: Ping, _now: float) -> None:
+        self._outbox.reply(request, Pong(role="buffer", state=self.state))
+
+    def _status(self, request: Request, _body: StatusRequest, now: float) -> None:
+        self._outbox.reply(request, self._overview.recent(now, finished=self.finished))
+
+    def _renew(self, request: Request, body: RenewLeases, now: float) -> None:
+        if self._sender(request).role == "scorer":
+            self.works.scorers.renew(request, body, now)
+        else:
+            self.works.rollouts.renew(request, body, now)
+
+    def _leave(self, request: Request, body: Leave, _now: float) -> None:
+        peer = self._sender(request)
+        log.info("%s has left: %s", peer.name, body.reason)
+        self._remove(peer, body.reason, lost=False)
+        self._outbox.reply(request, Ok())
+
+    def _sender(self, request: Request) -> Participant:
+        return self.members.peers[request.header.sender]
+
+    def _beat(self, request: Request, body: Heartbeat, now: float) -> None:
+        peer = self._sender(request)
         self.members.beat(peer, body, now)
         weights, incarnation = self.members.hub
         ack = HeartbeatAck(

@@ -7,7 +7,11 @@ import math
 import pytest
 from fakes.broker_world import give_back, trajectory, world
 
+from umbra.proto.access import SENDERS
 from umbra.proto.messages import (
+    ANY,
+    CONTROL,
+    DATA,
     FinishRun,
     LeaseSamples,
     Leave,
@@ -21,6 +25,13 @@ from umbra.proto.messages import (
     Welcome,
 )
 from umbra.proto.records import VersionSpan, pack_float32, pack_int32
+
+
+def test_whatever_may_be_sent_to_the_buffer_is_answered_by_somebody() -> None:
+    assert set(world().broker._routes) == {
+        kind for kind in (*ANY, *CONTROL, *DATA) if kind in SENDERS
+    }
+
 
 # -- a whole run ----------------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 
 from umbra.proto.bounds import BATCH
 from umbra.proto.messages import (
@@ -21,6 +20,7 @@ from umbra.proto.messages import (
 from umbra.proto.records import SampleTask
 from umbra.services.buffer.effects import Effects
 from umbra.services.buffer.endpoints.evaluation import Evaluations
+from umbra.services.buffer.endpoints.parking import Parked, ParkedRequests
 from umbra.services.buffer.policy.batches import Batches
 from umbra.services.buffer.policy.leases import Leases
 from umbra.services.buffer.policy.pause import Pause
@@ -30,15 +30,6 @@ from umbra.services.runtime.net.server import Request
 
 EVAL_PREFIX = "e"  # of the ids of eval samples
 NOTHING = SampleLeases(tasks=[])
-
-
-@dataclass(frozen=True, slots=True)
-class _Question:
-    """A question for work that waits until `deadline`."""
-
-    request: Request
-    body: LeaseSamples
-    deadline: float
 
 
 class GeneratorEndpoint:
@@ -68,14 +59,13 @@ class GeneratorEndpoint:
         self._gate = gate
         self._counters = counters
         self._outbox = outbox
-        self._questions: dict[str, _Question] = {}  # by generator, oldest first
+        self._parked = ParkedRequests[LeaseSamples]()
         self._served_at = (-1, -1, -1)  # openings and version when the parked were last looked at
 
     def lease(self, request: Request, body: LeaseSamples, now: float) -> None:
         """Hand out work, or park the question."""
         name = request.header.sender
-        older = self._questions.pop(name, None)
-        if older is not None:
+        if older := self._parked.take(name):
             self._outbox.reply(older.request, NOTHING)
         if not 0 <= body.version <= self._batches.newest:
             self._counters["wrong_version"] += 1
@@ -85,12 +75,12 @@ class GeneratorEndpoint:
         if again := self._answered_before(request):
             self._outbox.reply(request, self._answer(again, body.version))
             return
-        question = _Question(request, body, now + body.wait_s)
-        if not self._give(question, waiting=len(self._questions), now=now):
+        question = Parked(request, body, now + body.wait_s)
+        if not self._give(question, waiting=len(self._parked), now=now):
             if self.closed or body.wait_s <= 0 or body.capacity <= 0:
                 self._outbox.reply(request, NOTHING)
             else:
-                self._questions[name] = question
+                self._parked.park(question)
 
     def submit(self, request: Request, body: SubmitTrajectories, now: float) -> None:
         """Take trajectories in; refused ones are named with the reason."""
@@ -102,7 +92,7 @@ class GeneratorEndpoint:
         accepted = len(body.trajectories) - len(refused)
         self._outbox.reply(request, SubmitAck(accepted=accepted, refused=refused))
 
-    def hand_back(self, request: Request, body: ReturnSamples) -> None:
+    def hand_back(self, request: Request, body: ReturnSamples, _now: float) -> None:
         """Take samples back."""
         for returned in body.samples:
             self._for(returned.sample_id).hand_back(returned, request.header.sender)
@@ -132,34 +122,31 @@ class GeneratorEndpoint:
         if state == self._served_at:
             return
         self._served_at = state
-        waiting = len(self._questions)
-        for name, question in list(self._questions.items()):
+        waiting = len(self._parked)
+        for question in self._parked.all():
             waiting -= 1
             if self._give(question, waiting=waiting, now=now):
-                del self._questions[name]
+                self._parked.take(question.name)
 
     def expire(self, now: float) -> None:
         """Answer the questions whose wait is over."""
-        for name, question in list(self._questions.items()):
-            if question.deadline <= now:
-                del self._questions[name]
-                self._outbox.reply(question.request, NOTHING)
+        for question in self._parked.take_overdue(now):
+            self._outbox.reply(question.request, NOTHING)
 
     def forget(self, name: str) -> None:
         """`name` is gone: no answer, which its next incarnation might take for its own."""
-        self._questions.pop(name, None)
+        self._parked.take(name)
 
     def close(self) -> None:
         """No more work for anyone."""
         self.closed = True
-        for question in self._questions.values():
+        for question in self._parked.take_all():
             self._outbox.reply(question.request, NOTHING)
-        self._questions.clear()
 
-    def _give(self, question: _Question, *, waiting: int, now: float) -> bool:
+    def _give(self, question: Parked[LeaseSamples], *, waiting: int, now: float) -> bool:
         if self.closed or self._gate.is_shut:
             return False
-        name, body = question.request.header.sender, question.body
+        name, body = question.name, question.body
         capacity = min(body.capacity, BATCH)
         tasks = self._evals.take(name, body.version, capacity, now)
         if not self._evals.pausing:

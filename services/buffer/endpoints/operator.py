@@ -13,7 +13,6 @@ from umbra.proto.messages import (
     EvalBegun,
     EvalRequest,
     InterruptRequest,
-    Message,
     Nack,
     Ok,
     PauseRequest,
@@ -23,11 +22,6 @@ from umbra.services.buffer.effects import Effects
 from umbra.services.buffer.membership import Membership
 from umbra.services.buffer.works import Works
 from umbra.services.runtime.net.server import Request
-
-OPERATIONS: tuple[type[Message], ...] = (
-    DrainRequest, PauseRequest, ResumeRequest, EvalRequest, CheckpointRequest,
-    InterruptRequest,
-)  # fmt: skip
 
 log = logging.getLogger(__name__)
 
@@ -52,32 +46,28 @@ class OperatorRequests:
         self._outbox = outbox
         self._end = end
 
-    def handle(self, request: Request, now: float) -> None:
-        """Do what `request`, one of `OPERATIONS`, asks for."""
-        match request.body:
-            case PauseRequest(reason=reason):
-                log.info("paused by %s: %s", request.header.sender, reason)
-                self._works.gate.shut(reason or "paused on request")
-                self._outbox.reply(request, Ok())
-            case ResumeRequest():
-                log.info("resumed by %s", request.header.sender)
-                self._works.resume()
-                self._outbox.reply(request, Ok())
-            case CheckpointRequest():
-                self._works.training.checkpoint_wanted(request, now)
-            case EvalRequest():
-                self._evaluate(request)
-            case DrainRequest(member="", reason=reason):
-                self._outbox.reply(request, Ok())
-                self._end(reason or "drained on request", now)
-            case DrainRequest() as body:
-                self._drain(request, body)
-            case InterruptRequest() as body:
-                self._works.interrupts.requested(request, body)
-            case body:
-                raise TypeError(f"{type(body).__name__} is no operation")
+    def pause(self, request: Request, body: PauseRequest, _now: float) -> None:
+        """Hand out no work until the run is resumed."""
+        log.info("paused by %s: %s", request.header.sender, body.reason)
+        self._works.gate.shut(body.reason or "paused on request")
+        self._outbox.reply(request, Ok())
 
-    def _evaluate(self, request: Request) -> None:
+    def resume(self, request: Request, _body: ResumeRequest, _now: float) -> None:
+        """Hand out work again."""
+        log.info("resumed by %s", request.header.sender)
+        self._works.resume()
+        self._outbox.reply(request, Ok())
+
+    def checkpoint(self, request: Request, _body: CheckpointRequest, now: float) -> None:
+        """Have the trainer make a checkpoint; answered when it is there."""
+        self._works.training.checkpoint_wanted(request, now)
+
+    def interrupt(self, request: Request, body: InterruptRequest, _now: float) -> None:
+        """Stop samples under way."""
+        self._works.interrupts.requested(request, body)
+
+    def evaluate(self, request: Request, _body: EvalRequest, _now: float) -> None:
+        """Begin an evaluation."""
         try:
             samples = self._works.evals.ask()
         except RejectedError as error:
@@ -86,8 +76,12 @@ class OperatorRequests:
         version = self._works.batches.version
         self._outbox.reply(request, EvalBegun(version=version, samples=samples))
 
-    def _drain(self, request: Request, body: DrainRequest) -> None:
-        """Have one member leave."""
+    def drain(self, request: Request, body: DrainRequest, now: float) -> None:
+        """Have one member leave, or end the run if none is named."""
+        if not body.member:
+            self._outbox.reply(request, Ok())
+            self._end(body.reason or "drained on request", now)
+            return
         peer = self._members.peers.get(body.member)
         reason = ""
         if peer is None:

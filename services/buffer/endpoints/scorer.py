@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 
 from umbra.proto.bounds import BATCH
 from umbra.proto.messages import (
@@ -16,19 +15,11 @@ from umbra.proto.messages import (
     SubmitScores,
 )
 from umbra.services.buffer.effects import Effects
+from umbra.services.buffer.endpoints.parking import Parked, ParkedRequests
 from umbra.services.buffer.endpoints.scoring import Scoring
 from umbra.services.runtime.net.server import Request
 
 NOTHING = ScoringLeases(tasks=[])
-
-
-@dataclass(frozen=True, slots=True)
-class _Question:
-    """A question for work that waits until `deadline`."""
-
-    request: Request
-    body: LeaseScoring
-    deadline: float
 
 
 class ScorerEndpoint:
@@ -47,12 +38,11 @@ class ScorerEndpoint:
         self._counters = counters
         self._outbox = outbox
         self.serving: dict[str, str] = {}  # by scorer, the stage that it has asked for
-        self._questions: dict[str, _Question] = {}  # by scorer, oldest first
+        self._parked = ParkedRequests[LeaseScoring]()
 
     def lease(self, request: Request, body: LeaseScoring, now: float) -> None:
         """Hand out work, or park the question."""
-        older = self._questions.pop(request.header.sender, None)
-        if older is not None:
+        if older := self._parked.take(request.header.sender):
             self._outbox.reply(older.request, NOTHING)
         if body.stage not in self._stages:
             known = ", ".join(self._stages) or "none"
@@ -61,7 +51,7 @@ class ScorerEndpoint:
             self._outbox.reply(request, Nack(code="unknown_stage", reason=reason, path="stage"))
             return
         self.serving[request.header.sender] = body.stage
-        self._questions[request.header.sender] = _Question(request, body, now + body.wait_s)
+        self._parked.park(Parked(request, body, now + body.wait_s))
         self.serve(now)
         self.expire(now)
 
@@ -87,26 +77,25 @@ class ScorerEndpoint:
 
     def serve(self, now: float) -> None:
         """Look at the parked questions again."""
-        for name, question in list(self._questions.items()):
+        for question in self._parked.all():
             body = question.body
             if self.closed or not self._scoring.waiting(body.stage):
                 continue
-            tasks = self._scoring.take(name, body.stage, min(body.capacity, BATCH), now)
+            tasks = self._scoring.take(question.name, body.stage, min(body.capacity, BATCH), now)
             if tasks:
-                del self._questions[name]
+                self._parked.take(question.name)
                 self._outbox.reply(question.request, ScoringLeases(tasks=tasks))
 
     def expire(self, now: float) -> None:
         """Answer the questions whose wait is over; take expired leases back."""
         self._scoring.expire(now)
-        for name, question in list(self._questions.items()):
-            if self.closed or question.deadline <= now:
-                del self._questions[name]
-                self._outbox.reply(question.request, NOTHING)
+        over = self._parked.take_all() if self.closed else self._parked.take_overdue(now)
+        for question in over:
+            self._outbox.reply(question.request, NOTHING)
 
     def take_back(self, name: str, *, lost: bool) -> int:
         """`name` is gone: its work goes to others, its question is not answered."""
-        self._questions.pop(name, None)
+        self._parked.take(name)
         self.serving.pop(name, None)
         return self._scoring.take_all_back(name, lost=lost)
 

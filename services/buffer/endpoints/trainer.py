@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from umbra.proto.messages import (
     BatchLease,
@@ -22,6 +21,7 @@ from umbra.services.buffer.curves import StepCurves
 from umbra.services.buffer.effects import Effects
 from umbra.services.buffer.endpoints.checkpoint_requests import CheckpointRequests
 from umbra.services.buffer.endpoints.evaluation import Evaluations
+from umbra.services.buffer.endpoints.parking import Parked
 from umbra.services.buffer.health import Health
 from umbra.services.buffer.policy.batches import Batches
 from umbra.services.buffer.policy.pause import Pause
@@ -33,16 +33,6 @@ from umbra.services.runtime.net.server import Request
 from umbra.services.runtime.trajectories import RunFacts
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Question:
-    """A question for a batch that waits until `deadline`."""
-
-    request: Request
-    step: int
-    deadline: float
-    held: str = ""
 
 
 class TrainerEndpoint:
@@ -92,8 +82,8 @@ class TrainerEndpoint:
         self.facts = facts
         self._counters = counters
         self._outbox = outbox
-        self._question: _Question | None = None
-        self._peek: _Question | None = None
+        self._question: Parked[LeaseBatch] | None = None
+        self._peek: Parked[PeekBatch] | None = None
 
     def lease(self, request: Request, body: LeaseBatch, now: float) -> None:
         """Hand out the batch of the next step, the same as before if asked again; or park this.
@@ -124,18 +114,18 @@ class TrainerEndpoint:
             return
         if self.wanted_since is None:
             self.wanted_since = now
-        self._question = _Question(request, body.step, now + body.wait_s, body.held)
+        self._question = Parked(request, body, now + body.wait_s)
         self.serve(now)
         self.expire(now)
 
     def peek(self, request: Request, body: PeekBatch, now: float) -> None:
         """Show what the batch after the leased one will be, once that can be told."""
         self._answer_peek()
-        self._peek = _Question(request, body.step, now + body.wait_s)
+        self._peek = Parked(request, body, now + body.wait_s)
         self.serve(now)
         self.expire(now)
 
-    def commit(self, request: Request, body: CommitBatch) -> None:
+    def commit(self, request: Request, body: CommitBatch, _now: float) -> None:
         """The batch has been trained on; a repetition changes nothing."""
         leased = self._batches.leased
         if leased is not None and leased.step == body.step:
@@ -157,7 +147,7 @@ class TrainerEndpoint:
         ledger = self._pool.ledger.snapshot()
         self._outbox.reply(request, CommitAck(version=self._batches.version, ledger=ledger))
 
-    def reject(self, request: Request, body: RejectSamples) -> None:
+    def reject(self, request: Request, body: RejectSamples, _now: float) -> None:
         """The trainer cannot use some samples; a repetition changes nothing."""
         found = self._batches.reject(body.faults) if body.step == self._batches.next_step else []
         self._counters["rejected_samples"] += len(found)
@@ -166,7 +156,7 @@ class TrainerEndpoint:
                 log.warning("%s rejects %s: %s", request.header.sender, name, body.faults[name])
         self._outbox.reply(request, Ok())
 
-    def checkpoint(self, request: Request, body: CheckpointSaved) -> None:
+    def checkpoint(self, request: Request, body: CheckpointSaved, _now: float) -> None:
         """The trainer has saved its state after `body.step`."""
         version = self._batches.version
         if not 0 <= body.step <= version:
@@ -214,7 +204,7 @@ class TrainerEndpoint:
         # Shows, also when it is handed out again, that step and bytes belong together.
         found = digest(trajectories)
         self._outbox.measure("handed_out", step=batch.step, digest=found)
-        same = found == question.held
+        same = found == question.body.held
         lease = BatchLease(
             step=batch.step,
             trajectories=[] if same else trajectories,
@@ -230,15 +220,15 @@ class TrainerEndpoint:
         if question is None:
             return
         leased = self._batches.leased
-        if self.closed or leased is None or question.step != leased.step + 1:
+        if self.closed or leased is None or question.body.step != leased.step + 1:
             self._answer_peek()
             return
-        groups = self._batches.preview() if question.step <= self._steps else None
+        groups = self._batches.preview() if question.body.step <= self._steps else None
         if groups is not None:
             self._peek = None
             names = [sample.sample_id for group in groups for sample in group.samples]
             packed = self._pool.trajectory_store.packed(names)
-            lease = BatchLease(step=question.step, trajectories=packed, digest=digest(packed))
+            lease = BatchLease(step=question.body.step, trajectories=packed, digest=digest(packed))
             self._outbox.reply(question.request, lease)
 
     def expire(self, now: float) -> None:
@@ -286,12 +276,14 @@ class TrainerEndpoint:
     def _answer_parked(self, waiting_for: str) -> None:
         if self._question is not None:
             question, self._question = self._question, None
-            self._outbox.reply(question.request, self._nothing(question.step, waiting_for))
+            self._outbox.reply(question.request, self._nothing(question.body.step, waiting_for))
 
     def _answer_peek(self) -> None:
         if self._peek is not None:
             question, self._peek = self._peek, None
-            self._outbox.reply(question.request, self._nothing(question.step, "another question"))
+            self._outbox.reply(
+                question.request, self._nothing(question.body.step, "another question")
+            )
 
     def _nothing(self, step: int, waiting_for: str) -> BatchLease:
         return BatchLease(
