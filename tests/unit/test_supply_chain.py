@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import pytest
 from test_source_rules import ROOT, source_files
 
+from umbra.services.modeling.models import AS_IT_IS
+
 LOADERS = {"from_pretrained", "from_config"}
 PLAIN = {"GenerationConfig"}  # data only: it has no code that it could bring along
 SHIPPED = ("deploy", "proto", "services", "src")
@@ -39,6 +41,8 @@ def loads(tree: ast.AST) -> Iterator[tuple[int, str, dict[str, object]]]:
                 attr in LOADERS and ast.unparse(owner) not in PLAIN
             ):
                 given = {w.arg: w.value.value for w in words if isinstance(w.value, ast.Constant)}
+                if any(w.arg is None and ast.unparse(w.value) == "AS_IT_IS" for w in words):
+                    given |= AS_IT_IS
                 yield node.lineno, f"{ast.unparse(owner)}.{attr}", given  # type: ignore[misc]
             case _:
                 pass
@@ -62,15 +66,16 @@ def test_models_bring_no_code_and_no_pickled_weights() -> None:
             if what.endswith("from_pretrained"):
                 assert given.get("local_files_only") is True, where
     assert found >= 4, "the rule looks in the wrong place"
+    assert AS_IT_IS == {"local_files_only": True, "trust_remote_code": False}
 
 
 def test_no_flag_turns_it_on() -> None:
-    """`trust_remote_code` appears in calls only, and only as False."""
+    """`trust_remote_code` is only ever False."""
     for path in source_files():
         if path.relative_to(ROOT).parts[0] in SHIPPED:
             for line in path.read_text(encoding="utf-8").splitlines():
                 if "trust_remote_code" in line:
-                    assert re.search(r"trust_remote_code(=| is always )False", line), path
+                    assert re.search(r"trust_remote_code(=| is always |\": )False", line), path
 
 
 def test_secrets_get_into_no_image_and_no_repository() -> None:
