@@ -13,7 +13,7 @@ WAIT_S = 3600.0  # writing a large model takes its time
 
 
 @dataclass(frozen=True, slots=True)
-class _Wish:
+class _Waiting:
     request: Request
     version: int  # when it was made: a checkpoint of this or a later one grants it
     deadline: float
@@ -27,7 +27,7 @@ class CheckpointRequests:
         self._newest = -1  # step of the newest checkpoint that we know of
         self._batches = batches
         self._outbox = outbox
-        self._waiting: list[_Wish] = []
+        self._waiting: list[_Waiting] = []
 
     @property
     def open(self) -> bool:
@@ -36,7 +36,7 @@ class CheckpointRequests:
 
     def add(self, request: Request, now: float) -> None:
         """Somebody wants a checkpoint of the version of now, or of a later one."""
-        self._waiting.append(_Wish(request, self._batches.version, now + WAIT_S))
+        self._waiting.append(_Waiting(request, self._batches.version, now + WAIT_S))
         self._grant()
 
     def told(self, body: CheckpointSaved) -> None:
@@ -51,21 +51,21 @@ class CheckpointRequests:
         self._newest = min(self._newest, step)
 
     def _grant(self) -> None:
-        for wish in self._waiting:
-            if wish.version <= self._newest:
-                self._outbox.reply(wish.request, CheckpointMade(step=self._newest))
-        self._waiting = [wish for wish in self._waiting if wish.version > self._newest]
+        for waiting in self._waiting:
+            if waiting.version <= self._newest:
+                self._outbox.reply(waiting.request, CheckpointMade(step=self._newest))
+        self._waiting = [waiting for waiting in self._waiting if waiting.version > self._newest]
 
     def expire(self, now: float) -> None:
         """Answer those who have waited too long."""
-        late = [wish for wish in self._waiting if wish.deadline <= now]
+        late = [waiting for waiting in self._waiting if waiting.deadline <= now]
         self._refuse(late, f"the trainer has made no checkpoint within {WAIT_S:g} s: see its log")
 
     def close(self) -> None:
         """The run is ending: nobody has to wait any more."""
         self._refuse(self._waiting, "the run is ending")
 
-    def _refuse(self, checkpoint_requests: list[_Wish], reason: str) -> None:
-        for wish in checkpoint_requests:
-            self._outbox.reply(wish.request, Nack(code="no_checkpoint", reason=reason))
-        self._waiting = [wish for wish in self._waiting if wish not in checkpoint_requests]
+    def _refuse(self, refused: list[_Waiting], reason: str) -> None:
+        for waiting in refused:
+            self._outbox.reply(waiting.request, Nack(code="no_checkpoint", reason=reason))
+        self._waiting = [waiting for waiting in self._waiting if waiting not in refused]
