@@ -133,7 +133,6 @@ class Attack:
         tally = self.tallies.setdefault(deed, Tally())
         pid = self._ground.targets[deed.server].pid
         before = begin_peak(pid)
-        peak = before
         try:
             done = deed.run(self._ground)
         except AssertionError:  # no answer

@@ -24,7 +24,7 @@ from umbra.proto.messages import (
     SubmitTrajectories,
 )
 from umbra.services.buffer.broker import Broker
-from umbra.services.buffer.effects import Effect, Publish, Reply
+from umbra.services.buffer.effects import Effect, Notify, Reply
 from umbra.services.runtime.net.server import Request
 
 TICK_S = 0.5  # how late a deadline may be noticed
@@ -134,7 +134,7 @@ class SimulatedBroker:
             match effect:
                 case Reply(request, body):
                     self._reply(request, body)
-                case Publish(identity, body):
+                case Notify(identity, body):
                     client = self._clients.get(identity)
                     if client is not None:
                         self._deliver(client, client.incarnation, client.pushed, body)

@@ -18,7 +18,7 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
-class Publish:
+class Notify:
     """Send `body` unasked to the socket `identity` of a channel."""
 
     identity: bytes
@@ -34,7 +34,7 @@ class Measure:
     fields: dict[str, Any]
 
 
-Effect: TypeAlias = Reply | Publish | Measure
+Effect: TypeAlias = Reply | Notify | Measure
 
 
 class Effects:
@@ -49,7 +49,7 @@ class Effects:
 
     def push(self, identity: bytes, body: Message, channel: str = "control") -> None:
         """Send `body` unasked."""
-        self._effects.append(Publish(identity, body, channel))
+        self._effects.append(Notify(identity, body, channel))
 
     def measure(self, kind: str, **fields: Any) -> None:
         """Write a row of metrics."""

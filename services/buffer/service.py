@@ -17,7 +17,7 @@ from umbra.services.buffer.addresses import Addresses
 from umbra.services.buffer.broker import Broker, Endpoints
 from umbra.services.buffer.data.dataset_readers import read_source
 from umbra.services.buffer.data.sources import open_prompts
-from umbra.services.buffer.effects import Effect, Measure, Publish, Reply
+from umbra.services.buffer.effects import Effect, Measure, Notify, Reply
 from umbra.services.buffer.store.api import MemoryStore, Store, StoreFullError
 from umbra.services.buffer.store.committer import Committer
 from umbra.services.buffer.store.run_mark import open_marked, refuse_marked
@@ -231,7 +231,7 @@ class Service:
             match effect:
                 case Reply(request, body):
                     self._server.reply(request, body)
-                case Publish(identity, body, channel):
+                case Notify(identity, body, channel):
                     self._server.push(channel, identity, body)
                 case Measure(kind, fields):
                     self._context.metrics.write(kind, **fields)

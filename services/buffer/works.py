@@ -18,7 +18,7 @@ from umbra.services.buffer.membership import Membership, Participant
 from umbra.services.buffer.policy.batches import Batches
 from umbra.services.buffer.policy.cancellation import Cancellations
 from umbra.services.buffer.policy.leases import Leases
-from umbra.services.buffer.policy.pause import Pause
+from umbra.services.buffer.policy.pause import PauseSwitch
 from umbra.services.buffer.policy.replays import Replays
 from umbra.services.buffer.policy.run_ahead import RunAhead
 from umbra.services.buffer.policy.selection import BatchRules
@@ -64,7 +64,7 @@ class Works:
     ) -> None:
         buffer = config.buffer
         self.counters = counters
-        self.gate = Pause()
+        self.gate = PauseSwitch()
         self.health = Health(config)
         self.policy = StalenessPolicy.of(config)
         self.facts = RunFacts.of(config)

@@ -22,7 +22,7 @@ class _Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Membership:
+class CommunicatorRanks:
     """Ranks by member; the hub itself is rank 0 and not listed. `fresh`: it must be built first."""
 
     epoch: int
@@ -73,16 +73,16 @@ class NcclGroup:
         self._members.pop(name, None)
         self._ranks.pop(name, None)
 
-    def begin(self) -> Membership:
+    def begin(self) -> CommunicatorRanks:
         """The communicator for a broadcast to all who are eligible."""
         names = self.eligible
         if self._whole and set(names) == set(self._ranks) and self._size == len(names) + 1:
-            return Membership(self.epoch, dict(self._ranks), fresh=False)
+            return CommunicatorRanks(self.epoch, dict(self._ranks), fresh=False)
         self.epoch += 1
         self._whole = False
         self._ranks = {name: rank for rank, name in enumerate(names, start=1)}
         self._size = len(names) + 1
-        return Membership(self.epoch, dict(self._ranks), fresh=True)
+        return CommunicatorRanks(self.epoch, dict(self._ranks), fresh=True)
 
     def worked(self) -> None:
         """A broadcast reached all ranks."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from umbra.proto.messages import Prepare
-from umbra.services.weight_hub.nccl_group import Membership, NcclGroup
+from umbra.services.weight_hub.nccl_group import CommunicatorRanks, NcclGroup
 
 Content = tuple[int, tuple[int, ...]]  # slot, and checksum of every bucket
 
@@ -20,7 +20,7 @@ Content = tuple[int, tuple[int, ...]]  # slot, and checksum of every bucket
 class Round:
     """A broadcast under way. `open`: members that have not said how it went."""
 
-    communicator: Membership
+    communicator: CommunicatorRanks
     slot: int
     prepares: dict[str, Prepare]
     open: set[str]

@@ -31,7 +31,7 @@ from umbra.proto.messages import (
 from umbra.proto.records import SampleTask, Trajectory, VersionSpan, pack_float32, pack_int32
 from umbra.services.buffer.broker import Broker, Endpoints
 from umbra.services.buffer.data.prompts import GroupEnd, Prompt
-from umbra.services.buffer.effects import Effect, Measure, Publish, Reply
+from umbra.services.buffer.effects import Effect, Measure, Notify, Reply
 from umbra.services.buffer.store.api import MemoryStore
 from umbra.services.runtime.config import BufferConfig, EvalConfig, RunConfig, RunSection
 from umbra.services.runtime.net.server import Request
@@ -222,7 +222,7 @@ class World:
         match effect:
             case Reply(request, body):
                 self.late[request.header.sender].append(as_sent(body))
-            case Publish(identity, body, _channel):
+            case Notify(identity, body, _channel):
                 self.pushes.append((identity.decode(), body))
             case Measure():
                 self.rows.append(effect)

@@ -21,7 +21,7 @@ from umbra.services.runtime.gpu.broadcast import broadcast, chunks
 from umbra.services.runtime.gpu.receiving import gpu_for, host_planes
 from umbra.services.runtime.gpu.worker import GpuWorker
 from umbra.services.runtime.gpu.worker_process import GpuWorkerProcess
-from umbra.services.weight_hub.nccl_group import Membership, NcclGroup
+from umbra.services.weight_hub.nccl_group import CommunicatorRanks, NcclGroup
 from umbra.services.weight_hub.nccl_rounds import Rounds
 from umbra.services.weight_hub.planes import PLANES, check_plane, mismatch
 
@@ -34,19 +34,19 @@ def test_every_change_of_membership_makes_a_communicator_of_the_next_epoch() -> 
     group = NcclGroup(epoch=10)
     assert group.eligible == []
     group.join("a", "1")
-    assert group.begin() == Membership(11, {"a": 1}, fresh=True)
+    assert group.begin() == CommunicatorRanks(11, {"a": 1}, fresh=True)
     group.worked()
-    assert group.begin() == Membership(11, {"a": 1}, fresh=False)
+    assert group.begin() == CommunicatorRanks(11, {"a": 1}, fresh=False)
     group.join("b", "1")
     made = group.begin()
-    assert made == Membership(12, {"a": 1, "b": 2}, fresh=True)
+    assert made == CommunicatorRanks(12, {"a": 1, "b": 2}, fresh=True)
     assert made.size == 3
     group.worked()
     group.leave("a")
-    assert group.begin() == Membership(13, {"b": 1}, fresh=True)
+    assert group.begin() == CommunicatorRanks(13, {"b": 1}, fresh=True)
     group.worked()
     group.join("b", "2")
-    assert group.begin() == Membership(14, {"b": 1}, fresh=True), "it is another process"
+    assert group.begin() == CommunicatorRanks(14, {"b": 1}, fresh=True), "it is another process"
     group.leave("b")
     assert group.eligible == []
 
@@ -57,7 +57,7 @@ def test_after_a_failure_there_is_another_communicator() -> None:
     group.begin()
     group.worked()
     assert group.broke() == []
-    assert group.begin() == Membership(2, {"a": 1}, fresh=True)
+    assert group.begin() == CommunicatorRanks(2, {"a": 1}, fresh=True)
 
 
 def rounds_until_settled(group: NcclGroup, hangs: set[str]) -> int:
@@ -107,7 +107,7 @@ def test_nobody_is_blamed_for_one_who_left() -> None:
     group.begin()
     group.leave("b")
     assert group.broke(left=True) == []
-    assert group.begin() == Membership(2, {"a": 1}, fresh=True)
+    assert group.begin() == CommunicatorRanks(2, {"a": 1}, fresh=True)
 
 
 def prepare(version: int, epoch: int = 1, slot: int = 0) -> Prepare:

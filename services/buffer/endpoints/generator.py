@@ -23,7 +23,7 @@ from umbra.services.buffer.endpoints.evaluation import Evaluations
 from umbra.services.buffer.endpoints.parking import Parked, ParkedRequests
 from umbra.services.buffer.policy.batches import Batches
 from umbra.services.buffer.policy.leases import Leases
-from umbra.services.buffer.policy.pause import Pause
+from umbra.services.buffer.policy.pause import PauseSwitch
 from umbra.services.buffer.samples.pool import SamplePool
 from umbra.services.buffer.samples.submissions import Submissions
 from umbra.services.runtime.net.server import Request
@@ -45,7 +45,7 @@ class GeneratorEndpoint:
         answers: Submissions,
         evals: Evaluations,
         eval_answers: Submissions,
-        gate: Pause,
+        gate: PauseSwitch,
         counters: Counter[str],
         outbox: Effects,
     ) -> None:

@@ -24,7 +24,7 @@ from umbra.services.buffer.endpoints.evaluation import Evaluations
 from umbra.services.buffer.endpoints.parking import Parked
 from umbra.services.buffer.health import Health
 from umbra.services.buffer.policy.batches import Batches
-from umbra.services.buffer.policy.pause import Pause
+from umbra.services.buffer.policy.pause import PauseSwitch
 from umbra.services.buffer.policy.run_ahead import RunAhead
 from umbra.services.buffer.samples.failure_counts import count_reason
 from umbra.services.buffer.samples.pool import SamplePool
@@ -56,7 +56,7 @@ class TrainerEndpoint:
         *,
         steps: int,
         missing: Callable[[float], str],
-        gate: Pause,
+        gate: PauseSwitch,
         evals: Evaluations,
         formed: Callable[[], None],
         run_ahead: RunAhead,

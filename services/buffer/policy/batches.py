@@ -38,9 +38,8 @@ class Batches:
         self.version = 0
         self.newest = 0  # highest version there ever was: a trainer that starts again falls behind
         self.checkpoint: int | None = None  # newest step that a checkpoint covers
-        self.formed: dict[
-            int, StoredBatch
-        ] = {}  # by step; more than one only after a trainer's restart
+        # By step; more than one only after a trainer's restart.
+        self.formed: dict[int, StoredBatch] = {}
         self.trained = StalenessStats()
         self.last = StalenessStats()  # of the newest committed batch
         self.archive = archive

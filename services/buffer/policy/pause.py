@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Pause:
+class PauseSwitch:
     """Open, or shut for a reason."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from umbra.services.buffer.endpoints.trainer import TrainerEndpoint
 from umbra.services.buffer.health import Health
 from umbra.services.buffer.membership import Membership
 from umbra.services.buffer.policy.batches import Batches
-from umbra.services.buffer.policy.pause import Pause
+from umbra.services.buffer.policy.pause import PauseSwitch
 from umbra.services.buffer.policy.run_ahead import RunAhead
 from umbra.services.buffer.policy.staleness import StalenessStats
 from umbra.services.buffer.samples.pool import SamplePool
@@ -46,7 +46,7 @@ class Recovery:
         run_ahead: RunAhead,
         health: Health,
         evals: Evaluations,
-        gate: Pause,
+        gate: PauseSwitch,
         prompts: Prompts,
         counters: Counter[str],
     ) -> None:
