@@ -202,7 +202,7 @@ def test_the_vocabulary_is_known_after_a_restart() -> None:
     run = world(durable=True)
     ask_batch(run, 1)
     run.restart_broker()
-    assert run.broker.works.facts.vocabulary == VOCABULARY
+    assert run.broker.run.facts.vocabulary == VOCABULARY
 
 
 def test_a_rejection_of_another_batch_changes_nothing() -> None:

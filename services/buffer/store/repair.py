@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from umbra.proto.errors import UsageError
-from umbra.services.buffer.endpoints.generator import EVAL_PREFIX
+from umbra.services.buffer.endpoints.evaluation import EVAL_PREFIX
 from umbra.services.buffer.policy.replays import Replays
 from umbra.services.buffer.policy.staleness import StalenessPolicy
 from umbra.services.buffer.samples.groups import GroupRules
