@@ -62,6 +62,7 @@ PUBLISHED: dict[str, Publication] = {
     "snapshot_memory": Publication("snapshot_memory", (), 1),
     "security_cost": Publication("security_cost", (), 3),
     "replay_fit": Publication("replay_fit", (), 3),
+    "revisions": Publication("revisions", ("362ebf4",), 20),  # before the rooms and what followed
     "scale": Publication("scale", (), 10),
     "staleness": Publication("staleness", ("--jobs", "2"), 120),
 }

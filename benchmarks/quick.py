@@ -25,6 +25,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "generator_overhead": ("--engines", "torch", "--requests", "48", "--passes", "1"),
     "long_tail": ("--requests", "64", "--passes", "1"),
     "replay_fit": ("--steps", "16"),
+    "revisions": ("HEAD", "--rounds", "1", "--parts", "loop"),
     "security_cost": ("--seconds", "2", "--size-mib", "32", "--rounds", "1"),
     "snapshot_memory": ("--size-mib", "64", "--ranks", "1,2"),
     "staleness": (*FEW, "--staleness", "1", "--minibatches", "1"),
