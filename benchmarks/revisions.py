@@ -134,7 +134,7 @@ def summarise(report: Report) -> None:
 
 def main() -> int:
     """Measure, print, write; 1 if something got slower than a redesign may make it."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("before", help="a revision of this repository")
     parser.add_argument("after", nargs="?", default="HEAD")
     parser.add_argument("--rounds", type=int, default=3)
