@@ -169,6 +169,8 @@ def test_every_quick_form_is_of_a_benchmark() -> None:
 def test_a_batchwise_engine_begins_nothing_while_anything_is_live() -> None:
     from batchwise_generator import BatchwiseEngine
 
+    from umbra.services.generator.replay_engine import ReplayTokens
+
     now = [0.0]
 
     def wait(seconds: float) -> None:
@@ -176,9 +178,7 @@ def test_a_batchwise_engine_begins_nothing_while_anything_is_live() -> None:
 
     engine = BatchwiseEngine(
         ReplayModel(step_s=1.0, lengths=[2, 10]),
-        vocabulary=50,
-        filler=FILLER,
-        stop=STOP,
+        ReplayTokens(vocabulary=50, filler=FILLER, stop=STOP),
         slots=2,
         max_context=64,
         version=0,
