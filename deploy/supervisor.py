@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from umbra.deploy.process import Usage, describe_exit, own_exit_code
 from umbra.deploy.restart import RestartPolicy
 from umbra.proto.errors import DivergedError, FailedSamplesError, RejectedError, UsageError
+from umbra.services.runtime.process.child import Usage, describe_exit, own_exit_code
 
 DRAIN_S = 15.0  # per wave; a trainer may have to end its step
 FINISH_S = 30.0  # from the first orderly exit to the last

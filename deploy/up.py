@@ -12,7 +12,6 @@ from typing import Any
 from umbra.deploy.interrupts import SignalCounter
 from umbra.deploy.live import View
 from umbra.deploy.preflight import check_run
-from umbra.deploy.process import ChildProcess, child_environ
 from umbra.deploy.programs import BUFFER, TRAINER, buffer_program, other_programs
 from umbra.deploy.progress import Progress
 from umbra.deploy.report.command import write_report
@@ -32,6 +31,7 @@ from umbra.proto.errors import EXIT_DONE, StartupError, UmbraError
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config.loader import to_json
 from umbra.services.runtime.net.keys import open_security
+from umbra.services.runtime.process.child import ChildProcess, child_environ
 from umbra.services.runtime.process.disk import DISK, READABLE_MODE
 from umbra.services.runtime.weights.arena import remove_leftovers
 
@@ -200,9 +200,8 @@ class Up:
         return self._verdict(supervisor)
 
     def _spawn(self, program: Program) -> ChildProcess:
-        return ChildProcess(
-            program.argv, log_path=self.folder.log(program.name), environ=self.environ
-        )
+        log = self.folder.log(program.name)
+        return ChildProcess(program.argv, environ=self.environ, stdout=log, stderr=log)
 
     def _start(self, supervisor: Supervisor, progress: Progress) -> None:
         """Start the buffer, and the others once it has said where it is."""

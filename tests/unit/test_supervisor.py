@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from umbra.deploy.process import Usage
 from umbra.deploy.supervisor import Program, Supervisor
+from umbra.services.runtime.process.child import Usage
 
 PROGRAMS = (
     Program("buffer", ("buffer",), wave=2),
