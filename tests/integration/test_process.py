@@ -13,11 +13,10 @@ import pytest
 from fakes.slowness import seconds
 
 from umbra.deploy.interrupts import SignalCounter
-from umbra.deploy.restart import RestartPolicy
 from umbra.deploy.run_folder import RunFolder
 from umbra.deploy.stage import StageError, StageInterrupted, last_said, run_stage
-from umbra.deploy.supervisor import Program, Supervisor
 from umbra.services.runtime.process.child import ChildProcess, Usage, child_environ
+from umbra.services.runtime.process.supervisor import Program, RestartPolicy, Supervisor
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 CHILD = (sys.executable, str(PROGRAMS / "child.py"))
