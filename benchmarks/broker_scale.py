@@ -31,10 +31,10 @@ from click.testing import CliRunner
 from replay_cells import MIXES
 from report import Report
 
-from umbra.deploy.process import ChildProcess, child_environ, umbra_argv
 from umbra.proto.messages import Status
 from umbra.services.generator.replay_model import ReplayModel
 from umbra.services.monitor.client import StatusClient
+from umbra.services.runtime.process.child import ChildProcess, child_environ, umbra_argv
 from umbra.services.runtime.process.parent import PARENT_PID_VARIABLE
 from umbra.services.runtime.weights.arena import remove_leftovers
 from umbra.services.trainer.make_model import command as make_model
@@ -200,7 +200,7 @@ class World:
         argv += ["--name", name, *(["--broker", broker] if broker else [])]
         log = self._folder / f"{name}.log"
         environ = {**child_environ(), **noted_in(self._folder)}
-        process = ChildProcess(argv, log_path=log, environ=environ)
+        process = ChildProcess(argv, environ=environ, stdout=log, stderr=log)
         self.servers[name] = Server(process)
         until = time.monotonic() + START_S
         while (facts := process.ready()) is None:

@@ -20,11 +20,11 @@ from pathlib import Path
 
 import noted
 
-from umbra.deploy.process import child_environ
 from umbra.proto.errors import UmbraError
 from umbra.proto.messages import Status
 from umbra.services.monitor.client import StatusClient
 from umbra.services.runtime.net.keys import OPEN, Security
+from umbra.services.runtime.process.child import child_environ
 from umbra.services.runtime.process.parent import PARENT_PID_VARIABLE
 
 UMBRA = (sys.executable, "-m", "umbra")

@@ -113,7 +113,7 @@ def test_an_accuracy_is_reached_by_the_mean_of_ten_batches() -> None:
 def test_a_script_takes_the_place_of_a_command() -> None:
     import whole_runs
 
-    from umbra.deploy.supervisor import Program
+    from umbra.services.runtime.process.supervisor import Program
 
     flags = ("--config", "c.json", "--name", "n")
     trainer = Program("trainer", (sys.executable, "-m", "umbra", "trainer", *flags), wave=0)
