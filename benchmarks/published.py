@@ -60,6 +60,7 @@ PUBLISHED: dict[str, Publication] = {
     "generator_overhead": Publication("generator_overhead", ("--passes", "3"), 6, "vLLM"),
     "store": Publication("store", (), 2, "lmdb"),
     "snapshot_memory": Publication("snapshot_memory", (), 1),
+    "logits_memory": Publication("logits_memory", (), 5),
     "security_cost": Publication("security_cost", (), 3),
     "replay_fit": Publication("replay_fit", (), 3),
     "revisions": Publication("revisions", ("362ebf4",), 20),  # before the rooms and what followed
