@@ -157,6 +157,15 @@ def test_every_objective_of_the_staleness_grid_is_a_possible_run() -> None:
         assert config.buffer.run_ahead == config.buffer.max_staleness == 8
 
 
+def test_every_cell_can_be_run_by_its_key() -> None:
+    import end_to_end
+
+    args = end_to_end.parse(["--form", *end_to_end.FORMS, "--tasks", *end_to_end.TASKS])
+    cells = end_to_end.all_cells(args)
+    assert {cell.form for cell in cells} > {"replay"}
+    assert all(end_to_end.cell_of(cell.key) == cell for cell in cells)
+
+
 def test_every_quick_form_is_of_a_benchmark() -> None:
     import quick
 
