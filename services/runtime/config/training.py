@@ -36,6 +36,9 @@ class TrainerConfig(ObjectiveKeys, frozen=True, kw_only=True, forbid_unknown_fie
     ] = 1
     pack_tokens: Annotated[int, Meta(description="tokens per packed row", ge=8)] = 256
     micro_tokens: Annotated[int, Meta(description="tokens per forward pass", ge=8)] = 4096
+    logits_mib: Annotated[
+        float, Meta(description="MiB of float32 logits at a time; more are computed twice", gt=0)
+    ] = 256.0
     share_prompts: Annotated[
         bool, Meta(description="compute a prompt once for all samples of it in a row")
     ] = True
