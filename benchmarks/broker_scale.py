@@ -60,6 +60,8 @@ batch_groups = 128
 run_ahead = 6
 max_staleness = 1000000
 store_max_bytes = 1073741824
+[generator]
+max_context = 20200
 [trainer]
 device = "cpu"
 threads = 1
@@ -345,6 +347,7 @@ def summarise(report: Report) -> None:
     report.figure("buffer_core", most["buffer_core"])
     report.figure("buffer_us", most["buffer_us"])
     report.figure("ack_p99_ms", most["ack_p99_ms"])
+    report.goal("answers refused while nobody is killed", sum(r["refused"] for r in whole), "<=", 0)
     if (facts := report.facts).get("held"):
         back = facts["taken_back"] / facts["held"]
         report.goal("s until the killed are given up (15 s silent)", facts["given_up_s"], "<=", 25)

@@ -66,6 +66,7 @@ class Request(msgspec.Struct, frozen=True, gc=False):
     body: Message
     role: KeyRole | None = None
     received_at: float = 0.0  # seconds since the epoch
+    frame: bytes | memoryview = b""  # of the body, as it came
 
     @property
     def bare(self) -> Request:
@@ -314,7 +315,7 @@ class Server:
             return None
         if is_kept:
             self._peers[channel.name, identity].asked(header.id)
-        return Request(channel.name, identity, header, envelope.body, role, time.time())
+        return Request(channel.name, identity, header, envelope.body, role, time.time(), frames[1])
 
     def _check_allowed(
         self, channel: _Channel, header: Header, kind: type[Message], role: KeyRole | None
