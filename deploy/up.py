@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from umbra.deploy.interrupts import SignalCounter
 from umbra.deploy.live import View
 from umbra.deploy.preflight import check_run
 from umbra.deploy.programs import BUFFER, TRAINER, buffer_program, other_programs
@@ -32,6 +31,7 @@ from umbra.services.runtime.config.loader import to_json
 from umbra.services.runtime.net.keys import open_security
 from umbra.services.runtime.process.child import ChildProcess, child_environ
 from umbra.services.runtime.process.disk import DISK, READABLE_MODE
+from umbra.services.runtime.process.signals import SignalCounter
 from umbra.services.runtime.process.supervisor import Program, Supervisor
 from umbra.services.runtime.weights.arena import remove_leftovers
 
