@@ -6,7 +6,7 @@ import os
 import select
 import signal
 from contextlib import suppress
-from types import FrameType, TracebackType
+from types import FrameType
 
 HANDLED = (signal.SIGINT, signal.SIGTERM)
 
@@ -47,12 +47,7 @@ class SignalCounter:
         self._before = {number: signal.signal(number, self._handle) for number in HANDLED}
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_raised: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         os.close(self._read_fd)
