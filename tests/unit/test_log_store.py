@@ -17,6 +17,7 @@ from umbra.services.buffer.store.head import NAME as HEAD
 from umbra.services.buffer.store.log import LogStore
 from umbra.services.buffer.store.record_format import HEAD_BYTES, SEGMENT_HEADER_BYTES
 from umbra.services.buffer.store.segments import segment_numbers, segment_path
+from umbra.services.runtime.process import folder_lock
 from umbra.services.runtime.process.disk import Disk
 
 SMALL = 4096  # bytes of a segment here
@@ -188,7 +189,7 @@ def test_a_foreign_file_is_refused(tmp_path: Path) -> None:
 
 def test_a_store_has_one_owner(tmp_path: Path) -> None:
     store = LogStore(tmp_path)
-    with pytest.raises(StoreError, match="in use"):
+    with pytest.raises(StoreError, match=f"in use by process {os.getpid()}"):
         LogStore(tmp_path)
     store.close()
 
@@ -334,4 +335,16 @@ def test_the_longest_value_is_one_whose_length_can_be_written(tmp_path: Path) ->
     with pytest.raises(ValueError, match="k has 4294967296 bytes"):
         store.put("k", value)
     store.delete("k")
+    store.close()
+
+
+def test_a_full_disk_does_not_keep_it_shut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    LogStore(tmp_path).close()
+    monkeypatch.setattr(folder_lock.os, "write", full)
+    store = LogStore(tmp_path)
+    with pytest.raises(StoreError, match="is in use by another process"):
+        LogStore(tmp_path)
     store.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 NAME = "lock"
@@ -35,7 +35,8 @@ def folder_lock(folder: Path) -> Iterator[None]:
             said = os.read(fd, 32)
             raise HeldError(int(said) if said.isdigit() else 0) from error
         os.ftruncate(fd, 0)
-        os.write(fd, str(os.getpid()).encode())
+        with suppress(OSError):  # a full disk: the lock holds, and names nobody
+            os.write(fd, str(os.getpid()).encode())
         yield
     finally:
         os.close(fd)
