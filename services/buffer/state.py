@@ -19,7 +19,6 @@ from umbra.services.buffer.health import Health
 from umbra.services.buffer.membership import Membership
 from umbra.services.buffer.policy.batches import Batches
 from umbra.services.buffer.policy.leases import Leases
-from umbra.services.buffer.policy.pause import PauseSwitch
 from umbra.services.buffer.policy.replays import Replays
 from umbra.services.buffer.policy.run_ahead import RunAhead
 from umbra.services.buffer.policy.selection import BatchRules
@@ -32,6 +31,26 @@ from umbra.services.buffer.store.archive import Archive
 from umbra.services.buffer.store.journal import Journal
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.trajectories import RunFacts, sampling_of
+
+
+class PauseSwitch:
+    """Whether work is handed out: open, or shut for a reason by an operator."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+
+    @property
+    def is_shut(self) -> bool:
+        """Whether nothing may be handed out."""
+        return bool(self.reason)
+
+    def shut(self, reason: str) -> None:
+        """Hand nothing out from now on."""
+        self.reason = reason
+
+    def open(self) -> None:
+        """Hand out again."""
+        self.reason = ""
 
 
 class RunState:
