@@ -31,7 +31,9 @@ UMBRA = (sys.executable, "-m", "umbra")
 NOTED = (sys.executable, str(Path(noted.__file__)))
 LOOK_S = 0.5
 RESTART_S = 0.5
-GONE_S = 40.0  # for everything to end after `umbra up` has
+# For everything to end after `umbra up` has: who joins as the buffer goes looks for it for a minute
+# (`run.broker_grace_s`), and comes up slowly beside all others.
+GONE_S = 120.0
 RELAY = "relay-b"
 
 

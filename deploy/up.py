@@ -27,6 +27,7 @@ from umbra.deploy.summary import RunOutcome, read_status, summarise, write_summa
 from umbra.proto.errors import EXIT_DONE, StartupError, UmbraError
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config.loader import to_json
+from umbra.services.runtime.deadline import Deadline
 from umbra.services.runtime.net.keys import open_security
 from umbra.services.runtime.process.child import ChildError, ChildProcess, child_environ
 from umbra.services.runtime.process.disk import DISK, READABLE_MODE
@@ -205,12 +206,11 @@ class Up:
     def _start(self, supervisor: Supervisor, progress: Progress) -> None:
         """Start the buffer, and the others once it has said where it is."""
         supervisor.start(buffer_program(self.config, self.folder))
-        deadline = time.monotonic() + START_S
+        deadline = Deadline(START_S, "the buffer was not up", error=StartupError)
         while (facts := supervisor.ready(BUFFER)) is None:
             if not supervisor.poll() or supervisor.draining:
                 return
-            if time.monotonic() > deadline:
-                raise StartupError(f"the buffer was not up within {START_S:g} s")
+            deadline.check()
             self._turn(supervisor, progress)
         broker = str(facts["broker"])
         progress.watch(broker, open_security(self.config.security, ["monitor"]))

@@ -16,7 +16,9 @@ from umbra.proto.messages import (
     RejectSamples,
 )
 from umbra.proto.records import Trajectory
+from umbra.services.runtime.deadline import Deadline
 from umbra.services.runtime.net.session import Session
+from umbra.services.runtime.numbers import size
 from umbra.services.runtime.process.command import ServiceContext
 from umbra.services.runtime.trajectories import RunFacts
 from umbra.services.runtime.weights.publisher import Publisher
@@ -202,8 +204,8 @@ class Loop:
             DeadlineError: none came within `trainer.batch_wait_s`, while the run was not paused.
             BatchError: too many in a row had samples that cannot be trained on.
         """
-        step, limit_s, rejected = self.version + 1, self._config.trainer.batch_wait_s, 0
-        deadline = time.monotonic() + limit_s
+        step, rejected = self.version + 1, 0
+        deadline = Deadline(self._config.trainer.batch_wait_s, f"no batch for step {step}")
         while not self._session.stopping.is_set():
             self._saved(self._saver.settled())
             self._session.progress(f"waiting for batch {step}", 0)
@@ -230,20 +232,17 @@ class Loop:
                 return ahead.batch
             if lease.trajectories:
                 try:
-                    return self._make_batch(lease.trajectories)
+                    return self._make_batch(lease.scored())
                 except BatchError as error:
                     rejected += 1
                     if rejected > self._most_rejected:
                         raise
                     self._reject(step, error)
-                deadline = time.monotonic() + limit_s
+                deadline.restart()
             if lease.paused:
-                deadline = time.monotonic() + limit_s
-            elif time.monotonic() > deadline:
-                raise DeadlineError(
-                    f"no batch for step {step} within {limit_s:g} s (trainer.batch_wait_s): "
-                    f"waiting for {lease.waiting_for or 'trajectories'}"
-                )
+                deadline.restart()
+            awaited = lease.waiting_for or "trajectories"
+            deadline.check(f" (trainer.batch_wait_s): waiting for {awaited}")
         return None
 
     def _reject(self, step: int, error: BatchError) -> None:
@@ -322,9 +321,9 @@ class Loop:
                 )
             else:
                 self._context.log.info(
-                    "checkpoint of step %d: %.1f MB, training waited %.3f s, written after %.2f s",
+                    "checkpoint of step %d: %s, training waited %.3f s, written after %.2f s",
                     outcome.step,
-                    outcome.size / 1e6,
+                    size(outcome.size),
                     outcome.copy_s,
                     outcome.write_s,
                 )

@@ -12,34 +12,19 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from fakes.trajectories import trajectory
 
 from umbra.proto.messages import SubmitAck
 from umbra.proto.records import (
     Sampling,
     ScoringTask,
-    Trajectory,
-    VersionSpan,
-    pack_float32,
-    pack_int32,
 )
 from umbra.services.generator.engine import EngineRequest
 from umbra.services.generator.replay_model import ReplayModel
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 FILLER, STOP = 5, 3
-ANSWER = Trajectory(
-    sample_id="a",
-    group_id="g",
-    prompt_id="p",
-    attempt=1,
-    prompt_ids=pack_int32([1, 2]),
-    response_ids=pack_int32([3, 4, 5]),
-    loss_mask=b"\1\1\1",
-    logprobs=pack_float32([-1.0, -2.0, -3.0]),
-    spans=[VersionSpan(version=0, start=0, end=3)],
-    finish_reason="stop",
-    reward=0.5,
-)
+ANSWER = trajectory([1, 2], [3, 4, 5], [-1.0, -2.0, -3.0], sample_id="a", reward=0.5)
 
 
 pytestmark = pytest.mark.usefixtures("benchmarks_importable")
@@ -157,6 +142,15 @@ def test_every_objective_of_the_staleness_grid_is_a_possible_run() -> None:
         assert config.buffer.run_ahead == config.buffer.max_staleness == 8
 
 
+def test_every_cell_can_be_run_by_its_key() -> None:
+    import end_to_end
+
+    args = end_to_end.parse(["--form", *end_to_end.FORMS, "--tasks", *end_to_end.TASKS])
+    cells = end_to_end.all_cells(args)
+    assert {cell.form for cell in cells} > {"replay"}
+    assert all(end_to_end.cell_of(cell.key) == cell for cell in cells)
+
+
 def test_every_quick_form_is_of_a_benchmark() -> None:
     import quick
 
@@ -169,6 +163,8 @@ def test_every_quick_form_is_of_a_benchmark() -> None:
 def test_a_batchwise_engine_begins_nothing_while_anything_is_live() -> None:
     from batchwise_generator import BatchwiseEngine
 
+    from umbra.services.generator.replay_engine import ReplayTokens
+
     now = [0.0]
 
     def wait(seconds: float) -> None:
@@ -176,9 +172,7 @@ def test_a_batchwise_engine_begins_nothing_while_anything_is_live() -> None:
 
     engine = BatchwiseEngine(
         ReplayModel(step_s=1.0, lengths=[2, 10]),
-        vocabulary=50,
-        filler=FILLER,
-        stop=STOP,
+        ReplayTokens(vocabulary=50, filler=FILLER, stop=STOP),
         slots=2,
         max_context=64,
         version=0,
