@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +11,12 @@ from typing import Any
 
 from umbra.deploy.run_folder import RunFolder, last_lines
 from umbra.proto.errors import UmbraError
-from umbra.services.runtime.process.child import ChildProcess, describe_exit, own_exit_code
+from umbra.services.runtime.process.child import (
+    ChildError,
+    ChildProcess,
+    describe_exit,
+    own_exit_code,
+)
 from umbra.services.runtime.process.signals import SignalCounter
 
 POLL_S = 0.02
@@ -21,14 +27,6 @@ ERROR_PREFIX = "umbra: error: "
 
 class StageInterrupted(Exception):  # noqa: N818 - it is no error
     """The user asked to stop."""
-
-
-class StageError(UmbraError):
-    """A stage ended badly; it ends us with the same exit code."""
-
-    def __init__(self, reason: str, exit_code: int) -> None:
-        super().__init__(reason)
-        self.exit_code = exit_code
 
 
 def run_stage(
@@ -43,7 +41,7 @@ def run_stage(
     """Run `umbra <arguments>`, logging to `logs/<name>.log`; what it printed on standard output.
 
     Raises:
-        StageError: it failed; the sentence is the last line that it said.
+        ChildError: it failed; the sentence is the last line that it said.
         Interrupted: a signal came; the child is dead.
     """
     stages = {name: arguments}
@@ -82,8 +80,7 @@ def run_stages(
     finally:
         for stage in running.values():
             stage.kill()
-            while stage.poll() is None:
-                interrupts.wait(POLL_S)
+            stage.wait(math.inf)
     return {
         name: _output(folder, name).read_text(encoding="utf-8", errors="replace") for name in stages
     }
@@ -93,12 +90,12 @@ def _output(folder: RunFolder, name: str) -> Path:
     return folder.logs / f"{name}.out"
 
 
-def _failed(folder: RunFolder, name: str, code: int) -> StageError:
+def _failed(folder: RunFolder, name: str, code: int) -> ChildError:
     said = last_said(folder, name)
     if said and code in FORESEEN_CODES:
-        return StageError(said, code)
+        return ChildError(said, code)
     how = f"{name} failed ({describe_exit(code)})"
-    return StageError(f"{how}: {said}" if said else how, own_exit_code(code))
+    return ChildError(f"{how}: {said}" if said else how, own_exit_code(code))
 
 
 def last_object(text: str) -> dict[str, Any]:

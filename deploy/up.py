@@ -17,7 +17,6 @@ from umbra.deploy.report.command import write_report
 from umbra.deploy.run_folder import RunFolder, last_lines
 from umbra.deploy.stage import (
     FORESEEN_CODES,
-    StageError,
     StageInterrupted,
     last_object,
     last_said,
@@ -30,7 +29,7 @@ from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config.loader import to_json
 from umbra.services.runtime.deadline import Deadline
 from umbra.services.runtime.net.keys import open_security
-from umbra.services.runtime.process.child import ChildProcess, child_environ
+from umbra.services.runtime.process.child import ChildError, ChildProcess, child_environ
 from umbra.services.runtime.process.disk import DISK, READABLE_MODE
 from umbra.services.runtime.process.signals import SignalCounter
 from umbra.services.runtime.process.supervisor import Program, Supervisor
@@ -82,7 +81,7 @@ class Up:
 
         Raises:
             UsageError: the configuration cannot work; nothing was started.
-            StageError: the run was to go on, and one of its services refuses that: the folder is as
+            ChildError: the run was to go on, and one of its services refuses that: the folder is as
                 it was before, but for its logs.
         """
         before = self.folder.remember() if self.folder.config.is_file() else None
@@ -100,7 +99,7 @@ class Up:
             reason, code = str(error), error.exit_code
         if before is not None and code in FORESEEN_CODES and not self._trained:
             self.folder.put_back(before)
-            raise StageError(reason, code)
+            raise ChildError(reason, code)
         total_s = time.monotonic() - self._started
         outcome = RunOutcome(exit_reason=reason, exit_code=code, total_s=total_s, **self._outcome)
         summary = summarise(self.folder, outcome)

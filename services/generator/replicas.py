@@ -19,10 +19,10 @@ from pathlib import Path
 
 import msgspec
 
-from umbra.proto.errors import UmbraError, UsageError
+from umbra.proto.errors import UsageError
 from umbra.services.runtime.config import GeneratorConfig, RunConfig
 from umbra.services.runtime.config.loader import to_json
-from umbra.services.runtime.process.child import ChildProcess, child_environ, umbra_argv
+from umbra.services.runtime.process.child import ChildError, ChildProcess, child_environ, umbra_argv
 from umbra.services.runtime.process.command import ServiceContext
 from umbra.services.runtime.process.supervisor import Program, Supervisor
 from umbra.services.runtime.process.threads import service_thread
@@ -31,14 +31,6 @@ STOP_S = 30.0  # for the replicas to drain
 _LOOK_S = 0.05
 _GPUS = "CUDA_VISIBLE_DEVICES"
 _ERROR = "umbra: error: "
-
-
-class ReplicaError(UmbraError):
-    """A replica ended; its group ends with the same exit code."""
-
-    def __init__(self, reason: str, exit_code: int) -> None:
-        super().__init__(reason)
-        self.exit_code = exit_code
 
 
 class Replica(ChildProcess):
@@ -70,7 +62,7 @@ def run_replicas(ctx: ServiceContext) -> int:
 
     Raises:
         UsageError: the GPUs can't be shared as configured.
-        ReplicaError: a replica failed; the others were stopped in order.
+        ChildError: a replica failed; the others were stopped in order.
     """
     shares = share_gpus(ctx.config.generator, os.environ)
     replicas: dict[str, Replica] = {}
@@ -99,7 +91,7 @@ def run_replicas(ctx: ServiceContext) -> int:
             for replica in replicas.values():
                 replica.end()
     if (failure := supervisor.failure or supervisor.stopped_badly) is not None:
-        raise ReplicaError(f"replica {failure.reason}", failure.exit_code)
+        raise ChildError(f"replica {failure.reason}", failure.exit_code)
     return 0
 
 

@@ -124,7 +124,7 @@ def test_an_owner_can_abort_what_is_under_way(pair: Pair) -> None:
 def test_a_join_whose_peer_never_comes_costs_the_agent_and_no_more(pair: Pair) -> None:
     pair.agents[0].finish_begin()
     uid = pair.agents[0].call("unique_id", WAIT_S)["uid"]
-    with pytest.raises(DeadlineError, match="no answer from the GPU agent"):
+    with pytest.raises(DeadlineError, match="no answer from the GPU worker"):
         pair.agents[0].call("join", 5.0, epoch=1, uid=uid, rank=0, size=2)
     pair.join(2)
     pair.send(2)

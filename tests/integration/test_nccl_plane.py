@@ -114,7 +114,7 @@ def test_an_agent_that_is_killed_in_a_broadcast(
     assert len(gpu_world.uids) == 2
     assert gpu_world.gpus["gen-0"].agent.starts == starts, "an abort is enough for the living"
     assert gpu_world.bench.hub.protocol.counters["dropped"] == 0
-    assert "the GPU agent has ended" in caplog.text
+    assert "the GPU worker has ended" in caplog.text
 
 
 def test_an_asynchronous_error_is_reported_before_any_deadline(
@@ -128,7 +128,7 @@ def test_an_asynchronous_error_is_reported_before_any_deadline(
         publish(publisher, version)
         for receiver in receivers:
             load(receiver, version)
-    assert "to gen-0 failed while staging: GPU agent: NCCL: NCCL_ERROR_REMOTE" in caplog.text
+    assert "to gen-0 failed while staging: GPU worker: NCCL: NCCL_ERROR_REMOTE" in caplog.text
     assert gpu_world.bench.hub.protocol.counters["deadline"] == 0
 
 

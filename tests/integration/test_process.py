@@ -13,8 +13,8 @@ import pytest
 from fakes.slowness import seconds
 
 from umbra.deploy.run_folder import RunFolder
-from umbra.deploy.stage import StageError, StageInterrupted, last_said, run_stage
-from umbra.services.runtime.process.child import ChildProcess, Usage, child_environ
+from umbra.deploy.stage import StageInterrupted, last_said, run_stage
+from umbra.services.runtime.process.child import ChildError, ChildProcess, Usage, child_environ
 from umbra.services.runtime.process.signals import SignalCounter
 from umbra.services.runtime.process.supervisor import Program, RestartPolicy, Supervisor
 
@@ -183,7 +183,7 @@ def test_a_stage_returns_its_output(folder: RunFolder) -> None:
 
 
 def test_a_failed_stage_says_why(folder: RunFolder) -> None:
-    with SignalCounter() as interrupts, pytest.raises(StageError, match=r"nothing\.toml") as caught:
+    with SignalCounter() as interrupts, pytest.raises(ChildError, match=r"nothing\.toml") as caught:
         run_stage(
             "show",
             ("config", "show", "nothing.toml"),

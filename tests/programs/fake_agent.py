@@ -1,4 +1,4 @@
-"""A GPU agent without CUDA, for tests of its owner: joins hang or work, as the uid says."""
+"""A GPU worker without CUDA, for tests of its owner: joins hang or work, as the uid says."""
 
 import sys
 import threading

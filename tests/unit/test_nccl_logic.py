@@ -307,12 +307,12 @@ def agent() -> Iterator[GpuWorkerProcess]:
 
 def test_an_agent_that_hangs_is_killed_and_another_serves(agent: GpuWorkerProcess) -> None:
     assert agent.call("facts", WAIT_S) == {"did": "facts"}
-    with pytest.raises(DeadlineError, match="no answer from the GPU agent"):
+    with pytest.raises(DeadlineError, match="no answer from the GPU worker"):
         agent.call("join", 0.1, uid="hang")
     assert agent.pid is None
     assert agent.call("join", WAIT_S, uid="good") == {"did": "join"}
     assert agent.starts == 2
-    with pytest.raises(UmbraError, match="GPU agent: refused"):
+    with pytest.raises(UmbraError, match="GPU worker: refused"):
         agent.call("join", WAIT_S, uid="refuse")
     with pytest.raises(PeerLostError, match="has ended"):
         agent.call("join", WAIT_S, uid="die")

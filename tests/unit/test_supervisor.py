@@ -1,5 +1,6 @@
 """Every decision of the supervisor, with children and a clock that the test moves."""
 
+import math
 from typing import Any
 
 import pytest
@@ -47,7 +48,7 @@ class FakeChild:
 class Stage:
     """A supervisor, its children by name, the newest last, and what was said and done."""
 
-    def __init__(self) -> None:
+    def __init__(self, finish_s: float = 30) -> None:
         self.now = 0.0
         self.children: dict[str, list[FakeChild]] = {}
         self.log: list[str] = []
@@ -58,7 +59,7 @@ class Stage:
             report=self.said.append,
             last_line=lambda name: f"last words of {name}",
             drain_s=10,
-            finish_s=30,
+            finish_s=finish_s,
             clock=lambda: self.now,
         )
         for program in PROGRAMS:
@@ -269,6 +270,17 @@ def test_a_straggler_does_not_keep_a_finished_run(stage: Stage) -> None:
         "the run is done, but generator-1 did not leave within 30 s: stopping",
     ]
     assert stage.supervisor.done
+
+
+def test_without_a_limit_one_that_leaves_alone_ends_nobody() -> None:
+    """As among replicas, where one may be drained long before the others."""
+    stage = Stage(finish_s=math.inf)
+    stage.end("buffer", 0)
+    assert stage.at(1)
+    assert stage.at(1e9)
+    assert stage.said == []
+    assert stage.supervisor.failure is None
+    assert stage.supervisor.states()["trainer"] == "running"
 
 
 def test_a_generator_that_fails_at_the_end_is_not_restarted(stage: Stage) -> None:

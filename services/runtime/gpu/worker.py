@@ -85,7 +85,7 @@ class GpuWorker:
             return {"error": repr(error), "broken": True}
 
     def facts(self) -> dict[str, Any]:
-        """What must agree between all agents; makes the CUDA context on the way."""
+        """What must agree between all workers; makes the CUDA context on the way."""
         found = cuda.facts(self._index)
         self._open()
         return {"facts": msgspec.to_builtins(found)}
@@ -117,7 +117,7 @@ class GpuWorker:
         """Send or receive one version."""
         communicator = self._communicator
         if communicator is None or epoch != self._epoch:
-            raise UsageError(f"this agent is not in the communicator of epoch {epoch}")
+            raise UsageError(f"this worker is not in the communicator of epoch {epoch}")
         broadcast(
             chunks(self._attached().slot_bytes, self._chunk_bytes),
             self._open(),
@@ -168,7 +168,7 @@ class GpuWorker:
         return self._arena
 
 
-def serve(agent: GpuWorker, owner: Pipe[dict[str, Any]]) -> None:
+def serve(worker: GpuWorker, owner: Pipe[dict[str, Any]]) -> None:
     """Carry out orders until the owner hangs up."""
     waiting: queue.SimpleQueue[tuple[dict[str, Any], int]] = queue.SimpleQueue()
 
@@ -176,7 +176,7 @@ def serve(agent: GpuWorker, owner: Pipe[dict[str, Any]]) -> None:
         try:
             while (order := owner.receive()) is not None:
                 if order["op"] == "abort":
-                    agent.abort()  # now, and not when the order before it is done
+                    worker.abort()  # now, and not when the order before it is done
                 waiting.put((order, owner.fd))
         except EOFError:
             os._exit(0)  # the owner is gone; there may be a thread in NCCL that never returns
@@ -184,7 +184,7 @@ def serve(agent: GpuWorker, owner: Pipe[dict[str, Any]]) -> None:
     service_thread(watch, "orders").start()
     while True:
         order, fd = waiting.get()
-        owner.send({} if order["op"] == "abort" else agent.carry_out(order, fd))
+        owner.send({} if order["op"] == "abort" else worker.carry_out(order, fd))
 
 
 if __name__ == "__main__":

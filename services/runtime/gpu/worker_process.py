@@ -1,4 +1,4 @@
-"""An agent as its owner sees it: orders with deadlines, killed when it misses one, started anew."""
+"""A GPU worker as its owner sees it: orders with deadlines; killed when it misses one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from umbra.services.runtime.process.child import ChildProcess, child_environ, st
 from umbra.services.runtime.process.pipe import Pipe
 from umbra.services.runtime.weights.arena import Arena
 
-AGENT = ("-m", "umbra.services.runtime.gpu.worker")
+WORKER = ("-m", "umbra.services.runtime.gpu.worker")
 START_S = 120.0  # to import CuPy, to make a CUDA context, and to pin an arena
 ABORT_S = 10.0  # for what is under way to end after an abort
 END_S = 5.0
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class GpuWorkerProcess:
-    """One agent process; a hung one costs a restart and nothing else. For one thread at a time.
+    """One worker process; a hung one costs a restart and nothing else. For one thread at a time.
 
     Args:
         device: index of its GPU.
@@ -33,7 +33,7 @@ class GpuWorkerProcess:
     """
 
     def __init__(
-        self, device: int, environ: Mapping[str, str] | None = None, program: Sequence[str] = AGENT
+        self, device: int, environ: Mapping[str, str] | None = None, program: Sequence[str] = WORKER
     ) -> None:
         self.starts = 0
         self._argv = [sys.executable, *program, str(device)]
@@ -58,7 +58,7 @@ class GpuWorkerProcess:
         self.begin()
 
     def begin(self) -> None:
-        """Start the agent if it does not run, without waiting for it."""
+        """Start the worker if it does not run, without waiting for it."""
         if self._state == "none" and self._arena is not None:
             self._state = "attaching"
             size = self._arena.slot_bytes
@@ -66,7 +66,7 @@ class GpuWorkerProcess:
             self._send({"op": "attach", "slot_bytes": size, "chunk_bytes": self._chunk_bytes}, fd)
 
     def finish_begin(self, interrupted: Callable[[], bool] | None = None) -> None:
-        """Wait until the agent runs and has pinned the arena.
+        """Wait until the worker runs and has pinned the arena.
 
         Raises:
             UmbraError: as `answer`.
@@ -81,10 +81,10 @@ class GpuWorkerProcess:
             self._state = "attached"
 
     def order(self, op: str, **arguments: Any) -> None:
-        """Give an order; starts the agent if none runs. The answer is for `answer`.
+        """Give an order; starts the worker if none runs. The answer is for `answer`.
 
         Raises:
-            PeerLostError: the agent has ended.
+            PeerLostError: the worker has ended.
         """
         self._send({"op": op, **arguments})
 
@@ -100,22 +100,22 @@ class GpuWorkerProcess:
         Args:
             timeout_s: seconds to wait.
             interrupted: asked from time to time whether to abort what is under way.
-            abortable: whether it can be aborted; if not, the agent is killed instead.
+            abortable: whether it can be aborted; if not, the worker is killed instead.
 
         Raises:
-            DeadlineError: none came in time; the agent was killed.
-            PeerLostError: the agent has ended, or was interrupted.
+            DeadlineError: none came in time; the worker was killed.
+            PeerLostError: the worker has ended, or was interrupted.
             UmbraError: it says what went wrong; one that says it is broken was killed.
         """
         if self._pending == 0:
-            raise PeerLostError("the GPU agent does not run, or has no order")
+            raise PeerLostError("the GPU worker does not run, or has no order")
         until = time.monotonic() + timeout_s
         found = None
         while found is None:
             left = until - time.monotonic()
             if left <= 0:
                 self.kill()
-                raise DeadlineError(f"no answer from the GPU agent within {timeout_s:g} s: killed")
+                raise DeadlineError(f"no answer from the GPU worker within {timeout_s:g} s: killed")
             found = self._receive(min(left, LOOK_S) if interrupted else left)
             if found is None and interrupted is not None and interrupted():
                 if abortable:
@@ -126,7 +126,7 @@ class GpuWorkerProcess:
         if error := found.get("error"):
             if found.get("broken"):
                 self.kill()
-            raise UmbraError(f"GPU agent: {error}")
+            raise UmbraError(f"GPU worker: {error}")
         return found
 
     def call(self, op: str, timeout_s: float, **arguments: Any) -> dict[str, Any]:
@@ -144,10 +144,10 @@ class GpuWorkerProcess:
         if process is not None:
             process.kill()
             if process.wait(END_S) is None:
-                log.warning("GPU agent %d does not end: it hangs in the driver", process.pid)
+                log.warning("GPU worker %d does not end: it hangs in the driver", process.pid)
 
     def _leave(self) -> None:
-        """Abort what is under way; an agent that cannot do even that is killed."""
+        """Abort what is under way; a worker that cannot do even that is killed."""
         with suppress(UmbraError):
             self.order("abort")
             while self._pending and self._receive(ABORT_S) is not None:
@@ -161,7 +161,7 @@ class GpuWorkerProcess:
             pipe.send(order, fd)
         except OSError as error:
             self.kill()
-            raise PeerLostError(f"the GPU agent ended before the order {order['op']!r}") from error
+            raise PeerLostError(f"the GPU worker ended before the order {order['op']!r}") from error
         self._pending += 1
 
     def _start(self) -> Pipe[dict[str, Any]]:
@@ -174,13 +174,13 @@ class GpuWorkerProcess:
         """The next answer; None if none came in time.
 
         Raises:
-            PeerLostError: the agent has ended.
+            PeerLostError: the worker has ended.
         """
         assert self._pipe is not None
         try:
             answer = self._pipe.receive(timeout_s)
         except EOFError:
             self.kill()
-            raise PeerLostError("the GPU agent has ended") from None
+            raise PeerLostError("the GPU worker has ended") from None
         self._pending -= answer is not None
         return answer

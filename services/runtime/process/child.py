@@ -34,6 +34,14 @@ class Usage:
         return Usage(self.wall_s + other.wall_s, self.cpu_s + other.cpu_s)
 
 
+class ChildError(UmbraError):
+    """A child ended badly; it ends us with the same exit code."""
+
+    def __init__(self, reason: str, exit_code: int) -> None:
+        super().__init__(reason)
+        self.exit_code = exit_code
+
+
 class ChildProcess:
     """A running child. Its stdin is empty, unless `channel` is given.
 
