@@ -1,9 +1,9 @@
 """Name what makes production code hard to follow; fail for what is not in `ALLOWED`, with a reason.
 
 Counted are constructors (`__init__`) with more than eight parameters, modules that only forward
-(imports and nothing of their own), and files under 40 lines that one other module imports.
-Tests do not count as importers. A struct whose fields are data is no constructor. An entry of
-`ALLOWED` that no longer applies is a failure too.
+(imports and nothing of their own), names that modules take from one that imports them itself, and
+files under 40 lines that one other module imports. Tests do not count as importers. A struct whose
+fields are data is no constructor. An entry of `ALLOWED` that no longer applies is a failure too.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ FOLDERS = ("deploy", "proto", "services", "src/umbra")
 
 # "path" or "path: class" -> why it stays as it is
 ALLOWED: dict[str, str] = {
+    "proto/messages.py: names": "all messages have one door, whichever file holds them",
     "services/environments/guess.py": "one environment a file, to copy from",
     "services/generator/loop.py: GeneratorLoop": "ties engine, buffer and weights",
     "services/generator/vllm_plugin.py": "each process of vLLM loads it",
@@ -99,6 +100,28 @@ def only_forwards(module: Module) -> bool:
     return forwards
 
 
+def forwarded_names(modules: Mapping[str, Module]) -> dict[str, str]:
+    """Find the names of ours that modules take from another than the one that defines them.
+
+    A package may gather the names of its modules.
+    """
+    sources: dict[str, dict[str, str]] = {name: {} for name in modules}
+    for name, module in modules.items():
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ImportFrom) and node.module in modules:
+                sources[name].update((a.asname or a.name, node.module) for a in node.names)
+    found: dict[str, set[str]] = defaultdict(set)
+    for taken in sources.values():
+        for name, source in taken.items():
+            inner = f"{source}.{name}" in modules
+            if name in sources[source] and not inner and not modules[source].is_package:
+                found[modules[source].path].add(name)
+    return {
+        f"{path}: names": f"others take from it {len(names)} that it imports, as {min(names)}"
+        for path, names in found.items()
+    }
+
+
 def findings(root: Path) -> dict[str, str]:
     """Return what is found below `root`: a key as in `ALLOWED`, and what is wrong with it."""
     everything = modules(root)
@@ -107,7 +130,7 @@ def findings(root: Path) -> dict[str, str]:
     for module in everything:
         for name in imported(module, known):
             importers[name].append(module.path)
-    found: dict[str, str] = {}
+    found = forwarded_names(known)
     for module in everything:
         found.update(long_constructors(module))
         users = importers[module.name]

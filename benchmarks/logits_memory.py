@@ -25,7 +25,8 @@ from report import Report
 from snapshot_memory import memory, reset_peak
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from umbra.services.modeling.packing import Tokens, pack
+from umbra.services.modeling.micro_batch import Tokens
+from umbra.services.modeling.packing import pack
 from umbra.services.modeling.scorer import Scorer
 
 GIB, MIB = 1 << 30, 1 << 20

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from umbra.proto.records import Trajectory
 from umbra.services.modeling.attention import Attention
-from umbra.services.modeling.packing import MicroBatch
+from umbra.services.modeling.micro_batch import MicroBatch
 from umbra.services.trainer.batch import TrainBatch
 from umbra.services.trainer.policy import load_policy
 

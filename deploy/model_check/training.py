@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 from umbra.deploy.model_check.bounds import difference, gradient_bound
 from umbra.deploy.model_check.outcome import Row
-from umbra.services.modeling.packing import Tokens, pack
+from umbra.services.modeling.micro_batch import Tokens
+from umbra.services.modeling.packing import pack
 from umbra.services.modeling.reference import Expected, Reference
 from umbra.services.modeling.scorer import Scorer
 

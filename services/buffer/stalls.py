@@ -24,8 +24,8 @@ class StallReport:
         run, wanted = self._run, self._config.batch_groups
         complete = len(run.pool.complete)
         text = f"{min(complete, wanted)} of {wanted} groups complete; "
-        if run.pause.is_shut:
-            return text + f"the run is paused ({run.pause.reason}): `umbra resume`"
+        if run.paused:
+            return text + f"the run is paused ({run.paused}): `umbra resume`"
         if run.evals.pausing:
             return text + "training waits for an evaluation (eval.mode = pause)"
         late = run.batches.waits_for()
@@ -81,7 +81,7 @@ class StallReport:
         batches, since = self._run.batches, self._run.wanted_since
         trainer = self._members.find("trainer")
         name = trainer.name if trainer is not None else "nobody"
-        paused = self._run.pause.is_shut
+        paused = bool(self._run.paused)
         if since is not None and now - since > self._config.stall_s and not paused:
             what = f"batch of step {batches.next_step}: {self.missing(now)}"
             yield Stuck(what=what, holder=name, age_s=now - since, action="none: it waits")

@@ -76,7 +76,7 @@ class RunState:
         self.counters: Counter[str] = Counter()
         self.outbox = Effects()  # of the event that is being handled
         self.members = Membership(buffer)
-        self.pause = PauseSwitch()
+        self.paused = ""  # why no work is handed out; empty: it is
         self.health = Health(config)
         self.curves = StepCurves()
         self.finished = ""  # why the run is over, once it is
@@ -166,7 +166,7 @@ class RunState:
 
     def resume(self) -> None:
         """Hand out again, after a pause."""
-        self.pause.open()
+        self.paused = ""
         self.pool.openings += 1  # the parked questions are worth another look
 
     def cancel(self) -> None:

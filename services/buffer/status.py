@@ -63,7 +63,7 @@ class StatusPage:
         return replace(
             self._last,
             state=self.state,
-            paused=self._run.pause.reason,
+            paused=self._run.paused,
             ending=self.ending,
             finished=finished,
         )
@@ -104,7 +104,7 @@ class StatusPage:
             rates=self._throughput.rates(now),
             health=run.health.figures(),
             warnings=run.health.warnings(),
-            paused=run.pause.reason,
+            paused=run.paused,
             ending=self.ending,
             finished=finished,
         )

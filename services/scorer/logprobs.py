@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from umbra.proto.records import Score, ScoringTask, Trajectory
-from umbra.services.modeling.packing import Tokens, pack
+from umbra.services.modeling.micro_batch import Tokens
+from umbra.services.modeling.packing import pack
 from umbra.services.modeling.scorer import Scorer
 from umbra.services.runtime.config import ScorerConfig as ScorerConfig
 from umbra.services.runtime.trajectories import RunFacts, find_fault

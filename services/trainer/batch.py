@@ -12,7 +12,7 @@ from torch import Tensor
 
 from umbra.proto.errors import UmbraError
 from umbra.proto.records import Trajectory
-from umbra.services.modeling.packing import Tokens
+from umbra.services.modeling.micro_batch import Tokens
 from umbra.services.runtime.trajectories import MOST_TOKENS, RunFacts, find_fault
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from umbra.proto.errors import UsageError
-from umbra.services.modeling.packing import Tokens
+from umbra.services.modeling.micro_batch import Tokens
 from umbra.services.runtime.process.jsonl import read_jsonl
 
 Message = dict[str, str]

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from umbra.proto.errors import UsageError
-from umbra.services.modeling.packing import MicroBatch
+from umbra.services.modeling.micro_batch import MicroBatch
 from umbra.services.modeling.scorer import Scorer
 from umbra.services.runtime.config import TrainerConfig
 from umbra.services.trainer.checkpoints.parts import (

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from umbra.proto.errors import UsageError
 from umbra.services.modeling.attention import Attention
-from umbra.services.modeling.packing import MicroBatch
+from umbra.services.modeling.micro_batch import MicroBatch
 
 MATRIX = 8192  # rows of the product that gives the ceiling
 TRIES = 12

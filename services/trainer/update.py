@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from umbra.proto.errors import UsageError
-from umbra.services.modeling.packing import MicroBatch, pack
+from umbra.services.modeling.micro_batch import MicroBatch
+from umbra.services.modeling.packing import pack
 from umbra.services.runtime.config import RunConfig
 from umbra.services.trainer.advantages import token_advantages
 from umbra.services.trainer.agreement import Agreement

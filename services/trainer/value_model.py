@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from umbra.proto.errors import UsageError
 from umbra.services.modeling.attention import Attention
-from umbra.services.modeling.packing import MicroBatch
+from umbra.services.modeling.micro_batch import MicroBatch
 from umbra.services.runtime.config import TrainerConfig
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.policy import load_backbone, no_progress_bars

@@ -54,6 +54,13 @@ def test_each_kind_is_found(structure: Any, tmp_path: Path) -> None:
             "services/a/one.py": "from umbra.services.a.shared import Y\n" + used_twice + "\n" * 50,
             "services/a/two.py": "from umbra.services.a.shared import Y\n" + used_twice + "\n" * 50,
             "services/a/entry.py": "def main(): ...\n",
+            "services/b/__init__.py": "from umbra.proto.wide import Fits\nZ = 1\n",
+            "services/b/second.py": "from umbra.proto.wide import Wide\nW = Wide\nV = 1\n",
+            "services/b/third.py": (
+                "from umbra.services.b import Fits, second\n"
+                "from umbra.services.b.second import V, Wide\nU = 1\n"
+            )
+            + "\n" * 50,
             "tests/test_small.py": "from umbra.services.a.small import X\n",
         },
     )
@@ -62,6 +69,8 @@ def test_each_kind_is_found(structure: Any, tmp_path: Path) -> None:
         "proto/names.py": "it only forwards names",
         "proto/alias.py": "it only forwards names",
         "services/a/small.py": "1 lines, imported by services/a/user.py alone",
+        "services/b/second.py": "3 lines, imported by services/b/third.py alone",
+        "services/b/second.py: names": "others take from it 1 that it imports, as Wide",
     }
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from umbra.proto.errors import DivergedError
 from umbra.proto.records import Trajectory, pack_float32
-from umbra.services.modeling.packing import MicroBatch
+from umbra.services.modeling.micro_batch import MicroBatch
 from umbra.services.runtime.config.loader import load_config
 from umbra.services.runtime.config.presets import ObjectiveSpec
 from umbra.services.trainer.batch import make_batch

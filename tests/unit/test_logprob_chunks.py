@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from umbra.proto.errors import UsageError
-from umbra.services.modeling.packing import MicroBatch, Tokens, pack
+from umbra.services.modeling.micro_batch import MicroBatch, Tokens
+from umbra.services.modeling.packing import pack
 from umbra.services.modeling.scorer import Scorer
 from umbra.services.runtime.config import TrainerConfig
 from umbra.services.trainer.lora import add_adapter

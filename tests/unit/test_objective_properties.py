@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from umbra.services.modeling.packing import Tokens
+from umbra.services.modeling.micro_batch import Tokens
 from umbra.services.runtime.config.presets import PRESETS, ObjectiveSpec, Preset
 from umbra.services.trainer.objectives.aggregation import count, token_weights
 from umbra.services.trainer.objectives.masks import m2po

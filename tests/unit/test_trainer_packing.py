@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from umbra.services.modeling.attention import Attention
-from umbra.services.modeling.packing import Tokens, first_fit_decreasing, pack
+from umbra.services.modeling.micro_batch import Tokens
+from umbra.services.modeling.packing import first_fit_decreasing, pack
 from umbra.services.modeling.scorer import Scorer
 from umbra.services.trainer.make_model import make_model
 from umbra.services.trainer.policy import load_policy

@@ -131,7 +131,7 @@ class GeneratorEndpoint:
             self._outbox.reply(question.request, NOTHING)
 
     def _give(self, question: Parked[LeaseSamples], *, waiting: int, now: float) -> bool:
-        if self.closed or self._run.pause.is_shut:
+        if self.closed or self._run.paused:
             return False
         name, body = question.name, question.body
         capacity = min(body.capacity, BATCH)

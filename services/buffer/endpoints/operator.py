@@ -52,7 +52,7 @@ class OperatorRequests:
     def pause(self, request: Request, body: PauseRequest, _now: float) -> None:
         """Hand out no work until the run is resumed."""
         log.info("paused by %s: %s", request.header.sender, body.reason)
-        self._run.pause.shut(body.reason or "paused on request")
+        self._run.paused = body.reason or "paused on request"
         self._outbox.reply(request, Ok())
 
     def resume(self, request: Request, _body: ResumeRequest, _now: float) -> None:

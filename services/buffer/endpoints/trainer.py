@@ -145,7 +145,7 @@ class TrainerEndpoint:
         """Answer the parked questions if their batches are full."""
         self._show()
         question = self._question
-        if question is None or self._run.pause.is_shut:
+        if question is None or self._run.paused:
             return
         is_new = self._batches.leased is None
         if is_new and self._run.evals.pausing:
@@ -267,7 +267,7 @@ class TrainerEndpoint:
             step=step,
             trajectories=[],
             waiting_for=waiting_for,
-            paused=self._run.pause.is_shut,
+            paused=bool(self._run.paused),
             checkpoint=self.checkpoint_requests.open,
             evals=self._run.evals.newest,
         )

@@ -11,7 +11,8 @@ from umbra.proto.records import Trajectory
 from umbra.services.buffer.policy.batches import Batches
 from umbra.services.buffer.policy.staleness import StalenessPolicy
 from umbra.services.buffer.samples.failure_counts import count_reason
-from umbra.services.buffer.samples.pool import Sample, SamplePool, State
+from umbra.services.buffer.samples.groups import Sample, State
+from umbra.services.buffer.samples.pool import SamplePool
 from umbra.services.buffer.samples.trajectory_store import Packed, size_fault
 from umbra.services.runtime.net.portions import array_bytes
 from umbra.services.runtime.trajectories import RunFacts, find_fault

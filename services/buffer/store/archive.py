@@ -13,7 +13,7 @@ from typing import Any
 
 from umbra.services.buffer.policy.replays import Replays
 from umbra.services.buffer.policy.staleness import StalenessStats
-from umbra.services.buffer.samples.pool import Group, State
+from umbra.services.buffer.samples.groups import Group, State
 from umbra.services.buffer.store.journal import Journal, group_record, is_whole, make_group
 
 

@@ -27,7 +27,8 @@ from typing import Any
 import msgspec
 
 from umbra.services.buffer.data.prompts import Prompt
-from umbra.services.buffer.samples.pool import Group, Sample, SamplePool, State
+from umbra.services.buffer.samples.groups import Group, Sample, State
+from umbra.services.buffer.samples.pool import SamplePool
 from umbra.services.buffer.store.api import Store, StoreError
 
 _encode = msgspec.msgpack.Encoder().encode

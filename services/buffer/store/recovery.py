@@ -65,7 +65,7 @@ class RunRecord(msgspec.Struct, gc=False):
     eval_next_group: Annotated[int, At("evals.pool.next_group")]
     eval_next_sample: Annotated[int, At("evals.pool.next_sample")]
     finished: Annotated[str, At("finished")]
-    paused: Annotated[str, At("pause.reason")]
+    paused: Annotated[str, At("paused")]
     vocabulary: Annotated[int, At("facts.vocabulary")]
     counters: Annotated[dict[str, int], At("counters")]
     prompts: dict[str, Any]  # their position; they seek it with what `c/` has

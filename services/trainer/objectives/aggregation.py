@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from umbra.services.modeling.packing import Tokens
+from umbra.services.modeling.micro_batch import Tokens
 
 
 @dataclass(frozen=True, slots=True)
