@@ -129,8 +129,7 @@ def main() -> int:
         cell = next(one for one in all_cells(args) if one.key == args.cell)
         print(json.dumps(run_cell(cell, args.work, args.steps)))
         return 0
-    there = args.json and args.json.exists()
-    report = Report.read(args.json) if there else Report("end_to_end")
+    report = Report.begin("end_to_end", args.json)
     done = {row["cell"] for row in report.rows}
     missing = [cell for cell in all_cells(args) if cell.key not in done]
     if "replay" in args.form and missing:

@@ -83,7 +83,6 @@ class ReplayEngine:
 
     @property
     def live(self) -> int:
-        """Sequences being decoded."""
         return self._decoder.live
 
     @property
@@ -93,7 +92,6 @@ class ReplayEngine:
 
     @property
     def busy(self) -> bool:
-        """Whether `poll` has something to do."""
         return bool(self._replies or self._outputs)
 
     def next_at(self) -> float | None:
@@ -101,7 +99,6 @@ class ReplayEngine:
         return self._decoder.next_at()
 
     def submit(self, requests: Iterable[EngineRequest]) -> None:
-        """Queue `requests`; see `Engine.submit`."""
         now = self._clock()
         for request in requests:
             limit = check_request(request, self.max_context, self._vocabulary)
@@ -181,7 +178,6 @@ class ReplayEngine:
         return outputs
 
     def close(self) -> None:
-        """Forget all requests."""
         self.abort()
 
     def _advance(self) -> None:
