@@ -31,10 +31,10 @@ from click.testing import CliRunner
 from replay_cells import MIXES
 from report import Report, percentile_ms
 
-from umbra.deploy.process import ChildProcess, child_environ, umbra_argv
 from umbra.proto.messages import Status
 from umbra.services.generator.replay_model import ReplayModel
 from umbra.services.monitor.client import StatusClient
+from umbra.services.runtime.process.child import ChildProcess, child_environ, umbra_argv
 from umbra.services.runtime.process.parent import PARENT_PID_VARIABLE
 from umbra.services.runtime.weights.arena import remove_leftovers
 from umbra.services.trainer.make_model import command as make_model
@@ -60,6 +60,8 @@ batch_groups = 128
 run_ahead = 6
 max_staleness = 1000000
 store_max_bytes = 1073741824
+[generator]
+max_context = 20200
 [trainer]
 device = "cpu"
 threads = 1
@@ -200,7 +202,7 @@ class World:
         argv += ["--name", name, *(["--broker", broker] if broker else [])]
         log = self._folder / f"{name}.log"
         environ = {**child_environ(), **noted_in(self._folder)}
-        process = ChildProcess(argv, log_path=log, environ=environ)
+        process = ChildProcess(argv, environ=environ, stdout=log, stderr=log)
         self.servers[name] = Server(process)
         until = time.monotonic() + START_S
         while (facts := process.ready()) is None:
@@ -345,6 +347,7 @@ def summarise(report: Report) -> None:
     report.figure("buffer_core", most["buffer_core"])
     report.figure("buffer_us", most["buffer_us"])
     report.figure("ack_p99_ms", most["ack_p99_ms"])
+    report.goal("answers refused while nobody is killed", sum(r["refused"] for r in whole), "<=", 0)
     if (facts := report.facts).get("held"):
         back = facts["taken_back"] / facts["held"]
         report.goal("s until the killed are given up (15 s silent)", facts["given_up_s"], "<=", 25)

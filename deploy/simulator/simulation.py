@@ -22,6 +22,7 @@ from umbra.proto.errors import DeadlineError
 from umbra.proto.records import SampleTask
 from umbra.services.buffer.broker import Broker, Endpoints
 from umbra.services.buffer.data.prompts import GroupEnd, Prompt
+from umbra.services.buffer.state import RunState
 from umbra.services.buffer.store.api import MemoryStore
 from umbra.services.weight_hub.relay_chain import RelayChain
 
@@ -91,9 +92,7 @@ class Simulation:
             self.desk,
             self.hub,
             config,
-            tables.speed.training,
-            scenario.trainer_gpus,
-            scenario.colocated,
+            tables.speed.training.of(scenario.trainer_gpus, scenario.colocated),
             lambda step: self._window.stepped(step),
             lambda: self._trainer_dies(RESTART_S),
         )
@@ -121,8 +120,7 @@ class Simulation:
             self.scorers,
             self.failures,
             slots=config.generator.slots,
-            first=first,
-            last=max(first + 1, steps - ahead),
+            counted=range(first + 1, max(first + 1, steps - ahead) + 1),
         )
 
     @property
@@ -167,14 +165,12 @@ class Simulation:
 
     def _make_broker(self, now: float) -> Broker:
         broker = Broker(
-            self._scenario.config,
+            RunState(self._scenario.config, self._store, _Prompts()),
             run_id="simulated",
-            prompts=_Prompts(),
-            store=self._store,
             endpoints=Endpoints("data", "events-in", "events-out"),
             now=now,
         )
-        broker.works.facts.sampling = None  # what is simulated is drawn by nobody
+        broker.run.facts.sampling = None  # what is simulated is drawn by nobody
         return broker
 
     # -- who takes part ---------------------------------------------------------------------------

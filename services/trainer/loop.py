@@ -232,7 +232,7 @@ class Loop:
                 return ahead.batch
             if lease.trajectories:
                 try:
-                    return self._make_batch(lease.trajectories)
+                    return self._make_batch(lease.scored())
                 except BatchError as error:
                     rejected += 1
                     if rejected > self._most_rejected:

@@ -114,7 +114,7 @@ def test_what_an_agent_does_costs_its_own_sample_only(world: World) -> None:
     faults = {
         "raise": "agent mine:plain raised KeyError: 'gold'",
         "hang": f"asked for nothing for environment.timeout_s = {patience_s:g} s after turn 2",
-        "exit": "the process of its environment ended with exit code 3",
+        "exit": "the process of its environment ended (exit code 3)",
         "nothing": "its agent returned no reward, and has posted none",
         "text": "agent mine:plain returned '1.0', which is not a finite number",
         "silent": "the model has said nothing in this session",
