@@ -185,7 +185,7 @@ def main() -> int:
     if args.key:
         print(json.dumps(run_part(args.key, args.work)))
         return 0
-    report = Report.read(args.json) if args.json and args.json.exists() else Report("ablations")
+    report = Report.begin("ablations", args.json)
     done = {row["key"] for row in report.rows}
     parts = PARTS[:3] if args.quick else [one for one in PARTS if one.block in args.blocks]
     wanted = [key_of(part, seed) for seed in args.seeds for part in parts]

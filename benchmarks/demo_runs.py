@@ -134,7 +134,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.quick:
         args.tasks, args.seeds = ["guess"], [0]
-    report = Report.read(args.json) if args.json and args.json.exists() else Report("demo_runs")
+    report = Report.begin("demo_runs", args.json)
     done = {(row["task"], row["seed"]) for row in report.rows}
     for task in args.tasks:
         for seed in args.seeds:

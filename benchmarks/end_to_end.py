@@ -134,8 +134,7 @@ def main() -> int:
     if args.cell:
         print(json.dumps(run_cell(cell_of(args.cell), args.work, args.steps)))
         return 0
-    there = args.json and args.json.exists()
-    report = Report.read(args.json) if there else Report("end_to_end")
+    report = Report.begin("end_to_end", args.json)
     done = {row["cell"] for row in report.rows}
     missing = [cell for cell in all_cells(args) if cell.key not in done]
     if "replay" in args.form and missing:

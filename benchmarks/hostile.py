@@ -44,6 +44,7 @@ from umbra.deploy.toml import to_toml
 from umbra.proto.access import KEY_ROLES, may_send
 from umbra.proto.messages import TYPES, Join, Ping, StatusRequest
 from umbra.services.runtime.config.loader import as_dict, load_config
+from umbra.services.runtime.deadline import Deadline
 from umbra.services.runtime.net.keys import Security, load_keys, make_keys
 
 DEMO = Path(__file__).resolve().parents[1] / "examples" / "sort.toml"
@@ -254,9 +255,9 @@ def row_of(deed: Deed, tally: Tally) -> dict[str, Any]:
 
 def await_version(run: DemoRun, version: int) -> int:
     """Wait until so many steps are trained; how many are."""
-    until = time.monotonic() + END_S
+    deadline = Deadline(END_S)
     while (at := now_at(run)) < version:
-        if run.poll() is not None or time.monotonic() > until:
+        if run.poll() is not None or deadline.passed:
             raise SystemExit(f"the run trains no more: {run.said()} (see {run.home / 'up.log'})")
         time.sleep(0.2)
     return at
@@ -276,9 +277,9 @@ def now_trained(run: DemoRun) -> int:
 
 def await_code(run: DemoRun) -> int:
     """The exit code of `umbra up`, which is about to end."""
-    until = time.monotonic() + END_S
+    deadline = Deadline(END_S)
     while (code := run.poll()) is None:
-        if time.monotonic() > until:
+        if deadline.passed:
             raise SystemExit(f"the run does not end: {run.said()} (see {run.home / 'up.log'})")
         time.sleep(0.1)
     return code

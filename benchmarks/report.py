@@ -55,6 +55,11 @@ class Report:
     _origin: dict[str, Any] | None = None  # of a file that nothing was added to
 
     @staticmethod
+    def begin(benchmark: str, file: Path | None) -> Report:
+        """The report in `file`, to be continued; an empty one if there is none."""
+        return Report.read(file) if file is not None and file.exists() else Report(benchmark)
+
+    @staticmethod
     def read(file: Path) -> Report:
         """The rows and facts of a file; its figures, tables and goals are left to be made again."""
         content = json.loads(file.read_text(encoding="utf-8"))

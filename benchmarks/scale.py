@@ -264,8 +264,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no case later")
     parser.add_argument("--quick", action="store_true", help="at most 128 generators")
     args = parser.parse_args()
-    there = args.json and args.json.exists()
-    report = Report.read(args.json) if there else Report("scale (simulated)")
+    report = Report.begin("scale (simulated)", args.json)
     start = time.monotonic()
     done = {(row["study"], row["case"]) for row in report.rows}
     for study in ["generators", "splits"] if args.quick else args.only:

@@ -212,7 +212,7 @@ def main() -> int:
     parser.add_argument("--retry", action="store_true", help="again what missed its staleness")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, a core each")
     args = parser.parse_args()
-    report = Report.read(args.json) if args.json.exists() else Report("staleness")
+    report = Report.begin("staleness", args.json)
     if args.retry:
         report.rows = [r for r in report.rows if abs(r["measured"] - r["staleness"]) <= CLAIM]
     done = {row["cell"] for row in report.rows}

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from umbra.deploy.progress import Progress
 from umbra.deploy.run_folder import LineFollower, RunFolder
-from umbra.services.monitor.view import Herald, headline, render
+from umbra.services.monitor.view import NewWarnings, headline, render
 
 FRAME_S = 0.25
 LINE_S = 5.0
@@ -23,9 +23,7 @@ LINE_S = 5.0
 class View(Protocol):
     """Where a run's progress goes."""
 
-    def say(self, text: str) -> None:
-        """Show a line that stays."""
-        ...
+    def say(self, text: str) -> None: ...
 
     def update(self, progress: Progress, processes: Mapping[str, str]) -> None:
         """Show where things are; called often, returns at once."""
@@ -64,10 +62,9 @@ class PlainView:
         self._clock = clock
         self._next = clock() + every_s
         self._shown = -1
-        self._herald = Herald()
+        self._warnings = NewWarnings()
 
     def say(self, text: str) -> None:
-        """Print it."""
         click.echo(text, err=self._err)
 
     def update(self, progress: Progress, processes: Mapping[str, str]) -> None:
@@ -75,7 +72,7 @@ class PlainView:
         status = progress.status
         if status is None:
             return
-        for line in self._herald.news(status):
+        for line in self._warnings.lines(status):
             self.say(line)
         last = status.version >= status.steps and self._shown < status.steps
         if last or self._clock() >= self._next:
@@ -97,7 +94,6 @@ class TerminalView:
         self._started = time.monotonic()
 
     def say(self, text: str) -> None:
-        """Print it above the table."""
         self._console.print(Text(text))
 
     def update(self, progress: Progress, processes: Mapping[str, str]) -> None:
@@ -118,7 +114,6 @@ class TerminalView:
         self._live.update(table, refresh=True)
 
     def close(self) -> None:
-        """Leave the last table standing."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -133,7 +128,6 @@ class LogView:
         self._followers: dict[str, LineFollower] = {}
 
     def say(self, text: str) -> None:
-        """Pass it on."""
         self._view.say(text)
 
     def update(self, progress: Progress, processes: Mapping[str, str]) -> None:
@@ -145,7 +139,6 @@ class LogView:
         self._view.update(progress, processes)
 
     def close(self) -> None:
-        """Pass it on."""
         self._view.close()
 
 

@@ -84,5 +84,4 @@ def intersect(left: Sequence[Interval], right: Sequence[Interval]) -> list[Inter
 
 
 def total(intervals: Iterable[Interval]) -> float:
-    """Their summed length."""
     return sum(end - start for start, end in intervals)

@@ -29,7 +29,6 @@ class StatusWatcher:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread and the connection."""
         self._stopping.set()
         self._client.close()
         self._thread.join(ANSWER_S)
@@ -74,7 +73,6 @@ class Progress:
         return sum(recent) / len(recent) if recent else None
 
     def close(self) -> None:
-        """Stop polling."""
         if self._watcher is not None:
             self._watcher.close()
             self._watcher = None

@@ -68,12 +68,10 @@ class RunFolder:
 
     @property
     def id(self) -> str:
-        """The run's id."""
         return self.path.name
 
     @property
     def config(self) -> Path:
-        """The resolved configuration."""
         return self.path / "config.json"
 
     @property
@@ -92,12 +90,10 @@ class RunFolder:
 
     @property
     def buffer(self) -> Path:
-        """The buffer's final status."""
         return self.path / "buffer.json"
 
     @property
     def summary(self) -> Path:
-        """The outcome in one object."""
         return self.path / "summary.json"
 
     @contextmanager
@@ -140,16 +136,13 @@ class RunFolder:
 
     @property
     def model(self) -> Path:
-        """The exported policy."""
         return self.path / "model"
 
     @property
     def logs(self) -> Path:
-        """One log per process."""
         return self.path / "logs"
 
     def log(self, name: str) -> Path:
-        """The log of process `name`."""
         return self.logs / f"{name}.log"
 
 

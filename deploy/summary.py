@@ -127,7 +127,6 @@ class _Times:
         self._last_train = -math.inf
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """A row of kind "span"."""
         service, name, start, end = row["service"], row["name"], row["start"], row["end"]
         self._names.setdefault(service, set()).add(name)
         spans = self._spans.setdefault((service, not is_idle(name)), [])
@@ -155,7 +154,6 @@ class _Times:
 
 
 def write_summary(folder: RunFolder, summary: Mapping[str, Any]) -> None:
-    """Write summary.json."""
     text = json.dumps(summary, indent=2) + "\n"
     DISK.replace(folder.summary, text.encode(), mode=READABLE_MODE)
 

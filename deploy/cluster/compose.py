@@ -30,7 +30,6 @@ def container_paths(plan: Plan, modules: str, *, keys: bool) -> Paths:
 
 
 def compose_file(plan: Plan, node: Node, paths: Paths) -> str:
-    """The compose file of `node`."""
     processes = plan.on(node)
     volumes: dict[str, Any] = {"results": {}, "shm": _shared_memory(plan)}
     if any(process.task == "buffer" for process in processes):

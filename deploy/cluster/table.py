@@ -28,7 +28,6 @@ def table(plan: Plan) -> str:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """The plan as plain values."""
     return {
         "run": plan.run_id,
         "groups": [

@@ -55,11 +55,9 @@ class Outcome:
 
     @property
     def equal(self) -> bool:
-        """Whether nothing that was compared differs."""
         return all(row.outcome != "different" for row in self.rows)
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
         rows = [{**asdict(row), "outcome": row.outcome} for row in self.rows]
         for row in rows:
             if row["worst"] is not None and not math.isfinite(row["worst"]):

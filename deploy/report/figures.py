@@ -39,7 +39,6 @@ class Utilisation:
 
     @property
     def total(self) -> float:
-        """Seconds that are accounted for."""
         return sum(self.seconds.values())
 
 
@@ -70,7 +69,6 @@ class Figures:
 
 
 def gather(recording: Recording) -> Figures:
-    """The figures of `recording`."""
     figures = Figures(*_range(recording))
     width = figures.seconds / BINS
     steps: dict[int, Row] = {}

@@ -78,7 +78,6 @@ class Recording:
                 self.clocks.measured(row)
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """All rows, as they were written."""
         for path in self._paths:
             yield from read_rows(path)
 

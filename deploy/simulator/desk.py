@@ -236,7 +236,6 @@ class Client:
 
     @property
     def identity(self) -> bytes:
-        """Of its sockets."""
         return f"{self.name}.{self._starts}".encode()
 
     def join(self, joined: Callable[[], None]) -> None:

@@ -81,7 +81,6 @@ class SimGenerator:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process is."""
         return self.client.is_alive
 
     @property

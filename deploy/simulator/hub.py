@@ -31,9 +31,7 @@ class Subscriber(Protocol):
         ...
 
     @property
-    def is_alive(self) -> bool:
-        """Whether it can be reached."""
-        ...
+    def is_alive(self) -> bool: ...
 
     def told(self, message: Prepare | Commit | Abort) -> None:
         """The hub says what to do next."""
@@ -259,7 +257,6 @@ class NodeRelay:
         return HubPeer(self.name, str(self._starts))
 
     def start(self) -> None:
-        """Subscribe."""
         self._starts += 1
         self.is_alive = True
         self.own.register(self.peer)
@@ -267,7 +264,6 @@ class NodeRelay:
         self._hub.subscribe(self)
 
     def die(self) -> None:
-        """The process is gone."""
         self.is_alive = False
         self._epoch = -1
         self._wire.forget(self.name)

@@ -52,7 +52,6 @@ class SimulatedRow:
 
     @property
     def name(self) -> str:
-        """Of the sample."""
         return self.task.sample_id
 
     @property

@@ -52,7 +52,6 @@ class Scenario:
 
     @property
     def generators(self) -> int:
-        """Engines."""
         cluster = self.tables.cluster
         return (cluster.gpus - self.first_generator_gpu) // cluster.generator_gpus
 

@@ -52,7 +52,6 @@ class SimScorer:
         self._speed = speed
 
     def start(self) -> None:
-        """Join, and go to work."""
         self.client.join(self._ask)
 
     def _ask(self) -> None:

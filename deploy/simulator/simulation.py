@@ -44,15 +44,12 @@ class _Prompts:
         """It makes no difference."""
 
     def position(self) -> dict[str, Any]:
-        """How many were drawn."""
         return {"drawn": self._drawn}
 
     def changes(self) -> dict[str, Any]:
-        """Nothing else has to be kept."""
         return {}
 
     def seek(self, position: dict[str, Any], kept: Mapping[str, Any]) -> None:
-        """Go on there."""
         self._drawn = position["drawn"]
 
 

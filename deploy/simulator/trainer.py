@@ -76,7 +76,6 @@ class SimTrainer:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process is."""
         return self.client.is_alive
 
     @property
@@ -96,7 +95,6 @@ class SimTrainer:
         self.client.join(joined)
 
     def die(self) -> None:
-        """The process is gone."""
         self.client.die()
         self.shares.to("down")
 

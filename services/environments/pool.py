@@ -58,9 +58,7 @@ class EnvironmentPool(Protocol):
         """The outcomes since the last call."""
         ...
 
-    def close(self) -> None:
-        """End what runs."""
-        ...
+    def close(self) -> None: ...
 
 
 def open_pool(

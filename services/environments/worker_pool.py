@@ -138,7 +138,6 @@ class WorkerPool:
                 self._end_soon(worker, call)
 
     async def close(self) -> None:
-        """End all processes."""
         self._closed = True
         for worker in self._workers:
             self._end(worker, "closed")

@@ -104,7 +104,6 @@ class BufferClient:
         self._send(body, granted, timeout_s=WAIT_S + self._grace_s)
 
     def submit(self, trajectories: Sequence[Trajectory]) -> None:
-        """Deliver finished samples."""
         for portion in portions(trajectories, array_bytes):
             self._submit(portion)
 

@@ -87,7 +87,6 @@ class ReplayEngine:
 
     @property
     def live(self) -> int:
-        """Sequences being decoded."""
         return self._decoder.live
 
     @property
@@ -97,7 +96,6 @@ class ReplayEngine:
 
     @property
     def busy(self) -> bool:
-        """Whether `poll` has something to do."""
         return bool(self._replies or self._outputs)
 
     def next_at(self) -> float | None:
@@ -105,7 +103,6 @@ class ReplayEngine:
         return self._decoder.next_at()
 
     def submit(self, requests: Iterable[EngineRequest]) -> None:
-        """Queue `requests`; see `Engine.submit`."""
         now = self._clock()
         for request in requests:
             limit = check_request(request, self.max_context, self._tokens.vocabulary)
@@ -185,7 +182,6 @@ class ReplayEngine:
         return outputs
 
     def close(self) -> None:
-        """Forget all requests."""
         self.abort()
 
     def _advance(self) -> None:

@@ -92,7 +92,6 @@ class VllmEngine:
 
     @property
     def live(self) -> int:
-        """Sequences being decoded."""
         return min(len(self._open), self.slots)
 
     @property
@@ -202,7 +201,6 @@ class VllmEngine:
         return [_named(output, self._open[output.request_id]) for output in outputs]
 
     def close(self) -> None:
-        """End vLLM's processes."""
         self._open.clear()
         self._server.close()
 

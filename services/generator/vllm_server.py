@@ -136,7 +136,6 @@ class VllmServer:
         return {state.external_req_id: len(state.detokenizer.output_token_ids) for state in states}
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Start `jobs`."""
         self._loop.call_soon_threadsafe(self._start, jobs)
 
     def abort(self, keys: Iterable[str]) -> list[EngineOutput]:
@@ -187,7 +186,6 @@ class VllmServer:
         return Pause(now - began, stop_s, now - stopped)
 
     def close(self) -> None:
-        """End vLLM's processes and the thread."""
         if self._loop.is_closed():
             return
         with suppress(UmbraError):

@@ -65,7 +65,6 @@ class MicroBatch:
         return attention.masks(seen.tril(), positions, positions, dtype)
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same on `device`."""
         return replace(
             self,
             input_ids=self.input_ids.to(device),

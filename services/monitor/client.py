@@ -144,7 +144,6 @@ class StatusClient:
         self._link.subscribe(endpoint, topics, on_event)
 
     def close(self) -> None:
-        """Close the connection."""
         self._link.close()
 
     def __enter__(self) -> StatusClient:

@@ -22,7 +22,7 @@ from umbra.services.monitor.options import (
     timeout_option,
     watching_keys,
 )
-from umbra.services.monitor.view import Herald, headline, plain, status_dict
+from umbra.services.monitor.view import NewWarnings, headline, plain, status_dict
 from umbra.services.monitor.watch import Look, Watch, look_dict
 from umbra.services.monitor.web.board import Board, Resource
 from umbra.services.runtime.net.keys import Security
@@ -182,10 +182,10 @@ class _Lines:
     """A line per look, and one for each warning."""
 
     def __init__(self) -> None:
-        self._herald = Herald()
+        self._warnings = NewWarnings()
 
     def show(self, look: Look) -> None:
-        for line in [*self._herald.news(look.status), headline(look.status)]:
+        for line in [*self._warnings.lines(look.status), headline(look.status)]:
             click.echo(line)
 
 

@@ -79,7 +79,6 @@ class Feed:
         self._spans: OrderedDict[str, deque[SpanSeen]] = OrderedDict()
 
     def heard(self, header: Header, event: Event) -> None:
-        """An event came."""
         with self._lock:
             try:
                 self._take(header, event.kind, event.fields)

@@ -87,7 +87,6 @@ class Telemetry:
                 self._sent[member] = max(sent, spans[-1].end)
 
     def close(self) -> None:
-        """Send what is left."""
         self._processor.shutdown()
         self._meters.shutdown()
 

@@ -1,4 +1,4 @@
-"""How a run looks to a person: tables for a terminal, lines for a pipe; functions of its status."""
+"""A run's status for people: tables for a terminal, lines for a pipe."""
 
 from __future__ import annotations
 
@@ -84,14 +84,14 @@ def health_text(health: Mapping[str, float], of: str = "") -> str:
     return ", ".join(f"{health.get(name + of, 0.0):.1%} {what}" for name, what in names.items())
 
 
-class Herald:
-    """Tells each warning once, as a line, where the headline only names those that hold."""
+class NewWarnings:
+    """Each warning as a line, once; the headline only names those that hold."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()
 
-    def news(self, status: Status) -> list[str]:
-        """The sentences that were not told yet."""
+    def lines(self, status: Status) -> list[str]:
+        """The warnings that are new since the last call."""
         new = {name: text for name, text in holding(status).items() if name not in self._told}
         self._told |= set(new)
         return [f"warning: {name}: {text}" for name, text in new.items()]
@@ -239,7 +239,6 @@ def render(
 
 
 def member_table(status: Status, processes: Mapping[str, str] | None = None) -> RenderableType:
-    """Everyone in a table."""
     table = rich_table(COLUMNS, right=NUMBERS, wrapped=("figures",))
     for row in most_telling(member_rows(status, processes), MEMBERS_SHOWN):
         cells = [Text(cell) for cell in row]

@@ -23,7 +23,7 @@ def pass_at_k(answers: int, solved: int, k: int) -> float:
 
 
 def telling(scores: Mapping[str, float]) -> dict[str, float]:
-    """Those of `eval_scores` that say more than accuracy: none, of one answer to each prompt."""
+    """The scores to show beside accuracy; none with one answer per prompt, where all are equal."""
     return dict(scores) if len(scores) > 2 else {}
 
 

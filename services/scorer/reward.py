@@ -47,7 +47,6 @@ class RewardWorker:
                 self._wait(WAIT_S)
 
     def close(self) -> None:
-        """End the environments' processes."""
         self._pool.close()
 
     def _submit(self, task: ScoringTask) -> None:

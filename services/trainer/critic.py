@@ -150,7 +150,6 @@ class _Settled(Weights):
         self._critic = critic
 
     def tensors(self) -> dict[str, Tensor]:
-        """As of `Weights`."""
         self._critic.settle()
         return super().tensors()
 

@@ -44,7 +44,6 @@ class LowRank:
 
     @property
     def shape(self) -> torch.Size:
-        """That of the base."""
         return self.base.shape
 
     @torch.no_grad()

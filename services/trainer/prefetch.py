@@ -74,7 +74,6 @@ class Prefetch:
         return ahead if ahead is not None and ahead.step == step else None
 
     def close(self) -> None:
-        """End the thread."""
         self._enough.set()
         self._thread.shutdown()
 

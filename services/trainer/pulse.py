@@ -88,7 +88,6 @@ class Pulse:
         return asking.found
 
     def close(self) -> None:
-        """Fall silent."""
         self._stop.set()
         self._thread.join(self._beat_s)  # no longer: it may be asking a store that is stopped
 

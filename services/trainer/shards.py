@@ -169,7 +169,6 @@ class Snapshots:
         return snapshot_shards(self._model, self._manifest, slot, self._sync)
 
     def close(self) -> None:
-        """Let go of the arena."""
         if self._arena is not None:
             self._arena[1].close()
             self._arena = None

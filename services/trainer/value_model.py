@@ -67,9 +67,7 @@ class Values(Protocol):
     parameters: list[nn.Parameter]
 
     @property
-    def module(self) -> nn.Module:
-        """What has the parameters."""
-        ...
+    def module(self) -> nn.Module: ...
 
     def look(self, micros: list[MicroBatch]) -> None:
         """The batch that is asked about next; called where the policy may run."""
@@ -145,15 +143,12 @@ class OwnModel:
 
     @property
     def module(self) -> nn.Module:
-        """Backbone and head."""
         return self._model
 
     def look(self, micros: list[MicroBatch]) -> None:
-        """Keep the micro-batches."""
         self._micros = micros
 
     def passes(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """A forward pass for each."""
         for micro in self._micros:
             with torch.autocast(self._device.type, torch.bfloat16, enabled=self._bf16):
                 values = self._model(micro.to(self._device))
@@ -198,7 +193,6 @@ class PolicyHead:
 
     @property
     def module(self) -> nn.Module:
-        """The head alone."""
         return self._head
 
     def look(self, micros: list[MicroBatch]) -> None:
@@ -206,7 +200,6 @@ class PolicyHead:
         self._seen = [(micro.source, self._learner.hidden(micro)) for micro in micros]
 
     def passes(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The head alone."""
         for source, hidden in self._seen:
             yield source, self._head(hidden)
 
@@ -218,7 +211,6 @@ class PolicyHead:
             parameter.grad.copy_(self._ranks.sum(parameter.grad.cpu()) / self._ranks.world)
 
     def save(self, directory: Path, *, keep: bool) -> None:
-        """The head."""
         if keep:
             directory.mkdir(parents=True, exist_ok=True)
             save_file(

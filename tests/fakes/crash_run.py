@@ -10,13 +10,13 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import zmq
 from fakes.broker_world import trajectory
 from fakes.slowness import seconds
+from fakes.waiting import until
 
 from umbra.proto import sockets
 from umbra.proto.codec import Encoder, decode
@@ -152,11 +152,7 @@ class Peer:
     def call(self, body: Message) -> Message:
         """Send a request and wait for its answer."""
         self.ask(body)
-        deadline = time.monotonic() + ANSWER_S
-        while (answer := self.take()) is None:
-            assert time.monotonic() < deadline, f"no answer to {body}"
-            self.data.poll(20)
-        return answer
+        return until(self.take, f"an answer to {body}", lambda: self.data.poll(20))
 
     def status(self) -> Message:
         """The buffer's status."""
@@ -244,8 +240,14 @@ class CrashRun:
 
     def finish(self) -> RunFinished:
         """Train on whatever was acknowledged, then end the run; the last word of the ledger."""
-        self._await(lambda: not any(peer.is_waiting for peer in self._generators))
-        self._await(lambda: not self._trainer.is_waiting)
+
+        def turn() -> None:
+            for index, peer in enumerate(self._generators):
+                self._generate(index, peer, more=False)
+            self._train(more=False)
+
+        peers = [*self._generators, self._trainer]
+        until(lambda: not any(peer.is_waiting for peer in peers), "all requests are answered", turn)
         answer = self._trainer.call(FinishRun(reason="done"))
         assert isinstance(answer, RunFinished), answer
         return answer
@@ -255,14 +257,6 @@ class CrashRun:
         for peer in (*self._generators, self._trainer):
             peer.close()
         self._context.term()
-
-    def _await(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + ANSWER_S
-        while not condition():
-            assert time.monotonic() < deadline, "a request stays unanswered"
-            for index, peer in enumerate(self._generators):
-                self._generate(index, peer, more=False)
-            self._train(more=False)
 
     def _generate(self, index: int, peer: Peer, *, more: bool = True) -> None:
         if peer.is_waiting:

@@ -6,7 +6,6 @@ import math
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import zmq
 from fakes.broker_world import trajectory
 from fakes.crash_run import BufferProcess, CrashRun, check
 from fakes.slowness import seconds
+from fakes.waiting import until
 
 from umbra.proto import sockets
 from umbra.proto.access import KeyRole
@@ -70,10 +70,7 @@ def address(endpoint: str) -> tuple[str, int]:
 def still_works(run: CrashRun) -> Status:
     """Honest peers train on, and the run can be brought to its end; its status before."""
     before = run.version
-    deadline = time.monotonic() + WAIT_S
-    while run.version < before + 5:
-        assert time.monotonic() < deadline, "honest peers are served no more"
-        run.turn()
+    until(lambda: run.version >= before + 5, "honest peers are served on", run.turn)
     status = run.status()
     check(run, run.finish())
     return status
@@ -182,10 +179,7 @@ def test_a_generators_key_poisons_nothing(run: CrashRun, keys: Path) -> None:
     assert attacker.ask(Leave(reason="done")) == Ok()
     attacker.close()
     before = run.version
-    deadline = time.monotonic() + WAIT_S
-    while run.version < before + 5:
-        assert time.monotonic() < deadline, "honest peers are served no more"
-        run.turn()
+    until(lambda: run.version >= before + 5, "honest peers are served on", run.turn)
     assert run.status().counters["malformed_trajectory"] == judged > len(POISON) / 2
     ledger = run.finish().ledger
     assert ledger.balance == 0 and not any(ledger.in_flight.values())
@@ -307,10 +301,8 @@ def test_a_flood_of_strangers_is_counted_and_named(run: CrashRun, tmp_path: Path
         strangers.append(sockets.dealer(context, run.buffer.broker, b"%d" % number, curve))
         strangers[-1].send_multipart(hello)
         run.turn()
-    deadline = time.monotonic() + WAIT_S
-    while sum(run.status().refused.values()) < 100:
-        assert time.monotonic() < deadline, run.status().refused
-        run.turn()
+    refused = lambda: run.status().refused  # noqa: E731
+    until(lambda: sum(refused().values()) >= 100, refused, run.turn)
     assert not any(one.poll(0) for one in strangers)
     context.destroy(linger=0)
     status = still_works(run)

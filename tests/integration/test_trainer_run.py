@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import msgspec
 import pytest
 import torch
 from fakes.slowness import seconds
+from fakes.waiting import until
 from safetensors.torch import load_file
 
 from umbra.proto.records import Trajectory
@@ -130,10 +130,14 @@ def test_a_killed_rank_ends_the_trainer_which_is_started_again(project: Path) ->
     """1. Two ranks train. 2. The second is killed. Result: both start again, the run ends well."""
     process = start(project, "--set", "run.steps=30")
     try:
-        deadline = time.monotonic() + DEADLINE_S
-        while not (folders := list(project.glob("runs/*"))) or len(steps(folders[0])) < 2:
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
+        runs = lambda: list(project.glob("runs/*"))  # noqa: E731
+        until(
+            lambda: process.poll() is not None or (runs() and len(steps(runs()[0])) >= 2),
+            "two steps",
+            limit_s=DEADLINE_S,
+        )
+        assert process.poll() is None
+        folders = runs()
         os.kill(second_rank(folders[0]), signal.SIGKILL)
         output, _ = process.communicate(timeout=DEADLINE_S)
     finally:

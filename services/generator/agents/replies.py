@@ -60,7 +60,6 @@ class Form:
     created: int  # seconds since the epoch
 
     def whole(self, call: Call, answer: Answer) -> dict[str, Any]:
-        """The completion as one object."""
         choice = {"index": 0, "finish_reason": answer.finish_reason, **_said(call, answer)}
         kind = "text_completion" if call.text is not None else "chat.completion"
         return {**self._head(call, answer, kind), "choices": [choice], "usage": _usage(answer)}

@@ -83,7 +83,6 @@ class Edge:
         self._created = created
 
     def app(self) -> Starlette:
-        """The ASGI application."""
         base = "/sessions/{session}"
         routes: list[tuple[str, str, Handler]] = [
             ("POST", "/sessions", self._lease),

@@ -87,7 +87,6 @@ class SessionRegistry:
         session.end(why)
 
     def close_all(self, why: str) -> None:
-        """Nobody is served any more."""
         for key in list(self._by_key):
             self.close(key, _over(why))
 

@@ -53,7 +53,6 @@ class Board:
         }
 
     def metrics(self) -> dict[str, Resource]:
-        """The figures for Prometheus."""
         return {"/metrics": Resource(MEDIA_TYPE, self._prometheus)}
 
     def _look_json(self) -> bytes:

@@ -160,7 +160,6 @@ class _Text:
         self._add(f"umbra_{name}_total", "counter", meaning, series)
 
     def encode(self) -> bytes:
-        """All of it."""
         return ("\n".join(self._lines) + "\n").encode()
 
     def _add(self, name: str, kind: str, meaning: str, series: Series) -> None:

@@ -49,7 +49,6 @@ class PageServer:
         self._thread.wait(self._server.start(), _WAIT_S)
 
     def close(self) -> None:
-        """Answer nobody any more."""
         self._thread.wait(self._server.stop(), _WAIT_S)
         self._thread.close()
 
