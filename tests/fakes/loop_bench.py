@@ -99,6 +99,9 @@ class FakeStaged:
     manifest: Manifest
     data: memoryview
 
+    def parts(self) -> Iterator[memoryview]:
+        yield self.data
+
 
 @dataclass
 class FakeReceiver:

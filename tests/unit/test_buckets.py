@@ -9,12 +9,17 @@ import pytest
 from umbra.proto.errors import WireError
 from umbra.proto.messages import Credit, FetchBuckets
 from umbra.proto.records import Piece
+from umbra.services.runtime.planes.assembly import FAILURES, Assembly, Holdings
+from umbra.services.runtime.planes.bucket_store import (
+    SMALLEST_FRAME,
+    BucketStore,
+    Delta,
+    Outbox,
+    Part,
+)
+from umbra.services.runtime.planes.tcp import RelayChain
 from umbra.services.runtime.weights import delta
-from umbra.services.runtime.weights.assembly import FAILURES, Assembly, Holdings
 from umbra.services.runtime.weights.manifest import build_manifest, checksums, item_bytes
-from umbra.services.weight_hub.outbox import SMALLEST_FRAME, Outbox
-from umbra.services.weight_hub.relay_chain import RelayChain
-from umbra.services.weight_hub.store import BucketStore, Delta, Part
 
 LAYOUT = build_manifest([("a", "BF16", [256, 16]), ("b", "F32", [64, 16])], 4096)
 COUNT = len(LAYOUT.buckets)
