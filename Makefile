@@ -111,10 +111,11 @@ test-real: $(DEV_STAMP) ## Run the tests of every architecture on vLLM (about 20
 	@$(BIN)/python -m pytest -m real $(PYTEST_OPTIONS)
 
 .PHONY: lint
-lint: $(DEV_STAMP) ## Check style, formatting and file lengths
+lint: $(DEV_STAMP) ## Check style, formatting, file lengths and structure
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/python .ci/file_lengths.py
+	@$(BIN)/python .ci/structure.py
 
 .PHONY: types
 types: $(DEV_STAMP) ## Check types

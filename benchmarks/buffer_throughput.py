@@ -27,7 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import peers
-from report import Report
+from report import Report, percentile_ms
 from traffic import Consumer, Producer
 
 PRODUCERS = 2
@@ -231,13 +231,6 @@ def measure_memory(folder: Path, trajectories: int) -> tuple[float, float, float
         buffer.kill()
 
 
-def percentile(values: list[float], share: float) -> float:
-    """In milliseconds; NaN without values."""
-    if not values:
-        return float("nan")
-    return 1e3 * sorted(values)[min(len(values) - 1, int(share * len(values)))]
-
-
 def show_transports(report: Report, args: argparse.Namespace, folder: Path) -> None:
     """Flat-out rates of all transports, in turns, `args.rounds` times."""
     found: dict[str, list[dict[str, float]]] = {}
@@ -262,7 +255,7 @@ def show_latency(report: Report, args: argparse.Namespace, folder: Path) -> None
         group_size=1, batch_groups=8, run_ahead=64, per_submit=4,
     )  # fmt: skip
     for what, values in (("acknowledgement", paced["ack"]), ("trainer", paced["end"])):
-        p50, p99 = (percentile(values, share) for share in (0.5, 0.99))
+        p50, p99 = (percentile_ms(values, share) for share in (0.5, 0.99))
         report.add(part="latency", what=what, per_s=paced["per_s"], p50_ms=p50, p99_ms=p99)
 
 

@@ -20,18 +20,20 @@ from pathlib import Path
 
 import noted
 
-from umbra.deploy.process import child_environ
 from umbra.proto.errors import UmbraError
 from umbra.proto.messages import Status
 from umbra.services.monitor.client import StatusClient
 from umbra.services.runtime.net.keys import OPEN, Security
+from umbra.services.runtime.process.child import child_environ
 from umbra.services.runtime.process.parent import PARENT_PID_VARIABLE
 
 UMBRA = (sys.executable, "-m", "umbra")
 NOTED = (sys.executable, str(Path(noted.__file__)))
 LOOK_S = 0.5
 RESTART_S = 0.5
-GONE_S = 40.0  # for everything to end after `umbra up` has
+# For everything to end after `umbra up` has: who joins as the buffer goes looks for it for a minute
+# (`run.broker_grace_s`), and comes up slowly beside all others.
+GONE_S = 120.0
 RELAY = "relay-b"
 
 

@@ -35,6 +35,7 @@ RUN_LIMIT_S = 900.0
 FORMS = ("replay", "real", "trl")
 QUICK_MODES = ("sync, all take turns", "sync, fixed split", "async", "TRL, 1 thread")
 QUICK_STEPS = 12
+TASKS = ("sort", "guess")
 
 
 def all_cells(args: argparse.Namespace) -> list[Cell[Any]]:
@@ -47,6 +48,12 @@ def all_cells(args: argparse.Namespace) -> list[Cell[Any]]:
     if "trl" in args.form:
         chosen += cells(demo_cells.FORM, demo_cells.TRL_MODES, args.tasks, args.seeds, args.modes)
     return chosen
+
+
+def cell_of(key: str) -> Cell[Any]:
+    """The cell of that key, of any form, mode and seed."""
+    args = parse(["--form", *FORMS, "--tasks", *TASKS, "--seeds", key.rpartition("/")[2]])
+    return next(cell for cell in all_cells(args) if cell.key == key)
 
 
 def run_cell(cell: Cell[Any], work: Path, steps: int) -> dict[str, Any]:
@@ -106,7 +113,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=Path("runs/end-to-end"), help="models, runs")
     parser.add_argument("--form", nargs="+", default=["replay", "real"], choices=FORMS)
     parser.add_argument("--mixes", nargs="+", default=list(replay_cells.MIXES))
-    parser.add_argument("--tasks", nargs="+", default=["sort"], choices=["sort", "guess"])
+    parser.add_argument("--tasks", nargs="+", default=["sort"], choices=TASKS)
     parser.add_argument("--modes", nargs="+", default=[])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=0, help="of real runs; 0 = the task's own")
@@ -125,9 +132,7 @@ def main() -> int:
     """Run what is missing, print tables."""
     args = parse()
     if args.cell:
-        args.seeds = [int(args.cell.rpartition("/")[2])]
-        cell = next(one for one in all_cells(args) if one.key == args.cell)
-        print(json.dumps(run_cell(cell, args.work, args.steps)))
+        print(json.dumps(run_cell(cell_of(args.cell), args.work, args.steps)))
         return 0
     there = args.json and args.json.exists()
     report = Report.read(args.json) if there else Report("end_to_end")

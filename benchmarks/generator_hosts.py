@@ -43,7 +43,7 @@ from umbra.proto.messages import (
 )
 from umbra.proto.records import Manifest, SampleTask, Sampling, Trajectory, pack_float32, pack_int32
 from umbra.services.generator.engine import EngineOutput, EngineRequest
-from umbra.services.generator.replay_engine import ReplayEngine
+from umbra.services.generator.replay_engine import ReplayEngine, ReplayTokens
 from umbra.services.generator.replay_model import ReplayModel, read_replay_model
 from umbra.services.runtime.gpu.worker_process import result
 from umbra.services.runtime.planes.shm import ShmReceiver
@@ -105,9 +105,7 @@ class Host:
             socket = sockets.dealer(self._context, hub, name.encode(), curve)
             engine = ReplayEngine(
                 model,
-                vocabulary=VOCABULARY,
-                filler=FILLER,
-                stop=STOP,
+                ReplayTokens(VOCABULARY, FILLER, STOP),
                 slots=slots,
                 max_context=len(PROMPT) + MAX_TOKENS,
             )

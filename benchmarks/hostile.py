@@ -50,7 +50,7 @@ DEMO = Path(__file__).resolve().parents[1] / "examples" / "sort.toml"
 ENDLESS = 100_000  # steps: it is gone on with to fewer in the end
 LAST_STEPS = 3  # that it makes when the attackers are gone
 ASKED_S = 0.02  # between two questions of the client that is legitimate
-SETTLE_S = 15.0  # for memory to be handed back when the attackers are gone
+SETTLE_S = 90.0  # after the attackers: senders are forgotten after 60 s, then memory is trimmed
 END_S = 300.0
 MIB = 1 << 20
 SETTINGS = ("buffer.heartbeat_s=0.5", "checkpoint.every=10")

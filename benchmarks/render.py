@@ -30,6 +30,8 @@ import plot_scale
 import plot_staleness
 from report import text
 
+from umbra.services.runtime.tables import markdown
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 DOCS = ROOT / "docs"
@@ -92,9 +94,9 @@ def _value(found: re.Match[str], head: str, results: Results) -> str:
     file, _, own = name.rpartition(".")
     content = results(file or head)
     if own == "table" and form:
-        return markdown(_known(content["tables"], form, file or head))
+        return markdown(**_known(content["tables"], form, file or head))
     if own == "goals":
-        return markdown(_goals(content["goals"]))
+        return _goals(content["goals"])
     if own == "load":
         return "{} to {}".format(*content["load"]) if "load" in content else "not noted"
     if own in ("date", "command", "hardware"):
@@ -109,20 +111,13 @@ def _known(values: Mapping[str, Any], name: str, file: str) -> Any:
     return values[name]
 
 
-def _goals(goals: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _goals(goals: Sequence[Mapping[str, Any]]) -> str:
     rows = [
         [goal["name"], f"{goal['op']} {text(goal['goal'])}", text(goal["value"]),
          "met" if goal["met"] else "**missed**"]
         for goal in goals
     ]  # fmt: skip
-    return {"columns": ["goal", "", "measured", ""], "rows": rows}
-
-
-def markdown(table: Mapping[str, Any]) -> str:
-    """A table as Markdown."""
-    columns, rows = table["columns"], table["rows"]
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines).replace("| --- ", "|---")
+    return markdown(["goal", "", "measured", ""], rows)
 
 
 def documents() -> list[Path]:

@@ -8,6 +8,7 @@ whole, and a test makes the figures of every file in `benchmarks/results/` again
 from __future__ import annotations
 
 import json
+import math
 import operator
 import os
 import platform
@@ -18,6 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 from typing import Any
+
+from umbra.services.runtime.numbers import number
+from umbra.services.runtime.tables import aligned
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
@@ -89,7 +93,7 @@ class Report:
         print(f"{self.benchmark} ({hardware()})")
         tables = self.tables or {"": _as_table(self.rows)}
         for name, table in tables.items():
-            print("\n".join([name, *_lines([table["columns"], *table["rows"]])]).strip())
+            print("\n".join([name, *aligned([table["columns"], *table["rows"]])]).strip())
         for name, value in self.figures.items():
             print(f"{name}: {text(value)}")
         for goal in self.goals:
@@ -152,14 +156,16 @@ def hardware() -> str:
 
 
 def text(value: Any) -> str:
-    """A value as it is published: three digits, thousands apart; "-" for none."""
-    if value is None:
-        return "-"
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return str(value)
-    if isinstance(value, int) or abs(value) >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.0f}" if value == 0 else f"{value:.3g}"
+    """A value as it is published: numbers with three digits, thousands apart; "-" for none."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number(value) if is_number or value is None else str(value)
+
+
+def percentile_ms(seconds: Sequence[float], share: float) -> float:
+    """A percentile of `seconds`, in milliseconds; NaN without values."""
+    if not seconds:
+        return math.nan
+    return 1e3 * sorted(seconds)[min(len(seconds) - 1, int(share * len(seconds)))]
 
 
 def spread(values: Sequence[float], form: str = "") -> str:
@@ -173,11 +179,3 @@ def spread(values: Sequence[float], form: str = "") -> str:
 def _as_table(rows: Sequence[dict[str, Any]]) -> Table:
     columns = list(dict.fromkeys(name for row in rows for name in row))
     return {"columns": columns, "rows": [[text(row.get(name)) for name in columns] for row in rows]}
-
-
-def _lines(cells: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in cells
-    ]

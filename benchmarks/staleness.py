@@ -34,7 +34,7 @@ from warm_process import warm_up
 
 from umbra.deploy import stage
 from umbra.deploy.demo import DEMOS, HELDOUT, RECIPES
-from umbra.deploy.process import child_environ, umbra_argv
+from umbra.services.runtime.process.child import umbra_argv
 
 RUN_LIMIT_S = 900.0
 SAMPLES = 2048  # of an accuracy: a standard error of 0.01
@@ -50,7 +50,7 @@ def umbra(log: Path, *arguments: str) -> str:
     log.write_text("")
     out.write_text("")
     process = stage.ChildProcess(
-        umbra_argv(*arguments), log_path=log, environ=child_environ(), stdout_path=out
+        umbra_argv(*arguments), stdout=out, stderr=log
     )  # a `WarmProcess` in a worker
     deadline = time.monotonic() + RUN_LIMIT_S
     while (code := process.poll()) is None:

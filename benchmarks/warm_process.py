@@ -12,10 +12,11 @@ import sys
 import traceback
 from importlib import import_module
 from pathlib import Path
+from subprocess import DEVNULL
 from typing import NoReturn
 
 from umbra.deploy import stage, up
-from umbra.deploy.process import ChildProcess
+from umbra.services.runtime.process.child import ChildProcess, Output
 
 IMPORTS = (
     "accelerate",
@@ -40,13 +41,16 @@ class WarmProcess(ChildProcess):
         self,
         argv: list[str],
         environ: dict[str, str],
-        log_path: Path,
-        stdout_path: Path,
-        ready_fd: int,  # inherited, as all of ours is
+        stdout: Output,
+        stderr: Output,
+        stdin: int = DEVNULL,
+        ready_fd: int | None = None,  # inherited, as all of ours is
     ) -> int:
         pid = os.fork()
         if pid == 0:
-            _become(argv, environ, log_path, stdout_path)
+            assert isinstance(stdout, Path)
+            assert isinstance(stderr, Path)
+            _become(argv, environ, stderr, stdout)
         _own_group(pid)
         return pid
 

@@ -15,13 +15,13 @@ from umbra.deploy.command import finish, set_option
 from umbra.deploy.interrupts import SignalCounter
 from umbra.deploy.live import LogView, View, choose_view
 from umbra.deploy.preflight import check_run, resolve_paths
-from umbra.deploy.process import child_environ
 from umbra.deploy.run_folder import RunFolder
 from umbra.deploy.stage import StageInterrupted, run_stage
 from umbra.deploy.toml import to_toml
 from umbra.deploy.up import Up
 from umbra.services.generator.tasks import write_task
 from umbra.services.runtime.config.loader import as_dict, load_config
+from umbra.services.runtime.process.child import child_environ
 
 DEMOS = Path(__file__).parent / "demos"
 

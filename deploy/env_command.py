@@ -16,6 +16,7 @@ from umbra import __version__
 from umbra.proto.errors import EXIT_DONE
 from umbra.proto.version import PROTOCOL_MAJOR, PROTOCOL_MINOR
 from umbra.services.runtime.planes.choice import PLANES
+from umbra.services.runtime.tables import facts
 from umbra.services.runtime.weights.arena import SHM
 
 PACKAGES = (
@@ -71,8 +72,7 @@ def _text(found: dict[str, Any]) -> str:
             for name, reason in found["planes"].items()
         ),
     ]
-    width = max(len(name) for name, _ in rows) + 2
-    return "\n".join(f"{name:<{width}}{text}" for name, text in rows)
+    return "\n".join(facts(rows))
 
 
 def _version(package: str) -> str | None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from umbra.deploy.process import umbra_argv
-from umbra.deploy.restart import RestartPolicy
 from umbra.deploy.run_folder import RunFolder
-from umbra.deploy.supervisor import Program
 from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.process.child import umbra_argv
+from umbra.services.runtime.process.supervisor import Program, RestartPolicy
 
 TRAINER_RESTARTS = 3  # each repeats the steps since its last checkpoint
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from umbra.deploy.interrupts import SignalCounter
-from umbra.deploy.process import ChildProcess, describe_exit, own_exit_code
 from umbra.deploy.run_folder import RunFolder, last_lines
 from umbra.proto.errors import UmbraError
+from umbra.services.runtime.process.child import ChildProcess, describe_exit, own_exit_code
 
 POLL_S = 0.02
 UMBRA = "umbra"
@@ -66,9 +66,9 @@ def run_stages(
         for name, arguments in stages.items():
             running[name] = ChildProcess(
                 (sys.executable, "-m", module, *arguments),
-                log_path=folder.log(name),
                 environ=environ,
-                stdout_path=_output(folder, name),
+                stdout=_output(folder, name),
+                stderr=folder.log(name),
             )
         while (codes := {name: stage.poll() for name, stage in running.items()}) != dict.fromkeys(
             running, 0

@@ -10,13 +10,13 @@ from statistics import median
 from typing import Any
 
 from umbra.deploy.overlap import Interval, Overlap, overlap
-from umbra.deploy.process import Usage
 from umbra.deploy.report.recording import Recording
 from umbra.deploy.run_folder import RunFolder
 from umbra.proto.errors import UNREADABLE
-from umbra.services.monitor.members import number
 from umbra.services.monitor.view import health_text
 from umbra.services.runtime.figures import PHASES, is_idle
+from umbra.services.runtime.numbers import counts, number
+from umbra.services.runtime.process.child import Usage
 from umbra.services.runtime.process.disk import DISK, READABLE_MODE
 
 JOIN_S = 0.001  # spans that are closer are one
@@ -191,7 +191,7 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         phases = ", ".join(f"{phase} {1000 * spent:.1f}" for phase, spent in seconds.items())
         rows.append(("pushes", f"{summary['pushes']}; median ms: {phases}"))
     if ledger := summary["ledger"]:
-        ended = ", ".join(f"{count} {reason}" for reason, count in ledger["ended"].items() if count)
+        ended = counts(ledger["ended"])
         balance = "balanced" if not ledger["balance"] else f"OFF BY {ledger['balance']}"
         rows.append(
             (

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
+
+import tomli_w
 
 
 def to_toml(
@@ -15,31 +16,12 @@ def to_toml(
 
     `remarks` are comments at the end of a section: a heading, and keys with their values.
     """
-    sections = []
+    sections: list[str] = []
     for section, values in tree.items():
-        lines = [f"[{section}]"]
-        lines += [f"{key} = {_value(v)}" for key, v in values.items() if v is not None]
+        text = tomli_w.dumps({section: {k: v for k, v in values.items() if v is not None}})
         if remarks and section in remarks:
             heading, implied = remarks[section]
-            lines.append(f"# {heading}:")
-            lines += [f"# {key} = {_value(value)}" for key, value in implied.items()]
-        sections.append("\n".join(lines) + "\n")
+            lines = [f"{heading}:", *tomli_w.dumps(implied).splitlines()]
+            text += "".join(f"# {line}\n" for line in lines)
+        sections.append(text)
     return "\n".join(sections)
-
-
-def _value(value: Any) -> str:
-    match value:
-        case bool():
-            return "true" if value else "false"
-        case int() | float():
-            return repr(value)
-        case str():
-            # A JSON string is a TOML string, but for DEL, which TOML wants escaped.
-            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-        case list() | tuple():
-            return f"[{', '.join(_value(item) for item in value)}]"
-        case dict():
-            items = (f"{_value(key)} = {_value(item)}" for key, item in value.items())
-            return f"{{{', '.join(items)}}}"
-        case _:
-            raise TypeError(f"no TOML for {value!r}")

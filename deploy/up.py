@@ -12,7 +12,6 @@ from typing import Any
 from umbra.deploy.interrupts import SignalCounter
 from umbra.deploy.live import View
 from umbra.deploy.preflight import check_run
-from umbra.deploy.process import ChildProcess, child_environ
 from umbra.deploy.programs import BUFFER, TRAINER, buffer_program, other_programs
 from umbra.deploy.progress import Progress
 from umbra.deploy.report.command import write_report
@@ -27,12 +26,13 @@ from umbra.deploy.stage import (
     run_stages,
 )
 from umbra.deploy.summary import RunOutcome, read_status, summarise, write_summary
-from umbra.deploy.supervisor import Program, Supervisor
 from umbra.proto.errors import EXIT_DONE, StartupError, UmbraError
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config.loader import to_json
 from umbra.services.runtime.net.keys import open_security
+from umbra.services.runtime.process.child import ChildProcess, child_environ
 from umbra.services.runtime.process.disk import DISK, READABLE_MODE
+from umbra.services.runtime.process.supervisor import Program, Supervisor
 from umbra.services.runtime.weights.arena import remove_leftovers
 
 POLL_S = 0.05
@@ -200,9 +200,8 @@ class Up:
         return self._verdict(supervisor)
 
     def _spawn(self, program: Program) -> ChildProcess:
-        return ChildProcess(
-            program.argv, log_path=self.folder.log(program.name), environ=self.environ
-        )
+        log, environ = self.folder.log(program.name), {**self.environ, **program.environ}
+        return ChildProcess(program.argv, environ=environ, stdout=log, stderr=log)
 
     def _start(self, supervisor: Supervisor, progress: Progress) -> None:
         """Start the buffer, and the others once it has said where it is."""
@@ -234,10 +233,7 @@ class Up:
 
     def _end_all(self, supervisor: Supervisor) -> None:
         """Whatever happened, nothing stays: no process and no shared memory."""
-        if supervisor.poll():
-            supervisor.kill()
-            while supervisor.poll():
-                self._interrupts.wait(POLL_S)
+        supervisor.close()
         remove_leftovers(self.folder.id)
 
     def _verdict(self, supervisor: Supervisor) -> tuple[str, int]:

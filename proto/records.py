@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import replace
 
 from umbra.proto.bounds import (
     BUCKETS,
@@ -44,6 +45,12 @@ class Record(msgspec.Struct, kw_only=True, frozen=True):
 DType = Literal["F32", "BF16", "F16"]
 
 
+class Kept(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of records whose bytes the buffer keeps and passes on as they came: nothing may be in
+    them that it has not looked at.
+    """
+
+
 class Told(Record, frozen=True, kw_only=True):
     """Base of records with sentences or figures, which the sender keeps within their bounds."""
 
@@ -51,7 +58,7 @@ class Told(Record, frozen=True, kw_only=True):
         keep_to_bounds(self)
 
 
-class Sampling(Record, frozen=True, kw_only=True):
+class Sampling(Kept, frozen=True, kw_only=True):
     """How tokens were drawn. Behaviour logprobs are those of this very distribution."""
 
     temperature: Number = 1.0
@@ -61,7 +68,7 @@ class Sampling(Record, frozen=True, kw_only=True):
     max_tokens: int = 256
 
 
-class VersionSpan(Record, frozen=True, kw_only=True):
+class VersionSpan(Kept, frozen=True, kw_only=True):
     """Response tokens `[start, end)` were sampled by policy version `version`."""
 
     version: int
@@ -69,7 +76,7 @@ class VersionSpan(Record, frozen=True, kw_only=True):
     end: int
 
 
-class Trajectory(Record, frozen=True, kw_only=True):
+class Trajectory(Kept, frozen=True, kw_only=True):
     """What a generator made of one sample, complete or partial. P prompt and T response tokens.
 
     `response_ids`, `loss_mask` and `logprobs` have one entry per response token, environment tokens
@@ -148,7 +155,7 @@ class ScoringTask(Record, frozen=True, kw_only=True):
     trajectory: Trajectory
 
 
-class Score(Told, frozen=True, kw_only=True):
+class Score(Told, Kept, frozen=True, kw_only=True):
     """What a scorer found for one trajectory of T response tokens, or the `error` it ran into.
 
     A `reward` score has `reward` and `reward_parts`, the others have `logprobs`.
@@ -161,6 +168,26 @@ class Score(Told, frozen=True, kw_only=True):
     logprobs: Float32s | None = None  # float32 [T], 0 where loss_mask is 0
     version: int = -1  # of the weights, in stage "logp"
     error: Text = ""
+
+
+def with_score(trajectory: Trajectory, stage: str, score: Score) -> Trajectory:
+    """`trajectory` with what `stage` found: a reward is added, logprobs take their field."""
+    scored = [*trajectory.scored, stage]
+    if stage == "reward":
+        return replace(
+            trajectory,
+            reward=trajectory.reward + score.reward,
+            reward_parts=trajectory.reward_parts | score.reward_parts,
+            scored=scored,
+        )
+    if stage == "ref_logp":
+        return replace(trajectory, ref_logprobs=score.logprobs, scored=scored)
+    return replace(
+        trajectory,
+        proximal_logprobs=score.logprobs,
+        proximal_version=score.version,
+        scored=scored,
+    )
 
 
 class TensorEntry(Record, frozen=True, kw_only=True, gc=False):

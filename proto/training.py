@@ -7,8 +7,9 @@ from typing import Annotated
 from msgspec import Meta
 
 from umbra.proto.base import Message
-from umbra.proto.bounds import BATCH, RUN, Figures, Id, Name, Number, Text
-from umbra.proto.records import EvalReport, Ledger, Trajectory
+from umbra.proto.bounds import BATCH, RUN, STAGES, Figures, Id, Name, Number, Text
+from umbra.proto.errors import WireError
+from umbra.proto.records import EvalReport, Ledger, Score, Trajectory, with_score
 
 
 class LeaseBatch(Message, frozen=True, kw_only=True):
@@ -45,6 +46,22 @@ class BatchLease(Message, frozen=True, kw_only=True):
     ] = []  # the last ones that are over, for the trainer's curves
     digest: Name = ""  # of the trajectories, if the trainer only peeked
     same: bool = False  # the batch is what the trainer holds, and not sent again
+    scores: Annotated[
+        dict[Id, Annotated[list[Score], Meta(max_length=RUN)]], Meta(max_length=STAGES)
+    ] = {}  # by stage in their order: what it found, for each of `trajectories`
+
+    def scored(self) -> list[Trajectory]:
+        """`trajectories` with what all stages have found.
+
+        Raises:
+            WireError: the scores are not those of the trajectories.
+        """
+        made = self.trajectories
+        for stage, scores in self.scores.items():
+            if [score.sample_id for score in scores] != [one.sample_id for one in made]:
+                raise WireError(f"the scores of stage {stage} are of other samples", path="scores")
+            made = [with_score(one, stage, score) for one, score in zip(made, scores, strict=True)]
+        return made
 
 
 class RejectSamples(Message, frozen=True, kw_only=True):

@@ -358,17 +358,18 @@ def summary(total: int, tried: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def table(found: dict[str, Any]) -> str:
     """What was found, as docs/quality.md has it."""
-    lines = [
-        "| group | mutants | tried | noticed | share | 95 % interval |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name in sorted(found):
-        group = found[name]
+    # Not at the top, where the children would inherit it from before it was changed.
+    from umbra.services.runtime.tables import markdown
+
+    rows: list[list[str]] = []
+    for name, group in sorted(found.items()):
         low, high = (100 * bound for bound in group["interval_95"])
-        lines.append(
-            f"| {name} | {group['mutants']} | {group['tried']} | {group['killed']} | "
-            f"{100 * group['score']:.0f} % | {low:.0f} to {high:.0f} % |"
+        share, interval = f"{100 * group['score']:.0f} %", f"{low:.0f} to {high:.0f} %"
+        rows.append(
+            [name, *(str(group[kind]) for kind in ("mutants", "tried", "killed")), share, interval]
         )
+    columns = ["group", "mutants", "tried", "noticed", "share", "95 % interval"]
+    lines = [markdown(columns, rows)]
     for name in sorted(found):
         kept = [row for row in found[name]["of"] if row["outcome"] in NOT_NOTICED]
         lines += ["", f"Not noticed in {name}: {len(kept)}", ""]

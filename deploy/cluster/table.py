@@ -6,6 +6,7 @@ from typing import Any
 
 from umbra.deploy.cluster import invocation
 from umbra.deploy.cluster.plan import Plan, Process
+from umbra.services.runtime.tables import aligned
 
 HEADINGS = ("node", "address", "GPUs", "process", "task", "ports")
 
@@ -22,14 +23,8 @@ def table(plan: Plan) -> str:
             rows.append((*node_cells, _span(tuple(idle)), "-", "idle", ""))
         elif not plan.on(node):
             rows.append((*node_cells, "", "-", "idle", ""))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-    lines.insert(1, "  ".join("-" * width for width in widths))
     groups = [f"{group.describe()}: {group.arithmetic}" for group in plan.groups]
-    return "\n".join([*lines, "", *groups]) + "\n"
+    return "\n".join([*aligned(rows), "", *groups]) + "\n"
 
 
 def as_json(plan: Plan) -> dict[str, Any]:

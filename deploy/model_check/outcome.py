@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from umbra.services.runtime.tables import aligned
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -29,6 +31,16 @@ class Row:
             return "left out"
         # Not the other way round: a difference that is no number is one.
         return "equal" if self.worst <= self.bound else "different"
+
+    def as_text(self) -> str:
+        """The difference and its bound, and the note, for people."""
+        figures = ""
+        if self.worst is not None and math.isfinite(self.worst):
+            if self.bound:
+                figures = f"{self.worst:.1e} {self.unit}, at most {self.bound:.1e}"
+            else:
+                figures = f"{self.worst:.0f} {self.unit}" if self.worst else "bit for bit"
+        return f"{figures} ({self.note})".lstrip() if self.note else figures
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +68,7 @@ class Outcome:
 
     def as_text(self) -> str:
         """A table for people."""
-        lines = [f"{self.model}: {self.architecture}"]
-        lines += [f"compared on a copy with {cut}" for cut in self.cuts]
-        width = max(len(row.name) for row in self.rows)
-        for row in self.rows:
-            figures = ""
-            if row.worst is not None and math.isfinite(row.worst):
-                figures = f"{row.worst:.1e} {row.unit}, at most {row.bound:.1e}"
-                if not row.bound:
-                    figures = "bit for bit" if not row.worst else f"{row.worst:.0f} {row.unit}"
-            note = f" ({row.note})" if row.note else ""
-            lines.append(f"{row.name:<{width}}  {row.outcome:<9}  {figures}{note}".rstrip())
-        return "\n".join(lines)
+        heading = [f"{self.model}: {self.architecture}"]
+        heading += [f"compared on a copy with {cut}" for cut in self.cuts]
+        rows = [(row.name, row.outcome, row.as_text()) for row in self.rows]
+        return "\n".join([*heading, *aligned(rows)])

@@ -19,23 +19,25 @@ _PROMPTS = ((5, 4), (19, 3), (11, 1))  # tokens of each, and how many responses 
 _PACK_TOKENS = 96
 _TEMPERATURE = 0.8  # of every second sequence
 
-_LAYOUTS = (
-    ("rows of one sequence", 1, False),
-    ("packed rows", _PACK_TOKENS, False),
-    ("packed rows, shared prompts", _PACK_TOKENS, True),
+_MANY = 1 << 20
+_LAYOUTS = (  # and of how many tokens logits are computed at a time
+    ("rows of one sequence", 1, False, _MANY),
+    ("packed rows", _PACK_TOKENS, False, _MANY),
+    ("packed rows, shared prompts", _PACK_TOKENS, True, _MANY),
+    ("packed rows, logits in chunks", _PACK_TOKENS, True, 7),
 )
 
 
 def compare_training(policy: PreTrainedModel, reference: Reference) -> Iterator[Row]:
     """Rows about `policy`, as `load_policy` gives it, with the weights of `reference`."""
-    scorer = Scorer(policy).eval()
     embeddings: Any = policy.get_input_embeddings()
     tokens = _tokens(embeddings.num_embeddings)
     temperatures = torch.where(tokens.owner % 2 == 0, 1.0, _TEMPERATURE)
     weights = torch.randn(len(tokens.learned), generator=torch.Generator().manual_seed(3))
     expected, gradients = _reference(reference, tokens, weights)
-    for name, pack_tokens, share in _LAYOUTS:
+    for name, pack_tokens, share, at_a_time in _LAYOUTS:
         policy.zero_grad()
+        scorer = Scorer(policy, at_a_time * 4 * embeddings.num_embeddings).eval()
         found = torch.full((len(tokens.learned),), float("nan"))
         for micro in pack(
             tokens, pack_tokens=pack_tokens, micro_tokens=4 * _PACK_TOKENS, share_prompts=share

@@ -12,6 +12,7 @@ from typing import Any
 from umbra.deploy.report.figures import EXCERPT_S, Figures, Row, Utilisation
 from umbra.deploy.report.svg import bar_chart, gantt, line_chart, stacked_chart
 from umbra.services.runtime.figures import PHASES, busy, idle_causes, is_idle
+from umbra.services.runtime.numbers import number
 
 CHARTS: dict[str, tuple[tuple[str, str], ...]] = {  # title -> (label, column) of each line
     "reward": (("mean", "reward/mean"), ("solved", "solved")),
@@ -92,10 +93,8 @@ def _section(title: str, inner: str) -> str:
 
 
 def _cell(value: object) -> str:
-    if isinstance(value, float):
-        return f'<td class="n">{value:,.4g}</td>'
-    if isinstance(value, int):
-        return f'<td class="n">{value:,}</td>'
+    if isinstance(value, int | float):
+        return f'<td class="n">{number(value, digits=4)}</td>'
     return f"<td>{escape(str(value))}</td>"
 
 

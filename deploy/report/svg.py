@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
+from umbra.services.runtime.numbers import compact
+
 WIDTH, HEIGHT = 420, 160
 LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 20
 POINTS = 400  # of a line at most; more are thinned out by means
@@ -125,12 +127,12 @@ def _frame(
         parts.append(
             f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
         )
-        parts.append(f'<text class="end" x="{LEFT - 4}" y="{y + 4:.1f}">{_short(tick)}</text>')
+        parts.append(f'<text class="end" x="{LEFT - 4}" y="{y + 4:.1f}">{compact(tick)}</text>')
     for tick in _ticks(x_min, x_max, 6):
         if whole and tick != int(tick):
             continue
         parts.append(
-            f'<text class="mid" x="{x_of(tick):.1f}" y="{HEIGHT - 6}">{_short(tick)}</text>'
+            f'<text class="mid" x="{x_of(tick):.1f}" y="{HEIGHT - 6}">{compact(tick)}</text>'
         )
     return x_of, y_of, "".join(parts)
 
@@ -144,12 +146,6 @@ def _ticks(low: float, high: float, count: int) -> list[float]:
     step = next(power * m for m in (1, 2, 5, 10) if power * m >= raw * 0.999)
     first = math.ceil(low / step - 1e-9)
     return [round(n * step, 12) for n in range(first, math.floor(high / step + 1e-9) + 1)]
-
-
-def _short(value: float) -> str:
-    if abs(value) >= 1e6:
-        return f"{value / 1e6:g}M"
-    return f"{value / 1e3:g}k" if abs(value) >= 1e4 else f"{value:.4g}"
 
 
 def _thin(points: Points) -> Points:

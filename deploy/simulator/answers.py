@@ -19,12 +19,14 @@ BYTES_PER_PROMPT_TOKEN = 4
 _TOKENS, _PROMPT = "tokens", "prompt"
 
 
-class _Size(msgspec.Struct):
-    sample_id: str
+class _Look(msgspec.Struct):
+    """What the simulator looks at of a trajectory that is packed."""
+
     reward_parts: dict[str, float]
+    spans: list[VersionSpan]
 
 
-_decode = msgspec.msgpack.Decoder(_Size).decode
+_decode = msgspec.msgpack.Decoder(_Look).decode
 
 
 def make_answer(
@@ -53,13 +55,18 @@ def make_answer(
 
 def size_of(trajectory: Trajectory) -> tuple[float, float]:
     """Response and prompt tokens that it stands for; also of one that is packed."""
-    packed = cast(Any, trajectory)
-    parts = (
-        _decode(packed).reward_parts
-        if isinstance(packed, msgspec.Raw)
-        else (trajectory.reward_parts)
-    )
+    parts = _look(trajectory).reward_parts
     return parts[_TOKENS], parts[_PROMPT]
+
+
+def versions_of(trajectory: Trajectory) -> list[int]:
+    """The policy versions of its tokens, in order; also of one that is packed."""
+    return [span.version for span in _look(trajectory).spans]
+
+
+def _look(trajectory: Trajectory) -> Trajectory | _Look:
+    packed = cast(Any, trajectory)
+    return _decode(packed) if isinstance(packed, msgspec.Raw) else trajectory
 
 
 class Chance:

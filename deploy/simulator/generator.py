@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from umbra.deploy.simulator.answers import make_answer, size_of
+from umbra.deploy.simulator.answers import make_answer, size_of, versions_of
 from umbra.deploy.simulator.desk import Client, SimulatedBroker
 from umbra.deploy.simulator.hub import Hub
 from umbra.deploy.simulator.rows import SimulatedEngine, SimulatedRow
@@ -221,7 +221,7 @@ class SimGenerator:
             row = SimulatedRow(task, self._engine.model.length(chance))
             if task.partial is not None:
                 row.done = int(size_of(task.partial)[0])
-                row.versions = [span.version for span in task.partial.spans]
+                row.versions = versions_of(task.partial)
             self._rows[task.sample_id] = row
             self._submit(row)
         if tasks and not self._renews:

@@ -61,7 +61,7 @@ class Prediction:
 
 
 class Window:
-    """Takes the figures of a run from the commit of step `first` (0 = the beginning) to `last`'s.
+    """Takes the figures of a run from the commit before the `counted` steps to that of the last.
 
     Args:
         timeline: of the simulation.
@@ -71,8 +71,8 @@ class Window:
         scorers: all of them.
         failures: counted.
         slots: of one generator.
-        first: the pipeline is full once this step is committed.
-        last: after it less is generated, because the run is near its end.
+        counted: steps with a full pipeline: after the first of the run, and before generators
+            have less to do because the run is near its end.
     """
 
     def __init__(
@@ -85,8 +85,7 @@ class Window:
         failures: Failures,
         *,
         slots: int,
-        first: int,
-        last: int,
+        counted: range,
     ) -> None:
         self._timeline = timeline
         self._desk = desk
@@ -95,8 +94,7 @@ class Window:
         self._scorers = scorers
         self._failures = failures
         self._slots = slots
-        self._first = first
-        self._last = last
+        self._counted = counted
         self._begun = False
         self._since = 0.0
         self._made = (0, 0.0)
@@ -110,11 +108,11 @@ class Window:
     def stepped(self, step: Step) -> None:
         """A step was committed; one that is repeated counts once."""
         self._commits[step.step] = step.at
-        if self._first < step.step <= self._last:
+        if step.step in self._counted:
             self._steps[step.step] = step
-            if step.step == self._last:
+            if step.step == self._counted[-1]:
                 self._end()
-        elif step.step == self._first and not self._begun:
+        elif step.step == self._counted.start - 1 and not self._begun:
             self._begun = True
             self._since = step.at
             self._made = self._count()
@@ -126,7 +124,7 @@ class Window:
     def close(self, ledger: Ledger, gpus: int) -> Prediction:
         """The figures; the run has just ended with `ledger`, trained on `gpus`."""
         steps, broker = self._steps.values(), self._desk.broker
-        seconds = self._steps[self._last].at - self._since
+        seconds = self._steps[self._counted[-1]].at - self._since
         samples = sum(step.samples for step in steps)
         decoded, slot_seconds = (
             after - before for after, before in zip(self._made_last, self._made, strict=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from umbra.deploy.simulator.answers import size_of
+from umbra.deploy.simulator.answers import size_of, versions_of
 from umbra.deploy.simulator.desk import Client, SimulatedBroker
 from umbra.deploy.simulator.tables import ScoringSpeed
 from umbra.deploy.simulator.timeline import Shares, Timeline
@@ -96,5 +96,5 @@ class SimScorer:
     def _score(self, task: ScoringTask) -> Score:
         if self._stage == "reward":
             return Score(sample_id=task.sample_id, attempt=task.attempt)
-        logprobs = bytes(4 * task.trajectory.response_tokens)
+        logprobs = bytes(4 * len(versions_of(task.trajectory)))
         return Score(sample_id=task.sample_id, attempt=task.attempt, logprobs=logprobs)

@@ -94,9 +94,7 @@ class Simulation:
             self.desk,
             self.hub,
             config,
-            tables.speed.training,
-            scenario.trainer_gpus,
-            scenario.colocated,
+            tables.speed.training.of(scenario.trainer_gpus, scenario.colocated),
             lambda step: self._window.stepped(step),
             lambda: self._trainer_dies(RESTART_S),
         )
@@ -124,8 +122,7 @@ class Simulation:
             self.scorers,
             self.failures,
             slots=config.generator.slots,
-            first=first,
-            last=max(first + 1, steps - ahead),
+            counted=range(first + 1, max(first + 1, steps - ahead) + 1),
         )
 
     @property

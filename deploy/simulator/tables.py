@@ -51,6 +51,14 @@ class TrainingSpeed(Table, frozen=True, kw_only=True):
     checkpoint_s: _Seconds = 0.0  # what training waits for one
     switch_s: _Seconds = 0.0  # colocated: from generation to training, and back again
 
+    def of(self, gpus: int, colocated: bool) -> TrainingSpeed:
+        """The speed of a trainer on `gpus`, which takes turns with the generators or does not."""
+        return msgspec.structs.replace(
+            self,
+            tokens_per_s=self.tokens_per_s * gpus,
+            switch_s=self.switch_s if colocated else 0.0,
+        )
+
 
 class ScoringSpeed(Table, frozen=True, kw_only=True):
     """A scorer. Trajectories of n tokens together take `seconds + n / tokens_per_s`."""

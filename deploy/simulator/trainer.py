@@ -45,9 +45,7 @@ class SimTrainer:
         desk: of the broker.
         hub: gets new versions.
         config: of the run.
-        speed: of a step.
-        gpus: that it runs on.
-        colocated: it takes turns with the generators.
+        speed: of a step, by all its GPUs.
         stepped: called after every commit.
         expelled: called when the broker took it for dead.
     """
@@ -59,8 +57,6 @@ class SimTrainer:
         hub: Hub,
         config: RunConfig,
         speed: TrainingSpeed,
-        gpus: int,
-        colocated: bool,
         stepped: Callable[[Step], None],
         expelled: Callable[[], object],
     ) -> None:
@@ -74,8 +70,6 @@ class SimTrainer:
         self._hub = hub
         self._config = config
         self._speed = speed
-        self._gpus = gpus
-        self._switch_s = speed.switch_s if colocated else 0.0
         self._stepped = stepped
         self._saved = 0  # step of the last checkpoint
         self._asked_at = 0.0
@@ -109,8 +103,7 @@ class SimTrainer:
     def seconds(self, tokens: float) -> float:
         """What a step over `tokens`, prompts included, takes."""
         speed = self._speed
-        rate = speed.tokens_per_s * self._gpus
-        return speed.step_s + (tokens / rate if rate else 0.0)
+        return speed.step_s + (tokens / speed.tokens_per_s if speed.tokens_per_s else 0.0)
 
     # -- one step ---------------------------------------------------------------------------------
 
@@ -136,7 +129,7 @@ class SimTrainer:
         sizes = [size_of(trajectory) for trajectory in lease.trajectories]
         tokens = sum(response for response, _ in sizes)
         prompts = sum(prompt for _, prompt in sizes)
-        self._next("switch", self._switch_s, lambda: self._train(len(sizes), tokens, prompts))
+        self._next("switch", self._speed.switch_s, lambda: self._train(len(sizes), tokens, prompts))
 
     def _train(self, samples: int, tokens: float, prompts: float) -> None:
         self._next("train", self.seconds(tokens + prompts), lambda: self._commit(samples, tokens))
@@ -147,7 +140,7 @@ class SimTrainer:
         def committed(ack: CommitAck) -> None:
             self.version = ack.version
             self._stepped(Step(self.version, self._timeline.now, samples, tokens))
-            self._next("switch", self._switch_s, self._after_step)
+            self._next("switch", self._speed.switch_s, self._after_step)
 
         self.client.ask(CommitBatch(step=self.version + 1), CommitAck, committed)
 

@@ -73,17 +73,18 @@ class Works:
             rules=GroupRules.of(buffer),
             lease_s=buffer.lease_s,
             max_attempts=buffer.max_attempts,
-            trajectory_store=TrajectoryStore(store),
+            trajectory_store=TrajectoryStore(store, buffer.stages),
             counters=counters,
             stages=buffer.stages,
         )
+        eval_stages = [stage for stage in buffer.stages if stage == "reward"]
         eval_pool = SamplePool(
             rules=GroupRules(size=1),
             lease_s=buffer.lease_s,
             max_attempts=buffer.max_attempts,
-            trajectory_store=TrajectoryStore(store),
+            trajectory_store=TrajectoryStore(store, eval_stages),
             counters=counters,
-            stages=[stage for stage in buffer.stages if stage == "reward"],
+            stages=eval_stages,
             prefix=EVAL_PREFIX,
         )
         self.journal = Journal(store, self.pool)

@@ -11,7 +11,7 @@ import torch
 
 from umbra.proto.errors import UsageError
 from umbra.services.generator.engine import Engine
-from umbra.services.generator.replay_engine import ReplayEngine
+from umbra.services.generator.replay_engine import ReplayEngine, ReplayTokens
 from umbra.services.generator.replay_model import read_replay_model
 from umbra.services.generator.torch_engine import TorchEngine
 from umbra.services.modeling.chat import Chat
@@ -120,9 +120,11 @@ def open_replay(config: RunConfig, kind: type[ReplayEngine] = ReplayEngine) -> O
     special = stops | set(tokenizer.all_special_ids)
     engine = kind(
         model,
-        vocabulary=len(tokenizer),
-        filler=next(token for token in range(len(tokenizer)) if token not in special),
-        stop=tokenizer.eos_token_id,
+        ReplayTokens(
+            vocabulary=len(tokenizer),
+            filler=next(token for token in range(len(tokenizer)) if token not in special),
+            stop=tokenizer.eos_token_id,
+        ),
         slots=config.generator.slots,
         max_context=config.generator.max_context,
         seed=config.run.seed,

@@ -23,6 +23,15 @@ from umbra.services.generator.replay_model import ReplayDecoder, ReplayModel
 from umbra.services.runtime.weights.manifest import Part
 
 
+@dataclass(frozen=True, slots=True)
+class ReplayTokens:
+    """The tokens that a replay engine knows."""
+
+    vocabulary: int  # how many exist: every logprob is that of a uniform choice among them
+    filler: int  # neither special nor one that ends a turn
+    stop: int  # ends a turn
+
+
 @dataclass(slots=True)
 class _Reply:
     """A request, and what is going to be said to it."""
@@ -34,16 +43,14 @@ class _Reply:
 
 
 class ReplayEngine:
-    """Says `filler` again and again, and `stop` at the end of a turn.
+    """Says `tokens.filler` again and again, and `tokens.stop` at the end of a turn.
 
     How long a turn gets depends on the seed, the request and what precedes the turn, so it does
     not matter how often it is interrupted, and on which engine of a run it goes on.
 
     Args:
         model: speed and lengths.
-        vocabulary: tokens that exist; every logprob is that of a uniform choice among them.
-        filler: a token that is neither special nor in `stop`.
-        stop: ends a turn.
+        tokens: what it says.
         slots: sequences decoded at once.
         max_context: prompt plus new tokens at most.
         seed: of the lengths; the same for all engines of a run.
@@ -54,10 +61,8 @@ class ReplayEngine:
     def __init__(
         self,
         model: ReplayModel,
+        tokens: ReplayTokens,
         *,
-        vocabulary: int,
-        filler: int,
-        stop: int,
         slots: int,
         max_context: int,
         seed: int = 0,
@@ -71,8 +76,7 @@ class ReplayEngine:
         self.decoded_tokens = 0
         self._model = model
         self._decoder = ReplayDecoder(model, slots)
-        self._vocabulary = vocabulary
-        self._filler, self._stop = filler, stop
+        self._tokens = tokens
         self._seed = seed
         self._clock, self._wait = clock, wait
         self._replies: dict[str, _Reply] = {}
@@ -101,9 +105,9 @@ class ReplayEngine:
         """Queue `requests`; see `Engine.submit`."""
         now = self._clock()
         for request in requests:
-            limit = check_request(request, self.max_context, self._vocabulary)
+            limit = check_request(request, self.max_context, self._tokens.vocabulary)
             prompt, said = request.prompt_ids, 0
-            while said < len(prompt) and prompt[-1 - said] == self._filler:
+            while said < len(prompt) and prompt[-1 - said] == self._tokens.filler:
                 said += 1  # by an engine like us, before the turn was interrupted
             turn = f"{self._seed}/{request.request_id}/{len(prompt) - said}"
             left = max(1, self._model.length(random.Random(turn).random()) - said)
@@ -189,8 +193,8 @@ class ReplayEngine:
             reply.spans.append(VersionSpan(version=self.version, start=start, end=made))
 
     def _output(self, reply: _Reply, made: int, reason: FinishReason) -> EngineOutput:
-        tokens = [self._filler] * made
+        tokens = [self._tokens.filler] * made
         if reason == "stop":
-            tokens[-1] = self._stop
-        logprobs = [-math.log(self._vocabulary)] * made
+            tokens[-1] = self._tokens.stop
+        logprobs = [-math.log(self._tokens.vocabulary)] * made
         return EngineOutput(reply.request.request_id, tokens, logprobs, reply.spans[:], reason)

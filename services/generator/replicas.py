@@ -7,8 +7,9 @@ it. Each replica is a generator of its own to the run; only starting and stoppin
 
 from __future__ import annotations
 
+import io
+import math
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -18,11 +19,12 @@ from pathlib import Path
 
 import msgspec
 
-from umbra.proto.errors import PeerLostError, UmbraError, UsageError
+from umbra.proto.errors import UmbraError, UsageError
 from umbra.services.runtime.config import GeneratorConfig, RunConfig
-from umbra.services.runtime.config.loader import ENV_PREFIX, to_json
-from umbra.services.runtime.process.command import READY_FD_VARIABLE, ServiceContext
-from umbra.services.runtime.process.parent import PARENT_PID_VARIABLE
+from umbra.services.runtime.config.loader import to_json
+from umbra.services.runtime.process.child import ChildProcess, child_environ, umbra_argv
+from umbra.services.runtime.process.command import ServiceContext
+from umbra.services.runtime.process.supervisor import Program, Supervisor
 from umbra.services.runtime.process.threads import service_thread
 
 STOP_S = 30.0  # for the replicas to drain
@@ -39,50 +41,15 @@ class ReplicaError(UmbraError):
         self.exit_code = exit_code
 
 
-class Replica:
-    """One child, and what it says."""
+class Replica(ChildProcess):
+    """One child, whose log is passed on."""
 
-    def __init__(self, name: str, argv: Sequence[str], environ: Mapping[str, str]) -> None:
-        self.name = name
+    def __init__(self, program: Program) -> None:
+        environ = {**child_environ(), **program.environ}
+        super().__init__(program.argv, environ=environ, stderr=subprocess.PIPE, session=False)
         self.last_line = ""
-        self._ready_fd, child_end = os.pipe()
-        try:
-            self._popen = subprocess.Popen(
-                argv,
-                stdin=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                env={**environ, READY_FD_VARIABLE: str(child_end)},
-                pass_fds=(child_end,),
-                text=True,
-                errors="replace",
-            )
-        finally:
-            os.close(child_end)
-        os.set_blocking(self._ready_fd, False)
-        self._reader = service_thread(self._pass_on, f"log {name}")
+        self._reader = service_thread(self._pass_on, f"log {program.name}")
         self._reader.start()
-
-    def ready(self) -> bool:
-        """Whether it has said, since the last call, that it serves."""
-        try:
-            return bool(os.read(self._ready_fd, 65536))
-        except BlockingIOError:
-            return False
-
-    def poll(self) -> int | None:
-        """Its exit code, None while it runs."""
-        return self._popen.poll()
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send it a signal, if it runs."""
-        self._popen.send_signal(number)
-
-    def close(self) -> None:
-        """End it if it runs, and let go of it."""
-        self._popen.kill()
-        self._popen.wait()
-        self._reader.join()
-        os.close(self._ready_fd)
 
     def end(self) -> str:
         """Its last words, once it has ended."""
@@ -90,8 +57,9 @@ class Replica:
         return self.last_line.removeprefix(_ERROR)
 
     def _pass_on(self) -> None:
+        assert self._popen is not None
         assert self._popen.stderr is not None
-        with self._popen.stderr as lines:
+        with io.TextIOWrapper(self._popen.stderr, errors="replace") as lines:
             for line in lines:
                 sys.stderr.write(line)
                 self.last_line = line.strip() or self.last_line
@@ -104,19 +72,35 @@ def run_replicas(ctx: ServiceContext) -> int:
         UsageError: the GPUs can't be shared as configured.
         ReplicaError: a replica failed; the others were stopped in order.
     """
-    environments = share_gpus(ctx.config.generator, os.environ)
+    shares = share_gpus(ctx.config.generator, os.environ)
+    replicas: dict[str, Replica] = {}
+
+    def spawn(program: Program) -> Replica:
+        replicas[program.name] = Replica(program)
+        return replicas[program.name]
+
+    supervisor = Supervisor(
+        spawn,
+        report=ctx.log.warning,
+        last_line=lambda name: replicas[name].end(),
+        drain_s=STOP_S,
+        finish_s=math.inf,  # one that was drained may be gone for long before the others
+    )
     with tempfile.TemporaryDirectory(prefix="umbra-replicas-") as folder:
         config = Path(folder) / "config.json"
         config.write_bytes(to_json(_alone(ctx)))
-        replicas: list[Replica] = []
         try:
-            for index, environ in enumerate(environments):
+            for index, share in enumerate(shares):
                 name = f"{ctx.name}-{index}"
-                replicas.append(Replica(name, _argv(ctx, name, config), _environ(environ)))
-            return _watch(ctx, replicas)
+                supervisor.start(Program(name, _argv(ctx, name, config), wave=0, environ=share))
+            _watch(ctx, supervisor, list(replicas))
         finally:
-            for replica in replicas:
-                replica.close()
+            supervisor.close()
+            for replica in replicas.values():
+                replica.end()
+    if (failure := supervisor.failure or supervisor.stopped_badly) is not None:
+        raise ReplicaError(f"replica {failure.reason}", failure.exit_code)
+    return 0
 
 
 def share_gpus(config: GeneratorConfig, environ: Mapping[str, str]) -> list[dict[str, str]]:
@@ -155,54 +139,18 @@ def _alone(ctx: ServiceContext) -> RunConfig:
     return replace(ctx.config, generator=replace(ctx.config.generator, replicas=1))
 
 
-def _argv(ctx: ServiceContext, name: str, config: Path) -> list[str]:
-    argv = [sys.executable, "-m", "umbra", "generator", "--config", str(config), "--name", name]
-    return [*argv, "--run-dir", str(ctx.run_dir)] if ctx.run_dir is not None else argv
+def _argv(ctx: ServiceContext, name: str, config: Path) -> tuple[str, ...]:
+    folder = ("--run-dir", str(ctx.run_dir)) if ctx.run_dir is not None else ()
+    return umbra_argv("generator", "--config", str(config), "--name", name, *folder)
 
 
-def _environ(changes: Mapping[str, str]) -> dict[str, str]:
-    """Ours, without what the written configuration holds already."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not (name.startswith(ENV_PREFIX) and "__" in name)
-    }
-    return {**kept, **changes, PARENT_PID_VARIABLE: str(os.getpid())}
-
-
-def _watch(ctx: ServiceContext, replicas: Sequence[Replica]) -> int:
-    waiting = list(replicas)
-    while not ctx.stopping.wait(_LOOK_S):
-        if waiting:
-            waiting = [replica for replica in waiting if not replica.ready()]
-            if not waiting:
-                ctx.ready({"role": "generator", "name": ctx.name, "replicas": len(replicas)})
-        codes = [replica.poll() for replica in replicas]
-        for replica, code in zip(replicas, codes, strict=True):
-            if code:
-                said = replica.end()
-                ctx.log.error("%s ended: stopping the other replicas", replica.name)
-                _stop(replicas)
-                raise _failure(replica.name, code, said)
-        if all(code == 0 for code in codes):
-            return 0
-    _stop(replicas)
-    failed = next((replica for replica in replicas if replica.poll()), None)
-    if failed is not None:
-        raise _failure(failed.name, failed.poll() or 0, failed.end())
-    return 0
-
-
-def _stop(replicas: Sequence[Replica]) -> None:
-    """Have all of them drain; those that don't are killed when they are closed."""
-    for replica in replicas:
-        replica.signal(signal.SIGTERM)
-    deadline = time.monotonic() + STOP_S
-    while time.monotonic() < deadline and any(replica.poll() is None for replica in replicas):
+def _watch(ctx: ServiceContext, supervisor: Supervisor, names: Sequence[str]) -> None:
+    """Until all have ended; they are drained when this service is, or when one of them fails."""
+    ready = False
+    while supervisor.poll():
+        if ctx.stopping.is_set():
+            supervisor.drain()
+        if not ready and all(supervisor.ready(name) for name in names):
+            ready = True
+            ctx.ready({"role": "generator", "name": ctx.name, "replicas": len(names)})
         time.sleep(_LOOK_S)
-
-
-def _failure(name: str, code: int, said: str) -> ReplicaError:
-    how = f"exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
-    own = PeerLostError.exit_code if code < 0 else UmbraError.exit_code if code == 1 else code
-    return ReplicaError(f"replica {name} ended ({how}){': ' + said if said else ''}", own)

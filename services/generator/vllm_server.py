@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import queue
-import signal
 import threading
 import time
 from collections.abc import Coroutine, Iterable, Sequence
@@ -44,6 +43,7 @@ from umbra.services.generator.engine import (
     FinishReason,
     KvPolicy,
 )
+from umbra.services.runtime.process.child import describe_exit
 
 _REPLY_S = 60.0  # of a request's abort
 _LOAD_S = 600.0  # of a version's load
@@ -123,7 +123,7 @@ class VllmServer:
             return None
         manager = self._llm.engine_core.resources.engine_manager
         codes = manager.finished_procs() if manager is not None else {}
-        ends = [f"{name} {_ended(code)}" for name, code in codes.items()]
+        ends = [f"{name} {describe_exit(code)}" for name, code in codes.items()]
         return EngineError(
             f"vLLM's engine core died ({', '.join(ends) or 'no exit code yet'}); if it said why, "
             "it did so above"
@@ -355,10 +355,6 @@ def _under_way(state: Any) -> EngineOutput:
 def _logprobs(logprobs: Any) -> list[float]:
     """Those of the sampled tokens, of which `FlatLogprobs` has nothing else."""
     return list(logprobs.logprobs) if logprobs is not None else []
-
-
-def _ended(code: int) -> str:
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 def _sentence(error: BaseException) -> str:

@@ -2,33 +2,62 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from umbra.proto.errors import UsageError
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.packing import MicroBatch
 from umbra.services.modeling.restrict import restrict
 
 
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What a forward pass of the model is asked for; the arguments of `Scorer.forward`."""
+
+    batch: MicroBatch
+    temperature: Tensor | None = None  # None: hidden states are all that is wanted
+    with_entropy: bool = True
+    entropy_gradient: bool = False
+    sampling: Tensor | None = None
+
+
 class Scorer(nn.Module):
     """A causal language model whose forward pass gives logprobs instead of logits.
 
-    It is a module, and not a function, so that it can be what Accelerate prepares: everything that
-    touches parameters happens inside one `forward`, as sharding and mixed precision require.
+    Logits are the largest tensor of a step: a token of a vocabulary of 150,000 has 600 KB of them.
+    So only positions that predict a learned token get any, `chunk_bytes` at a time, and the
+    backward pass computes them once more. What fits into one chunk is kept instead.
+
+    Everything that touches parameters happens inside the model's own forward pass, as sharding and
+    mixed precision require: hooks take the hidden states from the output layer and put logprobs in
+    the place of logits.
+
+    Raises:
+        UsageError: in the first pass, if the model's class does to its logits what is not known
+            here.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, chunk_bytes: int = 256 << 20) -> None:
         super().__init__()
         self.model = model
         self._attention = Attention.of(model.config)
-        self._index: Tensor | None = None
+        config: Any = model.config.get_text_config()
+        self._logits = LogitTransform.of(config)
+        self._rows = max(1, chunk_bytes // (4 * config.vocab_size))
+        self._request: _Request | None = None
         self._hidden: Tensor | None = None
+        self._compared = False  # what we do to logits and what the model's class does
         head = model.get_output_embeddings()
         assert head is not None, f"{type(model).__name__} has no output embeddings"
-        head.register_forward_pre_hook(self._select)
+        head.register_forward_pre_hook(self._take_hidden)
+        # Before FSDP's own hook, which has to see the tensors that gradients come back through.
+        model.register_forward_hook(self._replace_logits, prepend=True)
 
     def forward(
         self,
@@ -41,17 +70,77 @@ class Scorer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Logprobs and entropies in nats, float32 [N].
 
-        Entropies are zeros unless `with_entropy`, and have a gradient only with `entropy_gradient`,
-        which keeps another tensor of the logits' size.
+        Entropies are zeros unless `with_entropy`, and have a gradient only with `entropy_gradient`.
 
         `temperature` [N] divides the logits, as it did when the tokens were sampled. With
         `sampling` (rows as of `restrict`, [N, 4]) logprobs are those of what top-k, top-p and min-p
         leave in, and finite for a token just outside of it too.
         """
-        logits = self._run(batch).logits.float() / temperature.unsqueeze(-1)  # [N, V]
-        self._hidden = None
+        return self._run(_Request(batch, temperature, with_entropy, entropy_gradient, sampling))
+
+    def hidden(self, batch: MicroBatch) -> Tensor:
+        """What the output layer is given at the positions that predict a learned token, [N, H]."""
+        return self._run(_Request(batch))[0]
+
+    def _run(self, request: _Request) -> Any:
+        self._request = request
+        try:
+            return self.model(
+                input_ids=request.batch.input_ids,
+                position_ids=request.batch.position_ids,
+                attention_mask=request.batch.masks(self._attention, self.model.dtype),
+                use_cache=False,
+            )
+        finally:
+            self._request = self._hidden = None
+
+    def _take_hidden(self, _head: nn.Module, args: tuple[Tensor, ...]) -> Any:
+        """Keep the hidden states of learned tokens, and let the output layer see at most one."""
+        if self._request is None or self._hidden is not None:
+            return None
+        self._hidden = args[0].flatten(0, 1)[self._request.batch.index]
+        return (self._hidden[: 0 if self._compared else 1], *args[1:])
+
+    def _replace_logits(self, model: nn.Module, _args: Any, output: Any) -> Any:
+        """What was asked for, as the result of the model's forward pass."""
+        request, hidden = self._request, self._hidden
+        if request is None or hidden is None:
+            return None
+        if not self._compared and len(hidden):
+            self._compare(hidden[:1], output.logits)
+        if request.temperature is None:
+            return (hidden.detach(),)
+        columns: list[Tensor | None] = [
+            hidden, request.batch.targets, request.temperature, request.sampling
+        ]  # fmt: skip
+        flags = (request.with_entropy, request.entropy_gradient)
+        if len(hidden) <= self._rows:
+            return self._score(*columns, *flags)
+        parts: list[tuple[Tensor, Tensor]] = []
+        for start in range(0, len(hidden), self._rows):
+            part = [None if c is None else c[start : start + self._rows] for c in columns]
+            if torch.is_grad_enabled():
+                found: Any = checkpoint(self._score, *part, *flags, use_reentrant=False)
+            else:
+                found = self._score(*part, *flags)
+            parts.append(found)
+        logprobs, entropies = zip(*parts, strict=True)
+        return torch.cat(logprobs), torch.cat(entropies)
+
+    def _score(
+        self,
+        hidden: Any,
+        targets: Any,
+        temperature: Any,
+        sampling: Tensor | None,
+        with_entropy: bool,
+        entropy_gradient: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """`forward` for some of the learned tokens, by their hidden states."""
+        head: Any = self.model.get_output_embeddings()
+        logits = self._logits(head(hidden)).float() / temperature.unsqueeze(-1)  # [n, V]
         distribution = logits.log_softmax(-1)
-        logprobs = distribution.gather(-1, batch.targets.unsqueeze(-1)).squeeze(-1)
+        logprobs = distribution.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
         if sampling is not None:
             inside = restrict(logits, sampling, torch.zeros_like(sampling[:, :1], dtype=torch.bool))
             logprobs = logprobs - (inside.logsumexp(-1) - logits.logsumexp(-1))
@@ -61,33 +150,42 @@ class Scorer(nn.Module):
                 entropy = -(distribution.exp() * distribution).sum(-1)
         return logprobs, entropy
 
-    def hidden(self, batch: MicroBatch) -> Tensor:
-        """What the output layer is given at the positions that predict a learned token, [N, H]."""
-        self._run(batch)
-        hidden, self._hidden = self._hidden, None
-        assert hidden is not None
-        return hidden
-
-    def _run(self, batch: MicroBatch) -> Any:
-        self._index = batch.index
-        try:
-            return self.model(
-                input_ids=batch.input_ids,
-                position_ids=batch.position_ids,
-                attention_mask=batch.masks(self._attention, self.model.dtype),
-                use_cache=False,
+    @torch.no_grad()
+    def _compare(self, hidden: Tensor, logits: Tensor) -> None:
+        """Refuse a model whose forward pass makes other logits of `hidden` than we do."""
+        head: Any = self.model.get_output_embeddings()
+        ours = self._logits(head(hidden)).flatten()
+        if not torch.equal(ours.nan_to_num(), logits.flatten().to(ours.dtype).nan_to_num()):
+            raise UsageError(
+                f"model.path: {type(self.model).__name__} does something to its logits that Umbra "
+                "does not know of: it can't be trained"
             )
-        finally:
-            self._index = None
+        self._compared = True
 
-    def _select(self, _head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        """Let the head see only the positions that predict a learned token.
 
-        Logits are the largest tensor of a step and prompts need none. A hook on the head keeps
-        whatever the model's own forward does to logits afterwards (scaling, soft-capping).
-        """
-        if self._index is None:
-            return None
-        selected = args[0].flatten(0, 1)[self._index]
-        self._hidden = selected.detach()
-        return (selected, *args[1:])
+@dataclass(frozen=True, slots=True)
+class LogitTransform:
+    """What a model's forward pass does to what its output layer gives."""
+
+    factor: float = 1.0  # Cohere
+    divisor: float = 1.0  # Granite
+    cap: float | None = None  # Gemma: cap * tanh(logit / cap)
+
+    @classmethod
+    def of(cls, config: Any) -> LogitTransform:
+        """What Transformers' `config` says."""
+        return cls(
+            factor=getattr(config, "logit_scale", None) or 1.0,
+            divisor=getattr(config, "logits_scaling", None) or 1.0,
+            cap=getattr(config, "final_logit_softcapping", None),
+        )
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """`logits` [n, V] as the model means them, in their own precision."""
+        if self.factor != 1:
+            logits = logits * self.factor
+        if self.divisor != 1:
+            logits = logits / self.divisor
+        if self.cap is not None:
+            logits = torch.tanh(logits / self.cap) * self.cap
+        return logits

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from umbra.proto.messages import Member, Status
 from umbra.services.runtime.figures import busy, idle_causes
+from umbra.services.runtime.numbers import number
 
 SLOW_S = 10.0  # idle or silent for longer than this is pointed out
 INCARNATION_SHOWN = 6  # characters, enough to see that it is another one
@@ -68,11 +69,6 @@ def idle_text(member: Member) -> str:
     if not causes:
         return "0%" if member.shares else ""
     return f"{sum(causes.values()):.0%} ({next(iter(causes))})"
-
-
-def number(value: float) -> str:
-    """A figure in few characters."""
-    return f"{value:.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
 
 
 def _row(member: Member, newest: int) -> MemberRow:

@@ -11,10 +11,8 @@ from rich.text import Text
 
 from umbra.proto.messages import Status
 from umbra.services.monitor.feed import SampleSeen
-from umbra.services.monitor.members import number
 from umbra.services.monitor.view import (
     REFUSED_SHOWN,
-    clock_text,
     counters_text,
     eta_text,
     evals_text,
@@ -30,6 +28,8 @@ from umbra.services.monitor.view import (
 )
 from umbra.services.monitor.watch import Look
 from umbra.services.runtime.figures import PHASES
+from umbra.services.runtime.numbers import clock, number
+from umbra.services.runtime.tables import rich_table
 
 CURVES = ("reward/mean", "loss", "response_length/mean", "staleness/total/mean", "entropy")
 PUSHES_SHOWN = 6
@@ -72,7 +72,7 @@ def _title(look: Look) -> RenderableType:
     title = Table.grid(padding=(0, 1))
     title.add_row(
         Text.assemble(("umbra ", "bold"), status.run_id, f"  {status.state}"),
-        Text(clock_text(status.uptime_s)),
+        Text(clock(status.uptime_s)),
         ProgressBar(total=max(1, status.steps), completed=status.version, width=30),
         Text(
             f"step {status.version}/{status.steps}  {number(status.rates.steps_per_s)}/s"
@@ -129,9 +129,7 @@ def _ledger(look: Look) -> RenderableType:
 
 def _pushes(look: Look) -> RenderableType:
     columns = ("version", "receiver", "plane", *PHASES)
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in columns:
-        table.add_column(column, justify="left" if column in columns[1:3] else "right")
+    table = rich_table(columns, right=("version", *PHASES))
     for push in reversed(look.pushes[-PUSHES_SHOWN:]):
         phases = (getattr(push, f"{phase}_s") for phase in PHASES)
         table.add_row(

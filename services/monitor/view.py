@@ -14,9 +14,11 @@ from rich.text import Text
 
 from umbra.proto.messages import Status, Stuck
 from umbra.proto.records import EvalReport
-from umbra.services.monitor.members import MemberRow, member_rows, most_telling, number
+from umbra.services.monitor.members import member_rows, most_telling
 from umbra.services.runtime.eval_scores import telling
 from umbra.services.runtime.figures import busy
+from umbra.services.runtime.numbers import clock, counts, number
+from umbra.services.runtime.tables import aligned, rich_table
 
 BARS = "▁▂▃▄▅▆▇█"
 COLUMNS = (
@@ -113,10 +115,10 @@ def notice_text(status: Status) -> str:
 def eval_text(report: EvalReport) -> str:
     """An evaluation: how far it is, or what came of it."""
     text = f"eval of version {report.version}: "
-    ended = [f"{count} {reason}" for reason, count in sorted(report.ended.items()) if count]
+    ended = counts(dict(sorted(report.ended.items())))
     if not report.done or report.answered < report.samples:
         text += f"{report.answered}/{report.samples} answered"
-        text += f" ({', '.join(ended)}), " if ended else ", "
+        text += f" ({ended}), " if ended else ", "
     if not report.answered:
         return text + "no accuracy yet"
     scores = [f", {name} {value:.3f}" for name, value in telling(report.scores).items()]
@@ -133,13 +135,13 @@ def evals_text(status: Status) -> str:
 def ledger_text(status: Status) -> str:
     """The ledger in one line: the parts sum to the issued samples."""
     ledger = status.ledger
-    ended = [f"{count} {reason}" for reason, count in sorted(ledger.ended.items()) if count]
-    flight = [f"{count} {state}" for state, count in ledger.in_flight.items() if count]
+    ended = counts(dict(sorted(ledger.ended.items())))
+    flight = counts(ledger.in_flight)
     text = f"{ledger.issued} issued = {ledger.trained} trained"
     text += f" (replayed {ledger.replayed} times)" if ledger.replayed else ""
-    text += f" + {sum(ledger.ended.values())} ended" + (f" ({', '.join(ended)})" if ended else "")
+    text += f" + {sum(ledger.ended.values())} ended" + (f" ({ended})" if ended else "")
     text += f" + {sum(ledger.in_flight.values())} in flight"
-    text += f" ({', '.join(flight)})" if flight else ""
+    text += f" ({flight})" if flight else ""
     return text + (f"  OFF BY {ledger.balance}" if ledger.balance else "")
 
 
@@ -157,7 +159,7 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
 
 def plain(status: Status) -> str:
     """The whole status as lines of plain text."""
-    lines = [f"run {status.run_id}: {status.state}, up {clock_text(status.uptime_s)}"]
+    lines = [f"run {status.run_id}: {status.state}, up {clock(status.uptime_s)}"]
     if notice := notice_text(status):
         lines.append(notice)
     lines.append(headline(status))
@@ -166,12 +168,8 @@ def plain(status: Status) -> str:
     lines.append(f"health: {health_text(status.health)}")
     if evals := evals_text(status):
         lines.append(f"evals: {evals}")
-    rows = member_rows(status)
-    rows.insert(0, MemberRow(*COLUMNS))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        lines.append("  " + "  ".join(cells).rstrip())
+    right = [COLUMNS.index(name) for name in NUMBERS]
+    lines += [f"  {line}" for line in aligned([COLUMNS, *member_rows(status)], right)]
     lines += [f"stuck: {stuck_text(status, i)}" for i in range(len(status.stuck))]
     if counters := counters_text(status):
         lines.append(f"counters: {counters}")
@@ -202,7 +200,7 @@ def render(
     title = Text.assemble(
         ("umbra ", "bold"),
         status.run_id,
-        f"  {status.state}  {clock_text(elapsed)}",
+        f"  {status.state}  {clock(elapsed)}",
         eta_text(status),
     )
     bar = Table.grid(padding=(0, 1))
@@ -242,14 +240,7 @@ def render(
 
 def member_table(status: Status, processes: Mapping[str, str] | None = None) -> RenderableType:
     """Everyone in a table."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in COLUMNS:
-        table.add_column(
-            column,
-            overflow="ellipsis",
-            no_wrap=column != "figures",
-            justify="right" if column in NUMBERS else "left",
-        )
+    table = rich_table(COLUMNS, right=NUMBERS, wrapped=("figures",))
     for row in most_telling(member_rows(status, processes), MEMBERS_SHOWN):
         cells = [Text(cell) for cell in row]
         cells[1].stylize(STATE_STYLES.get(row.state, "yellow"))
@@ -274,16 +265,9 @@ def refused_texts(status: Status) -> list[str]:
     return [f"{what}: {count} times" for what, count in most]
 
 
-def clock_text(seconds: float) -> str:
-    """`h:mm:ss`."""
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
 def eta_text(status: Status) -> str:
     """How long the rest of the run takes at the speed of now."""
     left = status.steps - status.version
     if status.rates.steps_per_s <= 0 or left <= 0:
         return ""
-    return f"  about {clock_text(left / status.rates.steps_per_s)} left"
+    return f"  about {clock(left / status.rates.steps_per_s)} left"

@@ -21,7 +21,7 @@ class LogprobWorker:
 
     Args:
         model: a causal language model on its device.
-        config: packing is read.
+        config: packing and `logits_mib` are read.
         refresh: brings the newest weights into the model and returns their version; -1 for a model
             that stays as it is.
     """
@@ -29,7 +29,7 @@ class LogprobWorker:
     def __init__(
         self, model: Any, config: ScorerConfig, refresh: Callable[[], int] = lambda: -1
     ) -> None:
-        self._scorer = Scorer(model).eval()
+        self._scorer = Scorer(model, int(config.logits_mib * 2**20)).eval()
         self._device: torch.device = model.device
         self._facts = RunFacts(model.get_input_embeddings().num_embeddings)
         self._config = config

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from umbra.proto.errors import PeerLostError, UsageError
-from umbra.services.runtime.config.loader import ENV_PREFIX, to_json
-from umbra.services.runtime.process.command import READY_FD_VARIABLE, ServiceContext
-from umbra.services.runtime.process.parent import PARENT_PID_VARIABLE
+from umbra.services.runtime.config.loader import to_json
+from umbra.services.runtime.process.child import ChildProcess, child_environ, umbra_argv
+from umbra.services.runtime.process.command import ServiceContext
+from umbra.services.runtime.process.supervisor import Program, Supervisor
 
 LEAVE_S = 15.0  # for the others to end after rank 0 has
 NOTICE_S = 3.0  # until a rank that broke the connection can be seen to have ended
@@ -52,57 +51,45 @@ def launch(context: ServiceContext) -> Iterator[socket.socket | None]:
         place["OMP_NUM_THREADS"] = str(context.config.trainer.threads or max(1, cores // world))
     resolved = context.run_dir / f".{context.name}-ranks.json"
     resolved.write_bytes(to_json(context.config))
-    ranks = [_start(context, str(resolved), rank, place) for rank in range(1, world)]
+    supervisor = Supervisor(
+        lambda program: ChildProcess(
+            program.argv, environ={**child_environ(), **program.environ}, session=False
+        ),
+        report=context.log.warning,
+    )
     os.environ.update(place, RANK="0", LOCAL_RANK="0")
     try:
+        for rank in range(1, world):
+            supervisor.start(_program(context, str(resolved), rank))
         yield listener
     except PeerLostError as error:
-        raise PeerLostError(f"{_culprit(ranks)}{error}") from error
+        raise PeerLostError(f"{_culprit(supervisor)}{error}") from error
     else:
-        _wait(ranks, LEAVE_S)
+        supervisor.wait(LEAVE_S)
     finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
+        supervisor.close()
         listener.close()
         resolved.unlink(missing_ok=True)
 
 
-def _start(
-    context: ServiceContext, config: str, rank: int, place: dict[str, str]
-) -> subprocess.Popen[bytes]:
+def _program(context: ServiceContext, config: str, rank: int) -> Program:
     # The resolved file holds what the variables said, and what flags said after them.
-    environ = {
-        name: value
-        for name, value in os.environ.items()
-        if not (name.startswith(ENV_PREFIX) and "__" in name) and name != READY_FD_VARIABLE
-    }
-    environ |= place | {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        PARENT_PID_VARIABLE: str(os.getpid()),
-    }
-    argv = [sys.executable, "-m", "umbra", "trainer", "--config", config]
-    argv += ["--name", f"{context.name}-rank{rank}", "--run-dir", str(context.run_dir)]
-    return subprocess.Popen(argv, env=environ, stdin=subprocess.DEVNULL)
+    name = f"{context.name}-rank{rank}"
+    argv = umbra_argv("trainer", "--config", config, "--name", name)
+    return Program(
+        f"trainer rank {rank}",
+        (*argv, "--run-dir", str(context.run_dir)),
+        wave=0,
+        environ={"RANK": str(rank), "LOCAL_RANK": str(rank)},
+    )
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    for process in ranks:
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(max(0.0, deadline - time.monotonic()))
-
-
-def _culprit(ranks: list[subprocess.Popen[bytes]]) -> str:
+def _culprit(supervisor: Supervisor) -> str:
     """Which rank ended, if one did."""
     deadline = time.monotonic() + NOTICE_S
-    while time.monotonic() < deadline:
-        for number, process in enumerate(ranks, start=1):
-            if (code := process.poll()) is not None:
-                how = (
-                    f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-                )
-                return f"trainer rank {number} {how}; "
+    while supervisor.poll() and supervisor.failure is None and time.monotonic() < deadline:
         time.sleep(0.05)
-    return ""
+    if supervisor.failure is not None:
+        return f"{supervisor.failure.reason}; "
+    gone = [name for name, state in supervisor.states().items() if state == "done"]
+    return f"{gone[0]} ended before rank 0; " if gone else ""

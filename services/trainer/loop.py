@@ -17,6 +17,7 @@ from umbra.proto.messages import (
 )
 from umbra.proto.records import Trajectory
 from umbra.services.runtime.net.session import Session
+from umbra.services.runtime.numbers import size
 from umbra.services.runtime.process.command import ServiceContext
 from umbra.services.runtime.trajectories import RunFacts
 from umbra.services.runtime.weights.publisher import Publisher
@@ -230,7 +231,7 @@ class Loop:
                 return ahead.batch
             if lease.trajectories:
                 try:
-                    return self._make_batch(lease.trajectories)
+                    return self._make_batch(lease.scored())
                 except BatchError as error:
                     rejected += 1
                     if rejected > self._most_rejected:
@@ -322,9 +323,9 @@ class Loop:
                 )
             else:
                 self._context.log.info(
-                    "checkpoint of step %d: %.1f MB, training waited %.3f s, written after %.2f s",
+                    "checkpoint of step %d: %s, training waited %.3f s, written after %.2f s",
                     outcome.step,
-                    outcome.size / 1e6,
+                    size(outcome.size),
                     outcome.copy_s,
                     outcome.write_s,
                 )

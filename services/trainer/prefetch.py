@@ -89,7 +89,7 @@ class Prefetch:
             if not lease.trajectories:
                 return None
             arrived.set()
-            return Ahead(step, lease.digest, self._make(lease.trajectories))
+            return Ahead(step, lease.digest, self._make(lease.scored()))
         except UmbraError as error:
             log.debug("batch %d is not prefetched: %s", step, error)
             return None

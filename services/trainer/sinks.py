@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+from accelerate.tracking import TensorBoardTracker, WandBTracker
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import EvalReport
@@ -18,26 +20,12 @@ log = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """Takes the numbers of a step. Steps come in order."""
+    """Takes the numbers of a step, in the order of the steps. OSError: they cannot be written."""
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Keep the values of `step`.
+    def log(self, values: dict[str, float], step: int) -> None: ...
 
-        Raises:
-            OSError: they cannot be written.
-        """
-        ...
-
-    def write_eval(self, version: int, values: Mapping[str, float]) -> None:
-        """Keep what came of the evaluation of `version`, which may be earlier than the last step.
-
-        Raises:
-            OSError: they cannot be written.
-        """
-        ...
-
-    def close(self) -> None:
-        """Write what is left."""
+    def log_eval(self, values: dict[str, float], version: int) -> None:
+        """Takes the scores of `version`, which may be earlier than the last step."""
         ...
 
 
@@ -56,7 +44,7 @@ class Sinks:
     def write(self, step: int, row: Row) -> None:
         """Hand the numbers in `row` to all."""
         values = {name: value for name, value in row.items() if value is not None}
-        self._each(lambda sink: sink.write(step, values))
+        self._each(lambda sink: sink.log(values, step))
 
     def write_evals(self, reports: Sequence[EvalReport]) -> None:
         """Hand on those of the evaluations that are new."""
@@ -65,11 +53,12 @@ class Sinks:
                 continue
             self._evals.append(report)
             values = {"accuracy": report.accuracy, **report.scores}
-            named = {f"eval/{name}": value for name, value in values.items()}
-            self._write_eval(report.version, named)
+            self._write_eval(
+                report.version, {f"eval/{name}": value for name, value in values.items()}
+            )
 
-    def _write_eval(self, version: int, values: Mapping[str, float]) -> None:
-        self._each(lambda sink: sink.write_eval(version, values))
+    def _write_eval(self, version: int, values: dict[str, float]) -> None:
+        self._each(lambda sink: sink.log_eval(values, version))
 
     def _each(self, write: Callable[[Sink], None]) -> None:
         for sink in list(self._sinks):
@@ -80,6 +69,29 @@ class Sinks:
                 self._sinks.remove(sink)
 
 
+class TensorBoard(TensorBoardTracker):
+    """Event files that TensorBoard reads: a curve for each name, whose first part is the group."""
+
+    main_process_only = False  # rank 0 alone makes one
+
+    def log(self, values: dict[str, float], step: int | None = None, **kwargs: Any) -> None:
+        """One point on each curve; TensorBoard takes no @ in a name."""
+        named = {name.replace("@", "_at_"): value for name, value in values.items()}
+        super().log(named, step, **kwargs)
+
+    def log_eval(self, values: dict[str, float], version: int) -> None:
+        """The same: a curve may go back."""
+        self.log(values, version)
+
+
+class WeightsAndBiases(WandBTracker):
+    """A run at Weights & Biases, under the id of the run; one that goes on is the same one."""
+
+    def log_eval(self, values: dict[str, float], version: int) -> None:
+        """Log them with the newest step, drawn over their own version: no step may be earlier."""
+        self.log({**values, "eval/version": version}, commit=False)
+
+
 @contextmanager
 def open_sinks(config: RunConfig, run_dir: Path, step: int) -> Iterator[Sinks]:
     """The sinks that the configuration asks for, for steps after `step`.
@@ -88,82 +100,48 @@ def open_sinks(config: RunConfig, run_dir: Path, step: int) -> Iterator[Sinks]:
         UsageError: a package is missing, or does not let us in; says which.
     """
     with ExitStack() as stack:
-        sinks: list[Sink] = []
+        sinks: list[TensorBoard | WeightsAndBiases] = []
         if config.metrics.tensorboard:
-            sinks.append(TensorBoard(run_dir / "tensorboard", step))
-            stack.callback(sinks[-1].close)
+            sinks.append(_open_tensorboard(run_dir, step))
+            stack.callback(sinks[-1].finish)
         if config.metrics.wandb != "off":
-            sinks.append(WeightsAndBiases(config, run_dir))
-            stack.callback(sinks[-1].close)
+            sinks.append(_open_wandb(config, run_dir))
+            stack.callback(sinks[-1].finish)
         yield Sinks(sinks, step)
 
 
-class TensorBoard:
-    """Event files that TensorBoard reads.
-
-    Args:
-        folder: that of the files.
-        step: what is there of later ones was lost with a trainer, and is hidden.
-    """
-
-    def __init__(self, folder: Path, step: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise UsageError(
-                "metrics.tensorboard needs tensorboard: pip install 'umbra-rl[tensorboard]'"
-            ) from None
-        self._writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """One curve for each name (it may have no @ there); its first part is the group."""
-        for name, value in values.items():
-            self._writer.add_scalar(name.replace("@", "_at_"), value, step)
-        self._writer.flush()
-
-    def write_eval(self, version: int, values: Mapping[str, float]) -> None:
-        """The same: a curve may go back."""
-        self.write(version, values)
-
-    def close(self) -> None:
-        """Write what is left."""
-        self._writer.close()
+def _open_tensorboard(run_dir: Path, step: int) -> TensorBoard:
+    # What is there of steps after `step` was lost with a trainer, and is hidden.
+    sink = TensorBoard("tensorboard", run_dir, purge_step=step + 1 if step else None)
+    try:
+        sink.start()
+    except ImportError:
+        raise UsageError(
+            "metrics.tensorboard needs tensorboard: pip install 'umbra-rl[tensorboard]'"
+        ) from None
+    return sink
 
 
-class WeightsAndBiases:
-    """A run at Weights & Biases, under the id of the run; one that goes on is the same one."""
-
-    def __init__(self, config: RunConfig, run_dir: Path) -> None:
-        try:
-            import wandb
-        except ImportError:
-            raise UsageError("metrics.wandb needs wandb: pip install 'umbra-rl[wandb]'") from None
-        mode = config.metrics.wandb
-        assert mode != "off"
-        try:
-            self._run = wandb.init(
-                project=config.metrics.wandb_project,
-                id=run_dir.name,
-                name=run_dir.name,
-                dir=str(run_dir),
-                mode=mode,
-                resume="allow" if mode == "online" else None,
-                config=as_dict(config),
-            )
-            self._run.define_metric("eval/*", step_metric="eval/version")
-        except wandb.Error as error:
-            raise UsageError(
-                f"metrics.wandb = {mode}: {error}; log in with `wandb login`, or use offline"
-            ) from error
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Log them as one step."""
-        self._run.log(dict(values), step=step)
-
-    def write_eval(self, version: int, values: Mapping[str, float]) -> None:
-        """Log them with the newest step, drawn over their own version: no step may be earlier."""
-        self._run.log({**values, "eval/version": version}, commit=False)
-
-    def close(self) -> None:
-        """Upload what is left, or close the file."""
-        self._run.finish()
+def _open_wandb(config: RunConfig, run_dir: Path) -> WeightsAndBiases:
+    try:
+        import wandb
+    except ImportError:
+        raise UsageError("metrics.wandb needs wandb: pip install 'umbra-rl[wandb]'") from None
+    mode = config.metrics.wandb
+    sink = WeightsAndBiases(
+        config.metrics.wandb_project,
+        id=run_dir.name,
+        name=run_dir.name,
+        dir=str(run_dir),
+        mode=mode,
+        resume="allow" if mode == "online" else None,
+        config=as_dict(config),
+    )
+    try:
+        sink.start()
+        sink.tracker.define_metric("eval/*", step_metric="eval/version")
+    except wandb.Error as error:
+        raise UsageError(
+            f"metrics.wandb = {mode}: {error}; log in with `wandb login`, or use offline"
+        ) from error
+    return sink

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import torch
@@ -17,10 +18,9 @@ from umbra.services.trainer.guard import REASONS, Guard
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.loss_metrics import LossMetrics
 from umbra.services.trainer.metrics import Row
-from umbra.services.trainer.minibatches import minibatches
 from umbra.services.trainer.objectives.aggregation import count, token_weights
+from umbra.services.trainer.objectives.corrections import interpolated
 from umbra.services.trainer.objectives.objective import Constants, Objective, TokenInputs
-from umbra.services.trainer.objectives.proximal import interpolated
 from umbra.services.trainer.objectives.ratios import LOG_RATIO_BOUND, Sequences
 from umbra.services.trainer.objectives.values import ValueLoss
 from umbra.services.trainer.recorded import recorded_logprobs, token_versions
@@ -240,3 +240,20 @@ def _means(rows: list[Row]) -> Row:
         values = [value for row in rows if (value := row[name]) is not None]
         result[name] = sum(values) / len(values) if values else None
     return result
+
+
+def minibatches(samples: Tensor, count: int, epochs: int, seed: str) -> list[Tensor]:
+    """`epochs` passes over `samples` (int64 indices), each cut into `count` parts.
+
+    A part takes every n-th sample. In the first pass samples are in the order of the batch, so that
+    all parts have some of every group; later passes are shuffled. The order follows from `seed`
+    and the pass alone: all ranks, and a trainer that starts again, find the same.
+    """
+    parts: list[Tensor] = []
+    for epoch in range(epochs):
+        order = list(range(len(samples)))
+        if epoch:
+            random.Random(f"{seed}/{epoch}").shuffle(order)
+        shuffled = samples[torch.tensor(order, dtype=torch.int64)]
+        parts += [shuffled[number::count] for number in range(count)]
+    return parts

@@ -20,11 +20,10 @@ from umbra.services.runtime.process.command import (
     keys_option,
     security_overrides,
     service_command,
-    tell_ready,
 )
 from umbra.services.runtime.process.logs import setup_logging
 from umbra.services.runtime.process.metrics import MetricsFile
-from umbra.services.runtime.process.parent import die_with_parent
+from umbra.services.runtime.process.parent import die_with_parent, tell_ready
 from umbra.services.runtime.process.signals import stop_on_signals
 from umbra.services.runtime.process.threads import named_errors
 

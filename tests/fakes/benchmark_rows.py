@@ -16,7 +16,7 @@ WORLD: Row = {
     name: 1.0
     for name in (
         "per_s", "buffer_us", "buffer_core", "hub_core", "ack_p50_ms", "ack_p99_ms",
-        "lease_p50_ms", "lease_p99_ms", "fairness", "buffer_mb", "hub_mb", "pushes_per_s",
+        "lease_p50_ms", "lease_p99_ms", "fairness", "buffer_mb", "hub_mb", "pushes_per_s", "refused",
     )
 }  # fmt: skip
 VANISHED: Row = {
@@ -143,6 +143,13 @@ def rows_of(name: str, load: Any) -> tuple[list[Row], Row]:
         case "replay_fit":
             rows = [{"engine": e, "tokens": 9, "seconds": 1.0} for e in ("torch", "replay")]
             return rows, {"fit_error": 0.01}
+        case "logits_memory":
+            sizes = {"mib": 1.0, "whole_gib": 1.0, "seconds": 1.0, "vocabulary": 32000}
+            case = sizes | {"method": "in chunks"}
+            return [case | {"tokens": 1024}, case | {"tokens": 2048}], {}
+        case "revisions":
+            cost = {"what": "a push", "unit": "s", "cost": 1.0, "round": 0}
+            return [cost | {"side": side} for side in ("before", "after")], {}
         case "simulator":
             facts = {"commit_s": 0.01, "snapshot_s": 0.01, "spread_s": 0.01}
             return [PREDICTED | {"mix": "uniform", "mode": "async"}], facts

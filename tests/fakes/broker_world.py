@@ -143,9 +143,17 @@ class World:
         return self.broker.pool
 
     def ask(
-        self, name: str, body: Message, incarnation: str | None = None, number: int | None = None
+        self,
+        name: str,
+        body: Message,
+        incarnation: str | None = None,
+        number: int | None = None,
+        frame: bytes = b"",
     ) -> Message | None:
-        """The reply to `body` from `name`; None while it is parked. `number` repeats a request."""
+        """The reply to `body` from `name`; None while it is parked. `number` repeats a request.
+
+        `frame` is what `body` came as, if that matters.
+        """
         header = Header(
             major=1,
             minor=0,
@@ -154,7 +162,7 @@ class World:
             sender=name,
             incarnation=incarnation or self.incarnations.get(name, f"{name}-1"),
         )
-        request = Request("any", name.encode(), header, body)
+        request = Request("any", name.encode(), header, body, frame=frame)
         own: Message | None = None
         for effect in self.broker.handle(request, self.now):
             if isinstance(effect, Reply) and effect.request.header is header:

@@ -13,11 +13,10 @@ import pytest
 from fakes.slowness import seconds
 
 from umbra.deploy.interrupts import SignalCounter
-from umbra.deploy.process import ChildProcess, Usage, child_environ
-from umbra.deploy.restart import RestartPolicy
 from umbra.deploy.run_folder import RunFolder
 from umbra.deploy.stage import StageError, StageInterrupted, last_said, run_stage
-from umbra.deploy.supervisor import Program, Supervisor
+from umbra.services.runtime.process.child import ChildProcess, Usage, child_environ
+from umbra.services.runtime.process.supervisor import Program, RestartPolicy, Supervisor
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 CHILD = (sys.executable, str(PROGRAMS / "child.py"))
@@ -51,7 +50,8 @@ def start(folder: RunFolder, name: str = "child", **environ: str) -> ChildProces
     """A `child.py` that is up."""
     process = ChildProcess(
         CHILD,
-        log_path=folder.log(name),
+        stdout=folder.log(name),
+        stderr=folder.log(name),
         environ={**os.environ, "CHILD_READY": "tcp://127.0.0.1:5", **environ},
     )
     until(process.ready, "the child's ready line")
@@ -153,7 +153,8 @@ def test_a_supervised_generator_is_restarted(folder: RunFolder, tmp_path: Path) 
 def test_a_child_that_cannot_start_is_named_with_its_last_words(folder: RunFolder) -> None:
     def spawn(program: Program) -> ChildProcess:
         environ = {**os.environ, "CHILD_EXIT": "3"}
-        return ChildProcess(program.argv, log_path=folder.log(program.name), environ=environ)
+        log = folder.log(program.name)
+        return ChildProcess(program.argv, environ=environ, stdout=log, stderr=log)
 
     supervisor = Supervisor(
         spawn,

@@ -65,7 +65,7 @@ def test_a_run_on_two_engines_without_a_model_one_of_which_is_killed(
     assert (summary["steps"], summary["ledger"]["balance"]) == (30, 0)
     assert max(n for row in spans(process) for n in row["lengths"]) <= 12  # sampling.max_tokens
     log = (process.run_dir / "logs" / "generator-0.log").read_text()
-    assert "umbra: error: replica generator-0-1 ended (killed by SIGKILL)" in log
+    assert "umbra: error: replica generator-0-1 ended unexpectedly (killed by SIGKILL)" in log
 
 
 def test_what_a_replica_cannot_do_is_said_by_the_group(tmp_path: Path) -> None:
@@ -85,7 +85,10 @@ def test_what_a_replica_cannot_do_is_said_by_the_group(tmp_path: Path) -> None:
     assert done.returncode == 2
     last = done.stderr.splitlines()[-1]
     assert last.startswith("umbra: error: replica generator-")
-    assert "ended (exit code 2): model.path is empty: name a Hugging Face model directory" in last
+    assert (
+        "ended unexpectedly (exit code 2): model.path is empty: name a Hugging Face model directory"
+        in last
+    )
 
 
 def test_gpus_are_shared_evenly() -> None:

@@ -38,10 +38,11 @@ WAIT_MS = round(1000 * WAIT_S)
 
 
 class Bench:
-    """A server that the test polls itself, and a bare socket to it."""
+    """A server that the test polls itself, its clock, and a bare socket to it."""
 
     def __init__(self, context: Context) -> None:
-        self.server = Server(context, "broker", "b1")
+        self.now = 0.0
+        self.server = Server(context, "broker", "b1", clock=lambda: self.now)
         endpoint = self.server.bind("data", ANY_PORT, (*DATA, Ping, Event))
         self.socket = sockets.dealer(context, endpoint, b"peer")
         self.encoder = Encoder("peer", "i1")
@@ -65,6 +66,12 @@ class Bench:
             if envelope.header.reply_to == number:
                 bodies.append(envelope.body)
         return bodies
+
+    def listen(self, seconds_: float) -> None:
+        """Let the server poll once a second for `seconds_` seconds of its clock."""
+        for _ in range(round(seconds_)):
+            self.now += 1
+            assert self.server.poll(0) == []
 
     def close(self) -> None:
         self.socket.close(linger=0)
@@ -128,6 +135,36 @@ def test_a_flood_of_names_takes_no_more_memory_than_so_many(
         assert bench.server.poll(WAIT_S)
         socket.close(linger=0)
     assert len(bench.server._peers) == 3
+
+
+def test_who_is_silent_for_long_is_forgotten_with_the_replies_kept_for_it(bench: Bench) -> None:
+    _, frames = bench.encoder.encode(CommitBatch(step=1))
+    (request,) = bench.send(frames)
+    bench.server.reply(request, Ok())
+    bench.listen(server_module.SILENT_S - 1)
+    assert bench.server.remembered == 1
+    bench.listen(1)
+    assert bench.server.remembered == 0
+    assert bench.server._reply_bytes == 0
+    assert len(bench.send(frames)) == 1, "its number is free again"
+
+
+def test_a_parked_request_is_known_for_as_long_as_it_is_resent(bench: Bench) -> None:
+    number, lease = bench.encoder.encode(LeaseSamples(capacity=1, version=0, wait_s=30))
+    (request,) = bench.send(lease)
+    for _ in range(4):
+        bench.listen(server_module.SILENT_S - 1)
+        assert bench.send(lease) == []
+    bench.server.reply(request, Ok())
+    assert bench.replies_to(number) == [Ok()]
+
+
+def test_time_in_which_the_server_did_not_listen_is_no_silence(bench: Bench) -> None:
+    _, frames = bench.encoder.encode(CommitBatch(step=1))
+    assert len(bench.send(frames)) == 1
+    bench.now += 10 * server_module.SILENT_S  # stopped, say
+    bench.server.poll(0)
+    assert bench.send(frames) == []
 
 
 def test_an_answer_that_cannot_be_encoded_is_a_refusal(bench: Bench) -> None:

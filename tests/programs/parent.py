@@ -1,19 +1,18 @@
 """A supervisor that starts one `child.py` and waits; the test kills it. Argument: log file."""
 
-import os
 import sys
 import time
 from pathlib import Path
 
-from umbra.deploy.process import ChildProcess
+from umbra.services.runtime.process.child import ChildProcess
 
 
 def main() -> None:
     """Start the child, tell its pid once it is up, wait."""
     child = ChildProcess(
         (sys.executable, str(Path(__file__).with_name("child.py"))),
-        log_path=Path(sys.argv[1]),
-        environ=os.environ,
+        stdout=Path(sys.argv[1]),
+        stderr=Path(sys.argv[1]),
     )
     while child.ready() is None:
         time.sleep(0.01)

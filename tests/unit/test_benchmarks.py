@@ -113,7 +113,7 @@ def test_an_accuracy_is_reached_by_the_mean_of_ten_batches() -> None:
 def test_a_script_takes_the_place_of_a_command() -> None:
     import whole_runs
 
-    from umbra.deploy.supervisor import Program
+    from umbra.services.runtime.process.supervisor import Program
 
     flags = ("--config", "c.json", "--name", "n")
     trainer = Program("trainer", (sys.executable, "-m", "umbra", "trainer", *flags), wave=0)
@@ -157,6 +157,15 @@ def test_every_objective_of_the_staleness_grid_is_a_possible_run() -> None:
         assert config.buffer.run_ahead == config.buffer.max_staleness == 8
 
 
+def test_every_cell_can_be_run_by_its_key() -> None:
+    import end_to_end
+
+    args = end_to_end.parse(["--form", *end_to_end.FORMS, "--tasks", *end_to_end.TASKS])
+    cells = end_to_end.all_cells(args)
+    assert {cell.form for cell in cells} > {"replay"}
+    assert all(end_to_end.cell_of(cell.key) == cell for cell in cells)
+
+
 def test_every_quick_form_is_of_a_benchmark() -> None:
     import quick
 
@@ -169,6 +178,8 @@ def test_every_quick_form_is_of_a_benchmark() -> None:
 def test_a_batchwise_engine_begins_nothing_while_anything_is_live() -> None:
     from batchwise_generator import BatchwiseEngine
 
+    from umbra.services.generator.replay_engine import ReplayTokens
+
     now = [0.0]
 
     def wait(seconds: float) -> None:
@@ -176,9 +187,7 @@ def test_a_batchwise_engine_begins_nothing_while_anything_is_live() -> None:
 
     engine = BatchwiseEngine(
         ReplayModel(step_s=1.0, lengths=[2, 10]),
-        vocabulary=50,
-        filler=FILLER,
-        stop=STOP,
+        ReplayTokens(vocabulary=50, filler=FILLER, stop=STOP),
         slots=2,
         max_context=64,
         version=0,

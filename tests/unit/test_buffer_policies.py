@@ -273,7 +273,7 @@ def test_trajectories_go_through_their_stages_in_order() -> None:
     give(run, "r", "ref_logp", take(run, "r", "ref_logp"), logprobs=logprobs)
     assert not run.batch(1).trajectories
     give(run, "r", "logp", take(run, "r", "logp"), logprobs=logprobs, version=0)
-    made = run.batch(1).trajectories[0]
+    made = run.batch(1).scored()[0]
     assert (made.reward, made.reward_parts) == (0.5, {"p": 0.5})
     assert made.ref_logprobs == made.proximal_logprobs == logprobs
     assert (made.scored, made.proximal_version) == (["reward", "ref_logp", "logp"], 0)

@@ -112,7 +112,7 @@ class PolicyMachine(BrokerMachine):
         before = self.used(batch.step)
         assert all(before[name] < self.times for name in names)
         assert any(not before[name] for name in names)
-        for made in batch.trajectories:
+        for made in batch.scored():
             assert self.version - made.oldest_version <= self.bound
             assert made.oldest_version <= max(self.uses, default=0)
             assert made.scored == self.policies["stages"]

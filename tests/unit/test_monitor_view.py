@@ -73,8 +73,8 @@ def shown(renderable: Any) -> str:
 def test_headline() -> None:
     line = headline(status(stuck=[STUCK], rates=Rates(samples_per_s=1200.4)), reward=0.45)
     assert line == (
-        "step 40/300  reward 0.450  staleness 1.12 (max 2, bound 2)  samples/s 1200  in flight 16  "
-        "stuck: sample s1 at generator-0 for 31 s"
+        "step 40/300  reward 0.450  staleness 1.12 (max 2, bound 2)  samples/s 1,200  "
+        "in flight 16  stuck: sample s1 at generator-0 for 31 s"
     )
 
 

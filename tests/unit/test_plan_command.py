@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from umbra import cli
 from umbra.deploy.cluster.yaml import to_yaml
+from umbra.deploy.toml import to_toml
 from umbra.proto.access import KEY_ROLES
 from umbra.services.runtime.net.keys import load_keys
 
@@ -130,7 +131,7 @@ def test_planning_needs_no_torch() -> None:
     assert done.returncode == 0
 
 
-# -- YAML -----------------------------------------------------------------------------------------
+# -- TOML and YAML --------------------------------------------------------------------------------
 
 KEYS = st.text(max_size=50)
 VALUES = st.recursive(
@@ -138,8 +139,45 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS, inner, max_size=4),
     max_leaves=20,
 )
+SECTIONS = st.from_regex("[a-z_]{1,8}", fullmatch=True)
+TOML_VALUES = st.recursive(
+    st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS, inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@given(st.dictionaries(SECTIONS, st.dictionaries(KEYS, TOML_VALUES, max_size=5), max_size=3))
+def test_toml_is_read_back(tree: dict[str, dict[str, Any]]) -> None:
+    assert tomllib.loads(to_toml(tree)) == tree
+
+
+def test_toml_without_values_and_with_remarks() -> None:
+    tree = {"trainer": {"objective": "ppo", "seed": None}}
+    text = to_toml(tree, {"trainer": ("it means", {"betas": [0.9, 0.95], "clip_low": 0.2})})
+    assert tomllib.loads(text) == {"trainer": {"objective": "ppo"}}
+    _, _, remarks = text.partition("# it means:\n")
+    implied = tomllib.loads("".join(line[2:] for line in remarks.splitlines(keepends=True)))
+    assert implied == {"betas": [0.9, 0.95], "clip_low": 0.2}
 
 
 @given(st.dictionaries(KEYS, VALUES, max_size=5))
 def test_yaml_is_read_back(tree: dict[str, Any]) -> None:
     assert yaml.safe_load(to_yaml(tree) if tree else "{}") == tree
+
+
+@given(st.text("\n \t#:-|>a0", max_size=12))
+def test_lines_of_yaml_are_read_back(text: str) -> None:
+    """Texts of several lines stay readable; spaces and ends of lines survive it."""
+    assert yaml.safe_load(to_yaml({"run.toml": text, text: [text]}))["run.toml"] == text
+
+
+@pytest.mark.parametrize("text", ["1e3", "y", "N", "0o17", "1_000", "on", "~", "0x1f", "12:30"])
+def test_text_that_a_reader_of_yaml_may_take_for_something_else_is_quoted(text: str) -> None:
+    """PyYAML reads back what Kubernetes and compose would not: the test looks at the text."""
+    assert to_yaml({text: text}) == f'"{text}": "{text}"\n'
+
+
+def test_what_occurs_twice_is_written_twice() -> None:
+    labels = {"app": "umbra"}
+    assert to_yaml({"a": labels, "b": labels}) == "a:\n  app: umbra\nb:\n  app: umbra\n"

@@ -21,10 +21,9 @@ from umbra.services.trainer.batch import BatchError, TrainBatch, make_batch
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.make_model import make_model
 from umbra.services.trainer.metrics import Row
-from umbra.services.trainer.minibatches import minibatches
 from umbra.services.trainer.objectives.values import gae
 from umbra.services.trainer.policy import load_policy
-from umbra.services.trainer.update import PolicyUpdate
+from umbra.services.trainer.update import PolicyUpdate, minibatches
 
 VERSION = 3
 TERMS = 300  # two layers, forward and backward, of 64 units at most, and a small vocabulary

@@ -51,7 +51,7 @@ RECORDS = {
     if isinstance(cls, type)
     and issubclass(cls, records.Record)
     and not issubclass(cls, Message)
-    and cls not in (records.Record, records.Told, Header)
+    and cls not in (records.Record, records.Kept, records.Told, Header)
 }
 
 

@@ -17,7 +17,7 @@ from umbra.proto.errors import UsageError
 from umbra.proto.records import Manifest, Sampling, VersionSpan
 from umbra.services.generator.command import replay_model
 from umbra.services.generator.engine import EngineOutput, EngineRequest
-from umbra.services.generator.replay_engine import ReplayEngine
+from umbra.services.generator.replay_engine import ReplayEngine, ReplayTokens
 from umbra.services.generator.replay_fit import fit
 from umbra.services.generator.replay_model import ReplayDecoder, ReplayModel, read_replay_model
 
@@ -45,9 +45,7 @@ def make_engine(clock: Clock, model: ReplayModel = MODEL, **changes: Any) -> Rep
     settings: dict[str, Any] = {"slots": 4, "max_context": 64, "version": 0, **changes}
     return ReplayEngine(
         model,
-        vocabulary=VOCABULARY,
-        filler=FILLER,
-        stop=STOP,
+        ReplayTokens(VOCABULARY, FILLER, STOP),
         clock=clock,
         wait=clock.wait,
         **settings,
@@ -231,9 +229,7 @@ def test_a_simulator_can_leap_from_event_to_event() -> None:
     clock = Clock(0.0)
     engine = ReplayEngine(
         MODEL,
-        vocabulary=VOCABULARY,
-        filler=FILLER,
-        stop=STOP,
+        ReplayTokens(VOCABULARY, FILLER, STOP),
         slots=64,
         max_context=64,
         clock=clock,

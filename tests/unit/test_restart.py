@@ -1,6 +1,6 @@
 """Back-off of restarts, with times given by the test."""
 
-from umbra.deploy.restart import RestartPolicy
+from umbra.services.runtime.process.supervisor import RestartPolicy
 
 
 def test_pauses_double_until_the_limit() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+from accelerate import PartialState
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import EvalReport
@@ -17,6 +19,16 @@ from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config.loader import load_config
 from umbra.services.trainer.metrics import Row
 from umbra.services.trainer.sinks import Sinks, open_sinks
+
+
+@pytest.fixture(autouse=True)
+def accelerate_state() -> Iterator[None]:
+    """Accelerate's trackers want its state, which a trainer has from its learner."""
+    had = PartialState._shared_state != {}
+    PartialState(cpu=True)
+    yield
+    if not had:
+        PartialState._reset_state()
 
 
 def config(*overrides: str) -> RunConfig:
@@ -142,13 +154,16 @@ def test_a_refusal_names_the_setting(tmp_path: Path, wandb: FakeWandb) -> None:
     ("package", "setting", "extra"),
     [
         ("wandb", "metrics.wandb=offline", "wandb"),
-        ("torch.utils.tensorboard", "metrics.tensorboard=true", "tensorboard"),
+        ("tensorboard", "metrics.tensorboard=true", "tensorboard"),
     ],
 )
 def test_a_missing_package_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, setting: str, extra: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
+    for name in (package, "tensorboardX"):  # which accelerate would take instead
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    monkeypatch.delattr(torch.utils, "tensorboard", raising=False)
     with pytest.raises(UsageError, match=rf"pip install 'umbra-rl\[{extra}\]'"):
         with open_sinks(config(setting), tmp_path, 0):
             pass
@@ -157,21 +172,18 @@ def test_a_missing_package_is_named(
 class Full:
     """A sink whose disk is full."""
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, values: dict[str, float], step: int) -> None:
         raise OSError("No space left on device")
 
-    def write_eval(self, version: int, values: Mapping[str, float]) -> None:
-        self.write(version, values)
-
-    def close(self) -> None:
-        pass
+    def log_eval(self, values: dict[str, float], version: int) -> None:
+        self.log(values, version)
 
 
 class Good(Full):
     def __init__(self) -> None:
         self.steps: list[int] = []
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, values: dict[str, float], step: int) -> None:
         self.steps.append(step)
 
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from umbra.deploy.process import Usage
-from umbra.deploy.supervisor import Program, Supervisor
+from umbra.services.runtime.process.child import Usage
+from umbra.services.runtime.process.supervisor import Program, Supervisor
 
 PROGRAMS = (
     Program("buffer", ("buffer",), wave=2),
@@ -219,6 +219,27 @@ def test_a_crash_while_draining_is_told(stage: Stage) -> None:
     stage.end("trainer", 1)
     stage.settle(1)
     assert stage.said == ["trainer stopped with exit code 1: last words of trainer"]
+    bad = stage.supervisor.stopped_badly
+    assert bad is not None
+    assert (bad.reason, bad.program, bad.exit_code) == (stage.said[0], "trainer", 6)
+    assert stage.supervisor.failure is None
+
+
+@pytest.mark.parametrize("code", [0, TERM])
+def test_who_stops_as_asked_has_not_stopped_badly(stage: Stage, code: int) -> None:
+    stage.children["trainer"][-1].deaf = True
+    stage.supervisor.drain()
+    stage.end("trainer", code)
+    stage.settle(1)
+    assert stage.supervisor.stopped_badly is None
+
+
+def test_waiting_ends_with_the_last_process_or_with_the_time(stage: Stage) -> None:
+    assert not stage.supervisor.wait(0)
+    stage.supervisor.close()
+    assert stage.supervisor.wait(0)
+    assert stage.log[-5:] == [f"kill {name}" for name in stage.children]
+    assert stage.supervisor.failure is None
 
 
 def test_kill_ends_everything_at_once(stage: Stage) -> None:

@@ -30,6 +30,7 @@ from umbra.services.runtime.process import threads
 from umbra.services.runtime.process.command import service_command
 from umbra.services.runtime.process.loop_thread import LoopThread
 from umbra.services.runtime.process.metrics import MetricsFile
+from umbra.services.runtime.process.supervisor import Program
 from umbra.services.weight_hub.relay import Relay
 
 Ends = Callable[[], str]
@@ -169,9 +170,11 @@ def test_the_reader_of_a_replicas_log(ends: Ends, monkeypatch: pytest.MonkeyPatc
             raise ValueError("I/O operation on closed file")
 
     monkeypatch.setattr(sys, "stderr", Broken())
-    replica = Replica("gen-1", [sys.executable, "-c", "import sys; sys.stderr.write('hi\\n')"], {})
+    argv = (sys.executable, "-c", "import sys; sys.stderr.write('hi\\n')")
+    replica = Replica(Program("gen-1", argv, wave=0))
     assert ends() == "the thread log gen-1 failed: ValueError: I/O operation on closed file"
-    replica.close()
+    replica.kill()
+    assert replica.wait(WAIT_S) is not None
 
 
 def test_the_thread_of_a_relay(bench: Bench, ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:

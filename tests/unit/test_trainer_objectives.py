@@ -11,9 +11,9 @@ from torch import Tensor
 from umbra.services.modeling.packing import Tokens
 from umbra.services.runtime.config import TrainerConfig
 from umbra.services.trainer.learner import learning_rate
-from umbra.services.trainer.objectives import clips, masks, proximal
+from umbra.services.trainer.objectives import clips, masks
 from umbra.services.trainer.objectives.aggregation import Counts, count, token_weights
-from umbra.services.trainer.objectives.corrections import masked
+from umbra.services.trainer.objectives.corrections import interpolated, masked
 from umbra.services.trainer.objectives.objective import Objective, TokenInputs, TokenLosses
 from umbra.services.trainer.objectives.ratios import Sequences
 
@@ -127,7 +127,7 @@ def test_a_change_of_probability_is_masked_in_the_direction_that_the_advantage_a
 
 
 def test_the_proximal_policy_is_half_way_after_one_version() -> None:
-    found = proximal.interpolated(
+    found = interpolated(
         torch.tensor([-1.0] * 3), torch.tensor([-3.0] * 3), torch.tensor([5, 4, 2]), 5
     )
     assert found.tolist() == [-3.0, -2.0, -1.5]

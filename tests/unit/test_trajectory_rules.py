@@ -29,7 +29,7 @@ from umbra.proto.records import (
     pack_float32,
     pack_int32,
 )
-from umbra.services.buffer.samples.trajectory_store import TrajectoryStore
+from umbra.services.buffer.samples.trajectory_store import TrajectoryStore, pack
 from umbra.services.runtime.trajectories import RunFacts, find_fault
 from umbra.services.trainer.batch import BatchError, make_batch
 
@@ -161,7 +161,7 @@ def poison(run: World, sample_id: str, **changes: Any) -> None:
     trajectory_store = TrajectoryStore(run.store)
     kept = trajectory_store.get(sample_id)
     values = {name: getattr(kept, name) for name in kept.__struct_fields__}
-    trajectory_store.put(Trajectory(**{**values, **changes}))
+    trajectory_store.put(sample_id, pack(Trajectory(**{**values, **changes})))
 
 
 @pytest.mark.parametrize("restarted", [False, True])

@@ -26,6 +26,7 @@ from umbra.services.buffer.policy.leases import Leases
 from umbra.services.buffer.policy.pause import PauseSwitch
 from umbra.services.buffer.samples.pool import SamplePool
 from umbra.services.buffer.samples.submissions import Submissions
+from umbra.services.buffer.samples.trajectory_store import as_arrived
 from umbra.services.runtime.net.server import Request
 
 EVAL_PREFIX = "e"  # of the ids of eval samples
@@ -85,8 +86,10 @@ class GeneratorEndpoint:
     def submit(self, request: Request, body: SubmitTrajectories, now: float) -> None:
         """Take trajectories in; refused ones are named with the reason."""
         refused: dict[str, str] = {}
-        for trajectory in body.trajectories:
-            reason = self._for(trajectory.sample_id).submit(trajectory, request.header.sender, now)
+        sender = request.header.sender
+        for trajectory, packed in zip(body.trajectories, as_arrived(request), strict=True):
+            answers = self._for(trajectory.sample_id)
+            reason = answers.submit(trajectory, packed, sender, now)
             if reason is not None:
                 refused[trajectory.sample_id] = reason
         accepted = len(body.trajectories) - len(refused)

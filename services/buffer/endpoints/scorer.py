@@ -17,6 +17,7 @@ from umbra.proto.messages import (
 from umbra.services.buffer.effects import Effects
 from umbra.services.buffer.endpoints.parking import Parked, ParkedRequests
 from umbra.services.buffer.endpoints.scoring import Scoring
+from umbra.services.buffer.samples.trajectory_store import as_arrived
 from umbra.services.runtime.net.server import Request
 
 NOTHING = ScoringLeases(tasks=[])
@@ -58,8 +59,9 @@ class ScorerEndpoint:
     def submit(self, request: Request, body: SubmitScores, now: float) -> None:
         """Take scores in; refused ones are named with the reason."""
         refused: dict[str, str] = {}
-        for score in body.scores:
-            reason = self._scoring.submit(body.stage, score, request.header.sender, now)
+        sender = request.header.sender
+        for score, packed in zip(body.scores, as_arrived(request), strict=True):
+            reason = self._scoring.submit(body.stage, score, packed, sender, now)
             if reason is not None:
                 refused[score.sample_id] = reason
         accepted = len(body.scores) - len(refused)

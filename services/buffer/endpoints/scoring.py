@@ -12,15 +12,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from msgspec.structs import replace
-
-from umbra.proto.records import Score, ScoringTask, Trajectory
+from umbra.proto.records import Score, ScoringTask
 from umbra.services.buffer.samples.failure_counts import count_reason
 from umbra.services.buffer.samples.groups import Sample, State
 from umbra.services.buffer.samples.pool import SamplePool
+from umbra.services.buffer.samples.trajectory_store import Packed, size_fault
 from umbra.services.runtime.trajectories import MOST_VERSION, reward_fault, scored_fault
-
-LOGPROBS = {"ref_logp": "ref_logprobs", "logp": "proximal_logprobs"}
 
 log = logging.getLogger(__name__)
 
@@ -89,8 +86,10 @@ class Scoring:
                     tasks.append(self._lease(pool, sample, holder, stage, now))
         return tasks
 
-    def submit(self, stage: str, score: Score, holder: str, now: float) -> str | None:
-        """Take in a score; the reason if it is refused."""
+    def submit(
+        self, stage: str, score: Score, packed: Packed, holder: str, now: float
+    ) -> str | None:
+        """Take in a score, which came `packed`; the reason if it is refused."""
         lease = self._find(score.sample_id, score.attempt, holder)
         if lease is None or lease.stage != stage:
             self._counters["late_scores"] += 1
@@ -99,14 +98,14 @@ class Scoring:
         if score.error:
             self._lose(lease, score.error, own=True)
             return None
-        trajectory = lease.pool.trajectory_store.get(sample.sample_id)
-        fault = _fault(stage, score, trajectory)
+        fault = _fault(stage, score, packed, lease)
         if fault is not None:
             self._counters["malformed_scores"] += 1
             self._lose(lease, fault, own=True)
             return f"malformed: {fault}"
         del self.leases[sample.sample_id]
-        lease.pool.scored(sample, _merge(stage, score, trajectory), now)
+        reward = score.reward if stage == "reward" else 0.0
+        lease.pool.scored(sample, packed, reward, now)
         self._counters[f"scored: {stage}"] += 1
         return None
 
@@ -148,7 +147,7 @@ class Scoring:
             attempt=lease.attempt,
             row=sample.group.prompt.row,
             lease_s=self._lease_s,
-            trajectory=pool.trajectory_store.get(sample.sample_id),
+            trajectory=pool.packed(sample),
         )
 
     def _find(self, sample_id: str, attempt: int, holder: str) -> Lease | None:
@@ -188,25 +187,15 @@ def _is_in(sample: Sample, pool: SamplePool, stage: str) -> bool:
     return sample.state is State.SCORING and pool.stage_of(sample) == stage
 
 
-def _fault(stage: str, score: Score, trajectory: Trajectory) -> str | None:
+def _fault(stage: str, score: Score, packed: Packed, lease: Lease) -> str | None:
+    if fault := size_fault(packed, len(score.logprobs or b"")):
+        return fault
+    sample = lease.sample
     if stage == "reward":
-        made = _merge(stage, score, trajectory)
-        return reward_fault(made.reward, made.reward_parts)
+        parts = score.reward_parts
+        if parts and sample.reward_parts:  # else there are no other names than these
+            parts = lease.pool.trajectory_store.get(sample.sample_id).reward_parts | parts
+        return reward_fault(sample.reward + score.reward, parts)
     if not -1 <= score.version <= MOST_VERSION:
         return f"version is {score.version}"
-    return scored_fault(score.logprobs, trajectory.response_tokens)
-
-
-def _merge(stage: str, score: Score, trajectory: Trajectory) -> Trajectory:
-    scored = [*trajectory.scored, stage]
-    if stage == "reward":
-        return replace(
-            trajectory,
-            reward=trajectory.reward + score.reward,
-            reward_parts=trajectory.reward_parts | score.reward_parts,
-            scored=scored,
-        )
-    changes: dict[str, object] = {LOGPROBS[stage]: score.logprobs, "scored": scored}
-    if stage == "logp":
-        changes["proximal_version"] = score.version
-    return replace(trajectory, **changes)
+    return scored_fault(score.logprobs, sample.tokens)

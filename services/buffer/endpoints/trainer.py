@@ -17,6 +17,7 @@ from umbra.proto.messages import (
     PeekBatch,
     RejectSamples,
 )
+from umbra.proto.records import Score, Trajectory
 from umbra.services.buffer.curves import StepCurves
 from umbra.services.buffer.effects import Effects
 from umbra.services.buffer.endpoints.checkpoint_requests import CheckpointRequests
@@ -200,14 +201,14 @@ class TrainerEndpoint:
                 **{f"staleness_{name}": value for name, value in batch.staleness.figures().items()},
             )
         self._question = self.wanted_since = None
-        trajectories = self._pool.trajectory_store.packed(batch.sample_ids)
+        trajectories, scores, found = self._packed(batch.sample_ids)
         # Shows, also when it is handed out again, that step and bytes belong together.
-        found = digest(trajectories)
         self._outbox.measure("handed_out", step=batch.step, digest=found)
         same = found == question.body.held
         lease = BatchLease(
             step=batch.step,
             trajectories=[] if same else trajectories,
+            scores={} if same else scores,
             same=same,
             checkpoint=self.checkpoint_requests.open,
             evals=self._evals.newest,
@@ -227,9 +228,19 @@ class TrainerEndpoint:
         if groups is not None:
             self._peek = None
             names = [sample.sample_id for group in groups for sample in group.samples]
-            packed = self._pool.trajectory_store.packed(names)
-            lease = BatchLease(step=question.body.step, trajectories=packed, digest=digest(packed))
+            trajectories, scores, found = self._packed(names)
+            lease = BatchLease(
+                step=question.body.step, trajectories=trajectories, scores=scores, digest=found
+            )
             self._outbox.reply(question.request, lease)
+
+    def _packed(
+        self, sample_ids: list[str]
+    ) -> tuple[list[Trajectory], dict[str, list[Score]], str]:
+        """What a batch of these samples is sent as, and the digest of it."""
+        kept = self._pool.trajectory_store
+        trajectories, scores = kept.packed(sample_ids), kept.packed_scores(sample_ids)
+        return trajectories, scores, digest(trajectories, scores)
 
     def expire(self, now: float) -> None:
         """Answer the parked questions whose wait is over."""

@@ -171,12 +171,14 @@ class Batches:
             self.replays.take_up(group, step)
         self.version = step - 1
 
-    def restore(self, live: dict[str, Group], trajectories: set[str], now: float) -> list[str]:
+    def restore(
+        self, live: dict[str, Group], trajectories: Mapping[str, int], now: float
+    ) -> list[str]:
         """Read back the batches, those to come of `live` groups; what a repair has taken of them.
 
         Args:
             live: by id; those that turn out to be trained already are taken out.
-            trajectories: samples that there is one of.
+            trajectories: samples that there is one of, and in how many stages each is scored.
         """
         mended = self.replays.load(trajectories)
         batches, more = self.archive.load(live, trajectories, now)

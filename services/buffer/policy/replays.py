@@ -7,11 +7,11 @@ for the next one, and in any case while a batch that is formed has it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from umbra.services.buffer.policy.staleness import StalenessPolicy
 from umbra.services.buffer.samples.groups import Group
-from umbra.services.buffer.store.journal import Journal, group_record, make_group
+from umbra.services.buffer.store.journal import Journal, group_record, is_whole, make_group
 
 PREFIX = "p/"  # of their keys in the store
 
@@ -70,12 +70,13 @@ class Replays:
         """The trainer cannot use `group` any more."""
         self._drop(group)
 
-    def load(self, trajectories: Collection[str]) -> list[str]:
+    def load(self, trajectories: Mapping[str, int]) -> list[str]:
         """Read them back; those of which a trajectory is gone are named, and given up."""
         mended: list[str] = []
         for key in self._journal.store.keys(PREFIX):
-            group = make_group(self._journal.read(key))
-            if all(sample.sample_id in trajectories for sample in group.samples):
+            record = self._journal.read(key)
+            group = make_group(record)
+            if all(is_whole(sample, trajectories) for sample in record["samples"]):
                 self.groups[group.group_id] = group
             else:
                 mended.append(f"group {group.group_id} is not replayed: a trajectory is gone")

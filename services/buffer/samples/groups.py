@@ -49,7 +49,8 @@ class Sample:
     stage: int = 0  # scoring stages that are done
     score_attempts: int = 0  # leases of it in this stage
     score_losses: int = 0  # of them, those that were lost or ended in an error
-    reward: float = 0.0  # once it is ready
+    reward: float = 0.0  # that its trajectory has, with the scores that there are
+    reward_parts: int = 0  # names that the reward of its trajectory is made of, without scores
     unscored_since: float = 0.0  # when it came to the scoring stage that it is in
 
     @property

@@ -25,7 +25,7 @@ from umbra.services.buffer.health import SampleFailure
 from umbra.services.buffer.samples.groups import Group, GroupRules, Sample, SampleOutcome, State
 from umbra.services.buffer.samples.ledger import RunningLedger
 from umbra.services.buffer.samples.queueing import Deadlines, Queue
-from umbra.services.buffer.samples.trajectory_store import TrajectoryStore
+from umbra.services.buffer.samples.trajectory_store import Packed, TrajectoryStore, pack
 
 REMEMBERED = 65_536  # finished samples whose late answers are still told apart
 
@@ -73,7 +73,7 @@ class SamplePool:
         self.failures: list[SampleFailure] = []  # so with these
         self.openings = 0  # counts whatever may let a waiting generator have work
         self._rules = rules
-        self._stages = tuple(stages)
+        self.stages = tuple(stages)
         self.prefix = prefix
         self._lease_s = lease_s
         self._max_attempts = max_attempts
@@ -128,7 +128,7 @@ class SamplePool:
             attempt=sample.attempt,
             row=sample.group.prompt.row,
             lease_s=self._lease_s,
-            partial=None if sample.oldest is None else self.trajectory_store.get(sample.sample_id),
+            partial=None if sample.oldest is None else self.packed(sample),
         )
 
     def leased(self, sample_id: str, attempt: int, holder: str) -> Sample | None:
@@ -165,7 +165,11 @@ class SamplePool:
 
     def keep_partial(self, sample: Sample, partial: Trajectory) -> None:
         """Continue `sample` from `partial` the next time."""
-        self._keep(sample, partial)
+        self._keep(sample, partial, pack(partial))
+
+    def packed(self, sample: Sample) -> Trajectory:
+        """The stored trajectory of `sample`, to be sent (`TrajectoryStore.packed`)."""
+        return self.trajectory_store.packed([sample.sample_id])[0]
 
     def drop_partial(self, sample: Sample) -> None:
         """Start `sample` from scratch the next time."""
@@ -191,21 +195,26 @@ class SamplePool:
         sample.segments += sample.oldest is not None
         self._requeue(sample)
 
-    def accept(self, sample: Sample, trajectory: Trajectory, now: float) -> None:
+    def accept(self, sample: Sample, trajectory: Trajectory, packed: Packed, now: float) -> None:
         """Store the complete `trajectory` of `sample`, and have it scored if it needs to be."""
         self._release(sample)
+        self._keep(sample, trajectory, packed)
         sample.stage = 0
-        self._advance(sample, trajectory, now)
+        sample.reward, sample.reward_parts = trajectory.reward, len(trajectory.reward_parts)
+        self._advance(sample, now)
 
-    def scored(self, sample: Sample, trajectory: Trajectory, now: float) -> None:
-        """Store `trajectory`, which has been through one more stage."""
+    def scored(self, sample: Sample, packed: Packed, reward: float, now: float) -> None:
+        """Store the score of the stage that `sample` is in, which adds `reward` to it."""
+        self.trajectory_store.put_score(sample.sample_id, self.stage_of(sample), packed)
         sample.stage += 1
+        sample.reward += reward
         sample.score_attempts = sample.score_losses = 0
-        self._advance(sample, trajectory, now)
+        self._touch(sample.group)
+        self._advance(sample, now)
 
     def stage_of(self, sample: Sample) -> str:
         """The stage that `sample`, which is being scored, is in."""
-        return self._stages[sample.stage]
+        return self.stages[sample.stage]
 
     def again(self, sample: Sample) -> None:
         """`sample` is generated anew from scratch, whoever has it or whatever there is of it."""
@@ -318,7 +327,7 @@ class SamplePool:
                 if sample.state is State.QUEUED:
                     self._queue.add(sample)
                 elif sample.state is State.SCORING:
-                    self.unscored[self._stages[sample.stage]].append(sample)
+                    self.unscored[self.stages[sample.stage]].append(sample)
                 elif sample.state is State.GENERATING:
                     sample.deadline = now + self._lease_s
                     self.held[sample.holder][sample.sample_id] = sample
@@ -336,17 +345,15 @@ class SamplePool:
         """Whether samples of `group` are in flight."""
         return group.samples[0].sample_id in self.samples
 
-    def _advance(self, sample: Sample, trajectory: Trajectory, now: float) -> None:
+    def _advance(self, sample: Sample, now: float) -> None:
         """To the next scoring stage of `sample`, or to ready."""
-        self._keep(sample, trajectory)
-        if sample.stage < len(self._stages):
+        if sample.stage < len(self.stages):
             if sample.state is not State.SCORING:
                 self._move(sample, State.SCORING)
             sample.unscored_since = now
-            self.unscored[self._stages[sample.stage]].append(sample)
+            self.unscored[self.stages[sample.stage]].append(sample)
             return
         self._move(sample, State.READY)
-        sample.reward = trajectory.reward
         group = sample.group
         if not group.ready:
             group.first_ready_at = now
@@ -385,8 +392,8 @@ class SamplePool:
     def _touch(self, group: Group) -> None:
         self.changed[group.group_id] = group
 
-    def _keep(self, sample: Sample, trajectory: Trajectory) -> None:
-        self.trajectory_store.put(trajectory)
+    def _keep(self, sample: Sample, trajectory: Trajectory, packed: Packed) -> None:
+        self.trajectory_store.put(sample.sample_id, packed)
         sample.oldest = trajectory.oldest_version
         sample.newest = trajectory.newest_version
         sample.tokens = trajectory.response_tokens

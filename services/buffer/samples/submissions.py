@@ -12,6 +12,8 @@ from umbra.services.buffer.policy.batches import Batches
 from umbra.services.buffer.policy.staleness import StalenessPolicy
 from umbra.services.buffer.samples.failure_counts import count_reason
 from umbra.services.buffer.samples.pool import Sample, SamplePool, State
+from umbra.services.buffer.samples.trajectory_store import Packed, size_fault
+from umbra.services.runtime.net.portions import array_bytes
 from umbra.services.runtime.trajectories import RunFacts, find_fault
 
 log = logging.getLogger(__name__)
@@ -44,8 +46,8 @@ class Submissions:
         self._heard = heard
         self._sound = ""  # who sent the last answer that was accepted
 
-    def submit(self, trajectory: Trajectory, sender: str, now: float) -> str | None:
-        """Take the complete `trajectory`; the reason if it is refused.
+    def submit(self, trajectory: Trajectory, packed: Packed, sender: str, now: float) -> str | None:
+        """Take the complete `trajectory`, which came `packed`; the reason if it is refused.
 
         A repetition of an accepted answer is accepted again. An answer that comes after its lease
         was lost is still taken while nobody else has the sample.
@@ -65,7 +67,7 @@ class Submissions:
             )
         if sample.state is State.GENERATING and sample.holder != sender:
             return self._refuse("wrong_holder", f"{sample.holder} has the lease")
-        fault = self._fault(sample, trajectory)
+        fault = self._fault(sample, trajectory) or size_fault(packed, array_bytes(trajectory))
         if fault is not None:
             log.warning("%s sent a malformed %s: %s", sender, sample.sample_id, fault)
             if sample.state is State.GENERATING:
@@ -79,7 +81,7 @@ class Submissions:
             return self._refuse("stale_answers", unfit)
         if sample.state is State.QUEUED:
             self._counters["late_accepted"] += 1
-        self._pool.accept(sample, trajectory, now)
+        self._pool.accept(sample, trajectory, packed, now)
         self._sound = sender
         self._counters["accepted"] += 1
         self._heard(trajectory)

@@ -1,34 +1,93 @@
-"""Trajectories in the store, in the very bytes in which they travel."""
+"""Trajectories and their scores in the store, in the very bytes in which they came.
+
+What a generator or a scorer has sent is looked at once, before it is acknowledged, and never packed
+anew: `as_arrived` cuts it out of its message, and `Packed` values go to the store, from there into
+a batch or to a scorer. The trainer puts trajectory and scores together (`BatchLease.scored`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias, cast
 
 import msgspec
 import xxhash
 
-from umbra.proto.records import Trajectory
+from umbra.proto.messages import SubmitScores, SubmitTrajectories
+from umbra.proto.records import Score, Trajectory
 from umbra.services.buffer.store.api import Store
+from umbra.services.runtime.net.server import Request
 
 PREFIX = "t/"
+SCORE = "x/"
+MORE_BYTES = 64 << 10  # of a packed record, besides its arrays: more than all else can take
+
+Packed: TypeAlias = bytes  # a trajectory or a score, in MessagePack
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Trajectory).decode
 
 
+class _Trajectories(msgspec.Struct):
+    trajectories: list[msgspec.Raw]
+
+
+class _Scores(msgspec.Struct):
+    scores: list[msgspec.Raw]
+
+
+_cut_trajectories = msgspec.msgpack.Decoder(_Trajectories).decode
+_cut_scores = msgspec.msgpack.Decoder(_Scores).decode
+
+
+def as_arrived(request: Request) -> list[Packed]:
+    """The trajectories or scores of a message, in the bytes in which they came.
+
+    They are copies: a message must not stay in memory for one small part of it.
+    """
+    frame = request.frame or _encode(request.body)
+    if isinstance(request.body, SubmitTrajectories):
+        return list(map(bytes, _cut_trajectories(frame).trajectories))
+    assert isinstance(request.body, SubmitScores)
+    return list(map(bytes, _cut_scores(frame).scores))
+
+
+def pack(record: Trajectory | Score) -> Packed:
+    """Its bytes, where none have come."""
+    return _encode(record)
+
+
+def size_fault(packed: Packed, array_bytes: int) -> str | None:
+    """What is wrong with the size of a record with so many bytes of arrays; None if nothing is.
+
+    MessagePack can say a thing in more bytes than it needs: a key twice, for example.
+    """
+    if len(packed) <= array_bytes + MORE_BYTES:
+        return None
+    return f"{len(packed)} bytes for arrays of {array_bytes}"
+
+
 class TrajectoryStore:
-    """The newest trajectory of each sample: complete, or a partial to continue from."""
+    """The newest trajectory of each sample: complete, or a partial to continue from; and scores.
 
-    def __init__(self, store: Store) -> None:
+    Args:
+        stages: that a trajectory may have scores of.
+    """
+
+    def __init__(self, store: Store, stages: Sequence[str] = ()) -> None:
         self._store = store
+        self._stages = tuple(stages)
 
-    def put(self, trajectory: Trajectory) -> None:
-        """Keep `trajectory` instead of an earlier one of its sample."""
-        self._store.put(PREFIX + trajectory.sample_id, _encode(trajectory))
+    def put(self, sample_id: str, packed: Packed) -> None:
+        """Keep a trajectory instead of an earlier one of its sample."""
+        self._store.put(PREFIX + sample_id, packed)
+
+    def put_score(self, sample_id: str, stage: str, packed: Packed) -> None:
+        """Keep what `stage` has found, instead of what it had found before."""
+        self._store.put(score_key(sample_id, stage), packed)
 
     def get(self, sample_id: str) -> Trajectory:
-        """The newest trajectory of the sample.
+        """The newest trajectory of the sample, without its scores.
 
         Raises:
             KeyError: there is none.
@@ -41,17 +100,52 @@ class TrajectoryStore:
         Raises:
             KeyError: there is none of one of them.
         """
-        values = self._store.get_all([PREFIX + sample_id for sample_id in sample_ids])
-        return cast("list[Trajectory]", list(map(msgspec.Raw, values)))
+        keys = [PREFIX + sample_id for sample_id in sample_ids]
+        return cast("list[Trajectory]", self._raw(keys))
+
+    def packed_scores(self, sample_ids: Sequence[str]) -> dict[str, list[Score]]:
+        """What each stage has found of these samples, by stage, to be sent as well.
+
+        Raises:
+            KeyError: a stage has not scored one of them.
+        """
+        return {
+            stage: cast("list[Score]", self._raw([score_key(one, stage) for one in sample_ids]))
+            for stage in self._stages
+        }
 
     def drop(self, sample_id: str) -> None:
-        """Forget it; there need not be one."""
+        """Forget it, and its scores; there need not be one."""
         self._store.delete(PREFIX + sample_id)
+        for stage in self._stages:
+            self._store.delete(score_key(sample_id, stage))
+
+    def scored(self, prefix: str) -> dict[str, int]:
+        """Of the samples whose ids begin with `prefix`, those with a trajectory: how many stages,
+        from the first on, there are scores of.
+        """
+        scores = set(self._store.keys(SCORE + prefix))
+        found: dict[str, int] = {}
+        for key in self._store.keys(PREFIX + prefix):
+            name, stages = key.removeprefix(PREFIX), 0
+            while stages < len(self._stages) and score_key(name, self._stages[stages]) in scores:
+                stages += 1
+            found[name] = stages
+        return found
+
+    def _raw(self, keys: Sequence[str]) -> list[Any]:
+        return list(map(msgspec.Raw, self._store.get_all(keys)))
 
 
-def digest(packed: Iterable[Trajectory]) -> str:
-    """A checksum over what `TrajectoryStore.packed` gave, all bytes in order."""
+def score_key(sample_id: str, stage: str) -> str:
+    """Where the store has the score of a sample."""
+    return f"{SCORE}{sample_id}/{stage}"
+
+
+def digest(trajectories: Iterable[Trajectory], scores: Mapping[str, Iterable[Score]]) -> str:
+    """A checksum over what `packed` and `packed_scores` gave, all bytes in order."""
     checksum = xxhash.xxh3_64()
-    for one in packed:
-        checksum.update(memoryview(cast(msgspec.Raw, one)))
+    for part in (trajectories, *scores.values()):
+        for one in part:
+            checksum.update(memoryview(cast(msgspec.Raw, one)))
     return checksum.hexdigest()

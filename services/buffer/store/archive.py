@@ -14,8 +14,7 @@ from typing import Any
 from umbra.services.buffer.policy.replays import Replays
 from umbra.services.buffer.policy.staleness import StalenessStats
 from umbra.services.buffer.samples.pool import Group, State
-from umbra.services.buffer.samples.trajectory_store import PREFIX as TRAJECTORY
-from umbra.services.buffer.store.journal import Journal, group_record, make_group
+from umbra.services.buffer.store.journal import Journal, group_record, is_whole, make_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +92,7 @@ class Archive:
         return batch
 
     def load(
-        self, live: dict[str, Group], trajectories: set[str], now: float
+        self, live: dict[str, Group], trajectories: Mapping[str, int], now: float
     ) -> tuple[list[StoredBatch], list[str]]:
         """The formed batches, and what a repair has taken from them; `steps` is the committed ones.
 
@@ -114,8 +113,8 @@ class Archive:
                     self._journal.forget(live.pop(name).group_id)
                 if self.steps and step != self.steps[-1] + 1:
                     broken = step - 1
-                samples = [sample["sample_id"] for group in named for sample in group["samples"]]
-                if not trajectories.issuperset(samples):
+                samples = [sample for group in named for sample in group["samples"]]
+                if not all(is_whole(sample, trajectories) for sample in samples):
                     broken = step
                 self._again.update(group["group_id"] for group in record["replays"])
                 self.steps.append(step)
@@ -162,7 +161,7 @@ class Archive:
                     del self._again[name]
                     if name not in self._replays.groups:
                         for sample in group["samples"]:
-                            self._journal.store.delete(TRAJECTORY + sample["sample_id"])
+                            self._journal.drop_trajectory(sample["sample_id"])
             self._journal.store.delete(f"b/{oldest}")
 
     def forget(self, step: int) -> None:

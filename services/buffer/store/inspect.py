@@ -10,8 +10,9 @@ from typing import Any
 import msgspec
 
 from umbra.proto.errors import UsageError
-from umbra.proto.records import Trajectory, unpack_float32, unpack_int32
+from umbra.proto.records import Score, Trajectory, unpack_float32, unpack_int32, with_score
 from umbra.services.buffer.samples.trajectory_store import PREFIX as TRAJECTORY
+from umbra.services.buffer.samples.trajectory_store import score_key
 from umbra.services.buffer.store.head import read_head
 from umbra.services.buffer.store.record_format import HEAD_BYTES
 from umbra.services.buffer.store.segments import (
@@ -28,6 +29,7 @@ TOKENS = 24  # of a trajectory shown
 KINDS = {
     "g/": "groups",
     "t/": "trajectories",
+    "x/": "scores",
     "b/": "batches",
     "r/": "prompt rows",
     "p/": "groups for replay",
@@ -110,7 +112,7 @@ class StoreReader:
         return {g["group_id"] for batch in batches if batch["is_open"] for g in batch["groups"]}
 
     def trajectory(self, sample_id: str) -> dict[str, Any]:
-        """One trajectory in readable form.
+        """One trajectory in readable form, with what has been found of it.
 
         Raises:
             UsageError: the store has none of that sample.
@@ -119,6 +121,11 @@ class StoreReader:
         if value is None:
             raise UsageError(f"the store holds no trajectory of sample {sample_id!r}")
         found = msgspec.msgpack.decode(value, type=Trajectory)
+        run: dict[str, Any] = self.read("run") or {}
+        for stage in run.get("buffer.stages", ()):
+            score = self.get(score_key(sample_id, stage))
+            if score is not None:
+                found = with_score(found, stage, msgspec.msgpack.decode(score, type=Score))
         plain: dict[str, Any] = msgspec.to_builtins(found, builtin_types=(bytes,))
         plain["prompt_ids"] = _short(unpack_int32(found.prompt_ids))
         plain["response_ids"] = _short(unpack_int32(found.response_ids))

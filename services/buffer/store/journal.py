@@ -10,7 +10,8 @@ not, and most of what a record costs is the same for one sample as for eight.
     m/<member>      who has joined
     g/<group>       fields of a live group and of its samples
     r/<group>       its prompt row, and the names of its samples
-    t/<sample>      trajectory of a sample (see `samples.trajectory_store`)
+    t/<sample>      trajectory of a sample, as it came (see `samples.trajectory_store`)
+    x/<sample>/<stage>  its score in that stage, as it came
     b/<step>        a batch: formed, or committed and kept for a trainer that starts again
     p/<group>       a group that was trained on and may be again
     c/<name>        what came of a prompt; the order of an epoch that a curriculum made
@@ -18,7 +19,7 @@ not, and most of what a record costs is the same for one sample as for eight.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from operator import attrgetter
 from typing import Any
@@ -27,7 +28,6 @@ import msgspec
 
 from umbra.services.buffer.data.prompts import Prompt
 from umbra.services.buffer.samples.pool import Group, Sample, SamplePool, State
-from umbra.services.buffer.samples.trajectory_store import PREFIX as TRAJECTORY
 from umbra.services.buffer.store.api import Store, StoreError
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -62,7 +62,7 @@ _GroupRecord = _record("_GroupRecord", _GROUP, "prompt", "samples")
 _group_values = attrgetter(*(name for name, _ in _GROUP))
 
 # Fields that go with a trajectory.
-_MADE = ("oldest", "state", "stage", "segments", "reward", "holder")
+_MADE = ("oldest", "state", "stage", "segments", "reward", "reward_parts", "holder")
 
 
 def group_record(group: Group) -> msgspec.Struct:
@@ -82,8 +82,11 @@ def make_group(record: dict[str, Any], row: dict[str, Any] | None = None) -> Gro
     return group
 
 
-def _lacks_trajectory(sample: dict[str, Any], trajectories: set[str]) -> bool:
-    return sample.get("oldest") is not None and sample["sample_id"] not in trajectories
+def is_whole(sample: Mapping[str, Any], trajectories: Mapping[str, int]) -> bool:
+    """Whether all is there that the record of a sample speaks of: trajectory and scores."""
+    if sample.get("oldest") is None:
+        return True
+    return trajectories.get(sample["sample_id"], -1) >= sample.get("stage", 0)
 
 
 class Journal:
@@ -142,7 +145,7 @@ class Journal:
                 names = [sample["sample_id"] for sample in record["samples"]]
                 mended.append(self._give_up(group_id, names, "its prompt is gone"))
                 continue
-            again = [s for s in record["samples"] if _lacks_trajectory(s, trajectories)]
+            again = [s for s in record["samples"] if not is_whole(s, trajectories)]
             for sample in again:
                 mended.append(f"sample {sample['sample_id']} starts again: its trajectory is gone")
                 for field in _MADE:
@@ -167,12 +170,16 @@ class Journal:
         """A repair has taken a part of the group away; what is to be told of that."""
         self.forget(group_id)
         for name in samples:
-            self.store.delete(TRAJECTORY + name)
+            self.drop_trajectory(name)
         return f"group {group_id} ends as lost, with {', '.join(samples)}: {why}"
 
-    def trajectories(self) -> set[str]:
-        """The samples of the pool that the store has a trajectory of."""
-        return set(self._ids(TRAJECTORY, "s-"))
+    def trajectories(self) -> dict[str, int]:
+        """The samples of the pool that the store has a trajectory of: see `TrajectoryStore`."""
+        return self._pool.trajectory_store.scored(self._pool.prefix + "s-")
+
+    def drop_trajectory(self, sample_id: str) -> None:
+        """Forget what there is of a sample that is not live."""
+        self._pool.trajectory_store.drop(sample_id)
 
     def _ids(self, kind: str, name: str) -> Iterable[str]:
         """Of the things of one kind, those of the journal's own pool."""

@@ -8,6 +8,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from umbra.proto.errors import UsageError
 from umbra.services.buffer.endpoints.generator import EVAL_PREFIX
 from umbra.services.buffer.policy.replays import Replays
@@ -91,12 +93,15 @@ def repair(directory: Path) -> Repair:
 def missing_from(store: Store) -> list[str]:
     """What a buffer that starts on `store` will find to be missing. Leaves it changed."""
     lost: list[str] = []
+    stages: list[str] = []
+    if not store_lacks(store, "run"):
+        stages = msgspec.msgpack.decode(store.get("run"))["buffer.stages"]
     for prefix in ("", EVAL_PREFIX):
         pool = SamplePool(
             rules=GroupRules(size=1),
             lease_s=1.0,
             max_attempts=1,
-            trajectory_store=TrajectoryStore(store),
+            trajectory_store=TrajectoryStore(store, stages),
             counters=Counter(),
             prefix=prefix,
         )

@@ -9,18 +9,26 @@ from __future__ import annotations
 
 from umbra.services.runtime.config.base import Section
 from umbra.services.runtime.config.buffer import BufferConfig
-from umbra.services.runtime.config.checkpoint import CheckpointConfig
-from umbra.services.runtime.config.critic import CriticConfig
 from umbra.services.runtime.config.generation import (
     EnvironmentConfig,
     GeneratorConfig,
     SamplingConfig,
     ScorerConfig,
 )
-from umbra.services.runtime.config.metrics import MetricsConfig
-from umbra.services.runtime.config.run import DataConfig, LogConfig, ModelConfig, RunSection
-from umbra.services.runtime.config.security import SecurityConfig
-from umbra.services.runtime.config.training import EvalConfig, TrainerConfig
+from umbra.services.runtime.config.run import (
+    DataConfig,
+    LogConfig,
+    ModelConfig,
+    RunSection,
+    SecurityConfig,
+)
+from umbra.services.runtime.config.training import (
+    CheckpointConfig,
+    CriticConfig,
+    EvalConfig,
+    MetricsConfig,
+    TrainerConfig,
+)
 from umbra.services.runtime.config.weights import WeightHubConfig
 
 __all__ = [

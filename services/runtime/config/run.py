@@ -1,4 +1,4 @@
-"""What is run, on which model and data, and what it logs."""
+"""What is run, on which model and data, what protects its sockets, and what it logs."""
 
 from __future__ import annotations
 
@@ -63,6 +63,21 @@ class DataConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True)
             "the indices of the rows to draw in that epoch, in order; instead of data.shuffle"
         ),
     ] = ""
+
+
+class SecurityConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Keys of the run's processes."""
+
+    keys: Annotated[
+        str,
+        Meta(
+            description="folder of the run's keys, from `umbra keys`; empty = the folder keys in "
+            "the run's folder (umbra up: in run.dir) if there is one"
+        ),
+    ] = ""
+    insecure: Annotated[
+        bool, Meta(description="let sockets that other machines can reach be bound without keys")
+    ] = False
 
 
 class LogConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,4 +1,4 @@
-"""Sections of the trainer and of evaluations."""
+"""Sections of the trainer (optimizer, value model, checkpoints, metrics) and of evaluations."""
 
 from __future__ import annotations
 
@@ -36,6 +36,9 @@ class TrainerConfig(ObjectiveKeys, frozen=True, kw_only=True, forbid_unknown_fie
     ] = 1
     pack_tokens: Annotated[int, Meta(description="tokens per packed row", ge=8)] = 256
     micro_tokens: Annotated[int, Meta(description="tokens per forward pass", ge=8)] = 4096
+    logits_mib: Annotated[
+        float, Meta(description="MiB of float32 logits at a time; more are computed twice", gt=0)
+    ] = 256.0
     share_prompts: Annotated[
         bool, Meta(description="compute a prompt once for all samples of it in a row")
     ] = True
@@ -105,6 +108,64 @@ class TrainerConfig(ObjectiveKeys, frozen=True, kw_only=True, forbid_unknown_fie
     def updates_per_batch(self) -> int:
         """Optimizer updates that a batch is meant for."""
         return self.minibatches * self.epochs
+
+
+class CriticConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The value model of `trainer.advantage = "gae"` (preset `ppo_critic`)."""
+
+    kind: Annotated[
+        Literal["model", "head"],
+        Meta(description="a model of its own, or a value head on the policy's hidden states"),
+    ] = "model"
+    path: Annotated[
+        str,
+        Meta(
+            description="directory it starts from, as an earlier run wrote it; empty = the policy"
+        ),
+    ] = ""
+    learning_rate: Annotated[float, Meta(description="its learning rate", gt=0)] = 1e-5
+    epochs: Annotated[int, Meta(description="passes over each batch", ge=1)] = 1
+    value_clip: Annotated[
+        float, Meta(description="how far a value may move for its loss, as in PPO; 0 = any", ge=0)
+    ] = 0.2
+    max_grad_norm: Annotated[float, Meta(description="clipping of its gradient", gt=0)] = 1.0
+    warmup_steps: Annotated[
+        int, Meta(description="first steps in which it alone learns, not the policy", ge=0)
+    ] = 0
+
+
+class CheckpointConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Checkpoints of the trainer, in <run dir>/checkpoints."""
+
+    every: Annotated[
+        int,
+        Meta(description="steps between checkpoints; the last step has one too; 0 = none", ge=0),
+    ] = 20
+    keep: Annotated[
+        int, Meta(description="newest checkpoints that are kept; each can be gone on from", ge=1)
+    ] = 2
+    best_metric: Annotated[
+        str,
+        Meta(description="also keep the checkpoint whose step has the best value of this metric"),
+    ] = ""
+    best_mode: Annotated[
+        Literal["max", "min"], Meta(description="whether the highest or the lowest value is best")
+    ] = "max"
+
+
+class MetricsConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Metrics of the training steps; they are always in <run dir>/metrics.jsonl."""
+
+    tensorboard: Annotated[
+        bool, Meta(description="also write them for TensorBoard, to <run dir>/tensorboard")
+    ] = False
+    wandb: Annotated[
+        Literal["off", "offline", "online"],
+        Meta(description="also log them with Weights & Biases: in <run dir>/wandb, or online"),
+    ] = "off"
+    wandb_project: Annotated[str, Meta(description="project at Weights & Biases", min_length=1)] = (
+        "umbra"
+    )
 
 
 class EvalConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -95,7 +95,7 @@ class GpuWorkerProcess:
         self.begin()
         if self._state == "attaching":
             try:
-                yield from self.answer(START_S)
+                yield from self.answer(START_S, abortable=False)
             except UmbraError:
                 self.kill()
                 raise

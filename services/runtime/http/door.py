@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from umbra.services.runtime.net.keys import is_loopback
 from umbra.services.runtime.net.zap import Refusals
+from umbra.services.runtime.numbers import size
 
 
 class Objection(NamedTuple):
@@ -75,7 +76,7 @@ class Door:
 
 def too_large(max_body: int) -> Objection:
     """Against a body of more than `max_body` bytes."""
-    return Objection(413, "too_large", f"the body is larger than {max_body >> 20} MiB")
+    return Objection(413, "too_large", f"the body is larger than {size(max_body)}")
 
 
 def error_body(

@@ -45,6 +45,7 @@ class IoThread:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
+        self.incarnation = incarnation
         self.security = security
         self.clock = clock
         self._identity = sockets.unguessable(name)  # the same on every socket

@@ -30,6 +30,13 @@ from umbra.services.runtime.net.keys import OPEN, Security
 from umbra.services.runtime.net.zap import Refusals, ZapGate, role_of
 
 PEERS_KEPT = 8192  # senders whose resends are known, the last ones; names cost a stranger nothing
+# A sender this long silent is forgotten. Whoever waits for an answer, a parked request's too,
+# resends every 3 s (`channel.RESEND_S`): twenty of these were lost in a row, and a session gives up
+# a server after as long (`run.broker_grace_s`). What one asks that was cut off for longer is not
+# known by its number, and still not done twice: operations are idempotent by what they name
+# (proto/README.md).
+SILENT_S = 60.0
+LISTENED_S = 1.0  # at most, from one poll to the next: silence while nobody listened is none
 REPLIES_KEPT = 16  # per peer, to answer resends from
 REPLY_BYTES_KEPT = 16 << 20  # of all peers, in equal shares; the last one of each at any rate
 REPLY_BYTES_MOST = 64 << 20  # of all peers together, last ones included: the oldest go
@@ -59,6 +66,7 @@ class Request(msgspec.Struct, frozen=True, gc=False):
     body: Message
     role: KeyRole | None = None
     received_at: float = 0.0  # seconds since the epoch
+    frame: bytes | memoryview = b""  # of the body, as it came
 
     @property
     def bare(self) -> Request:
@@ -79,6 +87,7 @@ class _Peer:
     """What must be remembered of one sender to know its resends, by request id."""
 
     incarnation: str
+    heard_at: float = 0.0  # on the clock of `Server._listened_s`
     pending: OrderedDict[int, None] = field(default_factory=OrderedDict[int, None])
     replies: OrderedDict[int, list[bytes]] = field(default_factory=OrderedDict[int, list[bytes]])
     reply_bytes: int = 0
@@ -108,6 +117,7 @@ class Server:
         name: sender name in the headers of replies.
         incarnation: of this process.
         security: keys of this process.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -116,6 +126,7 @@ class Server:
         name: str,
         incarnation: str,
         security: Security = OPEN,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counters: Counter[str] = Counter()
         self.refusals = Refusals()
@@ -125,7 +136,10 @@ class Server:
         self._channels: dict[zmq.Socket[bytes], _Channel] = {}
         self._by_name: dict[str, _Channel] = {}
         self._relay: tuple[zmq.Socket[bytes], zmq.Socket[bytes]] | None = None
-        self._peers: OrderedDict[tuple[str, bytes], _Peer] = OrderedDict()
+        self._clock = clock
+        self._polled_at = clock()
+        self._listened_s = 0.0  # time since the start, without that in which nobody polled
+        self._peers: OrderedDict[tuple[str, bytes], _Peer] = OrderedDict()  # by `heard_at`
         self._reply_bytes = 0  # kept, of all peers
         self._topics: set[bytes] = set()  # that telemetry is watched under
         self._wake: tuple[zmq.Socket[bytes], zmq.Socket[bytes]] | None = None
@@ -179,7 +193,11 @@ class Server:
     def poll(self, timeout_s: float) -> list[Request]:
         """Requests that arrived within `timeout_s` seconds, already validated."""
         requests: list[Request] = []
-        for socket, _ in self._poller.poll(timeout=max(0, round(timeout_s * 1000))):
+        ready = self._poller.poll(timeout=max(0, round(timeout_s * 1000)))
+        now = self._clock()
+        self._listened_s += min(now - self._polled_at, LISTENED_S)
+        self._polled_at = now
+        for socket, _ in ready:
             channel = self._channels.get(socket)
             if self._wake and socket is self._wake[0]:
                 _drain(socket)
@@ -189,6 +207,7 @@ class Server:
                 self._relay_from(socket)
             elif self._gate is not None:
                 self._gate.serve(socket)
+        self._forget_silent()  # after what was waiting has been read
         return requests
 
     def reply(self, request: Request, body: Message) -> None:
@@ -296,7 +315,7 @@ class Server:
             return None
         if is_kept:
             self._peers[channel.name, identity].asked(header.id)
-        return Request(channel.name, identity, header, envelope.body, role, time.time())
+        return Request(channel.name, identity, header, envelope.body, role, time.time(), frames[1])
 
     def _check_allowed(
         self, channel: _Channel, header: Header, kind: type[Message], role: KeyRole | None
@@ -350,6 +369,7 @@ class Server:
             peer = self._peers[key] = _Peer(header.incarnation)
             if len(self._peers) > PEERS_KEPT:
                 self._forget_oldest()
+        peer.heard_at = self._listened_s
         self._peers.move_to_end(key)
         frames = peer.replies.get(header.id)
         if frames is None and header.id not in peer.pending:
@@ -358,6 +378,13 @@ class Server:
         if frames is not None:
             self._send(channel, identity, frames)
         return True
+
+    def _forget_silent(self) -> None:
+        while self._peers:
+            oldest = self._peers[next(iter(self._peers))]
+            if self._listened_s - oldest.heard_at < SILENT_S:
+                return
+            self._forget_oldest()
 
     def _forget_oldest(self) -> None:
         self._reply_bytes -= self._peers.popitem(last=False)[1].reply_bytes

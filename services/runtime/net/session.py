@@ -67,14 +67,13 @@ class Session:
         control: Channel,
         hello: Join,
         welcome: Welcome,
-        incarnation: str,
         stopping: threading.Event,
         grace_s: float,
         metrics: MetricsFile,
         wall: Callable[[], float],
     ) -> None:
         self.name = link.name
-        self.incarnation = incarnation
+        self.incarnation = link.incarnation
         self.welcome = welcome
         self.stopping = stopping
         self.stop_reason = ""
@@ -157,7 +156,7 @@ class Session:
         log.info("joined run %s as %s", welcome.run_id, name)
         stop = stopping or threading.Event()
         file = metrics or MetricsFile(None, name)
-        return cls(link, control, hello, welcome, incarnation, stop, grace_s, file, wall)
+        return cls(link, control, hello, welcome, stop, grace_s, file, wall)
 
     @property
     def data(self) -> Channel:

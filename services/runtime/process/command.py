@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import resource
 import threading
 from collections.abc import Callable
@@ -25,11 +24,11 @@ from umbra.services.runtime.net.keys import OPEN, Security, open_security
 from umbra.services.runtime.net.session import Session
 from umbra.services.runtime.process.logs import setup_logging
 from umbra.services.runtime.process.metrics import MetricsFile
+from umbra.services.runtime.process.parent import tell_ready
 from umbra.services.runtime.process.signals import stop_on_signals
 from umbra.services.runtime.process.threads import named_errors
 
 OPEN_FILES = 65_536
-READY_FD_VARIABLE = "UMBRA_READY_FD"
 
 
 @dataclass(frozen=True)
@@ -63,14 +62,6 @@ class ServiceContext:
         """Tell whoever started this process that it is up, and where (one JSON line)."""
         self.log.info("ready: %s", ", ".join(f"{key} {value}" for key, value in facts.items()))
         tell_ready(facts)
-
-
-def tell_ready(facts: dict[str, Any]) -> None:
-    """Write `facts` to whoever started this process and waits for it, if somebody does."""
-    fd = os.environ.get(READY_FD_VARIABLE)
-    if fd is not None:
-        os.write(int(fd), msgspec.json.encode(facts) + b"\n")
-        os.close(int(fd))
 
 
 KEYS: dict[str, Any] = {

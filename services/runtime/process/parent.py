@@ -1,36 +1,59 @@
-"""No orphans: a supervised process ends when its supervisor does, even if that was killed."""
+"""What a child process does for its parent: it says when it is up, and leaves no orphan.
+
+`child.py` is the parent's side.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import threading
 import time
+from typing import Any
 
 PARENT_PID_VARIABLE = "UMBRA_PARENT_PID"
+READY_FD_VARIABLE = "UMBRA_READY_FD"
 GRACE_S = 15.0  # to drain and to remove shared memory before the hard end
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent() -> None:
-    """Get SIGTERM when the parent dies, and end hard if draining then takes too long.
+def tell_ready(facts: dict[str, Any]) -> None:
+    """Write `facts` (one JSON line) to whoever started this process and waits for it, if any."""
+    fd = os.environ.pop(READY_FD_VARIABLE, None)
+    if fd is not None:
+        os.write(int(fd), json.dumps(facts).encode() + b"\n")
+        os.close(int(fd))
+
+
+def is_supervised() -> bool:
+    """Whether a process of ours started this one, or one that said so in its environment."""
+    return PARENT_PID_VARIABLE in os.environ
+
+
+def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """Get signal `number` when the parent dies, and end hard if draining then takes too long.
 
     Does nothing unless the parent asked for it through the environment.
     """
     if not is_supervised():
         return
-    parent = os.environ[PARENT_PID_VARIABLE]
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    watch = threading.Thread(target=_watch, args=(int(parent),), name="umbra-parent", daemon=True)
-    watch.start()
-    if os.getppid() != int(parent):  # it died before prctl took effect
-        os.kill(os.getpid(), signal.SIGTERM)
+    parent = int(os.environ[PARENT_PID_VARIABLE])
+    if number == signal.SIGTERM:
+        watch = threading.Thread(target=_watch, args=(parent,), name="umbra-parent", daemon=True)
+        watch.start()
+    signal_at_death_of(parent, number)
 
 
-def is_supervised() -> bool:
-    """Whether a supervisor started this process."""
-    return PARENT_PID_VARIABLE in os.environ
+def signal_at_death_of(parent: int, number: signal.Signals) -> None:
+    """Have the kernel send this process `number` when its parent, process `parent`, dies.
+
+    More precisely: when the thread of the parent ends that has forked this process.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+    if os.getppid() != parent:  # it died before prctl took effect
+        os.kill(os.getpid(), number)
 
 
 def _watch(parent: int) -> None:

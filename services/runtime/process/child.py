@@ -1,22 +1,26 @@
-"""One child process: its log, its ready line, its end and what it used."""
+"""How a child process is started, watched and ended; `parent.py` is what the child does for it."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from umbra.proto.errors import PeerLostError, UmbraError
 from umbra.services.runtime.config.loader import ENV_PREFIX
-from umbra.services.runtime.process.command import READY_FD_VARIABLE
-from umbra.services.runtime.process.parent import PARENT_PID_VARIABLE
+from umbra.services.runtime.process.parent import PARENT_PID_VARIABLE, READY_FD_VARIABLE
+
+Output: TypeAlias = Path | int | None  # a file to append to, a file descriptor, or as ours
+_LOOK_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,42 +35,51 @@ class Usage:
 
 
 class ChildProcess:
-    """A running child, in a session of its own so that Ctrl-C in the terminal reaches only us.
+    """A running child. Its stdin is empty, unless `channel` is given.
 
-    Make it in the main thread: the kernel's parent-death signal follows the thread that forked.
+    The kernel's parent-death signal follows the thread that forked: a child that asks for it
+    (`parent.py`) has to be made in a thread that outlives it, such as the main thread.
 
     Args:
         argv: the command.
-        log_path: receives stdout and stderr, appended.
-        environ: of the child; what a supervisor adds is added here.
-        stdout_path: receives stdout instead, if given.
+        environ: its environment, `child_environ()` if not given; what `parent.py` reads is added.
+        stdout, stderr: where they go.
+        channel: the child's end of a socket pair (`pipe.py`), as its stdin. It says there that it
+            is up. Its stdout is our stderr, because libraries print there.
+        session: whether it leads a session of its own: Ctrl-C in the terminal does not reach it,
+            and all that it started ends with it. Otherwise what ends our process group ends it too.
     """
 
     def __init__(
         self,
         argv: Sequence[str],
         *,
-        log_path: Path,
-        environ: Mapping[str, str],
-        stdout_path: Path | None = None,
+        environ: Mapping[str, str] | None = None,
+        stdout: Output = None,
+        stderr: Output = None,
+        channel: socket.socket | None = None,
+        session: bool = True,
     ) -> None:
-        self._ready_fd, child_end = os.pipe()
-        os.set_blocking(self._ready_fd, False)
-        self._ready_line = b""
-        self._started = time.monotonic()
         self.returncode: int | None = None
         self.usage = Usage()
+        self._leads = session
         self._popen: subprocess.Popen[bytes] | None = None
+        self._started = time.monotonic()
+        self._ready_fd, self._ready_line = -1, b""
         variables = {
-            **environ,
-            READY_FD_VARIABLE: str(child_end),
+            **(child_environ() if environ is None else environ),
             PARENT_PID_VARIABLE: str(os.getpid()),
             "PYTHONUNBUFFERED": "1",
         }
+        if channel is not None:
+            variables.pop(READY_FD_VARIABLE, None)
+            self.pid = self._spawn(list(argv), variables, 2, stderr, channel.fileno())
+            return
+        self._ready_fd, child_end = os.pipe()
+        os.set_blocking(self._ready_fd, False)
+        variables[READY_FD_VARIABLE] = str(child_end)
         try:
-            self.pid = self._spawn(
-                list(argv), variables, log_path, stdout_path or log_path, child_end
-            )
+            self.pid = self._spawn(list(argv), variables, stdout, stderr, ready_fd=child_end)
         except BaseException:
             os.close(self._ready_fd)
             raise
@@ -77,20 +90,25 @@ class ChildProcess:
         self,
         argv: list[str],
         environ: dict[str, str],
-        log_path: Path,
-        stdout_path: Path,
-        ready_fd: int,
+        stdout: Output,
+        stderr: Output,
+        stdin: int = subprocess.DEVNULL,
+        ready_fd: int | None = None,
     ) -> int:
-        """Start the child, the leader of a process group, with `ready_fd` open; its pid."""
-        with log_path.open("ab") as log, stdout_path.open("ab") as out:
+        """Start the child, with `ready_fd` open; its pid."""
+        with ExitStack() as files:
+            out, err = (
+                files.enter_context(where.open("ab")) if isinstance(where, Path) else where
+                for where in (stdout, stderr)
+            )
             self._popen = subprocess.Popen(
                 argv,
-                stdin=subprocess.DEVNULL,
+                stdin=stdin,
                 stdout=out,
-                stderr=log,
+                stderr=err,
                 env=environ,
-                pass_fds=(ready_fd,),
-                start_new_session=True,
+                pass_fds=() if ready_fd is None else (ready_fd,),
+                start_new_session=self._leads,
             )
         return self._popen.pid
 
@@ -106,14 +124,15 @@ class ChildProcess:
     def poll(self) -> int | None:
         """The exit code (negative: the signal that ended it), or None while it runs.
 
-        What is left of its process group ends with it.
+        What is left of its session ends with it.
         """
         if self.returncode is None:
             options = os.WEXITED | os.WNOHANG | os.WNOWAIT
             if os.waitid(os.P_PID, self.pid, options) is None:
                 return None
-            # Before it is reaped: until then its process group id cannot be given to others.
-            self._signal_group(signal.SIGKILL)
+            if self._leads:
+                # Before it is reaped: until then its process group id cannot be given to others.
+                self._signal_all(signal.SIGKILL)
             _, status, used = os.wait4(self.pid, 0)
             self.returncode = os.waitstatus_to_exitcode(status)
             if self._popen:
@@ -123,26 +142,34 @@ class ChildProcess:
             self._close()
         return self.returncode
 
+    def wait(self, timeout_s: float) -> int | None:
+        """The exit code, as soon as it has ended; None if it has not in `timeout_s` seconds."""
+        until = time.monotonic() + timeout_s
+        while (code := self.poll()) is None and time.monotonic() < until:
+            time.sleep(_LOOK_S)
+        return code
+
     def terminate(self) -> None:
         """Ask it to drain."""
         if self.poll() is None:
             os.kill(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it, and whatever it started, at once."""
+        """End it, and its session, at once."""
         if self.poll() is None:
-            self._signal_group(signal.SIGKILL)
+            self._signal_all(signal.SIGKILL)
 
-    def _signal_group(self, number: signal.Signals) -> None:
+    def _signal_all(self, number: signal.Signals) -> None:
         try:
-            os.killpg(self.pid, number)
+            (os.killpg if self._leads else os.kill)(self.pid, number)
         except (ProcessLookupError, PermissionError):
             pass  # nothing is left of it, or only what is on its way out
 
     def _close(self) -> None:
-        self.ready()
-        os.close(self._ready_fd)
-        self._ready_fd = -1
+        if self._ready_fd >= 0:
+            self.ready()
+            os.close(self._ready_fd)
+            self._ready_fd = -1
 
 
 def describe_exit(code: int) -> str:
@@ -171,7 +198,7 @@ def child_environ(search: Sequence[Path] = ()) -> dict[str, str]:
     environ = {
         name: value
         for name, value in os.environ.items()
-        if not (name.startswith(ENV_PREFIX) and "__" in name)
+        if not (name.startswith(ENV_PREFIX) and "__" in name) and name != READY_FD_VARIABLE
     }
     paths = [str(path) for path in search]
     if before := environ.get("PYTHONPATH"):

@@ -1,21 +1,23 @@
-"""Starts, watches, restarts and stops the processes of a run on one machine.
+"""Starts, watches, restarts and stops processes of this machine: a run's, replicas, ranks.
 
-The supervisor does nothing by itself: its owner calls `poll` often. It never blocks, so a live view
-can share its thread, and with injected processes and clock every decision can be tested.
+The supervisor does nothing by itself: its owner calls `poll` often. That never blocks, so a live
+view can share its thread, and with injected processes and clock every decision can be tested.
 """
 
 from __future__ import annotations
 
+import math
 import signal
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from umbra.deploy.process import Usage, describe_exit, own_exit_code
-from umbra.deploy.restart import RestartPolicy
 from umbra.proto.errors import DivergedError, FailedSamplesError, RejectedError, UsageError
+from umbra.services.runtime.process.child import Usage, describe_exit, own_exit_code
 
+_LOOK_S = 0.02
 DRAIN_S = 15.0  # per wave; a trainer may have to end its step
 FINISH_S = 30.0  # from the first orderly exit to the last
 # The same would happen again.
@@ -25,13 +27,40 @@ FINAL_CODES = tuple(
 ASKED_CODES = (0, -signal.SIGTERM)  # how a process may end that was asked to
 
 
+class RestartPolicy:
+    """When a process that failed is started again: after a growing pause, and not for ever.
+
+    No clock of its own.
+
+    Args:
+        first_s: seconds until the first restart; doubles with every restart in the window.
+        limit: restarts within `window_s` seconds; one more failure is final.
+    """
+
+    def __init__(self, *, first_s: float = 0.5, limit: int = 5, window_s: float = 60.0) -> None:
+        self.first_s = first_s
+        self.limit = limit
+        self.window_s = window_s
+        self._restarts: deque[float] = deque()
+
+    def failed(self, now: float) -> float | None:
+        """The process failed at `now`: seconds until its restart, or None for never."""
+        while self._restarts and now - self._restarts[0] > self.window_s:
+            self._restarts.popleft()
+        if len(self._restarts) >= self.limit:
+            return None
+        delay = self.first_s * 2 ** len(self._restarts)
+        self._restarts.append(now)
+        return delay
+
+
 @dataclass(frozen=True, slots=True)
 class Program:
     """A process to run: stopped in the order of `wave`.
 
     One that `recovers` is started again when it fails, and can take up its work. The run can do
     without an `elastic` one, while there is another; the loss of any other ends it. `policy` says
-    how often it is started again, if not as often as others.
+    how often it is started again, if not as often as others; `environ` is added to its environment.
     """
 
     name: str
@@ -40,6 +69,7 @@ class Program:
     elastic: bool = False
     recovers: bool = False
     policy: Callable[[], RestartPolicy] | None = None
+    environ: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +82,7 @@ class Failure:
 
 
 class Child(Protocol):
-    """What the supervisor needs of a process; `process.Process` is one."""
+    """What the supervisor needs of a process; `child.ChildProcess` is one."""
 
     pid: int
     usage: Usage
@@ -76,11 +106,11 @@ class _Slot:
 
 
 class Supervisor:
-    """The processes of one run.
+    """The processes of one run, or of one of its services.
 
     Args:
         spawn: starts a program.
-        goal: the program whose orderly exit means that the run is done.
+        goal: the program whose orderly exit means that the run is done, if there is such a one.
         report: gets a line for people at every event.
         last_line: the last thing that a program said, for the sentence about its end.
         drain_s: seconds that each wave gets to stop until it is killed.
@@ -91,7 +121,7 @@ class Supervisor:
         self,
         spawn: Callable[[Program], Child],
         *,
-        goal: str,
+        goal: str = "",
         report: Callable[[str], None],
         last_line: Callable[[str], str] = lambda _name: "",
         policy: Callable[[], RestartPolicy] = RestartPolicy,
@@ -100,6 +130,7 @@ class Supervisor:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.failure: Failure | None = None
+        self.stopped_badly: Failure | None = None  # the first that did when it was asked to stop
         self.draining = False
         self._spawn = spawn
         self._goal = goal
@@ -160,6 +191,19 @@ class Supervisor:
                 slot.killed = True
                 slot.child.kill()
 
+    def wait(self, timeout_s: float) -> bool:
+        """Poll for so long, or until nothing runs and nothing will; whether that is so."""
+        until = time.monotonic() + timeout_s
+        while (running := self.poll()) and time.monotonic() < until:
+            time.sleep(_LOOK_S)
+        return not running
+
+    def close(self) -> None:
+        """End what runs still, and wait until it has ended."""
+        if self.poll():
+            self.kill()
+            self.wait(math.inf)
+
     @property
     def done(self) -> bool:
         """Whether the run reached its goal before anyone asked it to stop."""
@@ -193,7 +237,10 @@ class Supervisor:
         name, how = slot.program.name, describe_exit(code)
         if self.draining:
             if code not in ASKED_CODES and not slot.killed:
-                self._report(f"{name} stopped with {how}{self._said(name)}")
+                reason = f"{name} stopped with {how}{self._said(name)}"
+                self._report(reason)
+                failure = Failure(reason, name, own_exit_code(code))
+                self.stopped_badly = self.stopped_badly or failure
         elif code == 0:
             self._reached = self._reached or name == self._goal
             if self._finishing_since is None and not slot.program.elastic:

@@ -1,0 +1,216 @@
+"""A trajectory and its scores stay the very bytes in which they came, up to the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from fakes.broker_world import World, trajectory, world
+
+from umbra.proto.codec import Encoder, decode
+from umbra.proto.errors import WireError
+from umbra.proto.messages import (
+    BatchLease,
+    Header,
+    LeaseBatch,
+    LeaseScoring,
+    ScoringLeases,
+    SubmitAck,
+    SubmitScores,
+    SubmitTrajectories,
+)
+from umbra.proto.records import SampleTask, Score, ScoringTask, pack_float32
+from umbra.services.buffer.effects import Reply
+from umbra.services.buffer.samples import trajectory_store
+from umbra.services.buffer.store.api import StoreError
+from umbra.services.buffer.store.inspect import StoreReader
+from umbra.services.buffer.store.log import LogStore
+from umbra.services.runtime.net.server import Request
+
+LOGPROBS = pack_float32([-0.25, -0.75])
+FOUND: Mapping[str, dict[str, Any]] = {  # by the stages, of each sample
+    "reward": {"reward": 0.5, "reward_parts": {"late": 0.5}},
+    "ref_logp": {"logprobs": LOGPROBS},
+}
+
+
+def unusual(record: msgspec.Struct) -> bytes:
+    """The same in other bytes than we would write: last key first, the integer 1 in nine bytes."""
+    fields = msgspec.msgpack.decode(msgspec.msgpack.encode(record))
+    pairs = [
+        msgspec.msgpack.encode(key)
+        + (b"\xcf" + bytes(7) + b"\1" if value == 1 and type(value) is int else pack(value))
+        for key, value in reversed(fields.items())
+    ]
+    return b"\xde" + len(pairs).to_bytes(2, "big") + b"".join(pairs)
+
+
+def pack(value: Any) -> bytes:
+    return msgspec.msgpack.encode(value)
+
+
+def message(field: str, packed: list[bytes], **more: Any) -> bytes:
+    return pack({**more, field: list(map(msgspec.Raw, packed))})
+
+
+def submit(run: World, tasks: list[SampleTask], pieces: list[bytes]) -> SubmitAck:
+    frame = message("trajectories", pieces)
+    body = msgspec.msgpack.decode(frame, type=SubmitTrajectories)
+    reply = run.ask("a", body, frame=frame)
+    assert isinstance(reply, SubmitAck)
+    return reply
+
+
+def scored_world() -> World:
+    run = world(stages=["reward", "ref_logp"], batch_groups=1, durable=True)
+    run.join("scorer", "r")
+    return run
+
+
+def tasks_of(run: World, stage: str) -> list[ScoringTask]:
+    body = LeaseScoring(stage=stage, capacity=9, wait_s=0)
+    return run.get("r", body, ScoringLeases).tasks
+
+
+def give(run: World, stage: str, scores: list[Score]) -> None:
+    frame = message("scores", list(map(unusual, scores)), stage=stage)
+    body = msgspec.msgpack.decode(frame, type=SubmitScores)
+    reply = run.ask("r", body, frame=frame)
+    assert isinstance(reply, SubmitAck) and not reply.refused
+
+
+def score_all(run: World) -> None:
+    for stage, values in FOUND.items():
+        scores = [
+            Score(sample_id=task.sample_id, attempt=task.attempt, **values)
+            for task in tasks_of(run, stage)
+        ]
+        give(run, stage, scores)
+
+
+def test_what_came_is_what_is_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(trajectory_store, "_decode")  # nobody needs to look at it again
+    run = scored_world()
+    tasks = run.lease("a", 2, 0)
+    made = [trajectory(task, 0, reward=0.25, reward_parts={}) for task in tasks]
+    pieces = list(map(unusual, made))
+    assert pieces[0] != pack(made[0])
+    assert submit(run, tasks, pieces).accepted == 2
+    score_all(run)
+    header, lease = ask_batch(run)
+    assert all(piece in pack(lease) for piece in pieces)
+    _, frames = Encoder("buffer", "b").encode(lease, reply_to=header.id)
+    body = decode(frames).body
+    assert isinstance(body, BatchLease)
+    assert body.trajectories == made
+    assert [one.reward for one in body.scored()] == [0.75, 0.75]
+    assert [one.reward_parts for one in body.scored()] == [{"late": 0.5}] * 2
+    assert [one.ref_logprobs for one in body.scored()] == [LOGPROBS] * 2
+
+
+def ask_batch(run: World) -> tuple[Any, BatchLease]:
+    """The lease as the broker makes it, before it is sent."""
+    ask = LeaseBatch(step=1, wait_s=0)
+    header = Header(
+        major=1, minor=0, type="LeaseBatch", id=77, sender="trainer", incarnation="trainer-1"
+    )
+    (reply,) = (
+        effect
+        for effect in run.broker.handle(Request("any", b"trainer", header, ask), run.now)
+        if isinstance(effect, Reply)
+    )
+    assert isinstance(reply.body, BatchLease)
+    return header, reply.body
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("trajectory", {"made_up": [[]]}),
+        ("span", {"made_up": 1}),
+        ("sampling", {"made_up": 1}),
+    ],
+)
+def test_nothing_is_kept_that_was_not_looked_at(kind: str, changes: dict[str, Any]) -> None:
+    run = world()
+    (task, _) = run.lease("a", 2, 0)
+    plain = msgspec.to_builtins(trajectory(task, 0), builtin_types=(bytes,))
+    where = {"trajectory": plain, "span": plain["spans"][0], "sampling": plain["sampling"]}
+    where[kind].update(changes)
+    header, _ = Encoder("a", "1").encode(SubmitTrajectories(trajectories=[]))[1]
+    with pytest.raises(WireError, match="unknown field `made_up`"):
+        decode([header, pack({"trajectories": [plain]})])
+
+
+def test_nor_what_is_said_twice() -> None:
+    run = world()
+    (task, _) = run.lease("a", 2, 0)
+    answer = trajectory(task, 0)
+    plain = msgspec.to_builtins(answer, builtin_types=(bytes,))
+    again = (pack("prompt_ids") + pack(bytes(30_000))) * 3
+    twice = b"\xde" + (len(plain) + 3).to_bytes(2, "big") + again
+    twice += b"".join(pack(key) + pack(value) for key, value in plain.items())
+    assert msgspec.msgpack.decode(twice, type=type(answer)) == answer
+    reply = submit(run, [task], [twice])
+    assert reply.refused[task.sample_id].startswith("malformed: ")
+    assert run.broker.counters["malformed_trajectory"] == 1
+
+
+def test_scores_are_there_after_a_restart_and_gone_with_their_sample() -> None:
+    run = scored_world()
+    tasks = run.lease("a", 2, 0)
+    submit(run, tasks, [unusual(trajectory(task, 0)) for task in tasks])
+    score_all(run)
+    run.restart_broker()
+    run.join("trainer", "trainer")
+    lease = run.batch(1)
+    assert [one.reward for one in lease.scored()] == [1.5, 1.5]
+    run.commit(1)
+    assert run.store.keys("x/"), "the batch may be asked for again"
+    run.broker.batches.cover(1)
+    assert not run.store.keys("x/") and not run.store.keys("t/")
+
+
+def test_a_score_that_is_gone_shows() -> None:
+    run = scored_world()
+    tasks = run.lease("a", 2, 0)
+    submit(run, tasks, [unusual(trajectory(task, 0)) for task in tasks])
+    score_all(run)
+    run.store.delete(trajectory_store.score_key(tasks[0].sample_id, "reward"))
+    with pytest.raises(StoreError, match="its trajectory is gone"):
+        run.restart_broker()
+    run.store.put("repaired", b"\xc3")
+    run.restart_broker()
+    flight = run.pool.ledger.snapshot().in_flight
+    assert (flight["queued"], flight["ready"]) == (1, 1)
+
+
+def test_scores_of_other_samples_are_no_batch() -> None:
+    run = scored_world()
+    tasks = run.lease("a", 2, 0)
+    submit(run, tasks, [unusual(trajectory(task, 0)) for task in tasks])
+    score_all(run)
+    lease = run.batch(1)
+    mixed = {stage: scores[::-1] for stage, scores in lease.scores.items()}
+    with pytest.raises(WireError, match="of other samples"):
+        msgspec.structs.replace(lease, scores=mixed).scored()
+
+
+def test_people_are_shown_a_trajectory_with_its_scores(tmp_path: Path) -> None:
+    store = LogStore(tmp_path)
+    kept = trajectory_store.TrajectoryStore(store, ["reward", "ref_logp"])
+    task = SampleTask(
+        sample_id="s-0", group_id="g-0", prompt_id="1", attempt=1, row={}, lease_s=9.0
+    )
+    kept.put("s-0", pack(trajectory(task, 0)))
+    for stage, values in FOUND.items():
+        kept.put_score("s-0", stage, pack(Score(sample_id="s-0", attempt=1, **values)))
+    store.put("run", pack({"buffer.stages": list(FOUND)}))
+    store.commit()
+    store.close()
+    shown = StoreReader(tmp_path).trajectory("s-0")
+    assert (shown["reward"], shown["reward_parts"]) == (1.5, {"late": 0.5})
+    assert (shown["ref_logprobs"], shown["scored"]) == ([-0.25, -0.75], ["reward", "ref_logp"])

@@ -1,0 +1,190 @@
+"""Logprobs, entropies and gradients are the same however many logits are computed at a time."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes.architectures import ARCHITECTURES
+from fakes.closeness import assert_same_logprobs, assert_same_sums
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+from umbra.proto.errors import UsageError
+from umbra.services.modeling.packing import MicroBatch, Tokens, pack
+from umbra.services.modeling.scorer import Scorer
+from umbra.services.runtime.config import TrainerConfig
+from umbra.services.trainer.lora import add_adapter
+from umbra.services.trainer.policy import load_policy
+
+AT_A_TIME = 3  # tokens; the last chunk has fewer
+# Without anything after the output layer, with a factor, a divisor, and a soft cap.
+TAILS = ("qwen3", "cohere", "granite", "gemma2")
+
+
+@pytest.fixture(scope="module", params=TAILS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp(request.param)
+    return load_policy(ARCHITECTURES[request.param].write(folder / "model"))[0].eval()
+
+
+@pytest.fixture
+def qwen(tmp_path: Path) -> Any:
+    return load_policy(ARCHITECTURES["qwen3"].write(tmp_path / "model"))[0].eval()
+
+
+@pytest.fixture(scope="module")
+def micro() -> MicroBatch:
+    lengths = torch.tensor([9, 5, 17])
+    learned = torch.tensor([4, 5, 6, 7, 8, 10, 12, 13, 20, 21, 22, 25, 28, 29, 30])[:14]
+    owner = torch.bucketize(learned, lengths.cumsum(0), right=True)
+    ids = torch.randint(5, 60, (31,), generator=torch.Generator().manual_seed(1))
+    (micro,) = pack(Tokens(ids, lengths, learned, owner), pack_tokens=64, micro_tokens=64)
+    return micro
+
+
+def chunked(model: PreTrainedModel, at_a_time: int = AT_A_TIME) -> Scorer:
+    return Scorer(model, 4 * at_a_time * model.config.vocab_size)
+
+
+def settings(micro: MicroBatch) -> tuple[Tensor, Tensor]:
+    """A temperature, and top-k and top-p, of each token's own."""
+    count = len(micro.source)
+    temperature = torch.linspace(0.5, 1.5, count)
+    top_k, top_p = torch.arange(count).float() + 4, torch.linspace(0.7, 1.0, count)
+    return temperature, torch.stack([temperature, top_k, top_p, torch.zeros(count)], -1)
+
+
+@pytest.mark.parametrize("restricted", [False, True])
+def test_chunks_change_nothing(model: PreTrainedModel, micro: MicroBatch, restricted: bool) -> None:
+    temperature, sampling = settings(micro)
+    weights = torch.randn(2, len(micro.source), generator=torch.Generator().manual_seed(2))
+    found: list[tuple[Tensor, Tensor, dict[str, Tensor]]] = []
+    for scorer in (Scorer(model), chunked(model)):
+        model.zero_grad()
+        logprobs, entropy = scorer(
+            micro, temperature, entropy_gradient=True, sampling=sampling if restricted else None
+        )
+        (logprobs * weights[0] + entropy * weights[1]).sum().backward()
+        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        found.append((logprobs.detach(), entropy.detach(), gradients))
+    (plain, plain_entropy, expected), (logprobs, entropy, gradients) = found
+    assert_same_logprobs(logprobs, plain, model)
+    assert_same_sums(entropy, plain_entropy, terms=model.config.vocab_size)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        scale = float(expected[name].abs().max())
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-5 * scale)
+
+
+@torch.no_grad()
+def test_without_a_gradient_too(model: PreTrainedModel, micro: MicroBatch) -> None:
+    temperature, _ = settings(micro)
+    plain, _ = Scorer(model)(micro, temperature)
+    found, entropy = chunked(model)(micro, temperature, with_entropy=False)
+    assert_same_logprobs(found, plain, model)
+    assert not entropy.any()
+
+
+def rows_of_logits(tensor: Any, model: PreTrainedModel) -> int:
+    """How many rows `tensor` has, if it is as wide as the vocabulary and no weight [H, V]."""
+    if not isinstance(tensor, Tensor) or tensor.dim() != 2:
+        return 0
+    rows, width = tensor.shape
+    return rows if width == model.config.vocab_size and rows != model.config.hidden_size else 0
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most rows of logits that anything makes."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.rows = 0
+        self._model = model
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for one in result if isinstance(result, tuple | list) else (result,):
+            self.rows = max(self.rows, rows_of_logits(one, self._model))
+        return result
+
+
+def test_no_more_logits_than_a_chunk_exist_at_a_time(
+    qwen: PreTrainedModel, micro: MicroBatch
+) -> None:
+    temperature, sampling = settings(micro)
+    rows: list[int] = []
+    for scorer in (Scorer(qwen), chunked(qwen)):
+        with Largest(qwen) as largest:
+            logprobs, entropy = scorer(micro, temperature, entropy_gradient=True, sampling=sampling)
+            (logprobs.sum() + entropy.sum()).backward()
+        rows.append(largest.rows)
+    assert rows == [len(micro.source), AT_A_TIME]
+
+
+def test_what_the_backward_pass_keeps_does_not_grow_with_the_vocabulary(
+    qwen: PreTrainedModel, micro: MicroBatch
+) -> None:
+    kept: list[int] = []
+
+    def pack_hook(tensor: Tensor) -> Tensor:
+        kept.append(rows_of_logits(tensor, qwen))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack_hook, lambda tensor: tensor):
+        chunked(qwen)(micro, settings(micro)[0], entropy_gradient=True)
+    assert max(kept) == 0
+
+
+def test_an_output_layer_with_an_adapter(tmp_path: Path, micro: MicroBatch) -> None:
+    model = load_policy(ARCHITECTURES["llama"].write(tmp_path / "model"))[0].eval()
+    add_adapter(model, TrainerConfig(lora_rank=2, lora_targets=["lm_head", "q_proj"]), seed=1)
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(3))
+    temperature, _ = settings(micro)
+    found: list[dict[str, Tensor]] = []
+    for scorer in (Scorer(model), chunked(model)):
+        model.zero_grad()
+        scorer(micro, temperature)[0].sum().backward()
+        found.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+    assert any(".lora_A." in name and "lm_head" in name for name in found[0])
+    assert found[0].keys() == found[1].keys()
+    for name, gradient in found[0].items():
+        scale = float(gradient.abs().max())
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-3, atol=1e-5 * scale)
+
+
+def test_mixed_precision(qwen: PreTrainedModel, micro: MicroBatch) -> None:
+    """Under autocast the parameters get all of their gradient, also the output layer's."""
+    temperature, _ = settings(micro)
+    found: list[dict[str, Tensor]] = []
+    for scorer in (Scorer(qwen), chunked(qwen)):
+        qwen.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            logprobs, _ = scorer(micro, temperature)
+        logprobs.sum().backward()
+        found.append({n: p.grad.clone() for n, p in qwen.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys() == dict(qwen.named_parameters()).keys()
+    for name, gradient in found[0].items():
+        distance = (found[1][name] - gradient).norm() / gradient.norm()
+        assert distance < 0.05, f"{name}: {float(distance)}, where bf16 has three digits"
+
+
+def test_a_model_that_does_something_else_to_its_logits_is_refused(
+    qwen: PreTrainedModel, micro: MicroBatch
+) -> None:
+    class Louder(type(qwen)):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().forward(*args, **kwargs)
+            output.logits = output.logits * 1.5
+            return output
+
+    qwen.__class__ = Louder
+    with pytest.raises(UsageError, match="Louder does something to its logits"):
+        Scorer(qwen)(micro, settings(micro)[0])
