@@ -21,11 +21,6 @@ FOLDERS = ("deploy", "proto", "services", "src/umbra")
 
 # "path" or "path: class" -> why it stays as it is
 ALLOWED: dict[str, str] = {
-    "services/buffer/broker.py: Broker": "each part can be replaced by tests and the simulator",
-    "services/buffer/endpoints/generator.py: GeneratorEndpoint": "acts on all of the run's state",
-    "services/buffer/endpoints/trainer.py: TrainerEndpoint": "acts on all of the run's state",
-    "services/buffer/status.py: StatusPage": "shows a figure of each part",
-    "services/buffer/store/recovery.py: Recovery": "saves and restores each part",
     "services/environments/guess.py": "one environment a file, to copy from",
     "services/generator/loop.py: GeneratorLoop": "ties engine, buffer and weights",
     "services/generator/vllm_plugin.py": "each process of vLLM loads it",

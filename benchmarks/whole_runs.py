@@ -9,13 +9,13 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, Generic, Protocol, TypeVar
 
-from umbra.deploy.interrupts import SignalCounter
 from umbra.deploy.live import QuietView
 from umbra.deploy.overlap import Interval, clip, merge, total
 from umbra.deploy.programs import other_programs
 from umbra.deploy.run_folder import RunFolder, read_rows
 from umbra.deploy.up import Up
 from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.process.signals import SignalCounter
 from umbra.services.runtime.process.supervisor import Program
 
 HERE = Path(__file__).parent

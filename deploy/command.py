@@ -11,7 +11,6 @@ from typing import Any
 
 import click
 
-from umbra.deploy.interrupts import SignalCounter
 from umbra.deploy.live import LogView, choose_view
 from umbra.deploy.preflight import check_ports_free, check_run, resolve_paths, search_path
 from umbra.deploy.programs import buffer_program, other_programs
@@ -24,6 +23,7 @@ from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config.feasibility import implied_staleness
 from umbra.services.runtime.config.loader import as_dict, load_config
 from umbra.services.runtime.config.objective_rules import implied, lone_groups
+from umbra.services.runtime.process.signals import SignalCounter
 
 run_file_argument = click.argument("run_file", type=click.Path(path_type=Path))
 set_option = click.option(

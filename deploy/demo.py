@@ -12,7 +12,6 @@ from typing import Any
 import click
 
 from umbra.deploy.command import finish, set_option
-from umbra.deploy.interrupts import SignalCounter
 from umbra.deploy.live import LogView, View, choose_view
 from umbra.deploy.preflight import check_run, resolve_paths
 from umbra.deploy.run_folder import RunFolder
@@ -22,6 +21,7 @@ from umbra.deploy.up import Up
 from umbra.services.generator.tasks import write_task
 from umbra.services.runtime.config.loader import as_dict, load_config
 from umbra.services.runtime.process.child import child_environ
+from umbra.services.runtime.process.signals import SignalCounter
 
 DEMOS = Path(__file__).parent / "demos"
 

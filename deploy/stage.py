@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from umbra.deploy.interrupts import SignalCounter
 from umbra.deploy.run_folder import RunFolder, last_lines
 from umbra.proto.errors import UmbraError
 from umbra.services.runtime.process.child import ChildProcess, describe_exit, own_exit_code
+from umbra.services.runtime.process.signals import SignalCounter
 
 POLL_S = 0.02
 UMBRA = "umbra"

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from umbra.deploy.interrupts import SignalCounter
 from umbra.deploy.live import View
 from umbra.deploy.preflight import check_run
 from umbra.deploy.programs import BUFFER, TRAINER, buffer_program, other_programs
@@ -29,9 +28,11 @@ from umbra.deploy.summary import RunOutcome, read_status, summarise, write_summa
 from umbra.proto.errors import EXIT_DONE, StartupError, UmbraError
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config.loader import to_json
+from umbra.services.runtime.deadline import Deadline
 from umbra.services.runtime.net.keys import open_security
 from umbra.services.runtime.process.child import ChildProcess, child_environ
 from umbra.services.runtime.process.disk import DISK, READABLE_MODE
+from umbra.services.runtime.process.signals import SignalCounter
 from umbra.services.runtime.process.supervisor import Program, Supervisor
 from umbra.services.runtime.weights.arena import remove_leftovers
 
@@ -206,12 +207,11 @@ class Up:
     def _start(self, supervisor: Supervisor, progress: Progress) -> None:
         """Start the buffer, and the others once it has said where it is."""
         supervisor.start(buffer_program(self.config, self.folder))
-        deadline = time.monotonic() + START_S
+        deadline = Deadline(START_S, "the buffer was not up", error=StartupError)
         while (facts := supervisor.ready(BUFFER)) is None:
             if not supervisor.poll() or supervisor.draining:
                 return
-            if time.monotonic() > deadline:
-                raise StartupError(f"the buffer was not up within {START_S:g} s")
+            deadline.check()
             self._turn(supervisor, progress)
         broker = str(facts["broker"])
         progress.watch(broker, open_security(self.config.security, ["monitor"]))

@@ -110,6 +110,9 @@ SENDERS: dict[type[Message], tuple[KeyRole, ...]] = {
     Event: MEMBERS,
 }
 
+# What is answered from what there is and changes nothing: it may be answered twice.
+QUESTIONS: tuple[type[Message], ...] = (Ping, StatusRequest, HubStatusRequest, VersionsRequest)
+
 SOCKETS: dict[str, tuple[type[Message], ...]] = {
     "control": CONTROL,
     "data": DATA,
@@ -123,6 +126,11 @@ WATCHERS: tuple[KeyRole, ...] = ("monitor", "operator")  # may connect to `event
 def may_send(role: KeyRole, kind: type[Message]) -> bool:
     """Whether the key of `role` allows to send a message of this kind."""
     return role in SENDERS.get(kind, ())
+
+
+def needs_membership(kind: type[Message]) -> bool:
+    """Whether the buffer answers it to members alone; an operator is none."""
+    return kind is not Join and "operator" not in SENDERS.get(kind, ())
 
 
 def may_connect(role: KeyRole, socket: str) -> bool:

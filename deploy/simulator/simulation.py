@@ -22,6 +22,7 @@ from umbra.proto.errors import DeadlineError
 from umbra.proto.records import SampleTask
 from umbra.services.buffer.broker import Broker, Endpoints
 from umbra.services.buffer.data.prompts import GroupEnd, Prompt
+from umbra.services.buffer.state import RunState
 from umbra.services.buffer.store.api import MemoryStore
 from umbra.services.runtime.planes.tcp import RelayChain
 
@@ -167,14 +168,12 @@ class Simulation:
 
     def _make_broker(self, now: float) -> Broker:
         broker = Broker(
-            self._scenario.config,
+            RunState(self._scenario.config, self._store, _Prompts()),
             run_id="simulated",
-            prompts=_Prompts(),
-            store=self._store,
             endpoints=Endpoints("data", "events-in", "events-out"),
             now=now,
         )
-        broker.works.facts.sampling = None  # what is simulated is drawn by nobody
+        broker.run.facts.sampling = None  # what is simulated is drawn by nobody
         return broker
 
     # -- who takes part ---------------------------------------------------------------------------

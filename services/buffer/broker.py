@@ -10,13 +10,13 @@ goes on where that one ended.
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
-from umbra.proto.access import SENDERS, may_send
+from umbra.proto.access import QUESTIONS, SENDERS, may_send, needs_membership
 from umbra.proto.messages import (
+    ANY,
     CheckpointRequest,
     CheckpointSaved,
     Command,
@@ -52,39 +52,29 @@ from umbra.proto.messages import (
     SubmitTrajectories,
     Welcome,
 )
-from umbra.services.buffer.data.prompts import Prompt, Prompts
-from umbra.services.buffer.effects import Effect, Effects
+from umbra.services.buffer.effects import Effect
+from umbra.services.buffer.endpoints.generator import GeneratorEndpoint
 from umbra.services.buffer.endpoints.operator import OperatorRequests
-from umbra.services.buffer.membership import Membership, Participant
+from umbra.services.buffer.endpoints.scorer import ScorerEndpoint
+from umbra.services.buffer.endpoints.trainer import TrainerEndpoint
+from umbra.services.buffer.membership import Participant
+from umbra.services.buffer.policy.cancellation import Cancellations
 from umbra.services.buffer.stalls import StallReport
+from umbra.services.buffer.state import RunState
 from umbra.services.buffer.status import StatusPage
-from umbra.services.buffer.store.api import Store
 from umbra.services.buffer.store.quota import DiskQuota
 from umbra.services.buffer.store.recovery import Recovery
-from umbra.services.buffer.works import Works
-from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.net.server import Request
 from umbra.services.runtime.net.zap import Refusals
 
 FINISH_S = 10.0  # what members get to leave after FinishRun
 STOP_S = 8.0  # the same after a signal: supervisors kill after 10 s
+# What makes no work for anyone and changes nothing that the store keeps.
+STILL = frozenset({*QUESTIONS, *ANY, Heartbeat})
+
+Handler: TypeAlias = Callable[[Request, Any, float], None]
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """How a kind of message is answered.
-
-    Attributes:
-        answer: gets the request, its body and the time.
-        members: only members may ask, with a role that may (`proto/access.py`).
-        moves: whether it may change what the store keeps, or make work for others.
-    """
-
-    answer: Callable[[Request, Any, float], None]
-    members: bool = True
-    moves: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +87,11 @@ class Endpoints:
 
 
 class Broker:
-    """Prompts, leases, trajectories, staleness, ledger and membership of one run.
+    """Handlers of messages and of time over the state of one run.
 
     Args:
-        config: of the run.
+        run: the state.
         run_id: told to everyone.
-        prompts: endless.
-        eval_prompts: held-out ones, if there are any.
-        store: keeps all of it; a run that it holds goes on.
         endpoints: of the data and telemetry sockets.
         now: the time, seconds.
         wire_counters: counted by the sockets' side; shown with the broker's own.
@@ -113,76 +100,60 @@ class Broker:
 
     def __init__(
         self,
-        config: RunConfig,
+        run: RunState,
         *,
         run_id: str,
-        prompts: Prompts,
-        eval_prompts: Sequence[Prompt] = (),
-        store: Store,
         endpoints: Endpoints,
         now: float,
         wire_counters: Mapping[str, int] | None = None,
         refusals: Refusals | None = None,
     ) -> None:
-        buffer = config.buffer
-        self.counters: Counter[str] = Counter()
-        self.members = Membership(buffer)
-        self._refusals = refusals or Refusals()
-        self._outbox = Effects()
-        works = Works(
-            config,
-            store,
-            prompts,
-            eval_prompts,
-            self.members,
-            missing=self._missing,
-            counters=self.counters,
-            outbox=self._outbox,
-        )
-        self.works = works
-        self.policy, self.pool, self.batches = works.policy, works.pool, works.batches
-        report = self._report = StallReport(works, self.members, buffer)
-        self._operations = OperatorRequests(works, self.members, self._outbox, end=self._stop)
-        self._config = config
+        self.run = run
+        self.counters, self.members = run.counters, run.members
+        self.policy, self.pool, self.batches = run.policy, run.pool, run.batches
+        self.failure = ""  # why the run ends badly, if so
         self._run_id = run_id
         self._endpoints = endpoints
+        self._refusals = refusals or Refusals()
+        self._outbox = run.outbox
         self._deadline = 0.0  # for the others to leave, once the run is ending
         self._finish_request: Request | None = None  # waits for an evaluation
         self._moved = True  # anything, since the last `save`
-        self.failure = ""  # why the run ends badly, if so
-        self._recovery = Recovery(
-            works.journal,
-            run={
-                "run_id": run_id,
-                "buffer.group_size": buffer.group_size,
-                "buffer.batch_groups": buffer.batch_groups,
-                "buffer.stages": list(buffer.stages),
-            },
-            pool=self.pool,
-            batches=self.batches,
-            members=self.members,
-            training=works.training,
-            run_ahead=works.run_ahead,
-            health=works.health,
-            evals=works.evals,
-            gate=works.gate,
-            prompts=prompts,
-            counters=self.counters,
+        report = StallReport(run)
+        interrupts = Cancellations(
+            run.pool,
+            run.batches,
+            run.policy,
+            run.members,
+            on_batch=run.buffer.on_batch,
+            counters=run.counters,
+            outbox=run.outbox,
         )
-        self.room = DiskQuota(store, self.pool, self.batches, buffer.store_max_bytes)
+        self._rollouts = GeneratorEndpoint(run)
+        self._scorers = ScorerEndpoint(run)
+        self._training = TrainerEndpoint(
+            run, missing=report.missing, formed=interrupts.batch_formed
+        )
+        self._operator = OperatorRequests(
+            run,
+            wants_checkpoint=self._training.checkpoint_wanted,
+            interrupts=interrupts,
+            end=self._stop,
+        )
+        self._recovery = Recovery(run, run_id)
+        store = run.journal.store
+        self.room = DiskQuota(store, run.pool, run.batches, run.buffer.store_max_bytes)
         self._overview = StatusPage(
-            works,
-            self.members,
+            run,
             report,
             self.room,
             run_id=run_id,
             events=endpoints.events_out,
-            steps=config.run.steps,
             started_at=now,
             wire_counters={} if wire_counters is None else wire_counters,
             refusals=self._refusals,
         )
-        self._routes = self._make_routes()
+        self._handlers = self._make_handlers()
         self._resume(now)
 
     def save(self) -> None:
@@ -199,14 +170,15 @@ class Broker:
     @property
     def finished(self) -> bool:
         """Whether the run has reached its end, and not just this process."""
-        return bool(self._recovery.finished)
+        return bool(self.run.finished)
 
     def handle(self, request: Request, now: float) -> list[Effect]:
         """The effects of `request`."""
-        route = self._routes.get(type(request.body), Route(self._unexpected))
-        if not route.members or self._may_ask(request, now):
-            route.answer(request, request.body, now)
-        return self._settle(now) if route.moves else self._outbox.take()
+        kind = type(request.body)
+        handler = self._handlers.get(kind, self._unexpected)
+        if not needs_membership(kind) or self._may_ask(request, now):
+            handler(request, request.body, now)
+        return self._outbox.take() if kind in STILL else self._settle(now)
 
     def tick(self, now: float) -> list[Effect]:
         """The effects of time: expired leases, dead members, waits that are over."""
@@ -214,7 +186,16 @@ class Broker:
             log.warning("%s is dead: silent for %.1f s", peer.name, now - peer.heard_at)
             self.counters["dead_members"] += 1
             self._remove(peer, f"dead: silent for {now - peer.heard_at:.0f} s", lost=True)
-        self.works.tick(now)
+        self.pool.expire(now)
+        self.run.evals.pool.expire(now)
+        self._scorers.expire(now)
+        self._rollouts.expire(now)
+        self._training.expire(now)
+        for warning in self.run.health.look(self.batches.version):
+            log.warning("%s: %s", warning.name, warning.text)
+            self._outbox.measure(
+                "warning", name=warning.name, text=warning.text, figures=warning.figures
+            )
         self.room.check(now)
         self._overview.tick(now)
         return self._settle(now)
@@ -234,7 +215,7 @@ class Broker:
         """End what is still in flight; the final ledger."""
         for peer in self.members.working:
             log.warning("%s has not left in time", peer.name)
-        self.works.cancel()
+        self.run.cancel()
         self._overview.state = "stopped"
         ledger = self.pool.ledger.snapshot()
         self._outbox.measure(
@@ -256,40 +237,40 @@ class Broker:
             "the run goes on at version %d: %d samples in flight, %d members",
             self.batches.version, ledger.live - ledger.trained, len(self.members.peers),
         )  # fmt: skip
-        if self._recovery.finished:
-            self._begin_end(self._recovery.finished, now, FINISH_S)
+        if self.run.finished:
+            self._begin_end(self.run.finished, now, FINISH_S)
 
-    def _make_routes(self) -> dict[type[Message], Route]:
-        """Who answers what."""
-        rollouts, scorers, training = self.works.rollouts, self.works.scorers, self.works.training
-        operator = self._operations
+    def _make_handlers(self) -> dict[type[Message], Handler]:
+        """Who answers what. Who may send it, and who must be a member: `proto/access.py`."""
+        rollouts, scorers, training = self._rollouts, self._scorers, self._training
+        operator = self._operator
         return {
-            Ok: Route(self._stray, members=False, moves=False),
-            Nack: Route(self._stray, members=False, moves=False),
-            Ping: Route(self._ping, members=False, moves=False),
-            StatusRequest: Route(self._status, members=False, moves=False),
-            PauseRequest: Route(operator.pause, members=False),
-            ResumeRequest: Route(operator.resume, members=False),
-            CheckpointRequest: Route(operator.checkpoint, members=False),
-            EvalRequest: Route(operator.evaluate, members=False),
-            DrainRequest: Route(operator.drain, members=False),
-            InterruptRequest: Route(operator.interrupt, members=False),
-            Join: Route(self._join, members=False),
-            Heartbeat: Route(self._beat, moves=False),
-            Leave: Route(self._leave),
-            LeaseSamples: Route(rollouts.lease),
-            SubmitTrajectories: Route(rollouts.submit),
-            ReturnSamples: Route(rollouts.hand_back),
-            FlushPartials: Route(rollouts.flush),
-            RenewLeases: Route(self._renew),
-            LeaseScoring: Route(scorers.lease),
-            SubmitScores: Route(scorers.submit),
-            LeaseBatch: Route(training.lease),
-            PeekBatch: Route(training.peek),
-            RejectSamples: Route(training.reject),
-            CommitBatch: Route(training.commit),
-            CheckpointSaved: Route(training.checkpoint),
-            FinishRun: Route(self._finish),
+            Ok: self._stray,
+            Nack: self._stray,
+            Ping: self._ping,
+            StatusRequest: self._status,
+            PauseRequest: operator.pause,
+            ResumeRequest: operator.resume,
+            CheckpointRequest: operator.checkpoint,
+            EvalRequest: operator.evaluate,
+            DrainRequest: operator.drain,
+            InterruptRequest: operator.interrupt,
+            Join: self._join,
+            Heartbeat: self._beat,
+            Leave: self._leave,
+            LeaseSamples: rollouts.lease,
+            SubmitTrajectories: rollouts.submit,
+            ReturnSamples: rollouts.hand_back,
+            FlushPartials: rollouts.flush,
+            RenewLeases: self._renew,
+            LeaseScoring: scorers.lease,
+            SubmitScores: scorers.submit,
+            LeaseBatch: training.lease,
+            PeekBatch: training.peek,
+            RejectSamples: training.reject,
+            CommitBatch: training.commit,
+            CheckpointSaved: training.checkpoint,
+            FinishRun: self._finish,
         }
 
     # -- members -----------------------------------------------------------------------------------
@@ -305,12 +286,12 @@ class Broker:
             return
         if before is not None and before.incarnation != peer.incarnation:
             self.counters["superseded"] += 1
-            self.works.take_back(before, lost=True)
+            self._take_back(before, lost=True)
         log.info("%s has joined (%s, pid %d on %s)", peer.name, peer.role, peer.pid, peer.host)
         weights, incarnation = self.members.hub
         welcome = Welcome(
             run_id=self._run_id,
-            heartbeat_s=self._config.buffer.heartbeat_s,
+            heartbeat_s=self.run.buffer.heartbeat_s,
             data=self._endpoints.data,
             events_in=self._endpoints.events_in,
             events_out=self._endpoints.events_out,
@@ -325,7 +306,8 @@ class Broker:
         if isinstance(peer, Nack):
             self._refuse(request, peer)
             return False
-        if kind in SENDERS and not may_send(peer.role, kind):
+        # With keys the sockets' side has asked already: a member has the role of its key.
+        if request.role is None and kind in SENDERS and not may_send(peer.role, kind):
             needed = " or a ".join(SENDERS[kind])
             reason = f"{kind.__name__} is for a {needed}, {peer.name} is a {peer.role}"
             self._refuse(request, Nack(code="wrong_role", reason=reason, path="type"))
@@ -347,9 +329,9 @@ class Broker:
 
     def _renew(self, request: Request, body: RenewLeases, now: float) -> None:
         if self._sender(request).role == "scorer":
-            self.works.scorers.renew(request, body, now)
+            self._scorers.renew(request, body, now)
         else:
-            self.works.rollouts.renew(request, body, now)
+            self._rollouts.renew(request, body, now)
 
     def _leave(self, request: Request, body: Leave, _now: float) -> None:
         peer = self._sender(request)
@@ -378,29 +360,41 @@ class Broker:
 
     def _remove(self, peer: Participant, why: str, *, lost: bool) -> None:
         self.members.remove(peer, why)
-        self.works.take_back(peer, lost=lost)
+        self._take_back(peer, lost=lost)
+
+    def _take_back(self, peer: Participant, *, lost: bool) -> None:
+        """What `peer` holds goes to others; a batch stays leased for the next trainer."""
+        count = self.pool.take_all_back(peer.name, lost=lost)
+        count += self.run.evals.pool.take_all_back(peer.name, lost=lost)
+        count += self._scorers.take_back(peer.name, lost=lost)
+        if count:
+            log.info("took %d samples back from %s", count, peer.name)
+            self.counters["taken_back"] += count
+        self._rollouts.forget(peer.name)
+        if peer.role == "trainer":
+            self._training.forget()
 
     def _patience(self) -> dict[str, float]:
         """A trainer that holds a batch may be silent for longer before it counts as dead."""
         trainer = self.members.find("trainer")
         if trainer is None or self.batches.leased is None:
             return {}
-        buffer = self._config.buffer
+        buffer = self.run.buffer
         return {trainer.name: max(buffer.batch_lease_s, buffer.dead_after_s)}
 
     # -- the end -----------------------------------------------------------------------------------
 
     def _finish(self, request: Request, body: FinishRun, now: float) -> None:
         """End the run; an evaluation under way is completed before."""
-        self.works.evals.advance(now)
-        if self.works.evals.is_open and self.state == "ready":
+        self.run.evals.advance(now)
+        if self.run.evals.is_open and self.state == "ready":
             self._finish_request = request
             return
-        self._recovery.finished = f"run finished: {body.reason}"
-        self.works.cancel()
+        self.run.finished = f"run finished: {body.reason}"
+        self.run.cancel()
         ledger = self.pool.ledger.snapshot()
-        self._outbox.reply(request, RunFinished(ledger=ledger, evals=self.works.evals.newest))
-        self._begin_end(self._recovery.finished, now, FINISH_S)
+        self._outbox.reply(request, RunFinished(ledger=ledger, evals=self.run.evals.newest))
+        self._begin_end(self.run.finished, now, FINISH_S)
 
     def _stop(self, reason: str, now: float) -> None:
         self._begin_end(reason, now, STOP_S)
@@ -411,7 +405,9 @@ class Broker:
         log.info("the run ends: %s", reason)
         self._overview.state, self._overview.ending = "draining", reason
         self._deadline = now + patience_s
-        self.works.close(now)
+        self._rollouts.close()
+        self._scorers.close(now)
+        self._training.close()
         for peer in self.members.peers.values():
             self._outbox.push(peer.identity, Command(kind="drain", reason=reason))
 
@@ -420,19 +416,22 @@ class Broker:
     def _settle(self, now: float) -> list[Effect]:
         """Serve what is parked with whatever the event has opened up; the event's effects."""
         self._moved = True
-        self.works.settle(now)
-        if self.state == "ready" and (why := self.works.health.verdict):
+        if not self._training.closed:
+            self.run.evals.advance(now)
+        self.run.note_ends()
+        self._training.serve(now)
+        self._scorers.serve(now)
+        self._rollouts.serve(now)
+        self.run.check()
+        if self.state == "ready" and (why := self.run.health.verdict):
             self.failure = why
             self._stop(why, now)
         request = self._finish_request
-        if request is not None and not self.works.evals.is_open:
+        if request is not None and not self.run.evals.is_open:
             self._finish_request = None
             assert isinstance(request.body, FinishRun)
             self._finish(request, request.body, now)
         return self._outbox.take()
-
-    def _missing(self, now: float) -> str:
-        return self._report.missing(now)
 
     def _refuse(self, request: Request, nack: Nack) -> None:
         self.counters[nack.code] += 1

@@ -203,16 +203,17 @@ class Health:
             "what is left to train on is no fair sample: mend the cause, or raise that share"
         )
 
-    def record(self) -> dict[str, list[int]]:
-        """The counts of the whole run, for the journal."""
+    @property
+    def counts(self) -> dict[str, tuple[int, int]]:
+        """Of the whole run, which survive a restart: hits, and what was seen, by share."""
         shares = (self._groups, self._answers, self._samples)
-        return {name: [one.hits, one.seen] for name, one in zip(SHARES, shares, strict=True)}
+        return {name: (one.hits, one.seen) for name, one in zip(SHARES, shares, strict=True)}
 
-    def restore(self, record: Mapping[str, Sequence[int]]) -> None:
-        """Take over the counts of before."""
+    @counts.setter
+    def counts(self, before: Mapping[str, tuple[int, int]]) -> None:
         shares = (self._groups, self._answers, self._samples)
         for name, share in zip(SHARES, shares, strict=True):
-            share.hits, share.seen = record.get(name, (0, 0))
+            share.hits, share.seen = before.get(name, (0, 0))
 
     # -- conditions --------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from umbra.services.buffer.broker import Broker, Endpoints
 from umbra.services.buffer.data.dataset_readers import read_source
 from umbra.services.buffer.data.sources import open_prompts
 from umbra.services.buffer.effects import Effect, Measure, Notify, Reply
+from umbra.services.buffer.state import RunState
 from umbra.services.buffer.store.api import MemoryStore, Store, StoreFullError
 from umbra.services.buffer.store.committer import Committer
 from umbra.services.buffer.store.run_mark import open_marked, refuse_marked
@@ -59,11 +60,8 @@ def serve(context: ServiceContext) -> int:
     ):
         control, endpoints = bind(server, config.run.broker, config.buffer, Addresses(store))
         broker = Broker(
-            config,
+            RunState(config, store, prompts, eval_prompts),
             run_id=_run_id(context),
-            prompts=prompts,
-            eval_prompts=eval_prompts,
-            store=store,
             endpoints=endpoints,
             now=time.monotonic(),
             wire_counters=server.counters,

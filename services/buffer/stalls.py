@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from umbra.proto.messages import Stuck
-from umbra.services.buffer.membership import Membership
 from umbra.services.buffer.samples.groups import Group, Sample, State
-from umbra.services.buffer.works import Works
-from umbra.services.runtime.config import BufferConfig
+from umbra.services.buffer.state import RunState
 
 SHOWN = 20  # overdue samples named at once, the oldest of each kind
 
@@ -16,31 +14,31 @@ SHOWN = 20  # overdue samples named at once, the oldest of each kind
 class StallReport:
     """Looks at a broker; changes nothing."""
 
-    def __init__(self, works: Works, members: Membership, config: BufferConfig) -> None:
-        self._works = works
-        self._members = members
-        self._config = config
+    def __init__(self, run: RunState) -> None:
+        self._run = run
+        self._members = run.members
+        self._config = run.buffer
 
     def missing(self, now: float) -> str:
         """Why the batch is not there, in words: how much of it is, and what it waits for."""
-        works, wanted = self._works, self._config.batch_groups
-        complete = len(works.pool.complete)
+        run, wanted = self._run, self._config.batch_groups
+        complete = len(run.pool.complete)
         text = f"{min(complete, wanted)} of {wanted} groups complete; "
-        if works.gate.is_shut:
-            return text + f"the run is paused ({works.gate.reason}): `umbra resume`"
-        if works.evals.pausing:
+        if run.pause.is_shut:
+            return text + f"the run is paused ({run.pause.reason}): `umbra resume`"
+        if run.evals.pausing:
             return text + "training waits for an evaluation (eval.mode = pause)"
-        late = works.batches.waits_for()
+        late = run.batches.waits_for()
         if late and complete >= wanted:
             text += f"group {late[0].group_id} would be stale after it (stale_policy = wait); "
             return text + self._open_sample(_oldest_open(late[0]), now)
-        for group in works.pool.groups.values():
+        for group in run.pool.groups.values():
             if not group.completed:
                 return text + self._open_sample(_oldest_open(group), now)
         if not any(peer.role == "generator" for peer in self._members.peers.values()):
             return text + "no generator has joined"
-        if works.pool.filtered_in_a_row:
-            return text + f"the last {works.pool.filtered_in_a_row} groups were filtered"
+        if run.pool.filtered_in_a_row:
+            return text + f"the last {run.pool.filtered_in_a_row} groups were filtered"
         return text + "no generator has asked for the next samples with new enough weights"
 
     def stuck(self, now: float) -> list[Stuck]:
@@ -50,7 +48,7 @@ class StallReport:
             *self._samples(now),
             *self._groups(now),
             *self._scoring(now),
-            *self._works.evals.stuck(now, self._config.stall_s),
+            *self._run.evals.stuck(now, self._config.stall_s),
         ]
 
     def _open_sample(self, sample: Sample, now: float) -> str:
@@ -62,8 +60,8 @@ class StallReport:
                     f"{age_s:.1f} s"
                 )
             case State.SCORING:
-                stage = self._works.pool.stage_of(sample)
-                lease = self._works.scoring.leases.get(sample.sample_id)
+                stage = self._run.pool.stage_of(sample)
+                lease = self._run.scoring.leases.get(sample.sample_id)
                 if lease is None:
                     return f"sample {sample.sample_id} waits for a scorer of stage {stage}"
                 return (
@@ -73,17 +71,17 @@ class StallReport:
             case _:
                 if not any(peer.role == "generator" for peer in self._members.peers.values()):
                     return "no generator has joined"
-                version = max(self._works.leases.required_version(sample), 0)
+                version = max(self._run.leases.required_version(sample), 0)
                 return (
                     f"sample {sample.sample_id} is queued for a generator that has room and "
                     f"serves version {version} or newer"
                 )
 
     def _batches(self, now: float) -> Iterator[Stuck]:
-        batches, since = self._works.batches, self._works.training.wanted_since
+        batches, since = self._run.batches, self._run.wanted_since
         trainer = self._members.find("trainer")
         name = trainer.name if trainer is not None else "nobody"
-        paused = self._works.gate.is_shut
+        paused = self._run.pause.is_shut
         if since is not None and now - since > self._config.stall_s and not paused:
             what = f"batch of step {batches.next_step}: {self.missing(now)}"
             yield Stuck(what=what, holder=name, age_s=now - since, action="none: it waits")
@@ -96,7 +94,7 @@ class StallReport:
     def _samples(self, now: float) -> Iterator[Stuck]:
         """Samples that were held, and renewed, for more than two leases."""
         lease_s = self._config.lease_s
-        pools = (self._works.pool, self._works.evals.pool)
+        pools = (self._run.pool, self._run.evals.pool)
         held = [s for pool in pools for own in pool.held.values() for s in own.values()]
         overdue = [sample for sample in held if now - sample.leased_at > 2 * lease_s]
         for sample in sorted(overdue, key=lambda sample: sample.leased_at)[:SHOWN]:
@@ -113,7 +111,7 @@ class StallReport:
         config = self._config
         overdue = [
             group
-            for group in self._works.pool.groups.values()
+            for group in self._run.pool.groups.values()
             if group.ready and not group.completed and now - group.first_ready_at > config.stall_s
         ]
         for group in overdue[:SHOWN]:
@@ -130,7 +128,7 @@ class StallReport:
     def _scoring(self, now: float) -> Iterator[Stuck]:
         """Scoring that takes more than two leases, and stages that nobody serves."""
         lease_s = self._config.score_lease_s
-        leases = self._works.scoring.leases.values()
+        leases = self._run.scoring.leases.values()
         overdue = [lease for lease in leases if now - lease.leased_at > 2 * lease_s]
         for lease in overdue[:SHOWN]:
             yield Stuck(
@@ -141,11 +139,11 @@ class StallReport:
                 action=_taken_back(lease.sample.score_losses, lease_s),
             )
         for stage in self._config.stages:
-            since = self._works.scoring.waiting_since(stage)
+            since = self._run.scoring.waiting_since(stage)
             if since is None:
                 continue
-            at_work = [name for name, at in self._works.scorers.serving.items() if at == stage]
-            what = f"stage {stage}: {self._works.scoring.waiting(stage)} samples wait"
+            at_work = [name for name, at in self._run.scoring.serving.items() if at == stage]
+            what = f"stage {stage}: {self._run.scoring.waiting(stage)} samples wait"
             action = f"none: start {'more of ' if at_work else ''}`umbra scorer --stage {stage}`"
             if not at_work:
                 what += ", but no scorer of it has joined"

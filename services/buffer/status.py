@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from umbra.proto.messages import State, Status
-from umbra.services.buffer.membership import Membership
 from umbra.services.buffer.meter import Throughput
 from umbra.services.buffer.stalls import StallReport
+from umbra.services.buffer.state import RunState
 from umbra.services.buffer.store.quota import DiskQuota
-from umbra.services.buffer.works import Works
 from umbra.services.runtime.net.zap import Refusals
 
 FRESH_S = 0.2  # all who ask within this time get the same: any number may watch
@@ -28,31 +27,28 @@ class StatusPage:
 
     def __init__(
         self,
-        works: Works,
-        members: Membership,
+        run: RunState,
         report: StallReport,
         room: DiskQuota,
         *,
         run_id: str,
         events: str,
-        steps: int,
         started_at: float,
         wire_counters: Mapping[str, int],
         refusals: Refusals,
     ) -> None:
         self.state: State = "ready"
         self.ending = ""  # why the run ends, once it does
-        self._works = works
-        self._members = members
+        self._run = run
+        self._members = run.members
         self._report = report
         self._room = room
         self._run_id = run_id
         self._events = events
-        self._steps = steps
         self._started_at = started_at
         self._wire_counters = wire_counters
         self._refusals = refusals
-        self._throughput = Throughput(works.counts, started_at)
+        self._throughput = Throughput(run.counts, started_at)
         self._last: Status | None = None
         self._last_at = 0.0
 
@@ -67,48 +63,48 @@ class StatusPage:
         return replace(
             self._last,
             state=self.state,
-            paused=self._works.gate.reason,
+            paused=self._run.pause.reason,
             ending=self.ending,
             finished=finished,
         )
 
     def status(self, now: float, *, finished: bool) -> Status:
         """The state at `now`; `finished` says whether the run has reached its goal."""
-        works = self._works
-        last = works.batches.last.figures()
+        run = self._run
+        last = run.batches.last.figures()
         return Status(
             run_id=self._run_id,
             state=self.state,
             uptime_s=now - self._started_at,
-            version=works.batches.version,
-            steps=self._steps,
-            ledger=works.pool.ledger.snapshot(),
+            version=run.batches.version,
+            steps=run.config.run.steps,
+            ledger=run.pool.ledger.snapshot(),
             members=[peer.record(now) for peer in self._members.peers.values()],
             departed=dict(self._members.departed),
             staleness={
-                **works.batches.trained.figures(),
+                **run.batches.trained.figures(),
                 "last_mean": last["mean"],
                 "last_max": last["max"],
-                "bound": float(works.policy.bound),
-                "typical": float(works.policy.typical),
+                "bound": float(run.policy.bound),
+                "typical": float(run.policy.typical),
             },
-            counters=dict(Counter(works.counters) + Counter(self._wire_counters)),
+            counters=dict(Counter(run.counters) + Counter(self._wire_counters)),
             stuck=[
                 *self._members.stuck(now),
                 *self._room.stuck(now),
                 *self._report.stuck(now),
             ],
-            evals=works.evals.status(),
-            eval_ledger=works.evals.pool.ledger.snapshot(),
+            evals=run.evals.status(),
+            eval_ledger=run.evals.pool.ledger.snapshot(),
             weights=self._members.hub[0],
-            staleness_counts=list(works.batches.trained.counts),
-            curves=works.training.curves.record(),
+            staleness_counts=list(run.batches.trained.counts),
+            curves=run.curves.record(),
             events=self._events,
             refused=dict(self._refusals.counts),
             rates=self._throughput.rates(now),
-            health=works.health.figures(),
-            warnings=works.health.warnings(),
-            paused=works.gate.reason,
+            health=run.health.figures(),
+            warnings=run.health.warnings(),
+            paused=run.pause.reason,
             ending=self.ending,
             finished=finished,
         )

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
-import signal
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
@@ -21,8 +19,7 @@ import msgspec
 from umbra.proto.errors import DeadlineError, UsageError
 from umbra.services.environments.environment_host import Result
 from umbra.services.environments.loading import name_of
-from umbra.services.environments.worker import overdue
-from umbra.services.environments.worker_frames import (
+from umbra.services.environments.worker import (
     Forget,
     FromWorker,
     Hello,
@@ -30,13 +27,15 @@ from umbra.services.environments.worker_frames import (
     Played,
     Setup,
     ToWorker,
-    frame,
-    read_from_worker,
+    overdue,
 )
 from umbra.services.runtime.config import EnvironmentConfig
+from umbra.services.runtime.process.child import ChildProcess, describe_exit, start_worker
 from umbra.services.runtime.process.loop_thread import ends_with_it
+from umbra.services.runtime.process.pipe import AsyncPipe
 
 START_S = 120.0  # for a process to import the user's module
+_LOOK_S = 0.005
 _GRACE_S = 1.0  # a worker that can still answer says itself that a play is overdue
 
 
@@ -58,9 +57,8 @@ class _Call:
 
 @dataclass(eq=False, slots=True)
 class _Worker:
-    process: asyncio.subprocess.Process
-    handle: int  # pidfd
-    stdin: asyncio.StreamWriter
+    process: ChildProcess
+    pipe: AsyncPipe[FromWorker]
     room: int
     calls: dict[int, _Call] = field(default_factory=dict)
     waiting: deque[_Call] = field(default_factory=deque)  # whose sessions are here
@@ -73,15 +71,9 @@ class _Worker:
         waits = self.suspect is not None or self.ending
         return self.alive and not waits and len(self.calls) < self.room
 
-    def kill(self) -> None:
-        # Not `process.kill()`: that may reap the process, and asyncio would lose its exit code.
-        if self.process.returncode is None:
-            with suppress(ProcessLookupError):  # it has ended, and asyncio was not told yet
-                signal.pidfd_send_signal(self.handle, signal.SIGKILL)
-
     def tell(self, message: ToWorker) -> None:
-        if self.alive and not self.stdin.is_closing():
-            self.stdin.write(frame(message))
+        if self.alive:
+            self.pipe.send(message)
 
 
 class WorkerPool:
@@ -242,20 +234,14 @@ class WorkerPool:
 
     def _end(self, worker: _Worker, verdict: str) -> None:
         worker.verdict = worker.verdict or verdict
-        worker.kill()
+        worker.process.kill()
 
-    async def _read(self, worker: _Worker, reader: asyncio.StreamReader) -> None:
-        message: FromWorker | None
-        while isinstance(message := await read_from_worker(reader), Played):
+    async def _read(self, worker: _Worker) -> None:
+        while isinstance(message := await worker.pipe.receive(), Played):
             self._played(worker, message)
             self._pump()
-        try:
-            code = await asyncio.wait_for(worker.process.wait(), _GRACE_S)
-        except TimeoutError:  # it closed the pipe, or wrote nonsense into it
-            worker.kill()
-            code = await worker.process.wait()
-        os.close(worker.handle)
-        self._lost(worker, f"signal {-code}" if code < 0 else f"exit code {code}")
+        how = await _end(worker.process, worker.pipe)
+        self._lost(worker, how)
         self._pump()
 
     def _lost(self, worker: _Worker, how: str) -> None:
@@ -271,7 +257,7 @@ class WorkerPool:
             call.losses += not innocent
             # Alone in its process, or there at two ends: it is the one.
             if not innocent and (worker.room == 1 or call.losses > 1):
-                self._answer(call, None, f"the process of its environment ended with {how}")
+                self._answer(call, None, f"the process of its environment ended ({how})")
             else:
                 self._queue.appendleft(call)
         self._queue.extend(worker.waiting)
@@ -281,7 +267,7 @@ class WorkerPool:
             worker = await self._hire()
             self._workers.append(worker)
             if self._closed:
-                worker.kill()
+                worker.process.kill()
         except (UsageError, DeadlineError, OSError) as error:
             if not self._workers:
                 waiting, self._queue = self._queue, deque()
@@ -292,43 +278,47 @@ class WorkerPool:
         self._pump()
 
     async def _hire(self) -> _Worker:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "umbra.services.environments.worker",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-        )
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(frame(Setup(self._config)))
+        argv = (sys.executable, "-m", "umbra.services.environments.worker")
+        process, end = start_worker(argv)
+        pipe: AsyncPipe[FromWorker] = AsyncPipe(end, FromWorker)
+        pipe.send(Setup(self._config))
         try:
             async with asyncio.timeout(START_S):
-                hello = await read_from_worker(process.stdout)
+                hello = await pipe.receive()
         except TimeoutError:
             process.kill()
+            await _end(process, pipe)
             raise DeadlineError(
                 f"a process for environments was not ready after {START_S:g} s: does importing "
                 f"{name_of(self._config)} hang?"
             ) from None
-        if not isinstance(hello, Hello):
-            code = await process.wait()
-            raise UsageError(
-                f"a process for {name_of(self._config)} ended with exit code {code} when it was "
-                "started"
-            )
-        if hello.usage_error:
-            await process.wait()
-            raise UsageError(hello.usage_error)
-        worker = _Worker(process, os.pidfd_open(process.pid), process.stdin, hello.room)
-        self._spawn(self._read(worker, process.stdout))
-        return worker
+        if isinstance(hello, Hello) and not hello.usage_error:
+            worker = _Worker(process, pipe, hello.room)
+            self._spawn(self._read(worker))
+            return worker
+        how = await _end(process, pipe)
+        raise UsageError(
+            hello.usage_error
+            if isinstance(hello, Hello)
+            else f"a process for {name_of(self._config)} ended ({how}) when it was started"
+        )
 
     def _spawn(self, coroutine: Coroutine[object, object, None]) -> None:
         task = asyncio.create_task(coroutine, name="the keeper of environment processes")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(ends_with_it)
+
+
+async def _end(process: ChildProcess, pipe: AsyncPipe[FromWorker]) -> str:
+    """How it ended, in words; killed if it runs on: it closed the pipe, or wrote nonsense."""
+    until = time.monotonic() + _GRACE_S
+    while (code := process.poll()) is None:
+        if time.monotonic() > until:
+            process.kill()
+        await asyncio.sleep(_LOOK_S)
+    pipe.close()
+    return describe_exit(code)
 
 
 def _differs(call: _Call, results: list[Result]) -> str:

@@ -25,6 +25,7 @@ from umbra.proto.messages import (
     SubmitTrajectories,
 )
 from umbra.proto.records import SampleTask, Trajectory
+from umbra.services.runtime.deadline import Deadline
 from umbra.services.runtime.net.channel import Channel
 from umbra.services.runtime.net.portions import array_bytes, portions
 
@@ -190,10 +191,10 @@ class BufferClient:
 
     def flush(self, deadline_s: float) -> list[SampleTask]:
         """Wait until everything is answered, or the deadline; samples that still came."""
-        until = self._clock() + deadline_s
+        deadline = Deadline(deadline_s, clock=self._clock)
         late, _ = self.poll()
-        while self._open and (left := until - self._clock()) > 0:
-            self._wake.wait(min(left, 0.1))
+        while self._open and not deadline.passed:
+            self._wake.wait(min(deadline.left_s, 0.1))
             self._wake.clear()
             late += self.poll()[0]
         if self._open:

@@ -30,7 +30,6 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from umbra.proto.errors import (
-    DeadlineError,
     PeerLostError,
     StartupError,
     UmbraError,
@@ -43,6 +42,7 @@ from umbra.services.generator.engine import (
     FinishReason,
     KvPolicy,
 )
+from umbra.services.runtime.deadline import Deadline
 from umbra.services.runtime.process.child import describe_exit
 
 _REPLY_S = 60.0  # of a request's abort
@@ -310,7 +310,7 @@ class VllmServer:
             DeadlineError: it does not come within `timeout_s` seconds.
         """
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        until = time.monotonic() + timeout_s
+        deadline = Deadline(timeout_s, "vLLM did not answer")
         while True:
             futures.wait([future], min(_LOOK_S, timeout_s))
             if future.done():
@@ -318,8 +318,7 @@ class VllmServer:
             if self._llm.errored:
                 future.cancel()
                 raise EngineDeadError
-            if time.monotonic() >= until:
-                raise DeadlineError(f"vLLM did not answer within {timeout_s:g} s")
+            deadline.check()
 
 
 def _finished(key: str, output: RequestOutput) -> EngineOutput:

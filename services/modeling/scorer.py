@@ -110,28 +110,31 @@ class Scorer(nn.Module):
             self._compare(hidden[:1], output.logits)
         if request.temperature is None:
             return (hidden.detach(),)
-        columns: list[Tensor | None] = [
-            hidden, request.batch.targets, request.temperature, request.sampling
-        ]  # fmt: skip
-        flags = (request.with_entropy, request.entropy_gradient)
-        if len(hidden) <= self._rows:
-            return self._score(*columns, *flags)
+        temperature, sampling = request.temperature, request.sampling
         parts: list[tuple[Tensor, Tensor]] = []
-        for start in range(0, len(hidden), self._rows):
-            part = [None if c is None else c[start : start + self._rows] for c in columns]
-            if torch.is_grad_enabled():
-                found: Any = checkpoint(self._score, *part, *flags, use_reentrant=False)
+        for start in range(0, max(1, len(hidden)), self._rows):
+            some = slice(start, start + self._rows)
+            arguments = (
+                hidden[some],
+                request.batch.targets[some],
+                temperature[some],
+                None if sampling is None else sampling[some],
+                request.with_entropy,
+                request.entropy_gradient,
+            )
+            if torch.is_grad_enabled() and len(hidden) > self._rows:
+                found: Any = checkpoint(self._score, *arguments, use_reentrant=False)
             else:
-                found = self._score(*part, *flags)
+                found = self._score(*arguments)
             parts.append(found)
         logprobs, entropies = zip(*parts, strict=True)
         return torch.cat(logprobs), torch.cat(entropies)
 
     def _score(
         self,
-        hidden: Any,
-        targets: Any,
-        temperature: Any,
+        hidden: Tensor,
+        targets: Tensor,
+        temperature: Tensor,
         sampling: Tensor | None,
         with_entropy: bool,
         entropy_gradient: bool,

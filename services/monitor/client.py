@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import TypeVar
 
 import zmq
@@ -151,12 +150,7 @@ class StatusClient:
     def __enter__(self) -> StatusClient:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_raised: object) -> None:
         self.close()
 
     def _at_hub(self, hub: str) -> Channel:

@@ -97,7 +97,7 @@ class Feed:
             return list(self._samples)
 
     def slow(self) -> list[SampleSeen]:
-        """The slowest of the samples of late, slowest first."""
+        """The slowest recent samples, slowest first."""
         with self._lock:
             return sorted(self._slow, key=lambda sample: -sample.seconds)
 

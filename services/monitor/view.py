@@ -75,7 +75,7 @@ def holding(status: Status) -> dict[str, str]:
 
 
 def health_text(health: Mapping[str, float], of: str = "") -> str:
-    """The shares that teach nothing: of late, or with `of` = "/run" of the whole run."""
+    """The shares without a training signal: recent ones, or with `of` = "/run" of the whole run."""
     names = {
         "equal_rewards": "of groups with equal rewards",
         "truncated": "of answers cut off",

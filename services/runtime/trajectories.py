@@ -7,8 +7,6 @@ a rule. No numpy: the buffer has none, and a look costs it a few microseconds.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -177,12 +175,17 @@ def _token_fault(trajectory: Trajectory, facts: RunFacts) -> str | None:
 def _all_below(ids: bytes, bound: int) -> bool:
     """Whether the int32 `ids` are at least 0 and below `bound`, which is at most 2**24.
 
-    Most are below already by their second highest byte, if the highest is 0. Else many are compared
-    at once, as lanes of one large number: what is added to each carries those that are too large to
-    its highest bit, where negative ones have theirs already.
+    Most are below already by their second highest byte, if the highest is 0; or by the third, of a
+    small vocabulary, if both are 0. Else many are compared at once, as lanes of one large number:
+    what is added to each carries those that are too large to its highest bit, where negative ones
+    have theirs already.
     """
-    if ZEROS.startswith(ids[3::4]) and not ids[2::4].translate(None, _NUMBERS[: bound >> 16]):
-        return True
+    if ZEROS.startswith(ids[3::4]):
+        if bound >> 16:
+            if not ids[2::4].translate(None, _NUMBERS[: bound >> 16]):
+                return True
+        elif ZEROS.startswith(ids[2::4]) and not ids[1::4].translate(None, _NUMBERS[: bound >> 8]):
+            return True
     added, highest = _lanes(bound)
     for start in range(0, len(ids), 4 * LANES):
         number = int.from_bytes(ids[start : start + 4 * LANES], "little")
@@ -244,13 +247,13 @@ def _plain_fault(trajectory: Trajectory) -> str | None:
         return f"turns is {trajectory.turns}"
     if not -1 <= trajectory.proximal_version <= MOST_VERSION:
         return f"proximal_version is {trajectory.proximal_version}"
-    if not _are_names((trajectory.finish_reason, trajectory.generator)):
+    if not (_is_name(trajectory.finish_reason) and _is_name(trajectory.generator)):
         return "finish_reason or generator is no short name"
-    times = (trajectory.started_at, trajectory.finished_at)
-    if not all(math.isfinite(time) and abs(time) <= LATEST for time in times):
-        return f"started_at and finished_at are {times}"
+    begin, end = trajectory.started_at, trajectory.finished_at
+    if not (-LATEST <= begin <= LATEST and -LATEST <= end <= LATEST):  # nor is it where it is NaN
+        return f"started_at and finished_at are {(begin, end)}"
     return None
 
 
-def _are_names(texts: Iterable[str]) -> bool:
-    return all(len(text) <= MOST_NAME and text.isprintable() for text in texts)
+def _is_name(text: str) -> bool:
+    return len(text) <= MOST_NAME and text.isprintable()

@@ -16,6 +16,7 @@ from umbra.proto.messages import (
     RejectSamples,
 )
 from umbra.proto.records import Trajectory
+from umbra.services.runtime.deadline import Deadline
 from umbra.services.runtime.net.session import Session
 from umbra.services.runtime.numbers import size
 from umbra.services.runtime.process.command import ServiceContext
@@ -203,8 +204,8 @@ class Loop:
             DeadlineError: none came within `trainer.batch_wait_s`, while the run was not paused.
             BatchError: too many in a row had samples that cannot be trained on.
         """
-        step, limit_s, rejected = self.version + 1, self._config.trainer.batch_wait_s, 0
-        deadline = time.monotonic() + limit_s
+        step, rejected = self.version + 1, 0
+        deadline = Deadline(self._config.trainer.batch_wait_s, f"no batch for step {step}")
         while not self._session.stopping.is_set():
             self._saved(self._saver.settled())
             self._session.progress(f"waiting for batch {step}", 0)
@@ -237,14 +238,11 @@ class Loop:
                     if rejected > self._most_rejected:
                         raise
                     self._reject(step, error)
-                deadline = time.monotonic() + limit_s
+                deadline.restart()
             if lease.paused:
-                deadline = time.monotonic() + limit_s
-            elif time.monotonic() > deadline:
-                raise DeadlineError(
-                    f"no batch for step {step} within {limit_s:g} s (trainer.batch_wait_s): "
-                    f"waiting for {lease.waiting_for or 'trajectories'}"
-                )
+                deadline.restart()
+            awaited = lease.waiting_for or "trajectories"
+            deadline.check(f" (trainer.batch_wait_s): waiting for {awaited}")
         return None
 
     def _reject(self, step: int, error: BatchError) -> None:

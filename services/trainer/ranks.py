@@ -24,6 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from umbra.proto.errors import PeerLostError, UsageError
 from umbra.services.runtime.config import TrainerConfig
+from umbra.services.runtime.deadline import Deadline
 from umbra.services.trainer.pulse import POLL_S, Pulse
 
 MAX_BYTES = 1 << 31  # of one message of rank 0
@@ -212,8 +213,8 @@ def _leave(ranks: Ranks) -> None:
         store.set(f"{_LEFT}/{ranks.rank}", "")
         return
     others = [f"{_LEFT}/{rank}" for rank in range(1, ranks.world)]
-    deadline = time.monotonic() + LEAVE_S
-    while not store.check(others) and time.monotonic() < deadline:
+    deadline = Deadline(LEAVE_S)
+    while not store.check(others) and not deadline.passed:
         time.sleep(POLL_S)
 
 

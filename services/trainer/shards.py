@@ -9,8 +9,9 @@ neither the training's process group nor the hub, and wait for each other as lon
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -46,19 +47,18 @@ class ShardSync:
         self._pulse = pulse
         self._meetings = 0
 
-    def tell(self, what: str, value: str) -> None:
-        """Leave `value` for the other ranks; `what` names it once."""
-        self._store.set(f"{what}/{self.rank}", value)
+    def set(self, what: str, value: Any) -> None:
+        """Leave `value`, which JSON can say, for the other ranks; `what` names it once."""
+        self._store.set(f"{what}/{self.rank}", json.dumps(value))
 
-    def hear(self, what: str, rank: int) -> str:
-        """What `rank` told.
+    def get(self, what: str, rank: int) -> Any:
+        """What `rank` left.
 
         Raises:
             DeadlineError: it is silent.
         """
         key = f"{what}/{rank}"
-        found = self._pulse.wait(rank, lambda: self._look(key), f"the {what}")
-        return found.decode()
+        return json.loads(self._pulse.wait(rank, lambda: self._look(key), f"the {what}"))
 
     def _look(self, key: str) -> bytes | None:
         return self._store.get(key) if self._store.check([key]) else None
@@ -74,23 +74,22 @@ class ShardSync:
         if self.rank == 0:
             if place is None:
                 raise ValueError("rank 0 has to name the slot")
-            path, slot = place
-            self.tell(what, f"{slot} {path}")
+            self.set(what, place)
             self._forget(self._meetings - 1)
             return place
-        slot_text, _, path = self.hear(what, 0).partition(" ")
-        return path, int(slot_text)
+        path, slot = self.get(what, 0)
+        return path, slot
 
-    def meet(self, what: str) -> None:
+    def barrier(self, what: str) -> None:
         """Go on when all ranks are here.
 
         Raises:
             DeadlineError: one of them is silent.
         """
         key = f"{what} of snapshot {self._meetings}"
-        self.tell(key, "here")
+        self.set(key, "here")
         for rank in range(self.world):
-            self.hear(key, rank)
+            self.get(key, rank)
 
     def collect(self, sums: list[int]) -> list[int]:
         """On rank 0 the checksums of all ranks in order; on the others none.
@@ -100,10 +99,10 @@ class ShardSync:
         """
         what = f"checksums of snapshot {self._meetings}"
         if self.rank:
-            self.tell(what, " ".join(map(str, sums)))
+            self.set(what, sums)
             return []
         for rank in range(1, self.world):
-            sums = sums + [int(text) for text in self.hear(what, rank).split()]
+            sums = sums + self.get(what, rank)
         return sums
 
     def _forget(self, meeting: int) -> None:
@@ -127,7 +126,7 @@ def snapshot_shards(
         DeadlineError: another rank is silent.
     """
     write_shards(model, manifest, slot, sync.rank, sync.world)
-    sync.meet("written")
+    sync.barrier("written")
     mine = own_buckets(len(manifest.buckets), sync.rank, sync.world)
     sums = [checksum(slot[start:end]) for start, end in (manifest.buckets[i] for i in mine)]
     return sync.collect(sums)

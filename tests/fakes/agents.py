@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fakes.rollouts import sample
 from fakes.slowness import seconds
+from fakes.trajectories import sample
 from openai import OpenAI
 
 from umbra.proto.messages import ReturnedSample

@@ -16,7 +16,8 @@ WORLD: Row = {
     name: 1.0
     for name in (
         "per_s", "buffer_us", "buffer_core", "hub_core", "ack_p50_ms", "ack_p99_ms",
-        "lease_p50_ms", "lease_p99_ms", "fairness", "buffer_mb", "hub_mb", "pushes_per_s", "refused",
+        "lease_p50_ms", "lease_p99_ms", "fairness", "buffer_mb", "hub_mb", "pushes_per_s",
+        "refused",
     )
 }  # fmt: skip
 VANISHED: Row = {

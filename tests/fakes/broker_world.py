@@ -32,6 +32,7 @@ from umbra.proto.records import SampleTask, Trajectory, VersionSpan, pack_float3
 from umbra.services.buffer.broker import Broker, Endpoints
 from umbra.services.buffer.data.prompts import GroupEnd, Prompt
 from umbra.services.buffer.effects import Effect, Measure, Notify, Reply
+from umbra.services.buffer.state import RunState
 from umbra.services.buffer.store.api import MemoryStore
 from umbra.services.runtime.config import BufferConfig, EvalConfig, RunConfig, RunSection
 from umbra.services.runtime.net.server import Request
@@ -128,11 +129,8 @@ class World:
 
     def _make_broker(self) -> Broker:
         return Broker(
-            self.config,
+            RunState(self.config, self.store, EndlessPrompts(), self.eval_prompts),
             run_id="run-1",
-            prompts=EndlessPrompts(),
-            eval_prompts=self.eval_prompts,
-            store=self.store,
             endpoints=Endpoints("tcp://h:1", "tcp://h:2", "tcp://h:3"),
             now=self.now,
         )

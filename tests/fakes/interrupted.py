@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from fakes.closeness import assert_same_logprobs
+from fakes.trajectories import sample
 
-from umbra.proto.records import SampleTask, Sampling, Trajectory, unpack_float32, unpack_int32
+from umbra.proto.records import Sampling, Trajectory, unpack_float32, unpack_int32
 from umbra.services.environments.pool import InlinePool
 from umbra.services.environments.protocol import StepResult
 from umbra.services.generator.engine import Engine
@@ -59,7 +60,7 @@ def roll(
     chat = Chat(load_tokenizer(folder), STOPS)
     sampling = Sampling(temperature=temperature, max_tokens=40)
     settings = RolloutSettings(chat=chat, sampling=sampling, max_context=CONTEXT)
-    tasks = [_task(f"s{i}", 1, {"prompt": "x" * (1 + i)}, None) for i in range(SAMPLES)]
+    tasks = [sample({"prompt": "x" * (1 + i)}, sample_id=f"s{i}") for i in range(SAMPLES)]
     done: dict[str, Trajectory] = {}
     for generator in range(1000):
         engine = engine_of(generator)
@@ -72,9 +73,14 @@ def roll(
         finished, failed = runner.results()
         assert not failed
         done |= {t.sample_id: t for t in finished}
-        rows = {task.sample_id: task.row for task in tasks}
+        rows = {one.sample_id: one.row for one in tasks}
         tasks = [
-            _task(back.sample_id, generator + 2, rows[back.sample_id], back.partial)
+            sample(
+                rows[back.sample_id],
+                sample_id=back.sample_id,
+                attempt=generator + 2,
+                partial=back.partial,
+            )
             for back in runner.drain("next")
         ]
         if not tasks:
@@ -118,15 +124,3 @@ def logprobs_of(logits: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
     """Of `tokens` [T] after `TEMPERATURE`, from `logits` [T, V]."""
     index = torch.tensor(tokens)[:, None]
     return torch.log_softmax(logits / TEMPERATURE, -1).gather(1, index)[:, 0]
-
-
-def _task(name: str, attempt: int, row: dict[str, Any], partial: Trajectory | None) -> SampleTask:
-    return SampleTask(
-        sample_id=name,
-        group_id="g",
-        prompt_id="p",
-        attempt=attempt,
-        row=row,
-        lease_s=1.0,
-        partial=partial,
-    )

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import msgspec
 from fakes.engine import ScriptedEngine
+from fakes.trajectories import sample
 
 from umbra.proto.errors import UmbraError
 from umbra.proto.messages import (
@@ -18,7 +19,7 @@ from umbra.proto.messages import (
     Message,
     SampleLeases,
 )
-from umbra.proto.records import Manifest, SampleTask, Sampling, TensorEntry
+from umbra.proto.records import Manifest, Sampling, TensorEntry
 from umbra.services.environments.pool import InlinePool
 from umbra.services.environments.single_turn import ExactMatch
 from umbra.services.generator.buffer_client import BufferClient
@@ -152,19 +153,8 @@ class Bench:
             self.loop.turn()
 
     def lease(self, *names: str, attempt: int = 1, pinned: int = -1) -> LeaseSamples:
-        row = {"prompt": "1", "answer": "1"}
-        tasks = [
-            SampleTask(
-                sample_id=n,
-                group_id=n,
-                prompt_id=n,
-                attempt=attempt,
-                row=row,
-                lease_s=LEASE_S,
-                pinned_version=pinned,
-            )
-            for n in names
-        ]
+        row, same = {"prompt": "1", "answer": "1"}, {"attempt": attempt, "pinned_version": pinned}
+        tasks = [sample(row, sample_id=n, group_id=n, prompt_id=n, **same) for n in names]
         return self.channel.answer(LeaseSamples, SampleLeases(tasks=tasks))
 
     def spans(self, name: str) -> list[dict[str, Any]]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from fakes.trajectories import trajectory
 from torch import Tensor
 
-from umbra.proto.records import Sampling, Trajectory, VersionSpan, pack_float32, pack_int32
+from umbra.proto.records import Sampling, Trajectory, VersionSpan, pack_float32
 from umbra.services.trainer.guard import REASONS
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.make_model import END, SPECIAL_TOKENS
@@ -47,9 +48,8 @@ def noisy_trajectories(
     def draw(low: int, high: int, count: int) -> list[int]:
         return torch.randint(low, high, (count,), generator=generator).tolist()
 
-    def noisy(logprobs: Tensor) -> bytes:
-        noise = spread * torch.randn(len(logprobs), generator=generator)
-        return pack_float32((logprobs + noise).tolist())
+    def noisy(logprobs: Tensor) -> list[float]:
+        return (logprobs + spread * torch.randn(len(logprobs), generator=generator)).tolist()
 
     made: list[Trajectory] = []
     for group in range(groups):
@@ -64,17 +64,15 @@ def noisy_trajectories(
             logprobs = distribution.gather(1, torch.tensor(response)[:, None])[:, 0]
             last = len(response) - 1
             made.append(
-                Trajectory(
+                trajectory(
+                    prompt,
+                    response,
+                    noisy(logprobs),
+                    ref_logprobs=pack_float32(noisy(logprobs)),
+                    proximal_logprobs=pack_float32(noisy(logprobs)),
                     sample_id=f"s{group}-{member}",
                     group_id=f"g{group}",
                     prompt_id=f"p{group}",
-                    attempt=1,
-                    prompt_ids=pack_int32(prompt),
-                    response_ids=pack_int32(response),
-                    loss_mask=bytes([1] * len(response)),
-                    logprobs=noisy(logprobs),
-                    ref_logprobs=noisy(logprobs),
-                    proximal_logprobs=noisy(logprobs),
                     spans=[
                         VersionSpan(version=version - 1, start=0, end=last),
                         VersionSpan(version=version, start=last, end=last + 1),

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fakes.trajectories import trajectory
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from umbra.proto.records import Sampling, Trajectory, VersionSpan, pack_float32, pack_int32
+from umbra.proto.records import Sampling, Trajectory
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config.loader import load_config
 
@@ -45,16 +46,14 @@ def rollouts(
             length = LENGTH - member  # of different lengths, as real ones are
             response = ids[member, len(prompt) : len(prompt) + length].tolist()
             made.append(
-                Trajectory(
+                trajectory(
+                    prompt,
+                    response,
+                    logprobs[member][:length],
+                    version=version,
                     sample_id=f"s{version}-{group}-{member}",
                     group_id=f"g{version}-{group}",
                     prompt_id=f"p{group}",
-                    attempt=1,
-                    prompt_ids=pack_int32(prompt),
-                    response_ids=pack_int32(response),
-                    loss_mask=bytes([1] * length),
-                    logprobs=pack_float32(logprobs[member][:length]),
-                    spans=[VersionSpan(version=version, start=0, end=length)],
                     finish_reason="length",
                     reward=1.0 if level else sum(token < LIKED for token in response) / length,
                     sampling=Sampling(temperature=TEMPERATURE),

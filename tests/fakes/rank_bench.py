@@ -10,10 +10,11 @@ from typing import Any
 
 import msgspec
 import torch
+from fakes.trajectories import trajectory
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from umbra.proto.records import Sampling, Trajectory, VersionSpan, pack_float32, pack_int32
+from umbra.proto.records import Sampling, Trajectory, VersionSpan
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config.loader import as_dict, load_config
 from umbra.services.runtime.model.directory import weights_checksum
@@ -111,10 +112,10 @@ def train(
     return Trained(rows, learner.weights(), local)
 
 
-def aged(trajectory: Trajectory, version: int) -> Trajectory:
+def aged(made: Trajectory, version: int) -> Trajectory:
     """The same, sampled by `version`, or by the first one."""
-    span = VersionSpan(version=max(0, version), start=0, end=trajectory.response_tokens)
-    return msgspec.structs.replace(trajectory, spans=[span])
+    span = VersionSpan(version=max(0, version), start=0, end=made.response_tokens)
+    return msgspec.structs.replace(made, spans=[span])
 
 
 def save(
@@ -167,17 +168,14 @@ def make_batches(count: int, *, groups: int = 3, size: int = 4) -> list[list[Tra
                 mask = [int(at % 4 != 2) for at in range(length)]
                 logprobs = (-4.6 + 0.2 * torch.randn(length, generator=generator)).tolist()
                 made.append(
-                    Trajectory(
+                    trajectory(
+                        prompt,
+                        tokens(length),
+                        logprobs,
                         sample_id=f"s{step}-{group}-{member}",
                         group_id=f"g{step}-{group}",
                         prompt_id=f"p{group}",
-                        attempt=1,
-                        prompt_ids=pack_int32(prompt),
-                        response_ids=pack_int32(tokens(length)),
                         loss_mask=bytes(mask),
-                        logprobs=pack_float32(logprobs),
-                        spans=[VersionSpan(version=0, start=0, end=length)],
-                        finish_reason="stop",
                         reward=float(member % 3) + 0.1 * group,
                         sampling=Sampling(temperature=0.8),
                     )

@@ -1,26 +1,14 @@
-"""What tests of rollouts share: a sample, settings, a scripted model, and running to the end."""
+"""What tests of rollouts share: settings, a scripted model, and running to the end."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from umbra.proto.records import SampleTask, Sampling, Trajectory
+from umbra.proto.records import Sampling, Trajectory
 from umbra.services.generator.rollout import RolloutSettings
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.modeling.chat import Chat
 
 STOP = 3
-
-
-def sample(row: dict[str, Any], *, attempt: int = 1, partial: Any = None) -> SampleTask:
-    return SampleTask(
-        sample_id="s",
-        group_id="g",
-        prompt_id="p",
-        attempt=attempt,
-        row=row,
-        lease_s=30.0,
-        partial=partial,
-    )
 
 
 def settings(chat: Chat, **changes: Any) -> RolloutSettings:

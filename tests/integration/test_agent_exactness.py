@@ -10,7 +10,7 @@ import torch
 from fakes.agents import AgentWorld, Make, client, play, reward
 from fakes.closeness import assert_same_logprobs
 from fakes.interrupted import TEMPERATURE, TURNS, teacher_forced
-from fakes.rollouts import sample
+from fakes.trajectories import sample
 from fakes.versions import load
 
 from umbra.proto.records import Sampling, unpack_float32, unpack_int32

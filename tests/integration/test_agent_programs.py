@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from fakes.agents import AgentWorld
 from fakes.engine import ScriptedEngine
-from fakes.rollouts import STOP, sample, says, settings
+from fakes.rollouts import STOP, says, settings
 from fakes.slowness import seconds
+from fakes.trajectories import sample
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import SampleTask, Sampling
@@ -104,9 +105,7 @@ def world(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def task(name: str, do: str) -> SampleTask:
-    return SampleTask(
-        sample_id=name, group_id="g", prompt_id="p", attempt=1, row={"do": do}, lease_s=30.0
-    )
+    return sample({"do": do}, sample_id=name)
 
 
 def test_what_an_agent_does_costs_its_own_sample_only(world: World) -> None:
@@ -115,7 +114,7 @@ def test_what_an_agent_does_costs_its_own_sample_only(world: World) -> None:
     faults = {
         "raise": "agent mine:plain raised KeyError: 'gold'",
         "hang": f"asked for nothing for environment.timeout_s = {patience_s:g} s after turn 2",
-        "exit": "the process of its environment ended with exit code 3",
+        "exit": "the process of its environment ended (exit code 3)",
         "nothing": "its agent returned no reward, and has posted none",
         "text": "agent mine:plain returned '1.0', which is not a finite number",
         "silent": "the model has said nothing in this session",

@@ -3,7 +3,6 @@
 import http.client
 import json
 import logging
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from itertools import repeat
@@ -15,7 +14,9 @@ import openai
 import pytest
 from fakes.agents import WAIT_S, AgentWorld, client, reward, send
 from fakes.engine import ScriptedEngine
-from fakes.rollouts import STOP, sample, says, settings
+from fakes.rollouts import STOP, says, settings
+from fakes.trajectories import sample
+from fakes.waiting import until
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Sampling, unpack_int32
@@ -274,9 +275,7 @@ def test_it_stops_while_agents_wait_for_work(
     url = f"{endpoint.url}/sessions"
     waiting = Thread(target=lambda: answers.append(send(url, {"wait_s": 60.0})))
     waiting.start()
-    end = time.monotonic() + WAIT_S
-    while not endpoint.pool._arrivals and time.monotonic() < end:
-        time.sleep(0.01)
+    until(lambda: endpoint.pool._arrivals, "the session is asked for")
     endpoint.close()
     waiting.join(WAIT_S)
     assert [(status, said["error"]["code"]) for status, said in answers] == [(503, "no_work")]

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from fakes.agents import AgentWorld
 from fakes.engine import ScriptedEngine
-from fakes.rollouts import STOP, sample, says, settings
+from fakes.rollouts import STOP, says, settings
+from fakes.trajectories import sample
 
 from umbra.proto.records import Sampling
 from umbra.services.modeling.chat import Chat

@@ -16,12 +16,13 @@ import msgspec
 import pytest
 import torch
 from fakes.rank_bench import as_text
+from fakes.trajectories import trajectory
 from fakes.versions import load
 from torch import Tensor, nn
 from transformers import MistralConfig, MistralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from umbra.proto.errors import DivergedError, MismatchError
-from umbra.proto.records import Sampling, Trajectory, VersionSpan, pack_float32, pack_int32
+from umbra.proto.records import Sampling, Trajectory, VersionSpan, pack_float32
 from umbra.services.generator.engine import EngineOutput, EngineRequest
 from umbra.services.generator.torch_engine import TorchEngine
 from umbra.services.runtime.config.loader import load_config
@@ -107,15 +108,12 @@ class Generator:
 
     def trajectory(self, output: EngineOutput, prompt: list[int]) -> Trajectory:
         tokens = output.token_ids
-        return Trajectory(
+        return trajectory(
+            self.record(prompt),
+            self.record(tokens),
+            output.logprobs,
             sample_id=output.request_id,
             group_id=output.request_id.rpartition("-")[0],
-            prompt_id="p",
-            attempt=1,
-            prompt_ids=pack_int32(self.record(prompt)),
-            response_ids=pack_int32(self.record(tokens)),
-            loss_mask=bytes([1] * len(tokens)),
-            logprobs=pack_float32(output.logprobs),
             spans=output.spans,
             finish_reason="length",
             reward=sum(token % 2 for token in tokens) / len(tokens) + 0.01 * tokens[0],

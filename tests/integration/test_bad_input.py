@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 import zmq
 from fakes.crash_run import CONFIG, BufferProcess, Peer
 from fakes.slowness import seconds
+from fakes.waiting import until
 
 NOBODY = "tcp://127.0.0.1:9"
 ANY = "tcp://127.0.0.1:*"
@@ -137,7 +137,7 @@ def test_clocks_that_differ(buffer: BufferProcess, tmp_path: Path) -> None:
             stderr=file,
         )
     try:
-        status = until(
+        status = said(
             lambda: (
                 subprocess.run(
                     [*UMBRA, "status", "--broker", buffer.broker],
@@ -149,7 +149,7 @@ def test_clocks_that_differ(buffer: BufferProcess, tmp_path: Path) -> None:
             ),
             "90.0 s ahead of the buffer's",
         )
-        until(lambda: log.read_text(), "this machine's clock is 90.0 s ahead of the buffer's")
+        said(log.read_text, "this machine's clock is 90.0 s ahead of the buffer's")
     finally:
         hub.terminate()
         assert hub.wait(WAIT_S) == 0
@@ -160,10 +160,11 @@ def test_clocks_that_differ(buffer: BufferProcess, tmp_path: Path) -> None:
     )
 
 
-def until(text: Callable[[], str], part: str) -> str:
+def said(text: Callable[[], str], part: str) -> str:
     """`text`, once `part` is in it."""
-    deadline = time.monotonic() + WAIT_S
-    while part not in (found := text()):
-        assert time.monotonic() < deadline, found
-        time.sleep(0.05)
-    return found
+
+    def found() -> str:
+        shown = text()
+        return shown if part in shown else ""
+
+    return until(found, text, limit_s=WAIT_S)

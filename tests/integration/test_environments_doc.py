@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 from fakes.engine import ScriptedEngine
+from fakes.trajectories import sample
 
-from umbra.proto.records import SampleTask, Sampling
+from umbra.proto.records import Sampling
 from umbra.services.environments.loading import load_environment
 from umbra.services.environments.pool import InlinePool, open_pool
 from umbra.services.generator.rollout import RolloutSettings
@@ -48,13 +49,7 @@ def test_the_environment_runs_in_a_rollout(code: list[str], tiny_model_dir: Path
             RolloutSettings(Chat(tokenizer, {STOP}), Sampling(max_tokens=8), 256),
         )
         row = {"prompt": "count", "answer": 2}
-        runner.add(
-            [
-                SampleTask(
-                    sample_id="s", group_id="g", prompt_id="p", attempt=0, row=row, lease_s=9.0
-                )
-            ]
-        )
+        runner.add([sample(row)])
         while runner.active:  # each answer of the environment has a deadline
             runner.poll(0.0)
         (trajectory,), failed = runner.results()

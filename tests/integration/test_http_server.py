@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from fakes.slowness import seconds
+from fakes.waiting import until
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
@@ -82,10 +83,7 @@ class Served:
 
     def until(self, condition: Callable[[], bool]) -> None:
         """Wait for it."""
-        end = time.monotonic() + WAIT_S
-        while not condition():
-            assert time.monotonic() < end, (self.calls, self.refusals.counts)
-            time.sleep(0.01)
+        until(condition, lambda: (self.calls, self.refusals.counts))
 
     async def _echo(self, request: Request) -> Response:
         self.calls += 1

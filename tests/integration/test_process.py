@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from fakes.slowness import seconds
 
-from umbra.deploy.interrupts import SignalCounter
 from umbra.deploy.run_folder import RunFolder
 from umbra.deploy.stage import StageError, StageInterrupted, last_said, run_stage
 from umbra.services.runtime.process.child import ChildProcess, Usage, child_environ
+from umbra.services.runtime.process.signals import SignalCounter
 from umbra.services.runtime.process.supervisor import Program, RestartPolicy, Supervisor
 
 PROGRAMS = Path(__file__).parents[1] / "programs"

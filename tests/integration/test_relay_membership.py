@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 import zmq
 from fakes.crash_run import BufferProcess, Peer
 from fakes.slowness import seconds
+from fakes.waiting import until
 
 from umbra.proto.messages import FinishRun, Member, RunFinished
 from umbra.services.monitor.client import StatusClient
@@ -45,14 +45,15 @@ def relay(buffer: BufferProcess, tmp_path: Path) -> Iterator[subprocess.Popen[by
     popen.wait()
 
 
-def members(broker: str, until: Callable[[dict[str, Member]], object]) -> dict[str, Member]:
+def members(broker: str, done: Callable[[dict[str, Member]], object]) -> dict[str, Member]:
     """The members, once they are as they should be."""
-    deadline = time.monotonic() + WAIT_S
     with StatusClient(broker) as client:
-        while not until(found := {m.name: m for m in client.status(WAIT_S).members}):
-            assert time.monotonic() < deadline, found
-            time.sleep(0.05)
-    return found
+
+        def found() -> list[dict[str, Member]]:
+            members = {member.name: member for member in client.status(WAIT_S).members}
+            return [members] if done(members) else []
+
+        return until(found, lambda: client.status(WAIT_S).members)[0]
 
 
 def test_a_relay_ends_with_a_run_that_ends_at_once(

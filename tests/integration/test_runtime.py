@@ -12,6 +12,7 @@ from contextlib import suppress
 import pytest
 import zmq
 from fakes.slowness import seconds
+from fakes.waiting import until
 
 from umbra.proto import sockets
 from umbra.proto.codec import Encoder, decode
@@ -272,14 +273,10 @@ def test_those_who_subscribe_without_end_cost_nothing(
     hostile = sockets.subscriber(zmq_context, broker.events_out, [])
     for number in range(2 * TOPICS):
         hostile.set(zmq.SUBSCRIBE, b"%0*d" % (length, number))
-    deadline = time.monotonic() + WAIT_S
-    while not broker.server.counters["too_many"]:
-        assert time.monotonic() < deadline
+    until(lambda: broker.server.counters["too_many"], "too many subscriptions are counted")
     hostile.close(linger=0)
     with Session.join(role="monitor", name="m", broker=broker.endpoint) as session:
-        while not honest.poll(20):
-            assert time.monotonic() < deadline
-            session.emit("step", number=1)
+        until(lambda: honest.poll(20), "an event", lambda: session.emit("step", number=1))
     assert any("events_out" in refused for refused in broker.server.refusals.counts)
     honest.close(linger=0)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import zmq
 from fakes.hub_bench import Bench, content, load, publish, take, whole
 from fakes.keys import of
 from fakes.slowness import seconds
+from fakes.waiting import until
 from zmq.utils import z85
 
 from umbra.proto import sockets
@@ -96,14 +96,6 @@ def served(zmq_context: Context, keys: Path) -> Iterator[Served]:
     made = Served(zmq_context, keys)
     yield made
     made.close()
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    """A peer that is refused may know before the server has taken note of it."""
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {WAIT_S:g} s: {what}"
-        threading.Event().wait(0.01)
 
 
 # -- who gets in ----------------------------------------------------------------------------------

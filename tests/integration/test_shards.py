@@ -131,8 +131,9 @@ def test_a_rank_that_is_gone_is_named() -> None:
     with closing(Pulse(store, 0, 0.05)) as pulse:
         sync = ShardSync(store, 0, 3, pulse)
         sync.agree(("/dev/shm/x", 1))
-        ShardSync(store, 1, 3, pulse).agree(None)
-        store.set("written of snapshot 1/1", "here")
+        other = ShardSync(store, 1, 3, pulse)
+        other.agree(None)
+        other.set("written of snapshot 1", "here")
         told = "trainer rank 2 was silent for .* while the written of snapshot 1 was waited for"
         with pytest.raises(DeadlineError, match=told):
-            sync.meet("written")
+            sync.barrier("written")

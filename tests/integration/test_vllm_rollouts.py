@@ -24,7 +24,7 @@ from fakes.interrupted import (
     roll,
     teacher_forced,
 )
-from fakes.rollouts import sample
+from fakes.trajectories import sample
 from fakes.versions import load, weights
 
 from umbra.proto.records import Sampling, unpack_float32, unpack_int32

@@ -83,7 +83,7 @@ def snapshot(ranks: Ranks) -> None:
     sync.agree(("arena", 1) if ranks.rank == 0 else None)
     if ranks.rank == 0:
         time.sleep(2 * TIMEOUT_S)
-    sync.meet("written")
+    sync.barrier("written")
 
 
 def checkpoint(ranks: Ranks, folder: Path) -> None:

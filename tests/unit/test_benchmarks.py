@@ -12,34 +12,19 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from fakes.trajectories import trajectory
 
 from umbra.proto.messages import SubmitAck
 from umbra.proto.records import (
     Sampling,
     ScoringTask,
-    Trajectory,
-    VersionSpan,
-    pack_float32,
-    pack_int32,
 )
 from umbra.services.generator.engine import EngineRequest
 from umbra.services.generator.replay_model import ReplayModel
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 FILLER, STOP = 5, 3
-ANSWER = Trajectory(
-    sample_id="a",
-    group_id="g",
-    prompt_id="p",
-    attempt=1,
-    prompt_ids=pack_int32([1, 2]),
-    response_ids=pack_int32([3, 4, 5]),
-    loss_mask=b"\1\1\1",
-    logprobs=pack_float32([-1.0, -2.0, -3.0]),
-    spans=[VersionSpan(version=0, start=0, end=3)],
-    finish_reason="stop",
-    reward=0.5,
-)
+ANSWER = trajectory([1, 2], [3, 4, 5], [-1.0, -2.0, -3.0], sample_id="a", reward=0.5)
 
 
 pytestmark = pytest.mark.usefixtures("benchmarks_importable")

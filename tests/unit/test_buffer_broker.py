@@ -28,7 +28,7 @@ from umbra.proto.records import VersionSpan, pack_float32, pack_int32
 
 
 def test_whatever_may_be_sent_to_the_buffer_is_answered_by_somebody() -> None:
-    assert set(world().broker._routes) == {
+    assert set(world().broker._handlers) == {
         kind for kind in (*ANY, *CONTROL, *DATA) if kind in SENDERS
     }
 

@@ -113,7 +113,7 @@ def test_the_answer_to_a_question_for_work_outlives_the_buffer() -> None:
     run = evaluated("concurrent")
     body = LeaseSamples(capacity=2, version=2, wait_s=0)
     run.ask("a", body)
-    number = next(iter(run.broker.works.evals.pool.held["a"].values())).asked
+    number = next(iter(run.broker.run.evals.pool.held["a"].values())).asked
     run.restart_broker()
     again = run.ask("a", body, number=number)
     assert isinstance(again, SampleLeases)
@@ -182,7 +182,7 @@ def test_an_evaluation_is_scored_by_the_reward_stage_alone() -> None:
     prompts = [Prompt("1", {"prompt": "held out"})]
     config = EvalConfig(every=1, run_samples=1, prompts="x")
     run = World(eval_config=config, eval_prompts=prompts, stages=["ref_logp"], durable=True)
-    assert not run.broker.works.evals.pool.unscored
+    assert not run.broker.run.evals.pool.unscored
     run = World(eval_config=config, eval_prompts=prompts, stages=["reward"], durable=True,
                 batch_groups=1, group_size=1)  # fmt: skip
     for role, name in (("generator", "a"), ("trainer", "trainer"), ("scorer", "r")):
@@ -239,7 +239,7 @@ def test_an_evaluation_of_a_version_that_is_taken_back_is_cancelled() -> None:
     run.join("trainer", "trainer", "trainer-2")
     run.batch(1)
     assert run.broker.status(run.now).eval_ledger.ended == {"cancelled": SAMPLES}
-    assert not run.broker.works.evals.pool.groups
+    assert not run.broker.run.evals.pool.groups
     for number in (1, 2):
         step(run, number)
     answer(run, "a", pinned(run.lease("a", 9, 2)), 2)

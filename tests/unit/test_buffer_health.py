@@ -234,11 +234,11 @@ def test_only_the_counts_of_the_whole_run_survive_the_buffer() -> None:
     for number in range(16):
         watcher.failed(failure(number))
     again = health()
-    again.restore(watcher.record())
+    again.counts = watcher.counts
     assert not again.verdict and again.figures()["failed_samples"] == 0.0
     assert again.figures()["failed_samples/run"] == 1.0
     fresh = health()
-    fresh.restore({})  # the store of a buffer that kept none
+    fresh.counts = {}  # the store of a buffer that kept none
     assert not any(fresh.figures().values())
 
 

@@ -171,7 +171,7 @@ class PolicyMachine(BrokerMachine):
 
     @invariant()
     def scoring_samples_are_scored_by_members_or_wait(self) -> None:
-        pool, scoring = self.broker.pool, self.broker.works.scoring
+        pool, scoring = self.broker.pool, self.broker.run.scoring
         for sample in pool.samples.values():
             if sample.state is State.SCORING:
                 queue = pool.unscored[pool.stage_of(sample)]
@@ -198,7 +198,7 @@ class PolicyMachine(BrokerMachine):
 
     @invariant()
     def evaluations_have_a_ledger_of_their_own(self) -> None:
-        evals = self.broker.works.evals
+        evals = self.broker.run.evals
         assert evals.pool.ledger.snapshot().balance == 0
         for report in evals.reports:
             assert report.answered + sum(report.ended.values()) == report.samples

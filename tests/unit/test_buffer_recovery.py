@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from operator import attrgetter
 from typing import Any
 
 import hypothesis.strategies as st
+import msgspec
+import pytest
 from fakes.broker_world import World, trajectory
 from hypothesis import settings
 from hypothesis.stateful import initialize, invariant, rule
@@ -23,7 +27,12 @@ from umbra.proto.messages import (
     ReturnSamples,
     RunFinished,
 )
+from umbra.proto.records import EvalReport
+from umbra.services.buffer.endpoints.evaluation import OpenEvaluation
+from umbra.services.buffer.policy.staleness import StalenessStats
 from umbra.services.buffer.samples.pool import State
+from umbra.services.buffer.store.api import StoreError
+from umbra.services.buffer.store.recovery import PLACES, RunRecord, pack_run, put_back
 
 
 class RestartMachine(BrokerMachine):
@@ -198,6 +207,53 @@ def test_generators_may_be_newer_than_a_trainer_that_started_again() -> None:
     assert world.broker.batches.version == 0
     tasks = world.lease("a", 8, 3)
     assert not world.submit("a", *(trajectory(task, 3) for task in tasks)).refused
+
+
+def other(value: Any) -> Any:
+    """Return another value of the same type."""
+    match value:
+        case None:
+            return 5
+        case Counter():
+            return Counter({**value, "made up": 3})
+        case int():
+            return value + 5
+        case str():
+            return value + "x"
+        case dict():
+            return {name: (seen + 2, seen + 3) for name, (_, seen) in value.items()}
+        case list():
+            return [*value, EvalReport(version=4, done=True, samples=2)]
+        case tuple():
+            return (2, 7)
+        case StalenessStats():
+            return StalenessStats(samples=9, total=3, counts=[6, 3])
+        case _:
+            raise NotImplementedError(value)
+
+
+def test_all_that_is_kept_of_a_run_is_put_back() -> None:
+    run = World(run_ahead=4, min_ess=0.5).broker.run
+    for name, path in PLACES.items():
+        place, _, last = path.rpartition(".")
+        owner = attrgetter(place)(run) if place else run
+        before = getattr(owner, last)
+        made = OpenEvaluation(3, 8, {"failed": 1}, 3) if name == "eval_open" else other(before)
+        setattr(owner, last, made)
+    kept = pack_run(run)
+    fresh = World(run_ahead=4, min_ess=0.5).broker.run
+    assert pack_run(fresh) != kept
+    put_back(msgspec.msgpack.decode(kept, type=RunRecord), fresh)
+    assert pack_run(fresh) == kept
+    fields = set(RunRecord.__struct_fields__)
+    assert fields - PLACES.keys() == {"prompts"}
+
+
+def test_counts_of_another_kind_are_refused_in_a_sentence() -> None:
+    world = started()
+    world.store.put("now", msgspec.msgpack.encode({"version": "three"}))
+    with pytest.raises(StoreError, match=r"cannot be read .*: begin a new run"):
+        world.restart_broker()
 
 
 def test_a_finished_run_stays_finished() -> None:

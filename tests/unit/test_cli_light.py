@@ -13,7 +13,10 @@ import umbra
 from umbra import cli
 from umbra.proto.errors import StartupError
 
-HEAVY = ("torch", "transformers", "accelerate", "numpy", "zmq", "msgpack", "msgspec", "rich")
+HEAVY = (
+    "torch", "transformers", "accelerate", "numpy", "zmq", "msgpack", "msgspec", "rich", "yaml",
+    "tomli_w",
+)  # fmt: skip
 
 HELP_THEN_MODULES = """
 import sys

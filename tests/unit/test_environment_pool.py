@@ -1,5 +1,9 @@
 """User code in processes of its own: raising, hanging, dying or out of memory costs one sample."""
 
+import os
+import select
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -148,7 +152,7 @@ def test_what_it_prints_does_no_harm(start: Callable[..., Player]) -> None:
         ("exit", "raised SystemExit: 3"),
         ("text", "returned '1.0', which is not a finite number"),
         ("flood", "raised MemoryError"),
-        ("die", "the process of its environment ended with signal 9"),
+        ("die", "the process of its environment ended (killed by SIGKILL)"),
     ],
 )
 def test_a_faulty_reward_costs_its_sample_only(
@@ -192,7 +196,7 @@ def test_one_of_many_in_a_process_kills_it(start: Callable[..., Player], tmp_pat
     player.pool.play("bad", {"size": 1}, ["die"])
     player.pool.play("late", {"size": 1}, ["x"])
     outcomes = player.outcomes(3)
-    assert "ended with exit code 1" in outcomes["bad"].error
+    assert "ended (exit code 1)" in outcomes["bad"].error
     assert outcomes["hangs once"].value == outcomes["late"].value == StepResult(reward=2.0)
 
 
@@ -201,7 +205,7 @@ def test_a_conversation_survives_its_process(start: Callable[..., Player]) -> No
     player.play("a", [])
     assert text(player.play("a", ["1"])) == "1"
     assert text(player.play("a", ["1", "2"])) == "3"
-    assert "signal 9" in player.play("b", ["die"]).error
+    assert "killed by SIGKILL" in player.play("b", ["die"]).error
     assert text(player.play("a", ["1", "2", "4"])) == "7"
     player.pool.forget("a")
     assert text(player.play("a", ["5"])) == "5"
@@ -211,7 +215,7 @@ def test_chance_is_noticed_when_a_conversation_moves(start: Callable[..., Player
     player = start("Moody", workers=1)
     player.play("a", [])
     text(player.play("a", ["1"]))
-    assert "signal 9" in player.play("b", ["die"]).error
+    assert "killed by SIGKILL" in player.play("b", ["die"]).error
     assert "there is chance in the environment" in player.play("a", ["1", "2"]).error
 
 
@@ -222,5 +226,32 @@ def test_an_environment_that_cannot_be_loaded_is_refused_at_once(module: str) ->
 
 def test_a_module_that_ends_the_process_is_named(tmp_path: Path, module: str) -> None:
     (tmp_path / f"{module}_exits.py").write_text("import os; os._exit(7)")
-    with pytest.raises(UsageError, match="ended with exit code 7 when it was started"):
+    with pytest.raises(UsageError, match=r"ended \(exit code 7\) when it was started"):
         open_pool(EnvironmentConfig(kind="reward", reward=f"{module}_exits:score"))
+
+
+OWNER = """
+import asyncio, os, sys
+from umbra.services.environments.worker_pool import WorkerPool
+from umbra.services.runtime.config import EnvironmentConfig
+
+config = EnvironmentConfig(kind="reward", reward=sys.argv[1], timeout_s=20.0, workers=1)
+asyncio.run(WorkerPool(config, print).start())
+"""
+
+
+@pytest.mark.fault
+def test_a_process_that_is_still_importing_dies_with_its_owner(tmp_path: Path) -> None:
+    """Scenario: the user's module hangs while it is imported; its owner is killed."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    (tmp_path / "hanging.py").write_text(
+        f"import os, time\nopen({str(fifo)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, "hanging:score"], cwd=tmp_path)
+    worker = os.pidfd_open(int(fifo.read_text()))
+    owner.kill()
+    owner.wait()
+    ended, _, _ = select.select([worker], [], [], seconds(30))
+    os.close(worker)
+    assert ended, "the process outlived its owner"

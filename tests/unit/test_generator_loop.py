@@ -12,6 +12,7 @@ from fakes.loop_bench import (
     open_bench,
     version,
 )
+from fakes.trajectories import sample
 
 from umbra.proto.errors import DeadlineError, RejectedError, UsageError
 from umbra.proto.messages import (
@@ -24,7 +25,6 @@ from umbra.proto.messages import (
     SubmitAck,
     SubmitTrajectories,
 )
-from umbra.proto.records import SampleTask
 from umbra.services.generator.engine import EngineError
 
 
@@ -181,10 +181,7 @@ def test_weights_that_do_not_fit_are_reported_and_end_the_loop(
 
 def test_a_failed_sample_is_returned_with_its_reason(bench: Bench) -> None:
     bench.serve()
-    task = SampleTask(
-        sample_id="a", group_id="g", prompt_id="p", attempt=1, row={}, lease_s=LEASE_S
-    )
-    bench.channel.answer(LeaseSamples, SampleLeases(tasks=[task]))
+    bench.channel.answer(LeaseSamples, SampleLeases(tasks=[sample({}, sample_id="a")]))
     bench.turns(2)
     (returned,) = bench.channel.answer(ReturnSamples, Ok()).samples
     assert returned.failed
@@ -193,13 +190,7 @@ def test_a_failed_sample_is_returned_with_its_reason(bench: Bench) -> None:
 
 
 def spoiled(count: int) -> SampleLeases:
-    tasks = [
-        SampleTask(
-            sample_id=f"x{i}", group_id="g", prompt_id="p", attempt=1, row={}, lease_s=LEASE_S
-        )
-        for i in range(count)
-    ]
-    return SampleLeases(tasks=tasks)
+    return SampleLeases(tasks=[sample({}, sample_id=f"x{i}") for i in range(count)])
 
 
 def test_failures_end_no_generator(bench: Bench) -> None:
@@ -220,9 +211,7 @@ def test_drain_hands_back_partials_and_what_comes_late(
     bench.serve()
     bench.lease("a", "b")
     bench.turns(4)
-    late = SampleTask(
-        sample_id="late", group_id="g", prompt_id="p", attempt=1, row={}, lease_s=LEASE_S
-    )
+    late = sample({}, sample_id="late")
     returned: list[Any] = []
 
     def buffer(timeout: float | None = None) -> bool:

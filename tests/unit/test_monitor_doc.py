@@ -33,7 +33,7 @@ def names(title: str) -> list[str]:
 
 
 def test_rates_and_shares() -> None:
-    assert names("Rates as of late") == list(Rates.__struct_fields__)
+    assert names("Recent rates") == list(Rates.__struct_fields__)
     assert names("Shares") == list(SHARES)
     health = world().broker.status(0.0).health
     assert set(health) == {*SHARES, *(f"{name}/run" for name in SHARES)}

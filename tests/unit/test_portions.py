@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from fakes.trajectories import trajectory
 from hypothesis import given
 from hypothesis import strategies as st
 
-from umbra.proto.records import Trajectory, pack_float32, pack_int32
+from umbra.proto.records import pack_float32
 from umbra.services.runtime.net.portions import FILL_BYTES, array_bytes, portions
 
 
@@ -30,11 +31,7 @@ def test_a_portion_is_a_message_that_the_buffer_takes(size: int, lengths: list[i
 
 
 def test_the_bytes_of_a_trajectory_are_those_of_its_arrays() -> None:
-    made = Trajectory(
-        sample_id="s", group_id="g", prompt_id="p", attempt=1,
-        prompt_ids=pack_int32([1, 2]), response_ids=pack_int32([3, 4, 5]), loss_mask=b"\1\0\1",
-        logprobs=pack_float32([-0.5, 0.0, -0.25]), spans=[], finish_reason="stop",
-    )  # fmt: skip
+    made = trajectory([1, 2], [3, 4, 5])
     assert array_bytes(made) == 8 + 12 + 3 + 12
     two = pack_float32([0.0, 0.0, 0.0])
     made = msgspec.structs.replace(made, ref_logprobs=two, proximal_logprobs=two)

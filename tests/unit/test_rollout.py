@@ -7,7 +7,8 @@ import msgspec
 import pytest
 import torch
 from fakes.engine import ScriptedEngine, output
-from fakes.rollouts import STOP, finish, sample, says, settings
+from fakes.rollouts import STOP, finish, says, settings
+from fakes.trajectories import sample
 
 from umbra.proto.records import (
     Sampling,

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 from fakes.engine import ScriptedEngine
-from fakes.rollouts import STOP, finish, sample, says, settings
+from fakes.rollouts import STOP, finish, says, settings
+from fakes.trajectories import sample
 
 from umbra.proto.records import Sampling, unpack_int32
 from umbra.services.environments.guess import Guess

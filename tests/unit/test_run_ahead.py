@@ -69,7 +69,7 @@ def test_it_outlives_the_buffer() -> None:
     run.produce("a", 0)
     commit(run, 1, ess=0.2)
     run.restart_broker()
-    assert run.broker.works.run_ahead.now == 1
+    assert run.broker.run.run_ahead.now == 1
 
 
 def test_an_update_that_was_left_out_is_counted() -> None:

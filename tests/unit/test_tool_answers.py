@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from fakes.chat_templates import chat_tokenizer
 from fakes.engine import ScriptedEngine
-from fakes.rollouts import finish, sample, settings
+from fakes.rollouts import finish, settings
+from fakes.trajectories import sample
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Sampling, unpack_int32

@@ -122,7 +122,10 @@ def test_the_sampling_is_the_runs() -> None:
     assert find_fault(greedy, facts, trained=False) is None, "an eval sample may be greedy"
 
 
-@pytest.mark.parametrize("vocabulary", [1, 2, 255, 65_536, 65_537, 128_256, VOCABULARY, 1 << 24])
+@pytest.mark.parametrize(
+    "vocabulary",
+    [1, 2, 255, 256, 257, 32_000, 65_535, 65_536, 65_537, 128_256, VOCABULARY, 1 << 24],
+)
 def test_token_ids_are_compared_exactly(vocabulary: int) -> None:
     """The many that are compared at once, against one at a time, at and around every bound."""
     chance = random.Random(vocabulary)
@@ -202,7 +205,7 @@ def test_the_vocabulary_is_known_after_a_restart() -> None:
     run = world(durable=True)
     ask_batch(run, 1)
     run.restart_broker()
-    assert run.broker.works.facts.vocabulary == VOCABULARY
+    assert run.broker.run.facts.vocabulary == VOCABULARY
 
 
 def test_a_rejection_of_another_batch_changes_nothing() -> None:

@@ -19,10 +19,8 @@ from __future__ import annotations
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
-import msgspec
 from msgspec.structs import replace
 
 from umbra.proto.errors import RejectedError
@@ -39,6 +37,7 @@ from umbra.services.buffer.store.journal import Journal
 from umbra.services.runtime.config import EvalConfig
 from umbra.services.runtime.eval_scores import eval_scores
 
+EVAL_PREFIX = "e"  # of the ids of eval samples
 REPORTS_KEPT = 100
 REPORTS_TOLD = 4  # to the trainer
 
@@ -46,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Open:
+class OpenEvaluation:
     """The evaluation under way."""
 
     due: int  # version from which on it may be pinned
@@ -107,7 +106,7 @@ class Evaluations:
         self._batches = batches
         self._members = members
         self._outbox = outbox
-        self._open: _Open | None = None
+        self.open: OpenEvaluation | None = None  # the one under way
         self._begun_at = 0.0
         self._asked = False  # somebody wants one now
         self._serving: dict[str, int] = {}  # version that each generator serves
@@ -115,12 +114,12 @@ class Evaluations:
     @property
     def pausing(self) -> bool:
         """Whether training waits for an evaluation."""
-        return self._open is not None and self._config.mode == "pause"
+        return self.open is not None and self._config.mode == "pause"
 
     @property
     def is_open(self) -> bool:
         """Whether an evaluation is under way."""
-        return self._open is not None
+        return self.open is not None
 
     @property
     def newest(self) -> list[EvalReport]:
@@ -129,7 +128,7 @@ class Evaluations:
 
     def status(self) -> list[EvalReport]:
         """All reports, that of the one under way included."""
-        return [*self.reports, self._report(self._open)] if self._open else list(self.reports)
+        return [*self.reports, self._report(self.open)] if self.open else list(self.reports)
 
     def ask(self) -> int:
         """Have the policy evaluated as it is now; the number of samples.
@@ -140,8 +139,8 @@ class Evaluations:
         if not self._prompts:
             reason = "the run has no held-out prompts: set eval.prompts before it starts"
             raise RejectedError(reason, code="no_eval")
-        if self._open is not None:
-            reason = f"the evaluation of version {self._open.version} is under way: wait for it"
+        if self.open is not None:
+            reason = f"the evaluation of version {self.open.version} is under way: wait for it"
             raise RejectedError(reason, code="no_eval")
         self._asked = True
         return self._config.run_samples
@@ -150,17 +149,17 @@ class Evaluations:
         """Begin what is due at the version reached, and end what is over; called at every event."""
         self._take_failures()
         version = self._batches.version
-        if self._open is not None and self._open.due > version:
+        if self.open is not None and self.open.due > version:
             self._end_all("cancelled")  # the trainer starts again before that version
-            self._open = None
+            self.open = None
             self.pool.openings += 1
-        if self._open is None and (self._is_due(version) or self._asked):
+        if self.open is None and (self._is_due(version) or self._asked):
             self._begin(version, now)
-        if self._open is not None:
-            self._cut(self._open, now)
+        if self.open is not None:
+            self._cut(self.open, now)
             groups = self.pool.groups.values()
             if all(group.samples[0].state is State.READY for group in groups):
-                self._finish(self._open, now)
+                self._finish(self.open, now)
 
     def take(self, holder: str, version: int, capacity: int, now: float) -> list[SampleTask]:
         """Up to `capacity` samples for a generator that serves `version`."""
@@ -186,9 +185,9 @@ class Evaluations:
 
     def stuck(self, now: float, stall_s: float) -> list[Stuck]:
         """The evaluation, if it takes long."""
-        if self._open is None or now - self._begun_at <= stall_s:
+        if self.open is None or now - self._begun_at <= stall_s:
             return []
-        report = self._report(self._open)
+        report = self._report(self.open)
         missing = report.samples - report.answered - sum(report.ended.values())
         what = f"evaluation of version {report.version}: {missing} samples are missing"
         holders = sorted(self.pool.held) or ["nobody"]
@@ -204,37 +203,19 @@ class Evaluations:
 
     def cancel(self) -> None:
         """The run is over before the evaluation is."""
-        if self._open is not None:
-            report = self._report(self._open)
+        if self.open is not None:
+            report = self._report(self.open)
             self._end_all("cancelled")
             missing = report.samples - report.answered - sum(report.ended.values())
             ended = Counter(report.ended) + Counter(cancelled=missing)
             self.reports.append(replace(report, ended=dict(ended)))
-            self._open = None
+            self.open = None
 
-    def record(self) -> dict[str, Any]:
-        """What a restarted buffer must know, but for the samples themselves."""
-        ledger = self.pool.ledger
-        return {
-            "done": self.done,
-            "next": [self.pool.next_group, self.pool.next_sample],
-            "issued": ledger.issued,
-            "ended": dict(ledger.ended),
-            "open": None if self._open is None else asdict(self._open),
-            "reports": msgspec.to_builtins(self.reports),
-        }
-
-    def restore(self, record: dict[str, Any], *, mend: bool, now: float) -> list[str]:
-        """Take over `record`, and the samples of the evaluation under way; what was mended.
+    def restore(self, *, mend: bool, now: float) -> list[str]:
+        """Take over the samples of the evaluation under way; what was mended.
 
         Its time begins anew, as that of the leases does.
         """
-        self.done = record["done"]
-        self.pool.next_group, self.pool.next_sample = record["next"]
-        self.pool.ledger.issued = record["issued"]
-        self.pool.ledger.ended.update(record["ended"])
-        self.reports = msgspec.convert(record["reports"], list[EvalReport])
-        self._open = None if record["open"] is None else _Open(**record["open"])
         self._begun_at = now
         groups, mended = self.journal.load(mend=mend)
         self.pool.restore(groups, now)
@@ -246,7 +227,7 @@ class Evaluations:
 
     def _is_for(self, version: int) -> bool:
         """Whether a generator that serves `version` may have samples of the evaluation."""
-        open_ = self._open
+        open_ = self.open
         if open_ is None:
             return False
         return version == open_.pinned if open_.pinned >= 0 else version >= open_.due
@@ -261,8 +242,8 @@ class Evaluations:
     def _take_failures(self) -> None:
         """Their groups are gone, but they count as answers that are worth nothing."""
         for end in self.pool.group_ends:
-            if end.reason == "failed" and self._open is not None:
-                failed = self._open.failed
+            if end.reason == "failed" and self.open is not None:
+                failed = self.open.failed
                 failed[end.prompt_id] = failed.get(end.prompt_id, 0) + 1
         self.pool.group_ends.clear()
 
@@ -271,20 +252,20 @@ class Evaluations:
         for index in range(size):
             prompt = index // self._config.samples_per_prompt
             self.pool.issue(self._prompts[prompt % count], version)
-        self._open = _Open(version, size, dict(self.pool.ledger.ended))
+        self.open = OpenEvaluation(version, size, dict(self.pool.ledger.ended))
         self._asked = False
         self._begun_at = now
         self.pool.openings += 1
         log.info("evaluation of version %d begins: %d samples", version, size)
 
     def _pin(self, version: int) -> None:
-        if self._open is not None and self._open.pinned != version:
-            self._open.pinned = version
+        if self.open is not None and self.open.pinned != version:
+            self.open.pinned = version
             for group in self.pool.groups.values():
                 group.due = version
                 self.pool.changed[group.group_id] = group
 
-    def _cut(self, open_: _Open, now: float) -> None:
+    def _cut(self, open_: OpenEvaluation, now: float) -> None:
         """End what takes too long; begin again what nobody can finish."""
         if now - self._begun_at >= self._config.timeout_s:
             log.warning(
@@ -315,12 +296,12 @@ class Evaluations:
             if not ready or reason == "cancelled":
                 self.pool.end(group, reason)
 
-    def _finish(self, open_: _Open, now: float) -> None:
+    def _finish(self, open_: OpenEvaluation, now: float) -> None:
         report = replace(self._report(open_), done=True)
         for group in list(self.pool.groups.values()):
             self.pool.end(group, "evaluated")
         self.reports = [*self.reports, report][-REPORTS_KEPT:]
-        self.done, self._open = open_.version, None
+        self.done, self.open = open_.version, None
         self.pool.openings += 1
         log.info(
             "evaluation of version %d: accuracy %.4f over %d samples",
@@ -337,7 +318,7 @@ class Evaluations:
             seconds=now - self._begun_at,
         )
 
-    def _report(self, open_: _Open) -> EvalReport:
+    def _report(self, open_: OpenEvaluation) -> EvalReport:
         rewards: defaultdict[str, list[float]] = defaultdict(list)
         for group in self.pool.groups.values():
             own = [sample.reward for sample in group.samples if sample.state is State.READY]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from umbra.proto.bounds import BATCH
 from umbra.proto.messages import (
     FlushPartials,
@@ -18,18 +16,13 @@ from umbra.proto.messages import (
     SubmitTrajectories,
 )
 from umbra.proto.records import SampleTask
-from umbra.services.buffer.effects import Effects
-from umbra.services.buffer.endpoints.evaluation import Evaluations
+from umbra.services.buffer.endpoints.evaluation import EVAL_PREFIX, EvalAnswers
 from umbra.services.buffer.endpoints.parking import Parked, ParkedRequests
-from umbra.services.buffer.policy.batches import Batches
-from umbra.services.buffer.policy.leases import Leases
-from umbra.services.buffer.policy.pause import PauseSwitch
-from umbra.services.buffer.samples.pool import SamplePool
 from umbra.services.buffer.samples.submissions import Submissions
 from umbra.services.buffer.samples.trajectory_store import as_arrived
+from umbra.services.buffer.state import RunState
 from umbra.services.runtime.net.server import Request
 
-EVAL_PREFIX = "e"  # of the ids of eval samples
 NOTHING = SampleLeases(tasks=[])
 
 
@@ -38,28 +31,19 @@ class GeneratorEndpoint:
     (the generator serves newer weights, say) takes its place, the older is answered with nothing.
     """
 
-    def __init__(
-        self,
-        pool: SamplePool,
-        batches: Batches,
-        leases: Leases,
-        answers: Submissions,
-        evals: Evaluations,
-        eval_answers: Submissions,
-        gate: PauseSwitch,
-        counters: Counter[str],
-        outbox: Effects,
-    ) -> None:
+    def __init__(self, run: RunState) -> None:
         self.closed = False
-        self._pool = pool
-        self._batches = batches
-        self._leases = leases
-        self._answers = answers
-        self._evals = evals
-        self._eval_answers = eval_answers
-        self._gate = gate
-        self._counters = counters
-        self._outbox = outbox
+        self._run = run
+        self._pool = run.pool
+        self._batches = run.batches
+        self._evals = run.evals
+        self._outbox = run.outbox
+        self._answers = Submissions(
+            run.pool, run.batches, run.policy, run.facts, run.counters, run.health.answered
+        )
+        self._eval_answers = EvalAnswers(
+            run.evals.pool, run.batches, run.policy, run.facts, run.counters
+        )
         self._parked = ParkedRequests[LeaseSamples]()
         self._served_at = (-1, -1, -1)  # openings and version when the parked were last looked at
 
@@ -69,7 +53,7 @@ class GeneratorEndpoint:
         if older := self._parked.take(name):
             self._outbox.reply(older.request, NOTHING)
         if not 0 <= body.version <= self._batches.newest:
-            self._counters["wrong_version"] += 1
+            self._run.counters["wrong_version"] += 1
             reason = f"{name} serves version {body.version}, but 0 to {self._batches.newest} exist"
             self._outbox.reply(request, Nack(code="wrong_version", reason=reason, path="version"))
             return
@@ -147,13 +131,13 @@ class GeneratorEndpoint:
             self._outbox.reply(question.request, NOTHING)
 
     def _give(self, question: Parked[LeaseSamples], *, waiting: int, now: float) -> bool:
-        if self.closed or self._gate.is_shut:
+        if self.closed or self._run.pause.is_shut:
             return False
         name, body = question.name, question.body
         capacity = min(body.capacity, BATCH)
         tasks = self._evals.take(name, body.version, capacity, now)
         if not self._evals.pausing:
-            tasks += self._leases.take(
+            tasks += self._run.leases.take(
                 name,
                 version=body.version,
                 capacity=capacity - len(tasks),

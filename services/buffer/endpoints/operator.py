@@ -18,9 +18,8 @@ from umbra.proto.messages import (
     PauseRequest,
     ResumeRequest,
 )
-from umbra.services.buffer.effects import Effects
-from umbra.services.buffer.membership import Membership
-from umbra.services.buffer.works import Works
+from umbra.services.buffer.policy.cancellation import Cancellations
+from umbra.services.buffer.state import RunState
 from umbra.services.runtime.net.server import Request
 
 log = logging.getLogger(__name__)
@@ -30,50 +29,54 @@ class OperatorRequests:
     """Answers operators.
 
     Args:
+        wants_checkpoint: has the trainer make one, for a request, at a time.
+        interrupts: stops samples under way.
         end: begins the end of the run, for a reason, at a time.
     """
 
     def __init__(
         self,
-        works: Works,
-        members: Membership,
-        outbox: Effects,
+        run: RunState,
         *,
+        wants_checkpoint: Callable[[Request, float], None],
+        interrupts: Cancellations,
         end: Callable[[str, float], None],
     ) -> None:
-        self._works = works
-        self._members = members
-        self._outbox = outbox
+        self._run = run
+        self._members = run.members
+        self._outbox = run.outbox
+        self._wants_checkpoint = wants_checkpoint
+        self._interrupts = interrupts
         self._end = end
 
     def pause(self, request: Request, body: PauseRequest, _now: float) -> None:
         """Hand out no work until the run is resumed."""
         log.info("paused by %s: %s", request.header.sender, body.reason)
-        self._works.gate.shut(body.reason or "paused on request")
+        self._run.pause.shut(body.reason or "paused on request")
         self._outbox.reply(request, Ok())
 
     def resume(self, request: Request, _body: ResumeRequest, _now: float) -> None:
         """Hand out work again."""
         log.info("resumed by %s", request.header.sender)
-        self._works.resume()
+        self._run.resume()
         self._outbox.reply(request, Ok())
 
     def checkpoint(self, request: Request, _body: CheckpointRequest, now: float) -> None:
         """Have the trainer make a checkpoint; answered when it is there."""
-        self._works.training.checkpoint_wanted(request, now)
+        self._wants_checkpoint(request, now)
 
     def interrupt(self, request: Request, body: InterruptRequest, _now: float) -> None:
         """Stop samples under way."""
-        self._works.interrupts.requested(request, body)
+        self._interrupts.requested(request, body)
 
     def evaluate(self, request: Request, _body: EvalRequest, _now: float) -> None:
         """Begin an evaluation."""
         try:
-            samples = self._works.evals.ask()
+            samples = self._run.evals.ask()
         except RejectedError as error:
             self._outbox.reply(request, Nack(code=error.code, reason=str(error)))
             return
-        version = self._works.batches.version
+        version = self._run.batches.version
         self._outbox.reply(request, EvalBegun(version=version, samples=samples))
 
     def drain(self, request: Request, body: DrainRequest, now: float) -> None:

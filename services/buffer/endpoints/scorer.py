@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from umbra.proto.bounds import BATCH
 from umbra.proto.messages import (
     LeaseScoring,
@@ -14,31 +12,23 @@ from umbra.proto.messages import (
     SubmitAck,
     SubmitScores,
 )
-from umbra.services.buffer.effects import Effects
 from umbra.services.buffer.endpoints.parking import Parked, ParkedRequests
-from umbra.services.buffer.endpoints.scoring import Scoring
 from umbra.services.buffer.samples.trajectory_store import as_arrived
+from umbra.services.buffer.state import RunState
 from umbra.services.runtime.net.server import Request
 
 NOTHING = ScoringLeases(tasks=[])
 
 
 class ScorerEndpoint:
-    """Answers scorers. A question that finds no work is parked, one per scorer.
+    """Answers scorers. A question that finds no work is parked, one per scorer."""
 
-    Args:
-        stages: that this run has.
-    """
-
-    def __init__(
-        self, scoring: Scoring, stages: list[str], counters: Counter[str], outbox: Effects
-    ) -> None:
+    def __init__(self, run: RunState) -> None:
         self.closed = False
-        self._scoring = scoring
-        self._stages = stages
-        self._counters = counters
-        self._outbox = outbox
-        self.serving: dict[str, str] = {}  # by scorer, the stage that it has asked for
+        self._scoring = run.scoring
+        self._stages = run.buffer.stages
+        self._counters = run.counters
+        self._outbox = run.outbox
         self._parked = ParkedRequests[LeaseScoring]()
 
     def lease(self, request: Request, body: LeaseScoring, now: float) -> None:
@@ -51,7 +41,7 @@ class ScorerEndpoint:
             self._counters["unknown_stage"] += 1
             self._outbox.reply(request, Nack(code="unknown_stage", reason=reason, path="stage"))
             return
-        self.serving[request.header.sender] = body.stage
+        self._scoring.serving[request.header.sender] = body.stage
         self._parked.park(Parked(request, body, now + body.wait_s))
         self.serve(now)
         self.expire(now)
@@ -98,7 +88,7 @@ class ScorerEndpoint:
     def take_back(self, name: str, *, lost: bool) -> int:
         """`name` is gone: its work goes to others, its question is not answered."""
         self._parked.take(name)
-        self.serving.pop(name, None)
+        self._scoring.serving.pop(name, None)
         return self._scoring.take_all_back(name, lost=lost)
 
     def close(self, now: float) -> None:

@@ -54,6 +54,7 @@ class Scoring:
         counters: Counter[str],
     ) -> None:
         self.leases: dict[str, Lease] = {}  # by sample
+        self.serving: dict[str, str] = {}  # by scorer, the stage that it has asked for
         self._pools = pools
         self._lease_s = lease_s
         self._max_attempts = max_attempts

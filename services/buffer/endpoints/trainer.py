@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable
 
 from umbra.proto.messages import (
@@ -18,20 +17,12 @@ from umbra.proto.messages import (
     RejectSamples,
 )
 from umbra.proto.records import Score, Trajectory
-from umbra.services.buffer.curves import StepCurves
-from umbra.services.buffer.effects import Effects
 from umbra.services.buffer.endpoints.checkpoint_requests import CheckpointRequests
-from umbra.services.buffer.endpoints.evaluation import Evaluations
 from umbra.services.buffer.endpoints.parking import Parked
-from umbra.services.buffer.health import Health
-from umbra.services.buffer.policy.batches import Batches
-from umbra.services.buffer.policy.pause import PauseSwitch
-from umbra.services.buffer.policy.run_ahead import RunAhead
 from umbra.services.buffer.samples.failure_counts import count_reason
-from umbra.services.buffer.samples.pool import SamplePool
 from umbra.services.buffer.samples.trajectory_store import digest
+from umbra.services.buffer.state import RunState
 from umbra.services.runtime.net.server import Request
-from umbra.services.runtime.trajectories import RunFacts
 
 log = logging.getLogger(__name__)
 
@@ -41,48 +32,23 @@ class TrainerEndpoint:
     its place. Beside it there may be one for a look at the batch after the one that is leased.
 
     Args:
-        steps: of the run.
         missing: tells in words what the batch waits for, at a time.
-        gate: while it is shut no batch is handed out.
-        evals: while training waits for one of them, no new batch is formed.
         formed: called when a new batch was formed.
-        run_ahead: hears what the trainer says of each batch; so does `health`.
-        facts: of the run; the trainer tells of its model.
     """
 
     def __init__(
-        self,
-        pool: SamplePool,
-        batches: Batches,
-        *,
-        steps: int,
-        missing: Callable[[float], str],
-        gate: PauseSwitch,
-        evals: Evaluations,
-        formed: Callable[[], None],
-        run_ahead: RunAhead,
-        health: Health,
-        facts: RunFacts,
-        counters: Counter[str],
-        outbox: Effects,
+        self, run: RunState, *, missing: Callable[[float], str], formed: Callable[[], None]
     ) -> None:
         self.closed = False
-        self.curves = StepCurves()
-        self.checkpoint_requests = CheckpointRequests(batches, outbox)
-        self.committer = ""  # incarnation of the trainer that made the last commit
-        self.wanted_since: float | None = None  # when the missing batch was first asked for
-        self._pool = pool
-        self._batches = batches
-        self._steps = steps
+        self.checkpoint_requests = CheckpointRequests(run.batches, run.outbox)
+        self._run = run
+        self._pool = run.pool
+        self._batches = run.batches
+        self._counters = run.counters
+        self._outbox = run.outbox
+        self._steps = run.config.run.steps
         self._missing = missing
-        self._gate = gate
-        self._evals = evals
         self._formed = formed
-        self._run_ahead = run_ahead
-        self._health = health
-        self.facts = facts
-        self._counters = counters
-        self._outbox = outbox
         self._question: Parked[LeaseBatch] | None = None
         self._peek: Parked[PeekBatch] | None = None
 
@@ -94,8 +60,8 @@ class TrainerEndpoint:
         """
         self._answer_parked("asked again")
         self._answer_peek()
-        self.facts.learn(body.vocabulary)
-        is_new = request.header.incarnation != self.committer
+        self._run.facts.learn(body.vocabulary)
+        is_new = request.header.incarnation != self._run.committer
         if is_new and 0 < body.step <= self._batches.version:
             if self._batches.can_rewind(body.step):
                 self._rewind(request.header.sender, body.step, now)
@@ -113,8 +79,8 @@ class TrainerEndpoint:
         if self.closed:
             self._outbox.reply(request, self._nothing(body.step, "nothing: the run is ending"))
             return
-        if self.wanted_since is None:
-            self.wanted_since = now
+        if self._run.wanted_since is None:
+            self._run.wanted_since = now
         self._question = Parked(request, body, now + body.wait_s)
         self.serve(now)
         self.expire(now)
@@ -131,8 +97,8 @@ class TrainerEndpoint:
         leased = self._batches.leased
         if leased is not None and leased.step == body.step:
             batch = self._batches.commit()
-            self.committer = request.header.incarnation
-            self.curves.add(body.step, body.metrics)
+            self._run.committer = request.header.incarnation
+            self._run.curves.add(body.step, body.metrics)
             self._counters["mixed_version"] += batch.staleness.mixed
             self._heard(body)
         elif 1 <= body.step <= self._batches.version:
@@ -179,10 +145,10 @@ class TrainerEndpoint:
         """Answer the parked questions if their batches are full."""
         self._show()
         question = self._question
-        if question is None or self._gate.is_shut:
+        if question is None or self._run.pause.is_shut:
             return
         is_new = self._batches.leased is None
-        if is_new and self._evals.pausing:
+        if is_new and self._run.evals.pausing:
             return
         batch = self._batches.form(now)
         if batch is None:
@@ -196,11 +162,11 @@ class TrainerEndpoint:
                 replayed_groups=len(batch.replays),
                 samples=batch.staleness.samples,
                 tokens=sum(sample.tokens for group in batch.all_groups for sample in group.samples),
-                wait_s=0.0 if self.wanted_since is None else now - self.wanted_since,
+                wait_s=0.0 if self._run.wanted_since is None else now - self._run.wanted_since,
                 in_flight=self._pool.ledger.snapshot().in_flight,
                 **{f"staleness_{name}": value for name, value in batch.staleness.figures().items()},
             )
-        self._question = self.wanted_since = None
+        self._question = self._run.wanted_since = None
         trajectories, scores, found = self._packed(batch.sample_ids)
         # Shows, also when it is handed out again, that step and bytes belong together.
         self._outbox.measure("handed_out", step=batch.step, digest=found)
@@ -211,7 +177,7 @@ class TrainerEndpoint:
             scores={} if same else scores,
             same=same,
             checkpoint=self.checkpoint_requests.open,
-            evals=self._evals.newest,
+            evals=self._run.evals.newest,
         )
         self._outbox.reply(question.request, lease)
 
@@ -252,7 +218,7 @@ class TrainerEndpoint:
 
     def forget(self) -> None:
         """The trainer is gone; its batch stays leased for the next one."""
-        self._question = self._peek = self.wanted_since = None
+        self._question = self._peek = self._run.wanted_since = None
 
     def close(self) -> None:
         """No more batches."""
@@ -260,7 +226,7 @@ class TrainerEndpoint:
         self._answer_parked("nothing: the run is ending")
         self._answer_peek()
         self.checkpoint_requests.close()
-        self.wanted_since = None
+        self._run.wanted_since = None
 
     def _rewind(self, trainer: str, step: int, now: float) -> None:
         lost = self._batches.version - step + 1
@@ -270,18 +236,18 @@ class TrainerEndpoint:
         )  # fmt: skip
         self._counters["steps_repeated"] += lost
         self._batches.rewind(step, now)
-        self.curves.cut(step)
+        self._run.curves.cut(step)
         self.checkpoint_requests.forget_after(step - 1)
 
     def _heard(self, body: CommitBatch) -> None:
         """What the trainer has measured of a batch."""
-        self._health.trained(body.step, body.metrics)
+        self._run.health.trained(body.step, body.metrics)
         if body.metrics.get("skipped") == 1.0:
             self._counters["batches_skipped"] += 1
         ess = body.metrics.get("ess")
-        if self._run_ahead.heard(ess, body.step):
+        if self._run.run_ahead.heard(ess, body.step):
             self._outbox.measure(
-                "run_ahead", step=body.step, ess=ess, run_ahead=self._run_ahead.now
+                "run_ahead", step=body.step, ess=ess, run_ahead=self._run.run_ahead.now
             )
 
     def _answer_parked(self, waiting_for: str) -> None:
@@ -301,7 +267,7 @@ class TrainerEndpoint:
             step=step,
             trajectories=[],
             waiting_for=waiting_for,
-            paused=self._gate.is_shut,
+            paused=self._run.pause.is_shut,
             checkpoint=self.checkpoint_requests.open,
-            evals=self._evals.newest,
+            evals=self._run.evals.newest,
         )

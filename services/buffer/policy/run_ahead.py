@@ -42,11 +42,12 @@ class RunAhead:
         )  # fmt: skip
         return True
 
-    def record(self) -> list[int]:
-        """The state, for the journal."""
-        return [self.now, self._waits]
+    @property
+    def state(self) -> tuple[int, int]:
+        """What survives a restart. It may be set to that of another configuration."""
+        return self.now, self._waits
 
-    def restore(self, record: list[int]) -> None:
-        """Go on from a state; the configuration may have changed meanwhile."""
-        self.now = min(record[0], self._most) if self._min_ess else self._most
-        self._waits = record[1]
+    @state.setter
+    def state(self, before: tuple[int, int]) -> None:
+        self.now = min(before[0], self._most) if self._min_ess else self._most
+        self._waits = before[1]

@@ -15,12 +15,11 @@ times, damage is told from a torn tail, and no package is needed. LMDB takes les
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import secrets
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -47,6 +46,7 @@ from umbra.services.buffer.store.segments import (
     segment_path,
 )
 from umbra.services.runtime.process.disk import DISK, Disk
+from umbra.services.runtime.process.folder_lock import HeldError, folder_lock
 
 SEGMENT_BYTES = 16 << 20
 SLACK_SEGMENTS = 3
@@ -87,7 +87,8 @@ class LogStore:
         self._segment_bytes = segment_bytes
         self._disk = disk
         disk.make_folders(directory)
-        self._lock = lock(directory)
+        self._held = ExitStack()
+        self._held.enter_context(store_lock(directory))
         self._fds: dict[int, int] = {}
         self._head: HeadFile | None = None
         self._pending: Group = {}
@@ -259,9 +260,7 @@ class LogStore:
         if self._head is not None:
             self._head.close()
             self._head = None
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        self._held.close()
 
     # -- files ------------------------------------------------------------------------------------
 
@@ -403,16 +402,16 @@ class _Append:
             raise
 
 
-def lock(directory: Path) -> int:
-    """Keep other processes out of the store; the lock goes with its file descriptor.
+@contextmanager
+def store_lock(directory: Path) -> Generator[None]:
+    """Keep other processes out of the store for the block.
 
     Raises:
         StoreError: another process has it.
     """
-    fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(fd)
-        raise StoreError(f"the store in {directory} is in use by another process") from error
-    return fd
+    with ExitStack() as held:
+        try:
+            held.enter_context(folder_lock(directory))
+        except HeldError as error:
+            raise StoreError(f"the store in {directory} is in use by {error}") from error
+        yield

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from typing import Any
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Annotated, Any, TypeAlias, cast, get_type_hints
+
+import msgspec
 
 from umbra.proto.errors import UsageError
-from umbra.services.buffer.data.prompts import Prompts
-from umbra.services.buffer.endpoints.evaluation import Evaluations
-from umbra.services.buffer.endpoints.trainer import TrainerEndpoint
-from umbra.services.buffer.health import Health
-from umbra.services.buffer.membership import Membership
-from umbra.services.buffer.policy.batches import Batches
-from umbra.services.buffer.policy.pause import PauseSwitch
-from umbra.services.buffer.policy.run_ahead import RunAhead
+from umbra.proto.records import EvalReport
+from umbra.services.buffer.endpoints.evaluation import OpenEvaluation
 from umbra.services.buffer.policy.staleness import StalenessStats
-from umbra.services.buffer.samples.pool import SamplePool
+from umbra.services.buffer.state import RunState
 from umbra.services.buffer.store.api import StoreError
-from umbra.services.buffer.store.journal import Journal
 
+NOW = "now"  # key of the `RunRecord`
 REPAIRED = "repaired"  # key that tells that the store was mended: see `repair`
 PROMPTS = "c/"  # prefix of the keys of what is known about prompts
 MEMBER = "m/"  # prefix of the keys of members
@@ -27,61 +25,120 @@ MEMBER = "m/"  # prefix of the keys of members
 log = logging.getLogger(__name__)
 
 
-class Recovery:
-    """Saves and restores the parts of one broker.
+@dataclass(frozen=True, slots=True)
+class At:
+    """Where the value of a field lives in `RunState`."""
 
-    Args:
-        run: what must be the same when the run goes on, `run_id` and sizes.
+    path: str
+
+
+Shares: TypeAlias = dict[str, tuple[int, int]]
+
+
+class RunRecord(msgspec.Struct, gc=False):
+    """What is kept of a run besides its groups, batches and members: the one list of it.
+
+    Each field says where in `RunState` its value is, to be read there and to be put back.
     """
 
-    def __init__(
-        self,
-        journal: Journal,
-        *,
-        run: dict[str, Any],
-        pool: SamplePool,
-        batches: Batches,
-        members: Membership,
-        training: TrainerEndpoint,
-        run_ahead: RunAhead,
-        health: Health,
-        evals: Evaluations,
-        gate: PauseSwitch,
-        prompts: Prompts,
-        counters: Counter[str],
-    ) -> None:
-        self.finished = ""  # why the run is over, once it is
-        self._journal = journal
+    issued: Annotated[int, At("pool.ledger.issued")]
+    trained: Annotated[int, At("pool.ledger.trained")]
+    replayed: Annotated[int, At("pool.ledger.replayed")]
+    ended: Annotated[dict[str, int], At("pool.ledger.ended")]
+    next_group: Annotated[int, At("pool.next_group")]
+    next_sample: Annotated[int, At("pool.next_sample")]
+    completions: Annotated[int, At("pool.completions")]
+    filtered_in_a_row: Annotated[int, At("pool.filtered_in_a_row")]
+    version: Annotated[int, At("batches.version")]
+    newest: Annotated[int, At("batches.newest")]
+    checkpoint: Annotated[int | None, At("batches.checkpoint")]
+    staleness: Annotated[StalenessStats, At("batches.trained")]
+    last_staleness: Annotated[StalenessStats, At("batches.last")]
+    committer: Annotated[str, At("committer")]
+    run_ahead: Annotated[tuple[int, int], At("run_ahead.state")]
+    health: Annotated[Shares, At("health.counts")]
+    eval_done: Annotated[int, At("evals.done")]
+    eval_open: Annotated[OpenEvaluation | None, At("evals.open")]
+    eval_reports: Annotated[list[EvalReport], At("evals.reports")]
+    eval_issued: Annotated[int, At("evals.pool.ledger.issued")]
+    eval_ended: Annotated[dict[str, int], At("evals.pool.ledger.ended")]
+    eval_next_group: Annotated[int, At("evals.pool.next_group")]
+    eval_next_sample: Annotated[int, At("evals.pool.next_sample")]
+    finished: Annotated[str, At("finished")]
+    paused: Annotated[str, At("pause.reason")]
+    vocabulary: Annotated[int, At("facts.vocabulary")]
+    counters: Annotated[dict[str, int], At("counters")]
+    prompts: dict[str, Any]  # their position; they seek it with what `c/` has
+
+
+PLACES = {
+    name: note.path
+    for name, kind in get_type_hints(RunRecord, include_extras=True).items()
+    for note in getattr(kind, "__metadata__", ())
+    if isinstance(note, At)
+}
+_values = attrgetter(*PLACES.values())
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(RunRecord).decode
+
+
+def pack_run(run: RunState) -> bytes:
+    """The record of `run` as it is now."""
+    values: dict[str, Any] = dict(zip(PLACES, _values(run), strict=True))
+    return _encode(RunRecord(**values, prompts=run.prompts.position()))
+
+
+def put_back(record: RunRecord, run: RunState) -> None:
+    """Set what `record` tells of `run`, but for the position in the prompts."""
+    for name, path in PLACES.items():
+        place, _, last = path.rpartition(".")
+        owner = attrgetter(place)(run) if place else run
+        value: Any = getattr(record, name)
+        before: Any = getattr(owner, last)
+        if isinstance(before, Counter):  # shared by those who count
+            counts = cast("Counter[str]", before)
+            counts.clear()
+            counts.update(value)
+        else:
+            setattr(owner, last, value)
+
+
+class Recovery:
+    """Saves and restores the state of one run.
+
+    Args:
+        run: the state.
+        run_id: must be the same when the run goes on, as must the sizes.
+    """
+
+    def __init__(self, run: RunState, run_id: str) -> None:
         self._run = run
-        self._pool = pool
-        self._batches = batches
-        self._members = members
-        self._training = training
-        self._run_ahead = run_ahead
-        self._health = health
-        self._evals = evals
-        self._gate = gate
-        self._prompts = prompts
-        self._counters = counters
-        self._last: dict[str, Any] = {}
+        self._journal = run.journal
+        self._same = {
+            "run_id": run_id,
+            "buffer.group_size": run.buffer.group_size,
+            "buffer.batch_groups": run.buffer.batch_groups,
+            "buffer.stages": list(run.buffer.stages),
+        }
+        self._last = b""
 
     def save(self) -> None:
         """Write what has changed since the last time; the caller commits."""
-        for name in self._members.changed:
-            record = self._members.record(name)
+        for name in self._run.members.changed:
+            record = self._run.members.record(name)
             if record is None:
                 self._journal.store.delete(MEMBER + name)
             else:
                 self._journal.write(MEMBER + name, record)
-        self._members.changed.clear()
+        self._run.members.changed.clear()
         changed = self._journal.save()
-        changed |= self._evals.journal.save()
-        for name, value in self._prompts.changes().items():
+        changed |= self._run.evals.journal.save()
+        for name, value in self._run.prompts.changes().items():
             self._journal.write(PROMPTS + name, value)
-        now = self._now()
+        now = pack_run(self._run)
         if changed or now != self._last:
             self._last = now
-            self._journal.write("now", now)
+            self._journal.store.put(NOW, now)
 
     def restore(self, now: float) -> bool:
         """Take over the state in the store; whether there was any.
@@ -90,27 +147,27 @@ class Recovery:
             UsageError: the store is of another run, or of one with other sizes.
             StoreError: the store does not fit together.
         """
-        run = self._journal.read("run")
-        if run is None:
-            self._journal.write("run", self._run)
+        same = self._journal.read("run")
+        if same is None:
+            self._journal.write("run", self._same)
             return False
-        _check_same(run, self._run)
-        record = self._journal.read("now")
+        _check_same(same, self._same)
+        record = self._read()
         if record is None:
             return False
         repaired = self._journal.read(REPAIRED) is not None
-        self._restore_counts(record)
+        put_back(record, self._run)
         groups, mended = self._journal.load(mend=repaired)
         live = {group.group_id: group for group in groups}
-        mended += self._batches.restore(live, self._journal.trajectories(), now)
+        mended += self._run.batches.restore(live, self._journal.trajectories(), now)
         groups = list(live.values())
-        self._pool.restore(groups, now)
-        mended += self._evals.restore(record["evals"], mend=repaired, now=now)
+        self._run.pool.restore(groups, now)
+        mended += self._run.evals.restore(mend=repaired, now=now)
         members = self._journal.store.keys(MEMBER)
-        self._members.restore([self._journal.read(key) for key in sorted(members)], now)
+        self._run.members.restore([self._journal.read(key) for key in sorted(members)], now)
         kept = self._journal.store.keys(PROMPTS)
-        self._prompts.seek(
-            record["prompts"], {key.removeprefix(PROMPTS): self._journal.read(key) for key in kept}
+        self._run.prompts.seek(
+            record.prompts, {key.removeprefix(PROMPTS): self._journal.read(key) for key in kept}
         )
         if mended and not repaired:
             raise StoreError(f"the store does not fit together: {mended[0]}")
@@ -121,59 +178,19 @@ class Recovery:
             self._journal.store.delete(REPAIRED)
         return True
 
-    def _now(self) -> dict[str, Any]:
-        pool, batches = self._pool, self._batches
-        return {
-            "issued": pool.ledger.issued,
-            "trained": pool.ledger.trained,
-            "replayed": pool.ledger.replayed,
-            "ended": dict(pool.ledger.ended),
-            "next_group": pool.next_group,
-            "next_sample": pool.next_sample,
-            "completions": pool.completions,
-            "filtered_in_a_row": pool.filtered_in_a_row,
-            "evals": self._evals.record(),
-            "version": batches.version,
-            "newest": batches.newest,
-            "checkpoint": batches.checkpoint,
-            "staleness": batches.trained.sums(),
-            "last_staleness": batches.last.sums(),
-            "committer": self._training.committer,
-            "run_ahead": self._run_ahead.record(),
-            "health": self._health.record(),
-            "prompts": self._prompts.position(),
-            "finished": self.finished,
-            "paused": self._gate.reason,
-            "vocabulary": self._training.facts.vocabulary,
-            "counters": dict(self._counters),
-        }
-
-    def _restore_counts(self, record: dict[str, Any]) -> None:
-        pool, batches = self._pool, self._batches
-        pool.ledger.issued = record["issued"]
-        pool.ledger.trained = record["trained"]
-        pool.ledger.replayed = record["replayed"]
-        pool.ledger.ended.update(record["ended"])
-        pool.next_group = record["next_group"]
-        pool.next_sample = record["next_sample"]
-        pool.completions = record["completions"]
-        pool.filtered_in_a_row = record["filtered_in_a_row"]
-        batches.version = record["version"]
-        batches.newest = record["newest"]
-        batches.checkpoint = record["checkpoint"]
-        batches.trained = StalenessStats(**record["staleness"])
-        batches.last = StalenessStats(**record["last_staleness"])
-        self._training.committer = record["committer"]
-        self._run_ahead.restore(record["run_ahead"])
-        self._health.restore(record.get("health", {}))
-        self.finished = record["finished"]
-        self._gate.shut(record["paused"])
-        self._training.facts.learn(record.get("vocabulary", 0))
-        self._counters.update(record["counters"])
+    def _read(self) -> RunRecord | None:
+        try:
+            return _decode(self._journal.store.get(NOW))
+        except KeyError:
+            return None
+        except msgspec.MsgspecError as error:
+            raise StoreError(
+                f"the counts of the run in the store cannot be read ({error}): begin a new run"
+            ) from error
 
     def _settle(self, *, repaired: bool) -> None:
         """Balance the ledger: what a repair has lost ends as `lost`, anything else is a fault."""
-        ledger = self._pool.ledger
+        ledger = self._run.pool.ledger
         missing = ledger.snapshot().balance
         if missing < 0 and repaired:  # the newest counts were lost, what they counted was not
             log.warning("%d samples are taken up that the ledger had not counted yet", -missing)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections import Counter
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from umbra.proto.errors import UsageError
-from umbra.services.buffer.endpoints.generator import EVAL_PREFIX
+from umbra.services.buffer.endpoints.evaluation import EVAL_PREFIX
 from umbra.services.buffer.policy.replays import Replays
 from umbra.services.buffer.policy.staleness import StalenessPolicy
 from umbra.services.buffer.samples.groups import GroupRules
@@ -21,7 +20,7 @@ from umbra.services.buffer.store.api import Store
 from umbra.services.buffer.store.archive import Archive
 from umbra.services.buffer.store.inspect import value_bytes
 from umbra.services.buffer.store.journal import Journal
-from umbra.services.buffer.store.log import LogStore, lock
+from umbra.services.buffer.store.log import LogStore, store_lock
 from umbra.services.buffer.store.recovery import REPAIRED
 from umbra.services.buffer.store.segments import Replay, segment_bytes, segment_numbers
 from umbra.services.runtime.process.disk import DISK
@@ -57,8 +56,7 @@ def repair(directory: Path) -> Repair:
     """
     if not directory.is_dir() or not segment_numbers(directory):
         raise UsageError(f"{directory} holds no store: name the folder with the .seg files")
-    held = lock(directory)
-    try:
+    with store_lock(directory):
         image = Replay(directory, salvage=True).run()
         dropped = [str(damage) for damage in image.damages]
         if image.torn is not None:
@@ -85,8 +83,6 @@ def repair(directory: Path) -> Repair:
         DISK.rename(directory, backup)
         DISK.rename(fresh, directory)
         DISK.sync_directory(directory.parent)
-    finally:
-        os.close(held)
     return Repair(len(image.places), dropped, lost, backup)
 
 

@@ -32,6 +32,7 @@ from umbra.services.generator.agents.server import MAX_BODY, Edge
 from umbra.services.generator.agents.session import AgentSession
 from umbra.services.generator.agents.session_registry import SessionRegistry
 from umbra.services.runtime.config import EnvironmentConfig
+from umbra.services.runtime.deadline import Deadline
 from umbra.services.runtime.http.server import HttpServer
 from umbra.services.runtime.process.loop_thread import LoopThread, ends_with_it
 
@@ -129,14 +130,13 @@ class AgentPool:
             raise ApiError(
                 "this run starts its own agents (environment.agent)", status=404, code="no_work"
             )
-        until = self._clock() + wait_s
+        deadline = Deadline(wait_s, clock=self._clock)
         while (session := self._registry.lease(self._clock())) is None:
-            left = until - self._clock()
-            if left <= 0 or self._stopping:
+            if deadline.passed or self._stopping:
                 return None
             arrival: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._arrivals.add(arrival)
-            await asyncio.wait([arrival], timeout=left)
+            await asyncio.wait([arrival], timeout=deadline.left_s)
             self._arrivals.discard(arrival)
         self._idle_since = self._clock()
         return session

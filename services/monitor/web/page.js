@@ -125,7 +125,7 @@ function drawLedger(look) {
   const keys = element("p", {}, "in flight:");
   for (const name of names) keys.append(element("span", { class: "swatch " + classes[name] }), `${name} ${flight[name]}`);
   const share = (name) => `${(100 * (look.health[name] ?? 0)).toFixed(1)}%`;
-  const health = element("p", { class: "dim" }, `of late: ${share("equal_rewards")} of groups with equal rewards, ` +
+  const health = element("p", { class: "dim" }, `recent: ${share("equal_rewards")} of groups with equal rewards, ` +
     `${share("truncated")} of answers cut off, ${share("failed_samples")} of samples failed`);
   const parts = [line, flow, health, bar(shares, classes), keys];
   for (const one of look.evals.slice(-3)) {

@@ -58,7 +58,7 @@ def prometheus_text(look: Look, *, lost: bool = False) -> bytes:
     )
     text.gauge(
         "rate",
-        "What goes on per second, as of late.",
+        "Recent rates per second.",
         [({"figure": name}, value) for name, value in msgspec.structs.asdict(status.rates).items()],
     )
     text.gauge(
@@ -118,7 +118,7 @@ def _members(text: _Text, look: Look) -> None:
     )
     text.gauge(
         "member_progress_per_second",
-        "Units of work, as of late.",
+        "Recent units of work per second.",
         [({"member": m.name}, m.progress_per_s) for m in members],
     )
     text.gauge(

@@ -1,7 +1,7 @@
 """The process that enters NCCL: `python -m umbra.services.runtime.gpu.worker DEVICE`.
 
-Its stdin is a socket of packets (SOCK_SEQPACKET): each order is one packet of JSON, each answer
-too, in the order of the orders. NCCL itself prints to stdout as it likes.
+It is told what to do over a `Pipe`: each order is a map, each answer too, in the order of the
+orders. NCCL itself prints to stdout as it likes.
 
     {"op": "facts"}                                        -> {"facts": {...}}
     {"op": "attach", "slot_bytes": N, "chunk_bytes": N}, with the arena's file descriptor
@@ -15,17 +15,15 @@ too, in the order of the orders. NCCL itself prints to stdout as it likes.
 In a transfer rank 0 sends a slot of its arena, the others receive into one of theirs. `export`
 gives a handle of device memory with as many slots as the arena, which `upload` fills. An answer
 with "error" says what went wrong; with "broken", that the process is of no more use, and its owner
-starts another. A thread watches the socket while an order is carried out:
+starts another. A thread receives while an order is carried out:
 `abort` works at any time, and the process ends at once when its owner is gone. If it hangs in NCCL,
 its owner kills it.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import queue
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -36,11 +34,11 @@ import msgspec
 from umbra.proto.errors import DeadlineError, UmbraError, UsageError
 from umbra.services.runtime.gpu import cuda
 from umbra.services.runtime.gpu.broadcast import POLL_S, broadcast, chunks
+from umbra.services.runtime.process.pipe import Pipe, parents_end
 from umbra.services.runtime.process.threads import service_thread
 from umbra.services.runtime.weights.arena import Arena
 
 LANES = 2  # device buffers
-PACKET_BYTES = 1 << 16
 
 
 class GpuWorker:
@@ -170,26 +168,24 @@ class GpuWorker:
         return self._arena
 
 
-def serve(agent: GpuWorker, owner: socket.socket) -> None:
+def serve(agent: GpuWorker, owner: Pipe[dict[str, Any]]) -> None:
     """Carry out orders until the owner hangs up."""
     waiting: queue.SimpleQueue[tuple[dict[str, Any], int]] = queue.SimpleQueue()
 
     def watch() -> None:
-        while True:
-            packet, fds, _, _ = socket.recv_fds(owner, PACKET_BYTES, 1)
-            if not packet:
-                os._exit(0)  # the owner is gone; there may be a thread in NCCL that never returns
-            order = json.loads(packet)
-            if order["op"] == "abort":
-                agent.abort()  # now, and not when the order before it is done
-            waiting.put((order, fds[0] if fds else -1))
+        try:
+            while (order := owner.receive()) is not None:
+                if order["op"] == "abort":
+                    agent.abort()  # now, and not when the order before it is done
+                waiting.put((order, owner.fd))
+        except EOFError:
+            os._exit(0)  # the owner is gone; there may be a thread in NCCL that never returns
 
     service_thread(watch, "orders").start()
     while True:
         order, fd = waiting.get()
-        answer = {} if order["op"] == "abort" else agent.carry_out(order, fd)
-        owner.send(json.dumps(answer).encode())
+        owner.send({} if order["op"] == "abort" else agent.carry_out(order, fd))
 
 
 if __name__ == "__main__":
-    serve(GpuWorker(int(sys.argv[1])), socket.socket(fileno=0))
+    serve(GpuWorker(int(sys.argv[1])), Pipe(parents_end(), dict[str, Any]))

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -14,6 +10,8 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from umbra.proto.errors import DeadlineError, PeerLostError, UmbraError
+from umbra.services.runtime.process.child import ChildProcess, child_environ, start_worker
+from umbra.services.runtime.process.pipe import Pipe
 from umbra.services.runtime.weights.arena import Arena
 
 AGENT = ("-m", "umbra.services.runtime.gpu.worker")
@@ -21,7 +19,6 @@ START_S = 120.0  # to import CuPy, to make a CUDA context, and to pin an arena
 ABORT_S = 10.0  # for what is under way to end after an abort
 END_S = 5.0
 LOOK_S = 0.02  # that a step waits for an answer
-PACKET_BYTES = 1 << 16
 
 T = TypeVar("T")
 
@@ -58,9 +55,9 @@ class GpuWorkerProcess:
     ) -> None:
         self.starts = 0
         self._argv = [sys.executable, *program, str(device)]
-        self._environ = {**os.environ, **(environ or {})}
-        self._process: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
+        self._environ = {**child_environ(), **(environ or {})}
+        self._process: ChildProcess | None = None
+        self._pipe: Pipe[dict[str, Any]] | None = None
         self._pending = 0  # answers that nobody has waited for yet
         self._arena: Arena | None = None
         self._chunk_bytes = 0
@@ -129,7 +126,7 @@ class GpuWorkerProcess:
             raise PeerLostError("the GPU agent does not run, or has no order")
         until = time.monotonic() + timeout_s
         try:
-            while (packet := self._receive(LOOK_S)) is None:
+            while (found := self._receive(LOOK_S)) is None:
                 if time.monotonic() >= until:
                     self.kill()
                     raise DeadlineError(
@@ -142,7 +139,6 @@ class GpuWorkerProcess:
             else:
                 self.kill()
             raise
-        found = json.loads(packet)
         if error := found.get("error"):
             if found.get("broken"):
                 self.kill()
@@ -158,63 +154,49 @@ class GpuWorkerProcess:
         """End it at once; the next order starts another."""
         process, self._process = self._process, None
         self._pending, self._state = 0, "none"
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        if self._pipe is not None:
+            self._pipe.close()
+            self._pipe = None
         if process is not None:
             process.kill()
-            try:
-                process.wait(END_S)
-            except subprocess.TimeoutExpired:
+            if process.wait(END_S) is None:
                 log.warning("GPU agent %d does not end: it hangs in the driver", process.pid)
 
     def _leave(self) -> None:
         """Abort what is under way; an agent that cannot do even that is killed."""
         with suppress(UmbraError):
             self.order("abort")
-            while self._pending and (packet := self._receive(ABORT_S)) is not None:
-                del packet
+            while self._pending and self._receive(ABORT_S) is not None:
+                pass
         if self._pending:
             self.kill()
 
     def _send(self, order: dict[str, Any], fd: int = -1) -> None:
-        ours = self._socket or self._start()
-        packet = json.dumps(order).encode()
+        pipe = self._pipe or self._start()
         try:
-            socket.send_fds(ours, [packet], [fd] if fd >= 0 else [])
+            pipe.send(order, fd)
         except OSError as error:
             self.kill()
             raise PeerLostError(f"the GPU agent ended before the order {order['op']!r}") from error
         self._pending += 1
 
-    def _start(self) -> socket.socket:
+    def _start(self) -> Pipe[dict[str, Any]]:
         self.starts += 1
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._process = subprocess.Popen(
-                self._argv,
-                stdin=theirs.fileno(),
-                stdout=2,  # NCCL prints there
-                env=self._environ,
-            )
-        return self._socket
+        self._process, end = start_worker(self._argv, self._environ)
+        self._pipe = Pipe(end, dict[str, Any])
+        return self._pipe
 
-    def _receive(self, timeout_s: float) -> bytes | None:
-        """The next packet; None if none came in time.
+    def _receive(self, timeout_s: float) -> dict[str, Any] | None:
+        """The next answer; None if none came in time.
 
         Raises:
             PeerLostError: the agent has ended.
         """
-        assert self._socket is not None
-        self._socket.settimeout(timeout_s)
+        assert self._pipe is not None
         try:
-            packet = self._socket.recv(PACKET_BYTES)
-        except TimeoutError:
-            return None
-        except ConnectionResetError:
-            packet = b""
-        if not packet:
+            answer = self._pipe.receive(timeout_s)
+        except EOFError:
             self.kill()
-            raise PeerLostError("the GPU agent has ended")
-        self._pending -= 1
-        return packet
+            raise PeerLostError("the GPU agent has ended") from None
+        self._pending -= answer is not None
+        return answer

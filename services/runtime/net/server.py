@@ -21,7 +21,7 @@ import msgspec
 import zmq
 
 from umbra.proto import sockets
-from umbra.proto.access import SENDERS, KeyRole, may_send
+from umbra.proto.access import QUESTIONS, KeyRole
 from umbra.proto.codec import Encoder, decode_body, decode_header, kind_of, nack
 from umbra.proto.errors import WireError
 from umbra.proto.messages import ANY, Header, Message, Ok
@@ -41,8 +41,6 @@ REPLIES_KEPT = 16  # per peer, to answer resends from
 REPLY_BYTES_KEPT = 16 << 20  # of all peers, in equal shares; the last one of each at any rate
 REPLY_BYTES_MOST = 64 << 20  # of all peers together, last ones included: the oldest go
 PENDING_KEPT = 256  # per peer; one-way messages stay here too, as nobody answers them
-# Questions that may be answered twice: of those who ask nothing else, nothing need be remembered.
-QUESTIONS = ("Ping", "StatusRequest", "HubStatusRequest", "VersionsRequest")
 ZERO_COPY_BYTES = 1 << 20  # replies from this size are sent without a copy
 LARGE_BYTES = 4 << 10  # frames from this size are decoded where they were received
 FRAMES_KEPT = 3  # of a message: header, body, and one too many, by which it is refused
@@ -302,16 +300,18 @@ class Server:
         frames: Sequence[bytes | memoryview],
         role: KeyRole | None,
     ) -> Request | None:
+        header: Header | None = None
         try:
             header = decode_header(frames)
             kind = kind_of(header)
-            self._check_allowed(channel, header, kind, role)
-            is_kept = header.reply_to is None and header.type not in QUESTIONS
+            most_bytes = self._check_allowed(channel, header, kind, role)
+            # Of those who only ask questions nothing need be remembered.
+            is_kept = header.reply_to is None and kind not in QUESTIONS
             if is_kept and self._is_resend(channel, identity, header):
                 return None  # before its body costs anything: resends come when there is much to do
-            envelope = decode_body(header, kind, frames, allowed_bytes(kind, role))
+            envelope = decode_body(header, kind, frames, most_bytes)
         except WireError as error:
-            self._refuse(channel, identity, frames, error)
+            self._refuse(channel, identity, header, error)
             return None
         if is_kept:
             self._peers[channel.name, identity].asked(header.id)
@@ -319,31 +319,38 @@ class Server:
 
     def _check_allowed(
         self, channel: _Channel, header: Header, kind: type[Message], role: KeyRole | None
-    ) -> None:
-        """Whether such a message may come here at all, which is known before it is decoded."""
+    ) -> int:
+        """The most bytes that the body may have, known before it is decoded.
+
+        Raises:
+            WireError: such a message may not come here at all.
+        """
         if kind not in channel.accepts and kind not in ANY:
             raise WireError(
                 f"{header.type} does not belong on the {channel.name} socket",
                 path="type",
                 code="wrong_socket",
             )
-        if self._gate is not None and not (role and may_send(role, kind)):
+        keyed = self._gate is not None
+        most_bytes = 0 if keyed and role is None else allowed_bytes(kind, role)
+        if not most_bytes and keyed:
             self.refusals.add(f"{header.type} of {header.sender!r}, which has the {role} key")
             raise WireError(
                 f"{header.type} is nothing that the {role} key allows",
                 path="type",
                 code="not_allowed",
             )
-        if kind not in SENDERS:
+        if not most_bytes:
             raise WireError(
                 f"{header.type} is nothing that a server is sent", path="type", code="unexpected"
             )
+        return most_bytes
 
     def _refuse(
         self,
         channel: _Channel,
         identity: bytes,
-        frames: Sequence[bytes | memoryview],
+        header: Header | None,
         error: WireError,
     ) -> None:
         self.counters[error.code] += 1
@@ -353,10 +360,7 @@ class Server:
                 "refused a message from %r on %s (%s, %d so far): %s",
                 _name(identity), channel.name, error.code, count, error,
             )  # fmt: skip
-        try:
-            reply_to = decode_header(frames).id
-        except WireError:
-            reply_to = None
+        reply_to = None if header is None else header.id
         _, answer = self._encoder.encode(nack(error), reply_to=reply_to)
         self._send(channel, identity, answer)
 

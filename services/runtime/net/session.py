@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import umbra
@@ -36,6 +35,7 @@ from umbra.proto.messages import (
     Welcome,
 )
 from umbra.proto.sockets import check_address
+from umbra.services.runtime.deadline import Deadline
 from umbra.services.runtime.net.channel import Channel
 from umbra.services.runtime.net.io_thread import IoThread
 from umbra.services.runtime.net.keys import OPEN, Security
@@ -174,12 +174,11 @@ class Session:
         Raises:
             DeadlineError: no hub joined within `deadline_s` seconds.
         """
-        until = self._link.clock() + deadline_s
+        deadline = Deadline(deadline_s, "no weight hub joined the run", clock=self._link.clock)
         while not self._weights_known.wait(0.1):
             if self.stopping.is_set():
                 raise PeerLostError(f"stopped while waiting for a weight hub: {self.stop_reason}")
-            if self._link.clock() >= until:
-                raise DeadlineError(f"no weight hub joined the run within {deadline_s:g} s")
+            deadline.check()
         if self._weights is None:
             endpoint, _ = self._hub
             self._weights = self._link.channel(endpoint, "weight hub", server="weight_hub")
@@ -233,12 +232,7 @@ class Session:
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         failed = error or self.failure
         self.leave(f"failed: {failed}" if failed else self.stop_reason or "done")
 

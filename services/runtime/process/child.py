@@ -172,6 +172,19 @@ class ChildProcess:
             self._ready_fd = -1
 
 
+def start_worker(
+    argv: Sequence[str], environ: Mapping[str, str] | None = None
+) -> tuple[ChildProcess, socket.socket]:
+    """A child of our session that talks with us over a pair of sockets, and our end (`pipe.py`)."""
+    ours, theirs = socket.socketpair()
+    try:
+        with theirs:
+            return ChildProcess(argv, environ=environ, channel=theirs, session=False), ours
+    except BaseException:
+        ours.close()
+        raise
+
+
 def describe_exit(code: int) -> str:
     """An exit code in words."""
     if code >= 0:

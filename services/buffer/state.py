@@ -1,0 +1,158 @@
+"""The state of one run: what the broker's handlers read and change.
+
+Handlers (`endpoints/`) get the whole of it; the parts of it are decisions without requests, and
+know of each other what their constructors say. What of it survives a restart is written down in
+one place, `store.recovery.RunRecord`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from umbra.services.buffer.curves import StepCurves
+from umbra.services.buffer.data.prompts import Prompt, Prompts
+from umbra.services.buffer.effects import Effects
+from umbra.services.buffer.endpoints.evaluation import EVAL_PREFIX, Evaluations
+from umbra.services.buffer.endpoints.scoring import Scoring
+from umbra.services.buffer.health import Health
+from umbra.services.buffer.membership import Membership
+from umbra.services.buffer.policy.batches import Batches
+from umbra.services.buffer.policy.leases import Leases
+from umbra.services.buffer.policy.pause import PauseSwitch
+from umbra.services.buffer.policy.replays import Replays
+from umbra.services.buffer.policy.run_ahead import RunAhead
+from umbra.services.buffer.policy.selection import BatchRules
+from umbra.services.buffer.policy.staleness import StalenessPolicy
+from umbra.services.buffer.samples.groups import GroupRules
+from umbra.services.buffer.samples.pool import SamplePool
+from umbra.services.buffer.samples.trajectory_store import TrajectoryStore
+from umbra.services.buffer.store.api import Store
+from umbra.services.buffer.store.archive import Archive
+from umbra.services.buffer.store.journal import Journal
+from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.trajectories import RunFacts, sampling_of
+
+
+class RunState:
+    """Samples, leases, batches, members and evaluations of one run.
+
+    Args:
+        config: of the run.
+        store: keeps all samples.
+        prompts: to train on.
+        eval_prompts: to evaluate on; none, no evaluations.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        store: Store,
+        prompts: Prompts,
+        eval_prompts: Sequence[Prompt] = (),
+    ) -> None:
+        buffer = self.buffer = config.buffer
+        self.config = config
+        self.prompts = prompts
+        self.counters: Counter[str] = Counter()
+        self.outbox = Effects()  # of the event that is being handled
+        self.members = Membership(buffer)
+        self.pause = PauseSwitch()
+        self.health = Health(config)
+        self.curves = StepCurves()
+        self.finished = ""  # why the run is over, once it is
+        self.committer = ""  # incarnation of the trainer that made the last commit
+        self.wanted_since: float | None = None  # when the missing batch was first asked for
+        self.policy = StalenessPolicy.of(config)
+        self.facts = RunFacts.of(config)
+        self.facts.sampling = sampling_of(config.sampling)
+        self.pool = self._make_pool(store, GroupRules.of(buffer), buffer.stages)
+        self.journal = Journal(store, self.pool)
+        rules = BatchRules.of(buffer)
+        replays = Replays(self.journal, self.policy, rules.times)
+        self.batches = Batches(
+            self.pool,
+            self.policy,
+            rules,
+            Archive(self.journal, replays),
+            replays,
+            restart_stale=buffer.stale_policy == "restart",
+        )
+        self.run_ahead = RunAhead(buffer.run_ahead, buffer.min_ess)
+        self.leases = Leases(
+            self.pool, self.batches, self.policy, prompts, self.run_ahead, buffer, self.counters
+        )
+        eval_stages = [stage for stage in buffer.stages if stage == "reward"]
+        eval_pool = self._make_pool(store, GroupRules(size=1), eval_stages, EVAL_PREFIX)
+        self.evals = Evaluations(
+            eval_pool,
+            Journal(store, eval_pool),
+            config.eval,
+            eval_prompts,
+            self.batches,
+            self.members,
+            self.outbox,
+        )
+        self.scoring = Scoring(
+            [eval_pool, self.pool],
+            lease_s=buffer.score_lease_s,
+            max_attempts=buffer.score_attempts,
+            counters=self.counters,
+        )
+
+    def _make_pool(
+        self, store: Store, rules: GroupRules, stages: Sequence[str], prefix: str = ""
+    ) -> SamplePool:
+        return SamplePool(
+            rules=rules,
+            lease_s=self.buffer.lease_s,
+            max_attempts=self.buffer.max_attempts,
+            trajectory_store=TrajectoryStore(store, stages),
+            counters=self.counters,
+            stages=stages,
+            prefix=prefix,
+        )
+
+    def counts(self) -> dict[str, int]:
+        """What `Throughput` measures."""
+        ledger = self.pool.ledger
+        return {
+            "steps_per_s": self.batches.version,
+            "samples_per_s": ledger.trained,
+            "answers_per_s": self.health.answers,
+            "issued_per_s": ledger.issued,
+            "ended_per_s": ledger.ended.total(),
+        }
+
+    def note_ends(self) -> None:
+        """Tell those who keep count what has become of groups and samples."""
+        for end in self.pool.group_ends:
+            self.prompts.ended(end)
+            if end.reason != "failed":
+                self.health.group(end.rewards)
+        self.pool.group_ends.clear()
+        for failure in self.pool.failures:
+            self.health.failed(failure)
+        self.pool.failures.clear()
+        self.evals.pool.failures.clear()  # they are told in its report
+
+    def check(self) -> None:
+        """Assert that every sample is accounted for.
+
+        Raises:
+            LedgerError: one is not.
+        """
+        self.pool.ledger.check()
+        self.evals.pool.ledger.check()
+
+    def resume(self) -> None:
+        """Hand out again, after a pause."""
+        self.pause.open()
+        self.pool.openings += 1  # the parked questions are worth another look
+
+    def cancel(self) -> None:
+        """End all that is in flight."""
+        self.evals.cancel()
+        self.batches.cancel()
+        for group in list(self.pool.groups.values()):
+            self.pool.end(group, "cancelled")
