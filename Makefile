@@ -90,7 +90,7 @@ endif
 	@touch $@ $(RUN_STAMP)
 
 $(FUZZ_STAMP): $(DEV_STAMP)
-	$(call install,"$(ATHERIS)")
+	$(call install,'$(ATHERIS)')
 	@touch $@
 
 comma := ,

@@ -74,7 +74,7 @@ def test_what_is_computed_is_what_transformers_computes(model_dir: Path) -> None
     outcome = models_page.examine(model_dir)
     assert isinstance(outcome, Outcome), outcome
     assert outcome.equal, outcome.as_text()
-    assert len(outcome.rows) == 13
+    assert len(outcome.rows) == 15
     assert outcome.model_type in PROVEN
     assert models_page.right(ARCHITECTURES[model_dir.name], outcome) in page()
 
