@@ -26,7 +26,6 @@ ALLOWED: dict[str, str] = {
     "services/generator/loop.py: GeneratorLoop": "ties engine, buffer and weights",
     "services/generator/vllm_plugin.py": "each process of vLLM loads it",
     "services/runtime/process/clock.py": "an estimator without I/O",
-    "services/runtime/weights/receiver.py: Receiver": "its settings are keywords with defaults",
 }
 
 

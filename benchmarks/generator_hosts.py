@@ -41,16 +41,18 @@ from umbra.proto.messages import (
     Subscribe,
     Subscribed,
 )
-from umbra.proto.records import SampleTask, Sampling, Trajectory, pack_float32, pack_int32
+from umbra.proto.records import Manifest, SampleTask, Sampling, Trajectory, pack_float32, pack_int32
 from umbra.services.generator.engine import EngineOutput, EngineRequest
 from umbra.services.generator.replay_engine import ReplayEngine, ReplayTokens
 from umbra.services.generator.replay_model import ReplayModel, read_replay_model
+from umbra.services.runtime.gpu.worker_process import result
+from umbra.services.runtime.planes.shm import ShmReceiver
 from umbra.services.runtime.process.command import allow_connections
 from umbra.services.runtime.process.parent import die_with_parent
 from umbra.services.runtime.weights.arena import shm_host
-from umbra.services.runtime.weights.plane_reader import ArenaReader
 
 PROMPT = [7] * 200
+NOTHING = Manifest(tensors=[], buckets=[], total_bytes=0, digest="")
 VOCABULARY, FILLER, STOP = 32_000, 5, 3
 MAX_TOKENS = 20_000
 WAIT_S = 5.0
@@ -88,7 +90,7 @@ class Host:
         self.acks: list[float] = []
         self.grants: list[float] = []
         self._slots = slots
-        self._intake: ArenaReader | None = None
+        self._plane: ShmReceiver | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 8192)
         self._poller = zmq.Poller()
@@ -192,12 +194,12 @@ class Host:
             body = decode(light.hub.recv_multipart()).body
             match body:
                 case Subscribed():
-                    if self._intake is None:  # all versions go through one piece of memory
+                    if self._plane is None:  # all versions go through one piece of memory
                         memory = memoryview(bytearray(body.manifest.total_bytes))
-                        self._intake = ArenaReader(body.path, body.manifest, [memory])
+                        self._plane = ShmReceiver(body, [memory])
                 case Prepare():
-                    assert self._intake is not None
-                    done = self._intake.take(body, 0, lambda: False)
+                    assert self._plane is not None
+                    done = result(self._plane.receive(body, 0))
                     light.tell(
                         Ready(
                             epoch=body.epoch,
@@ -209,7 +211,7 @@ class Host:
                         )
                     )
                 case Commit():
-                    light.engine.load_weights((), body.version, "keep")
+                    light.engine.load(NOTHING, (), body.version, "keep")
                     light.tell(Committed(epoch=body.epoch, version=body.version, commit_s=0.0))
                     self.counts["commits"] += 1
                     self._work(light, time.monotonic())

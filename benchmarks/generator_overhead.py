@@ -43,7 +43,7 @@ from umbra.proto.messages import (
 from umbra.proto.records import SampleTask, Sampling
 from umbra.services.environments.pool import open_pool
 from umbra.services.generator.buffer_client import BufferClient
-from umbra.services.generator.engine import EngineOutput, EngineRequest, StreamingEngine
+from umbra.services.generator.engine import Engine, EngineOutput, EngineRequest
 from umbra.services.generator.loop import GeneratorLoop
 from umbra.services.generator.rollout import RolloutSettings
 from umbra.services.generator.runner import RolloutRunner
@@ -68,7 +68,7 @@ GOAL = 0.97
 class FixedLengths:
     """An engine whose answer to request i has `lengths[i]` tokens, the last of them `STOP`."""
 
-    def __init__(self, engine: StreamingEngine, lengths: Sequence[int]) -> None:
+    def __init__(self, engine: Engine, lengths: Sequence[int]) -> None:
         self._engine = engine
         self._lengths = lengths
 
@@ -153,7 +153,7 @@ class Outside:
 
 
 def through_the_loop(
-    bare: StreamingEngine,
+    bare: Engine,
     chat: Chat,
     rows: Sequence[dict[str, Any]],
     lengths: Sequence[int],
@@ -191,9 +191,7 @@ def through_the_loop(
     return seconds
 
 
-def bare_torch(
-    engine: StreamingEngine, prompts: Sequence[list[int]], lengths: Sequence[int]
-) -> float:
+def bare_torch(engine: Engine, prompts: Sequence[list[int]], lengths: Sequence[int]) -> float:
     """Seconds of one `submit`, and of `poll` until all is done."""
     began, before = time.perf_counter(), engine.decoded_tokens
     sampling = Sampling(max_tokens=LONGEST)
@@ -245,7 +243,8 @@ def pauses(engine: Any, path: Path, prompts: Sequence[list[int]]) -> list[float]
     manifest = build_manifest(((n, "F32", list(t.shape)) for n, t in tensors.items()), 4 << 20)
     # As the receiver stages it: vLLM's workers map this memory.
     allocate = engine.memory.allocate if hasattr(engine, "memory") else private_memory
-    staged = dict(tensors_in(manifest, allocate(manifest.total_bytes)))
+    memory = allocate(manifest.total_bytes)
+    staged = dict(tensors_in(manifest, memory))
     for tensor_name, tensor in tensors.items():
         staged[tensor_name].copy_(tensor)
     sampling = Sampling(max_tokens=LONGEST)
@@ -256,13 +255,13 @@ def pauses(engine: Any, path: Path, prompts: Sequence[list[int]]) -> list[float]
         while engine.busy and engine.decoded_tokens < until:
             engine.poll(0.002)
         began = time.perf_counter()
-        engine.load_weights(staged.items(), version, "keep")
+        engine.load(manifest, [memory], version, "keep")
         found.append(1e3 * (time.perf_counter() - began))
     engine.abort()
     return found
 
 
-def make_engine(name: str, path: Path, slots: int) -> StreamingEngine:
+def make_engine(name: str, path: Path, slots: int) -> Engine:
     """The engine called `name`, serving the model in `path` as version 0."""
     if name == "torch":
         model = load_model(path, torch.device("cpu"), torch.float32)

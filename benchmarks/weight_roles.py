@@ -24,6 +24,7 @@ from weight_model import Model
 from umbra.services.runtime.config import WeightHubConfig as HubConfig
 from umbra.services.runtime.net.io_thread import IoThread
 from umbra.services.runtime.net.server import Server
+from umbra.services.runtime.planes.receiving import StagedPlanes
 from umbra.services.runtime.process.metrics import MetricsFile
 from umbra.services.runtime.weights.receiver import Receiver
 from umbra.services.weight_hub.relay import Relay
@@ -63,7 +64,7 @@ def receiver(name: str, endpoint: str, plane: str, size: str) -> None:
     model = Model(int(size))
     link = IoThread(name, uuid.uuid4().hex, security=security_of("generator"))
     channel = link.channel(endpoint, "weight hub", server="weight_hub")
-    taker = Receiver(channel, planes=[plane])
+    taker = Receiver(channel, StagedPlanes([plane]))
     taker.subscribe(DEADLINE_S)
     say(subscribed=name)
     ended = threading.Event()
@@ -72,12 +73,13 @@ def receiver(name: str, endpoint: str, plane: str, size: str) -> None:
         staged = taker.wait_first(DEADLINE_S, ended)
         if staged is None:
             break
-        assert isinstance(staged.data, memoryview)
+        (data,) = staged.parts()
+        assert isinstance(data, memoryview)
         began = time.monotonic()
-        model.load(staged.manifest, staged.data)
+        model.load(staged.manifest, data)
         done = time.monotonic()
         taker.committed(staged, done - began)
-        whole = model.equals(staged.manifest, staged.data)
+        whole = model.equals(staged.manifest, data)
         say(
             version=staged.version,
             staged_at=began,

@@ -15,9 +15,9 @@ import click
 from umbra import __version__
 from umbra.proto.errors import EXIT_DONE
 from umbra.proto.version import PROTOCOL_MAJOR, PROTOCOL_MINOR
+from umbra.services.runtime.planes.choice import PLANES
 from umbra.services.runtime.tables import facts
 from umbra.services.runtime.weights.arena import SHM
-from umbra.services.weight_hub.planes import PLANES
 
 PACKAGES = (
     "pyzmq", "msgpack", "msgspec", "xxhash", "click", "rich", "torch", "transformers", "accelerate",

@@ -45,14 +45,13 @@ from umbra.services.environments.tools import parse_tool_calls
 from umbra.services.generator.agents.calls import CallRules, read_chat, read_text
 from umbra.services.generator.agents.errors import ApiError
 from umbra.services.monitor.feed import Feed
+from umbra.services.runtime.planes.assembly import Assembly, Holdings, SequentialAssembly
 from umbra.services.runtime.process.jsonl import read_jsonl
 from umbra.services.runtime.process.metrics import parse_row
 from umbra.services.runtime.trajectories import RunFacts, find_fault
 from umbra.services.runtime.weights import delta
 from umbra.services.runtime.weights import manifest as layouts
-from umbra.services.runtime.weights.assembly import Assembly, Holdings
 from umbra.services.runtime.weights.manifest import build_manifest, check_manifest, item_bytes
-from umbra.services.runtime.weights.sequential_assembly import SequentialAssembly
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.checkpoints.index import NAME as CHECKPOINT
 from umbra.services.trainer.checkpoints.index import read_index

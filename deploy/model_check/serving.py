@@ -18,7 +18,6 @@ from umbra.services.generator.engine import EngineOutput, EngineRequest, KvPolic
 from umbra.services.generator.torch_engine import TorchEngine
 from umbra.services.modeling.models import load_model
 from umbra.services.modeling.reference import Expected, Reference
-from umbra.services.modeling.weights import tensors_in
 from umbra.services.runtime.weights.manifest import build_manifest
 from umbra.services.runtime.weights.memory import private_memory
 from umbra.services.trainer.policy import export_policy, load_policy
@@ -103,7 +102,7 @@ def compare_publishing(
         model = load_model(directory, _CPU, getattr(torch, dtype), "PATH", checked)
         engine = TorchEngine(model, stop_ids=(), slots=1, max_context=_CONTEXT)
         sent = publish(policy, dtype)
-        engine.load_weights(tensors_in(sent.manifest, sent.memory), 1, "keep")
+        engine.load(sent.manifest, [sent.memory], 1, "keep")
         yield _same(f"weights published in {dtype}", policy.state_dict(), model.state_dict())
 
 
@@ -140,7 +139,7 @@ def _generate(
         EngineRequest(str(index), prompt, sampling, _TOKENS) for index, prompt in enumerate(prompts)
     )
     outputs = [output for _ in range(_STEPS) for output in engine.poll()]
-    engine.load_weights(tensors_in(new.manifest, new.memory), engine.version + 1, policy)
+    engine.load(new.manifest, [new.memory], engine.version + 1, policy)
     while engine.busy:
         outputs += engine.poll()
     return sorted(outputs, key=lambda output: int(output.request_id))

@@ -24,7 +24,7 @@ from umbra.services.buffer.broker import Broker, Endpoints
 from umbra.services.buffer.data.prompts import GroupEnd, Prompt
 from umbra.services.buffer.state import RunState
 from umbra.services.buffer.store.api import MemoryStore
-from umbra.services.weight_hub.relay_chain import RelayChain
+from umbra.services.runtime.planes.tcp import RelayChain
 
 GC_THRESHOLD = 50_000  # as the buffer's own: thousands of objects are made per poll, and live on
 FEW = 64  # generators that ask for work once a second; more ask less often, so that few are idle

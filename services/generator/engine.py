@@ -1,20 +1,18 @@
 """What a generator asks of an inference engine: tokens in, tokens out, weights swapped in between.
 
 The engine knows no text, environment or sample. One thread drives it: `submit`, `poll` until
-outputs come, and between two polls, that is at a token boundary, `load_weights` or `abort`.
+outputs come, and between two polls, that is at a token boundary, `load` or `abort`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 from umbra.proto.errors import UmbraError
 from umbra.proto.records import Manifest, Sampling, VersionSpan
-
-if TYPE_CHECKING:
-    import torch
+from umbra.services.runtime.weights.manifest import Part
 
 FinishReason = Literal["stop", "length", "abort"]
 KvPolicy = Literal["keep", "recompute", "abort"]
@@ -57,7 +55,7 @@ class Engine(Protocol):
     """An inference engine with continuous batching."""
 
     version: int
-    """Version of the weights that it serves; -1 until `load_weights` was called."""
+    """Version of the weights that it serves; -1 until `load` was called."""
     slots: int
     """Sequences decoded at once."""
     max_context: int
@@ -98,13 +96,23 @@ class Engine(Protocol):
         """
         ...
 
-    def load_weights(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, kv_policy: KvPolicy
+    def load(
+        self, manifest: Manifest, parts: Iterable[Part], version: int, kv_policy: KvPolicy
     ) -> list[EngineOutput]:
         """Serve `version` from the next token on; returns what was aborted under policy "abort".
 
+        Args:
+            manifest: the layout.
+            parts: the bytes of the version, cut anywhere between two elements. A version that is
+                staged is one part, one that is streamed has many; each is good until the next one
+                is asked for.
+            version: of the weights.
+            kv_policy: what becomes of sequences under way.
+
         Raises:
-            UsageError: the tensors do not fit the model; it still serves the old version whole.
+            UsageError: the version does not fit the model; the old one is served, whole.
+            PeerLostError: `parts` broke off; the engine must not be used until it has loaded a
+                version whole.
         """
         ...
 
@@ -122,26 +130,6 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Free what the engine holds."""
-        ...
-
-
-class StreamingEngine(Engine, Protocol):
-    """An engine that can also load a version that never is in memory as a whole."""
-
-    def load_buckets(
-        self,
-        manifest: Manifest,
-        buckets: Iterable[tuple[int, memoryview]],
-        version: int,
-        kv_policy: KvPolicy,
-    ) -> list[EngineOutput]:
-        """As `load_weights`, from start and bytes of every bucket in order.
-
-        Raises:
-            UsageError: the tensors do not fit the model; it still serves the old version whole.
-            UmbraError: `buckets` broke off; the engine must not be used until it has loaded a
-                version whole.
-        """
         ...
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from umbra.proto.errors import UsageError
-from umbra.services.generator.engine import StreamingEngine
+from umbra.services.generator.engine import Engine
 from umbra.services.generator.replay_engine import ReplayEngine, ReplayTokens
 from umbra.services.generator.replay_model import read_replay_model
 from umbra.services.generator.torch_engine import TorchEngine
@@ -34,7 +34,7 @@ class OpenEngine:
     `device` is torch's name of it; on "cpu" they are put into memory that `allocate` gives.
     """
 
-    engine: StreamingEngine
+    engine: Engine
     chat: Chat
     device: str
     allocate: Callable[[int], memoryview] = private_memory

@@ -20,14 +20,12 @@ from umbra.services.generator.buffer_client import BufferClient
 from umbra.services.generator.engine import (
     Engine,
     EngineError,
-    EngineOutput,
     KvPolicy,
 )
+from umbra.services.generator.loading import BrokenOffError, WeightLoader
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.sample_log import SampleLog
 from umbra.services.generator.stall import StallWatch
-from umbra.services.generator.streaming import BrokenOffError, Streaming
-from umbra.services.modeling.weights import tensors_in
 from umbra.services.runtime.net.session import Session
 from umbra.services.runtime.process.metrics import MetricsFile
 from umbra.services.runtime.process.threads import foreseen
@@ -59,7 +57,6 @@ class GeneratorLoop:
         prefetch: samples leased ahead of free slots.
         wake: set by other threads when there may be something to do.
         sample_log: gets what is finished.
-        streaming: the receiver keeps no copy: load through this.
         watch: is told what comes of the engine's work.
         clock: seconds since the epoch.
     """
@@ -78,7 +75,6 @@ class GeneratorLoop:
         prefetch: int,
         wake: threading.Event,
         sample_log: SampleLog,
-        streaming: Streaming | None = None,
         watch: StallWatch,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -94,8 +90,8 @@ class GeneratorLoop:
         self._prefetch = prefetch
         self._wake = wake
         self._sample_log = sample_log
-        self._streaming = streaming
         self._watch = watch
+        self._loader = WeightLoader(engine, receiver, watch.moved)
         self._clock = clock
         self._activity = Activity(metrics, clock)
         self._finished = 0
@@ -202,7 +198,7 @@ class GeneratorLoop:
         start = self._clock()
         self._watch.waits(f"loading version {staged.version}", self._engine.live)
         try:
-            aborted = self._load(staged)
+            aborted = self._loader.load(staged, self._kv_policy)
             self._watch.moved()
         except BrokenOffError as error:
             self._receiver.committed(staged, self._clock() - start, error=str(error))
@@ -229,13 +225,6 @@ class GeneratorLoop:
         if self._runner.pinned:
             return True
         return self._buffer.more_pinned(self._engine.version) and self._capacity() > 0
-
-    def _load(self, staged: StagedVersion) -> list[EngineOutput]:
-        if self._streaming is None:
-            return self._engine.load_weights(
-                tensors_in(staged.manifest, staged.data), staged.version, self._kv_policy
-            )
-        return self._streaming.load(staged, self._kv_policy)
 
     def _take(self, tasks: Sequence[SampleTask]) -> None:
         """Begin these samples, but for those that only other weights than ours may generate.

@@ -10,7 +10,6 @@ import random
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from umbra.proto.records import Manifest, VersionSpan
 from umbra.services.generator.engine import (
@@ -21,9 +20,7 @@ from umbra.services.generator.engine import (
     check_request,
 )
 from umbra.services.generator.replay_model import ReplayDecoder, ReplayModel
-
-if TYPE_CHECKING:
-    import torch
+from umbra.services.runtime.weights.manifest import Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +122,16 @@ class ReplayEngine:
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def load_weights(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, kv_policy: KvPolicy
+    def load(
+        self, manifest: Manifest, parts: Iterable[Part], version: int, kv_policy: KvPolicy
     ) -> list[EngineOutput]:
-        """Pretend to: all it takes is the time; see `Engine.load_weights`."""
-        del tensors
+        """Pretend to: the bytes are forgotten, and nothing is decoded while they come."""
+        del manifest
+        self._advance()
+        began = self._clock()
+        for _ in parts:
+            pass
+        self._decoder.pause(self._clock() - began, began)
         self._advance()
         aborted: list[EngineOutput] = []
         if kv_policy == "abort":
@@ -142,22 +144,6 @@ class ReplayEngine:
             self._decoder.reread()
         self._wait(self._model.pause_s)
         return aborted
-
-    def load_buckets(
-        self,
-        manifest: Manifest,
-        buckets: Iterable[tuple[int, memoryview]],
-        version: int,
-        kv_policy: KvPolicy,
-    ) -> list[EngineOutput]:
-        """As `load_weights`; the bytes are forgotten, and nothing is decoded while they come."""
-        del manifest
-        self._advance()
-        began = self._clock()
-        for _ in buckets:
-            pass
-        self._decoder.pause(self._clock() - began, began)
-        return self.load_weights((), version, kv_policy)
 
     def abort(self, request_ids: Iterable[str] | None = None) -> list[EngineOutput]:
         """End these requests (None: all) now; returns what there is of them."""

@@ -19,14 +19,13 @@ from umbra.services.generator.rollout import RolloutSettings, limits_of
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.sample_log import SampleLog
 from umbra.services.generator.stall import StallWatch, watching
-from umbra.services.generator.streaming import Streaming
-from umbra.services.runtime.config import RunConfig, WeightHubConfig
-from umbra.services.runtime.gpu.receiving import GpuReceiving, gpu_for, host_planes
+from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.net.session import Session
+from umbra.services.runtime.planes.gpu import gpu_for, host_planes
+from umbra.services.runtime.planes.receiving import ReceiverPlanes, StagedPlanes, StreamedPlanes
 from umbra.services.runtime.process.command import ServiceContext
 from umbra.services.runtime.trajectories import sampling_of
 from umbra.services.runtime.weights.receiver import Receiver
-from umbra.services.runtime.weights.stream import WeightStream
 
 _HUB_DEADLINE_S = 600.0  # for a hub to join, and for the trainer to load its model
 _LOOK_S = 0.05
@@ -68,14 +67,7 @@ def run(
         ctx.join("generator") as session,
     ):
         ctx.ready({"role": "generator", "name": ctx.name})
-        hub = config.weight_hub
-        stream = (
-            WeightStream(ctx.name, hub.receive_bucket_bytes, hub.deadline_s, ctx.security)
-            if config.generator.receive == "streamed"
-            else None
-        )
-        gpu = gpu_for(hub, opened.device) if stream is None else None
-        receiver = _subscribe(session, hub, stream, gpu, opened.allocate)
+        receiver = _subscribe(session, _planes(config, opened))
         if receiver is None:
             return _end(session)
         watch = StallWatch(config.generator.engine, config.generator.stall_s)
@@ -92,7 +84,6 @@ def run(
                 prefetch=config.generator.prefetch,
                 wake=wake,
                 sample_log=SampleLog(ctx.metrics, settings.chat),
-                streaming=Streaming(engine, stream, watch.moved) if stream is not None else None,
                 watch=watch,
             ).run()
         return _end(session)
@@ -109,29 +100,26 @@ def _end(session: Session) -> int:
     return 0
 
 
-def _subscribe(
-    session: Session,
-    config: WeightHubConfig,
-    stream: WeightStream | None,
-    gpu: GpuReceiving | None,
-    allocate: Callable[[int], memoryview],
-) -> Receiver | None:
+def _planes(config: RunConfig, opened: OpenEngine) -> ReceiverPlanes:
+    hub = config.weight_hub
+    if config.generator.receive == "streamed":
+        return StreamedPlanes(host_planes(hub.plane), hub.receive_bucket_bytes, hub.deadline_s)
+    return StagedPlanes(
+        host_planes(hub.plane),
+        gpu=gpu_for(hub, opened.device),
+        frame_bytes=hub.receive_bucket_bytes,
+        allocate=opened.allocate,
+    )
+
+
+def _subscribe(session: Session, planes: ReceiverPlanes) -> Receiver | None:
     """A receiver of weights; None if we are stopped before there is a hub with a model.
 
     Raises:
         DeadlineError: no hub joined, or no trainer registered its model there.
     """
     session.progress("waiting for the weight hub", 0)
-    channel = session.weights(deadline_s=_HUB_DEADLINE_S)
-    receiver = Receiver(
-        channel,
-        planes=host_planes(config.plane),
-        allocate=allocate,
-        gpu=gpu,
-        frame_bytes=config.receive_bucket_bytes,
-        open_intake=stream.open if stream is not None else None,
-        streamed=stream is not None,
-    )
+    receiver = Receiver(session.weights(deadline_s=_HUB_DEADLINE_S), planes)
     # In a thread, so that a signal is heard meanwhile; leaving the session ends its question.
     executor = ThreadPoolExecutor(1, thread_name_prefix="subscribe")
     try:

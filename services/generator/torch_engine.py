@@ -29,6 +29,7 @@ from umbra.services.generator.sampler import Sampler
 from umbra.services.generator.slots import SlotCache
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.weights import WeightTable
+from umbra.services.runtime.weights.manifest import Part
 
 _PREFILL_TOKENS = 16384  # padded tokens per prefill pass, so that its memory stays bounded
 
@@ -139,27 +140,11 @@ class TorchEngine:
         return outputs
 
     @torch.inference_mode()
-    def load_weights(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, kv_policy: KvPolicy
+    def load(
+        self, manifest: Manifest, parts: Iterable[Part], version: int, kv_policy: KvPolicy
     ) -> list[EngineOutput]:
-        """Serve `version` from the next token on; see `Engine.load_weights`."""
-        self._weights.load(tensors)
-        return self._serve(version, kv_policy)
-
-    @torch.inference_mode()
-    def load_buckets(
-        self,
-        manifest: Manifest,
-        buckets: Iterable[tuple[int, memoryview]],
-        version: int,
-        kv_policy: KvPolicy,
-    ) -> list[EngineOutput]:
-        """Serve `version` from the next token on; see `StreamingEngine.load_buckets`."""
-        self._weights.load_buckets(manifest, buckets)
-        return self._serve(version, kv_policy)
-
-    def _serve(self, version: int, kv_policy: KvPolicy) -> list[EngineOutput]:
-        """The weights are those of `version` now; what becomes of sequences under way."""
+        """Serve `version` from the next token on; see `Engine.load`."""
+        self._weights.load(manifest, parts)
         self.version = version
         if kv_policy == "abort":
             aborted = [row.output("abort") for row in self._rows]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from umbra.proto.records import Manifest, Sampling
-from umbra.services.generator.engine import EngineOutput, EngineRequest, StreamingEngine
+from umbra.services.generator.engine import Engine, EngineOutput, EngineRequest
 from umbra.services.generator.vllm_options import require_vllm, set_environment
 from umbra.services.modeling.models import outline_model
 from umbra.services.modeling.reference import Reference
@@ -99,14 +99,14 @@ def vllm_differences(
         prompts = _prompts(model.config.get_text_config().vocab_size)
         from_disk = _difference(engine, reference, prompts)
         manifest, memory = _version(model, publish, getattr(torch, dtype))
-        engine.load_weights(tensors_in(manifest, memory), 1, "keep")
+        engine.load(manifest, [memory], 1, "keep")
         same = _difference(engine, reference, prompts)
         outputs = _sample(engine, prompts)
         before = _logprobs(reference, prompts, outputs)
         change(model, getattr(torch, dtype))
         moved = float((_logprobs(reference, prompts, outputs) - before).abs().mean())
         manifest, memory = _version(model, publish, getattr(torch, dtype))
-        engine.load_buckets(manifest, _buckets(manifest, memory), 2, "keep")
+        engine.load(manifest, _buckets(manifest, memory), 2, "keep")
         changed = _difference(engine, reference, prompts)
     finally:
         engine.close()
@@ -119,13 +119,13 @@ def _prompts(vocabulary: int) -> list[list[int]]:
     return [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in lengths]
 
 
-def _difference(engine: StreamingEngine, reference: Reference, prompts: list[list[int]]) -> float:
+def _difference(engine: Engine, reference: Reference, prompts: list[list[int]]) -> float:
     outputs = _sample(engine, prompts)
     theirs = torch.tensor([logprob for output in outputs for logprob in output.logprobs])
     return float((theirs - _logprobs(reference, prompts, outputs)).abs().max())
 
 
-def _sample(engine: StreamingEngine, prompts: list[list[int]]) -> list[EngineOutput]:
+def _sample(engine: Engine, prompts: list[list[int]]) -> list[EngineOutput]:
     """An output for each prompt, in their order."""
     sampling = Sampling(max_tokens=_TOKENS)
     engine.submit(
@@ -177,5 +177,5 @@ def _version(model: Any, publish: Publish, dtype: torch.dtype) -> tuple[Manifest
     return manifest, memory
 
 
-def _buckets(manifest: Manifest, memory: memoryview) -> Iterator[tuple[int, memoryview]]:
-    return ((start, memory[start:end]) for start, end in manifest.buckets)
+def _buckets(manifest: Manifest, memory: memoryview) -> Iterator[memoryview]:
+    return (memory[start:end] for start, end in manifest.buckets)

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from umbra.proto.errors import UmbraError, UsageError
-from umbra.proto.records import DType, Manifest, Sampling, TensorEntry
+from umbra.proto.errors import UmbraError
+from umbra.proto.records import Manifest, Sampling
 from umbra.services.generator.engine import (
     EngineOutput,
     EngineRequest,
@@ -24,19 +23,12 @@ from umbra.services.generator.engine import (
 )
 from umbra.services.generator.vllm_names import CheckpointNames
 from umbra.services.generator.vllm_options import check_device, engine_arguments
-from umbra.services.generator.vllm_parts import filled
 from umbra.services.generator.vllm_server import Job, Pause, VllmServer
 from umbra.services.modeling.weights import WeightTable
 from umbra.services.runtime.config import GeneratorConfig
 from umbra.services.runtime.config.feasibility import VLLM_COOLEST
-from umbra.services.runtime.weights.manifest import build_manifest
-from umbra.services.runtime.weights.shared_memory import SharedMemory
-
-_DTYPE_NAMES: dict[torch.dtype, DType] = {
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-}
+from umbra.services.runtime.weights.manifest import Part
+from umbra.services.runtime.weights.shared_memory import SharedMemory, shared
 
 log = logging.getLogger(__name__)
 
@@ -137,47 +129,38 @@ class VllmEngine:
             raise died
         return self._take()
 
-    def load_weights(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, kv_policy: KvPolicy
+    def load(
+        self, manifest: Manifest, parts: Iterable[Part], version: int, kv_policy: KvPolicy
     ) -> list[EngineOutput]:
-        """Serve `version` from the next token on; see `Engine.load_weights`.
+        """Serve `version` from the next token on; see `Engine.load`.
 
-        Tensors in one block of `memory` are read there by the workers, others are copied first.
-        Decoding goes on until all is ready to be loaded.
+        A version that lies in `memory` is read there by the workers, any other is copied first.
+        Decoding goes on until its first part is ready to be loaded.
 
         Raises:
             UsageError: as there.
+            PeerLostError: `parts` broke off; another load has to follow.
             EngineError: vLLM died, or the load broke off.
         """
-        given = dict(tensors)
-        self._fit.check(given)
-        path, manifest, keep = self._place(given)
-        part = self._part(path, manifest, self._fit.left_out(given))
-        outputs = self._update([part], version, kv_policy)
-        del keep
-        return outputs
-
-    def load_buckets(
-        self,
-        manifest: Manifest,
-        buckets: Iterable[tuple[int, memoryview]],
-        version: int,
-        kv_policy: KvPolicy,
-    ) -> list[EngineOutput]:
-        """Serve `version` from the next token on; see `StreamingEngine.load_buckets`.
-
-        Raises:
-            UsageError: as there.
-            PeerLostError: `buckets` broke off; another load has to follow.
-            EngineError: vLLM died, or the load broke off.
-        """
-        self._fit.check_manifest(manifest)
+        self._fit.check(manifest)
+        # A version has tied tensors once, but vLLM packs them for each layer.
         tied = self._fit.left_out({entry.name for entry in manifest.tensors})
-        parts = (
-            self._part(self.memory.path(memory), part, tied)
-            for part, memory in filled(manifest, buckets, self.memory.allocate)
+        updates = (
+            {"path": path, "manifest": msgspec.msgpack.encode(self._named_as_stored(layout, tied))}
+            for path, layout in shared(manifest, parts, self.memory)
         )
-        return self._update(parts, version, kv_policy)
+        under_way = set(self._open)
+        self.pause = self._server.update(updates, version, kv_policy)
+        log.debug("version %d: %s", version, self.pause)
+        self.version = version
+        if kv_policy != "abort":
+            return []
+        self._collect(0.0)
+        aborted = [o for o in self._ready if o.finish_reason == "abort"]
+        self._ready = [o for o in self._ready if o.finish_reason != "abort"]
+        for key in under_way:
+            self._open.pop(key, None)
+        return aborted
 
     def abort(self, request_ids: Iterable[str] | None = None) -> list[EngineOutput]:
         """End these requests (None: all) now; returns what there is of them."""
@@ -228,71 +211,15 @@ class VllmEngine:
             self._params[sampling, limit, stop_ids] = params
         return params
 
-    def _place(self, given: dict[str, torch.Tensor]) -> tuple[str, Manifest, memoryview | None]:
-        """Where workers find the tensors, and what to hold until they have."""
-        found = {
-            name: self.memory.locate(tensor.data_ptr(), tensor.nbytes)
-            for name, tensor in given.items()
-            if tensor.is_contiguous() and tensor.device.type == "cpu"
-        }
-        paths = {place[0] for place in found.values() if place is not None}
-        if len(found) == len(given) and None not in found.values() and len(paths) == 1:
-            entries = [
-                TensorEntry(
-                    name=name,
-                    dtype=_dtype_name(name, tensor),
-                    shape=list(tensor.shape),
-                    offset=place[1],
-                    nbytes=tensor.nbytes,
-                )
-                for (name, tensor), place in zip(given.items(), found.values(), strict=True)
-                if place is not None
-            ]
-            return (
-                paths.pop(),
-                Manifest(tensors=entries, buckets=[], total_bytes=0, digest=""),
-                None,
-            )
-        layout = [(n, _dtype_name(n, t), list(t.shape)) for n, t in given.items()]
-        manifest = build_manifest(layout, bucket_bytes=2**62)
-        block = self.memory.allocate(manifest.total_bytes)
-        for entry, tensor in zip(manifest.tensors, given.values(), strict=True):
-            target = torch.frombuffer(
-                block, dtype=tensor.dtype, count=tensor.numel(), offset=entry.offset
-            )
-            target.view(tensor.shape).copy_(tensor)
-        return self.memory.path(block), manifest, block
-
-    def _part(self, path: str, manifest: Manifest, tied: Mapping[str, list[str]]) -> dict[str, Any]:
-        """What `UpdateInfo` says of tensors in the block at `path`.
-
-        `tied`: more names of them. A version has tied tensors once, but vLLM packs them for each
-        layer.
-        """
+    def _named_as_stored(self, layout: Manifest, tied: Mapping[str, list[str]]) -> Manifest:
+        """`layout` in the names of checkpoints; `tied`: more names of its tensors."""
         tensors = [
             part
-            for entry in manifest.tensors
+            for entry in layout.tensors
             for name in (entry.name, *tied.get(entry.name, ()))
             for part in self._checkpoint.of(msgspec.structs.replace(entry, name=name))
         ]
-        manifest = msgspec.structs.replace(manifest, tensors=tensors)
-        return {"path": path, "manifest": msgspec.msgpack.encode(manifest)}
-
-    def _update(
-        self, parts: Iterable[dict[str, Any]], version: int, kv_policy: KvPolicy
-    ) -> list[EngineOutput]:
-        under_way = set(self._open)
-        self.pause = self._server.update(parts, version, kv_policy)
-        log.debug("version %d: %s", version, self.pause)
-        self.version = version
-        if kv_policy != "abort":
-            return []
-        self._collect(0.0)
-        aborted = [o for o in self._ready if o.finish_reason == "abort"]
-        self._ready = [o for o in self._ready if o.finish_reason != "abort"]
-        for key in under_way:
-            self._open.pop(key, None)
-        return aborted
+        return msgspec.structs.replace(layout, tensors=tensors)
 
     def _collect(self, timeout_s: float) -> None:
         """Take what the server has, or wait for something for `timeout_s` seconds."""
@@ -320,9 +247,3 @@ class VllmEngine:
 
 def _named(output: EngineOutput, name: str) -> EngineOutput:
     return EngineOutput(name, output.token_ids, output.logprobs, output.spans, output.finish_reason)
-
-
-def _dtype_name(name: str, tensor: torch.Tensor) -> DType:
-    if tensor.dtype not in _DTYPE_NAMES:
-        raise UsageError(f"tensor {name} has dtype {tensor.dtype}")
-    return _DTYPE_NAMES[tensor.dtype]

@@ -158,20 +158,25 @@ class VllmServer:
 
         Args:
             parts: what `UpdateInfo` says of each; asked for one by one, each good until the next.
+                The first is asked for before decoding stops.
             version: of the weights.
             kv_policy: what becomes of jobs under way.
 
         Raises:
-            PeerLostError: `parts` broke off. Nothing is decoded until an update succeeds.
+            PeerLostError: `parts` broke off. If decoding had stopped, nothing is decoded until an
+                update succeeds.
             EngineError: vLLM died, or the load broke off: it must not be used any more.
         """
+        coming = iter(parts)
+        part = next(coming, None)
         began = time.perf_counter()
         try:
             stop_s = self._wait(self._pause(kv_policy), _LOAD_S)
             stopped = time.perf_counter()
-            for part in parts:
+            while part is not None:
                 request = WeightTransferUpdateRequest(update_info=part)
                 self._wait(self._llm.update_weights(request), _LOAD_S)
+                part = next(coming, None)
             self._wait(self._resume(version, kv_policy), _LOAD_S)
         except PeerLostError:
             raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 from torch import nn
@@ -10,26 +10,58 @@ from torch import nn
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Manifest, TensorEntry
 from umbra.services.runtime.gpu.cuda import DeviceMemory
+from umbra.services.runtime.weights.manifest import Part, with_starts
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _NAMES_SHOWN = 3
 
 
-def tensors_in(
-    manifest: Manifest, data: memoryview | DeviceMemory
-) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_in(manifest: Manifest, data: Part) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of one version, as views of `data`: writable memory, or memory on a GPU.
 
     Raises:
         UsageError: a dtype that the engine does not know.
     """
+    for entry in manifest.tensors:
+        dtype = _dtype(entry)
+        flat = _elements(data, dtype, entry.offset, entry.nbytes // dtype.itemsize)
+        yield entry.name, flat.view(entry.shape)
+
+
+def pieces_in(manifest: Manifest, parts: Iterable[Part]) -> Iterator[tuple[str, int, torch.Tensor]]:
+    """Name, first element and elements (flat) of what each part of a version has of each tensor.
+
+    Args:
+        manifest: the layout.
+        parts: as `Engine.load` takes them; writable.
+
+    Raises:
+        UsageError: a dtype that the engine does not know.
+        PeerLostError: the parts end before the version does.
+    """
+    entries = iter(manifest.tensors)
+    entry = next(entries, None)
+    for start, part in with_starts(manifest, parts):
+        end = start + len(part)
+        while entry is not None and entry.offset < end:
+            dtype = _dtype(entry)
+            first, last = max(start, entry.offset), min(end, entry.offset + entry.nbytes)
+            if first < last:
+                piece = _elements(part, dtype, first - start, (last - first) // dtype.itemsize)
+                yield entry.name, (first - entry.offset) // dtype.itemsize, piece
+            if entry.offset + entry.nbytes > end:
+                break  # the rest is in the next part
+            entry = next(entries, None)
+
+
+def _elements(data: Part, dtype: torch.dtype, offset: int, count: int) -> torch.Tensor:
+    """`count` elements, which begin at byte `offset` of `data`, without a copy."""
     if isinstance(data, DeviceMemory):
         whole = torch.as_tensor(data, device=f"cuda:{data.device.index}")
-    else:
-        whole = torch.frombuffer(data, dtype=torch.uint8)
-    for entry in manifest.tensors:
-        flat = whole[entry.offset : entry.offset + entry.nbytes].view(_dtype(entry))
-        yield entry.name, flat.view(entry.shape)
+        return whole[offset : offset + count * dtype.itemsize].view(dtype)
+    if count == 0:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype, count=count, offset=offset)
 
 
 def _dtype(entry: TensorEntry) -> torch.dtype:
@@ -39,31 +71,6 @@ def _dtype(entry: TensorEntry) -> torch.dtype:
             f"tensor {entry.name} has dtype {entry.dtype}; known: {', '.join(_DTYPES)}"
         )
     return dtype
-
-
-def pieces_in(
-    manifest: Manifest, buckets: Iterable[tuple[int, memoryview]]
-) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """Name, first element and elements (flat) of what each bucket holds of each tensor.
-
-    Args:
-        manifest: the layout; buckets are cut between elements.
-        buckets: start and bytes of each, in order; writable, good until the next is asked for.
-    """
-    entries = iter(manifest.tensors)
-    entry = next(entries, None)
-    for start, data in buckets:
-        end = start + len(data)
-        while entry is not None and entry.offset < end:
-            dtype = _DTYPES[entry.dtype]
-            first, last = max(start, entry.offset), min(end, entry.offset + entry.nbytes)
-            if first < last:
-                count = (last - first) // dtype.itemsize
-                piece = torch.frombuffer(data, dtype=dtype, count=count, offset=first - start)
-                yield entry.name, (first - entry.offset) // dtype.itemsize, piece
-            if entry.offset + entry.nbytes > end:
-                break  # the rest is in the next bucket
-            entry = next(entries, None)
 
 
 class WeightTable:
@@ -81,45 +88,27 @@ class WeightTable:
                 self._aliases.setdefault(id(place), []).append(name)
 
     @torch.no_grad()
-    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy `tensors` in place.
+    def load(self, manifest: Manifest, parts: Iterable[Part]) -> None:
+        """Copy a version in place, part by part; see `Engine.load`.
 
         Raises:
-            UsageError: a name is missing or unknown, or a shape differs; nothing was changed then.
+            UsageError: a name is missing or unknown, a shape differs, or a dtype is not known;
+                nothing was changed then.
+            UmbraError: `parts` broke off; the weights are part old, part new then.
         """
-        given = dict(tensors)
-        self.check(given)
-        for name, tensor in given.items():
-            self._places[name].copy_(tensor)
-        # Copies inside of a GPU are only begun by then, and the memory of `tensors` is used again.
-        for device in {tensor.device for tensor in given.values() if tensor.is_cuda}:
+        self.check(manifest)
+        devices: set[torch.device] = set()
+        for name, first, piece in pieces_in(manifest, parts):
+            place = self._places[name].detach()
+            if len(piece) == place.numel():
+                place.copy_(piece.view(place.shape))
+            else:
+                place.view(-1)[first : first + len(piece)].copy_(piece)
+            if piece.is_cuda:
+                devices.add(piece.device)
+        # Copies inside of a GPU are only begun by then, and the memory of `parts` is used again.
+        for device in devices:
             torch.cuda.current_stream(device).synchronize()
-
-    @torch.no_grad()
-    def load_buckets(self, manifest: Manifest, buckets: Iterable[tuple[int, memoryview]]) -> None:
-        """Copy a version in place bucket by bucket; see `pieces_in`.
-
-        Raises:
-            UsageError: as `load`; nothing was changed then.
-            UmbraError: `buckets` broke off; the weights are part old, part new then.
-        """
-        self.check_manifest(manifest)
-        for name, first, piece in pieces_in(manifest, buckets):
-            flat = self._places[name].detach().view(-1)
-            flat[first : first + len(piece)].copy_(piece)
-
-    def check_manifest(self, manifest: Manifest) -> None:
-        """Check that versions of this layout fit.
-
-        Raises:
-            UsageError: as `load`.
-        """
-        self.check(
-            {
-                entry.name: torch.empty(entry.shape, dtype=_dtype(entry), device="meta")
-                for entry in manifest.tensors
-            }
-        )
 
     def left_out(self, given: Collection[str]) -> dict[str, list[str]]:
         """Names that are not in `given`, by the name in `given` whose place they share."""
@@ -130,20 +119,23 @@ class WeightTable:
                 found[there[0]] = [name for name in names if name not in given]
         return found
 
-    def check(self, given: Mapping[str, torch.Tensor]) -> None:
-        """Check that `given` is a version of this model.
+    def check(self, manifest: Manifest) -> None:
+        """Check that versions of this layout fit.
 
         Raises:
             UsageError: as `load`.
         """
+        for entry in manifest.tensors:
+            _dtype(entry)
+        shapes = {entry.name: list(entry.shape) for entry in manifest.tensors}
         missing = [
-            names[0] for names in self._aliases.values() if not any(n in given for n in names)
+            names[0] for names in self._aliases.values() if not any(n in shapes for n in names)
         ]
-        unknown = [name for name in given if name not in self._places]
+        unknown = [name for name in shapes if name not in self._places]
         wrong = [
-            f"{name} {list(tensor.shape)} instead of {list(self._places[name].shape)}"
-            for name, tensor in given.items()
-            if name in self._places and tensor.shape != self._places[name].shape
+            f"{name} {shape} instead of {list(self._places[name].shape)}"
+            for name, shape in shapes.items()
+            if name in self._places and shape != list(self._places[name].shape)
         ]
         faults = [
             f"{what}: {_some(names)}"

@@ -6,8 +6,9 @@ import threading
 from contextlib import closing
 
 from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.gpu.receiving import gpu_for, host_planes
 from umbra.services.runtime.net.session import Session
+from umbra.services.runtime.planes.gpu import gpu_for, host_planes
+from umbra.services.runtime.planes.receiving import StagedPlanes
 from umbra.services.runtime.process.command import ServiceContext
 from umbra.services.runtime.weights.receiver import Receiver
 from umbra.services.scorer.loop import ScorerLoop
@@ -62,7 +63,7 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
     import torch
 
     from umbra.services.modeling.models import load_model, pick_device
-    from umbra.services.modeling.weights import WeightTable, tensors_in
+    from umbra.services.modeling.weights import WeightTable
     from umbra.services.scorer.logprobs import LogprobWorker
 
     config, scorer = context.config, context.config.scorer
@@ -81,9 +82,12 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
     channel = session.weights(deadline_s=HUB_DEADLINE_S)
     table = WeightTable(model)
     version = -1
-    planes, gpu = host_planes(config.weight_hub.plane), gpu_for(config.weight_hub, str(device))
-    frame_bytes = config.weight_hub.receive_bucket_bytes
-    with closing(Receiver(channel, planes=planes, gpu=gpu, frame_bytes=frame_bytes)) as receiver:
+    planes = StagedPlanes(
+        host_planes(config.weight_hub.plane),
+        gpu=gpu_for(config.weight_hub, str(device)),
+        frame_bytes=config.weight_hub.receive_bucket_bytes,
+    )
+    with closing(Receiver(channel, planes)) as receiver:
         receiver.subscribe(HUB_DEADLINE_S)
         staged = receiver.wait_first(HUB_DEADLINE_S, session.stopping)
 
@@ -91,7 +95,7 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
             nonlocal staged, version
             staged = staged or receiver.poll()
             if staged is not None:
-                table.load(tensors_in(staged.manifest, staged.data))
+                table.load(staged.manifest, staged.parts())
                 receiver.committed(staged, 0.0)
                 version, staged = staged.version, None
             return version

@@ -80,7 +80,7 @@ def relay(
     wait_s: float,
 ) -> None:
     """Get each version once for this node, serve its generators, hand buckets on."""
-    from umbra.services.runtime.gpu.receiving import find_gpu
+    from umbra.services.runtime.planes.gpu import find_gpu
     from umbra.services.weight_hub.relay import Relay
 
     check_address(hub, "--hub")

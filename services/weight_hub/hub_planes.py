@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 
 from umbra.proto.errors import UmbraError
-from umbra.proto.messages import Message, Prepare, Ready, Subscribe
+from umbra.proto.messages import Prepare, Ready, Subscribe
 from umbra.proto.records import GpuFacts, Manifest
 from umbra.services.runtime.config import WeightHubConfig as WeightHubConfig
 from umbra.services.runtime.gpu.worker_process import START_S, GpuWorkerProcess
 from umbra.services.runtime.net.keys import OPEN, Security
+from umbra.services.runtime.planes.choice import AUTO, GPU_PLANES, PLANES, Side, choose_plane
+from umbra.services.runtime.planes.cuda_ipc import IpcHub
+from umbra.services.runtime.planes.nccl import NcclHub
+from umbra.services.runtime.planes.plane import HubEnd, Outcome
+from umbra.services.runtime.planes.shm import ShmHub
+from umbra.services.runtime.planes.tcp import TcpHub
 from umbra.services.runtime.weights.arena import Arena
-from umbra.services.weight_hub.background_plane import BackgroundPlane, Late
 from umbra.services.weight_hub.effects import HubPeer
-from umbra.services.weight_hub.ipc_plane import IpcPlane
-from umbra.services.weight_hub.nccl_plane import NcclPlane
-from umbra.services.weight_hub.planes import AUTO, GPU_PLANES, PLANES, Side, choose_plane
-from umbra.services.weight_hub.tcp import TcpPlane
 
 log = logging.getLogger(__name__)
 
@@ -50,16 +51,15 @@ class HubPlanes:
         self._weights_endpoint = weights_endpoint
         self._security = security
         self._chosen: dict[str, str] = {}
-        self._tcp: TcpPlane | None = None
-        self._held: dict[str, BackgroundPlane] = {}  # by plane: nccl, cuda_ipc
+        self._ends: dict[str, HubEnd] = {}
+        self._tcp: TcpHub | None = None  # that among them
         self._broken: dict[str, str] = {}
-        self._arena: Arena | None = None
-        self._manifest: Manifest | None = None
+        self._layout: tuple[Arena, Manifest] | None = None
 
     @property
     def busy(self) -> bool:
         """Whether `poll` will have something soon."""
-        return any(plane.busy for plane in self._held.values())
+        return any(end.busy for end in self._ends.values())
 
     @property
     def refused(self) -> int:
@@ -68,7 +68,8 @@ class HubPlanes:
 
     def agent_pid(self, plane: str) -> int | None:
         """Process id of the agent for a GPU plane, if it runs."""
-        return self._held[plane].agent_pid if plane in self._held else None
+        end = self._ends.get(plane)
+        return end.agent.pid if isinstance(end, IpcHub | NcclHub) else None
 
     def of(self, name: str) -> str:
         """The plane of a receiver."""
@@ -85,24 +86,23 @@ class HubPlanes:
         if message.gpu is not None:
             self._look_at_gpu()
         theirs = Side(message.host, message.gpu)
-        broken = {**self._broken, **{n: p.broken for n, p in self._held.items() if p.broken}}
+        broken = self._broken | {name: end.broken for name, end in self._ends.items() if end.broken}
         plane = choose_plane(self._config.plane, self._side, theirs, message.planes, broken)
         elsewhere = plane in ("tcp", "nccl") and not message.serves
         if elsewhere and self._tcp is not None:
             relay = self._tcp.relay_at(message.host)
             if relay not in ("", message.avoid):
                 return relay
-        for held in self._held.values():
-            held.left(peer.name)
-        if plane in ("tcp", "nccl"):
-            self.open_tcp().subscribed(peer.name, message, chained=plane == "tcp")
-        if plane in GPU_PLANES:
-            self._open(plane).subscribed(peer.name, peer.incarnation, message)
+        end = self._open(plane)
+        for other, before in self._ends.items():
+            if other != plane and (other, plane) != ("tcp", "nccl"):
+                before.left(peer.name)
+        end.subscribed(peer.name, peer.incarnation, message)
         self._chosen[peer.name] = plane
         return ""
 
-    def open_tcp(self) -> TcpPlane:
-        """The plane `tcp`, from now on.
+    def open_tcp(self) -> TcpHub:
+        """The end of plane `tcp`, from now on.
 
         Raises:
             StartupError: its address is taken.
@@ -111,66 +111,44 @@ class HubPlanes:
         if self._tcp is None:
             host, _, _ = self._weights_endpoint().rpartition(":")
             endpoint = self._config.buckets_listen or f"{host}:*"
-            self._tcp = TcpPlane("weight-hub", self._token, endpoint, self._config, self._security)
+            self._tcp = TcpHub("weight-hub", self._token, endpoint, self._config, self._security)
+            self._add("tcp", self._tcp)
         return self._tcp
 
     def layout(self, arena: Arena, manifest: Manifest) -> None:
         """What is pushed from now on; before the arena of the layout before is given up."""
-        self._arena, self._manifest = arena, manifest
-        for plane in self._held.values():
-            plane.layout(arena)
+        self._layout = arena, manifest
+        for end in self._ends.values():
+            end.layout(arena, manifest)
 
-    def complete(self, name: str, message: Message, now: float) -> Message | None:
-        """`message` with what its receiver's plane needs to know; None if it comes from `poll`."""
-        plane = self._chosen[name]
-        if not isinstance(message, Prepare):
-            return message
-        if plane in self._held:
-            self._held[plane].hold(name, message, now)
-            return None
-        return self._fetch(name, message) if plane == "tcp" else message
+    def prepare(self, name: str, message: Prepare, now: float) -> None:
+        """A version is to go to a receiver; `poll` says when, and with what its plane has added."""
+        self._ends[self._chosen[name]].prepare(name, message, now)
 
-    def poll(self, now: float) -> list[Late]:
-        """What the planes that work in the background have done."""
-        return [late for plane in self._held.values() for late in plane.poll(now)]
+    def poll(self, now: float) -> Iterator[Outcome]:
+        """What is to be done now."""
+        for end in self._ends.values():
+            yield from end.poll(now)
 
     def staged(self, name: str, message: Ready) -> None:
         """A receiver has a version, or could not get it."""
-        if self._tcp is not None and self._manifest is not None:
-            if message.source_lost:
-                self._tcp.source_lost(name)
-            if self._chosen.get(name) == "tcp":
-                self._tcp.staged(name, message, self._manifest.total_bytes)
-        for plane in self._held.values():
-            plane.staged(name, message)
+        for end in self._ends.values():
+            end.staged(name, message)
 
     def left(self, name: str) -> None:
         """A receiver is not subscribed any longer."""
-        if self._tcp is not None:
-            self._tcp.left(name)
-        for plane in self._held.values():
-            plane.left(name)
+        for end in self._ends.values():
+            end.left(name)
 
     def granted(self, slot: int) -> None:
         """`slot` is about to be written."""
-        if self._tcp is not None:
-            self._tcp.granted(slot)
-        for plane in self._held.values():
-            plane.granted(slot)
+        for end in self._ends.values():
+            end.granted(slot)
 
     def close(self) -> None:
         """Stop serving."""
-        if self._tcp is not None:
-            self._tcp.close()
-        for plane in self._held.values():
-            plane.close()
-
-    def _fetch(self, name: str, message: Prepare) -> Prepare:
-        """Complete a Prepare so that its receiver fetches the version over plane `tcp`."""
-        assert self._manifest is not None and self._arena is not None
-        tcp = self.open_tcp()
-        tcp.layout(self._manifest)
-        return tcp.prepare(name, message, self._arena.slot(message.slot))
+        for end in self._ends.values():
+            end.close()
 
     def _look_at_gpu(self) -> None:
         """Find out about our own GPU, once, if there is a plane for it."""
@@ -189,19 +167,29 @@ class HubPlanes:
         finally:
             agent.kill()
 
-    def _open(self, name: str) -> BackgroundPlane:
-        """A GPU plane, from now on; each has an agent of its own.
+    def _open(self, name: str) -> HubEnd:
+        """The end of a plane, from now on; each GPU plane's has an agent of its own.
 
         Then one that hangs in NCCL takes no device memory with it when it is killed.
         """
-        if name not in self._held:
-            agent, config = GpuWorkerProcess(self._config.device), self._config
-            if name == "cuda_ipc":
-                plane: BackgroundPlane = IpcPlane(agent, config.deadline_s / 2)
-            else:
+        if name in self._ends:
+            return self._ends[name]
+        config = self._config
+        match name:
+            case "tcp":
+                return self.open_tcp()
+            case "cuda_ipc":
+                end: HubEnd = IpcHub(GpuWorkerProcess(config.device), config.deadline_s / 2)
+            case "nccl":
+                tcp, agent = self.open_tcp(), GpuWorkerProcess(config.device)
                 epoch = int(time.time() * 1000)
-                plane = NcclPlane(agent, config.chunk_bytes, config.deadline_s, epoch, self._fetch)
-            self._held[name] = plane
-            if self._arena is not None:
-                plane.layout(self._arena)
-        return self._held[name]
+                end = NcclHub(agent, config.chunk_bytes, config.deadline_s, epoch, tcp)
+            case _:
+                end = ShmHub()
+        self._add(name, end)
+        return end
+
+    def _add(self, name: str, end: HubEnd) -> None:
+        self._ends[name] = end
+        if self._layout is not None:
+            end.layout(*self._layout)

@@ -7,13 +7,14 @@ soon as each is verified, so that a chain of relays is hardly slower than one.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import msgspec
 import zmq
@@ -22,21 +23,22 @@ from umbra.proto.errors import RejectedError, UmbraError
 from umbra.proto.messages import Prepare, Subscribed
 from umbra.proto.records import Piece
 from umbra.services.runtime.config import WeightHubConfig as WeightHubConfig
-from umbra.services.runtime.gpu.receiving import GpuReceiving
 from umbra.services.runtime.net.address import reachable
+from umbra.services.runtime.net.channel import Channel
 from umbra.services.runtime.net.io_thread import IoThread
 from umbra.services.runtime.net.keys import OPEN, Security
 from umbra.services.runtime.net.server import Server
 from umbra.services.runtime.net.session import Session
+from umbra.services.runtime.planes.bucket_store import BucketStore, Delta
+from umbra.services.runtime.planes.gpu import GpuReceiving
+from umbra.services.runtime.planes.plane import Receipt, ReceiverEnd, Receiving
+from umbra.services.runtime.planes.tcp import TcpHub, TcpReceiver
 from umbra.services.runtime.process.metrics import MetricsFile
 from umbra.services.runtime.process.threads import service_thread
 from umbra.services.runtime.weights.arena import Arena
-from umbra.services.runtime.weights.plane_reader import PlaneReader, ReadResult
 from umbra.services.runtime.weights.publisher import Publisher
 from umbra.services.runtime.weights.receiver import Receiver
-from umbra.services.runtime.weights.tcp_reader import TcpReader
 from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
-from umbra.services.weight_hub.store import BucketStore, Delta
 
 REGISTER_TIMEOUT_S = 60.0  # with a hub in this very process
 LOOK_S = 0.2
@@ -44,62 +46,59 @@ LOOK_S = 0.2
 log = logging.getLogger(__name__)
 
 
-class RelayReader:
-    """Fetches versions into slots of the relay's own arena.
+class RelayReceiver:
+    """Receives versions into slots of the relay's own arena, on whichever plane.
 
     Args:
-        name: of the relay.
-        reply: what the hub above said.
         publisher: registered with the relay's own hub.
         store: of the relay's own buckets socket.
-        config: the section `weight_hub`.
-        gpu: receives broadcasts, if the relay has one.
-        security: keys of this process.
+        arena: the slots, filled by `end`.
+        end: of the plane that the hub above chose.
+        deadline_s: seconds to wait for a free slot.
     """
 
     def __init__(
         self,
-        name: str,
-        reply: Subscribed,
         publisher: Publisher,
         store: BucketStore,
-        config: WeightHubConfig,
-        gpu: GpuReceiving | None = None,
-        security: Security = OPEN,
+        arena: Arena,
+        end: ReceiverEnd,
+        deadline_s: float,
     ) -> None:
+        self.versions = 2
         self._publisher = publisher
         self._store = store
-        self._config = config
-        self._slot = -1
-        path, slots = publisher.arena
-        self._arena = Arena.attach(path, slot_bytes=reply.manifest.total_bytes)
-        pull = TcpReader(
-            name,
-            reply.manifest,
-            [self._arena.slot(index) for index in range(slots)],
-            config.receive_bucket_bytes,
-            self._arrived,
-            self._delta_came,
-            security,
-        )
-        self._buckets: PlaneReader = gpu.broadcasts(self._arena, pull) if gpu else pull
+        self._arena = arena
+        self._end = end
+        self._deadline_s = deadline_s
         self._staged: tuple[int, Sequence[int]] = (-1, [])  # version and contents
 
-    def take(self, message: Prepare, target: int, interrupted: Callable[[], bool]) -> ReadResult:
+    def fits(self, reply: Subscribed) -> bool:
+        """See `ReceiverEnd.fits`."""
+        return self._end.fits(reply)
+
+    def receive(self, message: Prepare, target: int) -> Receiving:
         """Fetch a version; the next relay may fetch it from here at the same time."""
         began = time.perf_counter()
         try:
-            data = self._publisher.slot(message.version, self._config.deadline_s)
+            data = self._publisher.slot(message.version, self._deadline_s)
         except UmbraError as error:
-            return ReadResult(error=str(error))
+            return Receipt(error=str(error))
         waited = time.perf_counter() - began
-        _, self._slot = self._publisher.place
-        self._store.offer(self._slot, data, message.checksums, arrived=False)
-        done = self._buckets.take(message, self._slot, interrupted)
+        _, slot = self._publisher.place
+        self._store.offer(slot, data, message.checksums, arrived=False)
+        with closing(self._end.receive(message, slot)) as steps:
+            while True:
+                try:
+                    bucket = next(steps)
+                except StopIteration as end:
+                    done: Receipt = end.value
+                    break
+                if bucket is not None:
+                    self._store.arrived(slot, bucket)
+                yield bucket
         self._staged = (message.version, message.checksums)
-        return ReadResult(
-            done.wire_s, done.stage_s + waited, done.wire_bytes, done.error, done.source_lost
-        )
+        return dataclasses.replace(done, stage_s=done.stage_s + waited)
 
     def publish(self, version: int) -> None:
         """Push what was staged to the generators of this node.
@@ -114,15 +113,64 @@ class RelayReader:
 
     def close(self) -> None:
         """Close the sockets and the arena."""
-        self._buckets.close()
+        self._end.close()
         self._arena.close()
         self._publisher.close()
 
-    def _arrived(self, bucket: int) -> None:
-        self._store.arrived(self._slot, bucket)
 
-    def _delta_came(self, piece: Piece, data: bytes) -> None:
-        self._store.encoded(piece.bucket, Delta(piece.base, piece.result, data))
+class RelayPlanes:
+    """The planes between the hub above and a relay, all of which end in its own arena.
+
+    Args:
+        config: the section `weight_hub`.
+        hub: to the relay's own hub.
+        tcp: the end of plane `tcp` of that hub, which hands buckets on.
+        gpu: receives broadcasts, if the relay has one; closed with this.
+    """
+
+    streamed = False
+
+    def __init__(
+        self, config: WeightHubConfig, hub: Channel, tcp: TcpHub, gpu: GpuReceiving | None
+    ) -> None:
+        self.offered = [*(gpu.planes if gpu else ()), "tcp"]
+        self.facts = gpu.facts if gpu else None
+        self.end: RelayReceiver | None = None  # that was opened last
+        self._config = config
+        self._hub = hub
+        self._tcp = tcp
+        self._gpu = gpu
+
+    def open(self, reply: Subscribed, name: str, security: Security) -> ReceiverEnd:
+        """See `ReceiverPlanes.open`; registers the layout with the relay's own hub."""
+        manifest = reply.manifest
+        publisher = Publisher(self._hub, manifest)
+        publisher.register(REGISTER_TIMEOUT_S)
+        store = self._tcp.store_of(manifest)
+        path, slots = publisher.arena
+        arena = Arena.attach(path, slot_bytes=manifest.total_bytes)
+
+        def delta_came(piece: Piece, data: bytes) -> None:
+            store.encoded(piece.bucket, Delta(piece.base, piece.result, data))
+
+        pull = TcpReceiver(
+            name,
+            manifest,
+            [arena.slot(index) for index in range(slots)],
+            self._config.receive_bucket_bytes,
+            delta_came,
+            security,
+        )
+        end: ReceiverEnd = pull
+        if self._gpu is not None and reply.plane == "nccl":
+            end = self._gpu.broadcasts(arena, pull)
+        self.end = RelayReceiver(publisher, store, arena, end, self._config.deadline_s)
+        return self.end
+
+    def close(self) -> None:
+        """End the GPU's agent."""
+        if self._gpu is not None:
+            self._gpu.close()
 
 
 class Relay:
@@ -154,9 +202,6 @@ class Relay:
         gpu: GpuReceiving | None = None,
         security: Security = OPEN,
     ) -> None:
-        self._name = name
-        self._config = config
-        self._intake: RelayReader | None = None
         self._closing = threading.Event()
         self._stack = ExitStack()
         with ExitStack() as stack:
@@ -165,27 +210,26 @@ class Relay:
             serving, publishing = security.within()
             server = Server(context, name, uuid.uuid4().hex[:12], serving)
             stack.callback(server.close)
-            self._bound = server.bind(CHANNEL, listen, ACCEPTS)
-            self.endpoint = reachable(self._bound, config.advertise)
-            config = msgspec.structs.replace(config, plane="auto")
-            self._hub = WeightHub(server, f"relay-{name}", config, metrics, host=host)
+            bound = server.bind(CHANNEL, listen, ACCEPTS)
+            self.endpoint = reachable(bound, config.advertise)
+            own = msgspec.structs.replace(config, plane="auto")
+            self._hub = WeightHub(server, f"relay-{name}", own, metrics, host=host)
             stack.callback(self._hub.close)
-            self._tcp = self._hub.planes.open_tcp()
-            self.buckets = self._tcp.endpoint
+            tcp = self._hub.planes.open_tcp()
+            self.buckets = tcp.endpoint
             self._serving = service_thread(self._serve, "umbra-relay")
             self._serving.start()
             stack.callback(self._stop_serving)
             self._link = IoThread(name, uuid.uuid4().hex[:12], security=security)
             stack.callback(self._link.close)
-            self._inner = IoThread(name, uuid.uuid4().hex[:12], security=publishing)
-            stack.callback(self._inner.close)
-            self._gpu = gpu
+            inner = IoThread(name, uuid.uuid4().hex[:12], security=publishing)
+            stack.callback(inner.close)
+            within = inner.channel(bound, "this relay's own hub", server="relay")
+            self._planes = RelayPlanes(config, within, tcp, gpu)
             self._receiver = Receiver(
                 self._link.channel(hub, "weight hub", server="weight_hub"),
+                self._planes,
                 host,
-                planes=["tcp"],
-                gpu=gpu,
-                open_intake=self._open,
                 serves=self.endpoint,
                 buckets=self.buckets,
             )
@@ -218,8 +262,8 @@ class Relay:
                     continue
                 began, error = time.perf_counter(), ""
                 try:
-                    assert self._intake is not None
-                    self._intake.publish(staged.version)
+                    assert self._planes.end is not None
+                    self._planes.end.publish(staged.version)
                 except UmbraError as problem:
                     error = str(problem)
                 self._receiver.committed(staged, time.perf_counter() - began, error)
@@ -233,17 +277,6 @@ class Relay:
         """Leave everything."""
         self._receiver.close()
         self._stack.close()
-
-    def _open(self, reply: Subscribed) -> PlaneReader:
-        """An intake for the layout in `reply`; on the receiver's thread."""
-        local = self._inner.channel(self._bound, "this relay's own hub", server="relay")
-        publisher = Publisher(local, reply.manifest)
-        publisher.register(REGISTER_TIMEOUT_S)
-        store = self._tcp.layout(reply.manifest)
-        self._intake = RelayReader(
-            self._name, reply, publisher, store, self._config, self._gpu, self._link.security
-        )
-        return self._intake
 
     def _serve(self) -> None:
         while not self._closing.is_set():

@@ -9,8 +9,8 @@ import zmq
 from umbra.services.runtime.net.address import reachable
 from umbra.services.runtime.net.server import Server
 from umbra.services.runtime.net.session import Session
+from umbra.services.runtime.planes.choice import check_plane
 from umbra.services.runtime.process.command import ServiceContext
-from umbra.services.weight_hub.planes import check_plane
 from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
 
 

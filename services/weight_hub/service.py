@@ -20,6 +20,7 @@ from umbra.proto.messages import (
     Nack,
     Ping,
     Pong,
+    Prepare,
     Publish,
     Ready,
     RegisterManifest,
@@ -30,10 +31,10 @@ from umbra.proto.messages import (
 from umbra.proto.records import Manifest
 from umbra.services.runtime.config import WeightHubConfig as WeightHubConfig
 from umbra.services.runtime.net.server import Request, Server
+from umbra.services.runtime.planes.plane import Deliver, Outcome
 from umbra.services.runtime.process.metrics import MetricsFile
 from umbra.services.runtime.weights.arena import Arena, remove_leftovers, shm_host
 from umbra.services.runtime.weights.manifest import check_manifest
-from umbra.services.weight_hub.background_plane import Deliver, Late
 from umbra.services.weight_hub.bindings import Bindings
 from umbra.services.weight_hub.effects import (
     Admit,
@@ -125,9 +126,9 @@ class WeightHub:
         for request in requests:
             self._apply(self._handle(request))
         self._apply(self._registry.poll(self._clock()))
-        for late in self.planes.poll(self._clock()):
-            self._apply(self._come_late(late))
         self._apply(self.protocol.tick(self._clock()))
+        for outcome in self.planes.poll(self._clock()):
+            self._apply(self._go_on(outcome))
         return len(requests)
 
     def stats(self) -> dict[str, float]:
@@ -324,10 +325,10 @@ class WeightHub:
                     self._server.reply(cast(Request, ticket), message)
                 case Admit(ticket=ticket, receiver=name):
                     self._admit(cast(Request, ticket), name)
+                case Send(receiver=name, message=Prepare() as message):
+                    self.planes.prepare(name, message, self._clock())
                 case Send(receiver=name, message=message):
-                    completed = self.planes.complete(name, message, self._clock())
-                    if completed is not None:
-                        todo.extend(self._push(name, completed))
+                    todo.extend(self._push(name, message))
                 case Pushed() as pushed:
                     self._record(pushed)
                 case Failed() as failed:
@@ -345,18 +346,18 @@ class WeightHub:
         self.planes.left(name)  # before its successor is told of its source
         return self.protocol.lost(name, "it is unreachable", self._clock())
 
-    def _come_late(self, late: Late) -> list[Effect]:
+    def _go_on(self, outcome: Outcome) -> list[Effect]:
         """A plane has done what a push waited for, or could not."""
-        if isinstance(late, Deliver):
-            return self._push(late.receiver, late.prepare)
+        if isinstance(outcome, Deliver):
+            return self._push(outcome.receiver, outcome.prepare)
         failed = Ready(
-            epoch=late.prepare.epoch,
-            version=late.prepare.version,
+            epoch=outcome.prepare.epoch,
+            version=outcome.prepare.version,
             wire_s=0.0,
             stage_s=0.0,
-            error=late.reason,
+            error=outcome.reason,
         )
-        return self.protocol.ready(self._peers[late.receiver], failed, self._clock())
+        return self.protocol.ready(self._peers[outcome.receiver], failed, self._clock())
 
     def _admit(self, request: Request, name: str) -> None:
         assert self._manifest is not None and self._arena is not None

@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from umbra.proto.records import VersionSpan
+from umbra.proto.records import Manifest, VersionSpan
 from umbra.services.generator.engine import EngineOutput, EngineRequest, KvPolicy
+from umbra.services.runtime.weights.manifest import Part
 
 
 @dataclass
@@ -21,7 +22,7 @@ class ScriptedEngine:
     slots: int = 4
     max_context: int = 256
     decoded_tokens: int = 0
-    loads: list[tuple[int, str, dict[str, Any]]] = field(default_factory=list)
+    loads: list[tuple[int, str, list[bytes]]] = field(default_factory=list)
     requests: list[EngineRequest] = field(default_factory=list)
     _live: dict[str, tuple[EngineRequest, list[int], list[int]]] = field(default_factory=dict)
 
@@ -55,10 +56,11 @@ class ScriptedEngine:
                 done.append(output(name, tokens, versions, reason))
         return done
 
-    def load_weights(
-        self, tensors: Iterable[tuple[str, Any]], version: int, kv_policy: KvPolicy
+    def load(
+        self, manifest: Manifest, parts: Iterable[Part], version: int, kv_policy: KvPolicy
     ) -> list[EngineOutput]:
-        self.loads.append((version, kv_policy, dict(tensors)))
+        del manifest
+        self.loads.append((version, kv_policy, [bytes(part) for part in parts]))
         self.version = version
         return self.abort(None) if kv_policy == "abort" else []
 

@@ -13,12 +13,10 @@ from fakes.hub_bench import WAIT_S, Bench
 
 from umbra.proto.errors import UmbraError
 from umbra.proto.records import Manifest, Sampling
-from umbra.services.generator.engine import EngineRequest
-from umbra.services.generator.streaming import BrokenOffError, Streaming
+from umbra.services.generator.engine import Engine, EngineRequest
+from umbra.services.generator.loading import BrokenOffError, WeightLoader
 from umbra.services.generator.torch_engine import TorchEngine
 from umbra.services.modeling.models import load_model
-from umbra.services.modeling.weights import tensors_in
-from umbra.services.runtime.gpu.cuda import DeviceMemory
 from umbra.services.runtime.weights.manifest import build_manifest
 from umbra.services.runtime.weights.publisher import Publisher
 from umbra.services.runtime.weights.receiver import Receiver, StagedVersion
@@ -28,7 +26,6 @@ CPU = torch.device("cpu")
 DTYPE = torch.bfloat16
 BUCKET_BYTES = 1 << 10
 TOKENS = 8
-Data = Callable[[StagedVersion], memoryview | DeviceMemory]
 
 
 def checksum_of(model: Any, manifest: Manifest) -> int:
@@ -73,8 +70,8 @@ class Generating:
 
     Args:
         receiver: subscribed.
-        streaming: makes what loads when nothing is staged; else the staged bytes are loaded.
-        data: where the bytes of a staged version are, if not in it.
+        loads_by: stands for the engine when weights are loaded.
+        loading: called before each load.
     """
 
     def __init__(
@@ -82,8 +79,8 @@ class Generating:
         policy: Policy,
         model_dir: Path,
         receiver: Receiver,
-        streaming: Callable[[TorchEngine], Streaming] | None = None,
-        data: Data = lambda staged: staged.data,
+        loads_by: Callable[[TorchEngine], Engine] = lambda engine: engine,
+        loading: Callable[[], None] = lambda: None,
     ) -> None:
         self.model = load_model(model_dir, CPU, DTYPE)
         self.engine = TorchEngine(self.model, stop_ids=set(), slots=2, max_context=64, seed=0)
@@ -91,8 +88,8 @@ class Generating:
         self.restored = 0
         self._policy = policy
         self._receiver = receiver
-        self._streaming = streaming(self.engine) if streaming else None
-        self._data = data
+        self._loader = WeightLoader(loads_by(self.engine), receiver, lambda: None)
+        self._loading = loading
         self._changed = threading.Condition()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._main, name="generating")
@@ -145,12 +142,9 @@ class Generating:
 
     def _load(self, staged: StagedVersion) -> None:
         error = ""
+        self._loading()
         try:
-            if self._streaming is not None:
-                self._streaming.load(staged, "keep")
-            else:
-                tensors = tensors_in(staged.manifest, self._data(staged))
-                self.engine.load_weights(tensors, staged.version, "keep")
+            self._loader.load(staged, "keep")
         except BrokenOffError as problem:
             self.restored += 1
             error = str(problem)

@@ -16,7 +16,8 @@ from fakes.hub_bench import LAYOUT, WAIT_S, Bench
 
 from umbra.services.runtime.config import WeightHubConfig as WeightHubConfig
 from umbra.services.runtime.gpu import cuda
-from umbra.services.runtime.gpu.receiving import GpuPlane, GpuReceiving, find_gpu
+from umbra.services.runtime.planes.gpu import GpuPlane, GpuReceiving, find_gpu
+from umbra.services.runtime.planes.receiving import StagedPlanes
 from umbra.services.runtime.weights.receiver import Receiver
 
 DOUBLE = Path(__file__).parent / "cuda_double"
@@ -62,9 +63,8 @@ class GpuWorld:
         """A subscribed receiver that offers `plane`, and `planes` without a GPU."""
         receiver = Receiver(
             self.bench.channel(name),
+            StagedPlanes(planes, gpu=self.gpu(name, plane, **gpu)),
             host,
-            planes,
-            gpu=self.gpu(name, plane, **gpu),
             check_s=0.05,
             retry_s=0.02,
         )

@@ -19,6 +19,7 @@ from umbra.services.runtime.net.channel import Channel
 from umbra.services.runtime.net.io_thread import IoThread
 from umbra.services.runtime.net.keys import OPEN, Security
 from umbra.services.runtime.net.server import Server
+from umbra.services.runtime.planes.receiving import StagedPlanes
 from umbra.services.runtime.process.metrics import MetricsFile
 from umbra.services.runtime.weights.manifest import build_manifest
 from umbra.services.runtime.weights.publisher import Publisher
@@ -106,7 +107,7 @@ class Bench:
         return publisher
 
     def receiver(self, name: str) -> Receiver:
-        receiver = Receiver(self.channel(name), check_s=0.05, retry_s=0.02)
+        receiver = Receiver(self.channel(name), StagedPlanes(), check_s=0.05, retry_s=0.02)
         self.closers.append(receiver.close)
         receiver.subscribe(WAIT_S)
         return receiver
@@ -133,6 +134,11 @@ def publish(publisher: Publisher, version: int) -> None:
     publisher.publish(version, 0.25)
 
 
+def whole(staged: StagedVersion) -> bytes:
+    """All bytes of a version."""
+    return b"".join(map(bytes, staged.parts()))
+
+
 def take(receiver: Receiver) -> StagedVersion:
     staged = receiver.wait_first(WAIT_S, threading.Event())
     assert staged is not None
@@ -143,7 +149,7 @@ def load(receiver: Receiver, version: int) -> None:
     """Load versions as they come until `version`; each is whole."""
     while True:
         staged = take(receiver)
-        assert bytes(staged.data) == content(staged.version, staged.manifest.total_bytes)
+        assert whole(staged) == content(staged.version, staged.manifest.total_bytes)
         receiver.committed(staged, 0.125)
         if staged.version == version:
             return

@@ -100,6 +100,9 @@ class FakeStaged:
     manifest: Manifest
     data: memoryview
 
+    def parts(self) -> Iterator[memoryview]:
+        yield self.data
+
 
 @dataclass
 class FakeReceiver:

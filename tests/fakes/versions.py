@@ -1,14 +1,17 @@
 """Requests, versions and checks for tests of an engine whose weights change under way."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from umbra.proto.errors import PeerLostError
-from umbra.proto.records import Sampling
-from umbra.services.generator.engine import EngineOutput, EngineRequest, StreamingEngine
+from umbra.proto.records import Manifest, Sampling
+from umbra.services.generator.engine import Engine, EngineOutput, EngineRequest
+from umbra.services.modeling.weights import tensors_in
 from umbra.services.runtime.weights.manifest import build_manifest
+
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 def weights(models: dict[int, Any], version: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -25,14 +28,14 @@ def request(index: int, max_tokens: int = 100, **sampling: float) -> EngineReque
     return EngineRequest(f"s{index}", prompt(index), how, max_tokens)
 
 
-def finish(engine: StreamingEngine) -> list[EngineOutput]:
+def finish(engine: Engine) -> list[EngineOutput]:
     outputs: list[EngineOutput] = []
     while engine.busy:
         outputs += engine.poll(0.05)
     return outputs
 
 
-def decode(engine: StreamingEngine, tokens: int) -> list[EngineOutput]:
+def decode(engine: Engine, tokens: int) -> list[EngineOutput]:
     """Go on until so many more tokens were sampled."""
     until, outputs = engine.decoded_tokens + tokens, []
     while engine.decoded_tokens < until:
@@ -52,15 +55,29 @@ def worst(
     )
 
 
-def write(manifest: Any, tensors: dict[str, torch.Tensor], memory: memoryview) -> dict[str, Any]:
-    views: dict[str, torch.Tensor] = {}
-    for entry in manifest.tensors:
-        view = torch.frombuffer(
-            memory, dtype=torch.float32, count=entry.nbytes // 4, offset=entry.offset
-        ).view(entry.shape)
-        view.copy_(tensors[entry.name])
-        views[entry.name] = view
-    return views
+def in_memory(
+    tensors: Mapping[str, torch.Tensor],
+    bucket_bytes: int = 4096,
+    allocate: Callable[[int], memoryview] = lambda size: memoryview(bytearray(size)),
+) -> tuple[Manifest, memoryview]:
+    """A version that is these tensors: its layout and its bytes."""
+    layout = [(name, DTYPES[one.dtype], list(one.shape)) for name, one in tensors.items()]
+    manifest = build_manifest(layout, bucket_bytes)
+    data = allocate(manifest.total_bytes)
+    for name, place in tensors_in(manifest, data):
+        place.copy_(tensors[name])
+    return manifest, data
+
+
+def load(
+    engine: Engine,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    version: int,
+    kv_policy: Any = "keep",
+) -> list[EngineOutput]:
+    """Have `engine` serve these tensors, in one part."""
+    manifest, data = in_memory({name: tensor.detach() for name, tensor in tensors})
+    return engine.load(manifest, [data], version, kv_policy)
 
 
 class Hub:
@@ -68,17 +85,14 @@ class Hub:
 
     def __init__(self, models: dict[int, Any]) -> None:
         self._models = models
-        tensors = dict(weights(models, 0))
-        layout = [(name, "F32", list(t.shape)) for name, t in tensors.items()]
-        self.manifest = build_manifest(layout, 4096)
+        self.manifest, _ = in_memory(dict(weights(models, 0)))
         assert len(self.manifest.buckets) > len(self.manifest.tensors)
 
-    def buckets(self, version: int, good: int = 1_000_000) -> Iterator[tuple[int, memoryview]]:
-        memory = memoryview(bytearray(self.manifest.total_bytes))
-        write(self.manifest, dict(weights(self._models, version)), memory)
+    def buckets(self, version: int, good: int = 1_000_000) -> Iterator[memoryview]:
+        _, memory = in_memory(dict(weights(self._models, version)))
         lane = memoryview(bytearray(4096))
         for index, (start, end) in enumerate(self.manifest.buckets):
             if index == good:
                 raise PeerLostError("the hub is gone")
             lane[: end - start] = memory[start:end]
-            yield start, lane[: end - start]
+            yield lane[: end - start]

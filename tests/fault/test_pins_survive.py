@@ -14,6 +14,7 @@ from fakes.hub_bench import WAIT_S
 from fault.test_weight_push_faults import HubProcess
 
 from umbra.services.runtime.net.io_thread import IoThread
+from umbra.services.runtime.planes.receiving import StagedPlanes
 from umbra.services.runtime.weights.arena import SHM
 from umbra.services.runtime.weights.publisher import Publisher
 from umbra.services.runtime.weights.receiver import Receiver
@@ -48,7 +49,7 @@ def test_pins_survive_a_hub_that_is_killed(run_id: str, tiny_model: Path) -> Non
     policy = Policy(tiny_model)
     publisher = Publisher(channels[0], policy.manifest)
     publisher.register(WAIT_S)
-    receiver = Receiver(channels[1], planes=["shm"], check_s=0.05, retry_s=0.02)
+    receiver = Receiver(channels[1], StagedPlanes(), check_s=0.05, retry_s=0.02)
     receiver.subscribe(WAIT_S)
     generator = Generating(policy, tiny_model, receiver)
     try:

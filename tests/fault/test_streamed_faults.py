@@ -14,15 +14,14 @@ from fakes.hub_bench import WAIT_S, Bench
 from fault.test_weight_push_faults import PLANES, HubProcess
 
 from umbra.proto.errors import PeerLostError
-from umbra.services.generator.streaming import Streaming
 from umbra.services.generator.torch_engine import TorchEngine
 from umbra.services.runtime.net.io_thread import IoThread
+from umbra.services.runtime.planes.bucket_store import SMALLEST_FRAME
+from umbra.services.runtime.planes.receiving import StreamedPlanes
 from umbra.services.runtime.weights.arena import Arena
 from umbra.services.runtime.weights.publisher import Publisher
 from umbra.services.runtime.weights.receiver import Receiver
-from umbra.services.runtime.weights.stream import WeightStream
 from umbra.services.trainer.make_model import make_model
-from umbra.services.weight_hub.outbox import SMALLEST_FRAME
 
 pytestmark = pytest.mark.fault
 AFTER = 3  # buckets
@@ -41,17 +40,15 @@ class Interrupted:
     def version(self) -> int:
         return self._engine.version
 
-    def load_buckets(
-        self, manifest: Any, buckets: Iterable[Any], version: int, policy: Any
-    ) -> list[Any]:
+    def load(self, manifest: Any, parts: Iterable[Any], version: int, policy: Any) -> list[Any]:
         def watched() -> Iterator[Any]:
-            for index, bucket in enumerate(buckets):
+            for index, part in enumerate(parts):
                 if index == AFTER and version == self._at and not self._happened:
                     self._happened = True
                     self._happens()
-                yield bucket
+                yield part
 
-        return self._engine.load_buckets(manifest, watched(), version, policy)
+        return self._engine.load(manifest, watched(), version, policy)
 
 
 class World:
@@ -65,23 +62,14 @@ class World:
         self.publisher = Publisher(self.up, self.policy.manifest)
         self.publisher.register(WAIT_S)
         # The smallest messages, so that most of a version is not under way when something happens.
-        stream = WeightStream("gen-0", SMALLEST_FRAME, WAIT_S)
-        self.receiver = Receiver(
-            self.down,
-            planes=[plane],
-            check_s=0.05,
-            retry_s=0.02,
-            open_intake=stream.open,
-            streamed=True,
-        )
+        planes = StreamedPlanes([plane], SMALLEST_FRAME, WAIT_S)
+        self.receiver = Receiver(self.down, planes, check_s=0.05, retry_s=0.02)
         self.receiver.subscribe(WAIT_S)
         self.generator = Generating(
             self.policy,
             model_dir,
             self.receiver,
-            lambda engine: Streaming(
-                cast(Any, Interrupted(engine, 1, lambda: self.happens())), stream, lambda: None
-            ),
+            lambda engine: cast(Any, Interrupted(engine, 1, lambda: self.happens())),
         )
 
     def begin(self) -> World:

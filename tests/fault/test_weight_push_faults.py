@@ -20,15 +20,13 @@ from fakes.hub_bench import PROGRAMS, WAIT_S, Bench
 from fakes.slowness import seconds
 
 from umbra.proto.messages import Prepare, Subscribed
-from umbra.proto.records import Manifest
-from umbra.services.runtime.gpu.cuda import DeviceMemory
 from umbra.services.runtime.net.io_thread import IoThread
+from umbra.services.runtime.net.keys import Security
+from umbra.services.runtime.planes.plane import Receipt, ReceiverEnd, Receiving
+from umbra.services.runtime.planes.receiving import StagedPlanes
 from umbra.services.runtime.weights.arena import SHM, Arena
-from umbra.services.runtime.weights.memory import private_memory
-from umbra.services.runtime.weights.plane_reader import ArenaReader, PlaneReader, ReadResult
 from umbra.services.runtime.weights.publisher import Publisher
-from umbra.services.runtime.weights.receiver import Receiver, StagedVersion
-from umbra.services.runtime.weights.tcp_reader import TcpReader
+from umbra.services.runtime.weights.receiver import Receiver
 
 pytestmark = pytest.mark.fault
 PLANES = pytest.mark.parametrize("plane", ["shm", "tcp"])
@@ -75,17 +73,13 @@ class World:
     def generator(self, name: str, watched: Watched | Detour | None = None) -> Generating:
         receiver = Receiver(
             self.bench.channel(name),
-            planes=[self.plane],
+            watched or StagedPlanes([self.plane]),
             check_s=0.05,
             retry_s=0.02,
-            open_intake=watched.open if watched else None,
         )
         self.bench.closers.append(receiver.close)
         receiver.subscribe(WAIT_S)
-        return self.generating(receiver, watched)
-
-    def generating(self, receiver: Receiver, watched: Watched | Detour | None) -> Generating:
-        made = Generating(self.policy, self._model_dir, receiver, data=_data_of(watched))
+        made = Generating(self.policy, self._model_dir, receiver)
         self._closers.append(made.close)
         return made
 
@@ -99,66 +93,57 @@ class World:
             close()
 
 
-class Watched:
-    """The intakes of a receiver, which say when they begin, and go on when they are told."""
+class Watched(StagedPlanes):
+    """Planes whose ends say when they begin, and go on when they are told."""
 
-    def __init__(self, name: str, plane: str, manifest: Manifest) -> None:
+    def __init__(self, plane: str) -> None:
+        super().__init__([plane], frame_bytes=8192)
         self.begun, self.go = threading.Event(), threading.Event()
         self.go.set()
-        self.buffers = [private_memory(manifest.total_bytes) for _ in range(2)]
-        self._name = name
-        self._plane = plane
 
-    def open(self, reply: Subscribed) -> PlaneReader:
-        real: PlaneReader = (
-            TcpReader(self._name, reply.manifest, self.buffers, 8192, arrived=self._arrived)
-            if self._plane == "tcp"
-            else ArenaReader(reply.path, reply.manifest, self.buffers)
-        )
-        return _WatchedIntake(real, self._arrived)
+    def open(self, reply: Subscribed, name: str, security: Security) -> ReceiverEnd:
+        return _WatchedEnd(super().open(reply, name, security), self._arrived)
 
-    def _arrived(self, _bucket: int) -> None:
+    def _arrived(self) -> None:
         self.begun.set()
         assert self.go.wait(WAIT_S)
 
 
-class _WatchedIntake:
-    def __init__(self, real: PlaneReader, begin: Callable[[int], None]) -> None:
+class _WatchedEnd:
+    def __init__(self, real: ReceiverEnd, arrived: Callable[[], None]) -> None:
+        self.versions, self.fits, self.close = real.versions, real.fits, real.close
         self._real = real
-        self._begin = begin
+        self._arrived = arrived
 
-    def take(self, message: Prepare, target: int, interrupted: Callable[[], bool]) -> ReadResult:
-        self._begin(0)
-        return self._real.take(message, target, interrupted)
-
-    def close(self) -> None:
-        self._real.close()
-
-
-def _data_of(
-    watched: Watched | Detour | None,
-) -> Callable[[StagedVersion], memoryview | DeviceMemory]:
-    if watched is None:
-        return lambda staged: staged.data
-    return lambda staged: watched.buffers[staged.candidate.buffer]
+    def receive(self, message: Prepare, target: int) -> Receiving:
+        self._arrived()
+        steps = self._real.receive(message, target)
+        while True:
+            try:
+                bucket = next(steps)
+            except StopIteration as end:
+                return end.value
+            if bucket is not None:
+                self._arrived()
+            yield bucket
 
 
-class Detour:
-    """A `TcpReader` that reaches its source through a proxy which spoils one byte."""
+class Detour(StagedPlanes):
+    """A `TcpReceiver` that reaches its source through a proxy which spoils one byte."""
 
-    def __init__(self, name: str, mode: str, at: int) -> None:
-        self._name, self._mode, self._at = name, mode, at
-        self.taken: list[ReadResult] = []
+    def __init__(self, mode: str, at: int) -> None:
+        super().__init__(["tcp"], frame_bytes=8192)
+        self._mode, self._at = mode, at
+        self.taken: list[Receipt] = []
         self._proxy: subprocess.Popen[str] | None = None
         self._port = ""
 
-    def open(self, reply: Subscribed) -> PlaneReader:
-        size = reply.manifest.total_bytes
-        self.buffers = [private_memory(size) for _ in range(2)]
-        self._real = TcpReader(self._name, reply.manifest, self.buffers, 8192)
+    def open(self, reply: Subscribed, name: str, security: Security) -> ReceiverEnd:
+        self._real = super().open(reply, name, security)
+        self.versions, self.fits = self._real.versions, self._real.fits
         return self
 
-    def take(self, message: Prepare, target: int, interrupted: Callable[[], bool]) -> ReadResult:
+    def receive(self, message: Prepare, target: int) -> Receiving:
         if self._proxy is None:
             command = [
                 sys.executable, str(PROGRAMS / "spoiling_proxy.py"),
@@ -168,14 +153,16 @@ class Detour:
             assert self._proxy.stdout is not None
             self._port = self._proxy.stdout.readline().strip()
         message = msgspec.structs.replace(message, source=f"tcp://127.0.0.1:{self._port}")
-        self.taken.append(self._real.take(message, target, interrupted))
+        self.taken.append((yield from self._real.receive(message, target)))
         return self.taken[-1]
 
     def close(self) -> None:
+        """As the planes of a receiver, and as their end."""
         self._real.close()
-        if self._proxy is not None:
-            self._proxy.kill()
-            self._proxy.communicate()
+        proxy, self._proxy = self._proxy, None
+        if proxy is not None:
+            proxy.kill()
+            proxy.communicate()
 
 
 @pytest.fixture
@@ -238,7 +225,7 @@ def test_one_that_is_slow_once_comes_back_by_itself(
 ) -> None:
     """A generator decodes on while its staging hangs; dropped, it subscribes again and is whole."""
     one = world(plane, deadline_s=DEADLINE_S)
-    watched = Watched("gen-0", plane, one.policy.manifest)
+    watched = Watched(plane)
     generator = one.generator("gen-0", watched)
     generator.until(one.publish())
     watched.begun.clear()
@@ -273,7 +260,7 @@ def test_a_bucket_that_is_wrong_in_shared_memory_is_never_served(
 ) -> None:
     """A byte of a published slot changes: that version is refused twice, the next one is taken."""
     one = world("shm")
-    watched = Watched("gen-0", "shm", one.policy.manifest)
+    watched = Watched("shm")
     generator = one.generator("gen-0", watched)
     generator.until(one.publish())
     watched.begun.clear()
@@ -299,7 +286,7 @@ def test_what_is_spoiled_on_the_wire_is_fetched_again(
 ) -> None:
     one = world("tcp")
     size = one.policy.manifest.total_bytes
-    detour = Detour("gen-0", mode, size // 2)
+    detour = Detour(mode, size // 2)
     generator = one.generator("gen-0", detour)
     for _ in range(3):
         generator.until(one.publish())
@@ -341,21 +328,20 @@ def test_a_hub_that_is_killed_is_taken_over_from(
     up, down = link.channel(hub.endpoint, "hub"), other.channel(hub.endpoint, "hub")
     policy = Policy(tiny_model)
     publisher = Publisher(up, policy.manifest)
-    watched = Watched("gen-0", plane, policy.manifest)
+    watched = Watched(plane)
     loading, load = threading.Event(), threading.Event()
     load.set()
 
-    def data_of(staged: StagedVersion) -> memoryview:
+    def halt() -> None:
         loading.set()
         assert load.wait(WAIT_S)
-        return watched.buffers[staged.candidate.buffer]
 
-    receiver = Receiver(down, planes=[plane], check_s=0.05, retry_s=0.02, open_intake=watched.open)
+    receiver = Receiver(down, watched, check_s=0.05, retry_s=0.02)
     generator: Generating | None = None
     try:
         publisher.register(WAIT_S)
         receiver.subscribe(WAIT_S)
-        generator = Generating(policy, tiny_model, receiver, data=data_of)
+        generator = Generating(policy, tiny_model, receiver, loading=halt)
         generator.until(policy.publish(publisher))
         watched.begun.clear()
         loading.clear()

@@ -17,7 +17,8 @@ from fakes.one_gpu import SHARED
 
 from umbra.services.runtime.config import WeightHubConfig as WeightHubConfig
 from umbra.services.runtime.gpu import cuda
-from umbra.services.runtime.gpu.receiving import find_gpu
+from umbra.services.runtime.planes.gpu import find_gpu
+from umbra.services.runtime.planes.receiving import StagedPlanes
 from umbra.services.runtime.weights.manifest import build_manifest
 from umbra.services.runtime.weights.publisher import Publisher
 from umbra.services.runtime.weights.receiver import Receiver
@@ -78,7 +79,9 @@ class Engine:
             str(models._path), torch.device("cuda"), torch.float32
         ))  # fmt: skip
         self._model = model
-        self.receiver = Receiver(bench.channel(name), gpu=gpu, check_s=0.5, retry_s=0.2)
+        self.receiver = Receiver(
+            bench.channel(name), StagedPlanes(gpu=gpu), check_s=0.5, retry_s=0.2
+        )
         bench.closers.append(self.receiver.close)
         self.receiver.subscribe(WAIT_S)
 
@@ -86,7 +89,7 @@ class Engine:
         """Load versions until the newest; then all weights are the trainer's, bit for bit."""
         while True:
             staged = take(self.receiver)
-            self._table.load(tensors_in(staged.manifest, staged.data))
+            self._table.load(staged.manifest, staged.parts())
             torch.cuda.synchronize()
             self.receiver.committed(staged, 0.0)
             if staged.version == self._models.version:

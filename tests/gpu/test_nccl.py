@@ -13,9 +13,9 @@ from fakes.one_gpu import rank_environment
 from umbra.proto.errors import DeadlineError, UmbraError
 from umbra.proto.records import GpuFacts
 from umbra.services.runtime.gpu import cuda
-from umbra.services.runtime.gpu.worker_process import GpuWorkerProcess
+from umbra.services.runtime.gpu.worker_process import GpuWorkerProcess, result
+from umbra.services.runtime.planes.choice import mismatch
 from umbra.services.runtime.weights.arena import Arena
-from umbra.services.weight_hub.planes import mismatch
 
 WAIT_S = 60.0
 SIZE, CHUNK = 8 << 20, 1 << 20
@@ -39,12 +39,12 @@ class Pair:
 
     def join(self, epoch: int) -> None:
         for agent in self.agents:
-            agent.finish_begin()
+            result(agent.attached())
         uid = self.agents[0].call("unique_id", WAIT_S)["uid"]
         for rank, agent in enumerate(self.agents):
             agent.order("join", epoch=epoch, uid=uid, rank=rank, size=2)
         for agent in self.agents:
-            agent.answer(WAIT_S)
+            result(agent.answer(WAIT_S))
 
     def order(self, rank: int, epoch: int, deadline_s: float = 20.0) -> None:
         self.agents[rank].order("transfer", epoch=epoch, slot=0, deadline_s=deadline_s)
@@ -55,7 +55,7 @@ class Pair:
         for rank in range(2):
             self.order(rank, epoch)
         for agent in self.agents:
-            agent.answer(WAIT_S)
+            result(agent.answer(WAIT_S))
         assert bytes(self.arenas[1].slot(0)) == data
 
     def close(self) -> None:
@@ -75,7 +75,7 @@ def pair() -> Iterator[Pair]:
 
 def test_a_version_arrives_bit_for_bit(pair: Pair) -> None:
     for agent in pair.agents:
-        agent.finish_begin()
+        result(agent.attached())
     ours, theirs = (
         msgspec.convert(agent.call("facts", WAIT_S)["facts"], GpuFacts) for agent in pair.agents
     )
@@ -92,7 +92,7 @@ def test_a_killed_peer_is_noticed_and_another_takes_its_place(pair: Pair) -> Non
     pair.agents[1].kill()
     pair.order(0, 1, deadline_s=5.0)
     with pytest.raises(UmbraError, match=r"was not broadcast within|NCCL"):
-        pair.agents[0].answer(WAIT_S)
+        result(pair.agents[0].answer(WAIT_S))
     pair.join(2)
     pair.send(2)
     assert [agent.starts for agent in pair.agents] == [1, 2], "an abort was enough for the living"
@@ -104,7 +104,7 @@ def test_a_peer_that_is_killed_in_the_middle_of_a_broadcast(pair: Pair) -> None:
     pair.send(1)
     pair.order(0, 1, deadline_s=5.0)
     with pytest.raises(DeadlineError):
-        pair.agents[0].answer(1.0)  # it waits for the receiver; that kills it as well
+        result(pair.agents[0].answer(1.0))  # it waits for the receiver; that kills it as well
     pair.agents[1].kill()
     pair.join(2)
     pair.send(2)
@@ -114,7 +114,7 @@ def test_an_owner_can_abort_what_is_under_way(pair: Pair) -> None:
     pair.join(1)
     pair.order(0, 1, deadline_s=60.0)
     with pytest.raises(UmbraError, match="given up"):
-        pair.agents[0].answer(WAIT_S, lambda: True)
+        result(pair.agents[0].answer(WAIT_S), lambda: True)
     pair.agents[1].kill()
     pair.join(2)
     pair.send(2)
@@ -122,7 +122,7 @@ def test_an_owner_can_abort_what_is_under_way(pair: Pair) -> None:
 
 
 def test_a_join_whose_peer_never_comes_costs_the_agent_and_no_more(pair: Pair) -> None:
-    pair.agents[0].finish_begin()
+    result(pair.agents[0].attached())
     uid = pair.agents[0].call("unique_id", WAIT_S)["uid"]
     with pytest.raises(DeadlineError, match="no answer from the GPU worker"):
         pair.agents[0].call("join", 5.0, epoch=1, uid=uid, rank=0, size=2)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from fakes.mixed_cache import logprobs_keeping_cache, logprobs_recomputing_cache
-from fakes.versions import decode, finish, prompt, request, weights
+from fakes.versions import decode, finish, load, prompt, request, weights
 from fakes.vllm_models import quantized
 
-from umbra.services.generator.engine import EngineOutput, StreamingEngine
+from umbra.services.generator.engine import Engine, EngineOutput
 from umbra.services.generator.engines import open_engine
 from umbra.services.modeling.models import load_model
 from umbra.services.runtime.config.loader import load_config
@@ -52,7 +52,7 @@ def models(model_dir: Path) -> dict[int, Any]:
 
 
 @pytest.fixture(scope="module")
-def engine(model_dir: Path) -> Iterator[StreamingEngine]:
+def engine(model_dir: Path) -> Iterator[Engine]:
     config = load_config(
         overrides=[
             f"model.path={model_dir}",
@@ -77,15 +77,15 @@ def engine(model_dir: Path) -> Iterator[StreamingEngine]:
     [("keep", logprobs_keeping_cache), ("recompute", logprobs_recomputing_cache)],
 )
 def test_three_updates_in_flight_keep_every_request(
-    engine: StreamingEngine, models: dict[int, Any], policy: Any, reference: Any
+    engine: Engine, models: dict[int, Any], policy: Any, reference: Any
 ) -> None:
     served = {v: [(n, t.bfloat16()) for n, t in weights(models, v)] for v in range(VERSIONS)}
-    engine.load_weights(served[0], 0, "keep")
+    load(engine, served[0], 0, "keep")
     engine.submit([request(i, 120) for i in range(REQUESTS)])
     outputs: list[EngineOutput] = []
     for version in range(1, VERSIONS):
         outputs += decode(engine, REQUESTS * 12)
-        assert engine.load_weights(served[version], version, policy) == []
+        assert load(engine, served[version], version, policy) == []
     outputs += finish(engine)
     assert sorted(o.request_id for o in outputs) == sorted(f"s{i}" for i in range(REQUESTS))
     errors: list[float] = []

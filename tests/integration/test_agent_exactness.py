@@ -11,6 +11,7 @@ from fakes.agents import AgentWorld, Make, client, play, reward
 from fakes.closeness import assert_same_logprobs
 from fakes.interrupted import TEMPERATURE, TURNS, teacher_forced
 from fakes.trajectories import sample
+from fakes.versions import load
 
 from umbra.proto.records import Sampling, unpack_float32, unpack_int32
 from umbra.services.generator.rollout import RolloutSettings
@@ -77,9 +78,7 @@ def test_tokens_and_logprobs_are_those_of_the_engine_while_weights_change(
     def update(runner: RolloutRunner) -> None:
         if due and engine.decoded_tokens >= due[0][0]:
             _, version = due.pop(0)
-            runner.take(
-                engine.load_weights(models[version].named_parameters(), version, "recompute")
-            )
+            runner.take(load(engine, models[version].named_parameters(), version, "recompute"))
 
     endpoint = world(engine, TEMPERATURE, between=update)
     endpoint.add(sample({"prompt": "talk"}))

@@ -17,6 +17,7 @@ import pytest
 import torch
 from fakes.rank_bench import as_text
 from fakes.trajectories import trajectory
+from fakes.versions import load
 from torch import Tensor, nn
 from transformers import MistralConfig, MistralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -86,7 +87,7 @@ class Generator:
         ]
 
     def load(self, weights: dict[str, Tensor], version: int) -> None:
-        self.engine.load_weights(weights.items(), version, "keep")
+        load(self.engine, weights.items(), version, "keep")
 
     def batch(self, step: int, between: Callable[[], None] | None = None) -> list[Trajectory]:
         """One batch; `between` happens in the middle of all samples."""

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 from fakes.gpu_world import TOTAL, GpuWorld
-from fakes.hub_bench import content, load, publish, take
+from fakes.hub_bench import content, load, publish, take, whole
 from fakes.slowness import seconds
 
 from umbra.proto.errors import RejectedError, UsageError
@@ -24,8 +24,9 @@ def test_on_one_gpu_versions_are_copied_from_the_hubs_device_memory(gpu_world: G
         publish(publisher, version)
         for receiver in receivers:
             staged = take(receiver)
-            assert isinstance(staged.data, DeviceMemory)
-            assert bytes(staged.data) == content(version)
+            (memory,) = staged.parts()
+            assert isinstance(memory, DeviceMemory)
+            assert bytes(memory) == content(version)
             receiver.committed(staged, 0.0)
     assert {row["plane"] for row in gpu_world.rows(8)} == {"cuda_ipc"}
     opened = (gpu_world.folder / "ipc-opened").read_text().splitlines()
@@ -41,7 +42,7 @@ def test_what_the_engine_loads_from_a_gpu_is_left_alone(gpu_world: GpuWorld) -> 
     for version in range(1, 5):
         publish(publisher, version)
         assert receiver.poll() is None
-        assert bytes(loading.data) == content(0)
+        assert whole(loading) == content(0)
     receiver.committed(loading, 0.0)
     load(receiver, 4)
 

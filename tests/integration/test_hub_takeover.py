@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import zmq
+from fakes.hub_bench import whole
 from fakes.slowness import seconds
 
 from umbra.proto.errors import RejectedError
@@ -16,6 +17,7 @@ from umbra.services.runtime.config import WeightHubConfig as WeightHubConfig
 from umbra.services.runtime.net.channel import Channel
 from umbra.services.runtime.net.io_thread import IoThread
 from umbra.services.runtime.net.server import Server
+from umbra.services.runtime.planes.receiving import StagedPlanes
 from umbra.services.runtime.process.metrics import MetricsFile
 from umbra.services.runtime.weights.arena import SHM, Arena, remove_leftovers
 from umbra.services.runtime.weights.manifest import build_manifest
@@ -81,7 +83,7 @@ class Hubs:
         return publisher
 
     def receiver(self, name: str) -> Receiver:
-        receiver = Receiver(self.channel(name), check_s=60.0, retry_s=0.02)
+        receiver = Receiver(self.channel(name), StagedPlanes(), check_s=60.0, retry_s=0.02)
         self._closers.append(receiver.close)
         receiver.subscribe(WAIT_S)
         return receiver
@@ -115,7 +117,7 @@ def publish(publisher: Publisher, version: int) -> None:
 def load(receiver: Receiver, version: int) -> None:
     staged = receiver.wait_first(WAIT_S, threading.Event())
     assert staged is not None
-    assert (staged.version, bytes(staged.data)) == (version, content(version))
+    assert (staged.version, whole(staged)) == (version, content(version))
     receiver.committed(staged, 0.0)
 
 
@@ -170,7 +172,7 @@ def test_what_is_being_written_is_published_to_the_new_hub(hubs: Hubs, arena_sta
         receiver.committed(staged, 0.0)
         load(receiver, 1)
     else:
-        assert bytes(staged.data) == content(1)
+        assert whole(staged) == content(1)
         receiver.committed(staged, 0.0)
     publish(publisher, 2)
     load(receiver, 2)

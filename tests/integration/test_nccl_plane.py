@@ -8,10 +8,11 @@ import threading
 
 import pytest
 from fakes.gpu_world import TOTAL, GpuWorld, kill_agent
-from fakes.hub_bench import OTHER_LAYOUT, WAIT_S, content, load, publish, take
+from fakes.hub_bench import OTHER_LAYOUT, WAIT_S, content, load, publish, take, whole
 from fakes.slowness import seconds
 
 from umbra.proto.errors import RejectedError
+from umbra.services.runtime.planes.receiving import StagedPlanes
 from umbra.services.runtime.process.metrics import MetricsFile
 from umbra.services.runtime.weights.receiver import Receiver
 from umbra.services.weight_hub.relay import Relay
@@ -175,7 +176,7 @@ def test_one_that_loads_slowly_holds_up_nobody(gpu_world: GpuWorld) -> None:
     for version in (1, 2):
         publish(publisher, version)
         load(receivers["gen-0"], version)
-        assert bytes(slow.data) == content(0)
+        assert whole(slow) == content(0)
     receivers["gen-1"].committed(slow, 0.0)
     load(receivers["gen-1"], 2)
     publish(publisher, 3)
@@ -257,7 +258,9 @@ def test_a_relay_receives_a_broadcast_and_serves_its_node(gpu_world: GpuWorld) -
     thread.start()
     try:
         gpu_world.await_subscriber("relay-1")
-        local = Receiver(bench.channel("gen-0"), "node-1", ["shm", "tcp"], check_s=0.05)
+        local = Receiver(
+            bench.channel("gen-0"), StagedPlanes(["shm", "tcp"]), "node-1", check_s=0.05
+        )
         bench.closers.append(local.close)
         local.subscribe(WAIT_S)
         for version in range(3):

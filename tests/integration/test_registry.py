@@ -21,6 +21,7 @@ from umbra.services.modeling.weights import tensors_in
 from umbra.services.runtime.config import WeightHubConfig as WeightHubConfig
 from umbra.services.runtime.net.io_thread import IoThread
 from umbra.services.runtime.net.server import Server
+from umbra.services.runtime.planes.receiving import StagedPlanes
 from umbra.services.runtime.process.metrics import MetricsFile
 from umbra.services.runtime.weights.arena import SHM, remove_leftovers
 from umbra.services.runtime.weights.manifest import build_manifest
@@ -79,7 +80,7 @@ class Bench:
 
     def receiver(self) -> Receiver:
         link = IoThread("a", uuid.uuid4().hex)
-        receiver = Receiver(link.channel(self.endpoint, "weight hub"))
+        receiver = Receiver(link.channel(self.endpoint, "weight hub"), StagedPlanes())
         self._closers += [link.close, receiver.close]
         receiver.subscribe(WAIT_S)
         return receiver
@@ -89,7 +90,7 @@ class Bench:
         assert staged is not None
         assert staged.version == version
         expected = self.weights(version)
-        for name, tensor in tensors_in(staged.manifest, staged.data):
+        for name, tensor in tensors_in(staged.manifest, next(staged.parts())):
             assert torch.equal(tensor, expected[name]), name
         receiver.committed(staged, 0.0)
 

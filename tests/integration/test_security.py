@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from fakes.hub_bench import Bench, content, load, publish, take
+from fakes.hub_bench import Bench, content, load, publish, take, whole
 from fakes.keys import of
 from fakes.slowness import seconds
 from fakes.waiting import until
@@ -47,8 +47,8 @@ from umbra.services.runtime.net.io_thread import IoThread
 from umbra.services.runtime.net.keys import OPEN, Security, load_keys
 from umbra.services.runtime.net.server import Server
 from umbra.services.runtime.net.zap import AllowList, Refusals
+from umbra.services.runtime.planes.receiving import StagedPlanes, StreamedPlanes
 from umbra.services.runtime.weights.receiver import Receiver
-from umbra.services.runtime.weights.stream import WeightStream
 
 Context = zmq.Context[zmq.Socket[bytes]]
 ANY_PORT = "tcp://127.0.0.1:*"
@@ -277,7 +277,9 @@ def test_weights_travel_over_sockets_with_keys(
     bench: Bench, hub: Callable[[str, KeyRole], Channel]
 ) -> None:
     publisher = bench.publisher(channel=hub("trainer", "trainer"))
-    receiver = Receiver(hub("gen-0", "generator"), planes=["tcp"], check_s=0.05, retry_s=0.02)
+    receiver = Receiver(
+        hub("gen-0", "generator"), StagedPlanes(["tcp"]), check_s=0.05, retry_s=0.02
+    )
     bench.closers.append(receiver.close)
     receiver.subscribe(WAIT_S)
     for version in range(3):
@@ -290,14 +292,12 @@ def test_streamed_weights_travel_over_sockets_with_keys(
     bench: Bench, hub: Callable[[str, KeyRole], Channel], keys: Path
 ) -> None:
     publisher = bench.publisher(channel=hub("trainer", "trainer"))
-    stream = WeightStream("gen-0", 1024, WAIT_S, of(keys, "generator"))
     channel = hub("gen-0", "generator")
-    receiver = Receiver(channel, planes=["tcp"], open_intake=stream.open, streamed=True)
+    receiver = Receiver(channel, StreamedPlanes(["tcp"], 1024, WAIT_S))
     bench.closers.append(receiver.close)
     receiver.subscribe(WAIT_S)
     publish(publisher, 0)
-    loaded = b"".join(bytes(data) for _, data in stream.version(take(receiver)).buckets())
-    assert loaded == content(0)
+    assert whole(take(receiver)) == content(0)
 
 
 @pytest.mark.parametrize(
@@ -330,7 +330,9 @@ def test_buckets_are_for_receivers(
     bench: Bench, hub: Callable[[str, KeyRole], Channel], keys: Path
 ) -> None:
     publisher = bench.publisher(channel=hub("trainer", "trainer"))
-    receiver = Receiver(hub("gen-0", "generator"), planes=["tcp"], check_s=0.05, retry_s=0.02)
+    receiver = Receiver(
+        hub("gen-0", "generator"), StagedPlanes(["tcp"]), check_s=0.05, retry_s=0.02
+    )
     bench.closers.append(receiver.close)
     receiver.subscribe(WAIT_S)
     publish(publisher, 0)

@@ -23,6 +23,7 @@ from umbra.services.modeling.weights import tensors_in
 from umbra.services.runtime.config import WeightHubConfig as WeightHubConfig
 from umbra.services.runtime.net.io_thread import IoThread
 from umbra.services.runtime.net.server import Server
+from umbra.services.runtime.planes.receiving import StagedPlanes
 from umbra.services.runtime.process.metrics import MetricsFile
 from umbra.services.runtime.weights.arena import remove_leftovers
 from umbra.services.runtime.weights.receiver import Receiver
@@ -72,7 +73,7 @@ def test_receivers_get_the_full_model_bit_for_bit(hub: str, tmp_path: Path, worl
         for rank in range(world)
     ]
     link = IoThread("gen-0", uuid.uuid4().hex)
-    receiver = Receiver(link.channel(hub, "weight hub"))
+    receiver = Receiver(link.channel(hub, "weight hub"), StagedPlanes())
     got: dict[int, dict[str, torch.Tensor]] = {}
     try:
         receiver.subscribe(WAIT_S)
@@ -80,7 +81,8 @@ def test_receivers_get_the_full_model_bit_for_bit(hub: str, tmp_path: Path, worl
             staged = receiver.wait_first(WAIT_S, threading.Event())
             assert staged is not None
             got[staged.version] = {
-                name: tensor.clone() for name, tensor in tensors_in(staged.manifest, staged.data)
+                name: tensor.clone()
+                for name, tensor in tensors_in(staged.manifest, next(staged.parts()))
             }
             receiver.committed(staged, 0.0)
         for rank in ranks:

@@ -19,12 +19,12 @@ from umbra.services.modeling.weights import WeightTable
 from umbra.services.runtime.config import WeightHubConfig as WeightHubConfig
 from umbra.services.runtime.net.io_thread import IoThread
 from umbra.services.runtime.net.server import Server
+from umbra.services.runtime.planes.receiving import StreamedPlanes
 from umbra.services.runtime.process.metrics import MetricsFile
 from umbra.services.runtime.weights.arena import Arena, remove_leftovers
 from umbra.services.runtime.weights.manifest import build_manifest
 from umbra.services.runtime.weights.publisher import Publisher
 from umbra.services.runtime.weights.receiver import Receiver, StagedVersion
-from umbra.services.runtime.weights.stream import WeightStream
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
 from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
 
@@ -55,14 +55,8 @@ class World:
         trainer, generator = (link.channel(endpoint, "weight hub") for link in self.links)
         self.publisher = Publisher(trainer, self.manifest)
         self.publisher.register(WAIT_S)
-        self.stream = WeightStream("a", 4096, WAIT_S)
-        self.receiver = Receiver(
-            generator,
-            planes=[plane],
-            open_intake=self.stream.open,
-            streamed=True,
-            retry_s=0.02,
-        )
+        planes = StreamedPlanes([plane], 4096, WAIT_S)
+        self.receiver = Receiver(generator, planes, retry_s=0.02)
         self.receiver.subscribe(WAIT_S)
 
     def _main(self) -> None:
@@ -86,7 +80,7 @@ class World:
         return staged
 
     def load(self, staged: StagedVersion) -> None:
-        self.table.load_buckets(staged.manifest, self.stream.version(staged).buckets())
+        self.table.load(staged.manifest, staged.parts())
 
     def equal(self) -> bool:
         ours, theirs = self.policy.state_dict(), self.served.state_dict()
@@ -116,7 +110,7 @@ def test_versions_are_loaded_bit_for_bit_and_hold_no_second_copy(world: World) -
     for version in range(3):
         world.publish(version)
         staged = world.staged()
-        assert (staged.version, len(staged.data)) == (version, 0)
+        assert staged.version == version
         world.load(staged)
         world.receiver.committed(staged, 0.0)
         assert world.equal()
@@ -158,7 +152,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_changed(world: World) -
     other = make_model(rows=64)
     before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
     with pytest.raises(UsageError, match=r"shape: 0.weight \[65, 33\] instead of \[64, 33\]"):
-        WeightTable(other).load_buckets(staged.manifest, world.stream.version(staged).buckets())
+        WeightTable(other).load(staged.manifest, staged.parts())
     assert all(torch.equal(before[name], tensor) for name, tensor in other.state_dict().items())
     world.receiver.committed(staged, 0.0, error="does not fit")
 
@@ -166,6 +160,6 @@ def test_what_does_not_fit_is_refused_before_anything_is_changed(world: World) -
 def test_the_ring_is_small(world: World, tmp_path: Path) -> None:
     world.publish(0)
     staged = world.staged()
-    seen = [(start, len(data)) for start, data in world.stream.version(staged).buckets()]
-    assert seen == [(start, end - start) for start, end in world.manifest.buckets]
+    seen = [len(part) for part in staged.parts()]
+    assert seen == [end - start for start, end in world.manifest.buckets]
     world.receiver.committed(staged, 0.0)

@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes.hub_bench import OTHER_LAYOUT, WAIT_S, Bench, content, load, publish, take
+from fakes.hub_bench import OTHER_LAYOUT, WAIT_S, Bench, content, load, publish, take, whole
 from fakes.keys import of
 from fakes.slowness import seconds
 
 from umbra.proto.messages import Ready
 from umbra.proto.records import Manifest
 from umbra.services.runtime.net.keys import OPEN, Security
+from umbra.services.runtime.planes.receiving import StagedPlanes
 from umbra.services.runtime.process.metrics import MetricsFile
 from umbra.services.runtime.weights.manifest import build_manifest
 from umbra.services.runtime.weights.publisher import Publisher
@@ -55,7 +56,7 @@ class Weights:
         """Load versions as they come until `version`; each is whole."""
         while True:
             staged = take(receiver)
-            assert bytes(staged.data) == self.versions[staged.version]
+            assert whole(staged) == self.versions[staged.version]
             receiver.committed(staged, 0.0)
             if staged.version == version:
                 return
@@ -63,7 +64,11 @@ class Weights:
 
 def tcp_receiver(bench: Bench, name: str, **options: Any) -> Receiver:
     receiver = Receiver(
-        bench.channel(name), planes=["tcp"], check_s=0.05, retry_s=0.02, frame_bytes=8192, **options
+        bench.channel(name),
+        StagedPlanes(["tcp"], frame_bytes=8192),
+        check_s=0.05,
+        retry_s=0.02,
+        **options,
     )
     bench.closers.append(receiver.close)
     receiver.subscribe(WAIT_S)
@@ -145,7 +150,7 @@ def test_over_a_fast_link_everything_is_sent(bench: Bench) -> None:
             epoch=0, version=0, wire_s=LAYOUT.total_bytes / rate, stage_s=0.0,
             wire_bytes=LAYOUT.total_bytes,
         )  # fmt: skip
-        bench.hub.planes.open_tcp().staged("gen-0", ready, LAYOUT.total_bytes)
+        bench.hub.planes.open_tcp().staged("gen-0", ready)
     bench.finish()
     whole = [size == LAYOUT.total_bytes for size in wire_bytes(bench, "gen-0")]
     assert whole == [True, True, True, True, False]
@@ -160,7 +165,7 @@ def test_another_layout_reaches_those_who_had_the_old(bench: Bench) -> None:
     other = bench.publisher(OTHER_LAYOUT, "trainer-2")
     publish(other, 7)
     staged = take(receiver)
-    assert bytes(staged.data) == content(7, OTHER_LAYOUT.total_bytes)
+    assert whole(staged) == content(7, OTHER_LAYOUT.total_bytes)
 
 
 class Node:
@@ -209,7 +214,7 @@ def test_relays_have_a_key_of_their_own(bench: Bench, keys: Path, planes: list[s
                 nodes[-1].thread.join(0.01)
                 assert nodes[-1].thread.is_alive()
         channel = bench.channel("gen", of(keys, "generator"))
-        receiver = Receiver(channel, "node-1", planes, check_s=0.05, retry_s=0.02)
+        receiver = Receiver(channel, StagedPlanes(planes), "node-1", check_s=0.05, retry_s=0.02)
         bench.closers.append(receiver.close)
         receiver.subscribe(WAIT_S)
         for version in range(3):
@@ -236,7 +241,13 @@ def test_relays_hand_on_what_they_get(bench: Bench, nodes: list[Node]) -> None:
         while f"node-{index}" not in bench.hub.protocol.serving:
             nodes[-1].thread.join(0.01)
     receivers = [
-        Receiver(bench.channel(f"gen-{i}"), f"node-{i}", ["shm", "tcp"], check_s=0.05, retry_s=0.02)
+        Receiver(
+            bench.channel(f"gen-{i}"),
+            StagedPlanes(["shm", "tcp"]),
+            f"node-{i}",
+            check_s=0.05,
+            retry_s=0.02,
+        )
         for i in range(3)
     ]
     for receiver in receivers:

@@ -12,21 +12,30 @@ import psutil
 import pytest
 import torch
 from fakes.mixed_cache import logprobs_keeping_cache, logprobs_recomputing_cache
-from fakes.versions import Hub, decode, finish, prompt, request, weights, worst, write
+from fakes.versions import (
+    Hub,
+    decode,
+    finish,
+    in_memory,
+    load,
+    prompt,
+    request,
+    weights,
+    worst,
+)
 
 from umbra.proto.errors import PeerLostError, UsageError
 from umbra.proto.records import Sampling, VersionSpan
 from umbra.services.generator.engine import (
+    Engine,
     EngineError,
     EngineOutput,
     EngineRequest,
-    StreamingEngine,
 )
 from umbra.services.generator.engines import open_engine
 from umbra.services.modeling.models import load_model
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config.loader import load_config
-from umbra.services.runtime.weights.manifest import build_manifest
 
 pytest.importorskip("vllm", reason="vLLM is not installed (make setup)")
 pytestmark = [
@@ -75,7 +84,7 @@ def config(vllm_model_dir: Path) -> RunConfig:
 
 
 @pytest.fixture(scope="module")
-def engine(config: RunConfig) -> Iterator[StreamingEngine]:
+def engine(config: RunConfig) -> Iterator[Engine]:
     opened = open_engine(config, "generator-0")
     yield opened.engine
     opened.engine.close()
@@ -85,10 +94,10 @@ def engine(config: RunConfig) -> Iterator[StreamingEngine]:
 
 
 @pytest.fixture
-def served(engine: StreamingEngine, models: dict[int, Any]) -> StreamingEngine:
+def served(engine: Engine, models: dict[int, Any]) -> Engine:
     """The engine, idle, with version 0."""
     engine.abort()
-    engine.load_weights(weights(models, 0), 0, "keep")
+    load(engine, weights(models, 0), 0, "keep")
     return engine
 
 
@@ -102,14 +111,14 @@ def cores() -> list[psutil.Process]:
 
 
 def updated_in_flight(
-    engine: StreamingEngine, models: dict[int, Any], policy: str
+    engine: Engine, models: dict[int, Any], policy: str
 ) -> dict[int, EngineOutput]:
     """64 requests, and others that wait for a slot; three updates while they run."""
     engine.submit([request(i, 120) for i in range(SLOTS + WAITING)])
     outputs: list[EngineOutput] = []
     for version in range(1, VERSIONS):
         outputs += decode(engine, SLOTS * 12)
-        assert engine.load_weights(weights(models, version), version, policy) == []  # pyright: ignore[reportArgumentType]
+        assert load(engine, weights(models, version), version, policy) == []  # pyright: ignore[reportArgumentType]
     outputs += finish(engine)
     assert sorted(o.request_id for o in outputs) == sorted(f"s{i}" for i in range(SLOTS + WAITING))
     return {int(o.request_id[1:]): o for o in outputs}
@@ -131,9 +140,7 @@ def check_spans(outputs: dict[int, EngineOutput]) -> None:
     assert late  # those that waited for a slot
 
 
-def test_three_updates_in_flight_keep_every_request(
-    served: StreamingEngine, models: dict[int, Any]
-) -> None:
+def test_three_updates_in_flight_keep_every_request(served: Engine, models: dict[int, Any]) -> None:
     outputs = updated_in_flight(served, models, "keep")
     check_spans(outputs)
     assert worst(logprobs_keeping_cache, models, outputs) < TOLERANCE
@@ -141,7 +148,7 @@ def test_three_updates_in_flight_keep_every_request(
 
 
 def test_three_updates_in_flight_recompute_what_was_read(
-    served: StreamingEngine, models: dict[int, Any]
+    served: Engine, models: dict[int, Any]
 ) -> None:
     outputs = updated_in_flight(served, models, "recompute")
     check_spans(outputs)
@@ -149,11 +156,11 @@ def test_three_updates_in_flight_recompute_what_was_read(
 
 
 def test_an_update_that_aborts_hands_back_what_there_is(
-    served: StreamingEngine, models: dict[int, Any]
+    served: Engine, models: dict[int, Any]
 ) -> None:
     served.submit([request(i) for i in range(SLOTS + WAITING)])
     done = decode(served, SLOTS * 10)
-    aborted = served.load_weights(weights(models, 1), 1, "abort")
+    aborted = load(served, weights(models, 1), 1, "abort")
     done += served.poll(0.0) if served.busy else []
     assert sorted(o.request_id for o in done + aborted) == sorted(
         f"s{i}" for i in range(SLOTS + WAITING)
@@ -168,12 +175,12 @@ def test_an_update_that_aborts_hands_back_what_there_is(
 
 
 def test_new_requests_do_not_read_prefixes_of_older_weights(
-    served: StreamingEngine, models: dict[int, Any]
+    served: Engine, models: dict[int, Any]
 ) -> None:
     long = [5 + k % 90 for k in range(100)]
     for version in (0, 1, 2):
         if version:
-            served.load_weights(weights(models, version), version, "keep")
+            load(served, weights(models, version), version, "keep")
         for attempt in range(2):  # the second one finds the first one's prefix
             sampling = Sampling(max_tokens=8)
             served.submit([EngineRequest(f"p{attempt}", long, sampling, 8)])
@@ -183,7 +190,7 @@ def test_new_requests_do_not_read_prefixes_of_older_weights(
 
 
 def test_it_agrees_with_a_forward_pass_of_the_trainer(
-    served: StreamingEngine, models: dict[int, Any]
+    served: Engine, models: dict[int, Any]
 ) -> None:
     """Mean k3 = r - log r - 1 below 1e-5, r = probability there / probability here."""
     served.submit([request(i) for i in range(SLOTS)])
@@ -197,7 +204,7 @@ def test_it_agrees_with_a_forward_pass_of_the_trainer(
     assert float(ours.mean()) < -1.0  # it did sample
 
 
-def test_greedy_goes_on_after_an_abort_as_if_there_was_none(served: StreamingEngine) -> None:
+def test_greedy_goes_on_after_an_abort_as_if_there_was_none(served: Engine) -> None:
     served.submit([request(i, 60, temperature=0.0) for i in range(8)])
     whole = {o.request_id: o for o in finish(served)}
     served.submit([request(i, 60, temperature=0.0) for i in range(8)])
@@ -218,7 +225,7 @@ def test_greedy_goes_on_after_an_abort_as_if_there_was_none(served: StreamingEng
         )
 
 
-def test_a_look_at_requests_does_not_disturb_them(served: StreamingEngine) -> None:
+def test_a_look_at_requests_does_not_disturb_them(served: Engine) -> None:
     served.submit([request(i, 100) for i in range(8)])
     done = decode(served, 8 * 10)
     asked = {f"s{i}": 5 for i in range(6)}
@@ -233,7 +240,7 @@ def test_a_look_at_requests_does_not_disturb_them(served: StreamingEngine) -> No
         assert ends[part.request_id].token_ids[: len(part.token_ids)] == part.token_ids
 
 
-def test_stop_tokens_of_engine_and_request(served: StreamingEngine) -> None:
+def test_stop_tokens_of_engine_and_request(served: Engine) -> None:
     served.submit([request(i) for i in range(32)])
     for output in finish(served):
         assert (output.token_ids[-1] == STOP) == (output.finish_reason == "stop")
@@ -244,7 +251,7 @@ def test_stop_tokens_of_engine_and_request(served: StreamingEngine) -> None:
     assert (len(output.token_ids), output.finish_reason) == (1, "stop")
 
 
-def test_the_context_bounds_a_request(served: StreamingEngine) -> None:
+def test_the_context_bounds_a_request(served: Engine) -> None:
     long = [5 + k % 90 for k in range(CONTEXT - 7)]
     served.submit([EngineRequest("long", long, Sampling(), 50, frozenset())])
     (output,) = finish(served)
@@ -264,20 +271,19 @@ def test_the_context_bounds_a_request(served: StreamingEngine) -> None:
     ],
 )
 def test_a_bad_request_is_refused_in_one_sentence(
-    served: StreamingEngine, ids: list[int], sampling: dict[str, Any], part: str
+    served: Engine, ids: list[int], sampling: dict[str, Any], part: str
 ) -> None:
     with pytest.raises(ValueError, match=part):
         served.submit([EngineRequest("bad", ids, Sampling(**sampling), 4)])
     assert not served.busy
 
 
-def test_weights_that_do_not_fit_change_nothing(
-    served: StreamingEngine, models: dict[int, Any]
-) -> None:
+def test_weights_that_do_not_fit_change_nothing(served: Engine, models: dict[int, Any]) -> None:
     some = list(weights(models, 1))
     served.submit([request(0)])
     with pytest.raises(UsageError, match=r"missing: model\.embed_tokens\.weight"):
-        served.load_weights(
+        load(
+            served,
             [pair for pair in some if "embed" not in pair[0] and "lm_head" not in pair[0]],
             1,
             "keep",
@@ -288,22 +294,18 @@ def test_weights_that_do_not_fit_change_nothing(
 
 
 def test_staged_weights_are_read_where_they_lie(
-    config: RunConfig, served: StreamingEngine, models: dict[int, Any]
+    config: RunConfig, served: Engine, models: dict[int, Any]
 ) -> None:
     """As the receiver does it: a version in one block of the engine's shared memory."""
     memory = served.memory  # type: ignore[attr-defined]
-    tensors = dict(weights(models, 2))
-    layout = [(name, "F32", list(t.shape)) for name, t in tensors.items()]
-    manifest = build_manifest(layout, 4096)
-    block = memory.allocate(manifest.total_bytes)
-    staged = write(manifest, tensors, block)
+    manifest, block = in_memory(dict(weights(models, 2)), allocate=memory.allocate)
     before = len(memory._blocks)
-    served.load_weights(staged.items(), 2, "keep")
+    served.load(manifest, [block], 2, "keep")
     assert len(memory._blocks) == before  # no copy was made
     check_served(served, models, 2)
 
 
-def check_served(engine: StreamingEngine, models: dict[int, Any], version: int) -> None:
+def check_served(engine: Engine, models: dict[int, Any], version: int) -> None:
     engine.submit([request(0, 12)])
     (output,) = finish(engine)
     again = logprobs_recomputing_cache(models, prompt(0), output)
@@ -311,38 +313,36 @@ def check_served(engine: StreamingEngine, models: dict[int, Any], version: int) 
     assert output.logprobs == pytest.approx(again, abs=TOLERANCE)
 
 
-def test_streamed_weights_come_bucket_by_bucket(
-    served: StreamingEngine, models: dict[int, Any]
-) -> None:
+def test_streamed_weights_come_bucket_by_bucket(served: Engine, models: dict[int, Any]) -> None:
     hub = Hub(models)
     served.submit([request(i) for i in range(8)])
     decode(served, 40)
-    assert served.load_buckets(hub.manifest, hub.buckets(3), 3, "keep") == []
+    assert served.load(hub.manifest, hub.buckets(3), 3, "keep") == []
     assert all(o.spans[-1].version in (0, 3) for o in finish(served))
     check_served(served, models, 3)
 
 
 def test_a_streamed_load_that_breaks_off_is_undone_by_the_next(
-    served: StreamingEngine, models: dict[int, Any]
+    served: Engine, models: dict[int, Any]
 ) -> None:
     hub = Hub(models)
     served.submit([request(i, 100) for i in range(SLOTS)])
     early = decode(served, SLOTS * 5)
     for good in (1, len(hub.manifest.buckets) // 2):
         with pytest.raises(PeerLostError, match="the hub is gone"):
-            served.load_buckets(hub.manifest, hub.buckets(1, good), 1, "keep")
-    assert served.load_buckets(hub.manifest, hub.buckets(0), 0, "keep") == []
+            served.load(hub.manifest, hub.buckets(1, good), 1, "keep")
+    assert served.load(hub.manifest, hub.buckets(0), 0, "keep") == []
     outputs = {int(o.request_id[1:]): o for o in early + finish(served)}
     assert len(outputs) == SLOTS
     assert {span.version for o in outputs.values() for span in o.spans} == {0}
     assert worst(logprobs_keeping_cache, models, outputs) < TOLERANCE
 
 
-def test_it_ends_with_a_reason(served: StreamingEngine, models: dict[int, Any]) -> None:
+def test_it_ends_with_a_reason(served: Engine, models: dict[int, Any]) -> None:
     """The last test: its core is killed while it loads, when vLLM itself waits for an answer."""
     hub = Hub(models)
 
-    def deadly() -> Iterator[tuple[int, memoryview]]:
+    def deadly() -> Iterator[memoryview]:
         for number, bucket in enumerate(hub.buckets(1)):
             for core in cores() if number == 1 else ():
                 os.kill(core.pid, signal.SIGKILL)
@@ -352,7 +352,7 @@ def test_it_ends_with_a_reason(served: StreamingEngine, models: dict[int, Any]) 
     done = decode(served, 8)  # one may end early
     reason = r"core died \(EngineCore killed by SIGKILL"
     with pytest.raises(EngineError, match=reason):
-        served.load_buckets(hub.manifest, deadly(), 1, "keep")
+        served.load(hub.manifest, deadly(), 1, "keep")
     with pytest.raises(EngineError, match=reason):
         while True:
             done += served.poll(0.05)

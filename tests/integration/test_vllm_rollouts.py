@@ -25,10 +25,10 @@ from fakes.interrupted import (
     teacher_forced,
 )
 from fakes.trajectories import sample
-from fakes.versions import weights
+from fakes.versions import load, weights
 
 from umbra.proto.records import Sampling, unpack_float32, unpack_int32
-from umbra.services.generator.engine import Engine, StreamingEngine
+from umbra.services.generator.engine import Engine
 from umbra.services.generator.rollout import RolloutSettings
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.torch_engine import TorchEngine
@@ -68,7 +68,7 @@ def disturb(model: Any, scale: float, seed: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def vllms(vllm_model_dir: Path) -> Iterator[list[StreamingEngine]]:
+def vllms(vllm_model_dir: Path) -> Iterator[list[Engine]]:
     """Two engines, which draw different numbers; the second one is two workers."""
     from umbra.services.generator.vllm_options import set_environment
 
@@ -88,7 +88,7 @@ def vllms(vllm_model_dir: Path) -> Iterator[list[StreamingEngine]]:
     from umbra.services.generator.vllm_engine import VllmEngine
 
     outline = outline_model(vllm_model_dir)
-    opened: list[StreamingEngine] = [
+    opened: list[Engine] = [
         VllmEngine(vllm_model_dir, outline, config, dtype="float32", stop_ids=STOPS, seed=seed)
         for seed, config in enumerate(configs)
     ]
@@ -99,15 +99,13 @@ def vllms(vllm_model_dir: Path) -> Iterator[list[StreamingEngine]]:
 
 
 @pytest.fixture
-def next_vllm(
-    vllms: list[StreamingEngine], models: dict[int, Any]
-) -> Callable[[int], StreamingEngine]:
+def next_vllm(vllms: list[Engine], models: dict[int, Any]) -> Callable[[int], Engine]:
     """One vLLM after the other; what it serves gets the version that is asked for."""
 
-    def serve(version: int) -> StreamingEngine:
+    def serve(version: int) -> Engine:
         engine = vllms[version % VLLMS]
         assert not engine.busy
-        engine.load_weights(weights(models, 0), version, "keep")
+        load(engine, weights(models, 0), version, "keep")
         return engine
 
     return serve
@@ -115,7 +113,7 @@ def next_vllm(
 
 @pytest.fixture
 def next_engine(
-    next_vllm: Callable[[int], StreamingEngine], models: dict[int, Any]
+    next_vllm: Callable[[int], Engine], models: dict[int, Any]
 ) -> Callable[[int], Engine]:
     """Every third one is a torch engine."""
 
@@ -174,7 +172,7 @@ def world(vllm_model_dir: Path) -> Iterator[Make]:
 
 
 def test_an_agent_is_recorded_exactly_while_weights_change(
-    next_vllm: Callable[[int], StreamingEngine], models: dict[int, Any], world: Make
+    next_vllm: Callable[[int], Engine], models: dict[int, Any], world: Make
 ) -> None:
     """With the openai client; three versions come, each after a token or more."""
     engine = next_vllm(0)
@@ -183,7 +181,7 @@ def test_an_agent_is_recorded_exactly_while_weights_change(
     def update(runner: RolloutRunner) -> None:
         if due and engine.decoded_tokens >= before + due[0]:
             version = due.pop(0)
-            runner.take(engine.load_weights(weights(models, version), version, "recompute"))
+            runner.take(load(engine, weights(models, version), version, "recompute"))
 
     before = engine.decoded_tokens
     endpoint = world(engine, TEMPERATURE, between=update)

@@ -17,6 +17,7 @@ from fakes.hub_bench import (
     load,
     publish,
     take,
+    whole,
 )
 from fakes.slowness import seconds
 
@@ -30,11 +31,12 @@ from umbra.proto.messages import (
     RegisterManifest,
 )
 from umbra.proto.records import Manifest
+from umbra.services.runtime.planes.choice import PLANES, Side, check_plane, choose_plane
+from umbra.services.runtime.planes.receiving import StagedPlanes
 from umbra.services.runtime.weights.arena import SHM
 from umbra.services.runtime.weights.manifest import build_manifest
 from umbra.services.runtime.weights.publisher import Publisher
 from umbra.services.runtime.weights.receiver import Receiver
-from umbra.services.weight_hub.planes import PLANES, Side, check_plane, choose_plane
 
 
 def test_every_receiver_gets_every_byte(bench: Bench) -> None:
@@ -98,7 +100,7 @@ def test_a_late_joiner_gets_the_newest_version(bench: Bench) -> None:
     receiver = bench.receiver("gen-0")
     staged = take(receiver)
     assert staged.version == 2
-    assert bytes(staged.data) == content(2)
+    assert whole(staged) == content(2)
 
 
 def test_memory_that_is_being_loaded_is_left_alone(bench: Bench) -> None:
@@ -112,7 +114,7 @@ def test_memory_that_is_being_loaded_is_left_alone(bench: Bench) -> None:
     for version in range(1, 6):
         publish(publisher, version)
         assert receiver.poll() is None
-        assert bytes(loading.data) == content(0)
+        assert whole(loading) == content(0)
     receiver.committed(loading, 0.0)
     load(receiver, 5)
 
@@ -184,11 +186,11 @@ def test_another_layout_reaches_those_who_had_the_old(bench: Bench, run_id: str)
     publisher.close()
     publish(bench.publisher(OTHER_LAYOUT, "trainer-2"), 7)
     receiver.committed(loading, 0.0)
-    assert bytes(loading.data) == content(0)
+    assert whole(loading) == content(0)
     staged = take(receiver)
     assert staged.manifest == OTHER_LAYOUT
     assert staged.version == 7
-    assert bytes(staged.data) == content(7, OTHER_LAYOUT.total_bytes)
+    assert whole(staged) == content(7, OTHER_LAYOUT.total_bytes)
     assert len(list(SHM.glob(f"umbra-{run_id}-*"))) == 1
     with pytest.raises(RejectedError) as caught:
         publisher._channel.call(
@@ -252,7 +254,7 @@ def test_too_little_shared_memory_is_the_trainers_error(bench: Bench) -> None:
 
 def test_a_receiver_elsewhere_is_told_why_there_is_no_way(bench: Bench) -> None:
     bench.start()
-    receiver = Receiver(bench.channel("gen-0"), host="elsewhere")
+    receiver = Receiver(bench.channel("gen-0"), StagedPlanes(), host="elsewhere")
     with pytest.raises(RejectedError, match=r"shm: the hub's /dev/shm is not the receiver's"):
         receiver.subscribe(WAIT_S)
 
@@ -278,6 +280,6 @@ def test_a_closed_hub_is_named(bench: Bench) -> None:
     publisher = bench.publisher()
     publish(publisher, 0)
     bench.stop()
-    receiver = Receiver(bench.channel("gen-0"))
+    receiver = Receiver(bench.channel("gen-0"), StagedPlanes())
     with pytest.raises(DeadlineError, match="no answer from weight hub at tcp://"):
         receiver.subscribe(0.2)

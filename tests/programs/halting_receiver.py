@@ -7,13 +7,13 @@ Versions before VERSION are taken like any others; each is reported.
 
 import sys
 import threading
-from collections.abc import Callable
 
 from umbra.proto.messages import Prepare, Subscribed
 from umbra.services.runtime.net.io_thread import IoThread
-from umbra.services.runtime.weights.plane_reader import ArenaReader, PlaneReader, ReadResult
+from umbra.services.runtime.net.keys import Security
+from umbra.services.runtime.planes.plane import ReceiverEnd, Receiving
+from umbra.services.runtime.planes.receiving import StagedPlanes
 from umbra.services.runtime.weights.receiver import Receiver
-from umbra.services.runtime.weights.tcp_reader import TcpReader
 
 endpoint, name, plane, last, phase = sys.argv[1:]
 
@@ -24,40 +24,39 @@ def halt() -> None:
     threading.Event().wait(3600)  # it is killed long before
 
 
-class Halting:
-    """An intake that halts before, in, or after its work."""
+class Halting(StagedPlanes):
+    """Planes whose ends halt before, in, or after their work."""
 
-    def __init__(self, reply: Subscribed) -> None:
-        size = reply.manifest.total_bytes
-        buffers = [memoryview(bytearray(size)) for _ in range(2)]
-        self._halts = False
-        self._real: PlaneReader = (
-            TcpReader(name, reply.manifest, buffers, 4096, arrived=self._arrived)
-            if plane == "tcp"
-            else ArenaReader(reply.path, reply.manifest, buffers)
-        )
+    def open(self, reply: Subscribed, name: str, security: Security) -> ReceiverEnd:
+        """See `ReceiverPlanes.open`."""
+        return HaltingEnd(super().open(reply, name, security))
 
-    def take(self, message: Prepare, target: int, interrupted: Callable[[], bool]) -> ReadResult:
-        """Take a version."""
-        self._halts = message.version >= int(last)
-        if self._halts and phase == "prepared":
+
+class HaltingEnd:
+    """One of them."""
+
+    def __init__(self, real: ReceiverEnd) -> None:
+        self.versions, self.fits, self.close = real.versions, real.fits, real.close
+        self._real = real
+
+    def receive(self, message: Prepare, target: int) -> Receiving:
+        """Receive a version."""
+        halts = message.version >= int(last)
+        if halts and phase == "prepared":
             halt()
-        done = self._real.take(message, target, interrupted)
-        if self._halts and phase == "staging":
-            halt()  # over shared memory there is no event in between
-        return done
-
-    def close(self) -> None:
-        """Let go."""
-        self._real.close()
-
-    def _arrived(self, _bucket: int) -> None:
-        if self._halts and phase == "staging":
-            halt()
+        steps = self._real.receive(message, target)
+        while True:
+            try:
+                bucket = next(steps)
+            except StopIteration as end:
+                return end.value
+            if halts and phase == "staging" and bucket is not None:
+                halt()
+            yield bucket
 
 
 link = IoThread(name, "halting")
-receiver = Receiver(link.channel(endpoint, "hub"), planes=[plane], open_intake=Halting)
+receiver = Receiver(link.channel(endpoint, "hub"), Halting([plane], frame_bytes=4096))
 receiver.subscribe(20)
 print("subscribed", flush=True)
 never = threading.Event()

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
 from umbra.proto.errors import WireError
-from umbra.proto.messages import Credit, FetchBuckets
+from umbra.proto.messages import Credit, FetchBuckets, Prepare
 from umbra.proto.records import Piece
+from umbra.services.runtime.gpu import worker_process
+from umbra.services.runtime.net.keys import OPEN
+from umbra.services.runtime.planes import tcp
+from umbra.services.runtime.planes.assembly import FAILURES, Assembly, Holdings
+from umbra.services.runtime.planes.bucket_store import (
+    SMALLEST_FRAME,
+    BucketStore,
+    Delta,
+    Outbox,
+    Part,
+)
+from umbra.services.runtime.planes.tcp import RelayChain
 from umbra.services.runtime.weights import delta
-from umbra.services.runtime.weights.assembly import FAILURES, Assembly, Holdings
 from umbra.services.runtime.weights.manifest import build_manifest, checksums, item_bytes
-from umbra.services.weight_hub.outbox import SMALLEST_FRAME, Outbox
-from umbra.services.weight_hub.relay_chain import RelayChain
-from umbra.services.weight_hub.store import BucketStore, Delta, Part
 
 LAYOUT = build_manifest([("a", "BF16", [256, 16]), ("b", "F32", [64, 16])], 4096)
 COUNT = len(LAYOUT.buckets)
@@ -263,3 +272,31 @@ def test_small_frames_of_a_large_bucket_are_made_one_by_one() -> None:
     assert message is not None
     assert len(message[1]) == 1
     assert made == 2  # what was sent, and a look at the next
+
+
+@pytest.mark.parametrize(("relayed", "role"), [(False, "weight_hub"), (True, "relay")])
+def test_a_stream_asks_its_source_for_the_key_of_what_it_is(
+    monkeypatch: pytest.MonkeyPatch, relayed: bool, role: str
+) -> None:
+    asked: list[tuple[str, str]] = []
+
+    class Source:
+        connected = True
+
+        def __init__(self, *_: Any) -> None: ...
+
+        def connect(self, endpoint: str, server: str) -> None:
+            asked.append((endpoint, server))
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(tcp, "BucketSource", Source)
+    monkeypatch.setattr(tcp.Transfer, "run", lambda _self: iter(()))
+    stream = tcp.TcpStream("gen-0", LAYOUT, 1024, 1.0, OPEN)
+    sums = [0] * len(LAYOUT.buckets)
+    prepare = Prepare(
+        epoch=1, version=0, slot=0, checksums=sums, source="tcp://there:1", relayed=relayed
+    )
+    receipt = worker_process.result(stream.receive(prepare, 0))
+    assert receipt.parts is not None and list(receipt.parts()) == []
+    assert asked == [("tcp://there:1", role)] * 2

@@ -22,6 +22,7 @@ from fakes.interrupted import (
     roll,
     teacher_forced,
 )
+from fakes.versions import load
 from transformers import DynamicCache
 
 from umbra.proto.records import Sampling, VersionSpan
@@ -111,7 +112,7 @@ def generate_with_updates(
         if until == 0 and versions:
             version = versions.pop(0)
             until = source.randint(1, 12)
-            aborted = engine.load_weights(models[version].named_parameters(), version, policy)
+            aborted = load(engine, models[version].named_parameters(), version, policy)
             assert bool(aborted) == (policy == "abort")
             outputs |= {o.request_id: o for o in aborted}
     assert not versions

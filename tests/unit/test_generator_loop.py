@@ -172,7 +172,7 @@ def test_weights_that_do_not_fit_are_reported_and_end_the_loop(
     def refuse(*_: Any) -> Any:
         raise UsageError("the weights do not fit")
 
-    monkeypatch.setattr(bench.engine, "load_weights", refuse)
+    monkeypatch.setattr(bench.engine, "load", refuse)
     bench.receiver.staged = version(0)
     with pytest.raises(UsageError):
         bench.turns(1)

@@ -18,12 +18,11 @@ from umbra.proto.records import GpuFacts
 from umbra.services.runtime.config import WeightHubConfig
 from umbra.services.runtime.gpu import cuda
 from umbra.services.runtime.gpu.broadcast import broadcast, chunks
-from umbra.services.runtime.gpu.receiving import gpu_for, host_planes
 from umbra.services.runtime.gpu.worker import GpuWorker
 from umbra.services.runtime.gpu.worker_process import GpuWorkerProcess
-from umbra.services.weight_hub.nccl_group import CommunicatorRanks, NcclGroup
-from umbra.services.weight_hub.nccl_rounds import Rounds
-from umbra.services.weight_hub.planes import PLANES, check_plane, mismatch
+from umbra.services.runtime.planes.choice import PLANES, check_plane, mismatch
+from umbra.services.runtime.planes.gpu import gpu_for, host_planes
+from umbra.services.runtime.planes.nccl_rounds import CommunicatorRanks, NcclGroup, Rounds
 
 FACTS = GpuFacts(nccl=22809, cuda_major=13, environment="a", variables={"NCCL_NET": "Socket"})
 FAKE = (str(Path(__file__).parents[1] / "programs" / "fake_agent.py"),)

@@ -38,6 +38,9 @@ class Clock:
         self.now += seconds
 
 
+NOTHING = Manifest(tensors=[], buckets=[], total_bytes=0, digest="")
+
+
 def make_engine(clock: Clock, model: ReplayModel = MODEL, **changes: Any) -> ReplayEngine:
     settings: dict[str, Any] = {"slots": 4, "max_context": 64, "version": 0, **changes}
     return ReplayEngine(
@@ -183,13 +186,12 @@ def test_nothing_is_decoded_while_buckets_come() -> None:
     clock.wait(0.1)
     made = 8  # a step of one row takes 11 ms, the first 14
 
-    def buckets() -> Iterable[tuple[int, memoryview]]:
-        for number in range(2):
+    def parts() -> Iterable[memoryview]:
+        for _ in range(2):
             clock.wait(1.0)
-            yield number, memoryview(b"")
+            yield memoryview(b"")
 
-    manifest = Manifest(tensors=[], buckets=[], total_bytes=0, digest="")
-    assert engine.load_buckets(manifest, buckets(), 1, "keep") == []
+    assert engine.load(NOTHING, parts(), 1, "keep") == []
     assert engine.peek({"r": made}) and engine.peek({"r": made + 1}) == []
     assert finish(engine)["r"].spans[0] == VersionSpan(version=0, start=0, end=made)
 
@@ -202,7 +204,7 @@ def test_new_weights_pause_it_and_change_the_version_of_what_follows(policy: Any
     clock.wait(0.1)
     assert engine.poll(0.0) == []
     before = clock.now
-    aborted = engine.load_weights((), 1, policy)
+    aborted = engine.load(NOTHING, (), 1, policy)
     assert clock.now == pytest.approx(before + 0.5)
     made = 8  # a step of one row takes 11 ms, the first 14
     if policy == "abort":

@@ -16,8 +16,8 @@ from umbra.proto.errors import UmbraError, UsageError
 from umbra.proto.messages import Status, StatusRequest
 from umbra.services.generator import stall
 from umbra.services.generator.engine import EngineError
+from umbra.services.generator.loading import WeightLoader
 from umbra.services.generator.stall import StallWatch, watching
-from umbra.services.generator.streaming import Streaming
 from umbra.services.runtime.config.feasibility import check_feasible
 from umbra.services.runtime.config.loader import load_config
 
@@ -120,33 +120,26 @@ def test_tokens_weights_and_having_nothing_to_do_are_progress(bench: Bench) -> N
         assert watch.look() < 0.1  # since the turn
 
 
-def test_each_bucket_of_a_streamed_version_is_progress() -> None:
+def test_each_part_of_a_version_is_progress() -> None:
     seen: list[str] = []
 
     class Engine:
         version = -1
 
-        def load_buckets(self, _manifest: Any, buckets: Any, *_rest: Any) -> list[Any]:
-            seen.extend(str(start) for start, _ in buckets)
+        def load(self, _manifest: Any, parts: Any, *_rest: Any) -> list[Any]:
+            seen.extend(bytes(part).decode() for part in parts)
             return []
 
-    class Lying:
+    class Staged:
+        version = 0
         manifest = None
 
-        def buckets(self) -> Iterator[tuple[int, memoryview]]:
-            yield from ((0, memoryview(b"a")), (1, memoryview(b"b")))
+        def parts(self) -> Iterator[memoryview]:
+            yield from (memoryview(b"a"), memoryview(b"b"))
 
-    class Weights:
-        served = None
-
-        def version(self, _staged: Any) -> Lying:
-            return Lying()
-
-        def loaded(self, _lying: Lying) -> None: ...
-
-    streaming = Streaming(cast(Any, Engine()), cast(Any, Weights()), lambda: seen.append("moved"))
-    streaming.load(cast(Any, version(0)), "keep")
-    assert seen == ["moved", "0", "moved", "1"]
+    loader = WeightLoader(cast(Any, Engine()), cast(Any, None), lambda: seen.append("moved"))
+    loader.load(cast(Any, Staged()), "keep")
+    assert seen == ["moved", "a", "moved", "b"]
 
 
 def test_the_loop_ends_when_the_receiver_has_failed_whatever_it_waits_for(bench: Bench) -> None:

@@ -23,15 +23,15 @@ from umbra.services.runtime.config import EnvironmentConfig
 from umbra.services.runtime.http.address import listen
 from umbra.services.runtime.http.server import HttpServer
 from umbra.services.runtime.net.io_thread import IoThread
+from umbra.services.runtime.planes.bucket_server import BucketServer
+from umbra.services.runtime.planes.bucket_store import BucketStore
+from umbra.services.runtime.planes.encoder import DeltaEncoder
 from umbra.services.runtime.process import threads
 from umbra.services.runtime.process.command import service_command
 from umbra.services.runtime.process.loop_thread import LoopThread
 from umbra.services.runtime.process.metrics import MetricsFile
 from umbra.services.runtime.process.supervisor import Program
-from umbra.services.weight_hub.bucket_server import BucketServer
-from umbra.services.weight_hub.encoder import DeltaEncoder
 from umbra.services.weight_hub.relay import Relay
-from umbra.services.weight_hub.store import BucketStore
 
 Ends = Callable[[], str]
 
@@ -195,7 +195,7 @@ def test_whatever_ends_a_receivers_thread_is_its_owners_failure(
     def fail(*_args: object) -> None:
         raise error
 
-    receiver._stage = fail  # pyright: ignore[reportAttributeAccessIssue]
+    receiver._begin = fail  # pyright: ignore[reportAttributeAccessIssue]
     publish(publisher, 0)
     receiver._thread.join(WAIT_S)
     for ask in (receiver.poll, receiver.check):
@@ -208,7 +208,7 @@ def test_whatever_ends_a_receivers_thread_is_its_owners_failure(
 def test_a_relay_ends_when_its_receiver_fails(bench: Bench) -> None:
     relay = relay_of(bench)
     publisher = bench.publisher()
-    relay._receiver._stage = breaks  # pyright: ignore[reportAttributeAccessIssue]
+    relay._receiver._begin = breaks  # pyright: ignore[reportAttributeAccessIssue]
     publish(publisher, 0)
     with pytest.raises(UmbraError, match="the receiver of weights failed: KeyError: 7"):
         relay.run(threading.Event(), WAIT_S)

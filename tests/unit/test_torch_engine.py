@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fakes.closeness import assert_same_logprobs
+from fakes.versions import load
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Sampling, VersionSpan
@@ -199,7 +200,7 @@ def start_and_swap(model: Any, policy: Any) -> tuple[list[EngineRequest], TorchE
 def test_weights_change_between_two_tokens(model: Any, tiny_model_dir: Path, policy: Any) -> None:
     old = load_model(tiny_model_dir, CPU, torch.float32)
     asked, engine, before = start_and_swap(model, policy)
-    assert engine.load_weights(changed(model, 1).items(), 4, policy) == []
+    assert load(engine, changed(model, 1).items(), 4, policy) == []
     outputs = finish(engine)
     for request, swapped in zip(asked, before, strict=True):
         output = outputs[request.request_id]
@@ -215,7 +216,7 @@ def test_weights_change_between_two_tokens(model: Any, tiny_model_dir: Path, pol
 
 def test_abort_policy_returns_partials_and_keeps_the_queue(model: Any) -> None:
     asked, engine, before = start_and_swap(model, "abort")
-    aborted = engine.load_weights(changed(model, 1).items(), 4, "abort")
+    aborted = load(engine, changed(model, 1).items(), 4, "abort")
     assert {o.request_id: len(o.token_ids) for o in aborted} == {
         r.request_id: n for r, n in zip(asked, before, strict=True) if n
     }
@@ -230,7 +231,7 @@ def test_the_same_weights_change_nothing(model: Any) -> None:
     results = []
     for policy in ("keep", "recompute"):
         asked, engine, _ = start_and_swap(model, policy)
-        engine.load_weights(same.items(), 4, policy)
+        load(engine, same.items(), 4, policy)
         outputs = finish(engine)
         assert_logprobs(model, asked, outputs)
         results.append({k: o.token_ids for k, o in outputs.items()})
@@ -277,7 +278,7 @@ def test_weights_that_do_not_fit_change_nothing(model: Any, fault: str) -> None:
     else:
         new["model.norm.weight"] = torch.zeros(2)
     with pytest.raises(UsageError, match=f"{fault}: model"):
-        engine.load_weights(new.items(), 2, "keep")
+        load(engine, new.items(), 2, "keep")
     assert engine.version == 1
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
@@ -286,7 +287,7 @@ def test_tied_weights_are_known_by_each_of_their_names(model: Any) -> None:
     engine = TorchEngine(model, stop_ids={STOP}, slots=2, max_context=64)
     new = changed(model, 2)
     new["lm_head.weight"] = new.pop("model.embed_tokens.weight")
-    engine.load_weights(new.items(), 1, "keep")
+    load(engine, new.items(), 1, "keep")
     assert torch.equal(model.model.embed_tokens.weight, new["lm_head.weight"])
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
@@ -333,7 +334,7 @@ def test_broken_weights_end_the_engine_with_a_sentence(model: Any) -> None:
     engine.submit(requests(2))
     engine.poll(0.0)
     spoiled = {name: torch.full_like(p, torch.nan) for name, p in model.named_parameters()}
-    engine.load_weights(spoiled.items(), 2, "keep")
+    load(engine, spoiled.items(), 2, "keep")
     with pytest.raises(EngineError, match="the logits of version 2 are not finite"):
         engine.poll(0.0)
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Trajectory
 from umbra.services.modeling.packing import pack
-from umbra.services.modeling.weights import WeightTable, tensors_in
+from umbra.services.modeling.weights import WeightTable
 from umbra.services.runtime.config import TrainerConfig
 from umbra.services.runtime.weights.manifest import build_manifest
 from umbra.services.trainer.batch import make_batch
@@ -150,7 +150,7 @@ def test_generators_get_the_policy_with_the_adapter_merged(
     assert [name for name in sent if name in before] == list(before), "and buffers"
     slot = memoryview(bytearray(manifest.total_bytes))
     write_shards(learner.model, manifest, slot)
-    WeightTable(untouched.model).load(tensors_in(manifest, slot))
+    WeightTable(untouched.model).load(manifest, [slot])
     assert_same_logprobs(logprobs(untouched), trained, untouched.model)
 
     export_policy(learner.model, tokenizer, tmp_path / "out", learner.weights())

@@ -184,7 +184,7 @@ def test_another_process_sees_what_is_written_into_shared_memory() -> None:
     memory = SharedMemory()
     block = memory.allocate(10_000)
     tensor = torch.frombuffer(block, dtype=torch.float32, count=10, offset=64)
-    place = memory.locate(tensor.data_ptr(), tensor.nbytes)
+    place = memory.locate(block[64:104])
     assert place is not None
     path, offset = place
     view = MappedBlocks().view(path)
@@ -200,19 +200,19 @@ def test_another_process_sees_what_is_written_into_shared_memory() -> None:
         [sys.executable, "-c", program, path], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "00004040"
-    assert memory.locate(tensor.data_ptr(), 10_000) is None  # ends outside of the block
+    assert memory.locate(memoryview(bytearray(10))) is None
 
 
 def test_a_block_of_shared_memory_ends_with_its_last_view() -> None:
     memory, blocks = SharedMemory(), MappedBlocks()
     first = memory.allocate(4096)
-    place = memory.locate(torch.frombuffer(first, dtype=torch.uint8).data_ptr(), 1)
+    place = memory.locate(first)
     assert place is not None
     first[0] = 1
     assert blocks.view(place[0])[0] == 1
     del first
     second = memory.allocate(8192)  # the kernel gives it the same number again
-    other = memory.locate(torch.frombuffer(second, dtype=torch.uint8).data_ptr(), 1)
+    other = memory.locate(second)
     assert other is not None
     assert other[0] == place[0]
     assert len(blocks.view(other[0])) == 8192

@@ -7,32 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+from fakes.versions import DTYPES, in_memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from umbra.proto.errors import UsageError
+from umbra.proto.errors import PeerLostError, UsageError
 from umbra.proto.records import Manifest, TensorEntry
 from umbra.services.modeling.weights import WeightTable, pieces_in, tensors_in
-from umbra.services.runtime.weights.manifest import build_manifest
 
 Tensors = dict[str, torch.Tensor]
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
-def in_memory(tensors: Tensors, bucket_bytes: int = 128) -> tuple[Manifest, memoryview]:
-    """Return the layout of `tensors` and the bytes of a version that is these."""
-    layout = [(name, DTYPES[one.dtype], list(one.shape)) for name, one in tensors.items()]
-    manifest = build_manifest(layout, bucket_bytes)
-    data = memoryview(bytearray(manifest.total_bytes))
-    for name, place in tensors_in(manifest, data):
-        place.copy_(tensors[name])
-    return manifest, data
-
-
-def in_buckets(manifest: Manifest, data: memoryview) -> Iterator[tuple[int, memoryview]]:
+def in_buckets(manifest: Manifest, data: memoryview) -> Iterator[memoryview]:
     for start, stop in manifest.buckets:
-        yield start, data[start:stop]
+        yield data[start:stop]
 
 
 class Tied(nn.Module):
@@ -75,17 +64,14 @@ def test_pieces_are_all_of_all_tensors(
         assert torch.equal(found[name].view(tensor.shape), tensor), name
 
 
-@pytest.mark.parametrize("by", ["tensors", "buckets"])
+@pytest.mark.parametrize("parts", ["one", "buckets"])
 @pytest.mark.parametrize("left_out", [(), ("head.weight",), ("embed.weight", "table")])
-def test_a_version_fills_the_model(by: str, left_out: tuple[str, ...]) -> None:
+def test_a_version_fills_the_model(parts: str, left_out: tuple[str, ...]) -> None:
     source, model = Tied(1), Tied(2)
     kept = model.state_dict()["table"].clone()
-    manifest, data = in_memory(version(source, *left_out))
+    manifest, data = in_memory(version(source, *left_out), 128)
     table = WeightTable(model)
-    if by == "tensors":
-        table.load(tensors_in(manifest, data))
-    else:
-        table.load_buckets(manifest, in_buckets(manifest, data))
+    table.load(manifest, [data] if parts == "one" else in_buckets(manifest, data))
     expected = version(source) | ({"table": kept} if "table" in left_out else {})
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, expected[name]), name
@@ -112,14 +98,18 @@ def test_what_does_not_fit_is_named_and_changes_nothing(change: dict[str, Any], 
     before = version(model)
     given_ = {n: t for n, t in {**version(Tied(1)), **change}.items() if t is not None}
     manifest, data = in_memory(given_)
-    for load in (
-        lambda: WeightTable(model).load(given_.items()),
-        lambda: WeightTable(model).load_buckets(manifest, in_buckets(manifest, data)),
-    ):
-        with pytest.raises(UsageError) as caught:
-            load()
-        assert said in str(caught.value)
+    with pytest.raises(UsageError) as caught:
+        WeightTable(model).load(manifest, [data])
+    assert said in str(caught.value)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_version_that_ends_early_is_not_loaded_as_if_it_were_whole() -> None:
+    manifest, data = in_memory(version(Tied(1)), 128)
+    parts = list(in_buckets(manifest, data))
+    for some in (parts[:-1], [*parts, parts[0]], [data[:-1]]):
+        with pytest.raises(PeerLostError, match=f"bytes came of a version of {len(data)}"):
+            WeightTable(Tied(2)).load(manifest, some)
 
 
 def test_names_that_a_version_leaves_out_share_a_place_with_one_it_has() -> None:

@@ -1,1 +1,1 @@
-"""GPUs for planes `nccl` and `cuda_ipc`: CUDA, the agent processes, and a receiver's intakes."""
+"""GPUs for planes `nccl` and `cuda_ipc`: CUDA, and the agent processes."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from umbra.proto.errors import DeadlineError, PeerLostError, UmbraError
 from umbra.services.runtime.process.child import ChildProcess, child_environ, start_worker
@@ -18,9 +18,27 @@ WORKER = ("-m", "umbra.services.runtime.gpu.worker")
 START_S = 120.0  # to import CuPy, to make a CUDA context, and to pin an arena
 ABORT_S = 10.0  # for what is under way to end after an abort
 END_S = 5.0
-LOOK_S = 0.02  # how soon an interruption is seen
+LOOK_S = 0.02  # that a step waits for an answer
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
+
+
+def result(steps: Generator[object, None, T], interrupted: Callable[[], bool] = lambda: False) -> T:
+    """Go through all steps of something, which wait by themselves; its result.
+
+    Raises:
+        PeerLostError: `interrupted`, asked between two steps, said that nobody wants it any longer.
+    """
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+        if interrupted():
+            steps.close()
+            raise PeerLostError("given up while it was under way")
 
 
 class GpuWorkerProcess:
@@ -65,8 +83,8 @@ class GpuWorkerProcess:
             fd = self._arena.fileno()
             self._send({"op": "attach", "slot_bytes": size, "chunk_bytes": self._chunk_bytes}, fd)
 
-    def finish_begin(self, interrupted: Callable[[], bool] | None = None) -> None:
-        """Wait until the worker runs and has pinned the arena.
+    def attached(self) -> Generator[None, None, None]:
+        """Wait, step by step, until the worker runs and has pinned the arena.
 
         Raises:
             UmbraError: as `answer`.
@@ -74,7 +92,7 @@ class GpuWorkerProcess:
         self.begin()
         if self._state == "attaching":
             try:
-                self.answer(START_S, interrupted)
+                yield from self.answer(START_S, abortable=False)
             except UmbraError:
                 self.kill()
                 raise
@@ -89,40 +107,38 @@ class GpuWorkerProcess:
         self._send({"op": op, **arguments})
 
     def answer(
-        self,
-        timeout_s: float,
-        interrupted: Callable[[], bool] | None = None,
-        *,
-        abortable: bool = True,
-    ) -> dict[str, Any]:
-        """The answer to the oldest order that has none yet.
+        self, timeout_s: float, *, abortable: bool = True
+    ) -> Generator[None, None, dict[str, Any]]:
+        """The answer to the oldest order that has none yet; each step waits for `LOOK_S`.
+
+        Closed before it is there, what is under way is aborted.
 
         Args:
             timeout_s: seconds to wait.
-            interrupted: asked from time to time whether to abort what is under way.
             abortable: whether it can be aborted; if not, the worker is killed instead.
 
         Raises:
             DeadlineError: none came in time; the worker was killed.
-            PeerLostError: the worker has ended, or was interrupted.
+            PeerLostError: the worker has ended.
             UmbraError: it says what went wrong; one that says it is broken was killed.
         """
         if self._pending == 0:
             raise PeerLostError("the GPU worker does not run, or has no order")
         until = time.monotonic() + timeout_s
-        found = None
-        while found is None:
-            left = until - time.monotonic()
-            if left <= 0:
-                self.kill()
-                raise DeadlineError(f"no answer from the GPU worker within {timeout_s:g} s: killed")
-            found = self._receive(min(left, LOOK_S) if interrupted else left)
-            if found is None and interrupted is not None and interrupted():
-                if abortable:
-                    self._leave()
-                else:
+        try:
+            while (found := self._receive(LOOK_S)) is None:
+                if time.monotonic() >= until:
                     self.kill()
-                raise PeerLostError("given up while it was under way")
+                    raise DeadlineError(
+                        f"no answer from the GPU worker within {timeout_s:g} s: killed"
+                    )
+                yield
+        except GeneratorExit:
+            if abortable:
+                self._leave()
+            else:
+                self.kill()
+            raise
         if error := found.get("error"):
             if found.get("broken"):
                 self.kill()
@@ -130,9 +146,9 @@ class GpuWorkerProcess:
         return found
 
     def call(self, op: str, timeout_s: float, **arguments: Any) -> dict[str, Any]:
-        """`order` and `answer` in one."""
+        """`order`, and wait for the answer."""
         self.order(op, **arguments)
-        return self.answer(timeout_s)
+        return result(self.answer(timeout_s))
 
     def kill(self) -> None:
         """End it at once; the next order starts another."""

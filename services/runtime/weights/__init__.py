@@ -1,1 +1,1 @@
-"""Weights from the trainer to an engine: layout, memory, pushes, and the readers of planes."""
+"""Weights from the trainer to an engine: layout, memory, and both of their ends of a push."""

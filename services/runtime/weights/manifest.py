@@ -9,17 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
-from typing import cast
+from typing import TypeVar, cast
 
 import msgspec
 import xxhash
 
 from umbra.proto.bounds import BUCKETS, DIMENSIONS, TENSORS
-from umbra.proto.errors import UsageError, WireError
+from umbra.proto.errors import PeerLostError, UsageError, WireError
 from umbra.proto.records import DType, Manifest, TensorEntry
+from umbra.services.runtime.gpu.cuda import DeviceMemory
 
 ALIGN_BYTES = 64  # a cache line, and what GPU copies like
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+
+Part = memoryview | DeviceMemory
+"""Consecutive bytes of a version, in memory of this process or on its GPU."""
+
+P = TypeVar("P", bound=Part)
 
 
 def build_manifest(
@@ -101,9 +107,34 @@ def check_manifest(manifest: Manifest) -> None:
         raise WireError("manifest: the digest is not that of the layout", path="digest")
 
 
+def with_starts(manifest: Manifest, parts: Iterable[P]) -> Iterator[tuple[int, P]]:
+    """Each part of a version, and at which byte it begins.
+
+    Raises:
+        PeerLostError: together they are not as long as the version.
+    """
+    end = 0
+    for part in parts:
+        start, end = end, end + len(part)
+        yield start, part
+    if end != manifest.total_bytes:
+        raise PeerLostError(f"{end} bytes came of a version of {manifest.total_bytes}")
+
+
 def checksum(data: memoryview) -> int:
     """xxh3-64 of one bucket's bytes."""
     return xxhash.xxh3_64_intdigest(data)
+
+
+def wrong_checksum(manifest: Manifest, bucket: int) -> str:
+    """What is said of a bucket whose bytes are not those that were published."""
+    start, end = manifest.buckets[bucket]
+    return f"checksum of bucket {bucket} [{start}, {end}) is wrong"
+
+
+def largest_bucket(manifest: Manifest) -> int:
+    """Bytes of the largest bucket."""
+    return max(end - start for start, end in manifest.buckets)
 
 
 def checksums(manifest: Manifest, view: memoryview) -> list[int]:

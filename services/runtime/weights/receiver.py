@@ -7,10 +7,7 @@ import math
 import queue
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 
 from umbra.proto.errors import DeadlineError, StartupError, UmbraError
@@ -27,15 +24,13 @@ from umbra.proto.messages import (
     Subscribed,
 )
 from umbra.proto.records import Manifest
-from umbra.services.runtime.gpu.cuda import DeviceMemory
-from umbra.services.runtime.gpu.receiving import GpuReceiving
 from umbra.services.runtime.net.channel import Channel
+from umbra.services.runtime.planes.choice import GPU_PLANES
+from umbra.services.runtime.planes.plane import Parts, Receipt, ReceiverEnd, Receiving
+from umbra.services.runtime.planes.receiving import ReceiverPlanes
 from umbra.services.runtime.process.threads import foreseen
 from umbra.services.runtime.weights.arena import shm_host
 from umbra.services.runtime.weights.manifest import check_manifest
-from umbra.services.runtime.weights.memory import private_memory
-from umbra.services.runtime.weights.plane_reader import PlaneReader, ReadResult
-from umbra.services.runtime.weights.plane_readers import GPU_PLANES, Buffers, PlaneReaders
 from umbra.services.runtime.weights.staging import Candidate, Staging
 
 WAKE_S = 0.2  # how soon the thread sees that it should end
@@ -47,15 +42,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedVersion:
-    """A complete, verified version.
+    """A complete, verified version; or, where versions are streamed, one that can be read.
 
-    `data` (`[manifest.total_bytes]`, writable, private; on the GPU for plane `cuda_ipc`) stays as
-    it is until `Receiver.committed`.
+    `parts` gives its bytes as `Engine.load` takes them. Staged ones are private, writable, and stay
+    as they are until `Receiver.committed`.
     """
 
     version: int
     manifest: Manifest
-    data: memoryview | DeviceMemory
+    parts: Parts
     candidate: Candidate
 
 
@@ -64,15 +59,10 @@ class Receiver:
 
     Args:
         channel: to the weight hub.
+        planes: those that the hub can choose from; closed with this.
         host: names the /dev/shm of this process; empty = find out (`shm_host`).
-        planes: offered to the hub, best first, those of `gpu` left out.
-        frame_bytes: of one message, at most, where weights come over a socket.
-        open_intake: for a relay, which has memory of its own: takes the place of our planes'.
         serves: endpoint at which a relay serves others; stated to the hub.
         buckets: endpoint at which a relay hands buckets on; stated to the hub.
-        streamed: `open_intake` keeps nothing: the hub's slot is read until `committed`.
-        allocate: gives the memory in which versions are staged, so many writable bytes.
-        gpu: for planes `nccl` and `cuda_ipc`, which are then offered as well; closed with this.
         check_s: seconds of silence after which it asks the hub whether it is still subscribed.
         retry_s: seconds between being dropped and subscribing again.
     """
@@ -80,41 +70,38 @@ class Receiver:
     def __init__(
         self,
         channel: Channel,
+        planes: ReceiverPlanes,
         host: str = "",
-        planes: Sequence[str] = ("shm",),
         *,
-        frame_bytes: int = 4 << 20,
-        open_intake: Callable[[Subscribed], PlaneReader] | None = None,
         serves: str = "",
         buckets: str = "",
-        streamed: bool = False,
-        allocate: Callable[[int], memoryview] = private_memory,
-        gpu: GpuReceiving | None = None,
         check_s: float = 5.0,
         retry_s: float = 1.0,
     ) -> None:
         self.failure: UmbraError | None = None
+        self.served: StagedVersion | None = None  # if versions are streamed: it can be read again
         self._channel = channel
+        self._planes = planes
         self._host = host or shm_host()
-        self._gpu = gpu
-        self._planes = [*(gpu.planes if gpu else []), *planes]
-        self._intakes = PlaneReaders(
-            channel.sender, frame_bytes, allocate, gpu, open_intake, streamed, channel.security
-        )
         self._serves = serves
         self._buckets_endpoint = buckets
-        self._streamed = streamed
         self._avoided = ""  # a relay that was gone
         self._relays: dict[str, Channel] = {}
         self._hub = channel  # `_channel` is a relay's, while there is one on this host
         self._check_s = check_s
         self._retry_s = retry_s
         self._timeout_s = 0.0
+        self._end: ReceiverEnd | None = None
+        self._plane = ""  # that `_end` is of
         self._manifest: Manifest | None = None
-        self._held_back: deque[Message] = deque()  # arrived while a version was being staged
-        self._buffers: Buffers = []
+        self._waiting: Prepare | None = None  # until the engine has loaded the version before
+        self._receiving: tuple[Candidate, Receiving] | None = None
+        self._newest: StagedVersion | None = None  # of those that were received
+        self._dropped = (
+            ""  # why we are not subscribed any longer, if the thread has not heard of it yet
+        )
         self._staging = Staging()
-        self._changed = threading.Condition()  # guards _staging and failure
+        self._changed = threading.Condition()  # guards _staging, _newest, _dropped, failure
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._main, name="umbra-receiver", daemon=True)
 
@@ -128,10 +115,7 @@ class Receiver:
         """
         self._timeout_s = timeout_s
         reply = self._channel.call(self._request(), Subscribed, timeout_s=timeout_s)
-        if reply.plane == "relay":
-            self._pass_to(reply.path)
-        else:
-            self._install(reply)
+        self._subscribed(reply)
         self._hub.on_moved = self._hub_moved
         self._thread.start()
 
@@ -154,13 +138,7 @@ class Receiver:
         """
         self.check()
         with self._changed:
-            candidate = self._staging.take()
-            if candidate is None:
-                return None
-            assert self._manifest is not None
-            return StagedVersion(
-                candidate.version, self._manifest, self._buffers[candidate.buffer], candidate
-            )
+            return self._newest if self._staging.take() is not None else None
 
     def committed(self, staged: StagedVersion, commit_s: float, error: str = "") -> None:
         """The engine serves `staged` after `commit_s` seconds of waiting, or could not load it.
@@ -169,6 +147,8 @@ class Receiver:
         """
         with self._changed:
             self._staging.release(staged.candidate)
+        if self._planes.streamed and not error:
+            self.served = staged
         self._channel.send(
             Committed(
                 epoch=staged.candidate.epoch,
@@ -210,15 +190,16 @@ class Receiver:
         self._closing.set()
         if self._thread.is_alive():
             self._thread.join(CLOSE_DEADLINE_S)
-        self._intakes.close()
-        if self._gpu is not None:
-            self._gpu.close()
+        if self._end is not None:
+            self._end.close()
+        self._planes.close()
 
     # -- the thread -------------------------------------------------------------------------------
 
     def _main(self) -> None:
         try:
             self._serve()
+            self._give_up()
         except BaseException as error:  # noqa: BLE001 - its owner's thread has to hear of it
             self._fail(foreseen(error, "the receiver of weights"))
 
@@ -230,62 +211,79 @@ class Receiver:
             now = time.monotonic()
             if message is not None:
                 check_at = now + self._check_s
-                if self._handle(message):
-                    subscribe_at = now + self._retry_s
-            elif subscribe_at is not None and now >= subscribe_at:
+                self._handle(message)
+            if dropped := self._take_dropped():
+                log.info("not subscribed any longer: %s", dropped)
+                self._give_up()
+                subscribe_at = now + self._retry_s
+            elif message is None and subscribe_at is not None and now >= subscribe_at:
                 subscribe_at, check_at = None, math.inf  # until there is an answer
                 self._ask(self._request())
-            elif subscribe_at is None and now >= check_at:
+            elif message is None and subscribe_at is None and now >= check_at:
                 # A hub that could not reach us for a moment has dropped us without a word.
                 check_at = math.inf
                 self._ask(HubStatusRequest())
+            self._receive()
 
     def _next_message(self) -> Message | None:
-        if self._held_back:
-            return self._held_back.popleft()
+        """What arrives next; waits for it if there is nothing else to do."""
         try:
+            if self._receiving is not None:
+                return self._channel.pushes.get_nowait()
             return self._channel.pushes.get(timeout=min(WAKE_S, self._retry_s))
         except queue.Empty:
             return None
 
-    def _handle(self, message: Message) -> bool:
-        """Act on `message`; True when we are no longer subscribed."""
+    def _handle(self, message: Message) -> None:
         match message:
             case Prepare():
-                self._stage(message)
+                self._give_up()  # the hub has given up what was under way
+                if self._end is not None:  # else we have asked for another plane
+                    self._waiting = message
             case Commit():
                 with self._changed:
                     if self._staging.commit(message.epoch):
                         self._changed.notify_all()
             case Abort():
                 log.info("version %d was aborted: %s", message.version, message.reason)
+                if self._epoch() == message.epoch:
+                    self._give_up()
                 with self._changed:
                     self._staging.abort(message.epoch)
-                return message.dropped
-            case Subscribed(plane="relay", path=path):
-                self._pass_to(path)
+                if message.dropped:
+                    self._drop(message.reason)
             case Subscribed():
-                self._install(message)
+                self._give_up()
+                self._subscribed(message)
             case HubStatus():
-                return not message.subscribed
+                if not message.subscribed:
+                    self._drop("the hub does not know us")
             case _:
                 log.warning("the weight hub pushed an unexpected %s", type(message).__name__)
-        return False
 
     def _hub_moved(self) -> None:
-        """The hub was restarted and has forgotten us: as if it had dropped us."""
-        reason = "the weight hub was restarted"
-        self._channel.pushes.put(Abort(epoch=0, version=-1, reason=reason, dropped=True))
+        """The hub was restarted and has forgotten us; on the link's thread."""
+        self._drop("the weight hub was restarted")
+
+    def _drop(self, reason: str) -> None:
+        """We are not subscribed any longer; from any thread."""
+        with self._changed:
+            self._dropped = reason
+
+    def _take_dropped(self) -> str:
+        with self._changed:
+            reason, self._dropped = self._dropped, ""
+        return reason
 
     def _request(self) -> Subscribe:
         return Subscribe(
             host=self._host,
-            planes=self._planes,
+            planes=self._planes.offered,
             serves=self._serves,
             buckets=self._buckets_endpoint,
             avoid=self._avoided,
-            streamed=self._streamed,
-            gpu=self._gpu.facts if self._gpu else None,
+            streamed=self._planes.streamed,
+            gpu=self._planes.facts,
         )
 
     def _pass_to(self, endpoint: str) -> None:
@@ -308,8 +306,7 @@ class Receiver:
                 log.warning("back to the weight hub: %s", error)
                 self._avoided = channel.endpoint
                 self._channel = self._hub
-                gone = Abort(epoch=0, version=-1, reason="the relay is gone", dropped=True)
-                self._hub.pushes.put(gone)
+                self._drop("the relay is gone")
             else:
                 self._fail(foreseen(error, "the receiver of weights"))
 
@@ -320,28 +317,56 @@ class Receiver:
             self.failure = error
             self._changed.notify_all()
 
-    def _stage(self, message: Prepare) -> None:
-        manifest, intake = self._manifest, self._intakes.current
-        if manifest is None or intake is None:
-            return  # we have asked for another plane; that starts us afresh
+    def _epoch(self) -> int:
+        """Of the version that is being received, or waits to be; 0 if there is none."""
+        if self._receiving is not None:
+            return self._receiving[0].epoch
+        return self._waiting.epoch if self._waiting is not None else 0
+
+    def _give_up(self) -> None:
+        """Receive no longer what is being received."""
+        receiving, self._receiving, self._waiting = self._receiving, None, None
+        if receiving is not None:
+            receiving[1].close()
+
+    def _receive(self) -> None:
+        """Go one step with the version that is being received, or begin with the one that waits."""
+        if self._waiting is not None:
+            self._begin(self._waiting)
+        if self._receiving is None:
+            return
+        candidate, steps = self._receiving
+        try:
+            next(steps)
+        except StopIteration as end:
+            self._receiving = None
+            self._received(candidate, end.value)
+
+    def _begin(self, message: Prepare) -> None:
+        assert self._manifest is not None and self._end is not None
         with self._changed:
-            while not self._staging.has_room:
-                if self._overtaken(message):
-                    return  # the hub has given this push up, or is about to
-                self._changed.wait(WAKE_S)
+            if not self._staging.has_room:
+                return
             candidate = self._staging.prepare(message.epoch, message.version)
-        given, buckets = len(message.checksums), len(manifest.buckets)
+        self._waiting = None
+        given, buckets = len(message.checksums), len(self._manifest.buckets)
         if given == buckets:
-            done = intake.take(message, candidate.buffer, lambda: self._overtaken(message))
+            self._receiving = candidate, self._end.receive(message, candidate.buffer)
         else:
-            done = ReadResult(error=f"{given} checksums for {buckets} buckets")
+            self._received(candidate, Receipt(error=f"{given} checksums for {buckets} buckets"))
+
+    def _received(self, candidate: Candidate, done: Receipt) -> None:
+        """Tell the hub what became of a version."""
         if not done.error:
+            assert done.parts is not None and self._manifest is not None
+            staged = StagedVersion(candidate.version, self._manifest, done.parts, candidate)
             with self._changed:
-                self._staging.staged(message.epoch)
+                self._newest = staged  # as is its candidate: see `Staging.prepare`
+                self._staging.staged(candidate.epoch)
         self._channel.send(
             Ready(
-                epoch=message.epoch,
-                version=message.version,
+                epoch=candidate.epoch,
+                version=candidate.version,
                 wire_s=done.wire_s,
                 stage_s=done.stage_s,
                 error=done.error,
@@ -349,42 +374,37 @@ class Receiver:
                 source_lost=done.source_lost,
             )
         )
-        if done.unusable and self._intakes.plane in self._planes:
-            self._go_without(self._intakes.plane, done.error)
+        if done.unusable and self._plane in self._planes.offered:
+            self._go_without(self._plane, done.error)
 
     def _go_without(self, plane: str, reason: str) -> bool:
         """Subscribe anew by another plane; False if there is none."""
-        if plane not in GPU_PLANES or len(self._planes) == 1:
+        if plane not in GPU_PLANES or len(self._planes.offered) == 1:
             return False
         log.warning("without plane %s from now on: %s", plane, reason)
-        self._planes.remove(plane)
+        self._planes.offered.remove(plane)
         self._ask(self._request())
         return True
 
-    def _overtaken(self, message: Prepare) -> bool:
-        """Whether something arrived meanwhile that makes staging `message` pointless."""
-        with suppress(queue.Empty):
-            while True:
-                self._held_back.append(self._channel.pushes.get_nowait())
-        return self._closing.is_set() or any(
-            isinstance(later, Prepare | Subscribed)
-            or (isinstance(later, Abort) and (later.dropped or later.epoch == message.epoch))
-            for later in self._held_back
-        )
-
-    def _install(self, reply: Subscribed) -> None:
+    def _subscribed(self, reply: Subscribed) -> None:
         """Get ready for versions of the layout in `reply`."""
+        if reply.plane == "relay":
+            self._pass_to(reply.path)
+            return
         check_manifest(reply.manifest)
-        try:
-            if not self._intakes.install(reply):
+        if self._end is not None:
+            if self._end.fits(reply):
                 return
+            self._end.close()  # first, since it may hold what its successor needs
+            self._end = None
+        try:
+            end = self._planes.open(reply, self._channel.sender, self._channel.security)
         except StartupError as error:
             if not self._go_without(reply.plane, str(error)):
                 raise
             return
+        self._end, self._plane = end, reply.plane
         with self._changed:
+            # What the engine still loads keeps its memory alive by itself.
             self._manifest = reply.manifest
-            if self._buffers is not self._intakes.buffers:
-                # What the engine still loads keeps the memory of before alive by itself.
-                self._buffers = self._intakes.buffers
-                self._staging = Staging(len(self._buffers))
+            self._staging = Staging(end.versions)

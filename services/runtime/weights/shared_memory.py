@@ -1,4 +1,4 @@
-"""Memory of this process that its child processes can map too.
+"""Memory of this process that its child processes can map too, and versions in it.
 
 Each block is an anonymous file (memfd). It has no name, so nothing is left behind by a process that
 was killed; the size of /dev/shm does not bound it; and others of the same user open it by
@@ -11,9 +11,15 @@ import ctypes
 import mmap
 import os
 import weakref
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from umbra.proto.errors import StartupError
+import msgspec
+
+from umbra.proto.errors import StartupError, UsageError
+from umbra.proto.records import Manifest
+from umbra.services.runtime.weights.manifest import Part, largest_bucket, with_starts
+from umbra.services.runtime.weights.memory import copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +31,7 @@ class _Block:
 
 
 class SharedMemory:
-    """Allocates blocks, and tells where in which block an address lies.
+    """Allocates blocks, and tells where in which block some memory lies.
 
     A block lives as long as somebody holds a view of it.
     """
@@ -55,20 +61,17 @@ class SharedMemory:
         self._blocks.append(_Block(weakref.ref(block), ctypes.addressof(first), size, path))
         return memoryview(block)
 
-    def path(self, block: memoryview) -> str:
-        """The path by which another process maps `block`, which came from `allocate`."""
-        place = self.locate(ctypes.addressof(ctypes.c_char.from_buffer(block)), 1)
-        assert place is not None
-        return place[0]
-
-    def locate(self, address: int, size: int) -> tuple[str, int] | None:
-        """Path and offset by which another process finds `size` bytes at `address` of this one.
+    def locate(self, memory: memoryview) -> tuple[str, int] | None:
+        """Path and offset by which another process finds the bytes of `memory` (writable).
 
         None if they are not in a block.
         """
+        if not len(memory):
+            return None
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         for block in self._blocks:
             offset = address - block.address
-            if 0 <= offset <= block.size - size and block.map() is not None:
+            if 0 <= offset <= block.size - len(memory) and block.map() is not None:
                 return block.path, offset
         return None
 
@@ -105,3 +108,83 @@ class MappedBlocks:
             return view
         finally:
             os.close(fd)
+
+
+def cut(manifest: Manifest, part_bytes: int) -> list[Manifest]:
+    """Layouts of consecutive parts, in whole tensors, of at most `part_bytes` where they allow it.
+
+    Each has one bucket, which says where in the version the part lies; offsets count from there.
+    """
+    ends = [entry.offset for entry in manifest.tensors[1:]] + [manifest.total_bytes]
+    parts: list[Manifest] = []
+    start, taken = 0, 0
+    for index, end in enumerate(ends):
+        following = ends[index + 1] if index + 1 < len(ends) else None
+        if following is not None and following - start <= part_bytes:
+            continue
+        entries = [
+            msgspec.structs.replace(entry, offset=entry.offset - start)
+            for entry in manifest.tensors[taken : index + 1]
+        ]
+        parts.append(
+            Manifest(tensors=entries, buckets=[(start, end)], total_bytes=end - start, digest="")
+        )
+        start, taken = end, index + 1
+    return parts
+
+
+def shared(
+    manifest: Manifest, parts: Iterable[Part], memory: SharedMemory
+) -> Iterator[tuple[str, Manifest]]:
+    """Path and layout of each part that workers can map; good until the next one is asked for.
+
+    A version that lies in `memory` as a whole is one part, and is not copied. Of any other, tensors
+    are copied there as soon as all their bytes have come.
+
+    Args:
+        manifest: the layout.
+        parts: as `Engine.load` takes them.
+        memory: where blocks are made.
+
+    Raises:
+        UsageError: a part is not in host memory.
+        PeerLostError: the parts end before the version does.
+    """
+    layouts: Iterator[Manifest] | None = None
+    layout: Manifest | None = None
+    block = memoryview(b"")
+    for start, part in with_starts(manifest, parts):
+        if not isinstance(part, memoryview):
+            raise UsageError(
+                "weights for vLLM have to be in host memory: set weight_hub.plane to another plane"
+            )
+        end = start + len(part)
+        if layouts is None:
+            place = memory.locate(part) if end == manifest.total_bytes else None
+            if place is not None:
+                yield place[0], _moved(manifest, place[1])
+                continue
+            layouts = iter(cut(manifest, max(largest_bucket(manifest), len(part))))
+            layout = next(layouts, None)
+            block = memory.allocate(layout.total_bytes) if layout is not None else block
+        while layout is not None:
+            (begin, stop) = layout.buckets[0]
+            first, last = max(start, begin), min(end, stop)
+            copy(part[first - start : last - start], block[first - begin : last - begin])
+            if stop > end:
+                break  # the rest is in the next part
+            place = memory.locate(block)
+            assert place is not None
+            yield place[0], layout
+            layout = next(layouts, None)
+            if layout is not None:
+                block = memory.allocate(layout.total_bytes)
+
+
+def _moved(manifest: Manifest, by: int) -> Manifest:
+    if not by:
+        return manifest
+    entries = [
+        msgspec.structs.replace(entry, offset=entry.offset + by) for entry in manifest.tensors
+    ]
+    return msgspec.structs.replace(manifest, tensors=entries)

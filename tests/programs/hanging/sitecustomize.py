@@ -28,7 +28,7 @@ def prepare(file: Path) -> None:
     from umbra.services.generator.torch_engine import TorchEngine
     from umbra.services.runtime.weights.receiver import Receiver
 
-    poll, load = TorchEngine.poll, TorchEngine.load_weights
+    poll, load = TorchEngine.poll, TorchEngine.load
     hanging: list[str] = []
 
     def hangs(engine: TorchEngine, *kinds: str) -> str:
@@ -52,22 +52,22 @@ def prepare(file: Path) -> None:
                 pass
         return poll(self, timeout_s)
 
-    def loading(self: TorchEngine, tensors: Any, version: int, kv_policy: Any) -> Any:
+    def loading(self: TorchEngine, manifest: Any, parts: Any, version: int, kv_policy: Any) -> Any:
         if hangs(self, "loads"):
             threading.Event().wait()
-        return load(self, tensors, version, kv_policy)
+        return load(self, manifest, parts, version, kv_policy)
 
-    stage = Receiver._stage
+    begin = Receiver._begin
 
     def staging(self: Receiver, message: Prepare) -> None:
         if message.version >= 2 and file.exists() and file.read_text() == "receives":
             file.unlink()
             raise KeyError(7)
-        stage(self, message)
+        begin(self, message)
 
-    Receiver._stage = staging
+    Receiver._begin = staging
     TorchEngine.poll = polling
-    TorchEngine.load_weights = loading
+    TorchEngine.load = loading
 
 
 if "HANG_PLAN" in os.environ and "generator" in sys.orig_argv:

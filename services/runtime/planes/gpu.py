@@ -14,18 +14,17 @@ from umbra.proto.records import GpuFacts
 from umbra.services.runtime.config import WeightHubConfig
 from umbra.services.runtime.gpu.cuda import (
     Device,
-    DeviceMemory,
     cuda_unavailable,
     nccl_unavailable,
 )
-from umbra.services.runtime.gpu.ipc_reader import IpcReader, open_memory
-from umbra.services.runtime.gpu.nccl_reader import NcclReader
 from umbra.services.runtime.gpu.worker_process import START_S, GpuWorkerProcess
 from umbra.services.runtime.net.keys import Security
+from umbra.services.runtime.planes.cuda_ipc import IpcReceiver
+from umbra.services.runtime.planes.nccl import NcclReceiver
+from umbra.services.runtime.planes.plane import ReceiverEnd
+from umbra.services.runtime.planes.tcp import TcpReceiver
 from umbra.services.runtime.weights.arena import Arena
-from umbra.services.runtime.weights.plane_reader import PlaneReader
 from umbra.services.runtime.weights.staging import BUFFERS
-from umbra.services.runtime.weights.tcp_reader import TcpReader
 
 GpuPlane = Literal["nccl", "cuda_ipc"]
 REASONS: dict[GpuPlane, Callable[[], str | None]] = {
@@ -62,27 +61,28 @@ class GpuReceiving:
 
     def open(
         self, reply: Subscribed, name: str, frame_bytes: int, security: Security
-    ) -> tuple[PlaneReader, Sequence[memoryview | DeviceMemory]]:
-        """The intake for the layout and plane in `reply`, and the buffers that it fills.
+    ) -> ReceiverEnd:
+        """The end for the layout and plane in `reply`.
 
         Raises:
             StartupError: there is too little memory, here or on the GPU.
         """
-        size = reply.manifest.total_bytes
+        manifest = reply.manifest
         if reply.plane == "cuda_ipc":
-            memory = open_memory(self._device, size)
-            return IpcReader(reply.manifest, memory), [memory]
-        arena = Arena.anonymous(slot_bytes=size, slots=BUFFERS)
+            return IpcReceiver(manifest, self._device)
+        arena = Arena.anonymous(slot_bytes=manifest.total_bytes, slots=BUFFERS)
         buffers = [arena.slot(index) for index in range(BUFFERS)]
-        pull = TcpReader(name, reply.manifest, buffers, frame_bytes, security=security)
-        return self.broadcasts(arena, pull, Device(self._device)), buffers
+        pull = TcpReceiver(name, manifest, buffers, frame_bytes, security=security)
+        return self.broadcasts(arena, pull, Device(self._device))
 
-    def broadcasts(self, arena: Arena, pull: TcpReader, device: Device | None = None) -> NcclReader:
-        """An intake of plane `nccl` into `arena`, whose slots are also those that `pull` fills.
+    def broadcasts(
+        self, arena: Arena, pull: TcpReceiver, device: Device | None = None
+    ) -> NcclReceiver:
+        """An end of plane `nccl` that fills `arena`, whose slots are also those that `pull` fills.
 
         `device`: where this process loads them from there.
         """
-        return NcclReader(self.agent, arena, self._chunk_bytes, pull, device)
+        return NcclReceiver(self.agent, arena, self._chunk_bytes, pull, device)
 
     def close(self) -> None:
         """End the agent."""

@@ -13,10 +13,9 @@ from umbra.proto.messages import Credit, FetchBuckets, Nack
 from umbra.proto.records import Manifest
 from umbra.services.runtime.net.keys import OPEN, Security
 from umbra.services.runtime.net.server import Request, Server
+from umbra.services.runtime.planes.bucket_store import BucketStore, Outbox, Part
 from umbra.services.runtime.process.threads import service_thread
 from umbra.services.runtime.weights.malloc_tuning import keep_freed_memory
-from umbra.services.weight_hub.outbox import Outbox
-from umbra.services.weight_hub.store import BucketStore, Part
 
 CHANNEL = "buckets"
 POLL_S = 0.2

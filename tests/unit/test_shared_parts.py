@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from umbra.proto.errors import PeerLostError
 from umbra.proto.records import Manifest
-from umbra.services.generator.vllm_parts import cut, filled
 from umbra.services.runtime.weights.manifest import build_manifest
+from umbra.services.runtime.weights.shared_memory import MappedBlocks, SharedMemory, cut, shared
 
 SHAPES = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20)), min_size=1, max_size=12)
 
@@ -43,13 +44,15 @@ def test_parts_have_the_bytes_of_the_version(
     version = bytes(k % 251 for k in range(manifest.total_bytes))
     lane = bytearray(manifest.total_bytes)
 
-    def buckets() -> Iterator[tuple[int, memoryview]]:
+    def buckets() -> Iterator[memoryview]:
         for start, end in manifest.buckets:
             lane[: end - start] = version[start:end]
-            yield start, memoryview(lane)[: end - start]
+            yield memoryview(lane)[: end - start]
 
     got: dict[str, bytes] = {}
-    for part, memory in filled(manifest, buckets(), lambda size: memoryview(bytearray(size))):
+    blocks = MappedBlocks()
+    for path, part in shared(manifest, buckets(), SharedMemory()):
+        memory = blocks.view(path)
         for entry in part.tensors:
             got[entry.name] = bytes(memory[entry.offset : entry.offset + entry.nbytes])
     assert got == {
@@ -58,15 +61,28 @@ def test_parts_have_the_bytes_of_the_version(
     }
 
 
+@pytest.mark.parametrize("offset", [0, 64])
+def test_a_version_in_shared_memory_is_one_part_where_it_lies(offset: int) -> None:
+    manifest, memory = layout([(8, 8)] * 4, 256), SharedMemory()
+    block = memory.allocate(offset + manifest.total_bytes + 64)
+    data = block[offset : offset + manifest.total_bytes]
+    ((path, part),) = shared(manifest, [data], memory)
+    assert memory.locate(block) == (path, 0)
+    assert [e.offset for e in part.tensors] == [e.offset + offset for e in manifest.tensors]
+    assert len(memory._blocks) == 1  # no copy was made
+
+
 def test_a_source_that_breaks_off_gives_only_parts_that_are_complete() -> None:
     manifest = layout([(8, 8)] * 4, 256)  # a tensor a bucket
 
-    def buckets() -> Iterator[tuple[int, memoryview]]:
-        yield 0, memoryview(bytes(256))
-        yield 256, memoryview(bytes(100))
-        raise ConnectionError
+    def buckets(end: type[Exception] | None) -> Iterator[memoryview]:
+        yield memoryview(bytearray(256))
+        yield memoryview(bytearray(100))
+        if end is not None:
+            raise end
 
-    parts = filled(manifest, buckets(), lambda size: memoryview(bytearray(size)))
-    assert [e.name for e in next(parts)[0].tensors] == ["t0"]
-    with pytest.raises(ConnectionError):
-        next(parts)
+    for end, error in ((ConnectionError, ConnectionError), (None, PeerLostError)):
+        parts = shared(manifest, buckets(end), SharedMemory())
+        assert [e.name for e in next(parts)[1].tensors] == ["t0"]
+        with pytest.raises(error):
+            next(parts)

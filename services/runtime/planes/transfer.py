@@ -1,20 +1,25 @@
-"""One version over a buckets socket: orders, credit, what came wrong, and a source that is lost."""
+"""Buckets over a socket: the connection to who hands them out, orders, credit, what comes wrong."""
 
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Callable, Collection, Iterator
 from typing import Protocol
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
-from umbra.proto.codec import decode
-from umbra.proto.errors import PeerLostError, WireError
-from umbra.proto.messages import Buckets, Credit, FetchBuckets, Nack
+from umbra.proto import sockets
+from umbra.proto.codec import Encoder, decode
+from umbra.proto.errors import PeerLostError, UsageError, WireError
+from umbra.proto.messages import Buckets, Credit, FetchBuckets, Message, Nack, Role
 from umbra.proto.records import Piece
-from umbra.services.runtime.weights.bucket_source import BucketSource
+from umbra.services.runtime.net.keys import OPEN, Security
+from umbra.services.runtime.weights.malloc_tuning import keep_freed_memory
 
-LOOK_S = 0.05  # how soon an interruption is seen
+CONNECTIONS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+LOOK_S = 0.05  # that a step waits for something at most
 LOST_S = 2.0  # without a connection: the source is gone
 SILENT_S = 60.0  # connected, and yet nothing came
 FRAMES_UNDER_WAY = 8
@@ -26,6 +31,91 @@ DeltaCame = Callable[[Piece, bytes], None]
 
 class SourceLostError(PeerLostError):
     """Nobody answers where the buckets should come from."""
+
+
+class BucketSource:
+    """Connects to one source after another, and knows whether it is there. One thread at a time.
+
+    Args:
+        name: of the receiver.
+        security: keys of this process.
+    """
+
+    def __init__(self, name: str, security: Security = OPEN) -> None:
+        keep_freed_memory()
+        self.connected = False
+        self._identity = sockets.unguessable(name)
+        self._security = security
+        self._encoder = Encoder(name, uuid.uuid4().hex[:12])
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._endpoint = ""
+        self._socket: zmq.Socket[bytes] | None = None
+        self._monitor: zmq.Socket[bytes] | None = None
+        self._number = 0
+
+    def connect(self, endpoint: str, server: Role = "weight_hub") -> None:
+        """Begin to connect to `endpoint`, which must have the key of role `server`.
+
+        Nothing happens if that was begun before.
+
+        Raises:
+            UsageError: it is no address.
+        """
+        if endpoint == self._endpoint:
+            return
+        self._disconnect()
+        socket = self._socket = sockets.dealer(
+            self._context, "", self._identity, self._security.connecting(server)
+        )
+        # The monitor comes before the connection.
+        self._monitor = sockets.handshakes(self._context, socket, CONNECTIONS)
+        try:
+            sockets.connect(socket, endpoint)
+        except UsageError:
+            self._socket = None  # closed already
+            self._disconnect()
+            raise
+        self._endpoint = endpoint
+
+    def send(self, body: Message) -> None:
+        """Send one message."""
+        assert self._socket is not None
+        self._socket.send_multipart(self._encoder.encode(body)[1], zmq.NOBLOCK)
+
+    def next_number(self) -> int:
+        """A number for an order."""
+        self._number += 1
+        return self._number
+
+    def poll(self, timeout_s: float) -> tuple[list[zmq.Frame] | None, bool]:
+        """What arrives within `timeout_s`: a message, and whether a connection came about."""
+        assert self._socket is not None and self._monitor is not None
+        made = False
+        if self._socket.poll(0) == 0:
+            zmq.select([self._socket, self._monitor], [], [], timeout_s)
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.connected = made = True
+            elif event == zmq.EVENT_DISCONNECTED:
+                self.connected = made = False
+        if self._socket.poll(0):
+            return self._socket.recv_multipart(zmq.NOBLOCK, copy=False), made
+        return None, made
+
+    def close(self) -> None:
+        """Close the sockets."""
+        self._disconnect()
+        self._context.destroy(linger=0)
+
+    def _disconnect(self) -> None:
+        if self._socket is not None:
+            self._socket.disable_monitor()
+            self._socket.close(linger=0)
+        if self._monitor is not None:
+            self._monitor.close(linger=0)
+        self._socket = self._monitor = None
+        self._endpoint, self.connected = "", False
 
 
 class Gathering(Protocol):
@@ -81,18 +171,17 @@ class Transfer:
         self._used = 0  # bytes for which no new credit was given
         self._spoiled = 0
 
-    def run(self, interrupted: Callable[[], bool]) -> Iterator[int]:
-        """Fetch until nothing is missing; yields each bucket when it is complete and verified.
+    def run(self) -> Iterator[int | None]:
+        """Fetch until nothing is missing, step by step; no step waits for longer than `LOOK_S`.
 
-        No more than the credit comes while the caller works on a bucket.
+        Yields each bucket when it is complete and verified, and None after each step. No more than
+        the credit comes while the caller works on a bucket.
 
         Raises:
             SourceLostError: the source is gone.
             WireError: the source sends nonsense, or nothing.
-            InterruptedError: nobody wants this version any longer.
         """
-        now = time.monotonic()
-        look_at = heard_at = connected_at = now
+        heard_at = connected_at = time.monotonic()
         if self._source.connected:
             self._order()
         while self._gathering.missing:
@@ -109,10 +198,7 @@ class Transfer:
                 raise SourceLostError(f"no connection for {LOST_S:g} s")
             if now - heard_at > SILENT_S:
                 raise WireError(f"no bucket came within {SILENT_S:g} s")
-            if now >= look_at:
-                look_at = now + LOOK_S
-                if interrupted():
-                    raise InterruptedError("given up while it was fetched")
+            yield None
 
     def _order(self) -> None:
         self._number = self._source.next_number()

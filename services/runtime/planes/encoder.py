@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from umbra.proto.records import Manifest
+from umbra.services.runtime.planes.bucket_store import DELTA_SHARE, BucketStore, Delta
 from umbra.services.runtime.process.threads import ends_process
 from umbra.services.runtime.weights import delta
 from umbra.services.runtime.weights.manifest import item_bytes
 from umbra.services.runtime.weights.memory import copy, private_memory
-from umbra.services.weight_hub.store import DELTA_SHARE, BucketStore, Delta
 
 THREADS = 4  # at most
 LONGEST_PAUSE = 16  # versions for which a bucket whose deltas do not pay is not tried again

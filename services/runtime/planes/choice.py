@@ -1,4 +1,4 @@
-"""The ways in which weights can travel from the hub to a receiver, and which one a pair uses."""
+"""Which plane joins a hub and a receiver."""
 
 from __future__ import annotations
 

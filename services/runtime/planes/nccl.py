@@ -1,0 +1,311 @@
+"""Plane `nccl`: an agent process receives into memory that it shares with this one.
+
+A version that everyone waits for comes as a broadcast. What a broadcast did not bring (it broke
+off, or the receiver joined later) is fetched bucket by bucket, as over plane `tcp`, into the same
+memory; so nothing that one receiver lacks ever makes another one wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Generator, Sequence
+from contextlib import suppress
+
+import msgspec
+
+from umbra.proto.errors import UmbraError
+from umbra.proto.messages import Prepare, Ready, Subscribe, Subscribed
+from umbra.proto.records import Manifest, NcclRound
+from umbra.services.runtime.gpu.cuda import Device, GpuError
+from umbra.services.runtime.gpu.worker_process import GpuWorkerProcess, result
+from umbra.services.runtime.planes.background import Background
+from umbra.services.runtime.planes.nccl_rounds import NcclGroup, Round, Rounds
+from umbra.services.runtime.planes.plane import Deliver, GiveUp, Outcome, Receipt, Receiving
+from umbra.services.runtime.planes.tcp import TcpHub, TcpReceiver
+from umbra.services.runtime.weights.arena import Arena
+from umbra.services.runtime.weights.manifest import wrong_checksum
+
+PATIENCE = 4  # a phase of a push has room for that many waits
+GATHER_S = 1.0  # at most, for others to be ready for a broadcast
+TRANSFER_DEADLINES = 3  # of a chunk, that a whole transfer may take
+
+log = logging.getLogger(__name__)
+
+
+class NcclHub:
+    """The hub's end: its agent is rank 0, and sends from the hub's arena.
+
+    The agent's orders run on a thread, one round after another: get an id if a communicator is to
+    be built, tell the receivers, enter the communicator, send. What a round does not bring to a
+    receiver, it fetches over the plane `tcp` of this same hub.
+
+    Args:
+        agent: of the hub.
+        chunk_bytes: of device memory, and of a broadcast.
+        deadline_s: of a phase of a push (`weight_hub.deadline_s`).
+        first_epoch: communicators count from the one after it.
+        tcp: serves those who fetch.
+    """
+
+    def __init__(
+        self,
+        agent: GpuWorkerProcess,
+        chunk_bytes: int,
+        deadline_s: float,
+        first_epoch: int,
+        tcp: TcpHub,
+    ) -> None:
+        self.broken = ""
+        self.group = NcclGroup(first_epoch)
+        self._wait_s = deadline_s / PATIENCE
+        self._rounds = Rounds(self.group, min(GATHER_S, self._wait_s), self._wait_s)
+        self.agent = agent
+        self._chunk_bytes = chunk_bytes
+        self._tcp = tcp
+        self._thread: Background[bytes] = Background("umbra-nccl")
+        self._uid = b""  # of the communicator made last
+        self._announced: Round | None = None  # the round whose members know of it
+        self._cancelled = threading.Event()  # what the agent does is of no use any more
+        self._outcomes: list[Outcome] = []
+        self._waiting = False
+
+    @property
+    def busy(self) -> bool:
+        """See `HubEnd.busy`."""
+        return self._waiting or self._thread.busy
+
+    def layout(self, arena: Arena, manifest: Manifest) -> None:
+        """See `HubEnd.layout`."""
+        current = self._rounds.current
+        self._give_up(current, self._rounds.failed(), "the trainer registered another layout")
+        self._free_agent()
+        self._rounds.ready_at = None
+        self.agent.use(arena, self._chunk_bytes)
+        self._thread.start(self._attach)
+
+    def subscribed(self, name: str, incarnation: str, message: Subscribe) -> None:
+        """A receiver is in the group from the next communicator on."""
+        self.left(name)
+        self._tcp.serves_beside(name, message)
+        self.group.join(name, incarnation)
+
+    def prepare(self, name: str, prepare: Prepare, now: float) -> None:
+        """See `HubEnd.prepare`."""
+        self._rounds.offer(name, prepare, now)
+        self._waiting = True
+
+    def staged(self, name: str, message: Ready) -> None:
+        """A receiver has got its version, or not."""
+        current = self._rounds.current
+        others = self._rounds.reported(name, message.epoch, well=not message.error)
+        self._give_up(current, others, f"{name} could not receive: {message.error}")
+
+    def left(self, name: str) -> None:
+        """See `HubEnd.left`."""
+        current = self._rounds.current
+        self._give_up(current, self._rounds.dropped(name), f"{name} has left the broadcast")
+
+    def granted(self, slot: int) -> None:
+        """`slot` will be written anew: nobody waits for what lies there any more."""
+        current = self._rounds.current
+        if current is not None and current.slot == slot:
+            self._give_up(current, self._rounds.failed(), "the version was overtaken")
+
+    def poll(self, now: float) -> list[Outcome]:
+        """Prepares that go out now, and rounds that came to nothing."""
+        done = self._thread.take()
+        if done is not None:
+            self._step_done(done, now)
+        fetching, begun = self._rounds.settle(now, idle=not self._thread.busy)
+        self._outcomes += [Deliver(name, self._tcp.complete(name, held)) for name, held in fetching]
+        if begun is not None:
+            self._begin(begun)
+        self._waiting = self._rounds.next_due() is not None
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def close(self) -> None:
+        """End the agent."""
+        self._free_agent()
+        self._thread.close()
+        self.agent.kill()
+
+    # -- a round ----------------------------------------------------------------------------------
+
+    def _begin(self, begun: Round) -> None:
+        self._cancelled.clear()
+        self._announced = None
+        if begun.communicator.fresh:
+            self._thread.start(self._new_id)
+        else:
+            self._announce(begun)
+
+    def _step_done(self, done: bytes | UmbraError, now: float) -> None:
+        current = self._rounds.current
+        if self._rounds.ready_at is None:
+            self._attached(done, now)
+        elif current is None:
+            log.debug("the hub's agent has left a broadcast: %s", done)
+        elif self._announced is current and isinstance(done, UmbraError):
+            self._give_up(current, self._rounds.failed(), f"the hub's own agent: {done}")
+        elif self._announced is current:
+            self._rounds.sent()
+        elif isinstance(done, UmbraError):
+            self._give_up(current, self._rounds.failed(), f"no id for a communicator: {done}")
+        else:
+            self._uid = done
+            self._announce(current)
+
+    def _attached(self, done: bytes | UmbraError, now: float) -> None:
+        if isinstance(done, UmbraError):
+            self.broken = f"the hub's GPU agent does not work: {done}"
+            log.error("plane nccl: %s; everyone fetches", self.broken)
+        else:
+            self._rounds.ready_at = now
+
+    def _announce(self, current: Round) -> None:
+        self._announced = current
+        communicator = current.communicator
+        for name, prepare in current.prepares.items():
+            if name in current.open:
+                group = NcclRound(
+                    epoch=communicator.epoch,
+                    uid=self._uid,
+                    rank=communicator.ranks[name],
+                    size=communicator.size,
+                    chunk_bytes=self._chunk_bytes,
+                    deadline_s=self._wait_s,
+                )
+                held = msgspec.structs.replace(prepare, round=group)
+                self._outcomes.append(Deliver(name, held))
+        self._thread.start(lambda: self._send(current, self._uid))
+
+    def _give_up(self, current: Round | None, names: Sequence[str], reason: str) -> None:
+        if current is None or not current.failed:
+            return  # there is none, or it goes on, or it went well
+        self._cancelled.set()
+        log.warning("broadcast of epoch %d was given up: %s", current.communicator.epoch, reason)
+        for name in names:
+            self._outcomes.append(GiveUp(name, current.prepares[name], reason))
+
+    def _free_agent(self) -> None:
+        """End what the thread does, so that the agent is ours."""
+        self._cancelled.set()
+        self._thread.wait()
+        self._thread.take()
+
+    # -- on the thread ----------------------------------------------------------------------------
+
+    def _attach(self) -> bytes:
+        result(self.agent.attached())
+        return b""
+
+    def _new_id(self) -> bytes:
+        result(self.agent.attached(), self._cancelled.is_set)
+        return bytes.fromhex(self.agent.call("unique_id", self._wait_s)["uid"])
+
+    def _send(self, current: Round, uid: bytes) -> bytes:
+        communicator = current.communicator
+        try:
+            if communicator.fresh:
+                self.agent.order(
+                    "join", epoch=communicator.epoch, uid=uid.hex(), rank=0, size=communicator.size
+                )
+                result(self.agent.answer(self._wait_s, abortable=False), self._cancelled.is_set)
+            self.agent.order(
+                "transfer",
+                epoch=communicator.epoch,
+                slot=current.slot,
+                deadline_s=self._wait_s,
+            )
+            result(self.agent.answer((PATIENCE - 1) * self._wait_s), self._cancelled.is_set)
+        except UmbraError:
+            self.agent.begin()  # if it was killed, so that it is there for the next round
+            raise
+        return uid
+
+
+class NcclReceiver:
+    """Fills the slots of `arena`; the buffers of `pull` are these same slots.
+
+    Args:
+        agent: the process that enters NCCL.
+        arena: what it receives into.
+        chunk_bytes: of device memory, and of a broadcast.
+        pull: fetches what no broadcast brings.
+        device: on which this very process loads what it gets; without it, it does not.
+    """
+
+    def __init__(
+        self,
+        agent: GpuWorkerProcess,
+        arena: Arena,
+        chunk_bytes: int,
+        pull: TcpReceiver,
+        device: Device | None = None,
+    ) -> None:
+        self.versions = arena.slots
+        self._agent = agent
+        self._arena = arena
+        self._pull = pull
+        self._entered = b""  # unique id of the communicator that the agent is in
+        # What the agent has pinned is pinned for the agent alone.
+        self._device = device
+        self._pinned: list[int] = []
+        if device is not None:
+            self._pinned = [device.pin(arena.slot(slot)) for slot in range(arena.slots)]
+        agent.use(arena, chunk_bytes)
+
+    def fits(self, reply: Subscribed) -> bool:
+        """See `ReceiverEnd.fits`."""
+        return reply.plane == "nccl" and reply.manifest.digest == self._pull.manifest.digest
+
+    def receive(self, message: Prepare, target: int) -> Receiving:
+        """Receive a version into slot `target` and verify it there."""
+        if message.round is None:
+            return (yield from self._pull.receive(message, target))
+        began = time.perf_counter()
+        self._pull.overwritten(target)
+        error = ""
+        try:
+            yield from self._broadcast(message.round, target)
+        except UmbraError as problem:
+            log.warning("broadcast of version %d: %s", message.version, problem)
+            error = str(problem)
+            self._agent.begin()  # if it was killed, so that it is there for the next broadcast
+        wire_s = time.perf_counter() - began
+        for bucket, right in self._pull.verify(target, message.checksums):
+            if right:
+                yield bucket
+            elif not error:
+                wrong = wrong_checksum(self._pull.manifest, bucket)
+                error = f"{wrong} after a broadcast"
+        stage_s = time.perf_counter() - began - wire_s
+        data, size = self._arena.slot(target), self._arena.slot_bytes
+        return Receipt(wire_s, stage_s, size, error, parts=lambda: iter((data,)))
+
+    def close(self) -> None:
+        """End the agent, close the sockets and the arena."""
+        self._agent.kill()  # first: it writes into the arena
+        pinned, self._pinned = self._pinned, []
+        if self._device is not None:
+            with suppress(GpuError):  # whoever uses the GPU next hears of it
+                self._device.use()
+                for address in pinned:
+                    self._device.unpin(address)
+        self._pull.close()
+        self._arena.close()
+
+    def _broadcast(self, group: NcclRound, slot: int) -> Generator[None, None, None]:
+        entered, self._entered = self._entered, b""  # if this breaks off, it is in none
+        yield from self._agent.attached()
+        if group.uid != entered:
+            self._agent.order(
+                "join", epoch=group.epoch, uid=group.uid.hex(), rank=group.rank, size=group.size
+            )
+            yield from self._agent.answer(group.deadline_s, abortable=False)
+        self._agent.order("transfer", epoch=group.epoch, slot=slot, deadline_s=group.deadline_s)
+        yield from self._agent.answer(TRANSFER_DEADLINES * group.deadline_s)
+        self._entered = group.uid

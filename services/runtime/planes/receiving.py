@@ -1,0 +1,120 @@
+"""What a receiver offers the hub, and its end of the plane that the hub chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from umbra.proto.messages import Subscribed
+from umbra.proto.records import GpuFacts
+from umbra.services.runtime.net.keys import Security
+from umbra.services.runtime.planes.gpu import GpuReceiving
+from umbra.services.runtime.planes.plane import ReceiverEnd
+from umbra.services.runtime.planes.shm import ShmReceiver, ShmStream
+from umbra.services.runtime.planes.tcp import TcpReceiver, TcpStream
+from umbra.services.runtime.weights.memory import private_memory
+from umbra.services.runtime.weights.staging import BUFFERS
+
+FRAME_BYTES = 4 << 20
+
+
+class ReceiverPlanes(Protocol):
+    """Planes as a receiver has them."""
+
+    offered: list[str]
+    """Names, best first."""
+    facts: GpuFacts | None
+    """Of the GPU, where there is a plane for it."""
+    streamed: bool
+    """Versions are not held: the hub keeps the slot of one until it is loaded."""
+
+    def open(self, reply: Subscribed, name: str, security: Security) -> ReceiverEnd:
+        """The end for the layout and plane in `reply`.
+
+        Args:
+            reply: of the hub.
+            name: of the receiver.
+            security: keys of this process.
+
+        Raises:
+            StartupError: shared memory cannot be seen, or there is too little memory.
+        """
+        ...
+
+    def close(self) -> None:
+        """End what belongs to no end."""
+        ...
+
+
+class StagedPlanes:
+    """Versions are held whole, verified, until the engine loads them.
+
+    Args:
+        planes: to be offered besides those of `gpu`, which come first.
+        gpu: for planes `nccl` and `cuda_ipc`; closed with this.
+        frame_bytes: of one message, at most, where weights come over a socket.
+        allocate: gives the memory to hold them, so many writable bytes.
+    """
+
+    streamed = False
+
+    def __init__(
+        self,
+        planes: Sequence[str] = ("shm",),
+        *,
+        gpu: GpuReceiving | None = None,
+        frame_bytes: int = FRAME_BYTES,
+        allocate: Callable[[int], memoryview] = private_memory,
+    ) -> None:
+        self.offered = [*(gpu.planes if gpu else ()), *planes]
+        self.facts = gpu.facts if gpu else None
+        self._gpu = gpu
+        self._frame_bytes = frame_bytes
+        self._allocate = allocate
+
+    def open(self, reply: Subscribed, name: str, security: Security) -> ReceiverEnd:
+        """See `ReceiverPlanes.open`."""
+        if self._gpu is not None and reply.plane in self._gpu.planes:
+            return self._gpu.open(reply, name, self._frame_bytes, security)
+        manifest = reply.manifest
+        buffers = [self._allocate(manifest.total_bytes) for _ in range(BUFFERS)]
+        if reply.plane == "tcp":
+            return TcpReceiver(name, manifest, buffers, self._frame_bytes, security=security)
+        return ShmReceiver(reply, buffers)
+
+    def close(self) -> None:
+        """End the GPU's agent."""
+        if self._gpu is not None:
+            self._gpu.close()
+
+
+class StreamedPlanes:
+    """Versions are read from where they lie when the engine loads them: for lack of memory.
+
+    Loading goes bucket by bucket through a few buckets of memory, each verified before the engine
+    sees it, the next ones being read meanwhile. So the pause contains the transfer, and a load that
+    breaks off leaves weights that are neither the old version nor the new one: then the version
+    before is loaded again from where it lay (the hub keeps that slot too until the push is over).
+
+    Args:
+        planes: to be offered.
+        frame_bytes: of one message, at most, over plane `tcp`.
+        deadline_s: seconds that a load over plane `tcp` may take.
+    """
+
+    streamed = True
+    facts: GpuFacts | None = None
+
+    def __init__(self, planes: Sequence[str], frame_bytes: int, deadline_s: float) -> None:
+        self.offered = list(planes)
+        self._frame_bytes = frame_bytes
+        self._deadline_s = deadline_s
+
+    def open(self, reply: Subscribed, name: str, security: Security) -> ReceiverEnd:
+        """See `ReceiverPlanes.open`."""
+        if reply.plane == "tcp":
+            return TcpStream(name, reply.manifest, self._frame_bytes, self._deadline_s, security)
+        return ShmStream(reply)
+
+    def close(self) -> None:
+        """Nothing is open."""

@@ -1,0 +1,197 @@
+"""Plane `shm`: receivers copy from the hub's arena in /dev/shm, or load from it bucket by bucket.
+
+What is verified is never the slot itself, which may change, but a private copy: of the whole
+version where it is staged, of one bucket where it is streamed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
+from umbra.proto.errors import PeerLostError, StartupError
+from umbra.proto.messages import Prepare, Ready, Subscribe, Subscribed
+from umbra.proto.records import Manifest
+from umbra.services.runtime.planes.plane import Deliver, Receipt, Receiving
+from umbra.services.runtime.weights.arena import Arena
+from umbra.services.runtime.weights.manifest import checksum, largest_bucket, wrong_checksum
+from umbra.services.runtime.weights.memory import private_memory
+
+LANES = 2  # one bucket is loaded while the next one is read
+UNREADABLE = (IndexError, OSError, StartupError)
+
+
+class ShmHub:
+    """The hub's end: receivers find everything in the arena."""
+
+    def __init__(self) -> None:
+        self.broken = ""
+        self._waiting: dict[str, Prepare] = {}
+
+    @property
+    def busy(self) -> bool:
+        """See `HubEnd.busy`."""
+        return bool(self._waiting)
+
+    def layout(self, arena: Arena, manifest: Manifest) -> None:
+        """Receivers are told the arena's path when they subscribe."""
+
+    def subscribed(self, name: str, incarnation: str, message: Subscribe) -> None:
+        """Nothing follows from it."""
+
+    def prepare(self, name: str, prepare: Prepare, now: float) -> None:
+        """See `HubEnd.prepare`."""
+        self._waiting[name] = prepare
+
+    def poll(self, now: float) -> Iterator[Deliver]:
+        """All that was prepared, as it is."""
+        while self._waiting:
+            name = next(iter(self._waiting))
+            yield Deliver(name, self._waiting.pop(name))
+
+    def staged(self, name: str, message: Ready) -> None:
+        """Nothing follows from it."""
+
+    def left(self, name: str) -> None:
+        """See `HubEnd.left`."""
+        self._waiting.pop(name, None)
+
+    def granted(self, slot: int) -> None:
+        """Nothing follows from it."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class ShmReceiver:
+    """Copies versions into private memory.
+
+    Args:
+        reply: names the arena.
+        buffers: to be filled, `[total_bytes]` each.
+
+    Raises:
+        StartupError: the arena cannot be seen from here.
+    """
+
+    def __init__(self, reply: Subscribed, buffers: Sequence[memoryview]) -> None:
+        self.versions = len(buffers)
+        self._source = _Source(reply)
+        self._buffers = buffers
+
+    def fits(self, reply: Subscribed) -> bool:
+        """See `ReceiverEnd.fits`."""
+        return self._source.fits(reply)
+
+    def receive(self, message: Prepare, target: int) -> Receiving:
+        """Copy and verify bucket by bucket, while each is still in the cache."""
+        data, manifest = self._buffers[target], self._source.manifest
+        wire_s = stage_s = 0.0
+        for index, (start, end) in enumerate(manifest.buckets):
+            began = time.perf_counter()
+            try:
+                self._source.arena.read(message.slot, start, data[start:end])
+            except UNREADABLE as error:
+                return Receipt(wire_s, stage_s, start, str(error))
+            copied = time.perf_counter()
+            actual = checksum(data[start:end])
+            wire_s += copied - began
+            stage_s += time.perf_counter() - copied
+            if actual != message.checksums[index]:
+                return Receipt(wire_s, stage_s, end, wrong_checksum(manifest, index))
+            yield index
+        return Receipt(wire_s, stage_s, manifest.total_bytes, parts=lambda: iter((data,)))
+
+    def close(self) -> None:
+        """Unmap the arena."""
+        self._source.arena.close()
+
+
+class ShmStream:
+    """Verifies versions where they lie, and reads them from there when they are loaded.
+
+    Args:
+        reply: names the arena.
+
+    Raises:
+        StartupError: the arena cannot be seen from here.
+    """
+
+    versions = 2
+
+    def __init__(self, reply: Subscribed) -> None:
+        self._source = _Source(reply)
+        self._lane = private_memory(largest_bucket(reply.manifest))
+
+    def fits(self, reply: Subscribed) -> bool:
+        """See `ReceiverEnd.fits`."""
+        return self._source.fits(reply)
+
+    def receive(self, message: Prepare, target: int) -> Receiving:
+        """Verify every bucket; nothing is kept."""
+        began = time.perf_counter()
+        source = self._source
+        for index in range(len(source.manifest.buckets)):
+            try:
+                source.read(source.arena, message, index, self._lane)
+            except (*UNREADABLE, PeerLostError) as error:
+                return Receipt(stage_s=time.perf_counter() - began, error=str(error))
+            yield None
+        stage_s = time.perf_counter() - began
+        return Receipt(stage_s=stage_s, parts=lambda: source.buckets(message))
+
+    def close(self) -> None:
+        """Unmap the arena; a load under way has mapped it for itself."""
+        self._source.arena.close()
+
+
+class _Source:
+    """The hub's arena."""
+
+    def __init__(self, reply: Subscribed) -> None:
+        self.manifest: Manifest = reply.manifest
+        self._path = reply.path
+        self.arena = self._attached()
+
+    def fits(self, reply: Subscribed) -> bool:
+        """Whether `reply` is about this arena and layout."""
+        same = reply.manifest.digest == self.manifest.digest
+        return reply.plane == "shm" and reply.path == self._path and same
+
+    def read(self, arena: Arena, message: Prepare, index: int, lane: memoryview) -> memoryview:
+        """A bucket, copied to the beginning of `lane` and verified there.
+
+        Raises:
+            PeerLostError: it is not what was published.
+        """
+        start, end = self.manifest.buckets[index]
+        bucket = lane[: end - start]
+        arena.read(message.slot, start, bucket)
+        if checksum(bucket) != message.checksums[index]:
+            raise PeerLostError(wrong_checksum(self.manifest, index))
+        return bucket
+
+    def buckets(self, message: Prepare) -> Iterator[memoryview]:
+        """The buckets of a version in order; each is good until the next one is asked for.
+
+        Raises:
+            PeerLostError: the version is not there any more.
+        """
+        count = len(self.manifest.buckets)
+        ring = [private_memory(largest_bucket(self.manifest)) for _ in range(LANES)]
+        try:
+            with closing(self._attached()) as arena, ThreadPoolExecutor(1, "umbra-stream") as ahead:
+                coming = ahead.submit(self.read, arena, message, 0, ring[0])
+                for index in range(count):
+                    bucket = coming.result()
+                    if index + 1 < count:
+                        lane = ring[(index + 1) % LANES]
+                        coming = ahead.submit(self.read, arena, message, index + 1, lane)
+                    yield bucket
+        except UNREADABLE as error:
+            raise PeerLostError(str(error)) from error
+
+    def _attached(self) -> Arena:
+        return Arena.attach(self._path, slot_bytes=self.manifest.total_bytes, populate=False)

@@ -1,0 +1,390 @@
+"""Plane `tcp`: a receiver pulls buckets over a socket of its own, within the credit it grants."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+
+import msgspec
+
+from umbra.proto.errors import PeerLostError, UsageError, WireError
+from umbra.proto.messages import Prepare, Ready, Role, Subscribe, Subscribed
+from umbra.proto.records import Manifest
+from umbra.services.runtime.config import WeightHubConfig as WeightHubConfig
+from umbra.services.runtime.net.address import reachable
+from umbra.services.runtime.net.keys import OPEN, Security
+from umbra.services.runtime.planes.assembly import Assembly, Holdings, SequentialAssembly
+from umbra.services.runtime.planes.bucket_server import BucketServer
+from umbra.services.runtime.planes.bucket_store import BucketStore
+from umbra.services.runtime.planes.encoder import DeltaEncoder
+from umbra.services.runtime.planes.plane import Deliver, Receipt, Receiving
+from umbra.services.runtime.planes.transfer import (
+    LOOK_S,
+    LOST_S,
+    BucketSource,
+    DeltaCame,
+    SourceLostError,
+    Transfer,
+)
+from umbra.services.runtime.weights import delta
+from umbra.services.runtime.weights.arena import Arena
+from umbra.services.runtime.weights.manifest import checksum
+
+FAST_LINK = 1e9  # bytes per second; encoding on two cores is hardly faster
+
+log = logging.getLogger(__name__)
+
+
+class RelayChain:
+    """From whom each receiver fetches: relays from one another, in a chain.
+
+    The first relay fetches from the hub, every other one from the relay before it, so that the hub
+    sends each byte once, however many nodes there are. Receivers that are no relays fetch from the
+    hub. The order is that in which the relays subscribed.
+
+    Args:
+        hub: the hub's own buckets endpoint.
+    """
+
+    def __init__(self, hub: str) -> None:
+        self._hub = hub
+        self._relays: dict[str, str] = {}  # name -> buckets endpoint
+        self._told: dict[str, str] = {}  # receiver -> the relay it was last sent to
+
+    @property
+    def relays(self) -> list[str]:
+        """Names, in the order of the chain."""
+        return list(self._relays)
+
+    def join(self, name: str, endpoint: str) -> None:
+        """A relay has subscribed; one that was in the chain before goes to its end."""
+        self._relays.pop(name, None)
+        self._relays[name] = endpoint
+
+    def leave(self, name: str) -> None:
+        """A receiver is not subscribed any longer: the next in the chain takes its place."""
+        self._relays.pop(name, None)
+        self._told.pop(name, None)
+
+    def source(self, name: str) -> str:
+        """The endpoint from which `name` is to fetch its next version."""
+        before = ""
+        for relay in self._relays:
+            if relay == name:
+                break
+            before = relay
+        else:
+            before = ""  # not a relay
+        self._told[name] = before
+        return self._relays[before] if before else self._hub
+
+    def broken(self, name: str) -> str:
+        """`name` has lost its source: that relay leaves the chain until it subscribes again.
+
+        Its name, or "" where the source was the hub.
+        """
+        before = self._told.get(name, "")
+        self._relays.pop(before, None)
+        return before
+
+
+class TcpHub:
+    """The hub's end: the buckets, their deltas, and who fetches from whom.
+
+    Args:
+        name: sender name of the hub.
+        incarnation: of the hub.
+        endpoint: to bind; port * picks a free one.
+        config: the section `weight_hub`.
+        security: keys of the hub.
+
+    Raises:
+        StartupError: the address is taken.
+        UsageError: it is not ours, or other machines can reach it and there are no keys.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        incarnation: str,
+        endpoint: str,
+        config: WeightHubConfig,
+        security: Security = OPEN,
+    ) -> None:
+        self.broken = ""
+        self._config = config
+        self._is_relay = security.keys is not None and security.keys.role == "relay"
+        self.server = BucketServer(name, incarnation, endpoint, security)
+        self.endpoint = reachable(self.server.endpoint, config.advertise)
+        self.chain = RelayChain(self.endpoint)
+        self._lock = threading.Lock()  # guards the layout: a relay sets it from another thread
+        self._relays: dict[str, Subscribe] = {}
+        self._waiting: dict[str, Prepare] = {}
+        self._chained: set[str] = set()  # receivers that get every version by this plane
+        self._arena: Arena | None = None
+        self._manifest: Manifest | None = None
+        self._store: BucketStore | None = None
+        self._encoder: DeltaEncoder | None = None
+        self._encoded: tuple[int, Sequence[int]] | None = None  # slot and contents
+        self._rates: dict[str, float] = {}  # of each receiver's link, bytes per second
+        self._deltas = config.delta != "off" and delta.available()
+        if config.delta != "off" and not self._deltas:
+            log.info("no deltas: they need numpy and zstandard (pip install 'umbra-rl[delta]')")
+
+    @property
+    def busy(self) -> bool:
+        """See `HubEnd.busy`."""
+        return bool(self._waiting)
+
+    def layout(self, arena: Arena, manifest: Manifest) -> None:
+        """See `HubEnd.layout`."""
+        self._arena = arena
+        self.store_of(manifest)
+
+    def store_of(self, manifest: Manifest) -> BucketStore:
+        """Where the buckets of a layout are found, which is that of all pushes from now on."""
+        with self._lock:
+            return self._layout(manifest)
+
+    def relay_at(self, host: str) -> str:
+        """Weights endpoint of the relay on `host`; empty if there is none."""
+        return next((r.serves for r in self._relays.values() if r.host == host), "")
+
+    def _layout(self, manifest: Manifest) -> BucketStore:
+        if self._store is not None and self._manifest is not None:
+            if self._manifest.digest == manifest.digest:
+                return self._store
+        self._close_encoder()
+        self._manifest = manifest
+        self._store = self.server.serve(manifest)
+        return self._store
+
+    def subscribed(self, name: str, incarnation: str, message: Subscribe) -> None:
+        """A receiver fetches every version; it hands buckets on if it is a relay."""
+        self._chained.add(name)
+        self.serves_beside(name, message)
+        if message.buckets:
+            self.chain.join(name, message.buckets)
+            log.info("chain of relays: %s", ", ".join(self.chain.relays))
+
+    def serves_beside(self, name: str, message: Subscribe) -> None:
+        """A receiver fetches, from the hub, what another plane does not bring."""
+        if message.buckets:
+            self._relays[name] = message
+
+    def prepare(self, name: str, prepare: Prepare, now: float) -> None:
+        """See `HubEnd.prepare`."""
+        self._waiting[name] = prepare
+
+    def poll(self, now: float) -> Iterator[Deliver]:
+        """All that was prepared, each with the source that it has by then."""
+        while self._waiting:
+            name = next(iter(self._waiting))
+            yield Deliver(name, self.complete(name, self._waiting.pop(name)))
+
+    def complete(self, name: str, message: Prepare) -> Prepare:
+        """`message` so that `name` fetches the version that it is about."""
+        assert self._store is not None and self._arena is not None and self._manifest is not None
+        data = self._arena.slot(message.slot)
+        if not self._store.holds(message.slot, message.checksums):
+            self._store.offer(message.slot, data, message.checksums)
+        version = (message.slot, message.checksums)
+        if self._deltas and self._encoded != version and self._links_are_slow():
+            if self._encoder is None:
+                self._encoder = DeltaEncoder(self._store, self._manifest)
+            self._encoded = version
+            self._encoder.start(data, message.checksums)
+        source = self.chain.source(name)
+        relayed = self._is_relay or source != self.endpoint
+        return msgspec.structs.replace(message, source=source, relayed=relayed)
+
+    def staged(self, name: str, message: Ready) -> None:
+        """Where all bytes of a version travelled, the link has shown its rate."""
+        if message.source_lost:
+            if relay := self.chain.broken(name):
+                self._relays.pop(relay, None)
+                log.warning("%s has lost %s, which leaves the chain", name, relay)
+        nbytes = self._manifest.total_bytes if self._manifest is not None else 0
+        if name in self._chained and message.wire_s > 0 and message.wire_bytes >= nbytes:
+            self._rates[name] = message.wire_bytes / message.wire_s
+
+    def _links_are_slow(self) -> bool:
+        slow = any(rate < FAST_LINK for rate in self._rates.values())
+        return slow or self._config.delta == "always"
+
+    def left(self, name: str) -> None:
+        """See `HubEnd.left`."""
+        self.chain.leave(name)
+        self._chained.discard(name)
+        self._waiting.pop(name, None)
+        self._relays.pop(name, None)
+        self._rates.pop(name, None)
+
+    def granted(self, slot: int) -> None:
+        """See `HubEnd.granted`."""
+        if self._encoder is not None and self._encoded is not None and self._encoded[0] == slot:
+            self._encoder.stop()
+        if self._store is not None:
+            self._store.withdraw(slot)
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._close_encoder()
+        self.server.close()
+
+    def _close_encoder(self) -> None:
+        if self._encoder is not None:
+            self._encoder.close()
+        self._encoder = self._encoded = None
+
+
+class TcpReceiver:
+    """Fetches versions bucket by bucket, and goes on where it was when a connection breaks.
+
+    Args:
+        name: of this receiver.
+        manifest: the layout.
+        buffers: to be filled, `[manifest.total_bytes]` each.
+        frame_bytes: in one message, at most.
+        delta_came: called with each delta that led to a bucket, before that is yielded.
+        security: keys of this process.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        manifest: Manifest,
+        buffers: Sequence[memoryview],
+        frame_bytes: int,
+        delta_came: DeltaCame | None = None,
+        security: Security = OPEN,
+    ) -> None:
+        self.manifest = manifest
+        self.versions = len(buffers)
+        self._holdings = Holdings(manifest, buffers)
+        self._frame_bytes = frame_bytes
+        self._delta_came = delta_came
+        self._deltas = delta.available()
+        self._source = BucketSource(name, security)
+
+    def fits(self, reply: Subscribed) -> bool:
+        """See `ReceiverEnd.fits`; from which hub does not matter."""
+        return reply.plane == "tcp" and reply.manifest.digest == self.manifest.digest
+
+    def receive(self, message: Prepare, target: int) -> Receiving:
+        """Fetch what is missing of a version into buffer `target`."""
+        began = time.perf_counter()
+        assembly = Assembly(self._holdings, target, message.checksums, deltas=self._deltas)
+        held_s = time.perf_counter() - began
+        transfer = Transfer(self._source, assembly, self._frame_bytes, self._delta_came)
+        error, lost = "", False
+        try:
+            for bucket in range(len(message.checksums)):
+                if bucket not in assembly.missing:
+                    yield bucket
+            if assembly.missing:
+                self._source.connect(message.source, _server(message))
+                yield from transfer.run()
+        except SourceLostError as problem:
+            error, lost = f"{message.source} is gone: {problem}", True
+        except (WireError, UsageError) as problem:
+            error = str(problem)
+        if assembly.corrupted:
+            log.warning("%d buckets of version %d came wrong", assembly.corrupted, message.version)
+        stage_s = held_s + transfer.stage_s
+        wire_s = max(0.0, time.perf_counter() - began - stage_s)
+        data = self._holdings.buffers[target]
+        return Receipt(
+            wire_s, stage_s, transfer.wire_bytes, error, lost, parts=lambda: iter((data,))
+        )
+
+    def overwritten(self, target: int) -> None:
+        """Buffer `target` is about to be filled in another way."""
+        self._holdings.contents[target] = [0] * len(self.manifest.buckets)
+
+    def verify(self, target: int, checksums: Sequence[int]) -> Iterator[tuple[int, bool]]:
+        """Each bucket that was filled in another way, and whether it is right: it counts then."""
+        data = self._holdings.buffers[target]
+        for bucket, (start, end) in enumerate(self.manifest.buckets):
+            right = checksum(data[start:end]) == checksums[bucket]
+            if right:
+                self._holdings.contents[target][bucket] = checksums[bucket]
+            yield bucket, right
+
+    def close(self) -> None:
+        """Close the sockets."""
+        self._source.close()
+
+
+class TcpStream:
+    """Fetches versions when they are loaded, bucket by bucket, and holds none.
+
+    Args:
+        name: of the receiver.
+        manifest: the layout.
+        frame_bytes: of one message, at most; about ten of them are in memory.
+        deadline_s: seconds that a load may take.
+        security: keys of this process.
+    """
+
+    versions = 2
+
+    def __init__(
+        self, name: str, manifest: Manifest, frame_bytes: int, deadline_s: float, security: Security
+    ) -> None:
+        self._name = name
+        self._manifest = manifest
+        self._frame_bytes = frame_bytes
+        self._deadline_s = deadline_s
+        self._security = security
+
+    def fits(self, reply: Subscribed) -> bool:
+        """See `ReceiverEnd.fits`."""
+        return reply.plane == "tcp" and reply.manifest.digest == self._manifest.digest
+
+    def receive(self, message: Prepare, target: int) -> Receiving:
+        """See whether the source is there: a version must not travel twice."""
+        began = time.monotonic()
+        with closing(BucketSource(f"{self._name}/probe", self._security)) as source:
+            try:
+                source.connect(message.source, _server(message))
+            except UsageError as error:
+                return Receipt(error=str(error))
+            while not source.connected:
+                source.poll(LOOK_S)
+                if time.monotonic() - began > LOST_S:
+                    return Receipt(error=f"{message.source} is gone", source_lost=True)
+                yield None
+        nbytes = self._manifest.total_bytes
+        return Receipt(wire_bytes=nbytes, parts=lambda: self._buckets(message))
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _buckets(self, message: Prepare) -> Iterator[memoryview]:
+        """The buckets of a version in order; each is good until the next one is asked for.
+
+        Raises:
+            PeerLostError: the version is not there any more.
+        """
+        lane = SequentialAssembly(self._manifest, message.checksums)
+        until = time.monotonic() + self._deadline_s
+        with closing(BucketSource(f"{self._name}/load", self._security)) as source:
+            try:
+                source.connect(message.source, _server(message))
+                for index in Transfer(source, lane, self._frame_bytes).run():
+                    if index is not None:
+                        yield lane.bucket(index)
+                    elif lane.missing and time.monotonic() > until:
+                        what = f"{len(lane.missing)} of {len(message.checksums)} buckets"
+                        raise PeerLostError(f"{what} are missing after {self._deadline_s:g} s")
+            except (WireError, UsageError) as error:
+                raise PeerLostError(str(error)) from error
+
+
+def _server(message: Prepare) -> Role:
+    """Whose key the source has."""
+    return "relay" if message.relayed else "weight_hub"
