@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ import pytest
 import torch
 from fakes.rank_bench import as_text
 from fakes.trajectories import trajectory
-from fakes.versions import load
+from fakes.versions import in_memory, load
 from torch import Tensor, nn
 from transformers import MistralConfig, MistralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -183,10 +183,14 @@ class Stale(TorchEngine):
         now = {n: p.detach().clone() for n, p in self._model.named_parameters()}
         if not hasattr(self, "old"):
             self.old = now
-        self._weights.load(self.old.items())
+        self._put(self.old)
         super()._prefill(slots, sequences)
-        self._weights.load(now.items())
+        self._put(now)
         return logits
+
+    def _put(self, weights: Mapping[str, Tensor]) -> None:
+        manifest, data = in_memory(weights)
+        self._weights.load(manifest, [data])
 
 
 def renumbered(ids: list[int]) -> list[int]:
