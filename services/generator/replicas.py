@@ -75,7 +75,7 @@ def run_replicas(ctx: ServiceContext) -> int:
         spawn,
         report=ctx.log.warning,
         last_line=lambda name: replicas[name].end(),
-        drain_s=STOP_S,
+        stop_s=STOP_S,
         finish_s=math.inf,  # one that was drained may be gone for long before the others
     )
     with tempfile.TemporaryDirectory(prefix="umbra-replicas-") as folder:

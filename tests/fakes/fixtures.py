@@ -32,6 +32,7 @@ RUN = f"""
 [run]
 name = "test"
 steps = 4
+stop_s = {seconds(7.5)}
 [model]
 path = "model"
 [data]

@@ -58,7 +58,7 @@ class Stage:
             goal="trainer",
             report=self.said.append,
             last_line=lambda name: f"last words of {name}",
-            drain_s=10,
+            stop_s=10,
             finish_s=finish_s,
             clock=lambda: self.now,
         )

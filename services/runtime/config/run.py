@@ -26,6 +26,14 @@ class RunSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True)
             gt=0,
         ),
     ] = 60.0
+    stop_s: Annotated[
+        float,
+        Meta(
+            description="seconds that processes get to stop in order until they are killed; "
+            "at the end of a run they get twice as long to leave by themselves",
+            gt=0,
+        ),
+    ] = 15.0
 
 
 class ModelConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -18,8 +18,6 @@ from umbra.proto.errors import DivergedError, FailedSamplesError, RejectedError,
 from umbra.services.runtime.process.child import Usage, describe_exit, own_exit_code
 
 _LOOK_S = 0.02
-DRAIN_S = 15.0  # per wave; a trainer may have to end its step
-FINISH_S = 30.0  # from the first orderly exit to the last
 # The same would happen again.
 FINAL_CODES = tuple(
     error.exit_code for error in (UsageError, RejectedError, DivergedError, FailedSamplesError)
@@ -113,8 +111,8 @@ class Supervisor:
         goal: the program whose orderly exit means that the run is done, if there is such a one.
         report: gets a line for people at every event.
         last_line: the last thing that a program said, for the sentence about its end.
-        drain_s: seconds that each wave gets to stop until it is killed.
-        finish_s: seconds that the rest gets to leave by itself at the end of the run.
+        stop_s: seconds that each wave gets to stop until it is killed (`run.stop_s`).
+        finish_s: seconds from the first orderly exit to the last; twice `stop_s` if not given.
     """
 
     def __init__(
@@ -125,8 +123,8 @@ class Supervisor:
         report: Callable[[str], None],
         last_line: Callable[[str], str] = lambda _name: "",
         policy: Callable[[], RestartPolicy] = RestartPolicy,
-        drain_s: float = DRAIN_S,
-        finish_s: float = FINISH_S,
+        stop_s: float = 15.0,
+        finish_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.failure: Failure | None = None
@@ -137,8 +135,8 @@ class Supervisor:
         self._report = report
         self._last_line = last_line
         self._policy = policy
-        self._drain_s = drain_s
-        self._finish_s = finish_s
+        self._stop_s = stop_s
+        self._finish_s = 2 * stop_s if finish_s is None else finish_s
         self._clock = clock
         self._slots: dict[str, _Slot] = {}
         self._waves: list[list[_Slot]] = []
@@ -302,7 +300,7 @@ class Supervisor:
         self._fail(gone, f"{gone.program.name} left before the run was done, and {waited}", 0)
 
     def _begin_wave(self) -> None:
-        self._wave_deadline = self._clock() + self._drain_s
+        self._wave_deadline = self._clock() + self._stop_s
         for slot in self._waves[0] if self._waves else ():
             if slot.child is not None:
                 slot.child.terminate()
@@ -320,5 +318,5 @@ class Supervisor:
                         slot.killed = True
                         slot.child.kill()
                         name = slot.program.name
-                        self._report(f"{name} did not stop within {self._drain_s:g} s: killed")
+                        self._report(f"{name} did not stop within {self._stop_s:g} s: killed")
             return
