@@ -28,6 +28,7 @@ from typing import Any
 import msgspec
 import noted
 from click.testing import CliRunner
+from generator_hosts import MAX_CONTEXT
 from replay_cells import MIXES
 from report import Report, percentile_ms
 
@@ -61,7 +62,7 @@ run_ahead = 6
 max_staleness = 1000000
 store_max_bytes = 1073741824
 [generator]
-max_context = 20200
+max_context = {max_context}
 [trainer]
 device = "cpu"
 threads = 1
@@ -189,7 +190,9 @@ class World:
         CliRunner().invoke(make_model, [str(self._folder / "model")], catch_exceptions=False)
         prompts = "".join(json.dumps({"prompt": "1 2", "answer": str(n)}) + "\n" for n in range(99))
         (self._folder / "prompts.jsonl").write_text(prompts)
-        (self._folder / "run.toml").write_text(RUN.format(folder=self._folder))
+        (self._folder / "run.toml").write_text(
+            RUN.format(folder=self._folder, max_context=MAX_CONTEXT)
+        )
         shares = [n / 400 for n in range(401)]
         lengths = [MIXES["long-tailed"](share) for share in shares]
         scale = 1000 / mean(lengths)

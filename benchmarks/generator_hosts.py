@@ -55,6 +55,7 @@ PROMPT = [7] * 200
 NOTHING = Manifest(tensors=[], buckets=[], total_bytes=0, digest="")
 VOCABULARY, FILLER, STOP = 32_000, 5, 3
 MAX_TOKENS = 20_000
+MAX_CONTEXT = len(PROMPT) + MAX_TOKENS
 WAIT_S = 5.0
 LEASE_S = 30.0
 
@@ -107,7 +108,7 @@ class Host:
                 model,
                 ReplayTokens(VOCABULARY, FILLER, STOP),
                 slots=slots,
-                max_context=len(PROMPT) + MAX_TOKENS,
+                max_context=MAX_CONTEXT,
             )
             light = Light(wire, socket, encoder, engine)
             light.tell(Subscribe(host=shm_host(), planes=["shm"]))

@@ -1,7 +1,7 @@
 """Memory of an update by learned tokens and vocabulary: logits in chunks, and all at once.
 
-    python benchmarks/logits_memory.py [--json FILE] [--tokens 2048,8192,32768]
-        [--vocabularies 32000,151936]
+    python benchmarks/logits_memory.py [--json FILE] [--tokens 2048 8192 32768]
+        [--vocabularies 32000 151936]
 
 A model of two layers (float32, 64 wide, tied) scores one row in which all tokens but the first are
 learned, with entropies, and goes back through it; each case in a process of its own. Measured is
@@ -98,17 +98,12 @@ def _cell(row: dict[str, Any] | None) -> str:
     return "-" if row is None else f"{row['mib']:,.0f} MiB, {row['seconds']:.1f} s"
 
 
-def numbers(text: str) -> list[int]:
-    """Of a list with commas."""
-    return [int(part) for part in text.split(",")]
-
-
 def main() -> int:
     """All cases; 0 if every goal is met."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("--tokens", type=numbers, default=[2048, 8192, 32768])
-    parser.add_argument("--vocabularies", type=numbers, default=[32000, 151936])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[2048, 8192, 32768])
+    parser.add_argument("--vocabularies", nargs="+", type=int, default=[32000, 151936])
     parser.add_argument("--most-gib", type=float, default=12.0, help="for logits all at once")
     parser.add_argument("--case", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
