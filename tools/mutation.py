@@ -96,10 +96,11 @@ GROUPS = {
          "tests/unit/test_images.py", "tests/unit/test_operations.py",
          "tests/unit/test_sampler.py", "tests/unit/test_weight_table.py",
          "tests/unit/test_loading.py", "tests/unit/test_chat.py",
-         "tests/unit/test_policy_update.py", "tests/unit/test_trainer_objectives.py"),
+         "tests/unit/test_policy_update.py", "tests/unit/test_trainer_objectives.py",
+         "tests/unit/test_logprob_chunks.py"),
     ),
     "buffer": Group(
-        ("services/buffer/*.py", "services/runtime/trajectories.py",
+        ("services/buffer/**/*.py", "services/runtime/trajectories.py",
          "services/runtime/net/portions.py"),
         ("tests/unit/test_buffer_*.py", "tests/unit/test_log_store.py",
          "tests/unit/test_store_*.py", "tests/unit/test_power_cuts.py",
