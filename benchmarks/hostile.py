@@ -115,6 +115,7 @@ class Attack:
             target=ask, args=(theirs, self._ground.keys, *where), daemon=True
         )
         honest.start()
+        theirs.close()  # if it ends, its end of the pipe is closed
         self._heard(pipe)  # it is at work
         self.waits.clear()
         until = time.monotonic() + seconds
