@@ -28,6 +28,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "replay_fit": ("--steps", "16"),
     "revisions": ("HEAD", "--rounds", "1", "--parts", "loop"),
     "security_cost": ("--seconds", "2", "--size-mib", "32", "--rounds", "1"),
+    "sequence_memory": ("--tokens", "1024", "--ranks", "1,2"),
     "snapshot_memory": ("--size-mib", "64", "--ranks", "1,2"),
     "staleness": (*FEW, "--staleness", "1", "--minibatches", "1"),
     "store": ("--records", "2000", "--rounds", "1"),

@@ -45,7 +45,7 @@ class Attention:
             raise UsageError(f"{config.model_type} has layers of type {', '.join(strange)}")
         return cls(
             tuple((kind, sizes[kind]) for kind in kinds),
-            additive=config._attn_implementation == "eager",
+            additive=config._attn_implementation.endswith("eager"),  # or one around it
         )
 
     def masks(

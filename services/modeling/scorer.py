@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,11 @@ from umbra.proto.errors import UsageError
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.micro_batch import MicroBatch
 from umbra.services.modeling.restrict import restrict
+from umbra.services.modeling.sequence_parallel import (
+    SequenceGroup,
+    SequenceParallel,
+    SequenceShare,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +43,27 @@ class Scorer(nn.Module):
     mixed precision require: hooks take the hidden states from the output layer and put logprobs in
     the place of logits.
 
+    Args:
+        model: which the scorer runs from now on.
+        chunk_bytes: of float32 logits at a time.
+        group: ranks that share the tokens of each row; all are given the same micro-batches and
+            get the same results.
+
     Raises:
         UsageError: in the first pass, if the model's class does to its logits what is not known
-            here.
+            here; or a model whose rows cannot be shared.
     """
 
-    def __init__(self, model: PreTrainedModel, chunk_bytes: int = 256 << 20) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        chunk_bytes: int = 256 << 20,
+        group: SequenceGroup | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
         self._attention = Attention.of(model.config)
+        self._parallel = SequenceParallel(model, self._attention, group) if group else None
         config: Any = model.config.get_text_config()
         self._logits = LogitTransform.of(config)
         self._rows = max(1, chunk_bytes // (4 * config.vocab_size))
@@ -76,23 +93,43 @@ class Scorer(nn.Module):
         `sampling` (rows as of `restrict`, [N, 4]) logprobs are those of what top-k, top-p and min-p
         leave in, and finite for a token just outside of it too.
         """
-        return self._run(_Request(batch, temperature, with_entropy, entropy_gradient, sampling))
+        request = _Request(batch, temperature, with_entropy, entropy_gradient, sampling)
+        if self._parallel is None:
+            return self._run(request, batch)
+        share = self._parallel.share(batch)
+        own = replace(
+            request,
+            batch=share.own,
+            temperature=temperature[share.learned],
+            sampling=None if sampling is None else sampling[share.learned],
+        )
+        logprobs, entropy = self._run(own, share.rows, share)
+        logprobs = share.join(logprobs)
+        return logprobs, share.join(entropy) if with_entropy else torch.zeros_like(logprobs)
 
     def hidden(self, batch: MicroBatch) -> Tensor:
         """What the output layer is given at the positions that predict a learned token, [N, H]."""
-        return self._run(_Request(batch))[0]
+        if self._parallel is None:
+            return self._run(_Request(batch), batch)[0]
+        share = self._parallel.share(batch)
+        return share.join(self._run(_Request(share.own), share.rows, share)[0])
 
-    def _run(self, request: _Request) -> Any:
+    def _run(self, request: _Request, rows: MicroBatch, share: SequenceShare | None = None) -> Any:
+        """What is asked for; `rows` are those that attention sees, of which this is a `share`."""
         self._request = request
         try:
-            return self.model(
+            found = self.model(
                 input_ids=request.batch.input_ids,
                 position_ids=request.batch.position_ids,
-                attention_mask=request.batch.masks(self._attention, self.model.dtype),
+                attention_mask=rows.masks(self._attention, self.model.dtype),
                 use_cache=False,
+                **(share.arguments() if share is not None else {}),
             )
         finally:
             self._request = self._hidden = None
+        if self._parallel is not None and share is not None:
+            self._parallel.check(share)
+        return found
 
     def _take_hidden(self, _head: nn.Module, args: tuple[Tensor, ...]) -> Any:
         """Keep the hidden states of learned tokens, and let the output layer see at most one."""

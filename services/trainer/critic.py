@@ -57,8 +57,8 @@ class LearnedCritic:
             pack_tokens=self._packing.pack_tokens,
             micro_tokens=self._packing.micro_tokens,
             share_prompts=self._packing.share_prompts,
-            rank=self._ranks.rank,
-            world=self._ranks.world,
+            rank=self._ranks.share,
+            world=self._ranks.shares,
         )
         self._source.look(micros)
         return self._thread.submit(self._values, len(batch.behaviour)).result()

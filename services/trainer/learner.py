@@ -79,7 +79,8 @@ class Learner:
         # What all ranks could do in a second; unknown on CPUs.
         self.ceiling = ceiling(self.device) * self.ranks.world if self.device.type == "cuda" else 0
         # No dropout: these must be the logprobs of the policy that generates.
-        self._scorer = Scorer(self.model, int(config.logits_mib * 2**20)).eval()
+        chunk_bytes = int(config.logits_mib * 2**20)
+        self._scorer = Scorer(self.model, chunk_bytes, self.ranks.sequence).eval()
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._plain = _optimizer(self._parameters, config)
         self._optimizer = self._accelerator.prepare_optimizer(self._plain)

@@ -229,8 +229,8 @@ class PolicyUpdate:
             micro_tokens=self._config.micro_tokens,
             sequences=part,
             share_prompts=self._config.share_prompts,
-            rank=self._ranks.rank,
-            world=self._ranks.world,
+            rank=self._ranks.share,
+            world=self._ranks.shares,
         )
 
 

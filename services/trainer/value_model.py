@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from umbra.proto.errors import UsageError
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.micro_batch import MicroBatch
+from umbra.services.modeling.sequence_parallel import SequenceGroup, SequenceParallel
 from umbra.services.runtime.config import TrainerConfig
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.policy import load_backbone, no_progress_bars
@@ -89,21 +90,34 @@ class Values(Protocol):
 class ValueModel(nn.Module):
     """A transformer of its own and a head; it is a module so that FSDP2 sees one forward pass."""
 
-    def __init__(self, backbone: PreTrainedModel, head: ValueHead) -> None:
+    def __init__(
+        self, backbone: PreTrainedModel, head: ValueHead, group: SequenceGroup | None = None
+    ) -> None:
         super().__init__()
         self.backbone = backbone
         self.head = head
         self._attention = Attention.of(backbone.config)
+        self._parallel = SequenceParallel(backbone, self._attention, group) if group else None
 
     def forward(self, micro: MicroBatch) -> Tensor:
         """Values float32 [N]."""
+        if self._parallel is None:
+            return self._values(micro, micro)
+        share = self._parallel.share(micro)
+        values = self._values(share.own, share.rows, **share.arguments())
+        self._parallel.check(share)
+        return share.join(values)
+
+    def _values(self, own: MicroBatch, rows: MicroBatch, **arguments: Any) -> Tensor:
+        """Of the learned tokens of `own`, this rank's part of `rows`."""
         output: Any = self.backbone(
-            input_ids=micro.input_ids,
-            position_ids=micro.position_ids,
-            attention_mask=micro.masks(self._attention, self.backbone.dtype),
+            input_ids=own.input_ids,
+            position_ids=own.position_ids,
+            attention_mask=rows.masks(self._attention, self.backbone.dtype),
             use_cache=False,
+            **arguments,
         )
-        return self.head(output.last_hidden_state.flatten(0, 1)[micro.index])
+        return self.head(output.last_hidden_state.flatten(0, 1)[own.index])
 
 
 class OwnModel:
@@ -132,7 +146,7 @@ class OwnModel:
         head = ValueHead(backbone.config.hidden_size)
         head.load(directory)
         prepare_layers(backbone, config)
-        self._model = ValueModel(backbone, head)
+        self._model = ValueModel(backbone, head, ranks.sequence)
         if ranks.world > 1:
             shard(backbone, device, ranks, config.precision, root=self._model)
         self._model.to(device).eval()

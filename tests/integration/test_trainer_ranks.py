@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import torch
 from fakes.architectures import ARCHITECTURES
-from fakes.rank_bench import make_batches, train
+from fakes.rank_bench import Trained, make_batches, train
 from fakes.slowness import seconds
 from safetensors.torch import load_file
 
@@ -118,6 +118,29 @@ def see_through(ranks: list[subprocess.Popen[str]]) -> None:
             rank.communicate()
 
 
+def assert_as_alone(folder: Path, case: str, world: int, alone: Trained) -> list[dict[str, Any]]:
+    """What `world` ranks left of `case` is what one learned `alone`; what each of them found."""
+    found = [json.loads((folder / f"{case}.{rank}.json").read_text()) for rank in range(world)]
+    assert all(one["rows"] == found[0]["rows"] for one in found), "all ranks know the same"
+    for row, expected in zip(found[0]["rows"], alone.rows, strict=True):
+        critic = [
+            key for key in expected if key.startswith("critic/") and expected[key] is not None
+        ]
+        compared = [key for key in expected if key in ("mismatch/compared", "mismatch/judged")]
+        for key in (*SAME, *critic, *compared):
+            if expected[key] is None:
+                assert row[key] is None, key
+            else:
+                assert row[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-6), key
+    for name, tensor in load_file(folder / f"{case}.safetensors").items():
+        torch.testing.assert_close(tensor, alone.weights[name], atol=2e-5, rtol=1e-3)
+    for file in (folder / f"{case}.critic").glob("*.safetensors"):
+        for name, tensor in load_file(file).items():
+            expected = load_file(folder / "alone.critic" / file.name)[name]
+            torch.testing.assert_close(tensor, expected, atol=2e-5, rtol=1e-3)
+    return found
+
+
 @pytest.fixture(scope="module", params=[2, 3])
 def sharded(
     request: pytest.FixtureRequest,
@@ -138,27 +161,9 @@ def test_the_number_of_ranks_does_not_change_what_is_learned(
 ) -> None:
     world, folder = sharded
     alone = train(directory, batches, Ranks(), folder / "alone.critic", **CASES[case])
-    found = [json.loads((folder / f"{case}.{rank}.json").read_text()) for rank in range(world)]
-    assert all(one["rows"] == found[0]["rows"] for one in found), "all ranks know the same"
-    for row, expected in zip(found[0]["rows"], alone.rows, strict=True):
-        critic = [
-            key for key in expected if key.startswith("critic/") and expected[key] is not None
-        ]
-        compared = [key for key in expected if key in ("mismatch/compared", "mismatch/judged")]
-        for key in (*SAME, *critic, *compared):
-            if expected[key] is None:
-                assert row[key] is None, key
-            else:
-                assert row[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-6), key
+    found = assert_as_alone(folder, case, world, alone)
     if case == "compared":
         assert [row["mismatch/compared"] > 0 for row in alone.rows] == [True, False, True]
-    for name, tensor in load_file(folder / f"{case}.safetensors").items():
-        torch.testing.assert_close(tensor, alone.weights[name], atol=2e-5, rtol=1e-3)
-    if "critic" in CASES[case].get("objective", ""):
-        for file in (folder / f"{case}.critic").glob("*.safetensors"):
-            for name, tensor in load_file(file).items():
-                expected = load_file(folder / "alone.critic" / file.name)[name]
-                torch.testing.assert_close(tensor, expected, atol=2e-5, rtol=1e-3)
     # Rows [start, end) of rank r, as torch.chunk divides them; nobody holds a whole matrix.
     for name, (_, elements) in found[0]["local"].items():
         parts = [one["local"][name][0] for one in found]

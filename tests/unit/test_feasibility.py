@@ -88,6 +88,14 @@ def test_implied_staleness(
             "environment.timeout_s = 30",
         ),
         (RunConfig(eval=EvalConfig(every=5)), "eval.prompts"),
+        (
+            RunConfig(trainer=TrainerConfig(ranks=4, sequence_parallel=3)),
+            "trainer.sequence_parallel = 3 does not divide trainer.ranks = 4",
+        ),
+        (
+            RunConfig(trainer=TrainerConfig(ranks=4, sequence_parallel=2, compile=True)),
+            "trainer.compile cannot",
+        ),
     ],
 )
 def test_what_can_never_work_is_refused(config: RunConfig, to_change: str) -> None:

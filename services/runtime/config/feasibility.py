@@ -64,6 +64,7 @@ def check_feasible(config: RunConfig) -> None:
         *_agents(config),
         *_sampling(config),
         *_deadlines(config),
+        *_sequence_parallel(config),
         *objective_faults(config),
     ]
     evaluation = config.eval
@@ -209,4 +210,20 @@ def _deadlines(config: RunConfig) -> Iterator[str]:
         yield (
             f"trainer.batch_wait_s = {wait_s:g} ends the run before a reward that takes "
             f"environment.timeout_s = {config.environment.timeout_s:g} is given up"
+        )
+
+
+def _sequence_parallel(config: RunConfig) -> Iterator[str]:
+    trainer, shared = config.trainer, config.trainer.sequence_parallel
+    if shared == 1:
+        return
+    if trainer.ranks % shared:
+        yield (
+            f"trainer.sequence_parallel = {shared} does not divide trainer.ranks = "
+            f"{trainer.ranks}: set trainer.ranks to a multiple of it"
+        )
+    if trainer.compile:
+        yield (
+            "trainer.compile cannot compile the exchanges of trainer.sequence_parallel: use one of "
+            "them"
         )

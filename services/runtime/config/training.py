@@ -50,6 +50,10 @@ class TrainerConfig(ObjectiveKeys, frozen=True, kw_only=True, forbid_unknown_fie
     ranks: Annotated[
         int, Meta(description="processes over which the policy is sharded (FSDP2)", ge=1)
     ] = 1
+    sequence_parallel: Annotated[
+        int,
+        Meta(description="ranks that share the tokens of each row (Ulysses); divides ranks", ge=1),
+    ] = 1
     rank_timeout_s: Annotated[
         float, Meta(description="seconds a rank may be silent until the others give up", gt=0)
     ] = 120.0
