@@ -109,6 +109,22 @@ def test_subscribers_wait_for_the_first_layout() -> None:
     assert hub.registered() == [Admit("subscribe a", "a")]
 
 
+def test_a_subscriber_that_is_lost_before_the_first_layout_is_forgotten() -> None:
+    hub = Hub()
+    hub.subscribe(A)
+    hub.protocol.lost("a", "gone", hub.now)
+    assert not hub.protocol.knows(A)
+    assert hub.registered() == []
+
+
+def test_an_empty_slot_is_written_before_one_that_holds_a_version() -> None:
+    hub = Hub()
+    hub.registered()
+    assert granted(hub.acquire(0)) == 0
+    hub.publish(0, 0)
+    assert granted(hub.acquire(1)) == 1
+
+
 def test_a_late_joiner_gets_the_newest_version_at_once() -> None:
     hub = Hub()
     hub.registered()
