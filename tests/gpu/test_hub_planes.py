@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from fakes.gpu_world import hub_worker
 from fakes.hub_bench import WAIT_S, Bench, take
 from fakes.one_gpu import SHARED
 
@@ -150,15 +151,13 @@ def test_the_engines_weights_are_the_trainers(
 def test_an_agent_that_is_killed_costs_one_attempt(
     bench: Bench, tiny_model_dir: Path, shared: None, plane: str
 ) -> None:
-    """The hub's agent dies between two versions: the next two arrive, whole."""
+    """The hub's worker dies between two versions: the next two arrive, whole."""
     bench.start(plane=plane, deadline_s=DEADLINE_S, chunk_bytes=CHUNK)
     models = Models(tiny_model_dir, bench)
     engine = Engine(models, bench, "gen-0", plane)
     models.publish()
     engine.load()
-    pid = bench.hub.planes.agent_pid(plane)
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
+    os.kill(hub_worker(bench, plane), signal.SIGKILL)
     for _ in range(2):
         models.publish()
         engine.load()

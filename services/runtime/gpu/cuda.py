@@ -1,8 +1,8 @@
 """CUDA for the planes `nccl` and `cuda_ipc`: memory, streams, communicators. All CuPy is in here.
 
 CuPy is imported when something here is first used, never with this module. What CUDA and NCCL
-raise leaves here as errors of ours, whatever CuPy makes of it. NCCL is entered by agent
-processes only (`agent`): a communicator whose peer is gone may block for ever inside C code, and
+raise leaves here as errors of ours, whatever CuPy makes of it. NCCL is entered by worker
+processes only (`worker`): a communicator whose peer is gone may block for ever inside C code, and
 then only the end of its process helps.
 """
 
@@ -339,7 +339,7 @@ def _give_back(free: Callable[[int], object], address: int) -> None:
 class NcclCommunicator:
     """A communicator of one epoch.
 
-    Making it blocks until all ranks are there, for ever if one never comes: that is what the agent
+    Making it blocks until all ranks are there, for ever if one never comes: that is what the worker
     is killed for. Once made, nothing here blocks. Bytes travel as UINT8, for NCCL needs no dtype.
 
     Args:
