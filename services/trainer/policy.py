@@ -57,6 +57,27 @@ def load_backbone(path: str | Path, source: str, checked: Collection[str] = ()) 
         return read_weights(AutoModel, directory, torch.float32, source, checked)
 
 
+def write_policy(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    directory: Path,
+    weights: dict[str, Tensor] | None = None,
+) -> None:
+    """Write weights, config, generation config and tokenizer to `directory`.
+
+    Who may read the weights is decided by the umask, as for the other files: safetensors itself
+    lets their owner alone.
+
+    Raises:
+        OSError, SafetensorError: they cannot be written.
+    """
+    with no_progress_bars():
+        model.save_pretrained(directory, state_dict=weights)
+        tokenizer.save_pretrained(directory)
+    for file in directory.glob("*.safetensors"):
+        shutil.copymode(directory / "config.json", file)
+
+
 def export_policy(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -77,9 +98,7 @@ def export_policy(
     scratch = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     shutil.rmtree(scratch, ignore_errors=True)
     try:
-        with no_progress_bars():
-            model.save_pretrained(scratch, state_dict=weights)
-            tokenizer.save_pretrained(scratch)
+        write_policy(model, tokenizer, scratch, weights)
         DISK.sync_tree(scratch)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(scratch, ignore_errors=True)
