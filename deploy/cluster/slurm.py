@@ -118,7 +118,9 @@ def slurm_script(plan: Plan, paths: Paths, file: str) -> str:
     variables = invocation.environment(placed, paths)
     exports = "".join(f"export {name}={_quoted(value)}\n" for name, value in variables.items())
     if paths.modules:
-        exports = exports.replace("export PYTHONPATH=", "export PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}")
+        exports = exports.replace(
+            "export PYTHONPATH=", "export PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}"
+        )
     logs = f"{paths.results}/logs"
     body = STEPS.format(
         logs=shlex.quote(logs),

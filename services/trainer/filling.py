@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from umbra.services.modeling.weight_files import WeightFiles
-from umbra.services.trainer.lora import is_adapter
 from umbra.services.trainer.snapshot import bare_name, own_rows
 
 

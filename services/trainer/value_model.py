@@ -19,8 +19,8 @@ from umbra.proto.errors import UsageError
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.micro_batch import MicroBatch
 from umbra.services.runtime.config import TrainerConfig
-from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.filling import fill
+from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.policy import no_progress_bars, open_backbone
 from umbra.services.trainer.ranks import Ranks
 from umbra.services.trainer.sharding import prepare_layers, shard
