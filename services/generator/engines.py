@@ -79,6 +79,7 @@ def _vllm(config: RunConfig, name: str) -> OpenEngine:
         dtype=config.weight_hub.dtype,  # it computes in what it is served
         stop_ids=stops,
         seed=_seed(config, name),
+        tell_routing=config.trainer.router_replay,
     )
     return OpenEngine(engine, Chat(tokenizer, stops), "cpu", engine.memory.allocate)
 
@@ -102,6 +103,7 @@ def _torch(config: RunConfig, name: str) -> OpenEngine:
         slots=config.generator.slots,
         max_context=config.generator.max_context,
         seed=_seed(config, name),
+        tell_routing=config.trainer.router_replay,
     )
     return OpenEngine(engine, Chat(tokenizer, stops), str(device))
 

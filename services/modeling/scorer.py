@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from umbra.proto.errors import UsageError
 from umbra.services.modeling.attention import Attention
+from umbra.services.modeling.experts import Routers
 from umbra.services.modeling.micro_batch import MicroBatch
 from umbra.services.modeling.restrict import restrict
 from umbra.services.modeling.sequence_parallel import (
@@ -64,6 +65,7 @@ class Scorer(nn.Module):
         self.model = model
         self._attention = Attention.of(model.config)
         self._parallel = SequenceParallel(model, self._attention, group) if group else None
+        self.routers = Routers.of(model)
         config: Any = model.config.get_text_config()
         self._logits = LogitTransform.of(config)
         self._rows = max(1, chunk_bytes // (4 * config.vocab_size))
@@ -117,6 +119,14 @@ class Scorer(nn.Module):
     def _run(self, request: _Request, rows: MicroBatch, share: SequenceShare | None = None) -> Any:
         """What is asked for; `rows` are those that attention sees, of which this is a `share`."""
         self._request = request
+        batch = request.batch
+        if self.routers is not None:
+            # It stays until the next pass: layers that are recomputed in the backward pass of this
+            # one have to find the same.
+            self.routers.replay = batch.routing
+            self.routers.counted = batch.fed if torch.is_grad_enabled() else None
+        elif batch.routing is not None:
+            raise UsageError("model.path: it has no routers, but its tokens have a routing")
         try:
             found = self.model(
                 input_ids=request.batch.input_ids,
@@ -127,6 +137,8 @@ class Scorer(nn.Module):
             )
         finally:
             self._request = self._hidden = None
+            if self.routers is not None:
+                self.routers.counted = None
         if self._parallel is not None and share is not None:
             self._parallel.check(share)
         return found

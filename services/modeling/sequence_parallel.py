@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from umbra.proto.errors import UsageError
 from umbra.services.modeling.attention import FULL, Attention
+from umbra.services.modeling.experts import UNKNOWN
 from umbra.services.modeling.micro_batch import MicroBatch
 from umbra.services.runtime.model.architectures import check_heads
 
@@ -112,10 +113,13 @@ class SequenceParallel:
         row, column = rows.index // width, rows.index % width
         learned = (column // columns == group.rank).nonzero().squeeze(1)
         first = group.rank * columns
+        here = slice(first, first + columns)
         own = replace(
             rows,
-            input_ids=rows.input_ids[:, first : first + columns],
-            position_ids=rows.position_ids[:, first : first + columns],
+            input_ids=rows.input_ids[:, here],
+            position_ids=rows.position_ids[:, here],
+            fed=_by_row(rows.fed, width, lambda x: x[:, here]),
+            routing=_by_row(rows.routing, width, lambda x: x[:, here]),
             index=(row * columns + column - first)[learned],
             targets=rows.targets[learned],
             source=rows.source[learned.cpu()],
@@ -150,7 +154,16 @@ def _padded(batch: MicroBatch, multiple: int) -> MicroBatch:
         index=batch.index + batch.index // width * more,
         segment=None if batch.segment is None else pad(batch.segment, (0, more), value=-1),
         prefix=None if batch.prefix is None else pad(batch.prefix, (0, more), value=-1),
+        fed=_by_row(batch.fed, width, lambda x: pad(x, (0, more))),
+        routing=_by_row(
+            batch.routing, width, lambda x: pad(x, (0, 0, 0, 0, 0, more), value=UNKNOWN)
+        ),
     )
+
+
+def _by_row(cells: Tensor | None, width: int, change: Callable[[Tensor], Tensor]) -> Tensor | None:
+    """`cells` [R * L, ...] after a `change` of the rows [R, L, ...]."""
+    return None if cells is None else change(cells.unflatten(0, (-1, width))).flatten(0, 1)
 
 
 def _attend(
@@ -280,5 +293,5 @@ class _Join(torch.autograd.Function):
         return joined
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad[ctx.learned], None
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0][ctx.learned], None

@@ -134,13 +134,6 @@ class Ranks:
         dist.broadcast(value, 0)
         return bool(value)
 
-    def any(self, flag: bool) -> bool:
-        """Whether any rank says so."""
-        found = torch.tensor([flag], dtype=torch.int64)
-        if self.world > 1:
-            dist.all_reduce(found, group=self.group)
-        return bool(found)
-
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over the shares of a batch of a tensor on the CPU, in place.
 
@@ -148,6 +141,10 @@ class Ranks:
         """
         if self.sequence is not None and self.sequence.rank:
             tensor.zero_()
+        return self.sum_ranks(tensor)
+
+    def sum_ranks(self, tensor: Tensor) -> Tensor:
+        """The same over all ranks, of what each knows of its own tokens or files alone."""
         if self.world > 1:
             dist.all_reduce(tensor, group=self.group)
         return tensor

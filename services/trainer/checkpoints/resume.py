@@ -6,6 +6,8 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
+
 from umbra.proto.errors import UsageError
 from umbra.services.trainer.checkpoints.folder import CheckpointFolder
 from umbra.services.trainer.checkpoints.index import DamagedError, Index, check_files, read_index
@@ -63,11 +65,11 @@ def load(directory: Path, index: Index, parts: Mapping[str, CheckpointPart], ran
 
 def _check(directory: Path, ranks: Ranks) -> Index | None:
     """The index, if every rank finds its share of the files whole."""
-    index, bad = None, False
+    index, bad = None, 0
     try:
         index = read_index(directory)
         check_files(directory, index, ranks.rank, ranks.world)
     except DamagedError as error:
         log.warning("%s", error)
-        bad = True
-    return None if ranks.any(bad) else index
+        bad = 1
+    return None if int(ranks.sum_ranks(torch.tensor([bad]))) else index
