@@ -149,3 +149,20 @@ def test_heads_that_cannot_be_divided_are_refused(tmp_path: Path) -> None:
         "trainer.sequence_parallel = 3 cannot divide the 2 attention heads of a qwen3: use a "
         "divisor of 2"
     )
+
+
+@pytest.mark.timeout(120)
+def test_a_sharded_model_with_sinks_windows_and_experts(
+    batches: list[list[Trajectory]], tmp_path: Path
+) -> None:
+    """Each rank has the sinks of its heads; in bf16, queries and values may differ in dtype."""
+    model = ARCHITECTURES["gpt-oss"].write(tmp_path / "model")
+    for precision in ("no", "bf16"):  # which a process can't change
+        case = {precision: {"precision": precision, "sequence_parallel": 2}}
+        see_through(start(model, tmp_path, 2, case, batches[:2]))
+    alone = train(model, batches[:2], Ranks())
+    assert_as_alone(tmp_path, "no", 2, alone)
+    rows = json.loads((tmp_path / "bf16.0.json").read_text())["rows"]
+    for row, expected in zip(rows, alone.rows, strict=True):
+        for key in ("loss", "entropy", "grad_norm"):
+            assert row[key] == pytest.approx(expected[key], rel=0.05, abs=0.01), key
