@@ -94,7 +94,7 @@ class SequenceParallel:
         self._layers: int = config.num_hidden_layers
         check_heads(config.to_dict(), group.size)
         # The causal attention of one that sees all is exact without a mask.
-        self._maskless = attention == Attention(((FULL, None),))
+        self._maskless = attention.windows == ((FULL, None),) and not attention.additive
         inner: str = config._attn_implementation
         if not inner.startswith(_PREFIX):
             name = _PREFIX + inner

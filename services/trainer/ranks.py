@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -23,10 +24,12 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from umbra.proto.errors import PeerLostError, UsageError
-from umbra.services.modeling.sequence_parallel import SequenceGroup
 from umbra.services.runtime.config import TrainerConfig
 from umbra.services.runtime.deadline import Deadline
 from umbra.services.trainer.pulse import POLL_S, Pulse
+
+if TYPE_CHECKING:
+    from umbra.services.modeling.sequence_parallel import SequenceGroup
 
 MAX_BYTES = 1 << 31  # of one message of rank 0
 LEAVE_S = 3.0  # that rank 0 keeps the store for others that are about to leave
@@ -240,6 +243,8 @@ def _sequence_group(rank: int, world: int, size: int, timeout_s: float) -> Seque
     """The `size` neighbours among which `rank` is, if it is to have any; all ranks make all."""
     if size == 1:
         return None
+    from umbra.services.modeling.sequence_parallel import SequenceGroup
+
     timeout = timedelta(seconds=timeout_s)
     groups = [
         dist.new_group(list(range(first, first + size)), timeout=timeout)
