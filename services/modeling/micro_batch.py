@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from umbra.services.modeling.attention import Attention, Mask
+from umbra.services.modeling.row_mask import Piece, RowMask
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Unit:
 class MicroBatch:
     """R rows of L tokens for one forward pass, in which N learned tokens are predicted.
 
-    A position sees what is before it in its own segment and in the one that is its prefix.
+    A position sees what is before it in its own segment and in the one that is its prefix: `mask`.
     """
 
     input_ids: Tensor  # int64 [R, L]
@@ -50,19 +50,12 @@ class MicroBatch:
     segment: Tensor | None = None  # int32 [R, L], -1 for padding; None: one sequence in each row
     prefix: Tensor | None = None  # int32 [R, L], segment of the prompt; its own if not shared
     tokens: int = 0  # of R * L, those that are not padding
+    pieces: tuple[Piece, ...] = ()  # what lies in the rows, by row and start
 
-    def masks(self, attention: Attention, dtype: torch.dtype = torch.float32) -> Mask | None:
-        """What a model of that `attention` is given; None: its own causal attention is exact.
-
-        `dtype` is the model's, for attention that adds masks to scores.
-        """
-        if self.segment is None or self.prefix is None:
-            return None
-        keys = self.segment[:, None, :]
-        # Padding attends within itself: a row of the mask without any True would give NaN.
-        seen = (self.segment[:, :, None] == keys) | (self.prefix[:, :, None] == keys)
-        positions = self.position_ids
-        return attention.masks(seen.tril(), positions, positions, dtype)
+    @property
+    def mask(self) -> RowMask:
+        """What each position attends to."""
+        return RowMask(self.position_ids, self.pieces, self.segment, self.prefix)
 
     def to(self, device: torch.device) -> MicroBatch:
         return replace(
@@ -85,22 +78,25 @@ def lay_out(tokens: Tokens, rows: list[list[Unit]]) -> MicroBatch:
     length = tokens.lengths.tolist()
     # What lies where: first cell, first token, number of tokens, first position, segment, prefix.
     pieces: list[tuple[int, int, int, int, int, int]] = []
+    parts: list[Piece] = []
     sequences: list[int] = []
     homes: list[tuple[int, int, int]] = []  # of each sequence: its prompt's cell, own cell, prompt
     for number, row in enumerate(rows):
-        cell = number * width
+        edge = cell = number * width
         for unit in row:
             home = cell
             prefix = len(pieces)
             if unit.prompt:
                 first = offset[unit.sequences[0]]
                 pieces.append((cell, first, unit.prompt, 0, prefix, prefix))
+                parts.append(Piece(number, cell - edge, unit.prompt))
                 cell += unit.prompt
             for item in unit.sequences:
                 fed = length[item] - 1 - unit.prompt
                 at = len(pieces)
                 start = offset[item] + unit.prompt
                 pieces.append((cell, start, fed, unit.prompt, at, prefix))
+                parts.append(Piece(number, cell - edge, fed, home - edge, unit.prompt))
                 sequences.append(item)
                 homes.append((home, cell, unit.prompt))
                 cell += fed
@@ -139,4 +135,5 @@ def lay_out(tokens: Tokens, rows: list[list[Unit]]) -> MicroBatch:
         segment=segment,
         prefix=prefix_of,
         tokens=len(place),
+        pieces=tuple(parts),
     )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from umbra.proto.records import Score, ScoringTask, Trajectory
+from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.micro_batch import Tokens
 from umbra.services.modeling.packing import pack
 from umbra.services.modeling.scorer import Scorer
@@ -30,8 +31,9 @@ class LogprobWorker:
     def __init__(
         self, model: Any, config: ScorerConfig, refresh: Callable[[], int] = lambda: -1
     ) -> None:
-        self._scorer = Scorer(model, int(config.logits_mib * 2**20)).eval()
         self._device: torch.device = model.device
+        attention = Attention.prepare(model, config.attention, self._device, "scorer.attention")
+        self._scorer = Scorer(model, int(config.logits_mib * 2**20), attention).eval()
         self._facts = RunFacts(model.get_input_embeddings().num_embeddings)
         self._config = config
         self._refresh = refresh
