@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from umbra.proto.errors import UsageError
+from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.experts import NO_ROUTERS, set_experts
 from umbra.services.modeling.micro_batch import MicroBatch
 from umbra.services.modeling.scorer import Scorer
@@ -87,7 +88,8 @@ class Learner:
         # What all ranks could do in a second; unknown on CPUs.
         self.ceiling = ceiling(self.device) * self.ranks.world if self.device.type == "cuda" else 0
         # No dropout: these must be the logprobs of the policy that generates.
-        self._scorer = Scorer(self.model, int(config.logits_mib * 2**20)).eval()
+        attention = Attention.prepare(self.model, config.attention, self.device)
+        self._scorer = Scorer(self.model, int(config.logits_mib * 2**20), attention).eval()
         # Those whose choices are replayed.
         self.replayed = self._replayed(config)
         self._parameters = [p for p in model.parameters() if p.requires_grad]

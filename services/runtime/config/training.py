@@ -36,6 +36,13 @@ class TrainerConfig(ObjectiveKeys, frozen=True, kw_only=True, forbid_unknown_fie
     ] = 1
     pack_tokens: Annotated[int, Meta(description="tokens per packed row", ge=8)] = 256
     micro_tokens: Annotated[int, Meta(description="tokens per forward pass", ge=8)] = 4096
+    attention: Annotated[
+        Literal["auto", "sdpa", "segments", "flex", "varlen"],
+        Meta(
+            description="backend of attention over packed rows; auto = right for the device and "
+            "the rows; flex and varlen need a GPU"
+        ),
+    ] = "auto"
     logits_mib: Annotated[
         float, Meta(description="MiB of float32 logits at a time; more are computed twice", gt=0)
     ] = 256.0
