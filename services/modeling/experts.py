@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -39,8 +40,11 @@ class Routers:
 
     @classmethod
     def of(cls, model: nn.Module) -> Routers | None:
-        """Those of `model`; None where no layer has one, or Transformers does not name them."""
+        """Those of `model`, the same ones at each call; None where Transformers names none."""
         named = _named_routers(model)
+        for router in named.values():
+            if isinstance(router.forward, _Forward):
+                return router.forward.routers
         return cls(named) if named else None
 
     def __init__(self, named: dict[str, Any]) -> None:
@@ -62,15 +66,19 @@ class Routers:
         """int64 [L, E + 1], how many tokens each expert was given, and, in the last column, how
         often the router would have chosen another one than it was told to."""
         for layer, router in enumerate(named.values()):
-            # Compiled layers break here: what is replayed changes from pass to pass.
-            router.forward = torch.compiler.disable(partial(self._route, layer, router.forward))
+            router.forward = _Forward(self, layer, router)
 
     @property
     def kind(self) -> tuple[int, int, int]:
         """L, k and E."""
         return self.layers, self.choices, self.experts
 
-    def _route(self, layer: int, forward: Callable[[Tensor], Any], hidden: Tensor) -> Any:
+    def route(self, layer: int, forward: Callable[[Tensor], Any], hidden: Tensor) -> Any:
+        """What the router of `layer` does with hidden states [n, H], by the `forward` of its class.
+
+        Raises:
+            UsageError: it can't be told what to choose.
+        """
         answered = None
         if self.replay is None:
             found = forward(hidden)
@@ -106,6 +114,20 @@ class Routers:
         if load is None:
             return torch.zeros(self.layers, self.experts + 1, dtype=torch.int64)
         return load.cpu()
+
+
+@dataclass
+class _Forward:
+    """In the place of a router's `forward`; a copy of the model has its own."""
+
+    routers: Routers
+    layer: int
+    router: Any
+
+    @torch.compiler.disable  # compiled layers break here: what is told changes from pass to pass
+    def __call__(self, hidden: Tensor) -> Any:
+        own = partial(type(self.router).forward, self.router)
+        return self.routers.route(self.layer, own, hidden)
 
 
 def check_routing_fits(kind: tuple[int, int, int], max_context: int) -> None:
