@@ -77,10 +77,9 @@ class Generator:
 
 
 def _trajectory(output: EngineOutput, prompt: list[int]) -> Trajectory:
-    """Rewarded is each token that is one more than the one before it, modulo four."""
+    """Rewarded is each token that leaves 1, divided by four."""
     tokens = output.token_ids
-    pairs = itertools.pairwise([prompt[-1], *tokens])
-    hits = sum((new - old) % 4 == 1 for old, new in pairs)
+    hits = sum(token % 4 == 1 for token in tokens)
     return Trajectory(
         sample_id=output.request_id,
         group_id=output.request_id.rpartition("-")[0],
