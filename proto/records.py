@@ -262,7 +262,7 @@ class GpuFacts(Record, frozen=True, kw_only=True):
     cuda_major: int
     environment: Name
     variables: Annotated[dict[Name, Text], Meta(max_length=128)] = {}
-    device: Name = ""  # UUID of the GPU, hex
+    device: Name = ""  # which of its host
 
 
 class NcclRound(Record, frozen=True, kw_only=True):

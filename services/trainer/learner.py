@@ -15,6 +15,7 @@ from umbra.proto.errors import UsageError
 from umbra.services.modeling.experts import NO_ROUTERS, set_experts
 from umbra.services.modeling.micro_batch import MicroBatch
 from umbra.services.modeling.scorer import Scorer
+from umbra.services.modeling.weight_files import WeightFiles
 from umbra.services.runtime.config import TrainerConfig
 from umbra.services.runtime.trajectories import RouterKind
 from umbra.services.trainer.checkpoints.parts import (
@@ -23,6 +24,7 @@ from umbra.services.trainer.checkpoints.parts import (
     Randomness,
     Weights,
 )
+from umbra.services.trainer.filling import fill
 from umbra.services.trainer.guard import REASONS
 from umbra.services.trainer.lora import add_adapter
 from umbra.services.trainer.metrics import Row, expert_metrics
@@ -43,6 +45,7 @@ class Learner:
         steps: length of the learning-rate schedule.
         ranks: who shares the work.
         seed: of an adapter's first weights.
+        files: of the weights, if the model is on the meta device.
 
     Raises:
         UsageError: a device or an optional package that is not there, or settings that exclude each
@@ -56,6 +59,7 @@ class Learner:
         steps: int,
         ranks: Ranks | None = None,
         seed: int = 0,
+        files: WeightFiles | None = None,
     ) -> None:
         self.ranks = ranks or Ranks()
         self.updates = 0  # made or left out, by this process
@@ -77,7 +81,8 @@ class Learner:
         prepare_layers(model, config)
         if self.ranks.world > 1:
             shard(model, self.device, self.ranks, config.precision)
-        self.model = model.to(self.device)
+        fill(model, self.device, files)
+        self.model = model
         self.operations = TrainingFlops.of(model)
         # What all ranks could do in a second; unknown on CPUs.
         self.ceiling = ceiling(self.device) * self.ranks.world if self.device.type == "cuda" else 0
