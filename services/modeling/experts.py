@@ -18,6 +18,10 @@ from umbra.proto.bounds import ROUTING_BYTES
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Trajectory, routing_bytes
 
+NO_BALANCE = (
+    "trainer.router_aux_loss_coef: Transformers knows no such loss for the model in model.path: "
+    "leave it out"
+)
 NO_ROUTERS = (
     "trainer.router_replay: the model in model.path has no routers whose choice could be replayed: "
     "set it to false"
@@ -65,6 +69,10 @@ class Routers:
         self.load: Tensor | None = None
         """int64 [L, E + 1], how many tokens each expert was given, and, in the last column, how
         often the router would have chosen another one than it was told to."""
+        self.balance: Tensor | None = None
+        """float [n], what each token of the next pass, and of its recomputation, weighs in the loss
+        that balances the experts; its gradients are added in the backward pass. None: no such loss.
+        """
         for layer, router in enumerate(named.values()):
             router.forward = _Forward(self, layer, router)
 
@@ -91,6 +99,9 @@ class Routers:
                     "trainer.router_replay: the routers of this model do not choose by topk, so "
                     "they can't be told what to choose: set it to false"
                 )
+        if self.balance is not None and torch.is_grad_enabled():
+            loss = balance_loss(found[0], found[2], self.balance.to(hidden.device))
+            found = (found[0], _WithLoss.apply(found[1], loss / self.layers), found[2])
         if self.noted is not None:
             self.noted.append(found[2])
         if self.counted is not None:
@@ -171,6 +182,42 @@ def chosen_experts(trajectory: Trajectory) -> NDArray[np.integer[Any]]:
     assert routing is not None
     kind = "u1" if routing.experts <= 256 else "<u2"
     return np.frombuffer(routing.chosen, kind).reshape(-1, routing.layers, routing.choices)
+
+
+def balance_loss(logits: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
+    """The loss of one layer that is least where all experts are used alike.
+
+    E sum_e f_e P_e: f_e is the mean over tokens of how often expert e was chosen, P_e that of its
+    softmax probability (arXiv 2101.03961, eq. 4; with k choices for one as Transformers has it).
+
+    Args:
+        logits: of the router, [n, E].
+        chosen: int64 [n, k].
+        weight: [n], of each token in the means; the loss is scaled by their sum.
+    """
+    weight = weight.float()
+    experts = logits.shape[-1]
+    used = torch.zeros(experts, device=weight.device)
+    used.index_add_(0, chosen.flatten(), weight[:, None].expand_as(chosen).flatten())
+    total = weight.sum().clamp(min=torch.finfo(torch.float32).tiny)
+    probable = (logits.float().softmax(-1) * weight[:, None]).sum(0)
+    return experts * (used * probable).sum() / total
+
+
+class _WithLoss(torch.autograd.Function):
+    """A tensor as it is; going back through it goes back through a loss as well.
+
+    So that loss needs no way out of the layer, which may be sharded, or computed once more.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, loss: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (gradient,) = gradients
+        return gradient, torch.ones((), device=gradient.device)
 
 
 class _TopK(TorchFunctionMode):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ from fakes.architectures import ARCHITECTURES
 from fakes.policy_rollouts import config
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from umbra.proto.errors import UsageError
 from umbra.services.modeling.experts import set_experts
+from umbra.services.modeling.micro_batch import Tokens
+from umbra.services.modeling.packing import pack
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.metrics import expert_metrics
 from umbra.services.trainer.policy import export_policy, load_policy
@@ -99,3 +103,75 @@ def test_load_by_hand() -> None:
     }
     nothing = expert_metrics(torch.zeros(2, 4), torch.zeros(2))
     assert set(nothing) == set(row) and set(nothing.values()) == {None}
+
+
+@pytest.mark.parametrize("recompute", ["false", "true"])
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "olmoe"])
+def test_balance_loss_has_the_gradients_of_transformers(
+    name: str, recompute: str, tmp_path: Path
+) -> None:
+    """Of one layer; Transformers takes the means over all layers together."""
+    batch = Tokens(
+        ids=torch.tensor([5, 6, 7, 8, 9, 10]),
+        lengths=torch.tensor([6]),
+        learned=torch.arange(1, 6),
+        owner=torch.zeros(5, dtype=torch.int64),
+    )
+    (micro,) = pack(batch, pack_tokens=8, micro_tokens=8)
+    found: list[dict[str, Tensor]] = []
+    for coefficient in (0.0, 3.0):
+        settings = {"router_aux_loss_coef": coefficient, "activation_checkpointing": recompute}
+        learner = Learner(one_layer(name), config(tmp_path, **settings).trainer, 2)
+        balance = learner.balance([micro])
+        logprobs, _ = learner.score(micro, torch.ones(5), balance=balance)
+        learner.backward(logprobs.sum())
+        found.append({n: p.grad for n, p in learner.model.named_parameters() if p.grad is not None})
+    model = one_layer(name)
+    (3.0 * model(torch.tensor([[5, 6, 7, 8, 9]]), output_router_logits=True).aux_loss).backward()
+    largest = 0.0
+    for parameter, tensor in model.named_parameters():
+        ours = found[1][parameter] - found[0][parameter]
+        theirs = torch.zeros_like(ours) if tensor.grad is None else tensor.grad
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-3)
+        largest = max(largest, float(theirs.abs().max()))
+    assert largest > 1e-3
+
+
+def test_micro_batches_share_one_balance_loss(tmp_path: Path) -> None:
+    """Equal ones: the same gradient, however many there are; padding has no part in it."""
+    ids = torch.tensor([5, 6, 7, 8, 9, 10])
+    one = Tokens(ids, torch.tensor([6]), torch.arange(1, 6), torch.zeros(5, dtype=torch.int64))
+    (micro,) = pack(one, pack_tokens=8, micro_tokens=8)
+    learner = Learner(one_layer("qwen3-moe"), config(tmp_path, router_aux_loss_coef=1.0).trainer, 2)
+    padded = replace(
+        micro,
+        input_ids=torch.cat([micro.input_ids, torch.full((1, 3), 50)], 1),
+        position_ids=torch.arange(8)[None],
+        fed=torch.tensor([True] * 5 + [False] * 3),
+    )
+    gradients: list[Tensor] = []
+    for micros in ([micro], [micro, micro], [padded]):
+        balance = learner.balance(micros)
+        for part in micros:
+            logprobs, _ = learner.score(part, torch.ones(5), balance=balance)
+            learner.backward(0.0 * logprobs.sum())
+        router = learner.model.model.layers[0].mlp.gate.weight
+        gradients.append(router.grad.clone())
+        learner.model.zero_grad()
+    for other in gradients[1:]:
+        torch.testing.assert_close(other, gradients[0], atol=1e-6, rtol=1e-4)
+    assert gradients[0].abs().max() > 1e-4
+
+
+def test_a_model_that_balances_by_a_bias_has_no_such_loss(tmp_path: Path) -> None:
+    for name in ("deepseek-v3", "qwen3"):
+        with pytest.raises(UsageError, match="router_aux_loss_coef: Transformers knows no such"):
+            settings = config(tmp_path, router_aux_loss_coef=0.1).trainer
+            Learner(ARCHITECTURES[name].model(), settings, 2)
+
+
+def one_layer(name: str) -> Any:
+    """A model of the architecture `name` with a single layer, the same at each call."""
+    torch.manual_seed(3)
+    made: Any = ARCHITECTURES[name].config(layers=1)
+    return AutoModelForCausalLM.from_config(made, dtype=torch.float32).eval()
