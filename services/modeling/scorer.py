@@ -26,6 +26,7 @@ class _Request:
     with_entropy: bool = True
     entropy_gradient: bool = False
     sampling: Tensor | None = None
+    balance: float = 0.0
 
 
 class Scorer(nn.Module):
@@ -79,6 +80,7 @@ class Scorer(nn.Module):
         with_entropy: bool = True,
         entropy_gradient: bool = False,
         sampling: Tensor | None = None,
+        balance: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
         """Logprobs and entropies in nats, float32 [N].
 
@@ -87,8 +89,12 @@ class Scorer(nn.Module):
         `temperature` [N] divides the logits, as it did when the tokens were sampled. With
         `sampling` (rows as of `restrict`, [N, 4]) logprobs are those of what top-k, top-p and min-p
         leave in, and finite for a token just outside of it too.
+
+        The backward pass adds the gradients of the routers' balance loss (`balance_loss`), in which
+        each token that is fed weighs `balance`.
         """
-        return self._run(_Request(batch, temperature, with_entropy, entropy_gradient, sampling))
+        request = _Request(batch, temperature, with_entropy, entropy_gradient, sampling, balance)
+        return self._run(request)
 
     def hidden(self, batch: MicroBatch) -> Tensor:
         """What the output layer is given at the positions that predict a learned token, [N, H]."""
@@ -101,6 +107,7 @@ class Scorer(nn.Module):
             # It stays until the next pass: layers that are recomputed in the backward pass of this
             # one have to find the same.
             self.routers.replay = batch.routing
+            self.routers.balance = batch.fed * request.balance if request.balance else None
             self.routers.counted = batch.fed if torch.is_grad_enabled() else None
         elif batch.routing is not None:
             raise UsageError("model.path: it has no routers, but its tokens have a routing")

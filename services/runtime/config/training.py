@@ -53,6 +53,9 @@ class TrainerConfig(ObjectiveKeys, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["auto", "eager", "grouped_mm", "batched_mm"],
         Meta(description="how experts are computed: Transformers' name of it, or auto"),
     ] = "auto"
+    router_aux_loss_coef: Annotated[
+        float, Meta(description="weight of the loss that balances experts; 0 = none", ge=0)
+    ] = 0.0
     router_replay: Annotated[
         bool, Meta(description="route tokens to the experts that the generator's engine chose")
     ] = False
