@@ -53,7 +53,7 @@ def update(tokens: int, ranks: int) -> dict[str, float]:
     row = Tokens(ids, torch.tensor([tokens + 1]), learned, owner)
     (micro,) = pack(row, pack_tokens=tokens + 1, micro_tokens=tokens + 1)
     with join_ranks(TrainerConfig(device="cpu", sequence_parallel=ranks)) as joined:
-        scorer, ones = Scorer(model, CHUNK, joined.sequence), torch.ones(tokens)
+        scorer, ones = Scorer(model, CHUNK, group=joined.sequence), torch.ones(tokens)
         before, began = reset_peak(), time.perf_counter()
         logprobs, _ = scorer(micro, ones, with_entropy=False)
         (-logprobs.mean()).backward()

@@ -31,6 +31,7 @@ class _Request:
     with_entropy: bool = True
     entropy_gradient: bool = False
     sampling: Tensor | None = None
+    balance: float = 0.0
 
 
 class Scorer(nn.Module):
@@ -45,8 +46,9 @@ class Scorer(nn.Module):
     the place of logits.
 
     Args:
-        model: which the scorer runs from now on.
-        chunk_bytes: of float32 logits at a time.
+        model: on its device.
+        chunk_bytes: of logits at a time.
+        attention: as `Attention.prepare` has made it for `model`; None: what is right for it.
         group: ranks that share the tokens of each row; all are given the same micro-batches and
             get the same results.
 
@@ -59,11 +61,12 @@ class Scorer(nn.Module):
         self,
         model: PreTrainedModel,
         chunk_bytes: int = 256 << 20,
+        attention: Attention | None = None,
         group: SequenceGroup | None = None,
     ) -> None:
         super().__init__()
         self.model = model
-        self._attention = Attention.of(model.config)
+        self._attention = attention or Attention.prepare(model, "auto", model.device)
         self._parallel = SequenceParallel(model, self._attention, group) if group else None
         self.routers = Routers.of(model)
         config: Any = model.config.get_text_config()
@@ -86,6 +89,7 @@ class Scorer(nn.Module):
         with_entropy: bool = True,
         entropy_gradient: bool = False,
         sampling: Tensor | None = None,
+        balance: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
         """Logprobs and entropies in nats, float32 [N].
 
@@ -94,8 +98,11 @@ class Scorer(nn.Module):
         `temperature` [N] divides the logits, as it did when the tokens were sampled. With
         `sampling` (rows as of `restrict`, [N, 4]) logprobs are those of what top-k, top-p and min-p
         leave in, and finite for a token just outside of it too.
+
+        The backward pass adds the gradients of the routers' balance loss (`balance_loss`), in which
+        each token that is fed weighs `balance`.
         """
-        request = _Request(batch, temperature, with_entropy, entropy_gradient, sampling)
+        request = _Request(batch, temperature, with_entropy, entropy_gradient, sampling, balance)
         if self._parallel is None:
             return self._run(request, batch)
         share = self._parallel.share(batch)
@@ -124,6 +131,7 @@ class Scorer(nn.Module):
             # It stays until the next pass: layers that are recomputed in the backward pass of this
             # one have to find the same.
             self.routers.replay = batch.routing
+            self.routers.balance = batch.fed * request.balance if request.balance else None
             self.routers.counted = batch.fed if torch.is_grad_enabled() else None
         elif batch.routing is not None:
             raise UsageError("model.path: it has no routers, but its tokens have a routing")
@@ -131,7 +139,7 @@ class Scorer(nn.Module):
             found = self.model(
                 input_ids=request.batch.input_ids,
                 position_ids=request.batch.position_ids,
-                attention_mask=rows.masks(self._attention, self.model.dtype),
+                attention_mask=self._attention.express(rows.mask),
                 use_cache=False,
                 **(share.arguments() if share is not None else {}),
             )

@@ -9,26 +9,25 @@ exchange back. The backward pass exchanges in the same way.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from umbra.proto.errors import UsageError
-from umbra.services.modeling.attention import FULL, Attention
+from umbra.services.modeling.attention import Attention
+from umbra.services.modeling.attention_backends import NAME
 from umbra.services.modeling.experts import UNKNOWN
 from umbra.services.modeling.micro_batch import MicroBatch
 from umbra.services.runtime.model.architectures import check_heads
 
 _ARGUMENT = "sequence_share"  # of forward passes, handed on to the attention of each layer
-_PREFIX = "ulysses:"
+_SHARED = f"{NAME}-shared"  # our attention between two exchanges, in Transformers
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +78,8 @@ class SequenceParallel:
     """Has a model attend to whole rows while it is given a share of their tokens.
 
     Args:
-        model: its attention, whatever it is, is put between two exchanges.
-        attention: what it attends to.
+        model: prepared by `Attention.prepare`; its attention is put between two exchanges.
+        attention: what that gave.
         group: the ranks that share rows.
 
     Raises:
@@ -93,19 +92,15 @@ class SequenceParallel:
         config: Any = model.config.get_text_config()
         self._layers: int = config.num_hidden_layers
         check_heads(config.to_dict(), group.size)
-        # The causal attention of one that sees all is exact without a mask.
-        self._maskless = attention.windows == ((FULL, None),) and not attention.additive
-        inner: str = config._attn_implementation
-        if not inner.startswith(_PREFIX):
-            name = _PREFIX + inner
-            AttentionInterface.register(name, partial(_attend, inner))
-            config._attn_implementation = name
+        self._windows = any(window is not None for _, window in attention.windows)
+        model.set_attn_implementation(_SHARED)
 
     def share(self, batch: MicroBatch) -> SequenceShare:
         """This rank's part of `batch`, whose tensors are where the model is."""
         group = self._group
         rows = _padded(batch, group.size)
-        if rows.segment is None and not self._maskless:
+        if rows.segment is None and self._windows:
+            # Without a mask the model's class would make one, for the tokens that it has.
             one = torch.zeros_like(rows.input_ids, dtype=torch.int32)
             rows = replace(rows, segment=one, prefix=one)
         width = rows.input_ids.shape[1]
@@ -167,7 +162,6 @@ def _by_row(cells: Tensor | None, width: int, change: Callable[[Tensor], Tensor]
 
 
 def _attend(
-    inner: str,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -175,7 +169,7 @@ def _attend(
     attention_mask: Any,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
-    """The attention `inner` over whole rows, between two exchanges; see `AttentionInterface`.
+    """Our attention over whole rows, between two exchanges; see `AttentionInterface`.
 
     Args:
         query: [R, heads, L / ranks, D].
@@ -190,55 +184,23 @@ def _attend(
             "what its model is given: set it to 1"
         )
     share.layers += 1
-    group, heads, keys = share.group, query.shape[1], key.shape[1]
+    group, keys = share.group, key.shape[1]
     each = math.lcm(keys, group.size)  # key heads, so that every rank has equally many
     if each > keys:
         key, value = (x.repeat_interleave(each // keys, 1) for x in (key, value))
-    first = group.rank * heads // group.size
-    part = slice(first, first + heads // group.size)
+    if arguments.get("s_aux") is not None:
+        arguments["s_aux"] = arguments["s_aux"].chunk(group.size)[group.rank]
     if arguments.get("position_ids") is not None:
         arguments["position_ids"] = share.rows.position_ids
-    if arguments.get("s_aux") is not None:
-        arguments["s_aux"] = arguments["s_aux"][part]
-    query, key, value = _to_heads(group, query, key, value)
-    output, _ = _attention(inner, module)(
-        _HeadShare(module, part, heads // each), query, key, value, attention_mask, **arguments
+    output, _ = ALL_ATTENTION_FUNCTIONS[NAME](
+        module, *_to_heads(group, query, key, value), attention_mask, **arguments
     )
-    expected = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
-    if output.shape != expected:
-        raise UsageError(
-            f"trainer.sequence_parallel: {type(module).__name__} cannot attend with some of its "
-            "heads alone: set it to 1"
-        )
     return _to_tokens(group, output), None
 
 
-def _attention(inner: str, module: nn.Module) -> Callable[..., tuple[Tensor, Any]]:
-    """Transformers' attention function of that name; each class has an eager one of its own."""
-    if inner == "eager":
-        return sys.modules[type(module).__module__].eager_attention_forward  # pyright: ignore
-    return ALL_ATTENTION_FUNCTIONS[inner]
-
-
-class _HeadShare:
-    """An attention layer, as the attention of some of its query heads should see it.
-
-    Args:
-        heads: which they are.
-        groups: of them, so many have a key head in common.
-    """
-
-    def __init__(self, module: nn.Module, heads: slice, groups: int) -> None:
-        self._module = module
-        self._heads = heads
-        self.num_key_value_groups = groups
-
-    @property
-    def sinks(self) -> Tensor:
-        return self._module.sinks[self._heads]  # pyright: ignore  # a parameter [heads]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
+def _mask_of(*_: Any, attention_mask: Any = None, **__: Any) -> Any:
+    """What a layer is given: our masks as they are; without one it attends causally."""
+    return attention_mask
 
 
 def _to_heads(group: SequenceGroup, *tensors: Tensor) -> list[Tensor]:
@@ -295,3 +257,7 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return grads[0][ctx.learned], None
+
+
+AttentionInterface.register(_SHARED, _attend)
+AttentionMaskInterface.register(_SHARED, _mask_of)

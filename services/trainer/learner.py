@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from umbra.proto.errors import UsageError
-from umbra.services.modeling.experts import NO_ROUTERS, set_experts
+from umbra.services.modeling.attention import Attention
+from umbra.services.modeling.experts import NO_BALANCE, NO_ROUTERS, set_experts
 from umbra.services.modeling.micro_batch import MicroBatch
 from umbra.services.modeling.scorer import Scorer
 from umbra.services.modeling.weight_files import WeightFiles
@@ -87,10 +88,15 @@ class Learner:
         # What all ranks could do in a second; unknown on CPUs.
         self.ceiling = ceiling(self.device) * self.ranks.world if self.device.type == "cuda" else 0
         # No dropout: these must be the logprobs of the policy that generates.
+        attention = Attention.prepare(self.model, config.attention, self.device)
         chunk_bytes = int(config.logits_mib * 2**20)
-        self._scorer = Scorer(self.model, chunk_bytes, self.ranks.sequence).eval()
+        self._scorer = Scorer(self.model, chunk_bytes, attention, self.ranks.sequence).eval()
         # Those whose choices are replayed.
         self.replayed = self._replayed(config)
+        if config.router_aux_loss_coef and not (
+            self._scorer.routers is not None and hasattr(model.config, "router_aux_loss_coef")
+        ):
+            raise UsageError(NO_BALANCE)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._plain = _optimizer(self._parameters, config)
         self._optimizer = self._accelerator.prepare_optimizer(self._plain)
@@ -110,11 +116,13 @@ class Learner:
         with_entropy: bool = True,
         entropy_gradient: bool = False,
         sampling: Tensor | None = None,
+        balance: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
         """Logprobs (with gradient) and entropies of the learned tokens, on the device; [N] each.
 
-        `sampling` [N, 4] is as of `Scorer`.
+        `sampling` [N, 4] and `balance` are as of `Scorer`.
         """
+        scaler = self._accelerator.scaler
         with self._accelerator.autocast():
             return self._scorer(
                 micro.to(self.device),
@@ -122,6 +130,7 @@ class Learner:
                 with_entropy=with_entropy,
                 entropy_gradient=entropy_gradient,
                 sampling=None if sampling is None else sampling.to(self.device),
+                balance=balance * (scaler.get_scale() if scaler is not None else 1.0),
             )
 
     @torch.no_grad()
@@ -181,6 +190,18 @@ class Learner:
             "skipped": float(bool(fault)),
             **{f"skipped/{reason}": float(reason == fault) for reason in REASONS},
         }
+
+    def balance(self, micros: list[MicroBatch]) -> float:
+        """What a token weighs in the balance loss of an update over `micros`, for `score`.
+
+        All ranks have to call it, each with its own share.
+        """
+        coefficient = self._config.router_aux_loss_coef
+        if not coefficient:
+            return 0.0
+        count = torch.tensor([sum(micro.tokens for micro in micros)], dtype=torch.float64)
+        # As in `backward`: FSDP takes a mean over the ranks.
+        return coefficient * self.ranks.world / max(1.0, float(self.ranks.sum(count)))
 
     def expert_load(self) -> Row:
         """How the tokens of the updates since the last call were spread over experts, on all ranks.

@@ -92,13 +92,17 @@ class ValueModel(nn.Module):
     """A transformer of its own and a head; it is a module so that FSDP2 sees one forward pass."""
 
     def __init__(
-        self, backbone: PreTrainedModel, head: ValueHead, group: SequenceGroup | None = None
+        self,
+        backbone: PreTrainedModel,
+        head: ValueHead,
+        attention: Attention,
+        group: SequenceGroup | None = None,
     ) -> None:
         super().__init__()
         self.backbone = backbone
         self.head = head
-        self._attention = Attention.of(backbone.config)
-        self._parallel = SequenceParallel(backbone, self._attention, group) if group else None
+        self._attention = attention
+        self._parallel = SequenceParallel(backbone, attention, group) if group else None
 
     def forward(self, micro: MicroBatch) -> Tensor:
         """Values float32 [N]."""
@@ -114,7 +118,7 @@ class ValueModel(nn.Module):
         output: Any = self.backbone(
             input_ids=own.input_ids,
             position_ids=own.position_ids,
-            attention_mask=rows.masks(self._attention, self.backbone.dtype),
+            attention_mask=self._attention.express(rows.mask),
             use_cache=False,
             **arguments,
         )
@@ -147,7 +151,8 @@ class OwnModel:
         head = ValueHead(backbone.config.hidden_size)
         head.load(directory)
         prepare_layers(backbone, config)
-        self._model = ValueModel(backbone, head, ranks.sequence)
+        attention = Attention.prepare(backbone, config.attention, device)
+        self._model = ValueModel(backbone, head, attention, ranks.sequence)
         if ranks.world > 1:
             shard(backbone, device, ranks, config.precision, root=self._model)
         fill(self._model, device, files, backbone)

@@ -64,7 +64,7 @@ def compare(name: str, group: SequenceGroup) -> str:
     expected = {layout: run(scorer, batch, *how) for layout, how in LAYOUTS.items()}
     terms = model_terms(model.config, backward=True)
     try:
-        shared = Scorer(make(name), 1 << 30, group).eval()
+        shared = Scorer(make(name), 1 << 30, group=group).eval()
         for layout, how in LAYOUTS.items():
             found = run(shared, batch, *how)
             for key, alone in expected[layout].items():

@@ -96,6 +96,12 @@ def test_implied_staleness(
             RunConfig(trainer=TrainerConfig(ranks=4, sequence_parallel=2, compile=True)),
             "trainer.compile cannot",
         ),
+        (
+            RunConfig(
+                trainer=TrainerConfig(ranks=4, sequence_parallel=2, router_aux_loss_coef=0.1)
+            ),
+            "trainer.router_aux_loss_coef balances",
+        ),
     ],
 )
 def test_what_can_never_work_is_refused(config: RunConfig, to_change: str) -> None:

@@ -79,9 +79,9 @@ def test_packing_changes_no_logprob(
 @torch.no_grad()
 def test_a_row_of_one_sequence_needs_no_mask(model: PreTrainedModel, tokens: Tokens) -> None:
     full = Attention()
-    assert all(m.masks(full) is None for m in pack(tokens, pack_tokens=1, micro_tokens=10))
+    assert all(full.express(m.mask) is None for m in pack(tokens, pack_tokens=1, micro_tokens=10))
     (dense,) = pack(tokens, pack_tokens=64, micro_tokens=10_000)
-    mask = dense.masks(full)
+    mask = full.express(dense.mask)
     assert isinstance(mask, Tensor)
     assert mask.any(-1).all(), "a row of the mask without any True gives NaN"
 

@@ -227,6 +227,11 @@ def _sequence_parallel(config: RunConfig) -> Iterator[str]:
             f"trainer.sequence_parallel = {shared} does not divide trainer.ranks = "
             f"{trainer.ranks}: set trainer.ranks to a multiple of it"
         )
+    if trainer.router_aux_loss_coef:
+        yield (
+            "trainer.router_aux_loss_coef balances the experts over the tokens that a rank has of "
+            "rows, which are others with trainer.sequence_parallel: use one of them"
+        )
     if trainer.compile:
         yield (
             "trainer.compile cannot compile the exchanges of trainer.sequence_parallel: use one of "

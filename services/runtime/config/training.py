@@ -36,6 +36,13 @@ class TrainerConfig(ObjectiveKeys, frozen=True, kw_only=True, forbid_unknown_fie
     ] = 1
     pack_tokens: Annotated[int, Meta(description="tokens per packed row", ge=8)] = 256
     micro_tokens: Annotated[int, Meta(description="tokens per forward pass", ge=8)] = 4096
+    attention: Annotated[
+        Literal["auto", "sdpa", "segments", "flex", "varlen"],
+        Meta(
+            description="backend of attention over packed rows; auto = right for the device and "
+            "the rows; flex and varlen need a GPU"
+        ),
+    ] = "auto"
     logits_mib: Annotated[
         float, Meta(description="MiB of float32 logits at a time; more are computed twice", gt=0)
     ] = 256.0
@@ -46,6 +53,9 @@ class TrainerConfig(ObjectiveKeys, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["auto", "eager", "grouped_mm", "batched_mm"],
         Meta(description="how experts are computed: Transformers' name of it, or auto"),
     ] = "auto"
+    router_aux_loss_coef: Annotated[
+        float, Meta(description="weight of the loss that balances experts; 0 = none", ge=0)
+    ] = 0.0
     router_replay: Annotated[
         bool, Meta(description="route tokens to the experts that the generator's engine chose")
     ] = False
