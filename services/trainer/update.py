@@ -231,6 +231,7 @@ class PolicyUpdate:
             share_prompts=self._config.share_prompts,
             rank=self._ranks.rank,
             world=self._ranks.world,
+            cost=self._learner.operations.sequence,
         )
 
 
