@@ -33,6 +33,11 @@ from umbra.services.runtime.weights.shared_memory import SharedMemory, shared
 log = logging.getLogger(__name__)
 
 
+def platform() -> str:
+    """What the vLLM that is installed was built for: "cpu", "cuda", ..."""
+    return current_platform.device_type
+
+
 class VllmEngine:
     """vLLM as an `Engine`.
 
@@ -61,7 +66,7 @@ class VllmEngine:
         seed: int = 0,
         version: int = -1,
     ) -> None:
-        check_device(config.device, current_platform.device_type)
+        check_device(config.device, platform())
         self.version = version
         self.slots = config.slots
         self.max_context = config.max_context
@@ -77,9 +82,7 @@ class VllmEngine:
         self._ready: list[EngineOutput] = []
         self.decoded_tokens = 0
         self._finished_tokens = 0
-        arguments = engine_arguments(
-            config, path, outline.config, dtype, seed % 2**31, current_platform.device_type
-        )
+        arguments = engine_arguments(config, path, outline.config, dtype, seed % 2**31, platform())
         self._server = VllmServer(arguments, version)
 
     @property

@@ -36,15 +36,19 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return layers
 
 
-def prepare_layers(model: PreTrainedModel, config: TrainerConfig) -> None:
-    """Apply `trainer.compile` and `trainer.activation_checkpointing`; names stay as they are."""
-    if not (config.compile or config.activation_checkpointing):
+def prepare_layers(model: PreTrainedModel, config: TrainerConfig, kind: str) -> None:
+    """Apply `trainer.compile` and `trainer.activation_checkpointing`; names stay as they are.
+
+    `kind` is that of the device, "cpu" or "cuda".
+    """
+    recomputed = config.recomputes_on(kind)
+    if not (config.compile or recomputed):
         return
     for layer in decoder_layers(model):
         if config.compile:
             # By layers: they are all alike, so one is compiled and the others reuse it.
             layer.forward = torch.compile(layer.forward, dynamic=True)
-        if config.activation_checkpointing:
+        if recomputed:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 

@@ -131,13 +131,14 @@ class OwnModel:
         backbone = load_backbone(directory, "critic.path", checked)
         head = ValueHead(backbone.config.hidden_size)
         head.load(directory)
-        prepare_layers(backbone, config)
+        prepare_layers(backbone, config, device.type)
+        precision = config.precision_on(device.type)
         self._model = ValueModel(backbone, head)
         if ranks.world > 1:
-            shard(backbone, device, ranks, config.precision, root=self._model)
+            shard(backbone, device, ranks, precision, root=self._model)
         self._model.to(device).eval()
         self._device = device
-        self._bf16 = config.precision == "bf16"
+        self._bf16 = precision == "bf16"
         self._micros: list[MicroBatch] = []
         self.parameters = list(self._model.parameters())
 

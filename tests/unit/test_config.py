@@ -270,3 +270,45 @@ def test_every_piece_of_an_objective_has_a_key_of_its_type() -> None:
         spelled = load(overrides=tuple(o.replace('"', "") for o in overrides)).trainer
         assert spelled.pieces == pieces
         assert spelled.chosen == values
+
+
+# -- what follows from the device -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "on_cpu", "on_gpu"),
+    [
+        ((), ("no", False, "float32"), ("bf16", True, "bfloat16")),
+        (
+            ("trainer.precision=bf16", "weight_hub.dtype=float16"),
+            ("bf16", False, "float16"),
+            ("bf16", True, "float16"),
+        ),
+        (
+            ("trainer.precision=no", "trainer.activation_checkpointing=true"),
+            ("no", True, "float32"),
+            ("no", True, "bfloat16"),
+        ),
+        (
+            ("trainer.activation_checkpointing=false", "weight_hub.dtype=float32"),
+            ("no", False, "float32"),
+            ("bf16", False, "float32"),
+        ),
+    ],
+)
+def test_auto_is_fast_on_gpus_and_exact_on_cpus(
+    overrides: tuple[str, ...], on_cpu: tuple[str, bool, str], on_gpu: tuple[str, bool, str]
+) -> None:
+    run = load(overrides=overrides)
+    for kind, expected in (("cpu", on_cpu), ("cuda", on_gpu)):
+        found = (
+            run.trainer.precision_on(kind),
+            run.trainer.recomputes_on(kind),
+            run.weight_hub.dtype_on(kind),
+        )
+        assert found == expected
+
+
+def test_a_key_that_is_a_choice_or_a_word_names_all_of_them() -> None:
+    text = mistake("trainer.activation_checkpointing=perhaps")
+    assert "trainer.activation_checkpointing must be one of true, false, auto" in text

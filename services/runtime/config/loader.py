@@ -146,8 +146,22 @@ def bare(kind: introspect.Type) -> introspect.Type:
     if isinstance(kind, introspect.Metadata):
         kind = kind.type
     if isinstance(kind, introspect.UnionType):
-        kind = next(k for k in kind.types if not isinstance(k, introspect.NoneType))
+        types = [k for k in kind.types if not isinstance(k, introspect.NoneType)]
+        return types[0] if len(types) == 1 else kind
     return kind
+
+
+def choices(kind: introspect.Type) -> tuple[str, ...]:
+    """The values that there are of `kind`, as they are written; none if there are any number."""
+    match kind:
+        case introspect.BoolType():
+            return "true", "false"
+        case introspect.LiteralType(values=values):
+            return tuple(map(str, values))
+        case introspect.UnionType(types=types):
+            return tuple(choice for one in types for choice in choices(one))
+        case _:
+            return ()
 
 
 def _convert(section: str, key: str, value: Any, where: str) -> Any:
@@ -189,8 +203,8 @@ def _expected(kind: introspect.Type) -> str:
             return "a number" + _bounds(kind)
         case introspect.StrType():
             return "text that is not empty" if kind.min_length else "text"
-        case introspect.LiteralType():
-            return "one of " + ", ".join(map(str, kind.values))
+        case introspect.LiteralType() | introspect.UnionType():
+            return "one of " + ", ".join(choices(kind))
         case introspect.ListType(item_type=introspect.LiteralType(values=values)):
             return f"a list of {', '.join(map(str, values))}"
         case introspect.TupleType():

@@ -44,8 +44,9 @@ class TrainerConfig(ObjectiveKeys, frozen=True, kw_only=True, forbid_unknown_fie
     ] = True
     device: Annotated[str, Meta(description="cpu, cuda or auto")] = "auto"
     precision: Annotated[
-        Literal["no", "bf16", "fp16"], Meta(description="Accelerate mixed precision")
-    ] = "no"
+        Literal["auto", "no", "bf16", "fp16"],
+        Meta(description="Accelerate mixed precision; auto = bf16 on a GPU, no on a CPU"),
+    ] = "auto"
     threads: Annotated[int, Meta(description="CPU threads of a rank; 0 = its share", ge=0)] = 0
     ranks: Annotated[
         int, Meta(description="processes over which the policy is sharded (FSDP2)", ge=1)
@@ -54,8 +55,11 @@ class TrainerConfig(ObjectiveKeys, frozen=True, kw_only=True, forbid_unknown_fie
         float, Meta(description="seconds a rank may be silent until the others give up", gt=0)
     ] = 120.0
     activation_checkpointing: Annotated[
-        bool, Meta(description="recompute each layer in the backward pass, to save memory")
-    ] = False
+        bool | Literal["auto"],
+        Meta(
+            description="recompute each layer in the backward pass, to save memory; auto = on a GPU"
+        ),
+    ] = "auto"
     deterministic: Annotated[
         bool, Meta(description="only algorithms whose results are the same in every run")
     ] = False
@@ -103,6 +107,17 @@ class TrainerConfig(ObjectiveKeys, frozen=True, kw_only=True, forbid_unknown_fie
     batch_wait_s: Annotated[
         float, Meta(description="seconds to wait for a batch until the run fails", gt=0)
     ] = 600.0
+
+    def precision_on(self, kind: str) -> Literal["no", "bf16", "fp16"]:
+        """Of the computation on a device of that `kind`: "cpu" or "cuda"."""
+        if self.precision == "auto":
+            return "bf16" if kind == "cuda" else "no"
+        return self.precision
+
+    def recomputes_on(self, kind: str) -> bool:
+        """Whether layers are recomputed in the backward pass on a device of that `kind`."""
+        chosen = self.activation_checkpointing
+        return kind == "cuda" if chosen == "auto" else chosen
 
     @property
     def updates_per_batch(self) -> int:
