@@ -132,15 +132,13 @@ def inputs(plan: Plan, process: Process, paths: Paths) -> list[str]:
     """Files and folders that `process` reads, which lie at the same place on every node."""
     config = plan.config
     found: dict[Task, list[str]] = {
-        "buffer": [config.data.prompts, *config.data.sources],
+        "buffer": [config.data.prompts, *config.data.sources, config.eval.prompts],
         "relay": [],
         "train": [config.model.path, config.critic.path],
         "generate": [config.model.path, config.generator.replay, config.generator.serve_key],
         "ref_logp": [config.model.path, config.scorer.model],
     }
     paths_in = found.get(process.task, [config.model.path])
-    if process.task == "buffer" and config.eval.every:
-        paths_in.append(config.eval.prompts)
     if process.task in ("buffer", "generate", "reward"):
         paths_in.append(paths.modules)
     return sorted({path for path in paths_in if path and not path.startswith(DATASETS)})

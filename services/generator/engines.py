@@ -84,6 +84,7 @@ def _vllm(config: RunConfig, name: str) -> OpenEngine:
         dtype=dtype,  # it computes in what it is served
         stop_ids=stops,
         seed=_seed(config, name),
+        tell_routing=config.trainer.router_replay,
     )
     return OpenEngine(engine, Chat(tokenizer, stops), "cpu", engine.memory.allocate, expected)
 
@@ -109,6 +110,7 @@ def _torch(config: RunConfig, name: str) -> OpenEngine:
         slots=config.generator.slots,
         max_context=config.generator.max_context,
         seed=_seed(config, name),
+        tell_routing=config.trainer.router_replay,
     )
     expected = config.weight_hub.expected_on(device.type)
     return OpenEngine(engine, Chat(tokenizer, stops), str(device), dtype=expected)

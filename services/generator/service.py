@@ -11,6 +11,7 @@ from contextlib import closing
 import msgspec
 
 from umbra.services.environments.loading import UNREWARDED
+from umbra.services.generator.activity import Activity
 from umbra.services.generator.buffer_client import BufferClient
 from umbra.services.generator.engines import OpenEngine, open_engine
 from umbra.services.generator.loop import GeneratorLoop
@@ -58,7 +59,6 @@ def run(
     # An eighth early: so much is decoded at most while what is flushed is on its way.
     flush_tokens = config.generator.partial_flush_tokens
     flush_tokens -= flush_tokens // 8
-    policy = config.generator.kv_policy
     with (
         closing(opened.engine) as engine,
         closing(
@@ -76,15 +76,11 @@ def run(
                 session=session,
                 receiver=receiver,
                 buffer=BufferClient(session.data, wake, grace_s=config.run.broker_grace_s),
-                engine=engine,
                 runner=RolloutRunner(engine, pool, settings, flush_tokens),
-                metrics=ctx.metrics,
-                kv_policy="keep" if policy == "drain" else policy,
-                drains=policy == "drain",
-                prefetch=config.generator.prefetch,
-                wake=wake,
+                config=config.generator,
                 sample_log=SampleLog(ctx.metrics, settings.chat),
                 watch=watch,
+                activity=Activity(ctx.metrics),
             ).run()
         return _end(session)
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from umbra.proto.errors import UsageError
 from umbra.services.modeling.attention import Attention
+from umbra.services.modeling.experts import Routers
 from umbra.services.modeling.micro_batch import MicroBatch
 from umbra.services.modeling.restrict import restrict
 
@@ -47,6 +48,7 @@ class Scorer(nn.Module):
         super().__init__()
         self.model = model
         self._attention = Attention.of(model.config)
+        self.routers = Routers.of(model)
         config: Any = model.config.get_text_config()
         self._logits = LogitTransform.of(config)
         self._rows = max(1, chunk_bytes // (4 * config.vocab_size))
@@ -84,6 +86,14 @@ class Scorer(nn.Module):
 
     def _run(self, request: _Request) -> Any:
         self._request = request
+        batch = request.batch
+        if self.routers is not None:
+            # It stays until the next pass: layers that are recomputed in the backward pass of this
+            # one have to find the same.
+            self.routers.replay = batch.routing
+            self.routers.counted = batch.fed if torch.is_grad_enabled() else None
+        elif batch.routing is not None:
+            raise UsageError("model.path: it has no routers, but its tokens have a routing")
         try:
             return self.model(
                 input_ids=request.batch.input_ids,
@@ -93,6 +103,8 @@ class Scorer(nn.Module):
             )
         finally:
             self._request = self._hidden = None
+            if self.routers is not None:
+                self.routers.counted = None
 
     def _take_hidden(self, _head: nn.Module, args: tuple[Tensor, ...]) -> Any:
         """Keep the hidden states of learned tokens, and let the output layer see at most one."""

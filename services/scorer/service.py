@@ -103,7 +103,8 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
 
         refresh()
         context.ready({"stage": scorer.stage, "version": version})
-        worker = LogprobWorker(model, scorer, refresh)
+        replay = config.trainer.router_replay  # as the policy that it stands for
+        worker = LogprobWorker(model, scorer, refresh, replay=replay)
         loop = ScorerLoop(session, scorer.stage, worker, scorer.capacity, context.metrics)
         while not session.stopping.is_set():
             refresh()  # also while there is nothing to score, so that the hub need not wait

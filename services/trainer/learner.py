@@ -12,18 +12,22 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from umbra.proto.errors import UsageError
+from umbra.services.modeling.experts import NO_ROUTERS, set_experts
 from umbra.services.modeling.micro_batch import MicroBatch
 from umbra.services.modeling.scorer import Scorer
+from umbra.services.modeling.weight_files import WeightFiles
 from umbra.services.runtime.config import TrainerConfig
+from umbra.services.runtime.trajectories import RouterKind
 from umbra.services.trainer.checkpoints.parts import (
     CheckpointPart,
     OptimizerState,
     Randomness,
     Weights,
 )
+from umbra.services.trainer.filling import fill
 from umbra.services.trainer.guard import REASONS
 from umbra.services.trainer.lora import add_adapter
-from umbra.services.trainer.metrics import Row
+from umbra.services.trainer.metrics import Row, expert_metrics
 from umbra.services.trainer.operations import TrainingFlops, ceiling
 from umbra.services.trainer.ranks import Ranks
 from umbra.services.trainer.sharding import prepare_layers, shard
@@ -41,6 +45,7 @@ class Learner:
         steps: length of the learning-rate schedule.
         ranks: who shares the work.
         seed: of an adapter's first weights.
+        files: of the weights, if the model is on the meta device.
 
     Raises:
         UsageError: a device or an optional package that is not there, or settings that exclude each
@@ -54,6 +59,7 @@ class Learner:
         steps: int,
         ranks: Ranks | None = None,
         seed: int = 0,
+        files: WeightFiles | None = None,
     ) -> None:
         self.ranks = ranks or Ranks()
         self.updates = 0  # made or left out, by this process
@@ -69,20 +75,31 @@ class Learner:
             share = max(1, len(os.sched_getaffinity(0)) // self.ranks.world)
             torch.set_num_threads(config.threads or share)
         self.device = self._accelerator.device
+        set_experts(model, config.experts)
         if config.lora_rank:
             add_adapter(model, config, seed)
         prepare_layers(model, config, self.device.type)
         if self.ranks.world > 1:
             shard(model, self.device, self.ranks, precision)
-        self.model = model.to(self.device)
+        fill(model, self.device, files)
+        self.model = model
         self.operations = TrainingFlops.of(model)
         # What all ranks could do in a second; unknown on CPUs.
         self.ceiling = ceiling(self.device) * self.ranks.world if self.device.type == "cuda" else 0
         # No dropout: these must be the logprobs of the policy that generates.
         self._scorer = Scorer(self.model, int(config.logits_mib * 2**20)).eval()
+        # Those whose choices are replayed.
+        self.replayed = self._replayed(config)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._plain = _optimizer(self._parameters, config)
         self._optimizer = self._accelerator.prepare_optimizer(self._plain)
+
+    def _replayed(self, config: TrainerConfig) -> RouterKind | None:
+        if not config.router_replay:
+            return None
+        if self._scorer.routers is None:
+            raise UsageError(NO_ROUTERS)
+        return self._scorer.routers.kind
 
     def score(
         self,
@@ -163,6 +180,17 @@ class Learner:
             "skipped": float(bool(fault)),
             **{f"skipped/{reason}": float(reason == fault) for reason in REASONS},
         }
+
+    def expert_load(self) -> Row:
+        """How the tokens of the updates since the last call were spread over experts, on all ranks.
+
+        All ranks have to call it.
+        """
+        routers = self._scorer.routers
+        if routers is None:
+            return {}
+        load = self.ranks.sum(routers.take_load().double())
+        return expert_metrics(load[:, :-1], load[:, -1] if self.replayed else None)
 
     def parts(self, base: str = "") -> dict[str, CheckpointPart]:
         """What a checkpoint has to hold of it; the learning rate follows from the step.

@@ -74,7 +74,8 @@ def follow(
     while True:
         match decoder.decode(ranks.broadcast()):
             case Train(version, trajectories):
-                batch = make_batch(trajectories, learner.model.config.vocab_size)
+                vocabulary = learner.model.config.vocab_size
+                batch = make_batch(trajectories, vocabulary, routers=learner.replayed)
                 update(batch, version, lambda: True)
             case Snapshot():
                 snapshots.write()

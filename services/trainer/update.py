@@ -158,6 +158,7 @@ class PolicyUpdate:
             **seen.summary(self._ranks),
             **_means(rows),
             **agreed,
+            **self._learner.expert_load(),
         }
         if self._critic is not None and values is not None:
             row |= self._critic.learn(batch, values, returns)

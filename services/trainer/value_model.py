@@ -19,8 +19,9 @@ from umbra.proto.errors import UsageError
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.micro_batch import MicroBatch
 from umbra.services.runtime.config import TrainerConfig
+from umbra.services.trainer.filling import fill
 from umbra.services.trainer.learner import Learner
-from umbra.services.trainer.policy import load_backbone, no_progress_bars
+from umbra.services.trainer.policy import no_progress_bars, open_backbone
 from umbra.services.trainer.ranks import Ranks
 from umbra.services.trainer.sharding import prepare_layers, shard
 from umbra.services.trainer.snapshot import whole_weights
@@ -128,7 +129,7 @@ class OwnModel:
         ranks: Ranks,
         checked: Collection[str] = (),
     ) -> None:
-        backbone = load_backbone(directory, "critic.path", checked)
+        backbone, files = open_backbone(directory, "critic.path", checked)
         head = ValueHead(backbone.config.hidden_size)
         head.load(directory)
         prepare_layers(backbone, config, device.type)
@@ -136,7 +137,8 @@ class OwnModel:
         self._model = ValueModel(backbone, head)
         if ranks.world > 1:
             shard(backbone, device, ranks, precision, root=self._model)
-        self._model.to(device).eval()
+        fill(self._model, device, files, backbone)
+        self._model.eval()
         self._device = device
         self._bf16 = precision == "bf16"
         self._micros: list[MicroBatch] = []

@@ -168,7 +168,7 @@ class RelayPlanes:
         return self.end
 
     def close(self) -> None:
-        """End the GPU's agent."""
+        """End the GPU's worker."""
         if self._gpu is not None:
             self._gpu.close()
 

@@ -28,7 +28,7 @@ from umbra.services.trainer.checkpoints.shard_writer import ShardWriter
 from umbra.services.trainer.critic import open_critic
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.metrics import Row
-from umbra.services.trainer.policy import load_policy
+from umbra.services.trainer.policy import open_policy
 from umbra.services.trainer.ranks import Ranks
 from umbra.services.trainer.update import PolicyUpdate
 
@@ -79,8 +79,8 @@ def train(
     config = load_config(
         overrides=[*overrides, f"model.path={directory}", f"run.steps={len(batches)}"], environ={}
     )
-    model, _ = load_policy(directory)
-    learner = Learner(model, config.trainer, config.run.steps, ranks)
+    model, _, files = open_policy(directory)
+    learner = Learner(model, config.trainer, config.run.steps, ranks, files=files)
     critic = open_critic(config, learner)
     agreement = None if lag is None else Agreement(config, learner)
     update = PolicyUpdate(config, learner, critic, agreement)

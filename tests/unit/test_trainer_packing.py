@@ -196,6 +196,12 @@ def test_first_fit_decreasing_places_each_once_within_capacity(
         assert len(row) == 1 or sum(lengths[item] for item in row) <= capacity
 
 
+def test_long_sequences_are_placed_first() -> None:
+    """Shortest first, the three short ones would fill a row together: four rows."""
+    rows = first_fit_decreasing([2, 2, 2, 7, 8, 8], 10)
+    assert sorted(sorted(row) for row in rows) == [[0, 4], [1, 5], [2, 3]]
+
+
 # -- several responses to one prompt ---------------------------------------------------------------
 
 

@@ -42,6 +42,13 @@ class TrainerConfig(ObjectiveKeys, frozen=True, kw_only=True, forbid_unknown_fie
     share_prompts: Annotated[
         bool, Meta(description="compute a prompt once for all samples of it in a row")
     ] = True
+    experts: Annotated[
+        Literal["auto", "eager", "grouped_mm", "batched_mm"],
+        Meta(description="how experts are computed: Transformers' name of it, or auto"),
+    ] = "auto"
+    router_replay: Annotated[
+        bool, Meta(description="route tokens to the experts that the generator's engine chose")
+    ] = False
     device: Annotated[str, Meta(description="cpu, cuda or auto")] = "auto"
     precision: Annotated[
         Literal["auto", "no", "bf16", "fp16"],

@@ -10,7 +10,7 @@ import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from umbra.proto.errors import DeadlineError, StartupError, UmbraError
+from umbra.proto.errors import StartupError, UmbraError
 from umbra.proto.messages import (
     Abort,
     Commit,
@@ -24,6 +24,7 @@ from umbra.proto.messages import (
     Subscribed,
 )
 from umbra.proto.records import Manifest
+from umbra.services.runtime.deadline import Deadline
 from umbra.services.runtime.net.channel import Channel
 from umbra.services.runtime.planes.choice import GPU_PLANES
 from umbra.services.runtime.planes.plane import Parts, Receipt, ReceiverEnd, Receiving
@@ -168,16 +169,12 @@ class Receiver:
             DeadlineError: none came within `timeout_s` seconds.
             UmbraError: as `poll`.
         """
-        until = time.monotonic() + timeout_s
+        deadline = Deadline(timeout_s, f"no weights from the {self._channel.peer}")
         while not stopping.is_set():
             staged = self.poll()
             if staged is not None:
                 return staged
-            if time.monotonic() >= until:
-                raise DeadlineError(
-                    f"no weights from the {self._channel.peer} within {timeout_s:g} s: has the "
-                    "trainer published its first version?"
-                )
+            deadline.check(": has the trainer published its first version?")
             with self._changed:
                 self._changed.wait(WAKE_S)
         return None
