@@ -17,9 +17,9 @@ ENVIRONMENT_FILE = "umbra.env"
 KEYS_FOLDER = "keys"
 GRACE = "40s"  # a trainer may have to end its step
 START_PERIOD = "600s"  # large models load for minutes
-# `umbra keep` starts processes again. The policy brings containers back when the machine has been
-# started again: those that were asked to end have not ended with 0. Not `unless-stopped`, which
-# would run processes again that are done.
+# `umbra keep` starts processes again. The policy brings containers back after a reboot: Docker's
+# daemon starts those that have not ended with 0, as none has that was asked to end. Not
+# `unless-stopped`, which would run processes again that are done.
 RESTART = "on-failure:3"
 LOGGING = {"driver": "json-file", "options": {"max-size": "50m", "max-file": "4"}}
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from umbra.deploy.cluster.plan import Plan, Process, Task
+from umbra.deploy.cluster.cluster_file import Task
+from umbra.deploy.cluster.plan import Plan, Process
 from umbra.proto.access import KEY_ROLES, KeyRole
 from umbra.services.buffer.data.dataset_readers import DATASETS
 from umbra.services.runtime.config import RunConfig

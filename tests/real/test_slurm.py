@@ -9,12 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from fakes.clusters import cluster, run_config
 from fakes.slowness import seconds
 
 from umbra.deploy.cluster.bundle import Bundle
 from umbra.deploy.cluster.plan import Plan, make_plan
+from umbra.proto.messages import Status
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "slurm_cluster.py"
 NEEDED = ("slurmctld", "slurmd", "sbatch", "munged", "unshare", "ip")
@@ -174,3 +176,110 @@ def test_a_job_ends_as_its_trainer(tmp_path: Path, stand_in: dict[str, str], cod
     """
     environ = {**stand_in, "TRAINER_EXIT": str(code)}
     assert on_slurm(tmp_path, MIXED, ENDED + fail, **environ) == f"FAILED\n{code}\n"
+
+
+# -- whole runs -----------------------------------------------------------------------------------
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+STEPS = 40
+CLUSTER = """
+[cluster]
+groups = ["train", "generate"]
+ratios = [0.34, 0.66]
+[cluster.slurm]
+time = "2:00:00"
+"""
+THREE = {"x1": 0, "x2": 0, "x3": 0}
+# Submits the run and waits for its fifth step.
+BEGIN = (
+    ENDED
+    + """
+steps() { cat runs/slurm/*/metrics.jsonl 2>/dev/null | grep -c '"kind":"step"' || true; }
+job=$(sbatch --parsable plan/run.sbatch)
+until [ "$(steps)" -ge 5 ]; do
+    sleep 0.5
+    squeue --noheader --job "$job" | grep -q . || { echo "the job ended early" >&2; exit 1; }
+done
+"""
+)
+FINISH = """
+ended "$job"
+echo "$state"
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A folder with the sort task, and a plan of it on three nodes; the base model is random."""
+    shutil.copy(EXAMPLES / "sort.toml", tmp_path / "run.toml")
+    nodes = [f'[[nodes]]\nname = "{n}"\naddress = "unused-{n}"\n' for n in "abc"]
+    (tmp_path / "cluster.toml").write_text(CLUSTER + "".join(nodes), encoding="utf-8")
+    overrides = (f"run.steps={STEPS}", "checkpoint.every=2", "run.broker_grace_s=120")
+    for command in (
+        ("make-model", "sort/base"),
+        ("make-task", "sort", "--out", "sort", "--prompts", "512", "--heldout", "64"),
+        (
+            *("plan", "cluster.toml", "run.toml", "--format", "slurm", "--run-id", "slurm"),
+            *(part for override in overrides for part in ("--set", override)),
+        ),
+    ):
+        umbra = (sys.executable, "-m", "umbra")
+        subprocess.run([*umbra, *command], cwd=tmp_path, check=True, timeout=LIMIT_S)
+    return tmp_path
+
+
+def run_whole(project: Path, script: str) -> str:
+    """Run `script` where `umbra` is ours."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return on_slurm(project, THREE, script, PATH=path)
+
+
+def check_ledger(project: Path) -> None:
+    """All samples of all steps, each trained once, and none unaccounted for."""
+    (file,) = (project / "runs" / "slurm").glob("*/buffer.json")
+    status = msgspec.json.decode(file.read_bytes(), type=Status)
+    assert status.ledger.balance == 0
+    assert status.ledger.trained == STEPS * 8 * 32
+    assert sum(status.ledger.in_flight.values()) == 0
+
+
+def test_a_run_that_is_requeued_goes_on_from_its_checkpoint(project: Path) -> None:
+    # SLURM holds a requeued job back for two minutes, unless it is told otherwise.
+    requeue = """
+    scontrol requeue "$job"
+    until scontrol show job "$job" | grep -q "JobState=PENDING"; do sleep 0.5; done
+    until scontrol update JobId="$job" StartTime=now 2>/dev/null; do sleep 0.5; done
+    until scontrol show job "$job" | grep -q "Restarts=1"; do sleep 0.5; done
+    """
+    assert run_whole(project, BEGIN + requeue + FINISH).endswith("COMPLETED\n")
+    check_ledger(project)
+    metrics = project / "runs" / "slurm" / "a" / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    steps = [row["step"] for row in rows if row["kind"] == "step"]
+    assert steps[-1] == STEPS
+    assert steps.count(1) == 1, "it began again"
+
+
+def test_a_run_outlives_a_node_of_a_generator(project: Path) -> None:
+    # The last of the hosts has the last of the nodes; the bridge is where this script is.
+    lose = """
+    ip link set to-3 down
+    until sinfo --noheader --Node --partition=all --states=down | grep -q x3; do sleep 0.5; done
+    echo "down at step $(steps)"
+    """
+    printed = run_whole(project, BEGIN + lose + FINISH)
+    assert printed.endswith("COMPLETED\n"), printed
+    check_ledger(project)
+
+
+def test_a_whole_run_that_is_cancelled_leaves_a_checkpoint(project: Path) -> None:
+    cancel = """
+    before=$(steps)
+    scancel "$job"
+    until [ -z "$(squeue --noheader)" ]; do sleep 0.2; done
+    """
+    assert run_whole(project, BEGIN + cancel + FINISH).endswith("CANCELLED\n")
+    found = list((project / "runs" / "slurm").glob("*/checkpoints/step-*"))
+    assert found, logs(project)
+    log = (project / "runs" / "slurm" / "logs" / "trainer.log").read_text(encoding="utf-8")
+    assert "Traceback" not in log
