@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 
 import msgspec
 
@@ -29,7 +29,6 @@ from umbra.services.runtime.trajectories import sampling_of
 from umbra.services.runtime.weights.receiver import Receiver
 
 _HUB_DEADLINE_S = 600.0  # for a hub to join, and for the trainer to load its model
-_LOOK_S = 0.05
 
 log = logging.getLogger(__name__)
 
@@ -117,15 +116,6 @@ def _subscribe(session: Session, planes: ReceiverPlanes, dtype: str) -> Receiver
     """
     session.progress("waiting for the weight hub", 0)
     receiver = Receiver(session.weights(deadline_s=_HUB_DEADLINE_S), planes, dtype=dtype)
-    # In a thread, so that a signal is heard meanwhile; leaving the session ends its question.
-    executor = ThreadPoolExecutor(1, thread_name_prefix="subscribe")
-    try:
-        subscribed = executor.submit(receiver.subscribe, _HUB_DEADLINE_S)
-        while not subscribed.done():
-            session.progress("waiting for the trainer's model", 0)
-            if session.stopping.wait(_LOOK_S):
-                return None
-        subscribed.result()
-    finally:
-        executor.shutdown(wait=False)
-    return receiver
+    waiting = partial(session.progress, "waiting for the trainer's model", 0)
+    is_there = receiver.subscribe_unless(session.stopping, _HUB_DEADLINE_S, waiting)
+    return receiver if is_there else None

@@ -108,11 +108,10 @@ def service_command(
     section: str,
     run: Callable[[ServiceContext], int],
     *,
-    name: str | None = None,
     alternative: Alternative | None = None,
 ) -> click.Command:
     """The command of a service: common flags plus one per field of its configuration section."""
-    service = name or section.replace("_", "-")
+    service = section.replace("_", "-")
     role = cast(Role, section)
     cls: type[Any] = get_type_hints(RunConfig)[section]
     fields = msgspec.structs.fields(cls)
