@@ -41,6 +41,7 @@ class Unit:
     sequences: tuple[int, ...]
     prompt: int  # tokens that they share; 0: nothing is shared
     fed: int  # tokens in the row
+    cost: float = 0.0  # of feeding it
 
 
 @dataclass(frozen=True, slots=True)

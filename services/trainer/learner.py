@@ -30,6 +30,7 @@ from umbra.services.trainer.guard import REASONS
 from umbra.services.trainer.lora import add_adapter
 from umbra.services.trainer.metrics import Row, expert_metrics
 from umbra.services.trainer.operations import TrainingFlops, ceiling
+from umbra.services.trainer.phases import Phases
 from umbra.services.trainer.ranks import Ranks
 from umbra.services.trainer.sharding import prepare_layers, shard
 from umbra.services.trainer.snapshot import whole_weights
@@ -69,19 +70,20 @@ class Learner:
         if config.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
             torch.use_deterministic_algorithms(True)
-        self._accelerator = Accelerator(
-            cpu=_on_cpu(config, self.ranks), mixed_precision=config.precision
-        )
+        on_cpu = _on_cpu(config, self.ranks)
+        precision = config.precision_on("cpu" if on_cpu else "cuda")
+        self._accelerator = Accelerator(cpu=on_cpu, mixed_precision=precision)
         if config.threads or self.ranks.world > 1:
             share = max(1, len(os.sched_getaffinity(0)) // self.ranks.world)
             torch.set_num_threads(config.threads or share)
         self.device = self._accelerator.device
         set_experts(model, config.experts)
+        self.phases = Phases(self.device)  # of the thread that updates the policy
         if config.lora_rank:
             add_adapter(model, config, seed)
-        prepare_layers(model, config)
+        prepare_layers(model, config, self.device.type)
         if self.ranks.world > 1:
-            shard(model, self.device, self.ranks, config.precision)
+            shard(model, self.device, self.ranks, precision)
         fill(model, self.device, files)
         self.model = model
         self.operations = TrainingFlops.of(model)
@@ -123,7 +125,8 @@ class Learner:
         `sampling` [N, 4] and `balance` are as of `Scorer`.
         """
         scaler = self._accelerator.scaler
-        with self._accelerator.autocast():
+        phase = "forward" if torch.is_grad_enabled() else "score"
+        with self.phases(phase), self._accelerator.autocast():
             return self._scorer(
                 micro.to(self.device),
                 temperature.to(self.device),
@@ -158,7 +161,8 @@ class Learner:
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of `loss`, this rank's part of a sum over all micro-batches."""
         # FSDP takes the mean over the ranks; ours is a sum.
-        self._accelerator.backward(loss * self.ranks.world)
+        with self.phases("backward"):
+            self._accelerator.backward(loss * self.ranks.world)
 
     def update(self, step: int, fault: str = "") -> Row:
         """Clip the gradients, update the weights with the learning rate of `step`, start anew.
@@ -166,6 +170,10 @@ class Learner:
         An update with a `fault` (a key of `guard.REASONS`), or whose gradient is not finite, is
         left out and counted in `skipped`: weights and optimizer state stay as they are.
         """
+        with self.phases("optimizer"):
+            return self._update(step, fault)
+
+    def _update(self, step: int, fault: str) -> Row:
         self.updates += 1
         rate = learning_rate(self._config, step, self._steps)
         for group in self._optimizer.param_groups:

@@ -36,6 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     "wide": {"pack_tokens": 128, "micro_tokens": 512, "share_prompts": False},
     "segments": {"attention": "segments", "pack_tokens": 128, "micro_tokens": 512},
     "recomputed": {"activation_checkpointing": True, "logits_mib": 0.002, "entropy_coef": 0.01},
+    "selective": {"activation_checkpointing": "selective"},
     "lora": {"lora_rank": 4, "learning_rate": 1.0},
     "guarded": {"minibatches": 3, "max_ratio": 1.9},
     "compared": {"lag": 1, "on_mismatch": "warn", "mismatch_every": 1, "learning_rate": 1.0},

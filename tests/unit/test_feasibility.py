@@ -102,6 +102,7 @@ def test_implied_staleness(
             ),
             "trainer.router_aux_loss_coef balances",
         ),
+        (RunConfig(trainer=TrainerConfig(profile_steps=[3, 900])), "has step 900, but run.steps"),
     ],
 )
 def test_what_can_never_work_is_refused(config: RunConfig, to_change: str) -> None:
