@@ -40,15 +40,25 @@ class Scorer(nn.Module):
     mixed precision require: hooks take the hidden states from the output layer and put logprobs in
     the place of logits.
 
+    Args:
+        model: on its device.
+        chunk_bytes: of logits at a time.
+        attention: as `Attention.prepare` has made it for `model`; None: what is right for it.
+
     Raises:
         UsageError: in the first pass, if the model's class does to its logits what is not known
             here.
     """
 
-    def __init__(self, model: PreTrainedModel, chunk_bytes: int = 256 << 20) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        chunk_bytes: int = 256 << 20,
+        attention: Attention | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
-        self._attention = Attention.of(model.config)
+        self._attention = attention or Attention.prepare(model, "auto", model.device)
         self.routers = Routers.of(model)
         config: Any = model.config.get_text_config()
         self._logits = LogitTransform.of(config)
@@ -108,7 +118,7 @@ class Scorer(nn.Module):
             return self.model(
                 input_ids=request.batch.input_ids,
                 position_ids=request.batch.position_ids,
-                attention_mask=request.batch.masks(self._attention, self.model.dtype),
+                attention_mask=self._attention.express(request.batch.mask),
                 use_cache=False,
             )
         finally:

@@ -140,6 +140,7 @@ class Agreement:
             share_prompts=self._config.share_prompts,
             rank=ranks.rank,
             world=ranks.world,
+            cost=self._learner.operations.sequence,
         )
         wanted = now.leading & ~now.direct if tokens is None else tokens
         with torch.no_grad():

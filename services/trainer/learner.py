@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from umbra.proto.errors import UsageError
+from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.experts import NO_BALANCE, NO_ROUTERS, set_experts
 from umbra.services.modeling.micro_batch import MicroBatch
 from umbra.services.modeling.scorer import Scorer
@@ -29,6 +30,7 @@ from umbra.services.trainer.guard import REASONS
 from umbra.services.trainer.lora import add_adapter
 from umbra.services.trainer.metrics import Row, expert_metrics
 from umbra.services.trainer.operations import TrainingFlops, ceiling
+from umbra.services.trainer.phases import Phases
 from umbra.services.trainer.ranks import Ranks
 from umbra.services.trainer.sharding import prepare_layers, shard
 from umbra.services.trainer.snapshot import whole_weights
@@ -76,6 +78,7 @@ class Learner:
             torch.set_num_threads(config.threads or share)
         self.device = self._accelerator.device
         set_experts(model, config.experts)
+        self.phases = Phases(self.device)  # of the thread that updates the policy
         if config.lora_rank:
             add_adapter(model, config, seed)
         prepare_layers(model, config)
@@ -87,7 +90,8 @@ class Learner:
         # What all ranks could do in a second; unknown on CPUs.
         self.ceiling = ceiling(self.device) * self.ranks.world if self.device.type == "cuda" else 0
         # No dropout: these must be the logprobs of the policy that generates.
-        self._scorer = Scorer(self.model, int(config.logits_mib * 2**20)).eval()
+        attention = Attention.prepare(self.model, config.attention, self.device)
+        self._scorer = Scorer(self.model, int(config.logits_mib * 2**20), attention).eval()
         # Those whose choices are replayed.
         self.replayed = self._replayed(config)
         if config.router_aux_loss_coef and not (
@@ -120,7 +124,8 @@ class Learner:
         `sampling` [N, 4] and `balance` are as of `Scorer`.
         """
         scaler = self._accelerator.scaler
-        with self._accelerator.autocast():
+        phase = "forward" if torch.is_grad_enabled() else "score"
+        with self.phases(phase), self._accelerator.autocast():
             return self._scorer(
                 micro.to(self.device),
                 temperature.to(self.device),
@@ -155,7 +160,8 @@ class Learner:
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of `loss`, this rank's part of a sum over all micro-batches."""
         # FSDP takes the mean over the ranks; ours is a sum.
-        self._accelerator.backward(loss * self.ranks.world)
+        with self.phases("backward"):
+            self._accelerator.backward(loss * self.ranks.world)
 
     def update(self, step: int, fault: str = "") -> Row:
         """Clip the gradients, update the weights with the learning rate of `step`, start anew.
@@ -163,6 +169,10 @@ class Learner:
         An update with a `fault` (a key of `guard.REASONS`), or whose gradient is not finite, is
         left out and counted in `skipped`: weights and optimizer state stay as they are.
         """
+        with self.phases("optimizer"):
+            return self._update(step, fault)
+
+    def _update(self, step: int, fault: str) -> Row:
         self.updates += 1
         rate = learning_rate(self._config, step, self._steps)
         for group in self._optimizer.param_groups:

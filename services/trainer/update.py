@@ -83,7 +83,10 @@ class PolicyUpdate:
         """
         pieces = self._pieces
         reference = recorded_logprobs(batch, "ref_logprobs") if self._has_reference else None
-        values = self._critic.values(batch) if self._critic else None
+        values = None
+        if self._critic is not None:
+            with self._learner.phases("critic"):
+                values = self._critic.values(batch)
         earned = rewarded(batch, pieces, self._limit, reference, values)
         advantages, returns = token_advantages(earned, pieces)
         own = self._own(batch)
@@ -228,15 +231,17 @@ class PolicyUpdate:
         return self._objective.constants(proximal, tokens.behaviour, tokens.sequences)
 
     def _pack(self, batch: TrainBatch, part: Tensor) -> list[MicroBatch]:
-        return pack(
-            batch.tokens,
-            pack_tokens=self._config.pack_tokens,
-            micro_tokens=self._config.micro_tokens,
-            sequences=part,
-            share_prompts=self._config.share_prompts,
-            rank=self._ranks.rank,
-            world=self._ranks.world,
-        )
+        with self._learner.phases("pack"):
+            return pack(
+                batch.tokens,
+                pack_tokens=self._config.pack_tokens,
+                micro_tokens=self._config.micro_tokens,
+                sequences=part,
+                share_prompts=self._config.share_prompts,
+                rank=self._ranks.rank,
+                world=self._ranks.world,
+                cost=self._learner.operations.sequence,
+            )
 
 
 def _means(rows: list[Row]) -> Row:

@@ -90,18 +90,18 @@ class Values(Protocol):
 class ValueModel(nn.Module):
     """A transformer of its own and a head; it is a module so that FSDP2 sees one forward pass."""
 
-    def __init__(self, backbone: PreTrainedModel, head: ValueHead) -> None:
+    def __init__(self, backbone: PreTrainedModel, head: ValueHead, attention: Attention) -> None:
         super().__init__()
         self.backbone = backbone
         self.head = head
-        self._attention = Attention.of(backbone.config)
+        self._attention = attention
 
     def forward(self, micro: MicroBatch) -> Tensor:
         """Values float32 [N]."""
         output: Any = self.backbone(
             input_ids=micro.input_ids,
             position_ids=micro.position_ids,
-            attention_mask=micro.masks(self._attention, self.backbone.dtype),
+            attention_mask=self._attention.express(micro.mask),
             use_cache=False,
         )
         return self.head(output.last_hidden_state.flatten(0, 1)[micro.index])
@@ -133,7 +133,9 @@ class OwnModel:
         head = ValueHead(backbone.config.hidden_size)
         head.load(directory)
         prepare_layers(backbone, config)
-        self._model = ValueModel(backbone, head)
+        self._model = ValueModel(
+            backbone, head, Attention.prepare(backbone, config.attention, device)
+        )
         if ranks.world > 1:
             shard(backbone, device, ranks, config.precision, root=self._model)
         fill(self._model, device, files, backbone)

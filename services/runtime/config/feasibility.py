@@ -80,6 +80,12 @@ def check_feasible(config: RunConfig) -> None:
             "next ones, so they cannot wait for an evaluation: set eval.mode = pause, or "
             "generator.receive = staged"
         )
+    beyond = [step for step in config.trainer.profile_steps if step > config.run.steps]
+    if beyond:
+        faults.append(
+            f"trainer.profile_steps has step {beyond[0]}, but run.steps = {config.run.steps}: "
+            "name steps from 1 to the last"
+        )
     if evaluation.within and not evaluation.prompts:
         key = "every" if evaluation.every else "at_start"
         faults.append(f"eval.{key} needs eval.prompts: name a file of held-out prompts")

@@ -146,7 +146,9 @@ def bare(kind: introspect.Type) -> introspect.Type:
     if isinstance(kind, introspect.Metadata):
         kind = kind.type
     if isinstance(kind, introspect.UnionType):
-        kind = next(k for k in kind.types if not isinstance(k, introspect.NoneType))
+        kinds = [k for k in kind.types if not isinstance(k, introspect.NoneType)]
+        if len(kinds) == 1:
+            return bare(kinds[0])
     return kind
 
 
@@ -188,11 +190,17 @@ def _expected(kind: introspect.Type) -> str:
         case introspect.FloatType():
             return "a number" + _bounds(kind)
         case introspect.StrType():
+            if kind.pattern:
+                return f"text like {kind.pattern.strip('^$')}"
             return "text that is not empty" if kind.min_length else "text"
+        case introspect.UnionType(types=kinds):
+            return " or ".join(_expected(one) for one in kinds)
         case introspect.LiteralType():
             return "one of " + ", ".join(map(str, kind.values))
         case introspect.ListType(item_type=introspect.LiteralType(values=values)):
             return f"a list of {', '.join(map(str, values))}"
+        case introspect.ListType(item_type=introspect.IntType() as item):
+            return f"a list of integers{_bounds(item)}"
         case introspect.TupleType():
             return f"a list of {len(kind.item_types)} numbers"
         case _:

@@ -36,6 +36,13 @@ class TrainerConfig(ObjectiveKeys, frozen=True, kw_only=True, forbid_unknown_fie
     ] = 1
     pack_tokens: Annotated[int, Meta(description="tokens per packed row", ge=8)] = 256
     micro_tokens: Annotated[int, Meta(description="tokens per forward pass", ge=8)] = 4096
+    attention: Annotated[
+        Literal["auto", "sdpa", "segments", "flex", "varlen"],
+        Meta(
+            description="backend of attention over packed rows; auto = right for the device and "
+            "the rows; flex and varlen need a GPU"
+        ),
+    ] = "auto"
     logits_mib: Annotated[
         float, Meta(description="MiB of float32 logits at a time; more are computed twice", gt=0)
     ] = 256.0
@@ -64,12 +71,20 @@ class TrainerConfig(ObjectiveKeys, frozen=True, kw_only=True, forbid_unknown_fie
         float, Meta(description="seconds a rank may be silent until the others give up", gt=0)
     ] = 120.0
     activation_checkpointing: Annotated[
-        bool, Meta(description="recompute each layer in the backward pass, to save memory")
+        bool | Annotated[str, Meta(pattern=r"^(selective|every [1-9][0-9]*)$")],
+        Meta(
+            description="recompute layers in the backward pass, to save memory: all (true), one of "
+            "N ('every N'), or of all but products and attention ('selective')"
+        ),
     ] = False
     deterministic: Annotated[
         bool, Meta(description="only algorithms whose results are the same in every run")
     ] = False
     compile: Annotated[bool, Meta(description="torch.compile each layer")] = False
+    profile_steps: Annotated[
+        list[Annotated[int, Meta(ge=1)]],
+        Meta(description="steps of which each rank writes a trace, to <run dir>/profile"),
+    ] = []
     lora_rank: Annotated[
         int, Meta(description="train a LoRA adapter of this rank; 0 = all weights", ge=0)
     ] = 0

@@ -229,7 +229,8 @@ def _flag(field: msgspec.structs.FieldInfo, section: type[Any]) -> click.Option:
             help=str(schema.get("description", "")) + "; can be repeated",
         )
     choices = getattr(kind, "values", None)
-    metavar = "|".join(map(str, choices)) if choices else type(kind).__name__.removesuffix("Type")
+    kinds = [type(one).__name__.removesuffix("Type") for one in getattr(kind, "types", [kind])]
+    metavar = "|".join(map(str, choices or kinds))
     return click.Option(
         [f"--{field.encode_name.replace('_', '-')}", field.name],
         metavar=metavar.upper() if not choices else f"[{metavar}]",
