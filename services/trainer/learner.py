@@ -70,9 +70,9 @@ class Learner:
         if config.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
             torch.use_deterministic_algorithms(True)
-        self._accelerator = Accelerator(
-            cpu=_on_cpu(config, self.ranks), mixed_precision=config.precision
-        )
+        on_cpu = _on_cpu(config, self.ranks)
+        precision = config.precision_on("cpu" if on_cpu else "cuda")
+        self._accelerator = Accelerator(cpu=on_cpu, mixed_precision=precision)
         if config.threads or self.ranks.world > 1:
             share = max(1, len(os.sched_getaffinity(0)) // self.ranks.world)
             torch.set_num_threads(config.threads or share)
@@ -81,9 +81,9 @@ class Learner:
         self.phases = Phases(self.device)  # of the thread that updates the policy
         if config.lora_rank:
             add_adapter(model, config, seed)
-        prepare_layers(model, config)
+        prepare_layers(model, config, self.device.type)
         if self.ranks.world > 1:
-            shard(model, self.device, self.ranks, config.precision)
+            shard(model, self.device, self.ranks, precision)
         fill(model, self.device, files)
         self.model = model
         self.operations = TrainingFlops.of(model)

@@ -132,16 +132,17 @@ class OwnModel:
         backbone, files = open_backbone(directory, "critic.path", checked)
         head = ValueHead(backbone.config.hidden_size)
         head.load(directory)
-        prepare_layers(backbone, config)
+        prepare_layers(backbone, config, device.type)
+        precision = config.precision_on(device.type)
         self._model = ValueModel(
             backbone, head, Attention.prepare(backbone, config.attention, device)
         )
         if ranks.world > 1:
-            shard(backbone, device, ranks, config.precision, root=self._model)
+            shard(backbone, device, ranks, precision, root=self._model)
         fill(self._model, device, files, backbone)
         self._model.eval()
         self._device = device
-        self._bf16 = config.precision == "bf16"
+        self._bf16 = precision == "bf16"
         self._micros: list[MicroBatch] = []
         self.parameters = list(self._model.parameters())
 

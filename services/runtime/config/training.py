@@ -61,8 +61,9 @@ class TrainerConfig(ObjectiveKeys, frozen=True, kw_only=True, forbid_unknown_fie
     ] = False
     device: Annotated[str, Meta(description="cpu, cuda or auto")] = "auto"
     precision: Annotated[
-        Literal["no", "bf16", "fp16"], Meta(description="Accelerate mixed precision")
-    ] = "no"
+        Literal["auto", "no", "bf16", "fp16"],
+        Meta(description="Accelerate mixed precision; auto = bf16 on a GPU, no on a CPU"),
+    ] = "auto"
     threads: Annotated[int, Meta(description="CPU threads of a rank; 0 = its share", ge=0)] = 0
     ranks: Annotated[
         int, Meta(description="processes over which the policy is sharded (FSDP2)", ge=1)
@@ -71,12 +72,12 @@ class TrainerConfig(ObjectiveKeys, frozen=True, kw_only=True, forbid_unknown_fie
         float, Meta(description="seconds a rank may be silent until the others give up", gt=0)
     ] = 120.0
     activation_checkpointing: Annotated[
-        bool | Annotated[str, Meta(pattern=r"^(selective|every [1-9][0-9]*)$")],
+        bool | Annotated[str, Meta(pattern=r"^(auto|selective|every [1-9][0-9]*)$")],
         Meta(
             description="recompute layers in the backward pass, to save memory: all (true), one of "
-            "N ('every N'), or of all but products and attention ('selective')"
+            "N ('every N'), or of all but products and attention ('selective'); auto = all on a GPU"
         ),
-    ] = False
+    ] = "auto"
     deterministic: Annotated[
         bool, Meta(description="only algorithms whose results are the same in every run")
     ] = False
@@ -128,6 +129,17 @@ class TrainerConfig(ObjectiveKeys, frozen=True, kw_only=True, forbid_unknown_fie
     batch_wait_s: Annotated[
         float, Meta(description="seconds to wait for a batch until the run fails", gt=0)
     ] = 600.0
+
+    def precision_on(self, kind: str) -> Literal["no", "bf16", "fp16"]:
+        """Of the computation on a device of that `kind`: "cpu" or "cuda"."""
+        if self.precision == "auto":
+            return "bf16" if kind == "cuda" else "no"
+        return self.precision
+
+    def recomputes_on(self, kind: str) -> bool | str:
+        """How layers are recomputed in the backward pass on a device of that `kind`."""
+        chosen = self.activation_checkpointing
+        return kind == "cuda" if chosen == "auto" else chosen
 
     @property
     def updates_per_batch(self) -> int:
