@@ -21,7 +21,8 @@ pytestmark = pytest.mark.gpu
 def test_grouped_products_equal_the_loop(name: str, dtype: torch.dtype) -> None:
     found: dict[str, torch.Tensor] = {}
     for way in ("eager", "grouped_mm"):
-        model: Any = ARCHITECTURES[name].model().to("cuda", torch.float32)
+        model: Any = ARCHITECTURES[name].model()
+        model.to("cuda", torch.float32)
         set_experts(model, way)
         ids = torch.arange(5, 45, device="cuda").view(2, 20)
         with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
@@ -36,7 +37,8 @@ def test_grouped_products_equal_the_loop(name: str, dtype: torch.dtype) -> None:
 
 
 def test_an_engine_tells_its_routing() -> None:
-    model: Any = ARCHITECTURES["qwen3-moe"].model().to("cuda")
+    model: Any = ARCHITECTURES["qwen3-moe"].model()
+    model.to("cuda")
     engine = TorchEngine(model, stop_ids=(), slots=4, max_context=64, version=0, tell_routing=True)
     engine.submit(EngineRequest(f"s{n}", [5, 6, 7 + n], Sampling(), 8) for n in range(3))
     outputs: list[EngineOutput] = []
