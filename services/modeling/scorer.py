@@ -131,7 +131,10 @@ class Scorer(nn.Module):
             # It stays until the next pass: layers that are recomputed in the backward pass of this
             # one have to find the same.
             self.routers.replay = batch.routing
-            self.routers.balance = batch.fed * request.balance if request.balance else None
+            self.routers.balance = None
+            if request.balance:
+                assert batch.fed is not None, "a batch that was laid out says what is fed"
+                self.routers.balance = batch.fed * request.balance
             self.routers.counted = batch.fed if torch.is_grad_enabled() else None
         elif batch.routing is not None:
             raise UsageError("model.path: it has no routers, but its tokens have a routing")

@@ -257,7 +257,7 @@ def test_ranks_replay_the_routing_of_their_share(
     """Experts sharded over two ranks; each replays what its own rows met, and all count alike."""
     model = ARCHITECTURES["qwen3-moe"].write(tmp_path / "model")
     routed = [[with_routing(made, number) for number, made in enumerate(b)] for b in batches[:2]]
-    case = {"router_replay": True}
+    case: dict[str, Any] = {"router_replay": True}
     see_through(start(model, tmp_path, 2, {"replay": case}, routed))
     alone = train(model, routed, Ranks(), **case)
     found = [json.loads((tmp_path / f"replay.{rank}.json").read_text()) for rank in range(2)]
