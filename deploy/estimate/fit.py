@@ -153,22 +153,22 @@ def vllm_room(config: RunConfig, found: list[Need], machine: Machine) -> tuple[f
 def _gpu_faults(
     by_gpu: dict[int, list[Need]], loads: dict[int, int], machine: Machine
 ) -> Iterator[str]:
-    told: set[tuple[str, ...]] = set()
+    told: set[str] = set()
     for index, there in sorted(by_gpu.items()):
-        names = tuple(need.name for need in there)
+        names = " and ".join(need.name for need in there)
         if loads[index] <= USABLE * machine.gpu or names in told:
             continue
         told.add(names)
         what = f"GPU {index} has {size(machine.gpu)} ({machine.gpu_name}), of which "
-        if len(names) > 1:
+        if len(there) > 1:
             yield (
-                f"{what}{' and '.join(names)} need {size(loads[index])} together: give the "
+                f"{what}{names} need {size(loads[index])} together: give the "
                 "generator other GPUs (generator.device), or lower what each takes"
             )
             continue
         largest = _largest(there[0].device)
         yield (
-            f"{what}a {names[0]} needs {size(loads[index])}, most of it {largest.name} "
+            f"{what}a {names} needs {size(loads[index])}, most of it {largest.name} "
             f"({size(largest.bytes)}): {largest.remedy}"
         )
 

@@ -209,7 +209,9 @@ class Outline:
                 parameter.grad = torch.zeros_like(parameter)
                 known.append(parameter.grad)
             live = stack.enter_context(LiveBytes(known, partial(_of_pairs, width=rows.width)))
-            marks = _Marks(self.model.get_output_embeddings(), live)
+            head = self.model.get_output_embeddings()
+            assert head is not None, "the scorer has looked"
+            marks = _Marks(head, live)
             stack.callback(marks.close)
             stack.enter_context(torch.set_grad_enabled(train))
             with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):

@@ -44,7 +44,7 @@ MODELS: dict[str, tuple[float, Any]] = {
     "Qwen3-0.6B": (
         0.596e9,
         Qwen3Config(
-            **_COMMON | {"tie_word_embeddings": True},
+            **{**_COMMON, "tie_word_embeddings": True},
             hidden_size=1024,
             intermediate_size=3072,
             num_hidden_layers=28,
