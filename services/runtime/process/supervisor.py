@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from umbra.proto.errors import DivergedError, FailedSamplesError, RejectedError, UsageError
+from umbra.services.runtime.deadline import Deadline
 from umbra.services.runtime.process.child import Usage, describe_exit, own_exit_code
 
 _LOOK_S = 0.02
@@ -200,8 +201,8 @@ class Supervisor:
 
     def wait(self, timeout_s: float) -> bool:
         """Poll for so long, or until nothing runs and nothing will; whether that is so."""
-        until = time.monotonic() + timeout_s
-        while (running := self.poll()) and time.monotonic() < until:
+        deadline = Deadline(timeout_s)
+        while (running := self.poll()) and not deadline.passed:
             time.sleep(_LOOK_S)
         return not running
 
