@@ -66,7 +66,7 @@ def run(
         ctx.join("generator") as session,
     ):
         ctx.ready({"role": "generator", "name": ctx.name})
-        receiver = _subscribe(session, _planes(config, opened))
+        receiver = _subscribe(session, _planes(config, opened), opened.dtype)
         if receiver is None:
             return _end(session)
         watch = StallWatch(config.generator.engine, config.generator.stall_s)
@@ -107,14 +107,15 @@ def _planes(config: RunConfig, opened: OpenEngine) -> ReceiverPlanes:
     )
 
 
-def _subscribe(session: Session, planes: ReceiverPlanes) -> Receiver | None:
+def _subscribe(session: Session, planes: ReceiverPlanes, dtype: str) -> Receiver | None:
     """A receiver of weights; None if we are stopped before there is a hub with a model.
 
     Raises:
         DeadlineError: no hub joined, or no trainer registered its model there.
+        UsageError: the trainer serves another dtype than the engine computes in.
     """
     session.progress("waiting for the weight hub", 0)
-    receiver = Receiver(session.weights(deadline_s=_HUB_DEADLINE_S), planes)
+    receiver = Receiver(session.weights(deadline_s=_HUB_DEADLINE_S), planes, dtype=dtype)
     waiting = partial(session.progress, "waiting for the trainer's model", 0)
     is_there = receiver.subscribe_unless(session.stopping, _HUB_DEADLINE_S, waiting)
     return receiver if is_there else None

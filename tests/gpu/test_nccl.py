@@ -18,7 +18,8 @@ from umbra.services.runtime.planes.choice import mismatch
 from umbra.services.runtime.weights.arena import Arena
 
 WAIT_S = 60.0
-SIZE, CHUNK = 8 << 20, 1 << 20
+# More than NCCL's own queues and the sockets' buffers hold: else a send ends without a receiver.
+SIZE, CHUNK = 256 << 20, 16 << 20
 
 pytestmark = [
     pytest.mark.gpu,

@@ -20,7 +20,7 @@ from umbra.services.runtime.gpu import cuda
 from umbra.services.runtime.gpu.broadcast import broadcast, chunks
 from umbra.services.runtime.gpu.worker import GpuWorker
 from umbra.services.runtime.gpu.worker_process import GpuWorkerProcess
-from umbra.services.runtime.planes.choice import PLANES, check_plane, mismatch
+from umbra.services.runtime.planes.choice import PLANES, Side, check_plane, mismatch
 from umbra.services.runtime.planes.gpu import gpu_for, host_planes
 from umbra.services.runtime.planes.nccl_rounds import CommunicatorRanks, NcclGroup, Rounds
 
@@ -359,3 +359,16 @@ def test_a_receiver_that_asks_for_a_gpu_plane_is_told_why_not() -> None:
     assert host_planes("auto") == ["shm", "tcp"]
     assert host_planes("nccl") == []
     assert host_planes("tcp") == ["tcp"]
+
+
+def test_cuda_ipc_is_within_one_gpu_of_one_host() -> None:
+    """GPUs of two hosts may be at the same place on their buses."""
+    joins = PLANES["cuda_ipc"].joins
+    one, other = (
+        GpuFacts(nccl=22903, cuda_major=13, environment="", device=device)
+        for device in ("0000:01:00.0", "0000:02:00.0")
+    )
+    assert joins(Side("a", one), Side("a", one)) is None
+    assert "another GPU" in (joins(Side("a", one), Side("a", other)) or "")
+    assert "/dev/shm" in (joins(Side("a", one), Side("b", one)) or "")
+    assert joins(Side("a", one), Side("a")) == "the receiver has no GPU"

@@ -85,8 +85,19 @@ def facts(device: int) -> GpuFacts:
             cuda_major=runtime.runtimeGetVersion() // 1000,
             environment=xxhash.xxh3_64_hexdigest(repr(sorted(shared.items())).encode()),
             variables=shared,
-            device=bytes(runtime.getDeviceProperties(device)["uuid"]).hex(),
+            device=_identity(device),
         )
+
+
+def _identity(device: int) -> str:
+    """Which GPU of its host that is: its place on the bus, and what tells parts of it apart (MIG).
+
+    CuPy cuts the UUID at its first zero byte, so that alone it may be the same for two GPUs.
+    """
+    from cupy.cuda import runtime
+
+    uuid = bytes(runtime.getDeviceProperties(device)["uuid"]).hex()
+    return f"{runtime.deviceGetPCIBusId(device)} {uuid}"
 
 
 def unique_id() -> bytes:

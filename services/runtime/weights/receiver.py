@@ -32,7 +32,7 @@ from umbra.services.runtime.planes.plane import Parts, Receipt, ReceiverEnd, Rec
 from umbra.services.runtime.planes.receiving import ReceiverPlanes
 from umbra.services.runtime.process.threads import foreseen
 from umbra.services.runtime.weights.arena import shm_host
-from umbra.services.runtime.weights.manifest import check_manifest
+from umbra.services.runtime.weights.manifest import check_dtype, check_manifest
 from umbra.services.runtime.weights.staging import Candidate, Staging
 
 LOOK_S = 0.05  # how soon a stop is heard
@@ -66,6 +66,7 @@ class Receiver:
         host: names the /dev/shm of this process; empty = find out (`shm_host`).
         serves: endpoint at which a relay serves others; stated to the hub.
         buckets: endpoint at which a relay hands buckets on; stated to the hub.
+        dtype: that versions have to be in, as `weight_hub.dtype` names it; empty = any.
         check_s: seconds of silence after which it asks the hub whether it is still subscribed.
         retry_s: seconds between being dropped and subscribing again.
     """
@@ -78,6 +79,7 @@ class Receiver:
         *,
         serves: str = "",
         buckets: str = "",
+        dtype: str = "",
         check_s: float = 5.0,
         retry_s: float = 1.0,
     ) -> None:
@@ -88,6 +90,7 @@ class Receiver:
         self._host = host or shm_host()
         self._serves = serves
         self._buckets_endpoint = buckets
+        self._dtype = dtype
         self._avoided = ""  # a relay that was gone
         self._relays: dict[str, Channel] = {}
         self._hub = channel  # `_channel` is a relay's, while there is one on this host
@@ -411,6 +414,8 @@ class Receiver:
             self._pass_to(reply.path)
             return
         check_manifest(reply.manifest)
+        if self._dtype:
+            check_dtype(reply.manifest, self._dtype)
         if self._end is not None:
             if _is_same(self._reply, reply):
                 return  # what was received counts still
