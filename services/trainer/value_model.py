@@ -19,7 +19,7 @@ from umbra.proto.errors import UsageError
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.micro_batch import MicroBatch
 from umbra.services.runtime.config import TrainerConfig
-from umbra.services.trainer.filling import fill
+from umbra.services.trainer.filling import place, read
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.policy import no_progress_bars, open_backbone
 from umbra.services.trainer.ranks import Ranks
@@ -135,8 +135,10 @@ class OwnModel:
         prepare_layers(backbone, config)
         self._model = ValueModel(backbone, head)
         if ranks.world > 1:
-            shard(backbone, device, ranks, config.precision, root=self._model)
-        fill(self._model, device, files, backbone)
+            shard(backbone, device, ranks, config, root=self._model)
+        place(self._model, device, parameters_at=device)
+        if files is not None:
+            read(backbone, files)
         self._model.eval()
         self._device = device
         self._bf16 = config.precision == "bf16"
