@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import os
 import tomllib
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -95,6 +97,11 @@ class KubernetesSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = 86_400
 
 
+def planner() -> str:
+    """uid:gid of who plans, to whom the files belong; images' own user for root."""
+    return f"{os.geteuid()}:{os.getegid()}" if os.geteuid() else "10001:10001"
+
+
 class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the nodes are shared, and what every container has in common."""
 
@@ -118,7 +125,10 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         str, Meta(description="images are called IMAGE-broker:TAG and so on", min_length=1)
     ] = "umbra"
     tag: Annotated[str, Meta(description="tag of the images", min_length=1)] = "latest"
-    user: Annotated[str, Meta(description="uid:gid of the processes in containers")] = "10001:10001"
+    user: Annotated[
+        str,
+        Meta(description="uid:gid of the processes in containers", pattern=r"^[0-9]+(:[0-9]+)?$"),
+    ] = msgspec.field(default_factory=planner)
     shm_gib: Annotated[
         int, Meta(description="GiB of shared memory per node, for the weights' versions", ge=1)
     ] = 16
@@ -136,6 +146,12 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = {}
     slurm: SlurmSpec = SlurmSpec()
     kubernetes: KubernetesSpec = KubernetesSpec()
+
+    @property
+    def owner(self) -> tuple[int, int]:
+        """uid and gid of the processes in containers."""
+        user, _, group = self.user.partition(":")
+        return int(user), int(group or user)
 
 
 class ClusterFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,6 +203,11 @@ def load_cluster(path: Path) -> ClusterFile:
         twice = next((value for value in values if values.count(value) > 1), None)
         if twice is not None:
             raise UsageError(f"{path}: two nodes have the {key} {twice}")
+    alike = Counter(node.name.replace(".", "-") for node in file.nodes)
+    if twice := next((name for name, count in alike.items() if count > 1), None):
+        raise UsageError(
+            f"{path}: two nodes are {twice} where no dots are allowed: name them otherwise"
+        )
     names = [node.name for node in file.nodes]
     if file.cluster.broker and file.cluster.broker not in names:
         raise UsageError(

@@ -22,6 +22,9 @@ DRAIN_S = 120  # between SIGTERM and the end of the time limit: a trainer may ha
 FINISH_S = 60  # for the others to leave once the trainer has
 KILL_WAIT_S = 25  # SLURM kills 30 s after SIGTERM, unless its KillWait says otherwise
 
+# What a variable has already, behind what the plan puts there.
+KEPT = {"PYTHONPATH": "${PYTHONPATH:+:$PYTHONPATH}"}
+
 HEAD = """\
 #!/bin/bash
 # Submit with: sbatch {file}
@@ -116,11 +119,9 @@ def slurm_script(plan: Plan, paths: Paths, file: str) -> str:
         usage=UsageError.exit_code,
     )
     variables = invocation.environment(placed, paths)
-    exports = "".join(f"export {name}={_quoted(value)}\n" for name, value in variables.items())
-    if paths.modules:
-        exports = exports.replace(
-            "export PYTHONPATH=", "export PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}"
-        )
+    exports = "".join(
+        f"export {name}={_quoted(value)}{KEPT.get(name, '')}\n" for name, value in variables.items()
+    )
     logs = f"{paths.results}/logs"
     body = STEPS.format(
         logs=shlex.quote(logs),
@@ -132,12 +133,16 @@ def slurm_script(plan: Plan, paths: Paths, file: str) -> str:
 
 
 def _components(plan: Plan) -> list[list[Node]]:
-    """The nodes that are used, by their number of GPUs: one request of SLURM each."""
+    """The nodes that are used, by their number of GPUs: one request of SLURM each.
+
+    Most GPUs first, because SLURM fills the requests in this order: one for nodes without would
+    else take nodes that have them.
+    """
     found: dict[int, list[Node]] = {}
     for node in plan.nodes:
         if plan.on(node):
             found.setdefault(node.gpus, []).append(node)
-    return list(found.values())
+    return [found[gpus] for gpus in sorted(found, reverse=True)]
 
 
 def _options(plan: Plan, components: list[list[Node]], file: str) -> Iterator[str]:

@@ -35,6 +35,11 @@ from umbra.services.runtime.weights.shared_memory import SharedMemory, shared
 log = logging.getLogger(__name__)
 
 
+def platform() -> str:
+    """What the vLLM that is installed was built for: "cpu", "cuda", ..."""
+    return current_platform.device_type
+
+
 class VllmEngine:
     """vLLM as an `Engine`.
 
@@ -65,7 +70,7 @@ class VllmEngine:
         version: int = -1,
         tell_routing: bool = False,
     ) -> None:
-        check_device(config.device, current_platform.device_type)
+        check_device(config.device, platform())
         self.version = version
         self.slots = config.slots
         self.max_context = config.max_context
@@ -81,12 +86,10 @@ class VllmEngine:
         self._ready: list[EngineOutput] = []
         self.decoded_tokens = 0
         self._finished_tokens = 0
-        arguments = engine_arguments(
-            config, path, outline.config, dtype, seed % 2**31, current_platform.device_type
-        )
+        arguments = engine_arguments(config, path, outline.config, dtype, seed % 2**31, platform())
         routers = None
         if tell_routing:
-            routers = told_routers(outline, current_platform.device_type, self.max_context)
+            routers = told_routers(outline, platform(), self.max_context)
             arguments["enable_return_routed_experts"] = True
         self._server = VllmServer(arguments, version, routers)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,10 @@ from umbra.proto.bounds import ROUTING_BYTES
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Trajectory, routing_bytes
 
+NO_BALANCE = (
+    "trainer.router_aux_loss_coef: Transformers knows no such loss for the model in model.path: "
+    "leave it out"
+)
 NO_ROUTERS = (
     "trainer.router_replay: the model in model.path has no routers whose choice could be replayed: "
     "set it to false"
@@ -39,8 +44,11 @@ class Routers:
 
     @classmethod
     def of(cls, model: nn.Module) -> Routers | None:
-        """Those of `model`; None where no layer has one, or Transformers does not name them."""
+        """Those of `model`, the same ones at each call; None where Transformers names none."""
         named = _named_routers(model)
+        for router in named.values():
+            if isinstance(router.forward, _Forward):
+                return router.forward.routers
         return cls(named) if named else None
 
     def __init__(self, named: dict[str, Any]) -> None:
@@ -61,16 +69,24 @@ class Routers:
         self.load: Tensor | None = None
         """int64 [L, E + 1], how many tokens each expert was given, and, in the last column, how
         often the router would have chosen another one than it was told to."""
+        self.balance: Tensor | None = None
+        """float [n], what each token of the next pass, and of its recomputation, weighs in the loss
+        that balances the experts; its gradients are added in the backward pass. None: no such loss.
+        """
         for layer, router in enumerate(named.values()):
-            # Compiled layers break here: what is replayed changes from pass to pass.
-            router.forward = torch.compiler.disable(partial(self._route, layer, router.forward))
+            router.forward = _Forward(self, layer, router)
 
     @property
     def kind(self) -> tuple[int, int, int]:
         """L, k and E."""
         return self.layers, self.choices, self.experts
 
-    def _route(self, layer: int, forward: Callable[[Tensor], Any], hidden: Tensor) -> Any:
+    def route(self, layer: int, forward: Callable[[Tensor], Any], hidden: Tensor) -> Any:
+        """What the router of `layer` does with hidden states [n, H], by the `forward` of its class.
+
+        Raises:
+            UsageError: it can't be told what to choose.
+        """
         answered = None
         if self.replay is None:
             found = forward(hidden)
@@ -83,6 +99,9 @@ class Routers:
                     "trainer.router_replay: the routers of this model do not choose by topk, so "
                     "they can't be told what to choose: set it to false"
                 )
+        if self.balance is not None and torch.is_grad_enabled():
+            loss = balance_loss(found[0], found[2], self.balance.to(hidden.device))
+            found = (found[0], _WithLoss.apply(found[1], loss / self.layers), found[2])
         if self.noted is not None:
             self.noted.append(found[2])
         if self.counted is not None:
@@ -106,6 +125,20 @@ class Routers:
         if load is None:
             return torch.zeros(self.layers, self.experts + 1, dtype=torch.int64)
         return load.cpu()
+
+
+@dataclass
+class _Forward:
+    """In the place of a router's `forward`; a copy of the model has its own."""
+
+    routers: Routers
+    layer: int
+    router: Any
+
+    @torch.compiler.disable  # compiled layers break here: what is told changes from pass to pass
+    def __call__(self, hidden: Tensor) -> Any:
+        own = partial(type(self.router).forward, self.router)
+        return self.routers.route(self.layer, own, hidden)
 
 
 def check_routing_fits(kind: tuple[int, int, int], max_context: int) -> None:
@@ -149,6 +182,42 @@ def chosen_experts(trajectory: Trajectory) -> NDArray[np.integer[Any]]:
     assert routing is not None
     kind = "u1" if routing.experts <= 256 else "<u2"
     return np.frombuffer(routing.chosen, kind).reshape(-1, routing.layers, routing.choices)
+
+
+def balance_loss(logits: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
+    """The loss of one layer that is least where all experts are used alike.
+
+    E sum_e f_e P_e: f_e is the mean over tokens of how often expert e was chosen, P_e that of its
+    softmax probability (arXiv 2101.03961, eq. 4; with k choices for one as Transformers has it).
+
+    Args:
+        logits: of the router, [n, E].
+        chosen: int64 [n, k].
+        weight: [n], of each token in the means; the loss is scaled by their sum.
+    """
+    weight = weight.float()
+    experts = logits.shape[-1]
+    used = torch.zeros(experts, device=weight.device)
+    used.index_add_(0, chosen.flatten(), weight[:, None].expand_as(chosen).flatten())
+    total = weight.sum().clamp(min=torch.finfo(torch.float32).tiny)
+    probable = (logits.float().softmax(-1) * weight[:, None]).sum(0)
+    return experts * (used * probable).sum() / total
+
+
+class _WithLoss(torch.autograd.Function):
+    """A tensor as it is; going back through it goes back through a loss as well.
+
+    So that loss needs no way out of the layer, which may be sharded, or computed once more.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, loss: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (gradient,) = gradients
+        return gradient, torch.ones((), device=gradient.device)
 
 
 class _TopK(TorchFunctionMode):

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from umbra.services.modeling.attention import Attention, Mask
 from umbra.services.modeling.experts import UNKNOWN
+from umbra.services.modeling.row_mask import Piece, RowMask
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +41,14 @@ class Unit:
     sequences: tuple[int, ...]
     prompt: int  # tokens that they share; 0: nothing is shared
     fed: int  # tokens in the row
+    cost: float = 0.0  # of feeding it
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """R rows of L tokens for one forward pass, in which N learned tokens are predicted.
 
-    A position sees what is before it in its own segment and in the one that is its prefix.
+    A position sees what is before it in its own segment and in the one that is its prefix: `mask`.
     """
 
     input_ids: Tensor  # int64 [R, L]
@@ -60,19 +61,12 @@ class MicroBatch:
     tokens: int = 0  # of R * L, those that are not padding
     fed: Tensor | None = None  # bool [R * L], which these are
     routing: Tensor | None = None  # int16 [R * L, layers, choices], as `Routers.replay`
+    pieces: tuple[Piece, ...] = ()  # what lies in the rows, by row and start
 
-    def masks(self, attention: Attention, dtype: torch.dtype = torch.float32) -> Mask | None:
-        """What a model of that `attention` is given; None: its own causal attention is exact.
-
-        `dtype` is the model's, for attention that adds masks to scores.
-        """
-        if self.segment is None or self.prefix is None:
-            return None
-        keys = self.segment[:, None, :]
-        # Padding attends within itself: a row of the mask without any True would give NaN.
-        seen = (self.segment[:, :, None] == keys) | (self.prefix[:, :, None] == keys)
-        positions = self.position_ids
-        return attention.masks(seen.tril(), positions, positions, dtype)
+    @property
+    def mask(self) -> RowMask:
+        """What each position attends to."""
+        return RowMask(self.position_ids, self.pieces, self.segment, self.prefix)
 
     def to(self, device: torch.device) -> MicroBatch:
         return replace(
@@ -97,22 +91,25 @@ def lay_out(tokens: Tokens, rows: list[list[Unit]]) -> MicroBatch:
     length = tokens.lengths.tolist()
     # What lies where: first cell, first token, number of tokens, first position, segment, prefix.
     pieces: list[tuple[int, int, int, int, int, int]] = []
+    parts: list[Piece] = []
     sequences: list[int] = []
     homes: list[tuple[int, int, int]] = []  # of each sequence: its prompt's cell, own cell, prompt
     for number, row in enumerate(rows):
-        cell = number * width
+        edge = cell = number * width
         for unit in row:
             home = cell
             prefix = len(pieces)
             if unit.prompt:
                 first = offset[unit.sequences[0]]
                 pieces.append((cell, first, unit.prompt, 0, prefix, prefix))
+                parts.append(Piece(number, cell - edge, unit.prompt))
                 cell += unit.prompt
             for item in unit.sequences:
                 fed = length[item] - 1 - unit.prompt
                 at = len(pieces)
                 start = offset[item] + unit.prompt
                 pieces.append((cell, start, fed, unit.prompt, at, prefix))
+                parts.append(Piece(number, cell - edge, fed, home - edge, unit.prompt))
                 sequences.append(item)
                 homes.append((home, cell, unit.prompt))
                 cell += fed
@@ -153,6 +150,7 @@ def lay_out(tokens: Tokens, rows: list[list[Unit]]) -> MicroBatch:
         tokens=len(place),
         fed=torch.zeros(count * width, dtype=torch.bool).index_fill_(0, place, True),
         routing=_routing(tokens, rows, width),
+        pieces=tuple(parts),
     )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Score, ScoringTask, Trajectory
+from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.experts import NO_ROUTERS, chosen_experts
 from umbra.services.modeling.micro_batch import Tokens
 from umbra.services.modeling.packing import pack
@@ -42,8 +43,9 @@ class LogprobWorker:
         *,
         replay: bool = False,
     ) -> None:
-        self._scorer = Scorer(model, int(config.logits_mib * 2**20)).eval()
         self._device: torch.device = model.device
+        attention = Attention.prepare(model, config.attention, self._device, "scorer.attention")
+        self._scorer = Scorer(model, int(config.logits_mib * 2**20), attention).eval()
         self._facts = RunFacts(model.get_input_embeddings().num_embeddings)
         self._replay = replay
         if replay:

@@ -4,41 +4,16 @@ from __future__ import annotations
 
 import math
 import resource
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from umbra.services.runtime.figures import staleness
-from umbra.services.runtime.process.metrics import MetricsFile
 from umbra.services.trainer.batch import TrainBatch
 from umbra.services.trainer.objectives.ratios import ratio
 
 Row = dict[str, float | None]
-
-
-class Phases:
-    """Seconds by phase of the current step; each phase is also a span in the metrics file."""
-
-    def __init__(self, file: MetricsFile) -> None:
-        self._file = file
-        self._seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        """Count the time inside as `name`."""
-        begin = time.perf_counter()
-        with self._file.span(name):
-            yield
-        spent = time.perf_counter() - begin
-        self._seconds[name] = self._seconds.get(name, 0.0) + spent
-
-    def take(self) -> dict[str, float]:
-        """The seconds by phase, and start anew."""
-        seconds, self._seconds = self._seconds, {}
-        return seconds
 
 
 def sample_metrics(batch: TrainBatch, version: int) -> Row:

@@ -97,7 +97,8 @@ def train(
         made = (
             batches[version] if lag is None else [aged(t, version - lag) for t in batches[version]]
         )
-        row = update(make_batch(made, model.config.vocab_size), version, lambda: True)
+        batch = make_batch(made, model.config.vocab_size, routers=learner.replayed)
+        row = update(batch, version, lambda: True)
         assert row is not None
         row.pop("mismatch/seconds", None)  # each rank has its own
         rows.append(row)

@@ -12,6 +12,7 @@ from umbra.services.runtime.config import TrainerConfig
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.metrics import peak_memory_gib, speed_metrics
+from umbra.services.trainer.phases import Phases
 from umbra.services.trainer.policy import load_policy, open_policy
 from umbra.services.trainer.ranks import Ranks
 
@@ -80,3 +81,20 @@ def test_an_optimizer_on_the_host_leaves_the_gpu_its_memory(tiny_model_dir: Path
         held[offload] = torch.cuda.memory_allocated() - before
         del learner, model
     assert held["optimizer"] < held["none"] / 3
+
+
+def test_phases_wait_for_the_kernels() -> None:
+    """A call returns at once; its phase has the time of its kernels, and the parts add up."""
+    phases = Phases(torch.device("cuda"))
+    a = torch.randn(8192, 8192, device="cuda")
+    phases.take()
+    with phases("product"):
+        for _ in range(8):
+            torch.mm(a, a)
+    with phases("nothing"):
+        pass
+    found = phases.take()
+    assert found["product"] > 0.9 * found["step"]
+    assert sum(found[name] for name in ("product", "nothing", "other")) == pytest.approx(
+        found["step"]
+    )

@@ -139,17 +139,38 @@ def test_buffers_are_not_rounded(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
-        ({"weights": "bf16"}, "trainer.weights = bf16 needs trainer.precision = bf16"),
+        (
+            {"weights": "bf16", "precision": "no"},
+            "trainer.weights = bf16 needs trainer.precision = bf16",
+        ),
         (
             {"moments": "8bit", "optimizer": "sgd"},
             "trainer.moments = 8bit is for trainer.optimizer",
         ),
         ({"moments": "bf16", "betas": "[0.9, 0.999]"}, "trainer.moments = bf16 rounds away"),
         ({"offload": "optimizer", "precision": "fp16"}, "trainer.offload moves no optimizer"),
-        ({"offload": "activations"}, "set trainer.activation_checkpointing = true"),
+        (
+            {"offload": "activations", "activation_checkpointing": "false"},
+            "set trainer.activation_checkpointing = true",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(keys: dict[str, str], told: str) -> None:
     overrides = [f"trainer.{key}={value}" for key, value in keys.items()]
     with pytest.raises(UsageError, match=told):
         check_feasible(load_config(overrides=overrides, environ={}))
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"weights": "bf16"}, "trainer.weights = bf16 needs trainer.precision = bf16"),
+        ({"offload": "all"}, "set trainer.activation_checkpointing = true"),
+    ],
+)
+def test_what_auto_turns_into_is_refused_too(
+    directory: Path, keys: dict[str, Any], told: str
+) -> None:
+    """On a CPU `auto` computes in float32 and recomputes nothing."""
+    with pytest.raises(UsageError, match=told):
+        Learner(load_policy(directory)[0], TrainerConfig(device="cpu", **keys), 1)

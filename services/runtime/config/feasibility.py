@@ -83,6 +83,12 @@ def check_feasible(config: RunConfig) -> None:
             "next ones, so they cannot wait for an evaluation: set eval.mode = pause, or "
             "generator.receive = staged"
         )
+    beyond = [step for step in config.trainer.profile_steps if step > config.run.steps]
+    if beyond:
+        faults.append(
+            f"trainer.profile_steps has step {beyond[0]}, but run.steps = {config.run.steps}: "
+            "name steps from 1 to the last"
+        )
     if evaluation.within and not evaluation.prompts:
         key = "every" if evaluation.every else "at_start"
         faults.append(f"eval.{key} needs eval.prompts: name a file of held-out prompts")
@@ -191,7 +197,7 @@ def _sampling(config: RunConfig) -> Iterator[str]:
 
 
 def _memory(trainer: TrainerConfig) -> Iterator[str]:
-    if trainer.weights == "bf16" and trainer.precision != "bf16":
+    if trainer.weights == "bf16" and trainer.precision in ("no", "fp16"):
         yield (
             f"trainer.weights = bf16 needs trainer.precision = bf16, which is {trainer.precision}: "
             "change one of them"
@@ -209,7 +215,7 @@ def _memory(trainer: TrainerConfig) -> Iterator[str]:
         )
     if trainer.offload in ("optimizer", "all") and trainer.precision == "fp16":
         yield "trainer.offload moves no optimizer with trainer.precision = fp16: use bf16"
-    if trainer.offload in ("activations", "all") and not trainer.activation_checkpointing:
+    if trainer.offload in ("activations", "all") and trainer.activation_checkpointing is False:
         yield (
             f"trainer.offload = {trainer.offload} moves what recomputed layers keep: set "
             "trainer.activation_checkpointing = true"

@@ -15,7 +15,7 @@ from contextlib import suppress
 import msgspec
 
 from umbra.proto.errors import PeerLostError, StartupError, UmbraError
-from umbra.proto.messages import Prepare, Subscribe, Subscribed
+from umbra.proto.messages import Prepare, Subscribe
 from umbra.proto.records import Manifest
 from umbra.services.runtime.deadline import Deadline
 from umbra.services.runtime.gpu.broadcast import POLL_S
@@ -179,9 +179,6 @@ class IpcReceiver:
         self._pinned = [self._device.pin(lane) for lane in self._lanes]
         self._handle = b""
         self._mapped = 0
-
-    def fits(self, reply: Subscribed) -> bool:
-        return reply.plane == "cuda_ipc" and reply.manifest.digest == self._manifest.digest
 
     def receive(self, message: Prepare, target: int) -> Receiving:
         """Copy a version inside of the GPU and verify the copy."""

@@ -16,7 +16,7 @@ from contextlib import suppress
 import msgspec
 
 from umbra.proto.errors import UmbraError
-from umbra.proto.messages import Prepare, Ready, Subscribe, Subscribed
+from umbra.proto.messages import Prepare, Ready, Subscribe
 from umbra.proto.records import Manifest, NcclRound
 from umbra.services.runtime.gpu.cuda import Device, GpuError
 from umbra.services.runtime.gpu.worker_process import GpuWorkerProcess, result
@@ -262,9 +262,6 @@ class NcclReceiver:
         if device is not None:
             self._pinned = [device.pin(arena.slot(slot)) for slot in range(arena.slots)]
         worker.use(arena, chunk_bytes)
-
-    def fits(self, reply: Subscribed) -> bool:
-        return reply.plane == "nccl" and reply.manifest.digest == self._pull.manifest.digest
 
     def receive(self, message: Prepare, target: int) -> Receiving:
         """Receive a version into slot `target` and verify it there."""

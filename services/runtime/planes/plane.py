@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from umbra.proto.messages import Prepare, Ready, Subscribe, Subscribed
+from umbra.proto.messages import Prepare, Ready, Subscribe
 from umbra.proto.records import Manifest
 from umbra.services.runtime.weights.arena import Arena
 from umbra.services.runtime.weights.manifest import Part
@@ -44,10 +44,6 @@ class ReceiverEnd(Protocol):
 
     versions: int
     """How many it can hold: with one, nothing is received while the engine loads."""
-
-    def fits(self, reply: Subscribed) -> bool:
-        """Whether it serves this subscription as well: what it holds counts then."""
-        ...
 
     def receive(self, message: Prepare, target: int) -> Receiving:
         """Bring the version that `message` names into place `target`, below `versions`.

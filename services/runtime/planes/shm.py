@@ -45,9 +45,6 @@ class ShmReceiver:
         self._source = _Source(reply)
         self._buffers = buffers
 
-    def fits(self, reply: Subscribed) -> bool:
-        return self._source.fits(reply)
-
     def receive(self, message: Prepare, target: int) -> Receiving:
         """Copy and verify bucket by bucket, while each is still in the cache."""
         data, manifest = self._buffers[target], self._source.manifest
@@ -88,9 +85,6 @@ class ShmStream:
         self._source = _Source(reply)
         self._lane = private_memory(largest_bucket(reply.manifest))
 
-    def fits(self, reply: Subscribed) -> bool:
-        return self._source.fits(reply)
-
     def receive(self, message: Prepare, target: int) -> Receiving:
         """Verify every bucket; nothing is kept."""
         began = time.perf_counter()
@@ -116,11 +110,6 @@ class _Source:
         self.manifest: Manifest = reply.manifest
         self._path = reply.path
         self.arena = self._attached()
-
-    def fits(self, reply: Subscribed) -> bool:
-        """Whether `reply` is about this arena and layout."""
-        same = reply.manifest.digest == self.manifest.digest
-        return reply.plane == "shm" and reply.path == self._path and same
 
     def read(self, arena: Arena, message: Prepare, index: int, lane: memoryview) -> memoryview:
         """A bucket, copied to the beginning of `lane` and verified there.

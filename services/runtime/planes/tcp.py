@@ -11,7 +11,7 @@ from contextlib import closing
 import msgspec
 
 from umbra.proto.errors import PeerLostError, UsageError, WireError
-from umbra.proto.messages import Prepare, Ready, Role, Subscribe, Subscribed
+from umbra.proto.messages import Prepare, Ready, Role, Subscribe
 from umbra.proto.records import Manifest
 from umbra.services.runtime.config import WeightHubConfig as WeightHubConfig
 from umbra.services.runtime.deadline import Deadline
@@ -255,10 +255,6 @@ class TcpReceiver:
         self._deltas = delta.available()
         self._source = BucketSource(name, security)
 
-    def fits(self, reply: Subscribed) -> bool:
-        """See `ReceiverEnd.fits`; from which hub does not matter."""
-        return reply.plane == "tcp" and reply.manifest.digest == self.manifest.digest
-
     def receive(self, message: Prepare, target: int) -> Receiving:
         """Fetch what is missing of a version into buffer `target`."""
         began = time.perf_counter()
@@ -325,9 +321,6 @@ class TcpStream:
         self._frame_bytes = frame_bytes
         self._deadline_s = deadline_s
         self._security = security
-
-    def fits(self, reply: Subscribed) -> bool:
-        return reply.plane == "tcp" and reply.manifest.digest == self._manifest.digest
 
     def receive(self, message: Prepare, target: int) -> Receiving:
         """See whether the source is there: a version must not travel twice."""

@@ -7,7 +7,8 @@ import math
 import queue
 import threading
 import time
-from concurrent.futures import Future
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from umbra.proto.errors import StartupError, UmbraError
@@ -31,9 +32,10 @@ from umbra.services.runtime.planes.plane import Parts, Receipt, ReceiverEnd, Rec
 from umbra.services.runtime.planes.receiving import ReceiverPlanes
 from umbra.services.runtime.process.threads import foreseen
 from umbra.services.runtime.weights.arena import shm_host
-from umbra.services.runtime.weights.manifest import check_manifest
+from umbra.services.runtime.weights.manifest import check_dtype, check_manifest
 from umbra.services.runtime.weights.staging import Candidate, Staging
 
+LOOK_S = 0.05  # how soon a stop is heard
 WAKE_S = 0.2  # how soon the thread sees that it should end
 CLOSE_DEADLINE_S = 5.0
 RELAY_SILENT_S = 5.0  # until a relay counts as gone
@@ -64,6 +66,7 @@ class Receiver:
         host: names the /dev/shm of this process; empty = find out (`shm_host`).
         serves: endpoint at which a relay serves others; stated to the hub.
         buckets: endpoint at which a relay hands buckets on; stated to the hub.
+        dtype: that versions have to be in, as `weight_hub.dtype` names it; empty = any.
         check_s: seconds of silence after which it asks the hub whether it is still subscribed.
         retry_s: seconds between being dropped and subscribing again.
     """
@@ -76,6 +79,7 @@ class Receiver:
         *,
         serves: str = "",
         buckets: str = "",
+        dtype: str = "",
         check_s: float = 5.0,
         retry_s: float = 1.0,
     ) -> None:
@@ -86,6 +90,7 @@ class Receiver:
         self._host = host or shm_host()
         self._serves = serves
         self._buckets_endpoint = buckets
+        self._dtype = dtype
         self._avoided = ""  # a relay that was gone
         self._relays: dict[str, Channel] = {}
         self._hub = channel  # `_channel` is a relay's, while there is one on this host
@@ -93,7 +98,7 @@ class Receiver:
         self._retry_s = retry_s
         self._timeout_s = 0.0
         self._end: ReceiverEnd | None = None
-        self._plane = ""  # that `_end` is of
+        self._reply: Subscribed | None = None  # that `_end` is for
         self._manifest: Manifest | None = None
         self._waiting: Prepare | None = None  # until the engine has loaded the version before
         self._receiving: tuple[Candidate, Receiving] | None = None
@@ -119,6 +124,25 @@ class Receiver:
         self._subscribed(reply)
         self._hub.on_moved = self._hub_moved
         self._thread.start()
+
+    def subscribe_unless(
+        self, stopping: threading.Event, timeout_s: float, waiting: Callable[[], object]
+    ) -> bool:
+        """`subscribe`, and call `waiting` meanwhile; False if `stopping` was set before.
+
+        Then closing the link ends the question.
+        """
+        executor = ThreadPoolExecutor(1, thread_name_prefix="subscribe")
+        try:
+            subscribed = executor.submit(self.subscribe, timeout_s)
+            while not subscribed.done():
+                waiting()
+                if stopping.wait(LOOK_S):
+                    return False
+            subscribed.result()
+            return True
+        finally:
+            executor.shutdown(wait=False)
 
     def check(self) -> None:
         """See whether new versions can still come.
@@ -371,8 +395,9 @@ class Receiver:
                 source_lost=done.source_lost,
             )
         )
-        if done.unusable and self._plane in self._planes.offered:
-            self._go_without(self._plane, done.error)
+        plane = self._reply.plane if self._reply is not None else ""
+        if done.unusable and plane in self._planes.offered:
+            self._go_without(plane, done.error)
 
     def _go_without(self, plane: str, reason: str) -> bool:
         """Subscribe anew by another plane; False if there is none."""
@@ -389,9 +414,11 @@ class Receiver:
             self._pass_to(reply.path)
             return
         check_manifest(reply.manifest)
+        if self._dtype:
+            check_dtype(reply.manifest, self._dtype)
         if self._end is not None:
-            if self._end.fits(reply):
-                return
+            if _is_same(self._reply, reply):
+                return  # what was received counts still
             self._end.close()  # first, since it may hold what its successor needs
             self._end = None
         try:
@@ -400,8 +427,16 @@ class Receiver:
             if not self._go_without(reply.plane, str(error)):
                 raise
             return
-        self._end, self._plane = end, reply.plane
+        self._end, self._reply = end, reply
         with self._changed:
             # What the engine still loads keeps its memory alive by itself.
             self._manifest = reply.manifest
             self._staging = Staging(end.versions)
+
+
+def _is_same(before: Subscribed | None, now: Subscribed) -> bool:
+    """Whether an end for one subscription serves the other; only to shm its hub matters."""
+    if before is None or before.plane != now.plane:
+        return False
+    same_layout = before.manifest.digest == now.manifest.digest
+    return same_layout and (now.plane != "shm" or before.path == now.path)
