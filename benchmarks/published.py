@@ -61,6 +61,7 @@ PUBLISHED: dict[str, Publication] = {
     "generator_overhead": Publication("generator_overhead", ("--passes", "3"), 6, "vLLM"),
     "store": Publication("store", (), 2, "lmdb"),
     "snapshot_memory": Publication("snapshot_memory", (), 1),
+    "load_memory": Publication("load_memory", (), 3),
     "logits_memory": Publication("logits_memory", (), 5),
     "sequence_memory": Publication("sequence_memory", (), 1),
     "router_replay": Publication("router_replay", (), 8),

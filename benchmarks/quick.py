@@ -23,6 +23,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "chaos": ("--minutes", "0.5", "--steps", "60"),
     "buffer_throughput": ("--seconds", "2", "--rounds", "1", "--only", "latency", "scale"),
     "generator_overhead": ("--engines", "torch", "--requests", "48", "--passes", "1"),
+    "load_memory": ("--layers", "2", "--ranks", "1,2"),
     "logits_memory": ("--tokens", "1024", "2048", "--vocabularies", "32000"),
     "long_tail": ("--requests", "64", "--passes", "1"),
     "replay_fit": ("--steps", "16"),

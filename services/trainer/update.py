@@ -150,7 +150,7 @@ class PolicyUpdate:
                 losses = torch.where(out, 0.0, result.losses)
                 loss = (losses * weights[here].to(logprobs)).sum()
                 guard.see(loss, out)
-                self._learner.backward(loss)
+                self._learner.backward(loss, last=micro is micros[-1])
                 work += self._learner.operations.update(micro)
                 seen.add(number, here, tokens, result, loss, out)
             if agreement is not None and number == 0:

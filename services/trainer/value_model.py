@@ -20,11 +20,11 @@ from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.micro_batch import MicroBatch
 from umbra.services.modeling.sequence_parallel import SequenceGroup, SequenceParallel
 from umbra.services.runtime.config import TrainerConfig
-from umbra.services.trainer.filling import fill
+from umbra.services.trainer.filling import place, read
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.policy import no_progress_bars, open_backbone
 from umbra.services.trainer.ranks import Ranks
-from umbra.services.trainer.sharding import prepare_layers, shard
+from umbra.services.trainer.sharding import offloaded, prepare_layers, shard
 from umbra.services.trainer.snapshot import whole_weights
 
 HEAD_FILE = "value_head.safetensors"
@@ -155,8 +155,12 @@ class OwnModel:
         attention = Attention.prepare(backbone, config.attention, device)
         self._model = ValueModel(backbone, head, attention, ranks.sequence)
         if ranks.world > 1:
-            shard(backbone, device, ranks, precision, root=self._model)
-        fill(self._model, device, files, backbone)
+            shard(backbone, device, ranks, config, root=self._model)
+        on_host = ranks.world > 1 and offloaded(config)
+        rows_at = torch.device("cpu") if on_host else device
+        place(self._model, device, parameters_at=rows_at)
+        if files is not None:
+            read(backbone, files)
         self._model.eval()
         self._device = device
         self._bf16 = precision == "bf16"

@@ -33,6 +33,7 @@ SAME = (
     "ess", "ess_last", "mismatch/k1", "mismatch/k3", "mismatch/chi2", "mismatch/k3_on_policy",
     "staleness/updates/mean", "staleness/updates/max",
 )  # fmt: skip
+ADAMW = {"optimizer": "adamw", "betas": [0.9, 0.95], "learning_rate": 1e-3}
 CASES: dict[str, dict[str, Any]] = {
     "token_mean": {
         "aggregation": "token_mean",
@@ -42,7 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "sequence_mean": {"aggregation": "sequence_mean"},
     "constant": {"aggregation": "constant", "micro_tokens": 200},
-    "adamw": {"optimizer": "adamw", "betas": [0.9, 0.95], "learning_rate": 1e-3},
+    "adamw": ADAMW,
     "clipped": {"max_grad_norm": 1e-2, "share_prompts": False},
     "recomputed": {"activation_checkpointing": True},
     "chunks": {"logits_mib": 0.002, "objective": "ppo", "entropy_coef": 0.01},
@@ -53,6 +54,16 @@ CASES: dict[str, dict[str, Any]] = {
         "critic.max_grad_norm": 1e9,
     },
     "value_head": {"objective": "ppo_critic", "critic.kind": "head", "critic.learning_rate": 1e-2},
+    "offloaded": {
+        "offload": "all",
+        "activation_checkpointing": True,
+        "reduce_gradients": "update",
+        "reshard_after_forward": False,
+        "minibatches": 2,
+    },
+    "host_optimizer": {"offload": "optimizer", "minibatches": 2},
+    "moments_bf16": {**ADAMW, "moments": "bf16"},
+    "moments_8bit": {**ADAMW, "moments": "8bit"},
     "guarded": {"minibatches": 3, "max_ratio": 1.9},
     "lora": {"lora_rank": 4, "learning_rate": 1.0},
     # Weights of version 1 are kept aside, and change places with those of version 2 for a pass.

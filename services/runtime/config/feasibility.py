@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from umbra.proto.errors import UsageError
-from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.config import RunConfig, TrainerConfig
 from umbra.services.runtime.config.objective_rules import objective_faults
 
+# Rounding to bf16 loses relative changes of a moment below 2^-8; a step changes it by 1 - beta.
+BF16_BETA = 1 - 2**-6
 VLLM_COOLEST = 0.01  # it raises lower temperatures to this, but for 0
 
 
@@ -65,6 +67,7 @@ def check_feasible(config: RunConfig) -> None:
         *_sampling(config),
         *_deadlines(config),
         *_sequence_parallel(config),
+        *_memory(config.trainer),
         *objective_faults(config),
     ]
     if config.trainer.router_replay and config.generator.engine == "replay":
@@ -191,6 +194,32 @@ def _sampling(config: RunConfig) -> Iterator[str]:
         yield (
             f"sampling.temperature = {temperature:g} is out of range: vLLM, which would raise it, "
             f"takes {coolest} or more"
+        )
+
+
+def _memory(trainer: TrainerConfig) -> Iterator[str]:
+    if trainer.weights == "bf16" and trainer.precision in ("no", "fp16"):
+        yield (
+            f"trainer.weights = bf16 needs trainer.precision = bf16, which is {trainer.precision}: "
+            "change one of them"
+        )
+    if trainer.moments != "float32" and trainer.optimizer != "adamw":
+        yield (
+            f"trainer.moments = {trainer.moments} is for trainer.optimizer = adamw, not for "
+            f"{trainer.optimizer}: leave it at float32"
+        )
+    if trainer.moments == "bf16" and max(trainer.betas) > BF16_BETA:
+        yield (
+            "trainer.moments = bf16 rounds away what a step changes of a moment if a beta is above "
+            f"{BF16_BETA:.3g}, and trainer.betas are {list(trainer.betas)}: lower them, or set "
+            "trainer.moments to 8bit or float32"
+        )
+    if trainer.offload in ("optimizer", "all") and trainer.precision == "fp16":
+        yield "trainer.offload moves no optimizer with trainer.precision = fp16: use bf16"
+    if trainer.offload in ("activations", "all") and trainer.activation_checkpointing is False:
+        yield (
+            f"trainer.offload = {trainer.offload} moves what recomputed layers keep: set "
+            "trainer.activation_checkpointing = true"
         )
 
 
