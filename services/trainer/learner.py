@@ -24,6 +24,7 @@ from umbra.services.trainer.checkpoints.parts import (
 from umbra.services.trainer.guard import REASONS
 from umbra.services.trainer.lora import add_adapter
 from umbra.services.trainer.metrics import Row
+from umbra.services.trainer.muon import muon
 from umbra.services.trainer.operations import TrainingFlops, ceiling
 from umbra.services.trainer.phases import Phases
 from umbra.services.trainer.ranks import Ranks
@@ -83,7 +84,7 @@ class Learner:
         # No dropout: these must be the logprobs of the policy that generates.
         self._scorer = Scorer(self.model, int(config.logits_mib * 2**20)).eval()
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._plain = _optimizer(self._parameters, config)
+        self._plain = _optimizer(model, self._parameters, config)
         self._optimizer = self._accelerator.prepare_optimizer(self._plain)
 
     def score(
@@ -210,8 +211,10 @@ def learning_rate(config: TrainerConfig, step: int, steps: int) -> float:
 
 
 def _optimizer(
-    parameters: list[torch.nn.Parameter], config: TrainerConfig
+    model: PreTrainedModel, parameters: list[torch.nn.Parameter], config: TrainerConfig
 ) -> torch.optim.Optimizer:
+    if config.optimizer == "muon":
+        return muon(model, config)
     if config.optimizer == "sgd":
         return torch.optim.SGD(
             parameters,

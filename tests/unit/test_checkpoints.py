@@ -132,6 +132,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
         {"optimizer": "adamw", "schedule": "cosine", "warmup_steps": 2},
         {"optimizer": "sgd", "betas": [0.9, 0.95]},
         {"optimizer": "sgd", "betas": [0.0, 0.95]},
+        {"optimizer": "muon", "deterministic": True},
         {"lora_rank": 4},
         {"minibatches": 2, "objective": "decoupled"},
         {"minibatches": 2, "epochs": 2},

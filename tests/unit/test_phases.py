@@ -56,7 +56,7 @@ def test_a_trace_has_the_phases_of_its_step_alone(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         profile.begin(step)
         with phases(f"train {step}"), phases("forward"):
-            torch.ones(8, 8) @ torch.ones(8, 8)
+            torch.mm(torch.ones(8, 8), torch.ones(8, 8))
         profile.end()
     (file,) = (tmp_path / "profile").iterdir()
     assert file.name == "step-2.rank-3.json.gz"
