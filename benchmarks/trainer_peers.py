@@ -62,7 +62,7 @@ class PlainPacked(_Plain):
     ) -> None:
         super().__init__(model, batch, bf16)
         self._micros = [micro.to(self._device) for micro in micros]
-        self._masks = [micro.masks(Attention()) for micro in self._micros]
+        self._masks = [Attention().express(micro.mask) for micro in self._micros]
 
     def __call__(self) -> None:
         """One update."""

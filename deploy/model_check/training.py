@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from umbra.deploy.model_check.bounds import difference, gradient_bound
 from umbra.deploy.model_check.outcome import Row
+from umbra.services.modeling.attention import Attention, Choice
 from umbra.services.modeling.micro_batch import Tokens
 from umbra.services.modeling.packing import pack
 from umbra.services.modeling.reference import Expected, Reference
@@ -21,11 +22,13 @@ _PACK_TOKENS = 96
 _TEMPERATURE = 0.8  # of every second sequence
 
 _MANY = 1 << 20
-_LAYOUTS = (  # and of how many tokens logits are computed at a time
-    ("rows of one sequence", 1, False, _MANY),
-    ("packed rows", _PACK_TOKENS, False, _MANY),
-    ("packed rows, shared prompts", _PACK_TOKENS, True, _MANY),
-    ("packed rows, logits in chunks", _PACK_TOKENS, True, 7),
+_LAYOUTS: tuple[tuple[str, int, bool, int, Choice], ...] = (
+    # Tokens of a row, shared prompts, tokens whose logits are computed at a time, attention.
+    ("rows of one sequence", 1, False, _MANY, "auto"),
+    ("packed rows", _PACK_TOKENS, False, _MANY, "auto"),
+    ("packed rows, shared prompts", _PACK_TOKENS, True, _MANY, "auto"),
+    ("packed rows, logits in chunks", _PACK_TOKENS, True, 7, "auto"),
+    ("shared prompts, segment by segment", _PACK_TOKENS, True, _MANY, "segments"),
 )
 
 
@@ -36,9 +39,10 @@ def compare_training(policy: PreTrainedModel, reference: Reference) -> Iterator[
     temperatures = torch.where(tokens.owner % 2 == 0, 1.0, _TEMPERATURE)
     weights = torch.randn(len(tokens.learned), generator=torch.Generator().manual_seed(3))
     expected, gradients = _reference(reference, tokens, weights)
-    for name, pack_tokens, share, at_a_time in _LAYOUTS:
+    for name, pack_tokens, share, at_a_time, backend in _LAYOUTS:
         policy.zero_grad()
-        scorer = Scorer(policy, at_a_time * 4 * embeddings.num_embeddings).eval()
+        attention = Attention.prepare(policy, backend, policy.device)
+        scorer = Scorer(policy, at_a_time * 4 * embeddings.num_embeddings, attention).eval()
         found = torch.full((len(tokens.learned),), float("nan"))
         for micro in pack(
             tokens, pack_tokens=pack_tokens, micro_tokens=4 * _PACK_TOKENS, share_prompts=share

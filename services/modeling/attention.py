@@ -1,17 +1,37 @@
-"""Which earlier positions each layer of a model attends to, as masks that its class takes."""
+"""Which earlier positions each layer of a model attends to, and by which backend.
+
+The torch engine gives models dense masks. Whoever scores packed rows (`Scorer`, the value model)
+has Transformers call our attention (`attention_backends.py`), by the backend that
+`trainer.attention` names or that is right for the device and the rows:
+
+| backend | where | what is in memory |
+|---|---|---|
+| `sdpa` | anywhere | a mask of all pairs of a row, [R, 1, L, L]; with soft caps or sinks: scores |
+| `segments` | anywhere | linear in the row; one segment after the other |
+| `flex` | CUDA | linear in the row; flex_attention with a mask of blocks |
+| `varlen` | CUDA, 16 bits | linear in the row; no shared prompts, soft caps or sinks |
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import PreTrainedModel
 
 from umbra.proto.errors import UsageError
+from umbra.services.modeling.attention_backends import NAME
+from umbra.services.modeling.row_mask import RowMask, Sequences
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # Transformers' names of kinds of layers
 Mask = Tensor | dict[str, Tensor]
+RowMasks = Mask | RowMask | BlockMask | Sequences | dict[str, Any]
+Choice = Literal["auto", "sdpa", "segments", "flex", "varlen"]
+DENSE_WIDTH = 1024
+"""Positions of a row up to which a CPU is faster with a dense mask than segment by segment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +46,43 @@ class Attention:
     """Of each kind of layer: how many tokens a position sees, itself included; None: all."""
     additive: bool = False
     """Masks are added to the scores (Transformers' eager attention) and can't be boolean."""
+    backend: Choice = "sdpa"
+    """Of packed rows."""
+    plain: bool = True
+    """Scores have no soft cap, and there are no sinks."""
+
+    @classmethod
+    def prepare(
+        cls,
+        model: PreTrainedModel,
+        choice: Choice,
+        device: torch.device,
+        key: str = "trainer.attention",
+    ) -> Attention:
+        """Have `model`, which computes on `device`, attend by our backends, for rows of `express`.
+
+        Raises:
+            UsageError: the model or the device can't have the backend of that choice; `key` is
+                where it was made.
+        """
+        attention = cls.of(model.config)
+        capped = getattr(model.config, "attn_logit_softcapping", None) is not None
+        sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
+        attention = replace(
+            attention,
+            additive=False,
+            backend=choice,
+            plain=not (capped or sinks),
+        )
+        if choice in ("flex", "varlen") and device.type != "cuda":
+            raise UsageError(f'{key} is "{choice}", which needs a CUDA GPU: use "auto"')
+        if choice == "varlen" and not attention.plain:
+            raise UsageError(
+                f'{key} is "varlen", which has no soft caps or sinks, and a '
+                f'{model.config.model_type} has: use "auto"'
+            )
+        model.set_attn_implementation(NAME)
+        return attention
 
     @classmethod
     def of(cls, config: Any) -> Attention:
@@ -47,6 +104,34 @@ class Attention:
             tuple((kind, sizes[kind]) for kind in kinds),
             additive=config._attn_implementation == "eager",
         )
+
+    def express(self, rows: RowMask) -> RowMasks | None:
+        """The `attention_mask` of a forward pass over packed rows, one for each kind of layer.
+
+        None: the model's own causal attention is exact.
+
+        Raises:
+            UsageError: `varlen` of rows in which prompts are shared.
+        """
+        backend = self._backend(rows)
+        if backend == "sdpa" and rows.segment is None:
+            return None
+        masks = {kind: _form(rows.within(window), backend) for kind, window in self.windows}
+        if len(masks) > 1:
+            return masks
+        (mask,) = masks.values()
+        return mask
+
+    def _backend(self, rows: RowMask) -> Choice:
+        """The one that was chosen, or that is right for `rows`."""
+        if self.backend != "auto":
+            return self.backend
+        width = rows.positions.shape[1]
+        if rows.positions.device.type != "cuda":
+            return "sdpa" if width <= DENSE_WIDTH else "segments"
+        # Causal SDPA needs no mask: its fast kernel runs.
+        windows = any(window is not None and window < width for _, window in self.windows)
+        return "sdpa" if rows.segment is None and self.plain and not windows else "flex"
 
     def masks(
         self,
@@ -83,3 +168,19 @@ class Attention:
 def _added(allowed: Tensor, dtype: torch.dtype) -> Tensor:
     zeros = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
     return zeros.masked_fill_(~allowed, -torch.inf)
+
+
+def _form(rows: RowMask, backend: Choice) -> Tensor | RowMask | BlockMask | Sequences:
+    """`rows` as `attend` takes them for a backend."""
+    if backend == "segments":
+        return rows
+    if backend == "flex":
+        return rows.blocks()
+    if backend == "varlen":
+        if rows.shares:
+            raise UsageError(
+                'trainer.attention = "varlen" cannot share prompts: set trainer.share_prompts = '
+                'false, or trainer.attention = "flex"'
+            )
+        return rows.sequences()
+    return rows.allowed().unsqueeze(1)

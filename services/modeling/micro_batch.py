@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from umbra.services.modeling.attention import Attention, Mask
+from umbra.services.modeling.experts import UNKNOWN
+from umbra.services.modeling.row_mask import Piece, RowMask
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +29,9 @@ class Tokens:
     owner: Tensor  # int64 [M], the sequence that each learned token belongs to
     prompts: Tensor | None = None  # int64 [S], at least 1 and less than the length
     family: Tensor | None = None  # int64 [S]
+    routing: Sequence[NDArray[np.integer[Any]]] | None = None
+    """Of each sequence, the experts that its first R tokens met, [R, layers, choices]; the same for
+    the prompts of a family."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +48,7 @@ class Unit:
 class MicroBatch:
     """R rows of L tokens for one forward pass, in which N learned tokens are predicted.
 
-    A position sees what is before it in its own segment and in the one that is its prefix.
+    A position sees what is before it in its own segment and in the one that is its prefix: `mask`.
     """
 
     input_ids: Tensor  # int64 [R, L]
@@ -51,19 +59,14 @@ class MicroBatch:
     segment: Tensor | None = None  # int32 [R, L], -1 for padding; None: one sequence in each row
     prefix: Tensor | None = None  # int32 [R, L], segment of the prompt; its own if not shared
     tokens: int = 0  # of R * L, those that are not padding
+    fed: Tensor | None = None  # bool [R * L], which these are
+    routing: Tensor | None = None  # int16 [R * L, layers, choices], as `Routers.replay`
+    pieces: tuple[Piece, ...] = ()  # what lies in the rows, by row and start
 
-    def masks(self, attention: Attention, dtype: torch.dtype = torch.float32) -> Mask | None:
-        """What a model of that `attention` is given; None: its own causal attention is exact.
-
-        `dtype` is the model's, for attention that adds masks to scores.
-        """
-        if self.segment is None or self.prefix is None:
-            return None
-        keys = self.segment[:, None, :]
-        # Padding attends within itself: a row of the mask without any True would give NaN.
-        seen = (self.segment[:, :, None] == keys) | (self.prefix[:, :, None] == keys)
-        positions = self.position_ids
-        return attention.masks(seen.tril(), positions, positions, dtype)
+    @property
+    def mask(self) -> RowMask:
+        """What each position attends to."""
+        return RowMask(self.position_ids, self.pieces, self.segment, self.prefix)
 
     def to(self, device: torch.device) -> MicroBatch:
         return replace(
@@ -74,6 +77,8 @@ class MicroBatch:
             targets=self.targets.to(device),
             segment=None if self.segment is None else self.segment.to(device),
             prefix=None if self.prefix is None else self.prefix.to(device),
+            fed=None if self.fed is None else self.fed.to(device),
+            routing=None if self.routing is None else self.routing.to(device),
         )
 
 
@@ -86,22 +91,25 @@ def lay_out(tokens: Tokens, rows: list[list[Unit]]) -> MicroBatch:
     length = tokens.lengths.tolist()
     # What lies where: first cell, first token, number of tokens, first position, segment, prefix.
     pieces: list[tuple[int, int, int, int, int, int]] = []
+    parts: list[Piece] = []
     sequences: list[int] = []
     homes: list[tuple[int, int, int]] = []  # of each sequence: its prompt's cell, own cell, prompt
     for number, row in enumerate(rows):
-        cell = number * width
+        edge = cell = number * width
         for unit in row:
             home = cell
             prefix = len(pieces)
             if unit.prompt:
                 first = offset[unit.sequences[0]]
                 pieces.append((cell, first, unit.prompt, 0, prefix, prefix))
+                parts.append(Piece(number, cell - edge, unit.prompt))
                 cell += unit.prompt
             for item in unit.sequences:
                 fed = length[item] - 1 - unit.prompt
                 at = len(pieces)
                 start = offset[item] + unit.prompt
                 pieces.append((cell, start, fed, unit.prompt, at, prefix))
+                parts.append(Piece(number, cell - edge, fed, home - edge, unit.prompt))
                 sequences.append(item)
                 homes.append((home, cell, unit.prompt))
                 cell += fed
@@ -140,4 +148,30 @@ def lay_out(tokens: Tokens, rows: list[list[Unit]]) -> MicroBatch:
         segment=segment,
         prefix=prefix_of,
         tokens=len(place),
+        fed=torch.zeros(count * width, dtype=torch.bool).index_fill_(0, place, True),
+        routing=_routing(tokens, rows, width),
+        pieces=tuple(parts),
     )
+
+
+def _routing(tokens: Tokens, rows: list[list[Unit]], width: int) -> Tensor | None:
+    """The experts for each cell of `rows`, int16 [R * L, layers, choices], if any are known.
+
+    A shared prompt has that of the unit's first sequence, which is that of the others too.
+    """
+    if tokens.routing is None or not len(tokens.routing):
+        return None
+    kind = tokens.routing[0].shape[1:]
+    cells = np.full((max(1, len(rows)) * width, *kind), UNKNOWN, np.int16)
+    for number, row in enumerate(rows):
+        cell = number * width
+        for unit in row:
+            first = tokens.routing[unit.sequences[0]]
+            cells[cell : cell + unit.prompt] = first[: unit.prompt]
+            cell += unit.prompt
+            for item in unit.sequences:
+                fed = int(tokens.lengths[item]) - 1 - unit.prompt
+                own = tokens.routing[item][unit.prompt : unit.prompt + fed]
+                cells[cell : cell + len(own)] = own
+                cell += fed
+    return torch.from_numpy(cells)

@@ -93,6 +93,7 @@ class Loop:
         self._saver = saver
         self._sinks = sinks
         self._facts = RunFacts.of(context.config, learner.model.config.vocab_size)
+        self._facts.routers = learner.replayed
         # Once the buffer knows these facts, what is unfit is what it had before: so many batches.
         self._most_rejected = 2 * (context.config.buffer.run_ahead + LEAST_REJECTED)
         self._patience = SkipLimit(context.config.trainer.max_skipped)
@@ -209,7 +210,8 @@ class Loop:
         return not self._session.stopping.is_set()
 
     def _make_batch(self, trajectories: list[Trajectory]) -> TrainBatch:
-        return make_batch(trajectories, self._facts.vocabulary, self._facts.tokens)
+        facts = self._facts
+        return make_batch(trajectories, facts.vocabulary, facts.tokens, facts.routers)
 
     def _lease(self, ahead: Ahead | None) -> TrainBatch | None:
         """The next batch, which may be the one that came `ahead`; None when asked to stop.
@@ -229,6 +231,7 @@ class Loop:
                 wait_s=LEASE_SLICE_S,
                 held=held,
                 vocabulary=self._facts.vocabulary,
+                routers=self._facts.routers,
             )
             limit = LEASE_SLICE_S + self._grace_s
             try:

@@ -127,6 +127,33 @@ def speed_metrics(tokens: float, operations: float, seconds: float, ceiling: flo
     }
 
 
+def expert_metrics(load: Tensor, rerouted: Tensor | None = None) -> Row:
+    """How evenly the layers' experts are used; None where no token was routed.
+
+    The load of a layer is that of its busiest expert over the mean (1 = even), its entropy that of
+    the experts' shares over the largest there can be (1 = even). An expert is dead without a token.
+
+    Args:
+        load: tokens that each expert was given, [layers, experts].
+        rerouted: [layers], tokens that the layer's router would have given to another expert than
+            the generator's engine did; None: nothing was replayed.
+    """
+    total = load.sum(1, keepdim=True)
+    share = load / total
+    highest = share.amax(1) * load.shape[1]
+    entropy = torch.special.entr(share).sum(1) / math.log(max(2, load.shape[1]))
+    row: Row = {
+        "experts/load/mean": float(highest.mean()),
+        "experts/load/max": float(highest.max()),
+        "experts/entropy/mean": float(entropy.mean()),
+        "experts/entropy/min": float(entropy.min()),
+        "experts/dead": float((load == 0).double().mean()) if total.all() else math.nan,
+    }
+    if rerouted is not None:
+        row["experts/rerouted"] = float(rerouted.sum() / load.sum())
+    return finite(row)
+
+
 def peak_memory_gib(device: torch.device) -> float:
     """The most that this process ever held at once: on its GPU, or in memory without one."""
     if device.type == "cuda":

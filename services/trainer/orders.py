@@ -79,7 +79,8 @@ def follow(
                 phases.take()  # rank 0 reports its own
                 profile.begin(version + 1)
                 with phases("train_step"):
-                    batch = make_batch(trajectories, learner.model.config.vocab_size)
+                    vocabulary = learner.model.config.vocab_size
+                    batch = make_batch(trajectories, vocabulary, routers=learner.replayed)
                     update(batch, version, lambda: True)
             case Snapshot():
                 with phases("snapshot"):

@@ -26,7 +26,7 @@ from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.loop import Loop, Outlet
 from umbra.services.trainer.orders import Export, Gather, Save, Stop, follow, give
 from umbra.services.trainer.phases import Profile
-from umbra.services.trainer.policy import export_policy, load_policy
+from umbra.services.trainer.policy import export_policy, open_policy
 from umbra.services.trainer.ranks import join_ranks
 from umbra.services.trainer.shards import Snapshots
 from umbra.services.trainer.sinks import open_sinks
@@ -63,9 +63,9 @@ def run(
             "cut distribution and will differ from the trainer's"
         )
     with join_ranks(config.trainer, listener) as ranks:
-        model, tokenizer = load_policy(config.model.path, checked=config.model.checked)
-        learner = Learner(model, config.trainer, config.run.steps, ranks, config.run.seed)
-        layout = tensor_layout(learner.model, config.weight_hub.dtype)
+        model, tokenizer, files = open_policy(config.model.path, checked=config.model.checked)
+        learner = Learner(model, config.trainer, config.run.steps, ranks, config.run.seed, files)
+        layout = tensor_layout(learner.model, config.weight_hub.dtype_on(learner.device.type))
         manifest = build_manifest(layout, config.weight_hub.bucket_bytes)
         critic = open_critic(config, learner)
         update = make_update(config, learner, critic)

@@ -51,13 +51,15 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return layers
 
 
-def prepare_layers(model: PreTrainedModel, config: TrainerConfig) -> None:
+def prepare_layers(model: PreTrainedModel, config: TrainerConfig, kind: str) -> None:
     """Apply `trainer.compile` and `trainer.activation_checkpointing`; names stay as they are.
+
+    `kind` is that of the device, "cpu" or "cuda".
 
     Raises:
         UsageError: layers are to be compiled and recomputed selectively.
     """
-    how = config.activation_checkpointing
+    how = config.recomputes_on(kind)
     if not (config.compile or how):
         return
     if config.compile and how == "selective":

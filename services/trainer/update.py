@@ -117,12 +117,16 @@ class PolicyUpdate:
             guard = Guard(self._config.max_ratio, pieces, self._ranks)
             counts = count(pieces.denominator, own, part, cuts)
             weights = token_weights(pieces.aggregation, batch.tokens, part, counts, self._limit)
+            balance = self._learner.balance(micros)
             for micro in micros:
                 if not self._ranks.agree(keep_going()):
                     return None
                 here = micro.source
                 logprobs, entropy = self._learner.score(
-                    micro, batch.temperature[here], entropy_gradient=pieces.entropy_coef > 0
+                    micro,
+                    batch.temperature[here],
+                    entropy_gradient=pieces.entropy_coef > 0,
+                    balance=balance,
                 )
                 if agreement is not None and number == 0:
                     agreement.see(here, logprobs)
@@ -161,6 +165,7 @@ class PolicyUpdate:
             **seen.summary(self._ranks),
             **_means(rows),
             **agreed,
+            **self._learner.expert_load(),
         }
         if self._critic is not None and values is not None:
             row |= self._critic.learn(batch, values, returns)

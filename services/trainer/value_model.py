@@ -19,8 +19,9 @@ from umbra.proto.errors import UsageError
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.micro_batch import MicroBatch
 from umbra.services.runtime.config import TrainerConfig
+from umbra.services.trainer.filling import fill
 from umbra.services.trainer.learner import Learner
-from umbra.services.trainer.policy import load_backbone, no_progress_bars
+from umbra.services.trainer.policy import no_progress_bars, open_backbone
 from umbra.services.trainer.ranks import Ranks
 from umbra.services.trainer.sharding import prepare_layers, shard
 from umbra.services.trainer.snapshot import whole_weights
@@ -89,18 +90,18 @@ class Values(Protocol):
 class ValueModel(nn.Module):
     """A transformer of its own and a head; it is a module so that FSDP2 sees one forward pass."""
 
-    def __init__(self, backbone: PreTrainedModel, head: ValueHead) -> None:
+    def __init__(self, backbone: PreTrainedModel, head: ValueHead, attention: Attention) -> None:
         super().__init__()
         self.backbone = backbone
         self.head = head
-        self._attention = Attention.of(backbone.config)
+        self._attention = attention
 
     def forward(self, micro: MicroBatch) -> Tensor:
         """Values float32 [N]."""
         output: Any = self.backbone(
             input_ids=micro.input_ids,
             position_ids=micro.position_ids,
-            attention_mask=micro.masks(self._attention, self.backbone.dtype),
+            attention_mask=self._attention.express(micro.mask),
             use_cache=False,
         )
         return self.head(output.last_hidden_state.flatten(0, 1)[micro.index])
@@ -128,16 +129,20 @@ class OwnModel:
         ranks: Ranks,
         checked: Collection[str] = (),
     ) -> None:
-        backbone = load_backbone(directory, "critic.path", checked)
+        backbone, files = open_backbone(directory, "critic.path", checked)
         head = ValueHead(backbone.config.hidden_size)
         head.load(directory)
-        prepare_layers(backbone, config)
-        self._model = ValueModel(backbone, head)
+        prepare_layers(backbone, config, device.type)
+        precision = config.precision_on(device.type)
+        self._model = ValueModel(
+            backbone, head, Attention.prepare(backbone, config.attention, device)
+        )
         if ranks.world > 1:
-            shard(backbone, device, ranks, config.precision, root=self._model)
-        self._model.to(device).eval()
+            shard(backbone, device, ranks, precision, root=self._model)
+        fill(self._model, device, files, backbone)
+        self._model.eval()
         self._device = device
-        self._bf16 = config.precision == "bf16"
+        self._bf16 = precision == "bf16"
         self._micros: list[MicroBatch] = []
         self.parameters = list(self._model.parameters())
 

@@ -148,6 +148,12 @@ def rows_of(name: str, load: Any) -> tuple[list[Row], Row]:
             sizes = {"mib": 1.0, "whole_gib": 1.0, "seconds": 1.0, "vocabulary": 32000}
             case = sizes | {"method": "in chunks"}
             return [case | {"tokens": 1024}, case | {"tokens": 2048}], {}
+        case "router_replay":
+            found = dict.fromkeys(load("router_replay").COLUMNS, 1.0)
+            run = found | {"seed": 0, "first": 0.1, "reward": 0.2, "seconds": 1.0}
+            return [
+                run | {"lag": lag, "replay": replay} for lag in (0, 4) for replay in (False, True)
+            ], {"steps": 1, "rate": 1.0}
         case "revisions":
             cost = {"what": "a push", "unit": "s", "cost": 1.0, "round": 0}
             return [cost | {"side": side} for side in ("before", "after")], {}

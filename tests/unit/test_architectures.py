@@ -24,13 +24,13 @@ from umbra.proto.errors import StartupError, UmbraError, UsageError
 from umbra.services.generator import vllm_check
 from umbra.services.generator.engine import EngineError
 from umbra.services.generator.vllm_check import Differences
-from umbra.services.modeling import models
+from umbra.services.modeling import attention_backends, models
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.models import load_model, outline_model
 from umbra.services.runtime.config import DataConfig, RunConfig, ScorerConfig
 from umbra.services.runtime.config import ModelConfig as ModelSection
 from umbra.services.runtime.model.architectures import PROVEN, check_architecture, in_the_way
-from umbra.services.trainer.policy import load_backbone, load_policy
+from umbra.services.trainer.policy import load_policy, open_backbone, open_policy
 
 CPU = torch.device("cpu")
 compare = partial(check_model, vllm=False)  # vLLM has tests of its own
@@ -74,7 +74,7 @@ def test_what_is_computed_is_what_transformers_computes(model_dir: Path) -> None
     outcome = models_page.examine(model_dir)
     assert isinstance(outcome, Outcome), outcome
     assert outcome.equal, outcome.as_text()
-    assert len(outcome.rows) == 15
+    assert len(outcome.rows) == 17
     assert outcome.model_type in PROVEN
     assert models_page.right(ARCHITECTURES[model_dir.name], outcome) in page()
 
@@ -89,7 +89,8 @@ def test_what_cannot_be_right_is_refused_by_name_before_anything_starts(
     run = RunConfig(model=ModelSection(path=str(model_dir)), data=DataConfig(prompts=str(prompts)))
     for refuse in (
         lambda: load_policy(model_dir),
-        lambda: load_backbone(model_dir, "model.path"),
+        lambda: open_policy(model_dir),
+        lambda: open_backbone(model_dir, "model.path"),
         lambda: load_model(model_dir, CPU, torch.float32),
         lambda: outline_model(model_dir),
         lambda: check_run(run),
@@ -224,8 +225,13 @@ def test_a_soft_cap_that_is_left_out_is_noticed(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(models, "attention_implementation", lambda _: "sdpa")
+    right = attention_backends.attend
+    monkeypatch.setattr(
+        attention_backends, "attend", lambda *args, cap, **how: right(*args, cap=None, **how)
+    )
     found = different(compare(model_dir))
     assert "logprobs of rows of one sequence" in found
+    assert "logprobs of shared prompts, segment by segment" in found
     assert "logprobs of the torch engine" in found
 
 

@@ -148,7 +148,7 @@ def test_as_dict_is_the_whole_tree() -> None:
         (
             "trainer.activation_checkpointing=every 0",
             "trainer.activation_checkpointing must be true or false or text like "
-            '(selective|every [1-9][0-9]*), not "every 0"',
+            '(auto|selective|every [1-9][0-9]*), not "every 0"',
         ),
         ("trainer.profile_steps=[0]", "trainer.profile_steps must be a list of integers >= 1, not"),
         ("data.shuffle=yes", 'data.shuffle must be true or false, not "yes"'),
@@ -284,3 +284,40 @@ def test_every_piece_of_an_objective_has_a_key_of_its_type() -> None:
         spelled = load(overrides=tuple(o.replace('"', "") for o in overrides)).trainer
         assert spelled.pieces == pieces
         assert spelled.chosen == values
+
+
+# -- what follows from the device -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "on_cpu", "on_gpu"),
+    [
+        ((), ("no", False, "float32"), ("bf16", True, "bfloat16")),
+        (
+            ("trainer.precision=bf16", "weight_hub.dtype=float16"),
+            ("bf16", False, "float16"),
+            ("bf16", True, "float16"),
+        ),
+        (
+            ("trainer.precision=no", "trainer.activation_checkpointing=true"),
+            ("no", True, "float32"),
+            ("no", True, "bfloat16"),
+        ),
+        (
+            ("trainer.activation_checkpointing=false", "weight_hub.dtype=float32"),
+            ("no", False, "float32"),
+            ("bf16", False, "float32"),
+        ),
+    ],
+)
+def test_auto_is_fast_on_gpus_and_exact_on_cpus(
+    overrides: tuple[str, ...], on_cpu: tuple[str, bool, str], on_gpu: tuple[str, bool, str]
+) -> None:
+    run = load(overrides=overrides)
+    for kind, expected in (("cpu", on_cpu), ("cuda", on_gpu)):
+        found = (
+            run.trainer.precision_on(kind),
+            run.trainer.recomputes_on(kind),
+            run.weight_hub.dtype_on(kind),
+        )
+        assert found == expected

@@ -84,9 +84,9 @@ def test_packing_changes_no_logprob(
 @torch.no_grad()
 def test_a_row_of_one_sequence_needs_no_mask(model: PreTrainedModel, tokens: Tokens) -> None:
     full = Attention()
-    assert all(m.masks(full) is None for m in pack(tokens, pack_tokens=1, micro_tokens=10))
+    assert all(full.express(m.mask) is None for m in pack(tokens, pack_tokens=1, micro_tokens=10))
     (dense,) = pack(tokens, pack_tokens=64, micro_tokens=10_000)
-    mask = dense.masks(full)
+    mask = full.express(dense.mask)
     assert isinstance(mask, Tensor)
     assert mask.any(-1).all(), "a row of the mask without any True gives NaN"
 
@@ -199,6 +199,12 @@ def test_first_fit_decreasing_places_each_once_within_capacity(
     assert sorted(item for row in rows for item in row) == list(range(len(lengths)))
     for row in rows:
         assert len(row) == 1 or sum(lengths[item] for item in row) <= capacity
+
+
+def test_long_sequences_are_placed_first() -> None:
+    """Shortest first, the three short ones would fill a row together: four rows."""
+    rows = first_fit_decreasing([2, 2, 2, 7, 8, 8], 10)
+    assert sorted(sorted(row) for row in rows) == [[0, 4], [1, 5], [2, 3]]
 
 
 # -- several responses to one prompt ---------------------------------------------------------------

@@ -66,6 +66,11 @@ def check_feasible(config: RunConfig) -> None:
         *_deadlines(config),
         *objective_faults(config),
     ]
+    if config.trainer.router_replay and config.generator.engine == "replay":
+        faults.append(
+            "trainer.router_replay: the replay engine has no model and chooses no experts: set it "
+            'to false, or generator.engine to "torch" or "vllm"'
+        )
     evaluation = config.eval
     if (evaluation.within and evaluation.mode == "concurrent") and (
         config.generator.receive == "streamed"

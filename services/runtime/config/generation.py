@@ -160,6 +160,10 @@ class ScorerConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     capacity: Annotated[int, Meta(description="trajectories leased at once", ge=1)] = 32
     pack_tokens: Annotated[int, Meta(description="tokens per packed row", ge=8)] = 256
     micro_tokens: Annotated[int, Meta(description="tokens per forward pass", ge=8)] = 4096
+    attention: Annotated[
+        Literal["auto", "sdpa", "segments", "flex", "varlen"],
+        Meta(description="backend of attention over packed rows, as of the trainer"),
+    ] = "auto"
     logits_mib: Annotated[float, Meta(description="MiB of float32 logits at a time", gt=0)] = 256.0
     device: Annotated[str, Meta(description="cpu, cuda, cuda:1, ... or auto")] = "auto"
     threads: Annotated[int, Meta(description="CPU threads; 0 = torch's choice", ge=0)] = 0
