@@ -31,6 +31,7 @@ from umbra.services.trainer.guard import REASONS
 from umbra.services.trainer.lora import add_adapter
 from umbra.services.trainer.masters import Masters
 from umbra.services.trainer.metrics import Row, expert_metrics
+from umbra.services.trainer.muon import muon
 from umbra.services.trainer.operations import TrainingFlops, ceiling
 from umbra.services.trainer.phases import Phases
 from umbra.services.trainer.ranks import Ranks
@@ -121,7 +122,7 @@ class Learner:
         ):
             raise UsageError(NO_BALANCE)
         self._parameters = self._masters.parameters
-        self._plain = _optimizer(self._parameters, config)
+        self._plain = _optimizer(model, self._parameters, config)
         self._optimizer = self._accelerator.prepare_optimizer(self._plain)
 
     def _replayed(self, config: TrainerConfig) -> RouterKind | None:
@@ -290,12 +291,14 @@ def learning_rate(config: TrainerConfig, step: int, steps: int) -> float:
 
 
 def _optimizer(
-    parameters: list[torch.nn.Parameter], config: TrainerConfig
+    model: PreTrainedModel, parameters: list[torch.nn.Parameter], config: TrainerConfig
 ) -> torch.optim.Optimizer:
     if config.moments != "float32":
         return SmallMomentsAdamW(
             parameters, config.learning_rate, config.betas, config.weight_decay, config.moments
         )
+    if config.optimizer == "muon":
+        return muon(model, config)
     if config.optimizer == "sgd":
         return torch.optim.SGD(
             parameters,

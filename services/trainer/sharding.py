@@ -44,13 +44,14 @@ _KEPT = [
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The repeated blocks of `model`, as its class names them.
+    """The repeated blocks of `model`, as its class names them; sharded or not.
 
     Raises:
         UsageError: the class names none.
     """
     names = set(getattr(model, "_no_split_modules", None) or ())
-    layers = [module for module in model.modules() if type(module).__name__ in names]
+    # What is sharded is of a class that FSDP derives from the model's own.
+    layers = [m for m in model.modules() if any(c.__name__ in names for c in type(m).__mro__)]
     if not layers:
         raise UsageError(
             f"model.path: {type(model).__name__} does not say what its layers are, so it can "
@@ -65,8 +66,8 @@ def prepare_layers(model: PreTrainedModel, config: TrainerConfig, kind: str) -> 
     `kind` is that of the device, "cpu" or "cuda".
 
     Raises:
-        UsageError: layers are to be compiled and recomputed selectively, which was not tested, or
-            to be offloaded without being recomputed.
+        UsageError: layers are to be compiled and recomputed selectively, or to be offloaded
+            without being recomputed.
     """
     how = config.recomputes_on(kind)
     saved = config.offload in ("activations", "all")

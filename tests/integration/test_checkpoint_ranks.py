@@ -26,6 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
     "8bit": {**ADAM, "moments": "8bit"},
     "masters": {**MOMENTUM, "weights": "bf16", "precision": "bf16", "offload": "optimizer"},
     "momentum": MOMENTUM,
+    "muon": {**ADAM, "optimizer": "muon"},
     "lora": {**ADAM, "lora_rank": 4, "learning_rate": 1e-2},
     "critic": {**ADAM, "objective": "ppo_critic", "critic.learning_rate": 1e-3},
 }

@@ -46,6 +46,8 @@ CASES: dict[str, dict[str, Any]] = {
     "adamw": ADAMW,
     "clipped": {"max_grad_norm": 1e-2, "share_prompts": False},
     "recomputed": {"activation_checkpointing": True},
+    "selective": {"activation_checkpointing": "selective"},
+    "muon": {"optimizer": "muon", "learning_rate": 3e-4, "weight_decay": 0.1},
     "chunks": {"logits_mib": 0.002, "objective": "ppo", "entropy_coef": 0.01},
     "critic": {
         "objective": "ppo_critic",

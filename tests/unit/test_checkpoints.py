@@ -135,6 +135,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
         {"optimizer": "adamw", "schedule": "cosine", "warmup_steps": 2},
         {"optimizer": "sgd", "betas": [0.9, 0.95]},
         {"optimizer": "sgd", "betas": [0.0, 0.95]},
+        {"optimizer": "muon", "deterministic": True},
         {"lora_rank": 4},
         {"weights": "bf16", "precision": "bf16"},
         {"moments": "bf16"},

@@ -198,6 +198,7 @@ def _sampling(config: RunConfig) -> Iterator[str]:
 
 
 def _memory(trainer: TrainerConfig) -> Iterator[str]:
+    offloads = trainer.offload in ("optimizer", "all")
     if trainer.weights == "bf16" and trainer.precision in ("no", "fp16"):
         yield (
             f"trainer.weights = bf16 needs trainer.precision = bf16, which is {trainer.precision}: "
@@ -208,13 +209,18 @@ def _memory(trainer: TrainerConfig) -> Iterator[str]:
             f"trainer.moments = {trainer.moments} is for trainer.optimizer = adamw, not for "
             f"{trainer.optimizer}: leave it at float32"
         )
+    if trainer.optimizer == "muon" and (trainer.weights == "bf16" or offloads):
+        yield (
+            "trainer.optimizer = muon updates float32 weights where they are: set trainer.weights "
+            "to float32, and trainer.offload to none or activations"
+        )
     if trainer.moments == "bf16" and max(trainer.betas) > BF16_BETA:
         yield (
             "trainer.moments = bf16 rounds away what a step changes of a moment if a beta is above "
             f"{BF16_BETA:.3g}, and trainer.betas are {list(trainer.betas)}: lower them, or set "
             "trainer.moments to 8bit or float32"
         )
-    if trainer.offload in ("optimizer", "all") and trainer.precision == "fp16":
+    if offloads and trainer.precision == "fp16":
         yield "trainer.offload moves no optimizer with trainer.precision = fp16: use bf16"
     if trainer.offload in ("activations", "all") and trainer.activation_checkpointing is False:
         yield (

@@ -22,7 +22,11 @@ class TrainerConfig(ObjectiveKeys, frozen=True, kw_only=True, forbid_unknown_fie
     ] = 0.05
     warmup_steps: Annotated[int, Meta(description="steps of linear warm-up", ge=0)] = 5
     optimizer: Annotated[
-        Literal["adamw", "sgd"], Meta(description="AdamW, or SGD whose momentum is the first beta")
+        Literal["adamw", "sgd", "muon"],
+        Meta(
+            description="AdamW; SGD whose momentum is the first beta; or Muon for the matrices of "
+            "the layers and AdamW for all else"
+        ),
     ] = "adamw"
     betas: Annotated[tuple[float, float], Meta(description="AdamW betas")] = (0.9, 0.95)
     weight_decay: Annotated[float, Meta(description="weight decay", ge=0)] = 0.0
