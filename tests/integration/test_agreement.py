@@ -178,8 +178,10 @@ class Stale(TorchEngine):
 
     old: dict[str, Tensor]
 
-    def _prefill(self, slots: Sequence[int], sequences: Sequence[Sequence[int]]) -> Tensor:
-        logits = super()._prefill(slots, sequences)
+    def _prefill(
+        self, slots: Sequence[int], sequences: Sequence[Sequence[int]], *, first: bool = True
+    ) -> Tensor:
+        logits = super()._prefill(slots, sequences, first=first)
         now = {n: p.detach().clone() for n, p in self._model.named_parameters()}
         if not hasattr(self, "old"):
             self.old = now

@@ -69,7 +69,9 @@ def harm(
             monkeypatch.setattr(update, "_objective", nan)
             nan.constants = objective.constants  # pyright: ignore[reportFunctionMemberAccess]
         case "gradient":
-            monkeypatch.setattr(learner, "backward", lambda loss: backward(loss * 1e38 * 1e10))
+            monkeypatch.setattr(
+                learner, "backward", lambda loss, **how: backward(loss * 1e38 * 1e10, **how)
+            )
         case _:
             return lambda batch: improbable(batch, len(batch))
     return lambda batch: batch
