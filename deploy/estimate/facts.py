@@ -16,6 +16,14 @@ from umbra.services.modeling.models import loading, read_transformers_config
 from umbra.services.runtime.config import RunConfig, TrainerConfig
 from umbra.services.runtime.model.architectures import check_architecture
 
+_PLAIN = (
+    "weights",
+    "moments",
+    "offload",
+    "sequence_parallel",
+    "reshard_after_forward",
+    "reduce_gradients",
+)
 PREFILL_TOKENS = 16384  # that the torch engine reads in a pass
 _COMPUTE = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NOTHING = PassPeaks(0, 0, 0, 0, 0)
@@ -32,6 +40,7 @@ def gather_facts(config: RunConfig, *, gpu: bool) -> Facts:
     """
     if not config.model.path:
         raise UsageError("model.path is empty: name a directory with the model's config.json")
+    _check_known(config.trainer)
     directory = Path(config.model.path)
     check_architecture(directory, checked=config.model.checked)
     with loading(directory, "model.path"):
@@ -44,6 +53,21 @@ def gather_facts(config: RunConfig, *, gpu: bool) -> Facts:
             f"model.path: a step of a {model.model_type} cannot be tried without memory, so it "
             f"cannot be estimated: {first}"
         ) from error
+
+
+def _check_known(trainer: TrainerConfig) -> None:
+    """Refuse settings whose memory the sums don't know.
+
+    Raises:
+        UsageError: names the key.
+    """
+    for key in _PLAIN:
+        value, known = getattr(trainer, key), getattr(TrainerConfig(), key)
+        if value != known:
+            raise UsageError(
+                f"trainer.{key} = {value}: the estimate does not know yet what it takes; "
+                f"estimate the run with {key} = {known}"
+            )
 
 
 def _facts(config: RunConfig, model: Any, *, gpu: bool) -> Facts:

@@ -452,6 +452,15 @@ def test_the_command(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert found["processes"][0]["device"]["weights, float32"] > 0
 
 
+@pytest.mark.parametrize("key", ["weights=bf16", "offload=optimizer", "sequence_parallel=2"])
+def test_what_the_sums_do_not_know_is_refused_by_name(
+    key: str, run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["estimate", str(run_file), "--gpu", "l4-24", "--set", f"trainer.{key}"]
+    assert main(words) == 2
+    assert f"trainer.{key.partition('=')[0]} = " in capsys.readouterr().err
+
+
 def test_what_does_not_fit_ends_with_2(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["estimate", str(run_file), "--gpu", "l4-24", "--shm-gib", "0.0001", "--host-gib", "1"]
     assert main(words) == 2
