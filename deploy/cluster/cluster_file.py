@@ -8,7 +8,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta
@@ -137,11 +137,11 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Meta(description="containers publish the run's ports, or use the host's network (NCCL)"),
     ] = "bridge"
     memory_gib: Annotated[
-        dict[Task, Annotated[float, Meta(gt=0)]],
+        dict[str, Annotated[float, Meta(gt=0)]],
         Meta(description="limit on the memory of each process of a task, shared memory apart"),
     ] = {}
     cpus: Annotated[
-        dict[Task, Annotated[float, Meta(gt=0)]],
+        dict[str, Annotated[float, Meta(gt=0)]],
         Meta(description="CPUs of each process of a task"),
     ] = {}
     slurm: SlurmSpec = SlurmSpec()
@@ -203,6 +203,13 @@ def load_cluster(path: Path) -> ClusterFile:
         twice = next((value for value in values if values.count(value) > 1), None)
         if twice is not None:
             raise UsageError(f"{path}: two nodes have the {key} {twice}")
+    tasks = list(get_args(Task))
+    for key in ("memory_gib", "cpus"):
+        for task in getattr(file.cluster, key):
+            if task not in tasks:
+                raise UsageError(
+                    f"{path}: cluster.{key}: unknown task {task}{nearest(task, tasks)}"
+                )
     alike = Counter(node.name.replace(".", "-") for node in file.nodes)
     if twice := next((name for name, count in alike.items() if count > 1), None):
         raise UsageError(

@@ -120,12 +120,18 @@ def muon(model: PreTrainedModel, config: TrainerConfig) -> Muon:
     """Muon over the weights of `model` that are trained.
 
     Raises:
-        UsageError: an adapter is trained, whose factors are no weights of a layer.
+        UsageError: an adapter is trained, whose factors are no weights of a layer, or the
+            optimizer is to update copies.
     """
     if config.lora_rank:
         raise UsageError(
             "trainer.optimizer = muon does not train an adapter: set trainer.lora_rank = 0, or "
             "trainer.optimizer = adamw"
+        )
+    if config.weights == "bf16" or config.offload in ("optimizer", "all"):
+        raise UsageError(
+            "trainer.optimizer = muon updates float32 weights where they are: set trainer.weights "
+            "to float32, and trainer.offload to none or activations"
         )
     matrices = dict.fromkeys(_matrices(model))
     others = [p for p in model.parameters() if p.requires_grad and p not in matrices]

@@ -270,6 +270,24 @@ GOOD = '[cluster]\ngroups = ["train", "generate"]\n[[nodes]]\nname = "a"\naddres
         ("[cluster]\n", "there are no nodes"),
         (GOOD.replace("address", "#"), "nodes[0]: object missing required field `address`"),
         ("[[nodes", "is not valid TOML"),
+        (
+            GOOD + "[cluster.slurm]\ntimes = '1'\n",
+            "cluster.slurm: unknown key times; did you mean time",
+        ),
+        (GOOD + "[cluster.slurm]\noptions = ['-w x']\n", "cluster.slurm.options[0]: expected"),
+        (
+            GOOD + "[cluster.kubernetes]\nstorage = 5\n",
+            "cluster.kubernetes.storage: expected `str`",
+        ),
+        (
+            GOOD.replace("groups", "memory_gib = {generates = 3}\ngroups"),
+            "cluster.memory_gib: unknown task generates; did you mean generate",
+        ),
+        (GOOD.replace("groups", "user = 'root'\ngroups"), "cluster.user: expected `str` matching"),
+        (
+            GOOD.replace('"a"', '"a.b"') + '[[nodes]]\nname = "a-b"\naddress = "i"\n',
+            "two nodes are a-b where no dots are allowed",
+        ),
     ],
 )
 def test_a_bad_cluster_file(text: str, told: str, tmp_path: Path) -> None:
@@ -278,6 +296,33 @@ def test_a_bad_cluster_file(text: str, told: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         load_cluster(path)
     assert told in str(caught.value)
+
+
+def test_all_that_a_cluster_file_may_say(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(
+        """
+        [cluster]
+        user = "1000"
+        memory_gib = {train = 200, weight_hub = 0.5}
+        cpus = {generate = 4}
+        [cluster.slurm]
+        time = "1-00:00:00"
+        options = ["--constraint=a100", "--contiguous"]
+        [cluster.kubernetes]
+        namespace = "rl"
+        tolerations = [{key = "nvidia.com/gpu", operator = "Exists", effect = "NoSchedule"}]
+        [[nodes]]
+        name = "gpu-1.example.com"
+        address = "10.0.0.1"
+        """,
+        encoding="utf-8",
+    )
+    spec = load_cluster(path).cluster
+    assert spec.owner == (1000, 1000)
+    assert spec.memory_gib == {"train": 200, "weight_hub": 0.5}
+    assert spec.slurm.options == ["--constraint=a100", "--contiguous"]
+    assert spec.kubernetes.tolerations[0].effect == "NoSchedule"
 
 
 def test_a_cluster_file_that_is_not_there(tmp_path: Path) -> None:

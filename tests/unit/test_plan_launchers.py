@@ -123,6 +123,32 @@ def check_failure_policy(job: dict[str, Any]) -> None:
     assert job["ttlSecondsAfterFinished"] > 0
 
 
+@pytest.mark.parametrize("name", ["separate", "head without GPUs", "own modules"])
+def test_a_container_sees_the_files_that_it_sees_under_compose(name: str) -> None:
+    """And no others: of the keys those of its role alone."""
+    plan = PLANS[name]
+    composed = {
+        path.split("/")[0]: yaml.safe_load(text)["services"]
+        for path, text in render(plan, "compose").items()
+        if path.endswith("compose.yaml")
+    }
+    services = {name: one for file in composed.values() for name, one in file.items()}
+    for job in jobs_of(plan):
+        pod = job["template"]["spec"]
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        for container in pod["containers"]:
+            service = services[container["name"]]
+            keys: set[str] = set()
+            folders: dict[str, bool] = {}
+            for mount in container["volumeMounts"]:
+                if secret := volumes[mount["name"]].get("secret"):
+                    keys = {f"{mount['mountPath']}/{item['path']}" for item in secret["items"]}
+                else:
+                    folders[mount["mountPath"]] = mount.get("readOnly", False)
+            assert folders == {v["target"]: v.get("read_only", False) for v in service["volumes"]}
+            assert keys == {secret["target"] for secret in service["secrets"]}
+
+
 LONG = "gpu-node-17.rack-4.the-large-hall.cluster.example.com"
 
 
