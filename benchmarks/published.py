@@ -50,7 +50,7 @@ PUBLISHED: dict[str, Publication] = {
     "buffer_throughput": Publication(
         "buffer_throughput", ("--ray", "--seconds", "6"), 6, "redis-server, redis, ray"
     ),
-    "trainer_speed": Publication("trainer_speed", ("--groups", "3"), 2),
+    "trainer_speed": Publication("trainer_speed", ("--groups", "3"), 12),
     "end_to_end_replay": Publication("end_to_end", ("--form", "replay", "--jobs", "3"), 16),
     "simulator": Publication("simulator", (), 3),  # predicts the runs above
     "end_to_end_real": Publication("end_to_end", ("--form", "real", "trl"), 24),

@@ -1,13 +1,19 @@
 """Tokens per second of an update of the policy, against plain torch and TRL on the same samples.
 
-    python benchmarks/trainer_speed.py [--json FILE] [--threads 1] [--passes 3]
+    python benchmarks/trainer_speed.py [--json FILE] [--threads 1] [--passes 3] [--rows 2048 ...]
     python benchmarks/trainer_speed.py --device cuda [--hidden 1024 --layers 28 ...] [--json FILE]
 
-Two loads of groups of eight: one with a long tail of response lengths, one of long prompts and
-short responses. A row is the best of `--passes` updates (forward, backward, clipping, AdamW) after
-one that warms up; rows take turns, so that a noisy moment hits all of them alike. Tokens are those
-of the samples, prompts included, however they are fed. `trainer` is everything that the trainer
-does with a leased batch: checks, advantages, packing, loss, metrics, step.
+Three loads of groups of eight: one with a long tail of response lengths, one of long prompts and
+short responses, one of long responses; each with a dense model and with one of eight experts, two
+of which a token meets. A row is the best of `--passes` updates (forward, backward, clipping, AdamW)
+after one that warms up; rows take turns, so that a noisy moment hits all of them alike. Tokens are
+those of the samples, prompts included, however they are fed. `trainer` is everything that the
+trainer does with a leased batch: checks, advantages, packing, loss, metrics, step.
+
+Then tokens per second and memory by length: two sequences of `--rows` tokens, each a row and a pass
+of its own, each case in a process of its own. Memory is how far the kernel's peak of the resident
+set rises above what was there with the weights; with a vocabulary of 101 tokens it is that of
+layers, not of logits (which `logits_memory.py` measures).
 
 On a GPU the model is a Qwen3 with random weights (0.6 B by default) in bf16, TRL is left out, and
 `mfu` is the model's floating-point operations per second over those of a large matrix product on
@@ -17,7 +23,10 @@ the same GPU, both as `services/trainer/operations.py` counts them.
 from __future__ import annotations
 
 import argparse
+import json
 import random
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,8 +35,15 @@ from typing import Any
 
 import torch
 from report import Report
+from snapshot_memory import memory, reset_peak
 from trainer_peers import PlainPacked, PlainPadded, TrlStep
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from umbra.proto.records import Sampling, Trajectory, VersionSpan, pack_float32, pack_int32
 from umbra.services.modeling.packing import pack
@@ -35,25 +51,28 @@ from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config.loader import load_config
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.learner import Learner
-from umbra.services.trainer.make_model import make_model
+from umbra.services.trainer.make_model import make_model, make_tokenizer
 from umbra.services.trainer.operations import TrainingFlops, ceiling
-from umbra.services.trainer.policy import load_policy
+from umbra.services.trainer.policy import load_policy, no_progress_bars
 from umbra.services.trainer.update import PolicyUpdate
 
 GROUP = 8
 OURS, UNSHARED = "trainer", "trainer, prompts not shared"
 PLAIN, PADDED = "plain torch, the same packed rows", "plain torch, padded"
 TRL = "TRL `GRPOTrainer`"
+LONG_ROWS = 2  # sequences of a case by length
 SPEED_GOAL, MFU_GOAL, SHARED_GOAL = 0.95, 0.45, 1.9
 
 
-def make_load(groups: int, prompt: int, mean: int, longest: int, vocab: int) -> list[Trajectory]:
+def make_load(
+    groups: int, prompt: int, mean: int, longest: int, vocab: int, size: int = GROUP
+) -> list[Trajectory]:
     """Groups of responses whose lengths are exponential around `mean`, each cut at `longest`."""
     source = random.Random(1)
     made: list[Trajectory] = []
     for group in range(groups):
         head = [source.randrange(5, vocab) for _ in range(source.randint(prompt // 2, prompt))]
-        for member in range(GROUP):
+        for member in range(size):
             length = min(longest, 2 + int(source.expovariate(1 / mean)))
             made.append(
                 Trajectory(
@@ -117,51 +136,124 @@ def settings(args: argparse.Namespace, **trainer: Any) -> RunConfig:
     return load_config(overrides=[f"trainer.{k}={v}" for k, v in keys.items()], environ={})
 
 
+def make_moe(path: Path) -> None:
+    """As large as the dense model in what a token meets; eight experts, of which it meets two."""
+    tokenizer = make_tokenizer(4096)
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=192,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=48,  # pyright: ignore[reportCallIssue] (by **kwargs)
+        moe_intermediate_size=288,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=4096,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    with no_progress_bars():
+        Qwen3MoeForCausalLM(config).save_pretrained(path)
+        tokenizer.save_pretrained(path)
+
+
 def on_cpu(args: argparse.Namespace, report: Report) -> None:
-    """All peers on a small model."""
+    """All peers on small models, then by the length of rows."""
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model"
-        make_model(path, hidden=192, layers=4, heads=4, kv_heads=2, ff=576)
-
-        def model() -> PreTrainedModel:
-            return load_policy(path)[0]
-
-        vocab = model().config.vocab_size
+        dense, moe = Path(folder) / "dense", Path(folder) / "moe"
+        make_model(dense, hidden=192, layers=4, heads=4, kv_heads=2, ff=576, context=4096)
+        make_moe(moe)
+        vocab = load_policy(dense)[0].config.vocab_size
         loads = {
             "long tail": make_load(args.groups, 48, 60, 250, vocab),
             "long prompts": make_load(args.groups, 300, 16, 60, vocab),
+            "long rows": make_load(1, 48, 4000, args.longest, vocab),
         }
-        shared, apart = settings(args), settings(args, share_prompts="false")
-        for name, load in loads.items():
-            batch = make_batch(load, vocab)
-            micros = pack(
-                batch.tokens, pack_tokens=args.pack_tokens, micro_tokens=args.micro_tokens
-            )
-            steps: dict[str, Callable[[], None]] = {
-                OURS: TrainerStep(model(), shared, load),
-                UNSHARED: TrainerStep(model(), apart, load),
-                PLAIN: PlainPacked(model(), batch, micros),
-                PADDED: PlainPadded(model(), batch),
-                TRL: TrlStep(path, load, Path(folder)),
-            }
-            seconds = best_of(steps, args.passes, cuda=False)
-            tokens = int(batch.tokens.lengths.sum())
-            for who, spent in seconds.items():
-                report.add(
-                    load=name, who=who, tokens=tokens, seconds=spent, tokens_s=tokens / spent
-                )
+        for path in (dense, moe):
+            for name, load in loads.items():
+                kind = "" if path == dense else "MoE, "
+                compare(args, report, path, kind + name, load)
+    for tokens in args.rows:
+        for who in (OURS, PADDED, TRL):
+            argv = [sys.executable, __file__, "--case", str(tokens), who]
+            done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=True)
+            report.add(row=tokens, who=who, **json.loads(done.stdout.splitlines()[-1]))
+
+
+def compare(
+    args: argparse.Namespace, report: Report, path: Path, name: str, load: list[Trajectory]
+) -> None:
+    """All peers on one load with the model in `path`."""
+
+    def model() -> PreTrainedModel:
+        return load_policy(path)[0]
+
+    shared, apart = settings(args), settings(args, share_prompts="false")
+    batch = make_batch(load, model().config.vocab_size)
+    micros = pack(batch.tokens, pack_tokens=args.pack_tokens, micro_tokens=args.micro_tokens)
+    with tempfile.TemporaryDirectory() as folder:
+        steps: dict[str, Callable[[], None]] = {
+            OURS: TrainerStep(model(), shared, load),
+            UNSHARED: TrainerStep(model(), apart, load),
+            PLAIN: PlainPacked(model(), batch, micros),
+            PADDED: PlainPadded(model(), batch),
+            TRL: TrlStep(path, load, Path(folder)),
+        }
+        seconds = best_of(steps, args.passes, cuda=False)
+    tokens = int(batch.tokens.lengths.sum())
+    for who, spent in seconds.items():
+        report.add(load=name, who=who, tokens=tokens, seconds=spent, tokens_s=tokens / spent)
+
+
+def long_rows(tokens: int, who: str) -> dict[str, float]:
+    """Two updates on two sequences of `tokens`, each a pass: the faster one, and their memory."""
+    torch.set_num_threads(2)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model"
+        make_model(path, hidden=64, layers=2, heads=4, kv_heads=2, context=tokens)
+        model = load_policy(path)[0]
+        vocab = model.config.vocab_size
+        load = make_load(1, 64, 1000 * tokens, tokens - 64, vocab, LONG_ROWS)
+        batch = make_batch(load, vocab)
+        keys = {"device": "cpu", "threads": 2, "pack_tokens": tokens, "micro_tokens": tokens}
+        overrides = [f"trainer.{key}={value}" for key, value in keys.items()]
+        config = load_config(overrides=[*overrides, "trainer.share_prompts=false"], environ={})
+        makers: dict[str, Callable[[], Callable[[], None]]] = {
+            OURS: lambda: TrainerStep(model, config, load),
+            PADDED: lambda: PlainPadded(model, batch, rows=1),
+            TRL: lambda: TrlStep(path, load, Path(folder), rows=1),
+        }
+        step = makers[who]()
+        before, best = reset_peak(), float("inf")
+        for _ in range(2):
+            begin = time.perf_counter()
+            step()
+            best = min(best, time.perf_counter() - begin)
+        fed = float(batch.tokens.lengths.sum())
+        grown = (memory("VmHWM") - before) / 2**20
+        return {"tokens": fed, "seconds": best, "tokens_s": fed / best, "mib": grown}
 
 
 def summarise(report: Report) -> None:
     """The table, ratios of seconds, and goals."""
     spent: dict[str, dict[str, float]] = {}
-    for row in report.rows:
+    updates = [row for row in report.rows if "load" in row]
+    for row in updates:
         spent.setdefault(row["load"], {})[row["who"]] = row["seconds"]
-    rows = [[row[key] for key in ("load", "who", "seconds", "tokens_s")] for row in report.rows]
+    rows = [[row[key] for key in ("load", "who", "seconds", "tokens_s")] for row in updates]
     report.table("updates", ["load", "who", "seconds", "tokens/s"], rows)
+    by_length = [row for row in report.rows if "row" in row]
+    if by_length:
+        keys = ("row", "who", "seconds", "tokens_s", "mib")
+        columns = ["tokens a row", "who", "seconds", "tokens/s", "MiB"]
+        report.table("rows", columns, [[row[key] for key in keys] for row in by_length])
     for load, seconds in spent.items():
-        name = load.replace(" ", "_")
+        name = load.replace(",", "").replace(" ", "_")
         shared, own, rows_alike = (seconds[one] for one in (OURS, UNSHARED, PLAIN))
         report.figure(f"{name}_shared", own / shared)
         report.goal(f"{load}: over plain torch, the same rows", rows_alike / own, ">=", SPEED_GOAL)
@@ -170,7 +262,7 @@ def summarise(report: Report) -> None:
         if PADDED in seconds:
             report.figure(f"{name}_packed", seconds[PADDED] / rows_alike)
             report.figure(f"{name}_over_trl", seconds[TRL] / shared)
-    for row in report.rows:
+    for row in updates:
         if row["load"] == "full rows" and row["who"] == UNSHARED:
             report.goal("full rows: MFU", row["mfu"], ">=", MFU_GOAL)
 
@@ -247,6 +339,9 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=6)
     parser.add_argument("--pack-tokens", type=int)
     parser.add_argument("--micro-tokens", type=int)
+    parser.add_argument("--longest", type=int, default=2000, help="of a long response")
+    parser.add_argument("--rows", nargs="*", type=int, default=[2048, 8192, 32768])
+    parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--hidden", type=int, default=1024)
@@ -256,6 +351,9 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=151_936)
     parser.add_argument("--check", action="store_true", help="begin nothing; on any machine")
     args = parser.parse_args()
+    if args.case:
+        print(json.dumps(long_rows(int(args.case[0]), args.case[1])))
+        return
     if args.check:
         return
     on_gpu = args.device == "cuda"

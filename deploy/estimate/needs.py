@@ -143,10 +143,10 @@ def _trainer(config: RunConfig, facts: Facts, *, gpu: bool) -> Need:
     ranks = trainer.ranks
     kind = kind_of(trainer.device, gpu=gpu)
     share, trained = sizes.share(ranks), sizes.share(ranks, trained=True)
-    # Muon has one for a matrix of the layers, AdamW's two for all else: at most this.
-    moments_bytes = 8 * trained
-    if trainer.optimizer == "sgd":
-        moments_bytes = 4 * trained if trainer.betas[0] else 0
+    # Muon keeps 4 bytes of a matrix, and 8 of what AdamW trains: at most as much as AdamW.
+    most = 8 * trained
+    moments = {"adamw": most, "muon": most, "sgd": 4 * trained if trainer.betas[0] else 0}
+    moments_bytes = moments[trainer.optimizer]
     shard = "raise trainer.ranks, or train an adapter (trainer.lora_rank)"
     device = [
         Item("weights, float32", 4 * share, remedy=shard),

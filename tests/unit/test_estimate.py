@@ -317,6 +317,11 @@ def test_sgd_without_momentum_has_no_moments() -> None:
     assert amounts(settings("trainer.optimizer=sgd"))["moments, sgd"] == 40 * GB
 
 
+def test_muon_is_counted_as_adamw() -> None:
+    """At most so much: its matrices have one moment, what AdamW trains beside them has two."""
+    assert amounts(settings("trainer.optimizer=muon"))["moments, muon"] == 80 * GB
+
+
 def test_a_critic_of_its_own_counts_once_more() -> None:
     one, two = amounts(settings()), amounts(settings("trainer.objective=ppo_critic"))
     assert two["critic: moments, adamw"] == one["moments, adamw"]
