@@ -41,12 +41,14 @@ COLUMNS = ("mismatch/k3", "mismatch/k3_on_policy", "ess", "experts/rerouted", "r
 
 def policy(seed: int) -> PreTrainedModel:
     """Two layers of 16 experts, of which a token meets two."""
-    config = Qwen3MoeConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=16,
-        num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True,
-        initializer_range=0.2, max_position_embeddings=64, tie_word_embeddings=False,
-    )  # fmt: skip
+    shape: dict[str, Any] = {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "head_dim": 8,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "norm_topk_prob": True, "initializer_range": 0.2, "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+    config = Qwen3MoeConfig(**shape)
     torch.manual_seed(seed)
     model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     return model.eval()
@@ -173,9 +175,12 @@ def main() -> int:
     if args.quick:
         args.steps, args.seeds = 4, [0]
     report = Report("router_replay", facts={"steps": args.steps, "rate": args.rate})
-    for seed, lag, replay in itertools.product(args.seeds, args.lags, (False, True)):
-        report.add(**learn(seed, lag, replay, args.steps, args.rate))
-    report.restate(summarise)
+    for seed, lag in itertools.product(args.seeds, args.lags):
+        for replay in (False, True):
+            report.add(**learn(seed, lag, replay, args.steps, args.rate))
+            report.restate(summarise)
+            if args.json:  # what there is so far
+                report.write(args.json)
     return 0 if report.show(args.json) else 1
 
 

@@ -18,7 +18,7 @@ from umbra.deploy.run_folder import RunFolder
 from umbra.deploy.summary import summary_rows
 from umbra.deploy.toml import to_toml
 from umbra.deploy.up import Up
-from umbra.proto.errors import EXIT_DONE
+from umbra.proto.errors import EXIT_DONE, UsageError
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config.feasibility import implied_staleness
 from umbra.services.runtime.config.loader import as_dict, load_config
@@ -167,9 +167,24 @@ def check(run_file: Path, overrides: tuple[str, ...]) -> int:
         f"{run.buffer.max_staleness}, run_ahead {run.buffer.run_ahead}, minibatches "
         f"{run.trainer.minibatches}, epochs {run.trainer.epochs})"
     )
+    _echo_memory(run)
     if text := lone_groups(run):
         click.echo(f"warning:   lone_groups: {text}")
     return EXIT_DONE
+
+
+def _echo_memory(run: RunConfig) -> None:
+    """Print what the run needs of this machine, or where it does not fit."""
+    from umbra.deploy.estimate.here import estimate_on, this_machine  # brings torch
+
+    try:
+        found = estimate_on(run, this_machine())
+    except (UsageError, ModuleNotFoundError) as error:
+        click.echo(f"memory:    not estimated: {error}")
+        return
+    click.echo(f"memory:    {found.in_short()}")
+    for fault in found.faults:
+        click.echo(f"warning:   memory: {fault}")
 
 
 def _changes(run: RunConfig) -> str:

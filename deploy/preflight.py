@@ -15,7 +15,11 @@ from umbra.services.buffer.data.dataset_readers import DATASETS, read_source
 from umbra.services.buffer.data.sources import open_prompts
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config.feasibility import check_feasible
-from umbra.services.runtime.model.architectures import check_architecture
+from umbra.services.runtime.model.architectures import (
+    check_architecture,
+    check_heads,
+    read_config,
+)
 from umbra.services.runtime.model.directory import check_model_dir
 from umbra.services.runtime.net.keys import FOLDER, open_security
 
@@ -72,7 +76,9 @@ def check_run(config: RunConfig) -> None:
     """
     check_feasible(config)
     _check_security(config)
-    check_architecture(check_model_dir(config.model.path), checked=config.model.checked)
+    model = check_model_dir(config.model.path)
+    check_architecture(model, checked=config.model.checked)
+    check_heads(read_config(model), config.trainer.sequence_parallel)
     open_prompts(config.data, seed=config.run.seed)
     if config.eval.prompts:
         _check_eval(config.eval.prompts)

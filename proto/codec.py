@@ -28,7 +28,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 _PLACE = re.compile(r"(.*) - at `(?:key` in `)?\$\.?([^`]*)`", re.DOTALL)
 
 
-class _Version(msgspec.Struct):
+class _HeaderVersion(msgspec.Struct):
     """What the header of every major version has."""
 
     major: int
@@ -158,7 +158,7 @@ def _pack(struct: msgspec.Struct, limit_bytes: int) -> bytes:
 def _check_major(frame: Frame) -> None:
     """Refuse another major version first: it may have changed the rest of the header."""
     try:
-        found = _decode(frame, _Version)
+        found = _decode(frame, _HeaderVersion)
     except WireError:
         return
     if found.major == PROTOCOL_MAJOR:

@@ -19,14 +19,14 @@ BYTES_PER_PROMPT_TOKEN = 4
 _TOKENS, _PROMPT = "tokens", "prompt"
 
 
-class _Look(msgspec.Struct):
+class _TrajectoryHead(msgspec.Struct):
     """What the simulator looks at of a trajectory that is packed."""
 
     reward_parts: dict[str, float]
     spans: list[VersionSpan]
 
 
-_decode = msgspec.msgpack.Decoder(_Look).decode
+_decode = msgspec.msgpack.Decoder(_TrajectoryHead).decode
 
 
 def make_answer(
@@ -64,7 +64,7 @@ def versions_of(trajectory: Trajectory) -> list[int]:
     return [span.version for span in _look(trajectory).spans]
 
 
-def _look(trajectory: Trajectory) -> Trajectory | _Look:
+def _look(trajectory: Trajectory) -> Trajectory | _TrajectoryHead:
     packed = cast(Any, trajectory)
     return _decode(packed) if isinstance(packed, msgspec.Raw) else trajectory
 

@@ -17,20 +17,20 @@ QUANTILES = 2001
 _Tokens = Annotated[float, Meta(ge=1)]
 
 
-class _Kind(
+class _LengthModel(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", forbid_unknown_fields=True
 ):
     """Base of all distributions; `kind` says which one it is."""
 
 
-class Uniform(_Kind, frozen=True, kw_only=True, tag="uniform"):
+class Uniform(_LengthModel, frozen=True, kw_only=True, tag="uniform"):
     """All lengths from `least` to `most` alike."""
 
     least: _Tokens
     most: _Tokens
 
 
-class LogNormal(_Kind, frozen=True, kw_only=True, tag="lognormal"):
+class LogNormal(_LengthModel, frozen=True, kw_only=True, tag="lognormal"):
     """A log-normal distribution, cut off at `most`, where what is longer ends."""
 
     median: _Tokens
@@ -38,7 +38,7 @@ class LogNormal(_Kind, frozen=True, kw_only=True, tag="lognormal"):
     most: _Tokens
 
 
-class LongTail(_Kind, frozen=True, kw_only=True, tag="long-tail"):
+class LongTail(_LengthModel, frozen=True, kw_only=True, tag="long-tail"):
     """Most lengths are from `least` to `most`; a share of them from there to `longest`."""
 
     least: _Tokens
@@ -47,7 +47,7 @@ class LongTail(_Kind, frozen=True, kw_only=True, tag="long-tail"):
     share: Annotated[float, Meta(ge=0, le=1)]
 
 
-class Listed(_Kind, frozen=True, kw_only=True, tag="file"):
+class Listed(_LengthModel, frozen=True, kw_only=True, tag="file"):
     """Lengths that were measured: a JSON list of numbers, in any order."""
 
     path: str

@@ -30,7 +30,7 @@ GC_THRESHOLD = 50_000  # as the buffer's own: thousands of objects are made per 
 FEW = 64  # generators that ask for work once a second; more ask less often, so that few are idle
 
 
-class _Prompts:
+class _EndlessPrompts:
     """Prompts without end; nobody reads them."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class _Prompts:
         self._drawn = position["drawn"]
 
 
-class _Node:
+class _SimulatedNode:
     """A machine with engines: its relay, unless it is the hub's own, and they."""
 
     def __init__(self, relay: NodeRelay | None, generators: list[SimGenerator]) -> None:
@@ -96,7 +96,7 @@ class Simulation:
             lambda step: self._window.stepped(step),
             lambda: self._trainer_dies(RESTART_S),
         )
-        self.nodes: list[_Node] = []
+        self.nodes: list[_SimulatedNode] = []
         self.failures = Failures(self.timeline, tables.failures, config.run.seed)
         self._relays: dict[str, NodeRelay] = {}
         self._wire = SimulatedWire(
@@ -165,7 +165,7 @@ class Simulation:
 
     def _make_broker(self, now: float) -> Broker:
         broker = Broker(
-            RunState(self._scenario.config, self._store, _Prompts()),
+            RunState(self._scenario.config, self._store, _EndlessPrompts()),
             run_id="simulated",
             endpoints=Endpoints("data", "events-in", "events-out"),
             now=now,
@@ -181,7 +181,7 @@ class Simulation:
         cluster, weight_hub = scenario.tables.cluster, scenario.config.weight_hub
         engine = self._engine()
         latency_s = scenario.tables.speed.network.latency_s
-        by_node: dict[int, _Node] = {}
+        by_node: dict[int, _SimulatedNode] = {}
         for index in range(scenario.generators):
             gpu = scenario.first_generator_gpu + index * cluster.generator_gpus
             place = gpu // cluster.gpus_per_node
@@ -195,11 +195,13 @@ class Simulation:
                         self.timeline, name, self.hub, own, self._wire,
                         lambda name: self.chain.join(name, name),
                     )  # fmt: skip
-                node = by_node[place] = _Node(relay, [])
+                node = by_node[place] = _SimulatedNode(relay, [])
             node.generators.append(self._make_generator(index, node, engine))
         self.nodes = list(by_node.values())
 
-    def _make_generator(self, index: int, node: _Node, engine: SimulatedEngine) -> SimGenerator:
+    def _make_generator(
+        self, index: int, node: _SimulatedNode, engine: SimulatedEngine
+    ) -> SimGenerator:
         hub = node.relay.own if node.relay is not None else self.hub
         generator = SimGenerator(
             self.timeline,
@@ -253,7 +255,9 @@ class Simulation:
 
     # -- who dies ---------------------------------------------------------------------------------
 
-    def _generator_dies(self, node: _Node, generator: SimGenerator, recovery_s: float) -> bool:
+    def _generator_dies(
+        self, node: _SimulatedNode, generator: SimGenerator, recovery_s: float
+    ) -> bool:
         if not generator.is_alive:
             return False
         generator.die()
@@ -265,7 +269,7 @@ class Simulation:
         self.timeline.after(recovery_s, start)
         return True
 
-    def _node_dies(self, node: _Node, recovery_s: float) -> bool:
+    def _node_dies(self, node: _SimulatedNode, recovery_s: float) -> bool:
         if not node.is_up:
             return False
         node.is_up = False

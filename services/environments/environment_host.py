@@ -22,7 +22,7 @@ Result = Opening | StepResult
 
 
 @dataclass(slots=True)
-class _Session:
+class _Episode:
     environment: Environment
     heard: int = 0  # responses so far
 
@@ -38,7 +38,7 @@ class EnvironmentHost:
     def __init__(self, make: EnvironmentFactory, name: str) -> None:
         self._make = make
         self._name = name
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: dict[str, _Episode] = {}
 
     async def play(self, key: str, row: Row, responses: Sequence[str]) -> list[Result]:
         """What the environment of sample `key` answers to the last of `responses`.
@@ -54,7 +54,7 @@ class EnvironmentHost:
         results: list[Result] = []
         try:
             if session is None or session.heard != len(responses) - 1:
-                session = self._sessions[key] = _Session(self._make())
+                session = self._sessions[key] = _Episode(self._make())
                 results.append(await self._reset(session, row))
             for response in responses[session.heard :]:
                 results.append(await self._step(session, response))
@@ -71,7 +71,7 @@ class EnvironmentHost:
         """The sample is over."""
         self._sessions.pop(key, None)
 
-    async def _reset(self, session: _Session, row: Row) -> Opening:
+    async def _reset(self, session: _Episode, row: Row) -> Opening:
         opened: Any = session.environment.reset(row)
         if inspect.isawaitable(opened):
             opened = await opened
@@ -79,7 +79,7 @@ class EnvironmentHost:
             opened = Opening(opened)
         return Opening(self._messages(opened.messages, "reset"), opened.tools)
 
-    async def _step(self, session: _Session, response: str) -> StepResult:
+    async def _step(self, session: _Episode, response: str) -> StepResult:
         result: Any = session.environment.step(response)
         if inspect.isawaitable(result):
             result = await result

@@ -40,30 +40,30 @@ _GRACE_S = 1.0  # a worker that can still answer says itself that a play is over
 
 
 @dataclass(slots=True)
-class _Session:
+class _Conversation:
     """What is known of a sample's conversation outside of the process that plays it."""
 
-    worker: _Worker | None = None
+    worker: _WorkerHandle | None = None
     digests: list[bytes] = field(default_factory=list)  # of all answers so far
 
 
 @dataclass(eq=False, slots=True)
-class _Call:
+class _PendingPlay:
     play: Play
-    session: _Session
+    session: _Conversation
     losses: int = 0  # processes that ended while they played it
     timer: asyncio.TimerHandle | None = None
 
 
 @dataclass(eq=False, slots=True)
-class _Worker:
+class _WorkerHandle:
     process: ChildProcess
     pipe: AsyncPipe[FromWorker]
     room: int
-    calls: dict[int, _Call] = field(default_factory=dict)
-    waiting: deque[_Call] = field(default_factory=deque)  # whose sessions are here
+    calls: dict[int, _PendingPlay] = field(default_factory=dict)
+    waiting: deque[_PendingPlay] = field(default_factory=deque)  # whose sessions are here
     ending: set[int] = field(default_factory=set)  # calls whose samples are over
-    suspect: _Call | None = None  # is played alone here: it was there when a process ended
+    suspect: _PendingPlay | None = None  # is played alone here: it was there when a process ended
     alive: bool = True
     verdict: str = ""  # why it was killed
 
@@ -98,12 +98,12 @@ class WorkerPool:
         self._deliver = deliver
         self._started = started
         self._end_forgotten = end_forgotten
-        self._workers: list[_Worker] = []
+        self._workers: list[_WorkerHandle] = []
         self._starting = 0
         self._number = 0
         self._closed = False
-        self._sessions: dict[str, _Session] = {}
-        self._queue: deque[_Call] = deque()
+        self._sessions: dict[str, _Conversation] = {}
+        self._queue: deque[_PendingPlay] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -117,9 +117,9 @@ class WorkerPool:
 
     def play(self, key: str, row: dict[str, object], responses: Sequence[str]) -> None:
         """Ask for the answer to the last of `responses`; it is delivered."""
-        session = self._sessions.setdefault(key, _Session())
+        session = self._sessions.setdefault(key, _Conversation())
         self._number += 1
-        call = _Call(Play(self._number, key, dict(row), list(responses)), session)
+        call = _PendingPlay(Play(self._number, key, dict(row), list(responses)), session)
         if session.worker is not None and responses:
             session.worker.waiting.append(call)
         else:
@@ -166,11 +166,11 @@ class WorkerPool:
             self._starting += 1
             self._spawn(self._grow())
 
-    def _least_loaded(self) -> _Worker | None:
+    def _least_loaded(self) -> _WorkerHandle | None:
         free = [worker for worker in self._workers if worker.free()]
         return min(free, key=lambda worker: len(worker.calls), default=None)
 
-    def _alone_for(self, call: _Call) -> _Worker | None:
+    def _alone_for(self, call: _PendingPlay) -> _WorkerHandle | None:
         """A process without anything else; one is set apart and emptied if there is none."""
         mine = next((w for w in self._workers if w.suspect is call), None)
         if mine is None:
@@ -180,7 +180,7 @@ class WorkerPool:
             mine.suspect = call
         return mine if not mine.calls else None
 
-    def _send(self, worker: _Worker, call: _Call) -> None:
+    def _send(self, worker: _WorkerHandle, call: _PendingPlay) -> None:
         if not self._wanted(call):
             return
         call.session.worker = worker
@@ -190,7 +190,7 @@ class WorkerPool:
         worker.tell(call.play)
         self._started(call.play.key)
 
-    def _played(self, worker: _Worker, reply: Played) -> None:
+    def _played(self, worker: _WorkerHandle, reply: Played) -> None:
         worker.ending.discard(reply.number)
         call = worker.calls.pop(reply.number, None)
         if call is None:
@@ -206,22 +206,22 @@ class WorkerPool:
         if reply.exhausted:
             self._end(worker, "it was out of memory")
 
-    def _wanted(self, call: _Call) -> bool:
+    def _wanted(self, call: _PendingPlay) -> bool:
         """Whether the sample still waits for it."""
         return self._sessions.get(call.play.key) is call.session
 
-    def _answer(self, call: _Call, value: Result | None, error: str) -> None:
+    def _answer(self, call: _PendingPlay, value: Result | None, error: str) -> None:
         if self._wanted(call):
             self._deliver(call.play.key, value, error)
 
     # -- processes --------------------------------------------------------------------------------
 
-    def _overdue(self, worker: _Worker, call: _Call) -> None:
+    def _overdue(self, worker: _WorkerHandle, call: _PendingPlay) -> None:
         worker.calls.pop(call.play.number, None)
         self._answer(call, None, overdue(self._config.timeout_s))
         self._end(worker, "another sample's call hung in it")
 
-    def _end_soon(self, worker: _Worker, call: _Call) -> None:
+    def _end_soon(self, worker: _WorkerHandle, call: _PendingPlay) -> None:
         """End a play whose sample is over; one among others may end itself."""
         if worker.room == 1:
             self._end(worker, "its sample is over")
@@ -231,11 +231,11 @@ class WorkerPool:
             call.timer = loop.call_later(_GRACE_S, self._overdue, worker, call)
             worker.ending.add(call.play.number)
 
-    def _end(self, worker: _Worker, verdict: str) -> None:
+    def _end(self, worker: _WorkerHandle, verdict: str) -> None:
         worker.verdict = worker.verdict or verdict
         worker.process.kill()
 
-    async def _read(self, worker: _Worker) -> None:
+    async def _read(self, worker: _WorkerHandle) -> None:
         while isinstance(message := await worker.pipe.receive(), Played):
             self._played(worker, message)
             self._pump()
@@ -243,7 +243,7 @@ class WorkerPool:
         self._lost(worker, how)
         self._pump()
 
-    def _lost(self, worker: _Worker, how: str) -> None:
+    def _lost(self, worker: _WorkerHandle, how: str) -> None:
         worker.alive = False
         self._workers.remove(worker)
         for session in self._sessions.values():
@@ -276,7 +276,7 @@ class WorkerPool:
             self._starting -= 1
         self._pump()
 
-    async def _hire(self) -> _Worker:
+    async def _hire(self) -> _WorkerHandle:
         argv = (sys.executable, "-m", "umbra.services.environments.worker")
         process, end = start_worker(argv)
         pipe: AsyncPipe[FromWorker] = AsyncPipe(end, FromWorker)
@@ -292,7 +292,7 @@ class WorkerPool:
                 f"{name_of(self._config)} hang?"
             ) from None
         if isinstance(hello, Hello) and not hello.usage_error:
-            worker = _Worker(process, pipe, hello.room)
+            worker = _WorkerHandle(process, pipe, hello.room)
             self._spawn(self._read(worker))
             return worker
         how = await _end(process, pipe)
@@ -320,7 +320,7 @@ async def _end(process: ChildProcess, pipe: AsyncPipe[FromWorker]) -> str:
     return describe_exit(code)
 
 
-def _differs(call: _Call, results: list[Result]) -> str:
+def _differs(call: _PendingPlay, results: list[Result]) -> str:
     """Why answers must not go on that repeat earlier ones; "" if they are the same as then."""
     new = [hashlib.blake2b(msgspec.msgpack.encode(r), digest_size=8).digest() for r in results]
     if not call.play.responses:

@@ -33,7 +33,7 @@ class ReplayTokens:
 
 
 @dataclass(slots=True)
-class _Reply:
+class _ReplayedRequest:
     """A request, and what is going to be said to it."""
 
     request: EngineRequest
@@ -79,7 +79,7 @@ class ReplayEngine:
         self._tokens = tokens
         self._seed = seed
         self._clock, self._wait = clock, wait
-        self._replies: dict[str, _Reply] = {}
+        self._replies: dict[str, _ReplayedRequest] = {}
         self._outputs: list[EngineOutput] = []
 
     @property
@@ -109,7 +109,7 @@ class ReplayEngine:
             turn = f"{self._seed}/{request.request_id}/{len(prompt) - said}"
             left = max(1, self._model.length(random.Random(turn).random()) - said)
             reason: FinishReason = "stop" if left <= limit else "length"
-            reply = _Reply(request, min(left, limit), reason)
+            reply = _ReplayedRequest(request, min(left, limit), reason)
             self._replies[request.request_id] = reply
             self._decoder.submit(request.request_id, len(prompt), reply.tokens, now)
 
@@ -180,7 +180,7 @@ class ReplayEngine:
     def _close_span(self, name: str) -> None:
         self._extend(self._replies[name], self._decoder.made(name))
 
-    def _extend(self, reply: _Reply, made: int) -> None:
+    def _extend(self, reply: _ReplayedRequest, made: int) -> None:
         """The tokens up to `made` are of the version that is served."""
         start = reply.spans[-1].end if reply.spans else 0
         if made > start:
@@ -188,7 +188,7 @@ class ReplayEngine:
                 start = reply.spans.pop().start
             reply.spans.append(VersionSpan(version=self.version, start=start, end=made))
 
-    def _output(self, reply: _Reply, made: int, reason: FinishReason) -> EngineOutput:
+    def _output(self, reply: _ReplayedRequest, made: int, reason: FinishReason) -> EngineOutput:
         tokens = [self._tokens.filler] * made
         if reason == "stop":
             tokens[-1] = self._tokens.stop

@@ -68,7 +68,7 @@ def read_replay_model(path: str | Path) -> ReplayModel:
 
 
 @dataclass(slots=True)
-class _Row:
+class _MetricsRow:
     name: str
     prompt_tokens: int
     new_tokens: int
@@ -90,11 +90,11 @@ class ReplayDecoder:
         self._at = 0.0  # the start of the next step, or of the one under way
         self._debt = 0.0  # seconds by which that step is longer: prompts that it reads, pauses
         self._step = 0
-        self._live: dict[str, _Row] = {}
+        self._live: dict[str, _MetricsRow] = {}
         # A heap: the step that ends a row, a number that no two have, the row.
-        self._ends: list[tuple[int, int, _Row]] = []
+        self._ends: list[tuple[int, int, _MetricsRow]] = []
         self._begun = 0
-        self._queue: deque[_Row] = deque()
+        self._queue: deque[_MetricsRow] = deque()
 
     @property
     def live(self) -> int:
@@ -108,7 +108,7 @@ class ReplayDecoder:
 
     def submit(self, name: str, prompt_tokens: int, new_tokens: int, now: float) -> None:
         """A request of these sizes came at `now`; it begins with the next step."""
-        self._queue.append(_Row(name, prompt_tokens, new_tokens, now))
+        self._queue.append(_MetricsRow(name, prompt_tokens, new_tokens, now))
 
     def advance(self, now: float) -> list[str]:
         """Decode until `now`; the names that were finished, in order."""

@@ -22,7 +22,7 @@ from umbra.proto.records import TensorEntry
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _TensorPart:
     """A tensor of a checkpoint, and at which element of the model's tensor it begins."""
 
     name: str
@@ -61,7 +61,7 @@ class CheckpointNames:
         ]
 
 
-def _parts(model: PreTrainedModel, name: str, shape: tuple[int, ...]) -> list[_Part]:
+def _parts(model: PreTrainedModel, name: str, shape: tuple[int, ...]) -> list[_TensorPart]:
     """Where Transformers would put the tensor `name` when it writes a checkpoint.
 
     It converts a tensor that holds numbers of places instead of weights, the first two of each row.
@@ -73,13 +73,13 @@ def _parts(model: PreTrainedModel, name: str, shape: tuple[int, ...]) -> list[_P
         converted = revert_weight_conversion(model, {name: numbers})
     except (ValueError, RuntimeError, KeyError, IndexError) as error:
         raise _another_layout(model, name) from error
-    parts: list[_Part] = []
+    parts: list[_TensorPart] = []
     seen = 0
     for target, found in sorted(converted.items(), key=lambda pair: int(pair[1].flatten()[0])):
         ascending = torch.arange(seen, seen + found.numel()).view(found.shape)
         if not torch.equal(found, ascending) or tuple(found.shape[-1:]) != numbers.shape[-1:]:
             raise _another_layout(model, name)
-        parts.append(_Part(target, seen // kept * width, (*found.shape[:-1], *shape[-1:])))
+        parts.append(_TensorPart(target, seen // kept * width, (*found.shape[:-1], *shape[-1:])))
         seen += found.numel()
     if seen != numbers.numel():
         raise _another_layout(model, name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,11 @@ from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.experts import Routers
 from umbra.services.modeling.micro_batch import MicroBatch
 from umbra.services.modeling.restrict import restrict
+from umbra.services.modeling.sequence_parallel import (
+    SequenceGroup,
+    SequenceParallel,
+    SequenceShare,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +49,12 @@ class Scorer(nn.Module):
         model: on its device.
         chunk_bytes: of logits at a time.
         attention: as `Attention.prepare` has made it for `model`; None: what is right for it.
+        group: ranks that share the tokens of each row; all are given the same micro-batches and
+            get the same results.
 
     Raises:
         UsageError: in the first pass, if the model's class does to its logits what is not known
-            here.
+            here; or a model whose rows cannot be shared.
     """
 
     def __init__(
@@ -55,10 +62,12 @@ class Scorer(nn.Module):
         model: PreTrainedModel,
         chunk_bytes: int = 256 << 20,
         attention: Attention | None = None,
+        group: SequenceGroup | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self._attention = attention or Attention.prepare(model, "auto", model.device)
+        self._parallel = SequenceParallel(model, self._attention, group) if group else None
         self.routers = Routers.of(model)
         config: Any = model.config.get_text_config()
         self._logits = LogitTransform.of(config)
@@ -94,34 +103,56 @@ class Scorer(nn.Module):
         each token that is fed weighs `balance`.
         """
         request = _Request(batch, temperature, with_entropy, entropy_gradient, sampling, balance)
-        return self._run(request)
+        if self._parallel is None:
+            return self._run(request, batch)
+        share = self._parallel.share(batch)
+        own = replace(
+            request,
+            batch=share.own,
+            temperature=temperature[share.learned],
+            sampling=None if sampling is None else sampling[share.learned],
+        )
+        logprobs, entropy = self._run(own, share.rows, share)
+        logprobs = share.join(logprobs)
+        return logprobs, share.join(entropy) if with_entropy else torch.zeros_like(logprobs)
 
     def hidden(self, batch: MicroBatch) -> Tensor:
         """What the output layer is given at the positions that predict a learned token, [N, H]."""
-        return self._run(_Request(batch))[0]
+        if self._parallel is None:
+            return self._run(_Request(batch), batch)[0]
+        share = self._parallel.share(batch)
+        return share.join(self._run(_Request(share.own), share.rows, share)[0])
 
-    def _run(self, request: _Request) -> Any:
+    def _run(self, request: _Request, rows: MicroBatch, share: SequenceShare | None = None) -> Any:
+        """What is asked for; `rows` are those that attention sees, of which this is a `share`."""
         self._request = request
         batch = request.batch
         if self.routers is not None:
             # It stays until the next pass: layers that are recomputed in the backward pass of this
             # one have to find the same.
             self.routers.replay = batch.routing
-            self.routers.balance = batch.fed * request.balance if request.balance else None
+            self.routers.balance = None
+            if request.balance:
+                assert batch.fed is not None, "a batch that was laid out says what is fed"
+                self.routers.balance = batch.fed * request.balance
             self.routers.counted = batch.fed if torch.is_grad_enabled() else None
         elif batch.routing is not None:
             raise UsageError("model.path: it has no routers, but its tokens have a routing")
         try:
-            return self.model(
+            found = self.model(
                 input_ids=request.batch.input_ids,
                 position_ids=request.batch.position_ids,
-                attention_mask=self._attention.express(request.batch.mask),
+                attention_mask=self._attention.express(rows.mask),
                 use_cache=False,
+                **(share.arguments() if share is not None else {}),
             )
         finally:
             self._request = self._hidden = None
             if self.routers is not None:
                 self.routers.counted = None
+        if self._parallel is not None and share is not None:
+            self._parallel.check(share)
+        return found
 
     def _take_hidden(self, _head: nn.Module, args: tuple[Tensor, ...]) -> Any:
         """Keep the hidden states of learned tokens, and let the output layer see at most one."""

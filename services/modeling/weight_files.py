@@ -101,7 +101,7 @@ class WeightFiles:
 
     @torch.no_grad()
     def read(self, name: str, place: Tensor, first: int = 0) -> None:
-        """Copy rows `[first, first + len(place))` of `name` to `place`, cast to its dtype.
+        """Copy rows `[first, first + len(place))` of parameter `name` to `place`, cast to it.
 
         Raises:
             UsageError: a file cannot be read, or is of another model.

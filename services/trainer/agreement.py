@@ -96,7 +96,7 @@ class Agreement:
         assert now is not None, "begin comes first"
         found: dict[str, Compared] = {}
         for version, tally in now.tallies.items():
-            rows = ranks.gather(tally.rows())  # [ranks, 5, generators]
+            rows = ranks.gather(tally.rows())  # [shares, 5, generators]
             for at, name in enumerate(now.generators):
                 if one := now.compared(version, rows[:, :, at]):
                     found[name] = found.get(name, Compared()) + one
@@ -138,8 +138,8 @@ class Agreement:
             micro_tokens=self._config.micro_tokens,
             sequences=chosen,
             share_prompts=self._config.share_prompts,
-            rank=ranks.rank,
-            world=ranks.world,
+            rank=ranks.share,
+            world=ranks.shares,
             cost=self._learner.operations.sequence,
         )
         wanted = now.leading & ~now.direct if tokens is None else tokens

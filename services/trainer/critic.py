@@ -59,8 +59,8 @@ class LearnedCritic:
             pack_tokens=self._packing.pack_tokens,
             micro_tokens=self._packing.micro_tokens,
             share_prompts=self._packing.share_prompts,
-            rank=self._ranks.rank,
-            world=self._ranks.world,
+            rank=self._ranks.share,
+            world=self._ranks.shares,
             cost=self._cost,
         )
         self._source.look(micros)

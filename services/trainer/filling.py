@@ -2,64 +2,113 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from umbra.services.modeling.weight_files import WeightFiles
+from umbra.services.trainer.lora import is_adapter
 from umbra.services.trainer.snapshot import bare_name, own_rows
 
 
-def fill(
-    model: nn.Module,
-    device: torch.device,
-    files: WeightFiles | None,
-    part: nn.Module | None = None,
-) -> None:
-    """Bring `model`, sharded or not, to `device`, with the values that `files` has.
+class Rows(Protocol):
+    """Where the rows of a model's weights come from."""
 
-    Besides what is held afterwards a rank needs the memory of its rows of one tensor.
+    def read(self, name: str, place: Tensor, first: int = 0) -> None:
+        """Copy rows `[first, first + len(place))` of parameter `name` to `place`."""
+        ...
+
+
+class HeldWeights:
+    """Weights that are in memory already."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self._weights = weights
+
+    def read(self, name: str, place: Tensor, first: int = 0) -> None:
+        whole = self._weights[name]
+        place.copy_(whole if whole.dim() == 0 else whole[first : first + len(place)])
+
+
+def held(model: nn.Module) -> HeldWeights:
+    """The weights that `model` has now."""
+    return HeldWeights({name: p.detach() for name, p in model.named_parameters()})
+
+
+def cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give the parameters another dtype; buffers stay as they are, and tied weights tied."""
+    _replace(model, lambda p: nn.Parameter(p.detach().to(dtype), requires_grad=p.requires_grad))
+
+
+def place(model: nn.Module, device: torch.device, *, parameters_at: torch.device) -> None:
+    """Bring `model`, sharded or not, to its devices; what was on the meta device has no values yet.
 
     Args:
-        model: some parameters may be on the meta device.
-        device: where to.
-        files: None if no parameter is on the meta device.
-        part: the module that `files` names the parameters of, if it is not all of `model`.
+        model: after `shard`, if it is.
+        device: of the buffers.
+        parameters_at: the device of the parameters, or of this rank's rows of them.
+    """
+    names = _names(model)
+
+    def moved(tensor: Tensor) -> Tensor:
+        where = parameters_at if isinstance(tensor, nn.Parameter) else device
+        if tensor.is_meta:
+            return torch.empty_like(tensor, device=where)
+        return tensor.to(where)
+
+    model._apply(moved)
+    _tie(model, names)
+
+
+@torch.no_grad()
+def read(
+    model: nn.Module, source: Rows, into: Callable[[nn.Parameter], Tensor] = lambda p: p
+) -> None:
+    """Read the rows that are held here of every weight; adapters have theirs.
+
+    Besides these a rank needs the memory of its rows of one tensor.
+
+    Args:
+        model: placed.
+        source: has the weights by the model's names.
+        into: what of a parameter is to be filled, sharded like it.
 
     Raises:
-        UsageError: a file cannot be read.
+        UsageError: a file cannot be read, or is of another model.
     """
-    part = part or model
-    missing = [name for name, parameter in part.named_parameters() if parameter.is_meta]
-    _place(model, device)
-    if files is None:
-        return
-    parameters = dict(part.named_parameters())
-    for name in missing:
-        place, first = _held(name, parameters[name])
-        files.read(bare_name(name), place, first)
+    for name, parameter in model.named_parameters():
+        if is_adapter(name):
+            continue
+        tensor = into(parameter).detach()
+        # The mesh of a sharded one says which rank this is.
+        rows, first = own_rows(name, tensor, 0, 1) if isinstance(tensor, DTensor) else (tensor, 0)
+        source.read(bare_name(name), rows, first)
 
 
-def _held(name: str, parameter: Tensor) -> tuple[Tensor, int]:
-    """The rows of a parameter that are here, and the number of the first one."""
-    if isinstance(parameter, DTensor):
-        return own_rows(name, parameter, 0, 1)  # its mesh says which rank this is
-    return parameter.detach(), 0
-
-
-def _place(model: nn.Module, device: torch.device) -> None:
-    """`model.to(device)`, and memory for what is on the meta device; tied weights stay tied."""
+def _names(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter; those that are tied have several."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
+    return list(names.values())
 
-    def moved(tensor: Tensor) -> Tensor:
-        if tensor.is_meta:
-            return torch.empty_like(tensor, device=device)
-        return tensor.to(device)
 
-    model._apply(moved)
-    for first, *others in names.values():
+def _tie(model: nn.Module, names: list[list[str]]) -> None:
+    """Have one parameter under all names that belonged to one."""
+    for first, *others in names:
         for other in others:
-            module, _, own = other.rpartition(".")
-            setattr(model.get_submodule(module), own, model.get_parameter(first))
+            _set(model, other, model.get_parameter(first))
+
+
+def _replace(model: nn.Module, make: Callable[[nn.Parameter], nn.Parameter]) -> None:
+    for names in _names(model):
+        made = make(model.get_parameter(names[0]))
+        for name in names:
+            _set(model, name, made)
+
+
+def _set(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    module, _, own = name.rpartition(".")
+    setattr(model.get_submodule(module), own, parameter)

@@ -8,6 +8,7 @@ import os
 import torch
 from accelerate import Accelerator
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -25,14 +26,17 @@ from umbra.services.trainer.checkpoints.parts import (
     Randomness,
     Weights,
 )
-from umbra.services.trainer.filling import fill
+from umbra.services.trainer.filling import cast, held, place, read
 from umbra.services.trainer.guard import REASONS
 from umbra.services.trainer.lora import add_adapter
+from umbra.services.trainer.masters import Masters
 from umbra.services.trainer.metrics import Row, expert_metrics
+from umbra.services.trainer.muon import muon
 from umbra.services.trainer.operations import TrainingFlops, ceiling
 from umbra.services.trainer.phases import Phases
 from umbra.services.trainer.ranks import Ranks
-from umbra.services.trainer.sharding import prepare_layers, shard
+from umbra.services.trainer.sharding import offloaded, prepare_layers, shard
+from umbra.services.trainer.small_moments import SmallMomentsAdamW
 from umbra.services.trainer.snapshot import whole_weights
 
 
@@ -72,34 +76,53 @@ class Learner:
             torch.use_deterministic_algorithms(True)
         on_cpu = _on_cpu(config, self.ranks)
         precision = config.precision_on("cpu" if on_cpu else "cuda")
+        if config.weights == "bf16" and precision != "bf16":
+            raise UsageError(
+                f"trainer.weights = bf16 needs trainer.precision = bf16, here {precision}: "
+                "change one of them"
+            )
         self._accelerator = Accelerator(cpu=on_cpu, mixed_precision=precision)
         if config.threads or self.ranks.world > 1:
             share = max(1, len(os.sched_getaffinity(0)) // self.ranks.world)
             torch.set_num_threads(config.threads or share)
         self.device = self._accelerator.device
+        source = files or (held(model) if config.weights == "bf16" else None)
         set_experts(model, config.experts)
         self.phases = Phases(self.device)  # of the thread that updates the policy
         if config.lora_rank:
             add_adapter(model, config, seed)
+        if config.weights == "bf16":
+            cast(model, torch.bfloat16)
         prepare_layers(model, config, self.device.type)
+        rows_on_host = False
         if self.ranks.world > 1:
-            shard(model, self.device, self.ranks, precision)
-        fill(model, self.device, files)
+            shard(model, self.device, self.ranks, config)
+            rows_on_host = offloaded(config)
+        rows_at = torch.device("cpu") if rows_on_host else self.device
+        place(model, self.device, parameters_at=rows_at)
         self.model = model
+        self._masters = Masters(
+            (p for p in model.parameters() if p.requires_grad),
+            _masters_at(config, rows_at, rows_on_host),
+        )
+        if source is not None:
+            read(model, source, self._masters.of)
+            self._masters.push()
         self.operations = TrainingFlops.of(model)
         # What all ranks could do in a second; unknown on CPUs.
         self.ceiling = ceiling(self.device) * self.ranks.world if self.device.type == "cuda" else 0
         # No dropout: these must be the logprobs of the policy that generates.
         attention = Attention.prepare(self.model, config.attention, self.device)
-        self._scorer = Scorer(self.model, int(config.logits_mib * 2**20), attention).eval()
+        chunk_bytes = int(config.logits_mib * 2**20)
+        self._scorer = Scorer(self.model, chunk_bytes, attention, self.ranks.sequence).eval()
         # Those whose choices are replayed.
         self.replayed = self._replayed(config)
         if config.router_aux_loss_coef and not (
             self._scorer.routers is not None and hasattr(model.config, "router_aux_loss_coef")
         ):
             raise UsageError(NO_BALANCE)
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._plain = _optimizer(self._parameters, config)
+        self._parameters = self._masters.parameters
+        self._plain = _optimizer(model, self._parameters, config)
         self._optimizer = self._accelerator.prepare_optimizer(self._plain)
 
     def _replayed(self, config: TrainerConfig) -> RouterKind | None:
@@ -157,11 +180,17 @@ class Learner:
             ].cpu()
         return self.ranks.sum(result)
 
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradients of `loss`, this rank's part of a sum over all micro-batches."""
+    def backward(self, loss: Tensor, *, last: bool = True) -> None:
+        """Add the gradients of `loss`, this rank's part of a sum over all micro-batches.
+
+        `last` says that the update comes next: the ranks sum their gradients then, at the latest.
+        """
+        if isinstance(self.model, FSDPModule) and self._config.reduce_gradients == "update":
+            self.model.set_requires_gradient_sync(last)
         # FSDP takes the mean over the ranks; ours is a sum.
         with self.phases("backward"):
             self._accelerator.backward(loss * self.ranks.world)
+            self._masters.collect()
 
     def update(self, step: int, fault: str = "") -> Row:
         """Clip the gradients, update the weights with the learning rate of `step`, start anew.
@@ -188,6 +217,7 @@ class Learner:
         # With fp16 the gradient scaler has to see the overflow; it leaves the update out itself.
         if not fault or (scaler is not None and not finite):
             self._optimizer.step()
+            self._masters.push()
         elif scaler is not None:
             scaler.update()  # else it would refuse the next clipping
         self._optimizer.zero_grad()
@@ -218,7 +248,7 @@ class Learner:
         routers = self._scorer.routers
         if routers is None:
             return {}
-        load = self.ranks.sum(routers.take_load().double())
+        load = self.ranks.sum_ranks(routers.take_load().double())
         return expert_metrics(load[:, :-1], load[:, -1] if self.replayed else None)
 
     def parts(self, base: str = "") -> dict[str, CheckpointPart]:
@@ -228,17 +258,19 @@ class Learner:
             base: checksum of the weights that an adapter is trained for.
         """
         return {
-            "policy": Weights(self.model, base),
-            "optimizer": OptimizerState(self._plain, self.model, self._accelerator.scaler),
+            "policy": Weights(self.model, base, self._masters),
+            "optimizer": OptimizerState(
+                self._plain, self.model, self._accelerator.scaler, self._masters
+            ),
             "randomness": Randomness(self.device),
         }
 
     def weights(self) -> dict[str, Tensor]:
-        """The whole weights for an export, on the CPU, adapter merged; only rank 0 gets them.
+        """The whole weights for an export, float32 on the CPU, adapter merged; rank 0 gets them.
 
         All ranks have to call it.
         """
-        return whole_weights(self.model, keep=self.ranks.rank == 0)
+        return whole_weights(self.model, keep=self.ranks.rank == 0, of=self._masters.of)
 
 
 def learning_rate(config: TrainerConfig, step: int, steps: int) -> float:
@@ -259,8 +291,14 @@ def learning_rate(config: TrainerConfig, step: int, steps: int) -> float:
 
 
 def _optimizer(
-    parameters: list[torch.nn.Parameter], config: TrainerConfig
+    model: PreTrainedModel, parameters: list[torch.nn.Parameter], config: TrainerConfig
 ) -> torch.optim.Optimizer:
+    if config.moments != "float32":
+        return SmallMomentsAdamW(
+            parameters, config.learning_rate, config.betas, config.weight_decay, config.moments
+        )
+    if config.optimizer == "muon":
+        return muon(model, config)
     if config.optimizer == "sgd":
         return torch.optim.SGD(
             parameters,
@@ -275,6 +313,15 @@ def _optimizer(
         weight_decay=config.weight_decay,
         fused=True,
     )
+
+
+def _masters_at(
+    config: TrainerConfig, rows_at: torch.device, rows_on_host: bool
+) -> torch.device | None:
+    """Where the optimizer's own copies of the parameters are, if it needs any."""
+    if config.offload in ("optimizer", "all") and not rows_on_host:
+        return torch.device("cpu")
+    return rows_at if config.weights == "bf16" else None
 
 
 def _on_cpu(config: TrainerConfig, ranks: Ranks) -> bool:

@@ -8,6 +8,7 @@ are one parameter [experts, out, in], have an A and a B each.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -185,8 +186,14 @@ def is_adapter(name: str) -> bool:
     return ".lora_A." in name or ".lora_B." in name
 
 
-def low_rank(model: nn.Module) -> dict[str, LowRank]:
-    """What every layer with an adapter stands for, by its weight's name without the adapter."""
+def low_rank(
+    model: nn.Module,
+    of: Callable[[nn.Parameter], nn.Parameter] = lambda parameter: parameter,
+) -> dict[str, LowRank]:
+    """What every layer with an adapter stands for, by its weight's name without the adapter.
+
+    `of` gives what to take for a parameter.
+    """
     found: dict[str, LowRank] = {}
     for name, module in model.named_modules():
         layer: Any = module
@@ -196,9 +203,9 @@ def low_rank(model: nn.Module) -> dict[str, LowRank]:
         weight = getattr(layer, "parameter_name", "weight")
         base = layer.get_base_layer()
         found[f"{name.replace(BASE, '')}.{weight}"] = LowRank(
-            getattr(base, weight),
-            layer.lora_A[_ADAPTER].weight,
-            layer.lora_B[_ADAPTER].weight,
+            of(getattr(base, weight)),
+            of(layer.lora_A[_ADAPTER].weight),
+            of(layer.lora_B[_ADAPTER].weight),
             layer.scaling[_ADAPTER],
             getattr(base, "is_transposed", False),
         )

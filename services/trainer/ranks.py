@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,9 @@ from umbra.proto.errors import PeerLostError, UsageError
 from umbra.services.runtime.config import TrainerConfig
 from umbra.services.runtime.deadline import Deadline
 from umbra.services.trainer.pulse import POLL_S, Pulse
+
+if TYPE_CHECKING:
+    from umbra.services.modeling.sequence_parallel import SequenceGroup
 
 MAX_BYTES = 1 << 31  # of one message of rank 0
 LEAVE_S = 3.0  # that rank 0 keeps the store for others that are about to leave
@@ -42,6 +46,7 @@ class Ranks:
         timeout_s: seconds that another rank may be silent.
         group: None is the one of all ranks.
         pulse: how they wait for each other, needed if there are several.
+        sequence: the ranks with which this one shares the tokens of each row, if there are any.
     """
 
     def __init__(
@@ -52,6 +57,7 @@ class Ranks:
         timeout_s: float = 0.0,
         group: dist.ProcessGroup | None = None,
         pulse: Pulse | None = None,
+        sequence: SequenceGroup | None = None,
     ) -> None:
         self.rank = rank
         self.world = world
@@ -59,6 +65,10 @@ class Ranks:
         self.store = store
         self.timeout_s = timeout_s
         self.group = group
+        self.sequence = sequence
+        # Parts that a batch is cut into, and which of them is ours: ranks that share rows have one.
+        self.shares = world // sequence.size if sequence else world
+        self.share = rank // sequence.size if sequence else rank
         self._pulse = pulse
         self._heard = 0  # messages of rank 0
 
@@ -71,7 +81,9 @@ class Ranks:
             return self
         group = dist.new_group(timeout=timedelta(seconds=self.timeout_s))
         assert isinstance(group, dist.ProcessGroup), "all ranks are members"
-        return Ranks(self.rank, self.world, None, self.timeout_s, group)
+        size = self.sequence.size if self.sequence else 1
+        sequence = _sequence_group(self.rank, self.world, size, self.timeout_s)
+        return Ranks(self.rank, self.world, None, self.timeout_s, group, sequence=sequence)
 
     @property
     def pulse(self) -> Pulse:
@@ -126,15 +138,24 @@ class Ranks:
         return bool(value)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks of a tensor on the CPU, in place."""
+        """The sum over the shares of a batch of a tensor on the CPU, in place.
+
+        Ranks that share rows know the same of them, and the first speaks for all.
+        """
+        if self.sequence is not None and self.sequence.rank:
+            tensor.zero_()
+        return self.sum_ranks(tensor)
+
+    def sum_ranks(self, tensor: Tensor) -> Tensor:
+        """The same over all ranks, of what each knows of its own tokens or files alone."""
         if self.world > 1:
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """What each rank gave, on every rank: a tensor [...] on the CPU becomes [world, ...]."""
-        rows = tensor.new_zeros(self.world, *tensor.shape)
-        rows[self.rank] = tensor
+        """What is known of each share, on every rank: [...] on the CPU becomes [shares, ...]."""
+        rows = tensor.new_zeros(self.shares, *tensor.shape)
+        rows[self.share] = tensor
         return self.sum(rows)
 
 
@@ -153,6 +174,11 @@ def join_ranks(config: TrainerConfig, listener: socket.socket | None = None) -> 
         raise UsageError(
             f"trainer.ranks = {config.ranks}, but WORLD_SIZE is {world}: give torchrun or "
             "accelerate launch as many processes, or leave trainer.ranks at 1 there"
+        )
+    if world % config.sequence_parallel:
+        raise UsageError(
+            f"trainer.sequence_parallel = {config.sequence_parallel} does not divide the trainer's "
+            f"{world} ranks: change it, or trainer.ranks"
         )
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
         raise UsageError(
@@ -202,7 +228,31 @@ def _meet(config: TrainerConfig, world: int, listener: socket.socket | None) -> 
         timeout=timeout,
     )
     pulse = Pulse(PrefixStore("pulse", store), rank, config.rank_timeout_s)
-    return Ranks(rank, world, PrefixStore("ranks", store), config.rank_timeout_s, pulse=pulse)
+    sequence = _sequence_group(rank, world, config.sequence_parallel, config.rank_timeout_s)
+    return Ranks(
+        rank,
+        world,
+        PrefixStore("ranks", store),
+        config.rank_timeout_s,
+        pulse=pulse,
+        sequence=sequence,
+    )
+
+
+def _sequence_group(rank: int, world: int, size: int, timeout_s: float) -> SequenceGroup | None:
+    """The `size` neighbours among which `rank` is, if it is to have any; all ranks make all."""
+    if size == 1:
+        return None
+    from umbra.services.modeling.sequence_parallel import SequenceGroup
+
+    timeout = timedelta(seconds=timeout_s)
+    groups = [
+        dist.new_group(list(range(first, first + size)), timeout=timeout)
+        for first in range(0, world, size)
+    ]
+    own = groups[rank // size]
+    assert isinstance(own, dist.ProcessGroup), "this rank is a member"
+    return SequenceGroup(own, rank % size, size)
 
 
 def _leave(ranks: Ranks) -> None:

@@ -6,12 +6,21 @@ Accelerate shards by FSDP2 only where there are GPUs and falls back to copies (D
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
@@ -35,13 +44,14 @@ _KEPT = [
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The repeated blocks of `model`, as its class names them.
+    """The repeated blocks of `model`, as its class names them; sharded or not.
 
     Raises:
         UsageError: the class names none.
     """
     names = set(getattr(model, "_no_split_modules", None) or ())
-    layers = [module for module in model.modules() if type(module).__name__ in names]
+    # What is sharded is of a class that FSDP derives from the model's own.
+    layers = [m for m in model.modules() if any(c.__name__ in names for c in type(m).__mro__)]
     if not layers:
         raise UsageError(
             f"model.path: {type(model).__name__} does not say what its layers are, so it can "
@@ -51,14 +61,21 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def prepare_layers(model: PreTrainedModel, config: TrainerConfig, kind: str) -> None:
-    """Apply `trainer.compile` and `trainer.activation_checkpointing`; names stay as they are.
+    """Compile, recompute and offload layers as configured; names stay as they are.
 
     `kind` is that of the device, "cpu" or "cuda".
 
     Raises:
-        UsageError: layers are to be compiled and recomputed selectively, which was not tested.
+        UsageError: layers are to be compiled and recomputed selectively, or to be offloaded
+            without being recomputed.
     """
     how = config.recomputes_on(kind)
+    saved = config.offload in ("activations", "all")
+    if saved and not how:
+        raise UsageError(
+            f"trainer.offload = {config.offload} moves what recomputed layers keep: set "
+            "trainer.activation_checkpointing = true"
+        )
     if not (config.compile or how):
         return
     if config.compile and how == "selective":
@@ -75,13 +92,33 @@ def prepare_layers(model: PreTrainedModel, config: TrainerConfig, kind: str) -> 
             layer.forward = torch.compile(layer.forward, dynamic=True)
         if how and number % every == 0:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **options)
+            if saved:
+                layer.forward = _saved_on_host(layer.forward)
+
+
+def _saved_on_host(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward`, what it keeps for the backward pass being in host memory until then.
+
+    Of a layer that is recomputed that is its input.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with save_on_cpu(pin_memory=torch.cuda.is_available()):
+            return forward(*args, **kwargs)
+
+    return run
+
+
+def offloaded(config: TrainerConfig) -> bool:
+    """Whether FSDP keeps the ranks' rows of parameters and gradients in host memory."""
+    return config.offload == "all"
 
 
 def shard(
     model: PreTrainedModel,
     device: torch.device,
     ranks: Ranks,
-    precision: str,
+    config: TrainerConfig,
     root: nn.Module | None = None,
 ) -> None:
     """Divide the rows of every parameter over `ranks` (FSDP2, ZeRO 3), layer by layer.
@@ -94,11 +131,21 @@ def shard(
     else:
         mesh = DeviceMesh.from_group(ranks.group, device.type)
     policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if precision == "bf16" else None, reduce_dtype=torch.float32
+        param_dtype=torch.bfloat16 if config.precision_on(device.type) == "bf16" else None,
+        reduce_dtype=torch.float32,
     )
+    offload = OffloadPolicy()
+    if offloaded(config):
+        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     for layer in decoder_layers(model):
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(root or model, mesh=mesh, mp_policy=policy)
+        fully_shard(
+            layer,
+            mesh=mesh,
+            mp_policy=policy,
+            offload_policy=offload,
+            reshard_after_forward=config.reshard_after_forward,
+        )
+    fully_shard(root or model, mesh=mesh, mp_policy=policy, offload_policy=offload)
 
 
 def reshard(model: nn.Module) -> None:

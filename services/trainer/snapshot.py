@@ -96,23 +96,31 @@ def write_shards(
     return written
 
 
-def whole_weights(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
+def whole_weights(
+    model: nn.Module,
+    *,
+    keep: bool = True,
+    of: Callable[[nn.Parameter], nn.Parameter] = lambda parameter: parameter,
+) -> dict[str, Tensor]:
     """All tensors of a checkpoint, whole and on the CPU, by their Hugging Face names.
 
     Where parameters are sharded every rank has to call it, and those that do not `keep` what they
-    gather get nothing.
+    gather get nothing. `of` gives what to take for a parameter. Weights are float32.
     """
     whole: dict[str, Tensor] = {}
-    for name, source in _tensors(model).items():
+    for name, source in _tensors(model, of).items():
         tensor = source.merged() if isinstance(source, LowRank) else source.detach()
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
         if keep:
-            whole[name] = tensor.cpu()
+            bf16 = isinstance(source, LowRank | nn.Parameter) and tensor.dtype == torch.bfloat16
+            whole[name] = tensor.cpu().float() if bf16 else tensor.cpu()
     return whole
 
 
-def _tensors(model: nn.Module) -> dict[str, Tensor | LowRank]:
+def _tensors(
+    model: nn.Module, of: Callable[[nn.Parameter], nn.Parameter] = lambda parameter: parameter
+) -> dict[str, Tensor | LowRank]:
     """The parameters, and the buffers that belong to a checkpoint, by name."""
     stored = model.state_dict(keep_vars=True)
     buffers = {
@@ -120,9 +128,10 @@ def _tensors(model: nn.Module) -> dict[str, Tensor | LowRank]:
         for name, buffer in model.named_buffers()
         if name in stored and buffer.dtype in _NAMES and buffer.numel()
     }
-    merged = low_rank(model)
+    merged = low_rank(model, of)
+    parameters = ((name, of(parameter)) for name, parameter in model.named_parameters())
     tensors: dict[str, Tensor | LowRank] = {}
-    for name, tensor in (*model.named_parameters(), *buffers.items()):
+    for name, tensor in (*parameters, *buffers.items()):
         if not is_adapter(name):
             bare = bare_name(name)
             tensors[bare] = merged.get(bare, tensor)

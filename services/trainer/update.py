@@ -150,7 +150,7 @@ class PolicyUpdate:
                 losses = torch.where(out, 0.0, result.losses)
                 loss = (losses * weights[here].to(logprobs)).sum()
                 guard.see(loss, out)
-                self._learner.backward(loss)
+                self._learner.backward(loss, last=micro is micros[-1])
                 work += self._learner.operations.update(micro)
                 seen.add(number, here, tokens, result, loss, out)
             if agreement is not None and number == 0:
@@ -238,8 +238,8 @@ class PolicyUpdate:
                 micro_tokens=self._config.micro_tokens,
                 sequences=part,
                 share_prompts=self._config.share_prompts,
-                rank=self._ranks.rank,
-                world=self._ranks.world,
+                rank=self._ranks.share,
+                world=self._ranks.shares,
                 cost=self._learner.operations.sequence,
             )
 

@@ -18,12 +18,13 @@ from transformers import PreTrainedModel
 from umbra.proto.errors import UsageError
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.micro_batch import MicroBatch
+from umbra.services.modeling.sequence_parallel import SequenceGroup, SequenceParallel
 from umbra.services.runtime.config import TrainerConfig
-from umbra.services.trainer.filling import fill
+from umbra.services.trainer.filling import place, read
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.policy import no_progress_bars, open_backbone
 from umbra.services.trainer.ranks import Ranks
-from umbra.services.trainer.sharding import prepare_layers, shard
+from umbra.services.trainer.sharding import offloaded, prepare_layers, shard
 from umbra.services.trainer.snapshot import whole_weights
 
 HEAD_FILE = "value_head.safetensors"
@@ -90,21 +91,38 @@ class Values(Protocol):
 class ValueModel(nn.Module):
     """A transformer of its own and a head; it is a module so that FSDP2 sees one forward pass."""
 
-    def __init__(self, backbone: PreTrainedModel, head: ValueHead, attention: Attention) -> None:
+    def __init__(
+        self,
+        backbone: PreTrainedModel,
+        head: ValueHead,
+        attention: Attention,
+        group: SequenceGroup | None = None,
+    ) -> None:
         super().__init__()
         self.backbone = backbone
         self.head = head
         self._attention = attention
+        self._parallel = SequenceParallel(backbone, attention, group) if group else None
 
     def forward(self, micro: MicroBatch) -> Tensor:
         """Values float32 [N]."""
+        if self._parallel is None:
+            return self._values(micro, micro)
+        share = self._parallel.share(micro)
+        values = self._values(share.own, share.rows, **share.arguments())
+        self._parallel.check(share)
+        return share.join(values)
+
+    def _values(self, own: MicroBatch, rows: MicroBatch, **arguments: Any) -> Tensor:
+        """Of the learned tokens of `own`, this rank's part of `rows`."""
         output: Any = self.backbone(
-            input_ids=micro.input_ids,
-            position_ids=micro.position_ids,
-            attention_mask=self._attention.express(micro.mask),
+            input_ids=own.input_ids,
+            position_ids=own.position_ids,
+            attention_mask=self._attention.express(rows.mask),
             use_cache=False,
+            **arguments,
         )
-        return self.head(output.last_hidden_state.flatten(0, 1)[micro.index])
+        return self.head(output.last_hidden_state.flatten(0, 1)[own.index])
 
 
 class OwnModel:
@@ -134,12 +152,15 @@ class OwnModel:
         head.load(directory)
         prepare_layers(backbone, config, device.type)
         precision = config.precision_on(device.type)
-        self._model = ValueModel(
-            backbone, head, Attention.prepare(backbone, config.attention, device)
-        )
+        attention = Attention.prepare(backbone, config.attention, device)
+        self._model = ValueModel(backbone, head, attention, ranks.sequence)
         if ranks.world > 1:
-            shard(backbone, device, ranks, precision, root=self._model)
-        fill(self._model, device, files, backbone)
+            shard(backbone, device, ranks, config, root=self._model)
+        on_host = ranks.world > 1 and offloaded(config)
+        rows_at = torch.device("cpu") if on_host else device
+        place(self._model, device, parameters_at=rows_at)
+        if files is not None:
+            read(backbone, files)
         self._model.eval()
         self._device = device
         self._bf16 = precision == "bf16"

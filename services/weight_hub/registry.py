@@ -66,8 +66,8 @@ class _Pin:
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
-    """Work of the thread; `done` makes of its end what follows from it."""
+class _RegistryJob:
+    """A copy or an export on the thread: `done` or `failed` gives the effects of its end."""
 
     future: Future[None]
     done: Callable[[float], list[Effect]]
@@ -104,7 +104,7 @@ class Registry:
         self._pins: dict[int, _Pin] = {}
         self._file: PinFile | None = None
         self._copies = 0
-        self._jobs: list[_Job] = []
+        self._jobs: list[_RegistryJob] = []
         self._left: list[Effect] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="umbra-registry")
 
@@ -354,7 +354,7 @@ class Registry:
         done: Callable[[float], list[Effect]],
         failed: Callable[[float], list[Effect]],
     ) -> None:
-        self._jobs.append(_Job(self._thread.submit(work), done, failed, ticket))
+        self._jobs.append(_RegistryJob(self._thread.submit(work), done, failed, ticket))
 
     def _forget(self, pin: _Pin) -> None:
         del self._pins[pin.version]

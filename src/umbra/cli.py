@@ -40,6 +40,9 @@ COMMANDS: dict[str, SubCommand] = {
     "simulate": SubCommand(
         "umbra.deploy.simulator.command:command", "Predict a run on machines that are not there."
     ),
+    "estimate": SubCommand(
+        "umbra.deploy.estimate.command:command", "Tell how much memory a run needs."
+    ),
     "buffer": SubCommand("umbra.services.buffer.command:command", "Serve the buffer (the broker)."),
     "store": SubCommand(
         "umbra.services.buffer.store.command:command", "Look into a run's store, or repair it."

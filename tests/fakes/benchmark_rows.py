@@ -144,10 +144,17 @@ def rows_of(name: str, load: Any) -> tuple[list[Row], Row]:
         case "replay_fit":
             rows = [{"engine": e, "tokens": 9, "seconds": 1.0} for e in ("torch", "replay")]
             return rows, {"fit_error": 0.01}
+        case "load_memory":
+            sizes = {f"{name}_mib": 1.0 for name in ("peak", "share", "whole", "layer")}
+            case = sizes | {"kind": "dense", "ranks": 2}
+            return [case | {"method": method} for method in load("load_memory").METHODS], {}
         case "logits_memory":
             sizes = {"mib": 1.0, "whole_gib": 1.0, "seconds": 1.0, "vocabulary": 32000}
             case = sizes | {"method": "in chunks"}
             return [case | {"tokens": 1024}, case | {"tokens": 2048}], {}
+        case "sequence_memory":
+            case = {"tokens": 1024, "mib": 1.0, "seconds": 1.0}
+            return [case | {"ranks": 1}, case | {"ranks": 2}], {}
         case "router_replay":
             found = dict.fromkeys(load("router_replay").COLUMNS, 1.0)
             run = found | {"seed": 0, "first": 0.1, "reward": 0.2, "seconds": 1.0}

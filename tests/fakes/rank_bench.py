@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import torch
+from accelerate.state import AcceleratorState
 from fakes.trajectories import trajectory
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -79,6 +80,7 @@ def train(
     config = load_config(
         overrides=[*overrides, f"model.path={directory}", f"run.steps={len(batches)}"], environ={}
     )
+    AcceleratorState._reset_state()  # a process has one precision, but here
     model, _, files = open_policy(directory)
     learner = Learner(model, config.trainer, config.run.steps, ranks, files=files)
     critic = open_critic(config, learner)
@@ -110,7 +112,9 @@ def train(
         name: (p.to_local().numel() if isinstance(p, DTensor) else p.numel(), p.numel())
         for name, p in learner.model.named_parameters()
     }
-    return Trained(rows, learner.weights(), local)
+    weights = learner.weights()
+    AcceleratorState._reset_state()
+    return Trained(rows, weights, local)
 
 
 def aged(made: Trajectory, version: int) -> Trajectory:

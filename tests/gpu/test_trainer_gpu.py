@@ -1,10 +1,11 @@
-"""How much of a GPU an update uses."""
+"""How much of a GPU an update uses, and what of it stays on the host."""
 
 from pathlib import Path
 
 import pytest
 import torch
 from fakes.noisy_batch import noisy_trajectories
+from fakes.rank_bench import make_batches, train
 
 from umbra.services.modeling.packing import pack
 from umbra.services.runtime.config import TrainerConfig
@@ -12,7 +13,8 @@ from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.metrics import peak_memory_gib, speed_metrics
 from umbra.services.trainer.phases import Phases
-from umbra.services.trainer.policy import load_policy
+from umbra.services.trainer.policy import load_policy, open_policy
+from umbra.services.trainer.ranks import Ranks
 
 pytestmark = pytest.mark.gpu
 
@@ -27,6 +29,58 @@ def test_the_ceiling_is_above_what_an_update_reaches(tiny_model_dir: Path) -> No
     mfu = speed_metrics(1.0, work, 1.0, learner.ceiling)["mfu"]
     assert mfu is not None and 0 < mfu < 1
     assert peak_memory_gib(torch.device("cuda")) > 0
+
+
+def test_weights_are_read_straight_to_the_gpu(tiny_model_dir: Path) -> None:
+    plain = load_policy(tiny_model_dir)[0]
+    model, _, files = open_policy(tiny_model_dir)
+    learner = Learner(model, TrainerConfig(device="cuda"), 1, files=files)
+    for name, parameter in learner.model.named_parameters():
+        assert parameter.is_cuda
+        assert torch.equal(parameter.cpu(), plain.get_parameter(name)), name
+    assert all(buffer.is_cuda for buffer in learner.model.buffers())
+
+
+@pytest.mark.parametrize("offload", ["optimizer", "activations", "all"])
+@pytest.mark.parametrize("moments", ["float32", "8bit"])
+def test_what_is_on_the_host_learns_the_same(
+    tiny_model_dir: Path, offload: str, moments: str
+) -> None:
+    keys = {
+        "optimizer": "adamw",
+        "betas": [0.9, 0.95],
+        "learning_rate": 1e-4,
+        "activation_checkpointing": True,
+        "moments": moments,
+    }
+    batches = make_batches(2)
+    plain = train(tiny_model_dir, batches, Ranks(), **{**keys, "device": "cuda"})
+    found = train(tiny_model_dir, batches, Ranks(), **{**keys, "device": "cuda"}, offload=offload)
+    for one, other in zip(found.rows, plain.rows, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-3, abs=1e-5)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
+    for name, tensor in found.weights.items():
+        torch.testing.assert_close(tensor, plain.weights[name], atol=2e-4, rtol=1e-3)
+
+
+def test_an_optimizer_on_the_host_leaves_the_gpu_its_memory(tiny_model_dir: Path) -> None:
+    held: dict[str, int] = {}
+    for offload in ("none", "optimizer"):
+        config = TrainerConfig(
+            device="cuda", precision="bf16", weights="bf16", offload=offload, warmup_steps=0
+        )
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        model, _, files = open_policy(tiny_model_dir)
+        learner = Learner(model, config, 1, files=files)
+        batch = make_batch(noisy_trajectories(load_policy(tiny_model_dir)[0]), 1000)
+        for micro in pack(batch.tokens, pack_tokens=256, micro_tokens=4096):
+            logprobs, _ = learner.score(micro, batch.temperature[micro.source])
+            learner.backward(-logprobs.mean())
+        learner.update(0)
+        held[offload] = torch.cuda.memory_allocated() - before
+        del learner, model
+    assert held["optimizer"] < held["none"] / 3
 
 
 def test_phases_wait_for_the_kernels() -> None:

@@ -23,7 +23,10 @@ ADAM = {"optimizer": "adamw", "betas": [0.9, 0.95], "learning_rate": 1e-3}
 MOMENTUM = {"optimizer": "sgd", "betas": [0.9, 0.95], "learning_rate": 0.05}
 CASES: dict[str, dict[str, Any]] = {
     "adamw": ADAM,
+    "8bit": {**ADAM, "moments": "8bit"},
+    "masters": {**MOMENTUM, "weights": "bf16", "precision": "bf16", "offload": "optimizer"},
     "momentum": MOMENTUM,
+    "muon": {**ADAM, "optimizer": "muon"},
     "lora": {**ADAM, "lora_rank": 4, "learning_rate": 1e-2},
     "critic": {**ADAM, "objective": "ppo_critic", "critic.learning_rate": 1e-3},
 }
@@ -40,6 +43,12 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def batches() -> list[list[Trajectory]]:
     return make_batches(STEPS)
+
+
+def assert_same(case: str, tensor: torch.Tensor, expected: torch.Tensor) -> None:
+    """Up to the rounding of the case: FSDP and autocast round to bf16 in different places."""
+    close = {"atol": 5e-4, "rtol": 1e-2} if case == "masters" else {"atol": 2e-5, "rtol": 1e-3}
+    torch.testing.assert_close(tensor, expected, **close)
 
 
 def run_ranks(
@@ -72,7 +81,7 @@ def test_two_ranks_save_one_goes_on(
         )
         assert len(after.rows) == STEPS - SAVED
         for key, tensor in after.weights.items():
-            torch.testing.assert_close(tensor, alone.weights[key], atol=2e-5, rtol=1e-3)
+            assert_same(name, tensor, alone.weights[key])
 
 
 def sizes(path: Path) -> dict[str, int]:
@@ -101,7 +110,7 @@ def test_one_rank_saves_three_go_on(
     for name, case in CASES.items():
         alone = train(directory, batches, Ranks(), tmp_path / "critic-alone", **case)
         for key, tensor in load_file(tmp_path / f"{name}.safetensors").items():
-            torch.testing.assert_close(tensor, alone.weights[key], atol=2e-5, rtol=1e-3)
+            assert_same(name, tensor, alone.weights[key])
         assert read_index(tmp_path / name / f"step-{STEPS}").world == 3
 
 

@@ -1,4 +1,4 @@
-"""Every architecture, loaded by two ranks that read their own rows (FSDP2 over gloo)."""
+"""Two ranks (FSDP2 over gloo): loading every architecture by rows, and options of sharding."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from fakes.slowness import seconds
 from integration.test_trainer_ranks import TESTS, launch, see_through
 
 from umbra.services.runtime.model.architectures import PROVEN
+from umbra.services.trainer.make_model import make_model
 
 
 @pytest.mark.timeout(seconds(300.0))
@@ -19,3 +20,10 @@ def test_two_ranks_hold_what_transformers_loads(tmp_path: Path) -> None:
         if architecture.config().model_type in PROVEN:
             architecture.write(tmp_path / name)
     see_through(launch(tmp_path, 2, [str(TESTS / "programs/loading_rank.py")]))
+
+
+@pytest.mark.timeout(seconds(120.0))
+def test_options_of_sharding_do_what_they_say(tmp_path: Path) -> None:
+    """When layers are gathered, and when gradients are summed; the sums are the same."""
+    make_model(tmp_path / "model", hidden=32, ff=64)
+    see_through(launch(tmp_path, 2, [str(TESTS / "programs/options_rank.py")]))

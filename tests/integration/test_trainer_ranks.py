@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import torch
 from fakes.architectures import ARCHITECTURES
-from fakes.rank_bench import make_batches, train
+from fakes.rank_bench import Trained, make_batches, train
 from fakes.slowness import seconds
 from safetensors.torch import load_file
 
@@ -33,6 +33,7 @@ SAME = (
     "ess", "ess_last", "mismatch/k1", "mismatch/k3", "mismatch/chi2", "mismatch/k3_on_policy",
     "staleness/updates/mean", "staleness/updates/max",
 )  # fmt: skip
+ADAMW = {"optimizer": "adamw", "betas": [0.9, 0.95], "learning_rate": 1e-3}
 CASES: dict[str, dict[str, Any]] = {
     "token_mean": {
         "aggregation": "token_mean",
@@ -42,9 +43,11 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "sequence_mean": {"aggregation": "sequence_mean"},
     "constant": {"aggregation": "constant", "micro_tokens": 200},
-    "adamw": {"optimizer": "adamw", "betas": [0.9, 0.95], "learning_rate": 1e-3},
+    "adamw": ADAMW,
     "clipped": {"max_grad_norm": 1e-2, "share_prompts": False},
     "recomputed": {"activation_checkpointing": True},
+    "selective": {"activation_checkpointing": "selective"},
+    "muon": {"optimizer": "muon", "learning_rate": 3e-4, "weight_decay": 0.1},
     "chunks": {"logits_mib": 0.002, "objective": "ppo", "entropy_coef": 0.01},
     "critic": {
         "objective": "ppo_critic",
@@ -53,6 +56,16 @@ CASES: dict[str, dict[str, Any]] = {
         "critic.max_grad_norm": 1e9,
     },
     "value_head": {"objective": "ppo_critic", "critic.kind": "head", "critic.learning_rate": 1e-2},
+    "offloaded": {
+        "offload": "all",
+        "activation_checkpointing": True,
+        "reduce_gradients": "update",
+        "reshard_after_forward": False,
+        "minibatches": 2,
+    },
+    "host_optimizer": {"offload": "optimizer", "minibatches": 2},
+    "moments_bf16": {**ADAMW, "moments": "bf16"},
+    "moments_8bit": {**ADAMW, "moments": "8bit"},
     "guarded": {"minibatches": 3, "max_ratio": 1.9},
     "lora": {"lora_rank": 4, "learning_rate": 1.0},
     # Weights of version 1 are kept aside, and change places with those of version 2 for a pass.
@@ -118,6 +131,29 @@ def see_through(ranks: list[subprocess.Popen[str]]) -> None:
             rank.communicate()
 
 
+def assert_as_alone(folder: Path, case: str, world: int, alone: Trained) -> list[dict[str, Any]]:
+    """What `world` ranks left of `case` is what one learned `alone`; what each of them found."""
+    found = [json.loads((folder / f"{case}.{rank}.json").read_text()) for rank in range(world)]
+    assert all(one["rows"] == found[0]["rows"] for one in found), "all ranks know the same"
+    for row, expected in zip(found[0]["rows"], alone.rows, strict=True):
+        critic = [
+            key for key in expected if key.startswith("critic/") and expected[key] is not None
+        ]
+        compared = [key for key in expected if key in ("mismatch/compared", "mismatch/judged")]
+        for key in (*SAME, *critic, *compared):
+            if expected[key] is None:
+                assert row[key] is None, key
+            else:
+                assert row[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-6), key
+    for name, tensor in load_file(folder / f"{case}.safetensors").items():
+        torch.testing.assert_close(tensor, alone.weights[name], atol=2e-5, rtol=1e-3)
+    for file in (folder / f"{case}.critic").glob("*.safetensors"):
+        for name, tensor in load_file(file).items():
+            expected = load_file(folder / "alone.critic" / file.name)[name]
+            torch.testing.assert_close(tensor, expected, atol=2e-5, rtol=1e-3)
+    return found
+
+
 @pytest.fixture(scope="module", params=[2, 3])
 def sharded(
     request: pytest.FixtureRequest,
@@ -138,27 +174,9 @@ def test_the_number_of_ranks_does_not_change_what_is_learned(
 ) -> None:
     world, folder = sharded
     alone = train(directory, batches, Ranks(), folder / "alone.critic", **CASES[case])
-    found = [json.loads((folder / f"{case}.{rank}.json").read_text()) for rank in range(world)]
-    assert all(one["rows"] == found[0]["rows"] for one in found), "all ranks know the same"
-    for row, expected in zip(found[0]["rows"], alone.rows, strict=True):
-        critic = [
-            key for key in expected if key.startswith("critic/") and expected[key] is not None
-        ]
-        compared = [key for key in expected if key in ("mismatch/compared", "mismatch/judged")]
-        for key in (*SAME, *critic, *compared):
-            if expected[key] is None:
-                assert row[key] is None, key
-            else:
-                assert row[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-6), key
+    found = assert_as_alone(folder, case, world, alone)
     if case == "compared":
         assert [row["mismatch/compared"] > 0 for row in alone.rows] == [True, False, True]
-    for name, tensor in load_file(folder / f"{case}.safetensors").items():
-        torch.testing.assert_close(tensor, alone.weights[name], atol=2e-5, rtol=1e-3)
-    if "critic" in CASES[case].get("objective", ""):
-        for file in (folder / f"{case}.critic").glob("*.safetensors"):
-            for name, tensor in load_file(file).items():
-                expected = load_file(folder / "alone.critic" / file.name)[name]
-                torch.testing.assert_close(tensor, expected, atol=2e-5, rtol=1e-3)
     # Rows [start, end) of rank r, as torch.chunk divides them; nobody holds a whole matrix.
     for name, (_, elements) in found[0]["local"].items():
         parts = [one["local"][name][0] for one in found]
@@ -252,7 +270,7 @@ def test_ranks_replay_the_routing_of_their_share(
     """Experts sharded over two ranks; each replays what its own rows met, and all count alike."""
     model = ARCHITECTURES["qwen3-moe"].write(tmp_path / "model")
     routed = [[with_routing(made, number) for number, made in enumerate(b)] for b in batches[:2]]
-    case = {"router_replay": True}
+    case: dict[str, Any] = {"router_replay": True}
     see_through(start(model, tmp_path, 2, {"replay": case}, routed))
     alone = train(model, routed, Ranks(), **case)
     found = [json.loads((tmp_path / f"replay.{rank}.json").read_text()) for rank in range(2)]

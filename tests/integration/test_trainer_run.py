@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from fakes.architectures import ARCHITECTURES
 from fakes.slowness import seconds
 from fakes.waiting import until
 from safetensors.torch import load_file
@@ -121,6 +122,28 @@ def test_an_adapter_is_trained_and_goes_out_merged(project: Path) -> None:
             assert sizes[2:].max() < 1e-5, f"{name}: only an update of rank 2 was trained"
         else:
             assert not change.any(), name
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(180)
+def test_what_the_engine_chose_is_replayed(project: Path) -> None:
+    """A mixture of experts: the generator tells its routing, and two ranks replay it."""
+    model = ARCHITECTURES["qwen3-moe"].write(project / "mixture")
+    settings = ("trainer.router_replay=true", f"model.path={model}", "run.steps=3")
+    folder = run(project, *(word for one in settings for word in ("--set", one)))
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["mismatch_k3_on_policy"] < 1e-6
+    assert summary["ledger"]["balance"] == 0
+    for step, row in enumerate(steps(folder), 1):
+        assert 0 <= row["experts/rerouted"] < 0.5
+        assert 1 <= row["experts/load/mean"] <= 4
+        for made in batch(folder, step):
+            assert made.routing is not None
+            assert (made.routing.layers, made.routing.choices, made.routing.experts) == (2, 2, 4)
+            tokens = len(made.prompt_ids) // 4 + made.response_tokens
+            assert len(made.routing.chosen) == 4 * (tokens - 1)
+    before, after = (load_file(at / "model.safetensors") for at in (model, folder / "model"))
+    assert before.keys() == after.keys()
 
 
 @pytest.mark.e2e

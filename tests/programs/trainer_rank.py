@@ -2,7 +2,8 @@
 
 Arguments: the model, the folder with `cases.json` (settings by name; `checkpoints` is a folder in
 there) and `batches.msgpack`. There each rank leaves `<case>.<rank>.json`, and rank 0
-`<case>.safetensors`. In the case `dies` rank 1 ends by a signal within an update, in the case
+`<case>.safetensors`. Where all cases set `sequence_parallel`, ranks share rows. In the case `dies`
+rank 1 ends by a signal within an update (where ranks share rows: within an exchange), in the case
 `hangs` it stops there and never goes on.
 """
 
@@ -22,6 +23,7 @@ from safetensors.torch import save_file
 
 from umbra.proto.errors import PeerLostError
 from umbra.proto.records import Trajectory
+from umbra.services.modeling import sequence_parallel
 from umbra.services.runtime.config import TrainerConfig
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.ranks import join_ranks
@@ -33,12 +35,20 @@ def main(model: Path, folder: Path) -> int:
     batches = msgspec.msgpack.decode(
         (folder / "batches.msgpack").read_bytes(), type=list[list[Trajectory]]
     )
-    timeout_s = seconds(1.0 if "hangs" in cases else 30.0)
+    config = TrainerConfig(
+        device="cpu",
+        rank_timeout_s=seconds(1.0 if "hangs" in cases else 30.0),
+        sequence_parallel=min(case.get("sequence_parallel", 1) for case in cases.values()),
+    )
     try:
-        with join_ranks(TrainerConfig(device="cpu", rank_timeout_s=timeout_s)) as ranks:
+        with join_ranks(config) as ranks:
             for name, settings in cases.items():
                 if name in ("dies", "hangs") and ranks.rank == 1:
-                    end_in_an_update(signal.SIGKILL if name == "dies" else signal.SIGSTOP)
+                    number = signal.SIGKILL if name == "dies" else signal.SIGSTOP
+                    if ranks.sequence:
+                        end_in(sequence_parallel, "_exchange", number)
+                    else:
+                        end_in(Learner, "update", number)
                 if "checkpoints" in settings:
                     settings = {**settings, "checkpoints": folder / settings["checkpoints"]}
                 trained = train(model, batches, ranks, folder / f"{name}.critic", **settings)
@@ -52,17 +62,17 @@ def main(model: Path, folder: Path) -> int:
     return 0
 
 
-def end_in_an_update(number: signal.Signals) -> None:
-    """Have the second update of this rank send it `number`."""
-    update, calls = Learner.update, []
+def end_in(owner: Any, name: str, number: signal.Signals) -> None:
+    """Have the second call of this function send this rank the signal `number`."""
+    function, calls = getattr(owner, name), []
 
-    def ending(self: Learner, step: int) -> Any:
-        calls.append(step)
+    def ending(*args: Any) -> Any:
+        calls.append(name)
         if len(calls) == 2:
             os.kill(os.getpid(), number)
-        return update(self, step)
+        return function(*args)
 
-    Learner.update = ending  # pyright: ignore[reportAttributeAccessIssue]
+    setattr(owner, name, ending)
 
 
 if __name__ == "__main__":

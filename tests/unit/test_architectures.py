@@ -27,7 +27,7 @@ from umbra.services.generator.vllm_check import Differences
 from umbra.services.modeling import attention_backends, models
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.models import load_model, outline_model
-from umbra.services.runtime.config import DataConfig, RunConfig, ScorerConfig
+from umbra.services.runtime.config import DataConfig, RunConfig, ScorerConfig, TrainerConfig
 from umbra.services.runtime.config import ModelConfig as ModelSection
 from umbra.services.runtime.model.architectures import PROVEN, check_architecture, in_the_way
 from umbra.services.trainer.policy import load_policy, open_backbone, open_policy
@@ -181,6 +181,22 @@ def test_the_reference_model_of_a_scorer_is_checked_too(
     with_reference = replace(run, buffer=replace(run.buffer, stages=["ref_logp"]))
     with pytest.raises(UsageError, match=r"scorer\.model: .* attends in chunks"):
         check_run(with_reference)
+
+
+@of("qwen3")
+def test_heads_that_ranks_cannot_share_are_refused_before_a_run(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a"}\n')
+    run = RunConfig(
+        model=ModelSection(path=str(model_dir)),
+        data=DataConfig(prompts=str(prompts)),
+        trainer=TrainerConfig(ranks=4, sequence_parallel=4),
+    )
+    with pytest.raises(UsageError, match=r"sequence_parallel = 4 cannot divide the 2 attention"):
+        check_run(run)
+    check_run(replace(run, trainer=replace(run.trainer, sequence_parallel=2)))
 
 
 # -- the comparisons notice ------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from fakes.rank_bench import as_text, make_batches
 from fakes.slowness import seconds
 from safetensors.torch import load_file
@@ -64,6 +65,7 @@ class Trainer:
         self.config: RunConfig = load_config(
             overrides=[*overrides, f"model.path={directory}"], environ={}
         )
+        AcceleratorState._reset_state()  # a process has one precision, but here
         model, _ = load_policy(directory)
         self.learner = Learner(model, self.config.trainer, 4)
         self.critic = open_critic(self.config, self.learner)
@@ -119,6 +121,7 @@ def start(directory: Path, tmp_path: Path) -> Iterator[Any]:
     yield make
     for trainer in trainers:
         trainer.close()
+    AcceleratorState._reset_state()
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -132,7 +135,12 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
         {"optimizer": "adamw", "schedule": "cosine", "warmup_steps": 2},
         {"optimizer": "sgd", "betas": [0.9, 0.95]},
         {"optimizer": "sgd", "betas": [0.0, 0.95]},
+        {"optimizer": "muon", "deterministic": True},
         {"lora_rank": 4},
+        {"weights": "bf16", "precision": "bf16"},
+        {"moments": "bf16"},
+        {"moments": "8bit"},
+        {"offload": "optimizer", "weights": "bf16", "precision": "bf16", "moments": "8bit"},
         {"minibatches": 2, "objective": "decoupled"},
         {"minibatches": 2, "epochs": 2},
         {"objective": "ppo_critic", "critic.learning_rate": 1e-3},
@@ -328,6 +336,8 @@ def test_another_model(start: Any, directory: Path, tmp_path: Path) -> None:
         start(lora_rank=2)
     with pytest.raises(UsageError, match=r"has the state of AdamW, but trainer\.optimizer is"):
         start(optimizer="sgd")
+    with pytest.raises(UsageError, match=r"has the state of AdamW, but .* is AdamW, 8bit moments"):
+        start(moments="8bit")
     with pytest.raises(UsageError, match=r"cannot be loaded|another model|no directory"):
         export_checkpoint(tmp_path / "checkpoints/step-1", tmp_path / "hf", str(tmp_path / "deep"))
 

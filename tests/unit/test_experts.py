@@ -105,7 +105,7 @@ def test_load_by_hand() -> None:
     assert set(nothing) == set(row) and set(nothing.values()) == {None}
 
 
-@pytest.mark.parametrize("recompute", ["false", "true"])
+@pytest.mark.parametrize("recompute", ["false", "true", "selective"])
 @pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "olmoe"])
 def test_balance_loss_has_the_gradients_of_transformers(
     name: str, recompute: str, tmp_path: Path

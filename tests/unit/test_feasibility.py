@@ -88,6 +88,20 @@ def test_implied_staleness(
             "environment.timeout_s = 30",
         ),
         (RunConfig(eval=EvalConfig(every=5)), "eval.prompts"),
+        (
+            RunConfig(trainer=TrainerConfig(ranks=4, sequence_parallel=3)),
+            "trainer.sequence_parallel = 3 does not divide trainer.ranks = 4",
+        ),
+        (
+            RunConfig(trainer=TrainerConfig(ranks=4, sequence_parallel=2, compile=True)),
+            "trainer.compile cannot",
+        ),
+        (
+            RunConfig(
+                trainer=TrainerConfig(ranks=4, sequence_parallel=2, router_aux_loss_coef=0.1)
+            ),
+            "trainer.router_aux_loss_coef balances",
+        ),
         (RunConfig(trainer=TrainerConfig(profile_steps=[3, 900])), "has step 900, but run.steps"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -351,14 +352,14 @@ def long_tailed(seed: int, count: int = 128) -> Tokens:
     """Sequences of 4 to 2,048 tokens, their logarithms normal; half of the tokens learned."""
     source = random.Random(seed)
     lengths = [min(2048, max(4, int(source.lognormvariate(4.8, 1.1)))) for _ in range(count)]
-    ends = torch.tensor(lengths).cumsum(0)
-    own = torch.tensor([length // 2 for length in lengths])
+    ends = list(accumulate(lengths))
+    own = [length // 2 for length in lengths]
     learned = [torch.arange(end - part, end) for end, part in zip(ends, own, strict=True)]
     return Tokens(
-        torch.zeros(int(ends[-1])).long(),
+        torch.zeros(ends[-1]).long(),
         torch.tensor(lengths),
         torch.cat(learned),
-        torch.arange(count).repeat_interleave(own),
+        torch.arange(count).repeat_interleave(torch.tensor(own)),
     )
 
 

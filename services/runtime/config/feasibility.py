@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from umbra.proto.errors import UsageError
-from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.config import RunConfig, TrainerConfig
 from umbra.services.runtime.config.objective_rules import objective_faults
 
+# Rounding to bf16 loses relative changes of a moment below 2^-8; a step changes it by 1 - beta.
+BF16_BETA = 1 - 2**-6
 VLLM_COOLEST = 0.01  # it raises lower temperatures to this, but for 0
 
 
@@ -64,6 +66,8 @@ def check_feasible(config: RunConfig) -> None:
         *_agents(config),
         *_sampling(config),
         *_deadlines(config),
+        *_sequence_parallel(config),
+        *_memory(config.trainer),
         *objective_faults(config),
     ]
     if config.trainer.router_replay and config.generator.engine == "replay":
@@ -193,6 +197,38 @@ def _sampling(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _memory(trainer: TrainerConfig) -> Iterator[str]:
+    offloads = trainer.offload in ("optimizer", "all")
+    if trainer.weights == "bf16" and trainer.precision in ("no", "fp16"):
+        yield (
+            f"trainer.weights = bf16 needs trainer.precision = bf16, which is {trainer.precision}: "
+            "change one of them"
+        )
+    if trainer.moments != "float32" and trainer.optimizer != "adamw":
+        yield (
+            f"trainer.moments = {trainer.moments} is for trainer.optimizer = adamw, not for "
+            f"{trainer.optimizer}: leave it at float32"
+        )
+    if trainer.optimizer == "muon" and (trainer.weights == "bf16" or offloads):
+        yield (
+            "trainer.optimizer = muon updates float32 weights where they are: set trainer.weights "
+            "to float32, and trainer.offload to none or activations"
+        )
+    if trainer.moments == "bf16" and max(trainer.betas) > BF16_BETA:
+        yield (
+            "trainer.moments = bf16 rounds away what a step changes of a moment if a beta is above "
+            f"{BF16_BETA:.3g}, and trainer.betas are {list(trainer.betas)}: lower them, or set "
+            "trainer.moments to 8bit or float32"
+        )
+    if offloads and trainer.precision == "fp16":
+        yield "trainer.offload moves no optimizer with trainer.precision = fp16: use bf16"
+    if trainer.offload in ("activations", "all") and trainer.activation_checkpointing is False:
+        yield (
+            f"trainer.offload = {trainer.offload} moves what recomputed layers keep: set "
+            "trainer.activation_checkpointing = true"
+        )
+
+
 def _deadlines(config: RunConfig) -> Iterator[str]:
     buffer, wait_s = config.buffer, config.trainer.batch_wait_s
     if buffer.dead_after_s <= buffer.heartbeat_s:
@@ -220,4 +256,25 @@ def _deadlines(config: RunConfig) -> Iterator[str]:
         yield (
             f"trainer.batch_wait_s = {wait_s:g} ends the run before a reward that takes "
             f"environment.timeout_s = {config.environment.timeout_s:g} is given up"
+        )
+
+
+def _sequence_parallel(config: RunConfig) -> Iterator[str]:
+    trainer, shared = config.trainer, config.trainer.sequence_parallel
+    if shared == 1:
+        return
+    if trainer.ranks % shared:
+        yield (
+            f"trainer.sequence_parallel = {shared} does not divide trainer.ranks = "
+            f"{trainer.ranks}: set trainer.ranks to a multiple of it"
+        )
+    if trainer.router_aux_loss_coef:
+        yield (
+            "trainer.router_aux_loss_coef balances the experts over the tokens that a rank has of "
+            "rows, which are others with trainer.sequence_parallel: use one of them"
+        )
+    if trainer.compile:
+        yield (
+            "trainer.compile cannot compile the exchanges of trainer.sequence_parallel: use one of "
+            "them"
         )

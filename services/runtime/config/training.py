@@ -22,7 +22,11 @@ class TrainerConfig(ObjectiveKeys, frozen=True, kw_only=True, forbid_unknown_fie
     ] = 0.05
     warmup_steps: Annotated[int, Meta(description="steps of linear warm-up", ge=0)] = 5
     optimizer: Annotated[
-        Literal["adamw", "sgd"], Meta(description="AdamW, or SGD whose momentum is the first beta")
+        Literal["adamw", "sgd", "muon"],
+        Meta(
+            description="AdamW; SGD whose momentum is the first beta; or Muon for the matrices of "
+            "the layers and AdamW for all else"
+        ),
     ] = "adamw"
     betas: Annotated[tuple[float, float], Meta(description="AdamW betas")] = (0.9, 0.95)
     weight_decay: Annotated[float, Meta(description="weight decay", ge=0)] = 0.0
@@ -64,10 +68,32 @@ class TrainerConfig(ObjectiveKeys, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["auto", "no", "bf16", "fp16"],
         Meta(description="Accelerate mixed precision; auto = bf16 on a GPU, no on a CPU"),
     ] = "auto"
+    weights: Annotated[
+        Literal["float32", "bf16"],
+        Meta(description="dtype of parameters; bf16 ones have float32 copies for the optimizer"),
+    ] = "float32"
+    moments: Annotated[
+        Literal["float32", "bf16", "8bit"], Meta(description="how AdamW keeps its moments")
+    ] = "float32"
+    offload: Annotated[
+        Literal["none", "optimizer", "activations", "all"],
+        Meta(description="what is in host memory; all: also parameters and gradients of ranks"),
+    ] = "none"
     threads: Annotated[int, Meta(description="CPU threads of a rank; 0 = its share", ge=0)] = 0
     ranks: Annotated[
         int, Meta(description="processes over which the policy is sharded (FSDP2)", ge=1)
     ] = 1
+    sequence_parallel: Annotated[
+        int,
+        Meta(description="ranks that share the tokens of each row (Ulysses); divides ranks", ge=1),
+    ] = 1
+    reshard_after_forward: Annotated[
+        bool, Meta(description="gather a layer again for the backward pass instead of keeping it")
+    ] = True
+    reduce_gradients: Annotated[
+        Literal["micro_batch", "update"],
+        Meta(description="when ranks sum gradients; by update, each holds whole ones till then"),
+    ] = "micro_batch"
     rank_timeout_s: Annotated[
         float, Meta(description="seconds a rank may be silent until the others give up", gt=0)
     ] = 120.0

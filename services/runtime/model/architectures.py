@@ -123,6 +123,22 @@ def read_config(directory: str | Path, source: str = "model.path") -> dict[str, 
     return config
 
 
+def check_heads(config: Mapping[str, Any], ranks: int) -> None:
+    """Refuse to divide the attention heads of the model in `config` over so many ranks.
+
+    Key heads may be fewer, as they are repeated.
+
+    Raises:
+        UsageError: the query heads cannot be divided evenly.
+    """
+    heads = config.get("num_attention_heads")
+    if isinstance(heads, int) and heads % ranks:
+        raise UsageError(
+            f"trainer.sequence_parallel = {ranks} cannot divide the {heads} attention heads of a "
+            f"{architecture(config)}: use a divisor of {heads}"
+        )
+
+
 def architecture(config: Mapping[str, Any]) -> str:
     """What to call the model: its class, or else its `model_type`."""
     named = config.get("architectures") or [config.get("model_type") or "model of no known type"]

@@ -73,7 +73,7 @@ class Request(msgspec.Struct, frozen=True, gc=False):
 
 
 @dataclass(slots=True)
-class _Channel:
+class _BoundChannel:
     name: str
     socket: zmq.Socket[bytes]
     accepts: tuple[type[Message], ...]
@@ -131,8 +131,8 @@ class Server:
         self._context = context
         self._encoder = Encoder(name, incarnation)
         self._poller = zmq.Poller()
-        self._channels: dict[zmq.Socket[bytes], _Channel] = {}
-        self._by_name: dict[str, _Channel] = {}
+        self._channels: dict[zmq.Socket[bytes], _BoundChannel] = {}
+        self._by_name: dict[str, _BoundChannel] = {}
         self._relay: tuple[zmq.Socket[bytes], zmq.Socket[bytes]] | None = None
         self._clock = clock
         self._polled_at = clock()
@@ -158,7 +158,7 @@ class Server:
         curve = self.security.binding(channel)
         limit = socket_bytes(channel)
         socket, actual = sockets.router(self._context, endpoint, curve, limit)
-        bound = _Channel(channel, socket, accepts, actual)
+        bound = _BoundChannel(channel, socket, accepts, actual)
         self._channels[socket] = self._by_name[channel] = bound
         self._register(channel, socket)
         return actual
@@ -270,7 +270,7 @@ class Server:
             for own in self._gate.sockets:
                 self._poller.register(own, zmq.POLLIN)
 
-    def _receive(self, channel: _Channel) -> list[Request]:
+    def _receive(self, channel: _BoundChannel) -> list[Request]:
         requests: list[Request] = []
         left = RECEIVE_BYTES
         for _ in range(RECEIVE_BURST):
@@ -295,7 +295,7 @@ class Server:
 
     def _decode(
         self,
-        channel: _Channel,
+        channel: _BoundChannel,
         identity: bytes,
         frames: Sequence[bytes | memoryview],
         role: KeyRole | None,
@@ -318,7 +318,7 @@ class Server:
         return Request(channel.name, identity, header, envelope.body, role, time.time(), frames[1])
 
     def _check_allowed(
-        self, channel: _Channel, header: Header, kind: type[Message], role: KeyRole | None
+        self, channel: _BoundChannel, header: Header, kind: type[Message], role: KeyRole | None
     ) -> int:
         """The most bytes that the body may have, known before it is decoded.
 
@@ -348,7 +348,7 @@ class Server:
 
     def _refuse(
         self,
-        channel: _Channel,
+        channel: _BoundChannel,
         identity: bytes,
         header: Header | None,
         error: WireError,
@@ -364,7 +364,7 @@ class Server:
         _, answer = self._encoder.encode(nack(error), reply_to=reply_to)
         self._send(channel, identity, answer)
 
-    def _is_resend(self, channel: _Channel, identity: bytes, header: Header) -> bool:
+    def _is_resend(self, channel: _BoundChannel, identity: bytes, header: Header) -> bool:
         key = (channel.name, identity)
         peer = self._peers.get(key)
         if peer is None or peer.incarnation != header.incarnation:
@@ -395,7 +395,7 @@ class Server:
 
     def _send(
         self,
-        channel: _Channel,
+        channel: _BoundChannel,
         identity: bytes,
         frames: list[bytes],
         raw: Sequence[bytes | memoryview] = (),

@@ -42,7 +42,7 @@ class Delta:
 
 
 @dataclass(slots=True)
-class _Slot:
+class _ServedSlot:
     data: memoryview
     contents: Sequence[int]
     absent: set[int] = field(default_factory=set[int])  # buckets that have not arrived
@@ -60,7 +60,7 @@ class BucketStore:
         self.manifest = manifest
         self._notify = notify
         self._lock = threading.Lock()
-        self._slots: dict[int, _Slot] = {}
+        self._slots: dict[int, _ServedSlot] = {}
         # By bucket; each delta starts where the one before it ends.
         self._deltas: list[deque[Delta]] = [deque() for _ in manifest.buckets]
         self._encoding: set[int] = set()
@@ -71,7 +71,7 @@ class BucketStore:
         """`slot` holds a version of these contents; without `arrived`, no bucket of it yet."""
         absent = set[int]() if arrived else set(range(len(contents)))
         with self._lock:
-            self._slots[slot] = _Slot(data, contents, absent)
+            self._slots[slot] = _ServedSlot(data, contents, absent)
         self._notify()
 
     def holds(self, slot: int, contents: Sequence[int]) -> bool:
@@ -172,7 +172,7 @@ Find = Callable[[int, int, Sequence[int], int], Iterable[Part] | None]
 
 
 @dataclass(slots=True)
-class _Order:
+class _BucketRequest:
     message: FetchBuckets  # as it came: tuples of its numbers would cost several times as much
     credit: int
     at: int = 0  # how many of its buckets are begun
@@ -197,7 +197,7 @@ class Outbox:
     def __init__(self, buckets: int, find: Find) -> None:
         self._buckets = buckets
         self._find = find
-        self._orders: dict[bytes, _Order] = {}
+        self._orders: dict[bytes, _BucketRequest] = {}
 
     @property
     def open(self) -> list[bytes]:
@@ -223,7 +223,7 @@ class Outbox:
             )
         if receiver not in self._orders and len(self._orders) >= ORDERS:
             raise WireError(f"{ORDERS} receivers fetch already", code="too_many")
-        self._orders[receiver] = _Order(message, min(message.credit_bytes, MOST_CREDIT))
+        self._orders[receiver] = _BucketRequest(message, min(message.credit_bytes, MOST_CREDIT))
 
     def credit(self, receiver: bytes, message: Credit) -> None:
         """The receiver has used up what it was sent."""
@@ -261,7 +261,7 @@ class Outbox:
         pieces = [part.piece for part in taken]
         return Buckets(number=order.message.number, pieces=pieces), [part.raw for part in taken]
 
-    def _peek(self, order: _Order) -> Part | None:
+    def _peek(self, order: _BucketRequest) -> Part | None:
         """What comes next; None while there is nothing to send."""
         message = order.message
         while order.part is None and order.at < len(message.wanted):

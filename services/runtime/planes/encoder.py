@@ -25,7 +25,7 @@ LONGEST_PAUSE = 16  # versions for which a bucket whose deltas do not pay is not
 
 
 @dataclass(slots=True)
-class _Job:
+class _EncodingJob:
     data: memoryview
     contents: Sequence[int]
     todo: list[int]  # last first
@@ -50,14 +50,14 @@ class DeltaEncoder:
         self._pauses = [(0, 0)] * len(manifest.buckets)  # versions left, and how many the next time
         self._threads = min(THREADS, os.cpu_count() or 1)
         self._executor = ThreadPoolExecutor(self._threads, thread_name_prefix="umbra-delta")
-        self._job: _Job | None = None
+        self._job: _EncodingJob | None = None
 
     def start(self, data: memoryview, contents: Sequence[int]) -> None:
         """Encode the version in `data`, which must stay as it is until `stop` or the end."""
         self.stop()
         todo = [i for i, held in enumerate(self._held) if held != contents[i]]
         self._store.encode_later(todo)
-        self._job = _Job(data, contents, todo[::-1])
+        self._job = _EncodingJob(data, contents, todo[::-1])
         # Receivers wait for these deltas: a thread that fails must not leave them waiting.
         work = ends_process(self._work, "the encoder of deltas")
         self._job.workers = [self._executor.submit(work, self._job) for _ in range(self._threads)]
@@ -82,7 +82,7 @@ class DeltaEncoder:
         self.stop()
         self._executor.shutdown()
 
-    def _work(self, job: _Job) -> None:
+    def _work(self, job: _EncodingJob) -> None:
         compressor = delta.compressor()
         while not job.cancelled.is_set():
             try:
@@ -91,7 +91,7 @@ class DeltaEncoder:
                 return
             self._store.encoded(bucket, self._encode(job, bucket, compressor))
 
-    def _encode(self, job: _Job, bucket: int, compressor: Any) -> Delta | None:
+    def _encode(self, job: _EncodingJob, bucket: int, compressor: Any) -> Delta | None:
         start, end = self._buckets[bucket]
         old, new = self._last[start:end], job.data[start:end]
         base, content = self._held[bucket], job.contents[bucket]

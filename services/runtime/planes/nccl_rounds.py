@@ -24,7 +24,7 @@ Content = tuple[int, tuple[int, ...]]  # slot, and checksum of every bucket
 
 
 @dataclass(slots=True)
-class _Member:
+class _GroupMember:
     incarnation: str
     proven: bool = False  # was in a communicator that worked
     out: bool = False
@@ -53,7 +53,7 @@ class NcclGroup:
     """
 
     epoch: int = 0
-    _members: dict[str, _Member] = field(default_factory=dict[str, _Member])
+    _members: dict[str, _GroupMember] = field(default_factory=dict[str, _GroupMember])
     _ranks: dict[str, int] = field(default_factory=dict[str, int])
     _size: int = 0  # of the communicator of `epoch`, those who have left included
     _whole: bool = False  # the communicator of `epoch` is there and has worked
@@ -74,7 +74,7 @@ class NcclGroup:
         """Take a member in, from the next communicator on."""
         before = self._members.pop(name, None)
         out = before is not None and before.out and before.incarnation == incarnation
-        self._members[name] = _Member(incarnation, out=out)
+        self._members[name] = _GroupMember(incarnation, out=out)
         self._ranks.pop(name, None)
 
     def leave(self, name: str) -> None:
@@ -134,7 +134,7 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting:
+class _PendingPush:
     prepare: Prepare
     content: Content
     since: float
@@ -155,13 +155,13 @@ class Rounds:
     start_s: float
     ready_at: float | None = None  # since when the hub's own worker can take part
     current: Round | None = None
-    _waiting: dict[str, _Waiting] = field(default_factory=dict[str, _Waiting])
+    _waiting: dict[str, _PendingPush] = field(default_factory=dict[str, _PendingPush])
     _given: dict[str, Content] = field(default_factory=dict[str, Content])
 
     def offer(self, name: str, prepare: Prepare, now: float) -> None:
         """`name` is to get a version."""
         content = (prepare.slot, tuple(prepare.checksums))
-        self._waiting[name] = _Waiting(prepare, content, now)
+        self._waiting[name] = _PendingPush(prepare, content, now)
 
     def settle(self, now: float, *, idle: bool) -> tuple[list[tuple[str, Prepare]], Round | None]:
         """Who is to fetch now, and the round that begins now (if the hub's worker is `idle`)."""
@@ -229,7 +229,7 @@ class Rounds:
         self.group.broke(left=bool(gone))
         return sorted(current.open - {gone})
 
-    def _limit(self, waiting: _Waiting) -> float:
+    def _limit(self, waiting: _PendingPush) -> float:
         if self.ready_at is None:
             return waiting.since + self.start_s
         return max(waiting.since, self.ready_at) + self.gather_s

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _ArenaVersion:
     """A version in an arena: the one being written, or the one published last."""
 
     arena: Arena
@@ -70,9 +70,9 @@ class Publisher:
         self._stopping = stopping
         self._channel = channel
         self._arena: Arena | None = None
-        self._granted: _Place | None = None
+        self._granted: _ArenaVersion | None = None
         self._sums: list[Future[int]] = []  # of the first buckets of what is being written
-        self._last: tuple[_Place, Publish] | None = None
+        self._last: tuple[_ArenaVersion, Publish] | None = None
         self._lock = threading.Lock()  # one exchange with the hub at a time
         self._moved = threading.Event()
         self._closing = threading.Event()
@@ -137,7 +137,7 @@ class Publisher:
                 self._register(deadline.left_s)
                 slot = self._acquire(version, deadline.left_s)
             assert self._arena is not None
-            self._granted = _Place(self._arena, slot, version)
+            self._granted = _ArenaVersion(self._arena, slot, version)
             self._sums = []
             return self._granted.data
 
@@ -255,11 +255,11 @@ class Publisher:
             log.info("the weight hub has version %d again", place.version)
             return True
 
-    def _move(self, place: _Place, message: Publish) -> tuple[_Place, Publish]:
+    def _move(self, place: _ArenaVersion, message: Publish) -> tuple[_ArenaVersion, Publish]:
         """Publish what lies in `place` from where the restarted hub wants it."""
         slot = self._acquire(place.version, PUBLISH_TIMEOUT_S)
         assert self._arena is not None
-        there = _Place(self._arena, slot, place.version)
+        there = _ArenaVersion(self._arena, slot, place.version)
         if there != place:
             copy(place.data, there.data)
         message = Publish(

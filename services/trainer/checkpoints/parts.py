@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from umbra.proto.errors import UsageError
 from umbra.services.trainer.checkpoints.reading import SavedPart
+from umbra.services.trainer.masters import Masters, rows_like
 
 SHOWN = 3  # names in an error
 
@@ -46,11 +47,13 @@ class Weights:
 
     Args:
         base: checksum of the weights that the run began with, if some of them are frozen.
+        masters: the float32 copies of parameters, which are saved in their place.
     """
 
-    def __init__(self, model: nn.Module, base: str = "") -> None:
+    def __init__(self, model: nn.Module, base: str = "", masters: Masters | None = None) -> None:
         self._model = model
         self._base = base
+        self._masters = masters or Masters((), None)
 
     def tensors(self) -> dict[str, Tensor]:
         """Parameters that are trained, and the buffers of a state dict, by their module's names."""
@@ -59,7 +62,8 @@ class Weights:
                 module.reshard()  # the root stays gathered after a forward pass without a backward
         stored = self._model.state_dict(keep_vars=True)
         buffers = {name: b for name, b in self._model.named_buffers() if name in stored}
-        return {**trained(self._model), **buffers}
+        weights = {name: self._masters.of(p) for name, p in trained(self._model).items()}
+        return {**weights, **buffers}
 
     def facts(self) -> dict[str, Any]:
         """What the frozen weights are."""
@@ -88,6 +92,7 @@ class Weights:
         check_names(saved, own)
         for name, tensor in own.items():
             saved.fill(name, tensor)
+        self._masters.push()
 
 
 class OptimizerState:
@@ -98,9 +103,11 @@ class OptimizerState:
         optimizer: torch.optim.Optimizer,
         model: nn.Module,
         scaler: torch.amp.GradScaler | None = None,
+        masters: Masters | None = None,
     ) -> None:
         self._optimizer = optimizer
-        self._parameters = trained(model)
+        masters = masters or Masters((), None)
+        self._parameters = {name: masters.of(p) for name, p in trained(model).items()}
         self._scaler = scaler
 
     def tensors(self) -> dict[str, Tensor]:
@@ -115,7 +122,11 @@ class OptimizerState:
     def facts(self) -> dict[str, Any]:
         """The kind of optimizer, and the state of the scaler of fp16 gradients."""
         scale = {} if self._scaler is None else {"scaler": self._scaler.state_dict()}
-        return {"kind": type(self._optimizer).__name__, **scale}
+        return {"kind": self._kind, **scale}
+
+    @property
+    def _kind(self) -> str:
+        return getattr(self._optimizer, "kind", type(self._optimizer).__name__)
 
     @torch.no_grad()
     def load(self, saved: SavedPart) -> None:
@@ -124,11 +135,11 @@ class OptimizerState:
         Raises:
             UsageError: it is that of another kind of optimizer, or of other parameters.
         """
-        kind = type(self._optimizer).__name__
+        kind = self._kind
         if saved.facts.get("kind", kind) != kind:
             raise UsageError(
                 f"{saved.source} has the state of {saved.facts['kind']}, but trainer.optimizer is "
-                f"{kind}: go on with the optimizer of before"
+                f"{kind}: go on with the optimizer (and trainer.moments) of before"
             )
         self._optimizer.state.clear()
         for full in saved.names:
@@ -137,8 +148,8 @@ class OptimizerState:
             if parameter is None:
                 raise UsageError(f"{saved.source} is of another model: it has {full}, ours has not")
             shape, dtype = saved.layout(full)
-            if shape == list(parameter.shape):
-                place = torch.zeros_like(parameter, dtype=dtype)
+            if shape and parameter.dim() and shape[0] == len(parameter):
+                place = rows_like(parameter, shape, dtype)
             else:
                 place = torch.zeros(shape, dtype=dtype, device=parameter.device)
             saved.fill(full, place)

@@ -72,4 +72,4 @@ def _check(directory: Path, ranks: Ranks) -> Index | None:
     except DamagedError as error:
         log.warning("%s", error)
         bad = 1
-    return None if int(ranks.sum(torch.tensor([bad]))) else index
+    return None if int(ranks.sum_ranks(torch.tensor([bad]))) else index

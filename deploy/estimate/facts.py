@@ -1,0 +1,128 @@
+"""What has to be known of a run's model to estimate it: its sizes, and what passes over it take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from umbra.deploy.estimate.needs import Facts, fullest, kind_of
+from umbra.deploy.estimate.sizes import ModelSizes, PassPeaks, Rows
+from umbra.deploy.estimate.trace import Outline, pass_peaks
+from umbra.proto.errors import UsageError
+from umbra.services.modeling.models import loading, read_transformers_config
+from umbra.services.runtime.config import RunConfig, TrainerConfig
+from umbra.services.runtime.model.architectures import check_architecture
+
+PREFILL_TOKENS = 16384  # that the torch engine reads in a pass
+_COMPUTE = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_NOTHING = PassPeaks(0, 0, 0, 0, 0)
+
+
+def gather_facts(config: RunConfig, *, gpu: bool) -> Facts:
+    """By the `config.json` in `model.path`; no weights are read.
+
+    Args:
+        gpu: whether the devices that are "auto" are GPUs.
+
+    Raises:
+        UsageError: there is no such model, or it is refused.
+    """
+    if not config.model.path:
+        raise UsageError("model.path is empty: name a directory with the model's config.json")
+    directory = Path(config.model.path)
+    check_architecture(directory, checked=config.model.checked)
+    with loading(directory, "model.path"):
+        model = read_transformers_config(directory)
+    try:
+        return _facts(config, model, gpu=gpu)
+    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        first = str(error).partition("\n")[0]
+        raise UsageError(
+            f"model.path: a step of a {model.model_type} cannot be tried without memory, so it "
+            f"cannot be estimated: {first}"
+        ) from error
+
+
+def _facts(config: RunConfig, model: Any, *, gpu: bool) -> Facts:
+    trainer = config.trainer
+    kind = kind_of(trainer.device, gpu=gpu)
+    compute = _COMPUTE[trainer.precision_on(kind)]
+    # Several ranks gather parameters in what they compute in; one has autocast cast them.
+    stored = compute if trainer.ranks > 1 else torch.float32
+    autocast = compute if compute != torch.float32 else None
+
+    def make(of: Any) -> Outline:
+        return Outline(of, trainer, stored, kind)
+
+    text: Any = model.get_text_config()
+    sizes = make(model).sizes(kv_numbers(text, latent=config.generator.engine == "vllm"))
+    like = None if str(trainer.recomputes_on(kind)).startswith("every") else sizes
+    passes = [
+        (pass_peaks(model, like, make, rows=rows, autocast=autocast), rows)
+        for rows in fullest(config)
+    ]
+    training, rows = max(passes, key=lambda found: found[0].peak)
+    return Facts(
+        sizes=sizes,
+        training=training,
+        scoring=_scoring(config, model, sizes, gpu=gpu),
+        prefill=_prefill(config, model, sizes, gpu=gpu),
+        rows=rows,
+    )
+
+
+def kv_numbers(config: Any, *, latent: bool) -> int:
+    """Numbers that are kept of a token in all layers; windows are not taken into account.
+
+    Args:
+        config: Transformers', of the text model.
+        latent: multi-head latent attention keeps what it has compressed, as vLLM does.
+    """
+    layers = config.num_hidden_layers
+    heads = config.num_attention_heads
+    if getattr(config, "kv_lora_rank", None):
+        if latent:
+            return layers * (config.kv_lora_rank + config.qk_rope_head_dim)
+        key = config.qk_nope_head_dim + config.qk_rope_head_dim
+        return layers * heads * (key + config.v_head_dim)
+    head = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return layers * 2 * (getattr(config, "num_key_value_heads", None) or heads) * head
+
+
+def _scoring(config: RunConfig, model: Any, sizes: ModelSizes, *, gpu: bool) -> PassPeaks:
+    scorer = config.scorer
+    if not {"ref_logp", "logp"} & set(config.buffer.stages):
+        return _NOTHING
+    kind = kind_of(scorer.device, gpu=gpu)
+    settings = TrainerConfig(logits_mib=scorer.logits_mib)
+    keys = {"pack_tokens": scorer.pack_tokens, "micro_tokens": scorer.micro_tokens}
+    trainer = msgspec.structs.replace(config.trainer, **keys)
+    rows = fullest(msgspec.structs.replace(config, trainer=trainer))
+
+    def make(of: Any) -> Outline:
+        return Outline(of, settings, _served(config, kind), kind)
+
+    peaks = [pass_peaks(model, sizes, make, rows=r, train=False) for r in rows]
+    return max(peaks, key=lambda found: found.peak)
+
+
+def _prefill(config: RunConfig, model: Any, sizes: ModelSizes, *, gpu: bool) -> PassPeaks:
+    """Of the torch engine, over as many prompts as long as a context as fit into a pass."""
+    generator = config.generator
+    if generator.engine != "torch":
+        return _NOTHING
+    kind = kind_of(generator.device, gpu=gpu)
+    count = max(1, min(generator.slots, PREFILL_TOKENS // generator.max_context))
+    rows = Rows(count, generator.max_context, packed=True)
+
+    def make(of: Any) -> Outline:
+        return Outline(of, TrainerConfig(logits_mib=1.0), _served(config, kind), kind)
+
+    return pass_peaks(model, sizes, make, rows=rows, train=False)
+
+
+def _served(config: RunConfig, kind: str) -> torch.dtype:
+    return getattr(torch, config.weight_hub.dtype_on(kind))

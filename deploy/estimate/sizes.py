@@ -1,0 +1,111 @@
+"""What decides how much memory a model takes: its tensors, and the peaks of a pass over it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+
+@dataclass(frozen=True, slots=True)
+class Sized:
+    """A parameter, as sharding sees it."""
+
+    name: str
+    shape: tuple[int, ...]
+    trained: bool
+    layer: int  # of the decoder; -1: outside of the layers (embedding, output layer, last norm)
+    adapter: bool = False
+
+    @property
+    def count(self) -> int:
+        """Its numbers."""
+        return prod(self.shape)
+
+    def share(self, ranks: int) -> int:
+        """Numbers that the first of `ranks` ranks holds: as many whole rows as any of them."""
+        if not self.shape:
+            return 1
+        return -(-self.shape[0] // ranks) * prod(self.shape[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """All parameters of a model; numbers are counts of elements, not bytes."""
+
+    tensors: tuple[Sized, ...]
+    kv_numbers: int
+    """In the cache of keys and values, for one token in all layers."""
+    vocabulary: int
+
+    @property
+    def parameters(self) -> int:
+        """Numbers of the model; an adapter, which is merged into it, left out."""
+        return sum(t.count for t in self.tensors if not t.adapter)
+
+    @property
+    def trained(self) -> int:
+        """Numbers that have a gradient."""
+        return sum(t.count for t in self.tensors if t.trained)
+
+    def share(self, ranks: int, *, trained: bool = False) -> int:
+        """Numbers that one of `ranks` ranks holds of all tensors, or of those that are trained."""
+        return sum(t.share(ranks) for t in self.tensors if t.trained or not trained)
+
+    @property
+    def root(self) -> tuple[int, int]:
+        """Numbers outside of the layers, and those of them that are trained."""
+        return self._in({-1})
+
+    @property
+    def largest_layer(self) -> tuple[int, int]:
+        """Numbers of the largest layer, and those of it that are trained."""
+        return max(self._in({layer}) for layer in {t.layer for t in self.tensors} - {-1})
+
+    @property
+    def alike(self) -> bool:
+        """Whether all layers have the same tensors."""
+        layers: dict[int, list[tuple[tuple[int, ...], bool]]] = {}
+        for tensor in self.tensors:
+            layers.setdefault(tensor.layer, []).append((tensor.shape, tensor.trained))
+        layers.pop(-1, None)
+        first, *others = layers.values()
+        return all(other == first for other in others)
+
+    def _in(self, layers: set[int]) -> tuple[int, int]:
+        inside = [t for t in self.tensors if t.layer in layers]
+        return sum(t.count for t in inside), sum(t.count for t in inside if t.trained)
+
+
+@dataclass(frozen=True, slots=True)
+class PassPeaks:
+    """Bytes of a pass, parameters and gradients left out."""
+
+    kept: int
+    """Alive when the output layer begins: activations that the backward pass needs, and masks."""
+    attention: int
+    """Of `kept`: what has a number for each pair of positions (masks, scores)."""
+    logits: int
+    """Most beyond `kept`, until gradients have come back through the output layer."""
+    forward: int
+    """Most while the layers compute, before the output layer begins."""
+    backward: int
+    """Most while the layers' gradients are computed."""
+
+    @property
+    def working(self) -> int:
+        """Most beyond `kept` while the layers compute."""
+        return max(0, self.forward - self.kept, self.backward - self.kept)
+
+    @property
+    def peak(self) -> int:
+        """The most at any time."""
+        return self.kept + max(self.logits, self.working)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of a micro-batch, and how many sequences lie in one: one alone needs no mask."""
+
+    count: int
+    width: int
+    packed: bool = True

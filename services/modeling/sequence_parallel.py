@@ -1,0 +1,263 @@
+"""Rows whose tokens several ranks share (Ulysses sequence parallelism, arXiv 2309.14509).
+
+Each of N ranks has 1/N of the tokens of every row. All of a transformer works token by token but
+attention. There the ranks exchange: each gives the tokens that it has, and gets all tokens of 1/N
+of the heads; attention runs as it does on one rank, with its masks for whole rows; then they
+exchange back. The backward pass exchanges in the same way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from umbra.proto.errors import UsageError
+from umbra.services.modeling.attention import Attention
+from umbra.services.modeling.attention_backends import NAME
+from umbra.services.modeling.experts import UNKNOWN
+from umbra.services.modeling.micro_batch import MicroBatch
+from umbra.services.runtime.model.architectures import check_heads
+
+_ARGUMENT = "sequence_share"  # of forward passes, handed on to the attention of each layer
+_SHARED = f"{NAME}-shared"  # our attention between two exchanges, in Transformers
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceGroup:
+    """The `size` ranks that share rows; this is number `rank` of them."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+
+class SequenceShare:
+    """What one rank has of a micro-batch with N learned tokens.
+
+    No dataclass: FSDP, which casts what a layer is given, would hand each layer a copy of it.
+
+    Args:
+        group: who has the rest.
+        rows: R rows of L tokens, padded to a multiple of the ranks.
+        own: this rank's columns of them, [R, L / ranks], and the learned tokens predicted there;
+            its segments and prefixes are those of `rows`.
+        learned: int64, which of the N learned tokens these are.
+    """
+
+    def __init__(
+        self, group: SequenceGroup, rows: MicroBatch, own: MicroBatch, learned: Tensor
+    ) -> None:
+        self.group = group
+        self.rows = rows
+        self.own = own
+        self.learned = learned
+        self.layers = 0  # that have attended in this pass
+
+    def arguments(self) -> dict[str, Any]:
+        """What the model is given besides tokens and masks."""
+        return {_ARGUMENT: self}
+
+    def join(self, values: Tensor) -> Tensor:
+        """Of all N learned tokens, on every rank, what each rank found of its own, [n, ...].
+
+        Each rank's gradient is that of its own values, so a loss that all ranks compute alike
+        counts once.
+        """
+        return _Join.apply(values, self)  # pyright: ignore[reportReturnType]
+
+
+class SequenceParallel:
+    """Has a model attend to whole rows while it is given a share of their tokens.
+
+    Args:
+        model: prepared by `Attention.prepare`; its attention is put between two exchanges.
+        attention: what that gave.
+        group: the ranks that share rows.
+
+    Raises:
+        UsageError: the model's query heads cannot be divided by the ranks.
+    """
+
+    def __init__(self, model: PreTrainedModel, attention: Attention, group: SequenceGroup) -> None:
+        self._group = group
+        self._class = type(model).__name__
+        config: Any = model.config.get_text_config()
+        self._layers: int = config.num_hidden_layers
+        check_heads(config.to_dict(), group.size)
+        self._windows = any(window is not None for _, window in attention.windows)
+        model.set_attn_implementation(_SHARED)
+
+    def share(self, batch: MicroBatch) -> SequenceShare:
+        """This rank's part of `batch`, whose tensors are where the model is."""
+        group = self._group
+        rows = _padded(batch, group.size)
+        if rows.segment is None and self._windows:
+            # Without a mask the model's class would make one, for the tokens that it has.
+            one = torch.zeros_like(rows.input_ids, dtype=torch.int32)
+            rows = replace(rows, segment=one, prefix=one)
+        width = rows.input_ids.shape[1]
+        columns = width // group.size
+        row, column = rows.index // width, rows.index % width
+        learned = (column // columns == group.rank).nonzero().squeeze(1)
+        first = group.rank * columns
+        here = slice(first, first + columns)
+        own = replace(
+            rows,
+            input_ids=rows.input_ids[:, here],
+            position_ids=rows.position_ids[:, here],
+            fed=_by_row(rows.fed, width, lambda x: x[:, here]),
+            routing=_by_row(rows.routing, width, lambda x: x[:, here]),
+            index=(row * columns + column - first)[learned],
+            targets=rows.targets[learned],
+            source=rows.source[learned.cpu()],
+        )
+        return SequenceShare(group, rows, own, learned)
+
+    def check(self, share: SequenceShare) -> None:
+        """After a forward pass: whether all layers exchanged.
+
+        Raises:
+            UsageError: some attended to this rank's tokens alone, or in a way of their own.
+        """
+        if share.layers != self._layers:
+            raise UsageError(
+                f"trainer.sequence_parallel: {share.layers} of the {self._layers} layers of "
+                f"{self._class} attend through Transformers' attention interface: set it to 1"
+            )
+
+
+def _padded(batch: MicroBatch, multiple: int) -> MicroBatch:
+    """`batch` with rows of a multiple of so many tokens."""
+    width = batch.input_ids.shape[1]
+    more = -width % multiple
+    if not more:
+        return batch
+    pad = nn.functional.pad
+    further = torch.arange(1, more + 1, device=batch.position_ids.device)
+    return replace(
+        batch,
+        input_ids=pad(batch.input_ids, (0, more)),
+        position_ids=torch.cat([batch.position_ids, batch.position_ids[:, -1:] + further], 1),
+        index=batch.index + batch.index // width * more,
+        segment=None if batch.segment is None else pad(batch.segment, (0, more), value=-1),
+        prefix=None if batch.prefix is None else pad(batch.prefix, (0, more), value=-1),
+        fed=_by_row(batch.fed, width, lambda x: pad(x, (0, more))),
+        routing=_by_row(
+            batch.routing, width, lambda x: pad(x, (0, 0, 0, 0, 0, more), value=UNKNOWN)
+        ),
+    )
+
+
+def _by_row(cells: Tensor | None, width: int, change: Callable[[Tensor], Tensor]) -> Tensor | None:
+    """`cells` [R * L, ...] after a `change` of the rows [R, L, ...]."""
+    return None if cells is None else change(cells.unflatten(0, (-1, width))).flatten(0, 1)
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    **arguments: Any,
+) -> tuple[Tensor, None]:
+    """Our attention over whole rows, between two exchanges; see `AttentionInterface`.
+
+    Args:
+        query: [R, heads, L / ranks, D].
+        key: [R, key heads, L / ranks, D].
+        value: as `key`, with a width of its own.
+        attention_mask: of whole rows.
+    """
+    share: SequenceShare | None = arguments.pop(_ARGUMENT, None)
+    if share is None:
+        raise UsageError(
+            f"trainer.sequence_parallel: {type(module).__name__} does not hand on to attention "
+            "what its model is given: set it to 1"
+        )
+    share.layers += 1
+    group, keys = share.group, key.shape[1]
+    each = math.lcm(keys, group.size)  # key heads, so that every rank has equally many
+    if each > keys:
+        key, value = (x.repeat_interleave(each // keys, 1) for x in (key, value))
+    if arguments.get("s_aux") is not None:
+        arguments["s_aux"] = arguments["s_aux"].chunk(group.size)[group.rank]
+    if arguments.get("position_ids") is not None:
+        arguments["position_ids"] = share.rows.position_ids
+    output, _ = ALL_ATTENTION_FUNCTIONS[NAME](
+        module, *_to_heads(group, query, key, value), attention_mask, **arguments
+    )
+    return _to_tokens(group, output), None
+
+
+def _mask_of(*_: Any, attention_mask: Any = None, **__: Any) -> Any:
+    """What a layer is given: our masks as they are; without one it attends causally."""
+    return attention_mask
+
+
+def _to_heads(group: SequenceGroup, *tensors: Tensor) -> list[Tensor]:
+    """[R, heads, L / ranks, D] each, to [R, heads / ranks, L, D]."""
+    parts = [x.unflatten(1, (group.size, -1)).movedim(1, 0) for x in tensors]
+    found: Any = _Exchange.apply(group, *parts)
+    return [x.movedim(0, 2).flatten(2, 3) for x in found]
+
+
+def _to_tokens(group: SequenceGroup, output: Tensor) -> Tensor:
+    """[R, L, heads / ranks, D] to [R, L / ranks, heads, D]."""
+    parts = output.unflatten(1, (group.size, -1)).movedim(1, 0)
+    (found,) = _Exchange.apply(group, parts)  # pyright: ignore[reportGeneralTypeIssues]
+    return found.movedim(0, 2).flatten(2, 3)
+
+
+class _Exchange(torch.autograd.Function):
+    """Part j of rank i becomes part i of rank j; of each tensor, [ranks, ...]."""
+
+    @staticmethod
+    def forward(ctx: Any, group: SequenceGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return _exchange(group, tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, *_exchange(ctx.group, grads)
+
+
+def _exchange(group: SequenceGroup, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """In one message, as bytes: under autocast queries, keys and values may differ in dtype."""
+    flat = [x.contiguous().view(group.size, -1).view(torch.uint8) for x in tensors]
+    sent = torch.cat(flat, 1)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group.group)
+    parts = received.split([x.shape[1] for x in flat], 1)
+    return tuple(
+        part.contiguous().view(x.dtype).view(x.shape)
+        for part, x in zip(parts, tensors, strict=True)
+    )
+
+
+class _Join(torch.autograd.Function):
+    """See `SequenceShare.join`."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, share: SequenceShare) -> Tensor:
+        ctx.learned = share.learned
+        joined = values.new_zeros(len(share.rows.targets), *values.shape[1:])
+        joined[share.learned] = values
+        dist.all_reduce(joined, group=share.group.group)
+        return joined
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0][ctx.learned], None
+
+
+AttentionInterface.register(_SHARED, _attend)
+AttentionMaskInterface.register(_SHARED, _mask_of)

@@ -1,0 +1,99 @@
+"""What training steps really take on a CPU: for each JSON line on standard input, a line of bytes.
+
+A line has the fields of `Case`. A step is that of the trainer, with the gradients there already, on
+full rows. The figure is the growth of the resident memory (`VmHWM` of the kernel) beyond that
+before the step, so it does not come from the code that is tested with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import gc
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate.state import AcceleratorState
+from transformers import AutoModelForCausalLM
+
+from umbra.deploy.estimate.sizes import Rows
+from umbra.deploy.estimate.trace import full_rows
+from umbra.services.modeling.models import attention_implementation
+from umbra.services.runtime.config import TrainerConfig
+from umbra.services.trainer.learner import Learner
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, settings of the trainer, and rows."""
+
+    kind: str  # of Transformers' config, without "Config"
+    model: dict[str, Any]
+    rows: int
+    width: int
+    trainer: dict[str, Any] = field(default_factory=dict)
+
+    def config(self) -> Any:
+        return getattr(transformers, f"{self.kind}Config")(**self.model)
+
+    def settings(self) -> TrainerConfig:
+        return TrainerConfig(device="cpu", **self.trainer)
+
+
+def measure(case: Case) -> int:
+    """Bytes that a forward and a backward pass take at most, beyond weights and gradients."""
+    config = case.config()
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation=attention_implementation(config)
+    )
+    AcceleratorState._reset_state(True)  # else the first case's precision is that of all
+    learner = Learner(model, case.settings(), steps=1)
+    for parameter in learner.model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad.fill_(0)  # so that the kernel has to give the pages
+    step(learner, full_rows(Rows(1, 32)))  # libraries make their own buffers at the first time
+    micro = full_rows(Rows(case.rows, case.width))
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak starts anew
+    before = status("VmRSS")
+    step(learner, micro)
+    return status("VmHWM") - before
+
+
+def step(learner: Learner, micro: Any) -> None:
+    temperature = torch.ones(len(micro.targets))
+    logprobs, _ = learner.score(micro, temperature)
+    learner.backward(logprobs.sum())
+
+
+def status(name: str) -> int:
+    """Bytes by that name in `/proc/self/status`."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(name)
+
+
+def main() -> None:
+    libc = ctypes.CDLL(None)
+    # What is freed goes back to the kernel at once.
+    libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)
+    libc.mallopt(M_TRIM_THRESHOLD, 1 << 16)
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        case = Case(**json.loads(line))
+        print(json.dumps({**dataclasses.asdict(case), "bytes": measure(case)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

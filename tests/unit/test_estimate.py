@@ -1,0 +1,473 @@
+"""`umbra estimate`: what is counted without memory is what a step takes; sums, verdicts, words."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from fakes.architectures import ARCHITECTURES
+from fakes.slowness import seconds
+from programs.memory_peak import Case
+from transformers import AutoModelForCausalLM
+
+from umbra.cli import main
+from umbra.deploy.estimate.facts import kv_numbers
+from umbra.deploy.estimate.fit import Machine, estimate
+from umbra.deploy.estimate.gpus import GIB, GPUS, gpu_bytes
+from umbra.deploy.estimate.needs import (
+    BACKWARD,
+    LOGITS,
+    Facts,
+    Item,
+    fullest,
+    needs,
+    peak,
+)
+from umbra.deploy.estimate.sizes import ModelSizes, PassPeaks, Rows, Sized
+from umbra.deploy.estimate.trace import LiveBytes, Outline, full_rows, pass_peaks
+from umbra.proto.errors import UsageError
+from umbra.services.modeling.packing import pack
+from umbra.services.runtime.config import RunConfig, TrainerConfig
+from umbra.services.runtime.config.loader import load_config
+from umbra.services.runtime.model.architectures import PROVEN
+from umbra.services.trainer.lora import add_adapter
+
+PROGRAM = Path(__file__).parents[1] / "programs" / "memory_peak.py"
+WITHIN = 0.1
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 2000,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+LARGE_VOCABULARY = {**SMALL, "vocab_size": 40_000, "num_hidden_layers": 1}
+EXPERTS = {
+    **SMALL,
+    "num_hidden_layers": 3,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+}
+CASES = {
+    "short rows": Case("Qwen3", SMALL, 4, 256),
+    "a long row": Case("Qwen3", SMALL, 1, 1024),
+    "recomputed": Case("Qwen3", SMALL, 4, 512, {"activation_checkpointing": True}),
+    "bf16": Case("Qwen3", SMALL, 4, 256, {"precision": "bf16"}),
+    "an adapter": Case("Qwen3", SMALL, 4, 256, {"lora_rank": 8}),
+    "all logits": Case("Qwen3", LARGE_VOCABULARY, 2, 256),
+    "logits in chunks": Case("Qwen3", LARGE_VOCABULARY, 4, 256, {"logits_mib": 16.0}),
+    "experts": Case("Qwen3Moe", EXPERTS, 4, 256),
+    "windows": Case("Gemma2", {**SMALL, "sliding_window": 128}, 2, 256),
+}
+
+
+def traced(case: Case) -> PassPeaks:
+    """What is counted for a case, without memory."""
+    trainer = case.settings()
+    outline = Outline(case.config(), trainer, torch.float32, "cpu")
+    autocast = torch.bfloat16 if trainer.precision == "bf16" else None
+    return outline.peaks(Rows(case.rows, case.width), autocast=autocast)
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, int]:
+    """What each case really takes, in bytes: measured by the kernel, in another process."""
+    lines = [json.dumps(dataclasses.asdict(case)) for case in CASES.values()]
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM)],
+        input="\n".join(lines),
+        capture_output=True,
+        text=True,
+        timeout=seconds(300),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line)["bytes"] for line in done.stdout.splitlines()]
+    return dict(zip(CASES, found, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_takes_what_is_counted(name: str, measured: dict[str, int]) -> None:
+    assert traced(CASES[name]).peak == pytest.approx(measured[name], rel=WITHIN)
+
+
+@pytest.mark.parametrize("trainer", [{}, {"activation_checkpointing": True}, {"lora_rank": 4}])
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_of_many_like_layers_a_few_tell(
+    trainer: dict[str, Any], autocast: torch.dtype | None
+) -> None:
+    config = ARCHITECTURES["qwen3"].config(layers=9)
+
+    def make(of: Any) -> Outline:
+        return Outline(of, TrainerConfig(**trainer), torch.float32, "cpu")
+
+    whole = make(config)
+    sizes = whole.sizes(0)
+    assert sizes.alike
+    found = pass_peaks(config, sizes, make, rows=Rows(2, 32), autocast=autocast)
+    tried = whole.peaks(Rows(2, 32), autocast=autocast)
+    assert (found.kept, found.attention) == (tried.kept, tried.attention)
+    assert found.working == pytest.approx(tried.working, rel=0.01)
+    assert tried.peak <= found.peak <= 1.01 * tried.peak
+
+
+def test_layers_that_differ_are_all_tried() -> None:
+    config = ARCHITECTURES["deepseek-v3"].config(layers=9)  # the first is dense
+    outline = Outline(config, TrainerConfig(), torch.float32, "cpu")
+    assert not outline.sizes(0).alike
+
+
+def test_what_lives_is_counted() -> None:
+    """By hand: two products of 4 KB, of which the first is freed; a view has no bytes."""
+    a = torch.ones(32, 32)
+    with LiveBytes([a]) as live:
+        first = a @ a
+        second = first @ a
+        assert live.now == 8192
+        view = second.view(-1)
+        del first
+        assert (live.now, live.peak) == (4096, 8192)
+        del second
+        assert live.now == 4096
+        del view
+    assert (live.now, live.peak) == (0, 8192)
+
+
+@pytest.mark.parametrize("name", sorted({a.name for a in ARCHITECTURES.values()}))
+def test_parameters_are_those_of_the_model(name: str) -> None:
+    """Of every architecture that Umbra is right for, and a step of it can be tried."""
+    architecture = ARCHITECTURES[name]
+    config = architecture.config()
+    if config.model_type not in PROVEN:
+        pytest.skip("refused before it is estimated")
+    outline = Outline(config, TrainerConfig(), torch.float32, "cpu")
+    model = AutoModelForCausalLM.from_config(config)
+    sizes = outline.sizes(0)
+    assert sizes.parameters == sizes.trained == sum(p.numel() for p in model.parameters())
+    shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+    assert {tensor.name: tensor.shape for tensor in sizes.tensors} == shapes
+    assert outline.peaks(Rows(2, 16)).peak > 0
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe"])
+def test_an_adapter_is_counted_apart(name: str) -> None:
+    config, trainer = ARCHITECTURES[name].config(), TrainerConfig(lora_rank=4)
+    model = AutoModelForCausalLM.from_config(config)
+    whole = sum(p.numel() for p in model.parameters())
+    add_adapter(model, trainer, seed=0)
+    sizes = Outline(config, trainer, torch.float32, "cpu").sizes(0)
+    assert sizes.parameters == whole
+    assert sizes.trained == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert 0 < sizes.trained < whole
+
+
+def test_shares_are_those_of_the_first_rank() -> None:
+    """Rows are divided as torch.chunk does; the first rank has as many as any."""
+    tensors = (Sized("a", (10, 3), True, 0), Sized("b", (2,), False, -1))
+    sizes = ModelSizes(tensors, 0, 10)
+    assert sizes.share(1) == 32
+    assert sizes.share(4) == 3 * 3 + 1
+    assert sizes.share(4, trained=True) == 9
+    assert sizes.largest_layer == (30, 30)
+    assert sizes.root == (2, 0)
+
+
+def test_a_process_needs_the_most_of_any_phase() -> None:
+    items = [Item("a", 5), Item("b", 3, (LOGITS,)), Item("c", 2, (BACKWARD,))]
+    assert peak(items) == 8
+
+
+@pytest.mark.parametrize(("config", "latent", "numbers"), [
+    ("qwen3", True, 2 * 2 * 1 * 32),
+    ("deepseek-v3", True, None),
+    ("deepseek-v3", False, None),
+])  # fmt: skip
+def test_numbers_in_the_cache(config: str, latent: bool, numbers: int | None) -> None:
+    made = ARCHITECTURES[config].config()
+    if numbers is None and latent:
+        numbers = 2 * (made.kv_lora_rank + made.qk_rope_head_dim)
+    elif numbers is None:
+        key = made.qk_nope_head_dim + made.qk_rope_head_dim
+        numbers = 2 * made.num_attention_heads * (key + made.v_head_dim)
+    assert kv_numbers(made, latent=latent) == numbers
+
+
+def settings(*overrides: str) -> RunConfig:
+    return load_config(overrides=["model.path=m", *overrides], environ={})
+
+
+@pytest.mark.parametrize(
+    ("pack_tokens", "micro_tokens", "max_context", "expected"),
+    [
+        (256, 4096, 129, [Rows(16, 256, True)]),
+        (256, 4096, 1025, [Rows(8, 511, True), Rows(9, 455, True), Rows(4, 1024, False)]),
+        (256, 512, 1025, [Rows(1, 511, True), Rows(2, 256, True), Rows(1, 1024, False)]),
+    ],
+)
+def test_the_fullest_micro_batch(
+    pack_tokens: int, micro_tokens: int, max_context: int, expected: list[Rows]
+) -> None:
+    config = settings(
+        f"trainer.pack_tokens={pack_tokens}",
+        f"trainer.micro_tokens={micro_tokens}",
+        f"generator.max_context={max_context}",
+    )
+    assert fullest(config) == expected
+
+
+@pytest.mark.parametrize("longest", [40, 100, 300])
+def test_no_micro_batch_is_fuller(longest: int) -> None:
+    """Whatever the lengths of the samples: neither tokens nor pairs of a masked row."""
+    config = settings(
+        "trainer.pack_tokens=64", "trainer.micro_tokens=512", f"generator.max_context={longest}"
+    )
+    known = fullest(config)
+    generator = torch.Generator().manual_seed(longest)
+    for _ in range(50):
+        lengths = torch.randint(2, longest + 1, (60,), generator=generator)
+        for micro in pack(_tokens(lengths), pack_tokens=64, micro_tokens=512):
+            rows, width = micro.input_ids.shape
+            packed = micro.segment is not None
+            assert rows * width <= max(r.count * (r.width + 1) for r in known)
+            assert not packed or rows * width**2 <= max(
+                r.count * r.width**2 for r in known if r.packed
+            )
+
+
+def _tokens(lengths: torch.Tensor) -> Any:
+    from umbra.services.modeling.micro_batch import Tokens
+
+    total = int(lengths.sum())
+    starts = lengths.cumsum(0) - lengths
+    learned = torch.ones(total, dtype=torch.bool)
+    learned[starts] = False
+    owner = torch.arange(len(lengths)).repeat_interleave(lengths)
+    return Tokens(
+        torch.zeros(total, dtype=torch.int64),
+        lengths,
+        learned.nonzero().squeeze(1),
+        owner[learned],
+    )
+
+
+def test_full_rows_are_full() -> None:
+    packed, alone = full_rows(Rows(3, 16)), full_rows(Rows(3, 16, packed=False))
+    for micro in (packed, alone):
+        assert micro.input_ids.shape == (3, 16)
+        assert micro.tokens == len(micro.targets) == 48
+    assert packed.segment is not None
+    assert alone.segment is None
+
+
+# -- sums and verdicts ----------------------------------------------------------------------------
+
+GB = 10**9
+SIZES = ModelSizes((Sized("w", (8, 10**9), True, 0), Sized("e", (2, 10**9), True, -1)), 1000, 100)
+FACTS = Facts(
+    SIZES,
+    training=PassPeaks(10 * GB, 2 * GB, 3 * GB, 12 * GB, 14 * GB),
+    scoring=PassPeaks(1 * GB, 0, 1 * GB, 0, 0),
+    prefill=PassPeaks(1 * GB, 0, 1 * GB, 0, 0),
+    rows=Rows(2, 512, packed=True),
+)
+
+
+def amounts(config: RunConfig, *, gpu: bool = True) -> dict[str, int]:
+    """Bytes of the trainer, by purpose, GPU and host together."""
+    (trainer, *_) = needs(config, FACTS, gpu=gpu)
+    return {item.name: item.bytes for item in (*trainer.device, *trainer.host)}
+
+
+def test_a_trainer_on_one_gpu() -> None:
+    found = amounts(settings("checkpoint.every=10"))
+    assert found["weights, float32"] == 40 * GB
+    assert found["gradients, float32"] == 40 * GB
+    assert found["moments, adamw"] == 80 * GB
+    assert found["copy for checkpoints"] == 120 * GB
+    assert found["activations, 2 x 512 tokens"] == 8 * GB
+    assert found["masks and scores"] == 2 * GB
+    assert not any(name.startswith("gathered") for name in found)
+
+
+def test_ranks_share_what_is_sharded() -> None:
+    found = amounts(settings("trainer.ranks=2"))
+    assert found["weights, float32"] == 20 * GB
+    assert found["moments, adamw"] == 40 * GB
+    assert found["gathered parameters"] == 2 * (2 + 3 * 8) * GB
+    assert found["gathered gradients"] == 2 * 2 * GB + 8 * (2 + 8) * GB
+    assert found["rows of a tensor while it is read"] == 4 * 4 * GB
+
+
+def test_sgd_without_momentum_has_no_moments() -> None:
+    keys = ("trainer.optimizer=sgd", "trainer.betas=[0.0, 0.9]")
+    assert amounts(settings(*keys))["moments, sgd"] == 0
+    assert amounts(settings("trainer.optimizer=sgd"))["moments, sgd"] == 40 * GB
+
+
+def test_a_critic_of_its_own_counts_once_more() -> None:
+    one, two = amounts(settings()), amounts(settings("trainer.objective=ppo_critic"))
+    assert two["critic: moments, adamw"] == one["moments, adamw"]
+
+
+def test_a_generator_and_its_cache() -> None:
+    config = settings(
+        "generator.engine=vllm", "generator.tensor_parallel=2", "generator.slots=10",
+        "generator.max_context=100", "generator.device=cuda:2",
+    )  # fmt: skip
+    _, generator = needs(config, FACTS, gpu=True)
+    found = {item.name: item.bytes for item in (*generator.device, *generator.host)}
+    assert generator.gpus == ((2, 3),)
+    assert found["weights, bfloat16"] == 10 * GB
+    assert found["KV cache, 10 x 100 tokens"] == 2 * 1000 * 1000 // 2
+    assert found["staging, 2 versions"] == 2 * 20 * GB
+    streamed = msgspec.structs.replace(config.generator, receive="streamed")
+    _, generator = needs(msgspec.structs.replace(config, generator=streamed), FACTS, gpu=True)
+    assert not [item for item in generator.host if item.name.startswith("staging")]
+
+
+def test_scorers_with_a_model_are_counted() -> None:
+    config = settings('buffer.stages=["ref_logp", "logp"]', "scorer.logp=2")
+    names = {need.name: need.count for need in needs(config, FACTS, gpu=True)}
+    assert names["scorer ref_logp"] == 1
+    assert names["scorer logp"] == 2
+
+
+def test_on_a_cpu_all_of_it_is_memory_of_the_host() -> None:
+    found = estimate(settings(), FACTS, Machine(0, host=10**15, shm=10**15))
+    assert not found.gpus
+    assert all(not need.device and not need.gpus for need in found.needs)
+    assert found.host > 160 * GB
+    assert found.fits
+
+
+def fault(machine: Machine, *overrides: str) -> str:
+    found = estimate(settings(*overrides), FACTS, machine)
+    assert not found.fits
+    return "; ".join(found.faults)
+
+
+LARGE = Machine(10**12, "large", 10**13, 10**13)
+
+
+@pytest.mark.parametrize(
+    ("machine", "overrides", "parts"),
+    [
+        (
+            Machine(100 * GB, "g", 10**13, 10**13),
+            ["generator.device=cuda:1"],
+            ["GPU 0 has 93.1 GiB (g), of which a trainer rank needs", "moments", "trainer.ranks"],
+        ),
+        (
+            Machine(179 * GB, "g", 10**13, 10**13),
+            [],
+            ["trainer rank and generator need", "give the generator other GPUs"],
+        ),
+        (
+            dataclasses.replace(LARGE, shm=30 * GB),
+            [],
+            ["/dev/shm has 27.9 GiB", "37.3 GiB", "weight_hub.slots = 2"],
+        ),
+        (dataclasses.replace(LARGE, host=100 * GB), [], ["the host has 93.1 GiB of memory"]),
+        (
+            Machine(25 * GB, "g", 10**13, 10**13),
+            ["generator.engine=vllm", "generator.max_context=1000000"],
+            ["room for 0.0 sequences", "generator.max_context"],
+        ),
+    ],
+)
+def test_what_does_not_fit_names_the_key_to_change(
+    machine: Machine, overrides: list[str], parts: list[str]
+) -> None:
+    text = fault(machine, *overrides)
+    for part in parts:
+        assert part in text
+
+
+def test_room_for_fewer_sequences_than_slots_is_told() -> None:
+    keys = ("generator.engine=vllm", "generator.device=cuda:1", "generator.max_context=100000")
+    found = estimate(settings(*keys), FACTS, dataclasses.replace(LARGE, gpu=250 * GB))
+    assert found.fits
+    assert "sequences of generator.max_context = 100000" not in "".join(found.notes)
+    keys = (*keys, "generator.slots=2000")
+    found = estimate(settings(*keys), FACTS, dataclasses.replace(LARGE, gpu=250 * GB))
+    assert "of generator.slots = 2000" in found.notes[0]
+
+
+def test_the_gpus_that_are_known() -> None:
+    for name in GPUS:
+        printed = float(name.rpartition("-")[2])
+        assert 0.9 * printed * 1e9 / GIB <= GPUS[name] <= 1.03 * printed
+        assert gpu_bytes(name) == int(GPUS[name] * GIB)
+    with pytest.raises(UsageError, match=r"--gpu h100: known are .*h100-80"):
+        gpu_bytes("h100")
+
+
+# -- commands -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run_file(tmp_path: Path, tiny_model_dir: Path) -> Path:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "1", "answer": "1"}\n', encoding="utf-8")
+    path = tmp_path / "run.toml"
+    path.write_text(
+        f"""
+        [model]
+        path = "{tiny_model_dir}"
+        [data]
+        prompts = "{prompts}"
+        [generator]
+        max_context = 64
+        [trainer]
+        pack_tokens = 64
+        micro_tokens = 128
+        """,
+        encoding="utf-8",
+    )
+    return path
+
+
+def test_the_command(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", str(run_file), "--gpu", "l4-24"]) == 0
+    text = capsys.readouterr().out
+    for part in ("trainer rank, GPU 0", "weights, float32", "KV cache", "GPU 0", "/dev/shm"):
+        assert part in text
+    assert text.rstrip().endswith("It fits.")
+    assert main(["estimate", str(run_file), "--gpu", "l4-24", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] is True
+    assert found["processes"][0]["device"]["weights, float32"] > 0
+
+
+def test_what_does_not_fit_ends_with_2(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["estimate", str(run_file), "--gpu", "l4-24", "--shm-gib", "0.0001", "--host-gib", "1"]
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert "It fits" not in captured.out
+    assert "/dev/shm has" in captured.err
+    assert "the host has 1 GiB" in captured.err
+
+
+def test_config_check_tells_and_warns(
+    run_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["config", "check", str(run_file)]) == 0
+    text = capsys.readouterr().out
+    assert "memory:    host" in text
+    assert "warning:   memory" not in text
+    monkeypatch.setattr("umbra.deploy.estimate.here.this_machine", lambda: Machine(0, shm=1))
+    assert main(["config", "check", str(run_file)]) == 0
+    assert "warning:   memory: /dev/shm has 1 B" in capsys.readouterr().out

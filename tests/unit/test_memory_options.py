@@ -1,0 +1,176 @@
+"""Parameters, moments and activations in less memory: what is learned stays what it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from fakes.rank_bench import Trained, make_batches, train
+from torch.autograd import graph
+
+from umbra.proto.errors import UsageError
+from umbra.proto.records import Trajectory
+from umbra.services.runtime.config import TrainerConfig
+from umbra.services.runtime.config.feasibility import check_feasible
+from umbra.services.runtime.config.loader import load_config
+from umbra.services.trainer import sharding
+from umbra.services.trainer.learner import Learner
+from umbra.services.trainer.make_model import make_model
+from umbra.services.trainer.policy import load_policy, open_policy
+from umbra.services.trainer.ranks import Ranks
+
+ADAMW = {"optimizer": "adamw", "betas": [0.9, 0.95], "learning_rate": 1e-3}
+
+
+@pytest.fixture(autouse=True)
+def _precision() -> Iterator[None]:
+    AcceleratorState._reset_state()  # a process has one, but here
+    yield
+    AcceleratorState._reset_state()
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    path: Path = tmp_path_factory.mktemp("models") / "tiny"
+    make_model(path, hidden=32, ff=64, init_std=0.1)
+    return path
+
+
+@pytest.fixture(scope="module")
+def batches() -> list[list[Trajectory]]:
+    return make_batches(2)
+
+
+def same(one: Trained, other: Trained) -> bool:
+    equal = (torch.equal(one.weights[name], other.weights[name]) for name in other.weights)
+    return [row["loss"] for row in one.rows] == [row["loss"] for row in other.rows] and all(equal)
+
+
+@pytest.mark.parametrize("offload", ["optimizer", "activations", "all"])
+def test_offload_changes_nothing(
+    directory: Path,
+    batches: list[list[Trajectory]],
+    offload: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    passes: list[bool] = []
+
+    class Counted(graph.save_on_cpu):
+        def __init__(self, pin_memory: bool) -> None:
+            passes.append(pin_memory)
+            super().__init__(pin_memory)
+
+    monkeypatch.setattr(sharding, "save_on_cpu", Counted)
+    keys = {**ADAMW, "activation_checkpointing": True}
+    plain = train(directory, batches, Ranks(), **keys)
+    assert not passes
+    found = train(directory, batches, Ranks(), **keys, offload=offload)
+    assert same(found, plain)
+    assert bool(passes) == (offload != "optimizer")
+
+
+def test_bf16_weights_learn_as_float32_ones_do(
+    directory: Path, batches: list[list[Trajectory]]
+) -> None:
+    keys: dict[str, Any] = {"precision": "bf16"}
+    plain = train(directory, batches, Ranks(), **keys)
+    found = train(directory, batches, Ranks(), **keys, weights="bf16")
+    for one, other in zip(found.rows, plain.rows, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=0.05, abs=0.01)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=0.05)
+    start = load_policy(directory)[0].state_dict()
+    for name, tensor in found.weights.items():
+        moved = (tensor - start[name]).norm()
+        assert (tensor - plain.weights[name]).norm() < 0.1 * moved + 1e-6, name
+
+
+@pytest.mark.parametrize("opened", [True, False])
+def test_steps_too_small_for_bf16_add_up(
+    directory: Path, batches: list[list[Trajectory]], opened: bool
+) -> None:
+    """What is exported are the float32 copies; what scores, and is published, is them rounded."""
+    config = TrainerConfig(
+        device="cpu", weights="bf16", precision="bf16", learning_rate=1e-6, warmup_steps=0
+    )
+    if opened:
+        model, _, files = open_policy(directory)
+    else:
+        model, files = load_policy(directory)[0], None
+    learner = Learner(model, config, 1, files=files)
+    assert {p.dtype for p in learner.model.parameters()} == {torch.bfloat16}
+    before = load_policy(directory)[0].state_dict()
+    assert all(torch.equal(t, before[name]) for name, t in learner.weights().items()), "not rounded"
+    for parameter in learner.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    learner._masters.collect()
+    learner.update(0)
+    for name, tensor in learner.weights().items():
+        torch.testing.assert_close(tensor, before[name] - 1e-6, rtol=0, atol=2e-7)
+        assert torch.equal(learner.model.get_parameter(name), tensor.bfloat16())
+
+
+def test_an_adapter_on_a_bf16_base(directory: Path, batches: list[list[Trajectory]]) -> None:
+    """Frozen weights have no copies; what is exported has the adapter's merged."""
+    keys: dict[str, Any] = {"precision": "bf16", "lora_rank": 4, "learning_rate": 0.5}
+    plain = train(directory, batches, Ranks(), **keys)
+    found = train(directory, batches, Ranks(), **keys, weights="bf16")
+    start = load_policy(directory)[0].state_dict()
+    for name, tensor in found.weights.items():
+        assert tensor.dtype == torch.float32
+        moved = (plain.weights[name] - start[name]).norm()
+        off = (tensor - plain.weights[name]).norm()
+        assert off < 0.15 * moved + 0.004 * start[name].norm() + 1e-6, name
+    assert any((t - start[name]).abs().max() > 1e-3 for name, t in found.weights.items())
+
+
+def test_buffers_are_not_rounded(directory: Path) -> None:
+    plain = load_policy(directory)[0]
+    config = TrainerConfig(device="cpu", weights="bf16", precision="bf16")
+    learner = Learner(load_policy(directory)[0], config, 1)
+    for name, buffer in learner.model.named_buffers():
+        assert torch.equal(buffer, plain.get_buffer(name))
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        (
+            {"weights": "bf16", "precision": "no"},
+            "trainer.weights = bf16 needs trainer.precision = bf16",
+        ),
+        (
+            {"moments": "8bit", "optimizer": "sgd"},
+            "trainer.moments = 8bit is for trainer.optimizer",
+        ),
+        ({"moments": "bf16", "betas": "[0.9, 0.999]"}, "trainer.moments = bf16 rounds away"),
+        ({"offload": "optimizer", "precision": "fp16"}, "trainer.offload moves no optimizer"),
+        (
+            {"offload": "activations", "activation_checkpointing": "false"},
+            "set trainer.activation_checkpointing = true",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(keys: dict[str, str], told: str) -> None:
+    overrides = [f"trainer.{key}={value}" for key, value in keys.items()]
+    with pytest.raises(UsageError, match=told):
+        check_feasible(load_config(overrides=overrides, environ={}))
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"weights": "bf16"}, "trainer.weights = bf16 needs trainer.precision = bf16"),
+        ({"offload": "all"}, "set trainer.activation_checkpointing = true"),
+    ],
+)
+def test_what_auto_turns_into_is_refused_too(
+    directory: Path, keys: dict[str, Any], told: str
+) -> None:
+    """On a CPU `auto` computes in float32 and recomputes nothing."""
+    with pytest.raises(UsageError, match=told):
+        Learner(load_policy(directory)[0], TrainerConfig(device="cpu", **keys), 1)

@@ -1,0 +1,261 @@
+"""The recipes for real models: each fits where it says, and trains a tiny model of its shape."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from fakes.slowness import seconds
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+
+from umbra.deploy.estimate.facts import gather_facts
+from umbra.deploy.estimate.fit import Estimate, Machine, estimate, taken, vllm_room
+from umbra.deploy.estimate.gpus import GIB, gpu_bytes
+from umbra.deploy.estimate.needs import peak
+from umbra.deploy.estimate.sizes import Rows
+from umbra.deploy.estimate.trace import full_rows
+from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.config.loader import load_config
+from umbra.services.runtime.tables import markdown
+from umbra.services.trainer.learner import Learner
+from umbra.services.trainer.make_model import make_tokenizer
+
+ROOT = Path(__file__).parents[2]
+RECIPES = {path.stem: path for path in sorted((ROOT / "examples" / "recipes").glob("*.toml"))}
+HOST, SHM = 1024 * GIB, 512 * GIB  # of a machine with eight such GPUs
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 151_936,
+    "head_dim": 128,
+    "max_position_embeddings": 40_960,
+    "tie_word_embeddings": False,
+}
+# The published config.json of the models, by what the recipes call them: parameters and sizes.
+MODELS: dict[str, tuple[float, Any]] = {
+    "Qwen3-0.6B": (
+        0.596e9,
+        Qwen3Config(
+            **{**_COMMON, "tie_word_embeddings": True},
+            hidden_size=1024,
+            intermediate_size=3072,
+            num_hidden_layers=28,
+            num_attention_heads=16,
+            num_key_value_heads=8,
+        ),
+    ),
+    "Qwen3-8B": (
+        8.19e9,
+        Qwen3Config(
+            **_COMMON,
+            hidden_size=4096,
+            intermediate_size=12_288,
+            num_hidden_layers=36,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+        ),
+    ),
+    "Qwen3-32B": (
+        32.76e9,
+        Qwen3Config(
+            **_COMMON,
+            hidden_size=5120,
+            intermediate_size=25_600,
+            num_hidden_layers=64,
+            num_attention_heads=64,
+            num_key_value_heads=8,
+        ),
+    ),
+    "Qwen3-30B-A3B": (
+        30.53e9,
+        Qwen3MoeConfig(
+            **_COMMON,
+            hidden_size=2048,
+            intermediate_size=6144,
+            num_hidden_layers=48,
+            num_attention_heads=32,
+            num_key_value_heads=4,
+            num_experts=128,
+            num_experts_per_tok=8,
+            moe_intermediate_size=768,
+            norm_topk_prob=True,
+        ),
+    ),
+}
+
+
+def tiny(config: Any, layers: int = 2) -> Any:
+    """A config of the same class and proportions, of few numbers."""
+    fields = config.to_dict()
+    for name in ("layer_types", "dtype"):
+        fields.pop(name, None)
+    heads, groups = config.num_attention_heads, config.num_key_value_heads
+    fields |= {
+        "vocab_size": len(make_tokenizer()),
+        "hidden_size": 64,
+        "head_dim": 16,
+        "num_attention_heads": 4,
+        "num_key_value_heads": max(1, 4 * groups // heads),
+        "intermediate_size": 64 * config.intermediate_size // config.hidden_size,
+        "num_hidden_layers": layers,
+        "max_position_embeddings": 512,
+    }
+    if "num_experts" in fields:
+        fields |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    return type(config)(**fields)
+
+
+@cache
+def recipe(name: str) -> RunConfig:
+    """The run file as it is."""
+    return load_config(RECIPES[name], environ={})
+
+
+@pytest.fixture(scope="module")
+def estimates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Estimate]:
+    """Of each recipe, on H100s, from the config alone."""
+    found: dict[str, Estimate] = {}
+    machine = Machine(gpu_bytes("h100-80"), "h100-80", HOST, SHM)
+    for name in RECIPES:
+        config = recipe(name)
+        directory = tmp_path_factory.mktemp("models") / config.model.path
+        made = MODELS[config.model.path][1]
+        made.architectures = [type(made).__name__.replace("Config", "ForCausalLM")]
+        made.save_pretrained(directory)
+        model = msgspec.structs.replace(config.model, path=str(directory))
+        config = msgspec.structs.replace(config, model=model)
+        found[name] = estimate(config, gather_facts(config, gpu=True), machine)
+    return found
+
+
+def test_each_recipe_is_there() -> None:
+    assert {recipe(name).model.path for name in RECIPES} == set(MODELS)
+
+
+@pytest.mark.timeout(300)
+def test_each_fits(estimates: dict[str, Estimate]) -> None:
+    for name, found in estimates.items():
+        assert found.fits, (name, found.faults)
+        last = max(found.gpus)
+        assert last == (0 if name.endswith("-1gpu") else 7)
+
+
+@pytest.mark.timeout(300)
+def test_the_table_of_the_documentation(estimates: dict[str, Estimate]) -> None:
+    text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    assert table(estimates) in text, table(estimates)
+
+
+def table(estimates: dict[str, Estimate]) -> str:
+    """What `docs/training.md` has of the recipes."""
+    rows: list[list[str]] = []
+    for name, found in estimates.items():
+        config = recipe(name)
+        trainer, generator = found.needs
+        machine, slots = found.machine, config.generator.slots
+        room, _ = vllm_room(config, list(found.needs), machine)
+        what = f"adapter of rank {rank}" if (rank := config.trainer.lora_rank) else "all weights"
+        rows.append(
+            [
+                f"[`{name}`](../examples/recipes/{name}.toml)",
+                what,
+                f"{config.trainer.ranks} x {gib(peak(trainer.device))}",
+                f"{config.generator.tensor_parallel} x {gib(taken(config, generator, machine))}",
+                f"{min(int(room or 0), slots)} of {slots}",
+                gib(found.host),
+                gib(found.arena.bytes),
+            ]
+        )
+    gpus = ("trainer's GPUs, GiB", "generator's GPUs, GiB")
+    columns = ("run file", "trains", *gpus, "whole contexts", "host, GiB", "/dev/shm, GiB")
+    return markdown(columns, rows)
+
+
+def gib(count: int) -> str:
+    return f"{count / GIB:.0f}" if count >= 10 * GIB else f"{count / GIB:.1f}"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_has_as_many_parameters_as_published(name: str) -> None:
+    published, config = MODELS[name]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(published, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_its_settings_train_a_tiny_model_of_that_shape(name: str) -> None:
+    config = recipe(name)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny(MODELS[config.model.path][1]))
+    trainer = msgspec.structs.replace(config.trainer, device="cpu", ranks=1)
+    learner = Learner(model, trainer, config.run.steps)
+    named = dict(learner.model.named_parameters())
+    trained = {n: p.detach().clone() for n, p in named.items() if p.requires_grad}
+    assert all((".lora_" in n) == bool(trainer.lora_rank) for n in trained)
+    micro = full_rows(Rows(2, 32))
+    drawn = torch.randint(64, (2, 32))  # equal tokens would leave attention nothing to learn
+    micro = dataclasses.replace(micro, input_ids=drawn)
+    for step in (0, 1):  # the first update of an adapter moves only its B, which begins at 0
+        logprobs, _ = learner.score(micro, torch.ones(len(micro.targets)))
+        learner.backward(-logprobs.mean())
+        row = learner.update(step)
+        assert (row["grad_norm"] or 0) > 0
+        assert not row["skipped"]
+    moved = [name for name, before in trained.items() if (named[name] != before).any()]
+    assert len(moved) >= 0.9 * len(trained)
+
+
+@pytest.mark.real
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_whole_run_of_it_on_a_tiny_model(name: str, tmp_path: Path) -> None:
+    """With the torch engine on CPUs, two ranks where it has several, and few short samples."""
+    config = recipe(name)
+    model = AutoModelForCausalLM.from_config(tiny(MODELS[config.model.path][1]))
+    model.save_pretrained(tmp_path / config.model.path)
+    make_tokenizer().save_pretrained(tmp_path / config.model.path)
+    rows = "".join(f'{{"prompt": "{n}", "answer": "{n}"}}\n' for n in range(16))
+    (tmp_path / "prompts.jsonl").write_text(rows, encoding="utf-8")
+    text = RECIPES[name].read_text(encoding="utf-8")
+    text = re.sub(r"\[generator\.engine_args\].*?\n\n", "", text, flags=re.S)
+    (tmp_path / "run.toml").write_text(text, encoding="utf-8")
+    overrides = {
+        "run.steps": 2,
+        "environment.kind": "exact",
+        "sampling.max_tokens": 8,
+        "buffer.group_size": 2,
+        "buffer.batch_groups": 4,
+        "generator.engine": "torch",
+        "generator.device": "cpu",
+        "generator.tensor_parallel": 1,
+        "generator.slots": 8,
+        "generator.max_context": 64,
+        "generator.threads": 1,
+        "trainer.device": "cpu",
+        "trainer.ranks": min(2, config.trainer.ranks),
+        "trainer.threads": 1,
+        # Samples without a reward have an advantage of 0, and would not be trained on.
+        "trainer.entropy_coef": 0.001,
+    }
+    settings = [f"--set={key}={value}" for key, value in overrides.items()]
+    done = subprocess.run(
+        [sys.executable, "-m", "umbra", "up", "run.toml", "--quiet", *settings],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=seconds(240),
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == 0, done.stderr
+    (run,) = (tmp_path / "runs").iterdir()
+    assert (run / "model" / "model.safetensors").is_file()
