@@ -6,6 +6,7 @@ Needs `unshare` and `ip` and the right to make namespaces; skipped with the reas
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -34,8 +35,10 @@ def score(prompt, completion, row):
     time.sleep(0.015)
     return float(completion.strip() == row["answer"])
 """
-CLUSTER = """
+# The namespaces map no user but ours, to whom the keys must belong.
+CLUSTER = f"""
 [cluster]
+user = "{os.geteuid()}:{os.getegid()}"
 groups = ["train", "generate"]
 ratios = [0.34, 0.66]
 broker = "c"
