@@ -62,6 +62,7 @@ PUBLISHED: dict[str, Publication] = {
     "store": Publication("store", (), 2, "lmdb"),
     "snapshot_memory": Publication("snapshot_memory", (), 1),
     "logits_memory": Publication("logits_memory", (), 5),
+    "long_rows": Publication("long_rows", (), 15),
     "security_cost": Publication("security_cost", (), 3),
     "replay_fit": Publication("replay_fit", (), 3),
     "revisions": Publication("revisions", ("362ebf4",), 20),  # before the rooms and what followed

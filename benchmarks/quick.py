@@ -24,6 +24,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "buffer_throughput": ("--seconds", "2", "--rounds", "1", "--only", "latency", "scale"),
     "generator_overhead": ("--engines", "torch", "--requests", "48", "--passes", "1"),
     "logits_memory": ("--tokens", "1024", "2048", "--vocabularies", "32000"),
+    "long_rows": ("--tokens", "512", "1024", "--width", "256", "--vocabulary", "8000"),
     "long_tail": ("--requests", "64", "--passes", "1"),
     "replay_fit": ("--steps", "16"),
     "revisions": ("HEAD", "--rounds", "1", "--parts", "loop"),

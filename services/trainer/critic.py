@@ -25,6 +25,7 @@ from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.metrics import Row
 from umbra.services.trainer.objectives.values import value_loss
 from umbra.services.trainer.ranks import Ranks
+from umbra.services.trainer.row_sizes import RowSizes
 from umbra.services.trainer.value_model import OwnModel, PolicyHead, Values
 
 
@@ -33,14 +34,16 @@ class LearnedCritic:
 
     Args:
         source: gives values.
-        config: its section and the packing of the policy are read.
+        config: its section is read, and whether prompts are shared.
+        rows: of the policy.
         ranks: those of `source`, with a process group that nobody else uses.
     """
 
-    def __init__(self, source: Values, config: RunConfig, ranks: Ranks) -> None:
+    def __init__(self, source: Values, config: RunConfig, rows: RowSizes, ranks: Ranks) -> None:
         self._source = source
         self._config = config.critic
-        self._packing = config.trainer
+        self._share_prompts = config.trainer.share_prompts
+        self._rows = rows
         self._ranks = ranks
         self._optimizer = torch.optim.AdamW(
             source.parameters, lr=config.critic.learning_rate, weight_decay=0.0
@@ -54,9 +57,9 @@ class LearnedCritic:
         self.settle()
         micros = pack(
             batch.tokens,
-            pack_tokens=self._packing.pack_tokens,
-            micro_tokens=self._packing.micro_tokens,
-            share_prompts=self._packing.share_prompts,
+            pack_tokens=self._rows.pack_tokens,
+            micro_tokens=self._rows.micro_tokens,
+            share_prompts=self._share_prompts,
             rank=self._ranks.rank,
             world=self._ranks.world,
         )
@@ -165,7 +168,7 @@ def open_critic(config: RunConfig, learner: Learner) -> LearnedCritic | None:
     given = Path(config.critic.path) if config.critic.path else None
     apart = learner.ranks.apart()
     if config.critic.kind == "head":
-        return LearnedCritic(PolicyHead(given, learner, apart), config, apart)
+        return LearnedCritic(PolicyHead(given, learner, apart), config, learner.rows, apart)
     model = OwnModel(
         given or Path(config.model.path),
         config.trainer,
@@ -173,4 +176,4 @@ def open_critic(config: RunConfig, learner: Learner) -> LearnedCritic | None:
         apart,
         config.model.checked,
     )
-    return LearnedCritic(model, config, apart)
+    return LearnedCritic(model, config, learner.rows, apart)

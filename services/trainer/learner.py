@@ -27,6 +27,7 @@ from umbra.services.trainer.lora import add_adapter
 from umbra.services.trainer.metrics import Row
 from umbra.services.trainer.operations import TrainingFlops, ceiling
 from umbra.services.trainer.ranks import Ranks
+from umbra.services.trainer.row_sizes import row_sizes
 from umbra.services.trainer.sharding import prepare_layers, shard
 from umbra.services.trainer.snapshot import whole_weights
 
@@ -42,6 +43,7 @@ class Learner:
         steps: length of the learning-rate schedule.
         ranks: who shares the work.
         seed: of an adapter's first weights.
+        max_tokens: as of `row_sizes`.
 
     Raises:
         UsageError: a device or an optional package that is not there, or settings that exclude each
@@ -55,6 +57,7 @@ class Learner:
         steps: int,
         ranks: Ranks | None = None,
         seed: int = 0,
+        max_tokens: int = 0,
     ) -> None:
         self.ranks = ranks or Ranks()
         self.updates = 0  # made or left out, by this process
@@ -76,6 +79,7 @@ class Learner:
         if self.ranks.world > 1:
             shard(model, self.device, self.ranks, config.precision)
         self.model = model.to(self.device)
+        self.rows = row_sizes(config, model, self.device, self.ranks, max_tokens)
         self.operations = TrainingFlops.of(model)
         # What all ranks could do in a second; unknown on CPUs.
         self.ceiling = ceiling(self.device) * self.ranks.world if self.device.type == "cuda" else 0

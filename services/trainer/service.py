@@ -63,7 +63,9 @@ def run(
         )
     with join_ranks(config.trainer, listener) as ranks:
         model, tokenizer = load_policy(config.model.path, checked=config.model.checked)
-        learner = Learner(model, config.trainer, config.run.steps, ranks, config.run.seed)
+        learner = Learner(
+            model, config.trainer, config.run.steps, ranks, config.run.seed, sampling.max_tokens
+        )
         layout = tensor_layout(learner.model, config.weight_hub.dtype)
         manifest = build_manifest(layout, config.weight_hub.bucket_bytes)
         critic = open_critic(config, learner)

@@ -225,8 +225,8 @@ class PolicyUpdate:
     def _pack(self, batch: TrainBatch, part: Tensor) -> list[MicroBatch]:
         return pack(
             batch.tokens,
-            pack_tokens=self._config.pack_tokens,
-            micro_tokens=self._config.micro_tokens,
+            pack_tokens=self._learner.rows.pack_tokens,
+            micro_tokens=self._learner.rows.micro_tokens,
             sequences=part,
             share_prompts=self._config.share_prompts,
             rank=self._ranks.rank,

@@ -148,6 +148,9 @@ def rows_of(name: str, load: Any) -> tuple[list[Row], Row]:
             sizes = {"mib": 1.0, "whole_gib": 1.0, "seconds": 1.0, "vocabulary": 32000}
             case = sizes | {"method": "in chunks"}
             return [case | {"tokens": 1024}, case | {"tokens": 2048}], {}
+        case "long_rows":
+            sizes = {"gib": 1.0, "seconds": 1.0, "tokens_s": 1.0, "width": 64, "vocabulary": 8000}
+            return [sizes | {"tokens": 1024}, sizes | {"tokens": 2048}], {}
         case "revisions":
             cost = {"what": "a push", "unit": "s", "cost": 1.0, "round": 0}
             return [cost | {"side": side} for side in ("before", "after")], {}
