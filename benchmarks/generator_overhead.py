@@ -42,6 +42,7 @@ from umbra.proto.messages import (
 )
 from umbra.proto.records import SampleTask, Sampling
 from umbra.services.environments.pool import open_pool
+from umbra.services.generator.activity import Activity
 from umbra.services.generator.buffer_client import BufferClient
 from umbra.services.generator.engine import Engine, EngineOutput, EngineRequest
 from umbra.services.generator.loop import GeneratorLoop
@@ -172,14 +173,11 @@ def through_the_loop(
         session=outside,
         receiver=outside,
         buffer=BufferClient(channel, wake),
-        engine=engine,
         runner=RolloutRunner(engine, pool, settings, flush_tokens=448),
-        metrics=metrics,
-        kv_policy="keep",
-        prefetch=32,
-        wake=wake,
+        config=GeneratorConfig(kv_policy="keep", prefetch=32),
         sample_log=SampleLog(metrics, chat),
         watch=StallWatch("bare", 600.0),
+        activity=Activity(metrics),
     )
     began = time.perf_counter()
     while buffer.delivered < len(rows):

@@ -63,6 +63,7 @@ PUBLISHED: dict[str, Publication] = {
     "snapshot_memory": Publication("snapshot_memory", (), 1),
     "logits_memory": Publication("logits_memory", (), 5),
     "long_rows": Publication("long_rows", (), 15),
+    "router_replay": Publication("router_replay", (), 8),
     "security_cost": Publication("security_cost", (), 3),
     "replay_fit": Publication("replay_fit", (), 3),
     "revisions": Publication("revisions", ("362ebf4",), 20),  # before the rooms and what followed

@@ -254,7 +254,10 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--ff", type=int, default=3072)
     parser.add_argument("--vocab", type=int, default=151_936)
+    parser.add_argument("--check", action="store_true", help="begin nothing; on any machine")
     args = parser.parse_args()
+    if args.check:
+        return
     on_gpu = args.device == "cuda"
     args.pack_tokens = args.pack_tokens or (4096 if on_gpu else 512)
     args.micro_tokens = args.micro_tokens or (8192 if on_gpu else 4096)

@@ -87,8 +87,8 @@ class PlainView:
 class TerminalView:
     """A table that is drawn anew four times per second; what is said scrolls by above it."""
 
-    def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console()
+    def __init__(self) -> None:
+        self._console = Console()
         self._live: Live | None = None
         self._next = 0.0
         self._started = time.monotonic()

@@ -27,6 +27,7 @@ STAT_CHARS = 64
 MEMBERS = 4096  # of a run
 TOKENS = 1 << 20  # in one trajectory
 SPANS = 128  # versions that wrote one trajectory
+ROUTING_BYTES = 24 << 20  # experts that were chosen in one trajectory; the rest of it fits beside
 PARTS = 64  # of a reward
 STAGES = 16
 SUBMITTED = 512  # trajectories or scores in one message to the buffer; the rest goes into another
@@ -55,6 +56,7 @@ Counts = Annotated[dict[Name, int], Meta(max_length=FIGURES)]
 Int32s = Annotated[bytes, Meta(max_length=4 * TOKENS)]
 Float32s = Annotated[bytes, Meta(max_length=4 * TOKENS)]
 Mask = Annotated[bytes, Meta(max_length=TOKENS)]
+Experts = Annotated[bytes, Meta(max_length=ROUTING_BYTES)]
 Blob = Annotated[bytes, Meta(max_length=1024)]
 Size = Annotated[int, Meta(ge=0, le=(1 << 53) - 1)]  # bytes or elements
 Row = Annotated[dict[str, Any], Meta(max_length=4096)]  # free-form: decoded by clients only

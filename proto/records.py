@@ -24,6 +24,7 @@ from umbra.proto.bounds import (
     TENSORS,
     Blob,
     Counts,
+    Experts,
     Figures,
     Float32s,
     Id,
@@ -76,6 +77,29 @@ class VersionSpan(Kept, frozen=True, kw_only=True):
     end: int
 
 
+class Routing(Kept, frozen=True, kw_only=True):
+    """Which experts an engine chose for the first R tokens of prompt and response, layer by layer.
+
+    The pass that read a token and predicted the next one decides; a later one that read it again (a
+    sequence that was resumed, a cache that was recomputed) does not.
+    """
+
+    layers: int  # those with a router, in order
+    choices: int  # experts of a token in a layer
+    experts: int  # of a layer
+    chosen: Experts  # uint8 [R, layers, choices], or uint16 where there are more than 256 experts
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of `chosen` for each token."""
+        return routing_bytes(self.layers, self.choices, self.experts)
+
+
+def routing_bytes(layers: int, choices: int, experts: int) -> int:
+    """Bytes for the experts of one token."""
+    return layers * choices * (1 if experts <= 256 else 2)
+
+
 class Trajectory(Kept, frozen=True, kw_only=True):
     """What a generator made of one sample, complete or partial. P prompt and T response tokens.
 
@@ -100,6 +124,7 @@ class Trajectory(Kept, frozen=True, kw_only=True):
     ref_logprobs: Float32s | None = None  # float32 [T]
     proximal_logprobs: Float32s | None = None  # float32 [T]
     proximal_version: int = -1  # of the policy that gave proximal_logprobs
+    routing: Routing | None = None  # of all tokens, at most P + T - 1, that a learned one follows
     scored: Annotated[
         list[Id], Meta(max_length=STAGES)
     ] = []  # scoring stages that are done, in order
@@ -237,7 +262,7 @@ class GpuFacts(Record, frozen=True, kw_only=True):
     cuda_major: int
     environment: Name
     variables: Annotated[dict[Name, Text], Meta(max_length=128)] = {}
-    device: Name = ""  # UUID of the GPU, hex
+    device: Name = ""  # which of its host
 
 
 class NcclRound(Record, frozen=True, kw_only=True):

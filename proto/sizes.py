@@ -41,12 +41,13 @@ COMMON_BYTES = 64 << 10
 SUBMIT_BYTES = 32 << 20  # one trajectory of the most tokens fits, and thousands of usual ones
 SUBSCRIPTION_BYTES = 1 << 10  # what a handshake needs; a topic is far shorter
 RAW_BYTES = 64 << 20  # a raw frame
-MOST_BYTES = 256 << 20  # any frame
+LEASE_BYTES = 256 << 20  # what a client is given to work on
+MOST_BYTES = 1 << 30  # any frame: a batch, whose tokens may have hundreds of bytes of routing each
 
 # Messages that may be larger than `COMMON_BYTES`.
 LARGE: dict[type[Message], int] = {
     Status: 64 << 20,
-    SampleLeases: MOST_BYTES,
+    SampleLeases: LEASE_BYTES,
     SubmitTrajectories: SUBMIT_BYTES,
     SubmitAck: 4 << 20,
     ReturnSamples: SUBMIT_BYTES,
@@ -55,7 +56,7 @@ LARGE: dict[type[Message], int] = {
     Interrupt: 1 << 20,
     InterruptRequest: 1 << 20,
     FlushPartials: SUBMIT_BYTES,
-    ScoringLeases: MOST_BYTES,
+    ScoringLeases: LEASE_BYTES,
     SubmitScores: SUBMIT_BYTES,
     BatchLease: MOST_BYTES,
     RejectSamples: 16 << 20,

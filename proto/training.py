@@ -19,6 +19,7 @@ class LeaseBatch(Message, frozen=True, kw_only=True):
     wait_s: Number
     held: Name = ""  # `digest` of what it was given for this step in advance
     vocabulary: int = 0  # tokens of its model, by which answers are judged from now on; 0 = unsaid
+    routers: tuple[int, int, int] | None = None  # the same of its experts, if it replays routing
 
 
 class PeekBatch(Message, frozen=True, kw_only=True):

@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-PROTOCOL_MAJOR = 3
+PROTOCOL_MAJOR = 4
 PROTOCOL_MINOR = 0

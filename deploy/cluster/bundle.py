@@ -75,19 +75,30 @@ class Bundle:
     def copy_keys(self) -> None:
         """Put into each node's folder the keys that it needs, readable by their owner alone.
 
+        That is the user of the containers, if we may give files away or are that user.
+
         Raises:
-            UsageError: one is missing, or the folder cannot be written to.
+            UsageError: one is missing, or the folder cannot be written to; or the user of the
+                containers could not read them.
         """
         if self._keys is None:
             return
+        user, group = self._plan.cluster.owner
+        if os.geteuid() not in (0, user):
+            raise UsageError(
+                f"cluster.user is {user}:{group}, and only root can give keys to another user: "
+                f"leave it out (then it is you, {os.geteuid()}:{os.getegid()}), or plan as root"
+            )
         for node in self._plan.nodes:
             names = {name for process in self._plan.on(node) for name in key_files(process)}
             folder = self._out / node.name / KEYS_FOLDER
             try:
                 if names:
                     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                    os.chown(folder, user, -1)
                 for name in sorted(names):
                     _copy_private(self._keys / name, folder / name)
+                    os.chown(folder / name, user, -1)
             except OSError as error:
                 raise UsageError(
                     f"cannot copy the run's keys from {self._keys} to {folder}: {error.strerror}: "

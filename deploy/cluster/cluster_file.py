@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import os
 import tomllib
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -13,7 +15,8 @@ from msgspec import Meta
 
 from umbra.proto.errors import UsageError
 
-NAME = r"^[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?$"  # good in host names, container names and Kubernetes
+NAME = r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$"  # of hosts; what else needs names makes its own
+LINE = r"^[^\x00-\x1f]*$"
 # What async-rl's settings are called here.
 FOREIGN = {
     "sperated_node_tasks": "groups",
@@ -32,6 +35,71 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         str, Meta(description="host name or address by which the others reach it", min_length=1)
     ]
     gpus: Annotated[int, Meta(description="GPUs that the run may use: 0 to n - 1", ge=0)] = 0
+
+
+Task = Literal[
+    "buffer", "weight_hub", "relay", "train", "generate", "ref_logp", "logp", "reward"
+]  # fmt: skip
+Text = Annotated[str, Meta(pattern=LINE)]
+
+
+class SlurmSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What SLURM is asked for besides nodes; what is empty is the site's default."""
+
+    time: Annotated[Text, Meta(description="longest run time, as sbatch takes it: 1-12:00:00")] = ""
+    account: Annotated[Text, Meta(description="account that is charged")] = ""
+    partition: Annotated[Text, Meta(description="partition")] = ""
+    options: Annotated[
+        list[Annotated[str, Meta(pattern=r"^--[a-z][a-z-]*(=[^\x00-\x1f]*)?$")]],
+        Meta(description="more options of sbatch: --constraint=a100"),
+    ] = []
+
+
+class Toleration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A taint of nodes that pods put up with, in Kubernetes' words."""
+
+    key: str = ""
+    operator: Literal["Equal", "Exists"] | None = None
+    value: str = ""
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+
+
+class KubernetesSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What manifests say besides the plan."""
+
+    namespace: Annotated[
+        str,
+        Meta(
+            description="of all objects; empty = that of kubectl",
+            pattern=r"^([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)?$",
+        ),
+    ] = ""
+    image_pull_policy: Annotated[
+        Literal["IfNotPresent", "Always", "Never"], Meta(description="when images are fetched")
+    ] = "IfNotPresent"
+    tolerations: Annotated[
+        list[Toleration], Meta(description="taints of the nodes that pods tolerate")
+    ] = []
+    storage_class: Annotated[
+        str, Meta(description="of the claims for results and store; empty = the default one")
+    ] = ""
+    storage: Annotated[
+        str, Meta(description="size of each of them", pattern=r"^[1-9][0-9]*(Mi|Gi|Ti)$")
+    ] = "100Gi"
+    inputs_claim: Annotated[
+        str, Meta(description="claim that has models and prompts; empty = the nodes' own paths")
+    ] = ""
+    inputs_root: Annotated[
+        str, Meta(description="folder of the run file's paths that is the claim's top")
+    ] = "/"
+    keep_finished_s: Annotated[
+        int, Meta(description="seconds until Kubernetes removes Jobs that have ended", ge=0)
+    ] = 86_400
+
+
+def planner() -> str:
+    """uid:gid of who plans, to whom the files belong; images' own user for root."""
+    return f"{os.geteuid()}:{os.getegid()}" if os.geteuid() else "10001:10001"
 
 
 class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,7 +125,10 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         str, Meta(description="images are called IMAGE-broker:TAG and so on", min_length=1)
     ] = "umbra"
     tag: Annotated[str, Meta(description="tag of the images", min_length=1)] = "latest"
-    user: Annotated[str, Meta(description="uid:gid of the processes in containers")] = "10001:10001"
+    user: Annotated[
+        str,
+        Meta(description="uid:gid of the processes in containers", pattern=r"^[0-9]+(:[0-9]+)?$"),
+    ] = msgspec.field(default_factory=planner)
     shm_gib: Annotated[
         int, Meta(description="GiB of shared memory per node, for the weights' versions", ge=1)
     ] = 16
@@ -65,6 +136,22 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Literal["bridge", "host"],
         Meta(description="containers publish the run's ports, or use the host's network (NCCL)"),
     ] = "bridge"
+    memory_gib: Annotated[
+        dict[Task, Annotated[float, Meta(gt=0)]],
+        Meta(description="limit on the memory of each process of a task, shared memory apart"),
+    ] = {}
+    cpus: Annotated[
+        dict[Task, Annotated[float, Meta(gt=0)]],
+        Meta(description="CPUs of each process of a task"),
+    ] = {}
+    slurm: SlurmSpec = SlurmSpec()
+    kubernetes: KubernetesSpec = KubernetesSpec()
+
+    @property
+    def owner(self) -> tuple[int, int]:
+        """uid and gid of the processes in containers."""
+        user, _, group = self.user.partition(":")
+        return int(user), int(group or user)
 
 
 class ClusterFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,6 +203,11 @@ def load_cluster(path: Path) -> ClusterFile:
         twice = next((value for value in values if values.count(value) > 1), None)
         if twice is not None:
             raise UsageError(f"{path}: two nodes have the {key} {twice}")
+    alike = Counter(node.name.replace(".", "-") for node in file.nodes)
+    if twice := next((name for name, count in alike.items() if count > 1), None):
+        raise UsageError(
+            f"{path}: two nodes are {twice} where no dots are allowed: name them otherwise"
+        )
     names = [node.name for node in file.nodes]
     if file.cluster.broker and file.cluster.broker not in names:
         raise UsageError(
@@ -128,12 +220,14 @@ def load_cluster(path: Path) -> ClusterFile:
 def _read(kind: type[S], values: Any, where: str) -> S:
     if not isinstance(values, Mapping):
         raise UsageError(f"{where} must be a table")
-    known = [field.name for field in msgspec.structs.fields(kind)]
-    for key in values:
+    fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    for key, value in values.items():
         if key in FOREIGN:
             raise UsageError(f"{where}.{key} is async-rl's: write {FOREIGN[key]}")
-        if key not in known:
-            raise UsageError(f"{where}: unknown key {key}{nearest(key, known)}")
+        if key not in fields:
+            raise UsageError(f"{where}: unknown key {key}{nearest(key, list(fields))}")
+        if isinstance(fields[key], type) and issubclass(fields[key], msgspec.Struct):
+            _read(fields[key], value, f"{where}.{key}")
     try:
         return msgspec.convert(dict(values), kind)
     except msgspec.ValidationError as error:

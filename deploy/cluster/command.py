@@ -10,7 +10,7 @@ import click
 from umbra.deploy.cluster.bundle import FORMATS, Bundle
 from umbra.deploy.cluster.cluster_file import load_cluster
 from umbra.deploy.cluster.invocation import modules_of
-from umbra.deploy.cluster.kubernetes import keys_secret
+from umbra.deploy.cluster.kubernetes import keys_command
 from umbra.deploy.cluster.plan import make_plan
 from umbra.deploy.cluster.table import as_json as plan_as_json
 from umbra.deploy.cluster.table import table
@@ -66,10 +66,7 @@ def command(
             bundle.copy_keys()
         click.echo(f"{len(files)} files written to {out}", err=as_json)
         if "kubernetes" in formats and (keys := _keys(config, out)):
-            click.echo(
-                f"the keys: kubectl create secret generic {keys_secret(plan)} --from-file={keys}",
-                err=as_json,
-            )
+            click.echo(f"the keys: {keys_command(plan, str(keys))}", err=as_json)
     return EXIT_DONE
 
 

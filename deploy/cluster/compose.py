@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Any
 
 from umbra.deploy.cluster import invocation
@@ -16,6 +17,11 @@ ENVIRONMENT_FILE = "umbra.env"
 KEYS_FOLDER = "keys"
 GRACE = "40s"  # a trainer may have to end its step
 START_PERIOD = "600s"  # large models load for minutes
+# `umbra keep` starts processes again. The policy brings containers back after a reboot: Docker's
+# daemon starts those that have not ended with 0, as none has that was asked to end. Not
+# `unless-stopped`, which would run processes again that are done.
+RESTART = "on-failure:3"
+LOGGING = {"driver": "json-file", "options": {"max-size": "50m", "max-file": "4"}}
 
 
 def container_paths(plan: Plan, modules: str, *, keys: bool) -> Paths:
@@ -35,7 +41,7 @@ def compose_file(plan: Plan, node: Node, paths: Paths) -> str:
     if any(process.task == "buffer" for process in processes):
         volumes["store"] = {}
     tree: dict[str, Any] = {
-        "name": f"umbra-{node.name}",
+        "name": f"umbra-{node.name.replace('.', '-')}",
         "services": {p.name: _service(plan, p, processes, paths) for p in processes},
         "volumes": volumes,
     }
@@ -54,11 +60,11 @@ def environment_file(plan: Plan, paths: Paths) -> str:
 def _service(plan: Plan, process: Process, beside: list[Process], paths: Paths) -> dict[str, Any]:
     service: dict[str, Any] = {
         "image": invocation.image(plan, process),
-        "command": invocation.command(plan, process, paths),
+        "command": invocation.kept_command(plan, process, paths),
         "env_file": [ENVIRONMENT_FILE],
         "user": plan.cluster.user,
         "init": True,
-        "restart": f"on-failure:{invocation.restarts(process)}",
+        "restart": RESTART,
         "stop_grace_period": GRACE,
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges:true"],
@@ -68,8 +74,8 @@ def _service(plan: Plan, process: Process, beside: list[Process], paths: Paths) 
             "timeout": "10s",
             "retries": 4,
             "start_period": START_PERIOD,
-            "start_interval": "3s",
         },
+        "logging": LOGGING,
         "volumes": _volumes(plan, process, paths),
     }
     ports = invocation.ports(plan, process)
@@ -77,7 +83,8 @@ def _service(plan: Plan, process: Process, beside: list[Process], paths: Paths) 
         service["network_mode"] = "host"
     elif ports:
         service["ports"] = [
-            {"target": port, "published": str(port), "protocol": "tcp"} for port in ports
+            {**_interface(process.node), "target": port, "published": str(port), "protocol": "tcp"}
+            for port in ports
         ]
     if process.task != "buffer" and any(other.task == "buffer" for other in beside):
         service["depends_on"] = {"buffer": {"condition": "service_healthy"}}
@@ -85,14 +92,34 @@ def _service(plan: Plan, process: Process, beside: list[Process], paths: Paths) 
         service["secrets"] = [
             {"source": name, "target": f"{paths.keys}/{name}"} for name in key_files(process)
         ]
+    if resources := _resources(plan, process):
+        service["deploy"] = {"resources": resources}
+    return service
+
+
+def _interface(node: Node) -> dict[str, Any]:
+    """Where ports are published: at the node's address alone, if the plan has it as a number."""
+    try:
+        return {"host_ip": str(ipaddress.ip_address(node.address))}
+    except ValueError:
+        return {}
+
+
+def _resources(plan: Plan, process: Process) -> dict[str, Any]:
+    limits: dict[str, Any] = {}
+    if (memory := invocation.memory_gib(plan, process)) is not None:
+        limits["memory"] = f"{round(memory * 1024)}m"
+    if (cpus := plan.cluster.cpus.get(process.task)) is not None:
+        limits["cpus"] = f"{cpus:g}"
+    resources: dict[str, Any] = {"limits": limits} if limits else {}
     if process.gpus:
         device = {
             "driver": "nvidia",
             "device_ids": [str(gpu) for gpu in process.gpus],
             "capabilities": ["gpu"],
         }
-        service["deploy"] = {"resources": {"reservations": {"devices": [device]}}}
-    return service
+        resources["reservations"] = {"devices": [device]}
+    return resources
 
 
 def _volumes(plan: Plan, process: Process, paths: Paths) -> list[dict[str, Any]]:
@@ -118,6 +145,6 @@ def _bind(source: str, target: str) -> dict[str, Any]:
 
 
 def _shared_memory(plan: Plan) -> dict[str, Any]:
-    user, _, group = plan.cluster.user.partition(":")
-    options = f"size={plan.cluster.shm_gib}g,uid={user},gid={group or user},mode=0700"
+    user, group = plan.cluster.owner
+    options = f"size={plan.cluster.shm_gib}g,uid={user},gid={group},mode=0700"
     return {"driver_opts": {"type": "tmpfs", "device": "tmpfs", "o": options}}

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from umbra.deploy.cluster.plan import Plan, Process, Task
+from umbra.deploy.cluster.cluster_file import Task
+from umbra.deploy.cluster.plan import Plan, Process
 from umbra.proto.access import KEY_ROLES, KeyRole
 from umbra.services.buffer.data.dataset_readers import DATASETS
 from umbra.services.runtime.config import RunConfig
@@ -29,7 +30,8 @@ KEYS: dict[Task, KeyRole] = {
     "logp": "scorer",
     "reward": "scorer",
 }
-# How often a process is started again. A trainer repeats its steps since the last checkpoint.
+# How often a process is started again within an hour. A trainer repeats its steps since the last
+# checkpoint.
 RESTARTS: dict[Task, int] = {"train": 3}
 MORE_RESTARTS = 20
 
@@ -72,6 +74,12 @@ def command(plan: Plan, process: Process, paths: Paths) -> list[str]:
         case "ref_logp" | "logp" | "reward":
             own = ["scorer", "--stage", process.task, "--device", device]
     return [*own, *common]
+
+
+def kept_command(plan: Plan, process: Process, paths: Paths) -> list[str]:
+    """The arguments of `umbra` for `process` in a container, where it is started again."""
+    keep = ["keep", "--restarts", str(restarts(process)), "--name", process.name, "--"]
+    return [*keep, "umbra", *command(plan, process, paths)]
 
 
 def environment(plan: Plan, paths: Paths) -> dict[str, str]:
@@ -128,19 +136,28 @@ def restarts(process: Process) -> int:
     return RESTARTS.get(process.task, MORE_RESTARTS)
 
 
+def memory_gib(plan: Plan, process: Process) -> float | None:
+    """The most memory that `process` may use, in GiB; None is no limit.
+
+    Shared memory counts for the process that makes it: the hub or the relay.
+    """
+    limit = plan.cluster.memory_gib.get(process.task)
+    if limit is None:
+        return None
+    return limit + (plan.cluster.shm_gib if process.task in ("weight_hub", "relay") else 0)
+
+
 def inputs(plan: Plan, process: Process, paths: Paths) -> list[str]:
     """Files and folders that `process` reads, which lie at the same place on every node."""
     config = plan.config
     found: dict[Task, list[str]] = {
-        "buffer": [config.data.prompts, *config.data.sources],
+        "buffer": [config.data.prompts, *config.data.sources, config.eval.prompts],
         "relay": [],
         "train": [config.model.path, config.critic.path],
         "generate": [config.model.path, config.generator.replay, config.generator.serve_key],
         "ref_logp": [config.model.path, config.scorer.model],
     }
     paths_in = found.get(process.task, [config.model.path])
-    if process.task == "buffer" and config.eval.every:
-        paths_in.append(config.eval.prompts)
     if process.task in ("buffer", "generate", "reward"):
         paths_in.append(paths.modules)
     return sorted({path for path in paths_in if path and not path.startswith(DATASETS)})

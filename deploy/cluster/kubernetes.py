@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -16,11 +16,12 @@ from umbra.deploy.cluster.invocation import KEYS, Paths, key_files
 from umbra.deploy.cluster.plan import Plan, Process
 from umbra.deploy.cluster.yaml import to_yaml
 from umbra.proto.errors import UsageError
+from umbra.services.runtime.process.supervisor import FINAL_CODES
 
-STORAGE = "100Gi"  # of each claim, until the user says otherwise
-RESTARTS = 20  # of all containers of a pod together
+RETRIES = 5  # of a pod all of whose containers have ended; `umbra keep` starts processes again
 GRACE_S = 40
 KEY_MODE = 0o440  # for the group of the pod
+LONGEST = 63  # characters of a label, and of the names that become host names
 
 
 def keys_secret(plan: Plan) -> str:
@@ -28,11 +29,19 @@ def keys_secret(plan: Plan) -> str:
     return _name(plan, "keys")
 
 
+def keys_command(plan: Plan, keys: str) -> str:
+    """The line that makes that Secret of the folder `keys`."""
+    namespace = plan.cluster.kubernetes.namespace
+    where = f" --namespace={namespace}" if namespace else ""
+    return f"kubectl create secret generic {keys_secret(plan)}{where} --from-file={keys}"
+
+
 def manifests(plan: Plan, paths: Paths, config: str) -> str:
     """All manifests of the run; `config` is the text of its configuration.
 
     Raises:
-        UsageError: processes share a GPU, or use the host's network.
+        UsageError: processes share a GPU, or use the host's network, or a file that they need is
+            not in the claim.
     """
     if plan.shares_gpus():
         raise UsageError(
@@ -41,28 +50,22 @@ def manifests(plan: Plan, paths: Paths, config: str) -> str:
         )
     if plan.cluster.network == "host":
         raise UsageError("cluster.network = host is not rendered for Kubernetes: use bridge")
-    addressed = _with_service_names(plan)
-    labels = {"app.kubernetes.io/name": "umbra", "app.kubernetes.io/instance": plan.run_id}
+    addressed = plan.readdressed(lambda node: _name(plan, node.name))
+    labels = {"app.kubernetes.io/name": "umbra", "app.kubernetes.io/instance": _label(plan.run_id)}
     documents: list[dict[str, Any]] = [
         _object("v1", "ConfigMap", _name(plan, "config"), labels) | {"data": {CONFIG_FILE: config}}
     ]
     for node in addressed.nodes:
         if addressed.on(node):
             documents += _of_node(addressed, node, paths, labels)
+    if namespace := plan.cluster.kubernetes.namespace:
+        for document in documents:
+            document["metadata"]["namespace"] = namespace
     return to_yaml(*documents)
 
 
-def _with_service_names(plan: Plan) -> Plan:
-    """The plan with each node under the name of its Service."""
-
-    def renamed(node: Node) -> Node:
-        return msgspec.structs.replace(node, address=_name(plan, node.name))
-
-    processes = tuple(replace(p, node=renamed(p.node)) for p in plan.processes)
-    return replace(plan, nodes=tuple(map(renamed, plan.nodes)), processes=processes)
-
-
 def _of_node(plan: Plan, node: Node, paths: Paths, labels: dict[str, str]) -> list[dict[str, Any]]:
+    spec = plan.cluster.kubernetes
     name, processes = node.address, plan.on(node)
     own = {**labels, "umbra/node": node.name}
     ports = [port for process in processes for port in invocation.ports(plan, process)]
@@ -75,36 +78,51 @@ def _of_node(plan: Plan, node: Node, paths: Paths, labels: dict[str, str]) -> li
             "ports": [{"name": f"port-{port}", "port": port} for port in ports],
         }
         documents.append(_object("v1", "Service", name, own) | {"spec": service})
-    claims = ["results"] + (["store"] if any(p.task == "buffer" for p in processes) else [])
-    for claim in claims:
-        storage = {
+    for claim in _claims(processes):
+        storage: dict[str, Any] = {
             "accessModes": ["ReadWriteOnce"],
-            "resources": {"requests": {"storage": STORAGE}},
+            "resources": {"requests": {"storage": spec.storage}},
         }
-        claimed = _object("v1", "PersistentVolumeClaim", f"{name}-{claim}", own)
+        if spec.storage_class:
+            storage["storageClassName"] = spec.storage_class
+        claimed = _object("v1", "PersistentVolumeClaim", _claim_name(node, claim), own)
         documents.append(claimed | {"spec": storage})
-    pod = {
-        "metadata": {"labels": own},
-        "spec": {
-            "restartPolicy": "OnFailure",
-            "nodeSelector": {"kubernetes.io/hostname": node.name},
-            "terminationGracePeriodSeconds": GRACE_S,
-            "automountServiceAccountToken": False,
-            "securityContext": _pod_security(plan),
-            "containers": [_container(plan, p, paths) for p in processes],
-            "volumes": _volumes(plan, processes, paths, name, claims),
-        },
+    pod: dict[str, Any] = {
+        # With another policy Kubernetes would not heed exit codes; see `podFailurePolicy` below.
+        "restartPolicy": "Never",
+        "nodeSelector": {"kubernetes.io/hostname": node.name},
+        "terminationGracePeriodSeconds": GRACE_S,
+        "automountServiceAccountToken": False,
+        "securityContext": _pod_security(plan),
+        "containers": [_container(plan, process, paths) for process in processes],
+        "volumes": _volumes(plan, processes, paths, node),
     }
-    job = {"backoffLimit": RESTARTS, "template": pod}
+    if spec.tolerations:
+        pod["tolerations"] = [msgspec.to_builtins(one) for one in spec.tolerations]
+    job = {
+        "backoffLimit": RETRIES,
+        "podFailurePolicy": {
+            "rules": [
+                {
+                    "action": "FailJob",
+                    "onExitCodes": {"operator": "In", "values": sorted(FINAL_CODES)},
+                },
+                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]},
+            ]
+        },
+        "ttlSecondsAfterFinished": spec.keep_finished_s,
+        "template": {"metadata": {"labels": own}, "spec": pod},
+    }
     return [*documents, _object("batch/v1", "Job", name, own) | {"spec": job}]
 
 
 def _container(plan: Plan, process: Process, paths: Paths) -> dict[str, Any]:
     variables = invocation.environment(plan, paths)
     container: dict[str, Any] = {
-        "name": process.name,
+        "name": _label(process.name),
         "image": invocation.image(plan, process),
-        "args": invocation.command(plan, process, paths),
+        "imagePullPolicy": plan.cluster.kubernetes.image_pull_policy,
+        "args": invocation.kept_command(plan, process, paths),
         "env": [{"name": name, "value": value} for name, value in variables.items()],
         "securityContext": {
             "allowPrivilegeEscalation": False,
@@ -117,16 +135,28 @@ def _container(plan: Plan, process: Process, paths: Paths) -> dict[str, Any]:
         },
         "volumeMounts": _mounts(plan, process, paths),
     }
-    if process.gpus:
-        container["resources"] = {"limits": {"nvidia.com/gpu": len(process.gpus)}}
+    if resources := _resources(plan, process):
+        container["resources"] = resources
     ports = invocation.ports(plan, process)
     if ports:
         container["ports"] = [{"containerPort": port} for port in ports]
     return container
 
 
+def _resources(plan: Plan, process: Process) -> dict[str, Any]:
+    """What a container may use is what it asks for: the scheduler then keeps it free."""
+    amounts: dict[str, Any] = {}
+    if (memory := invocation.memory_gib(plan, process)) is not None:
+        amounts["memory"] = f"{round(memory * 1024)}Mi"
+    if (cpus := plan.cluster.cpus.get(process.task)) is not None:
+        amounts["cpu"] = f"{round(cpus * 1000)}m"
+    if process.gpus:
+        amounts["nvidia.com/gpu"] = len(process.gpus)
+    return {"requests": amounts, "limits": amounts} if amounts else {}
+
+
 def _mounts(plan: Plan, process: Process, paths: Paths) -> list[dict[str, Any]]:
-    mounts = [
+    mounts: list[dict[str, Any]] = [
         {"name": "config", "mountPath": paths.config, "subPath": CONFIG_FILE, "readOnly": True},
         {"name": "results", "mountPath": f"{ROOT}/results"},
     ]
@@ -137,30 +167,56 @@ def _mounts(plan: Plan, process: Process, paths: Paths) -> list[dict[str, Any]]:
     if paths.keys:
         name = _keys_volume(process)
         mounts.append({"name": name, "mountPath": paths.keys, "readOnly": True})
+    claim = plan.cluster.kubernetes.inputs_claim
     all_inputs = _inputs(plan, plan.on(process.node), paths)
     for path in invocation.inputs(plan, process, paths):
-        name = f"input-{all_inputs.index(path)}"
-        mounts.append({"name": name, "mountPath": path, "readOnly": True})
+        mount = {"name": "inputs" if claim else f"input-{all_inputs.index(path)}"}
+        if claim and (inside := _in_claim(plan, path)):
+            mount["subPath"] = inside
+        mounts.append({**mount, "mountPath": path, "readOnly": True})
     return mounts
 
 
+def _in_claim(plan: Plan, path: str) -> str:
+    """Where `path` of the run file is in the claim for inputs; empty is its top."""
+    root = plan.cluster.kubernetes.inputs_root.rstrip("/")
+    if path != root and not path.startswith(f"{root}/"):
+        raise UsageError(
+            f"{path} is not below cluster.kubernetes.inputs_root = {root or '/'}, so it is not in "
+            f"the claim {plan.cluster.kubernetes.inputs_claim}: put it there, or change the root"
+        )
+    return path.removeprefix(root).strip("/")
+
+
 def _volumes(
-    plan: Plan, processes: list[Process], paths: Paths, node: str, claims: list[str]
+    plan: Plan, processes: list[Process], paths: Paths, node: Node
 ) -> list[dict[str, Any]]:
     memory = {"medium": "Memory", "sizeLimit": f"{plan.cluster.shm_gib}Gi"}
-    return [
+    volumes: list[dict[str, Any]] = [
         {"name": "config", "configMap": {"name": _name(plan, "config")}},
         {"name": "shm", "emptyDir": memory},
-        *(
-            {"name": claim, "persistentVolumeClaim": {"claimName": f"{node}-{claim}"}}
-            for claim in claims
-        ),
-        *(
-            {"name": f"input-{index}", "hostPath": {"path": path}}
-            for index, path in enumerate(_inputs(plan, processes, paths))
-        ),
-        *(_keys(plan, processes) if paths.keys else ()),
     ]
+    for claim in _claims(processes):
+        source = {"claimName": _claim_name(node, claim)}
+        volumes.append({"name": claim, "persistentVolumeClaim": source})
+    inputs = _inputs(plan, processes, paths)
+    if name := plan.cluster.kubernetes.inputs_claim:
+        source = {"claimName": name, "readOnly": True}
+        if inputs:
+            volumes.append({"name": "inputs", "persistentVolumeClaim": source})
+    else:
+        for index, path in enumerate(inputs):
+            volumes.append({"name": f"input-{index}", "hostPath": {"path": path}})
+    return [*volumes, *(_keys(plan, processes) if paths.keys else ())]
+
+
+def _claims(processes: list[Process]) -> list[str]:
+    """What a node keeps on disk."""
+    return ["results", *(["store"] if any(p.task == "buffer" for p in processes) else [])]
+
+
+def _claim_name(node: Node, claim: str) -> str:
+    return _label(f"{node.address}-{claim}")
 
 
 def _keys(plan: Plan, processes: list[Process]) -> Iterator[dict[str, Any]]:
@@ -180,13 +236,12 @@ def _inputs(plan: Plan, processes: list[Process], paths: Paths) -> list[str]:
 
 
 def _pod_security(plan: Plan) -> dict[str, Any]:
-    user, _, group = plan.cluster.user.partition(":")
-    number = int(group or user)
+    user, group = plan.cluster.owner
     return {
         "runAsNonRoot": True,
-        "runAsUser": int(user),
-        "runAsGroup": number,
-        "fsGroup": number,
+        "runAsUser": user,
+        "runAsGroup": group,
+        "fsGroup": group,
         "seccompProfile": {"type": "RuntimeDefault"},
     }
 
@@ -196,6 +251,20 @@ def _object(version: str, kind: str, name: str, labels: dict[str, str]) -> dict[
 
 
 def _name(plan: Plan, part: str) -> str:
-    """A name that Kubernetes takes: lower case, no more than 63 characters."""
-    run = re.sub(r"[^a-z0-9]+", "-", plan.run_id.lower()).strip("-")
-    return f"{run[: 62 - len(part)].rstrip('-')}-{part}"
+    """The name of an object of the run."""
+    return _label(f"{plan.run_id}-{part}")
+
+
+def _label(text: str) -> str:
+    """`text` by the strictest of Kubernetes' rules for names (RFC 1035).
+
+    Lower case letters, digits and dashes, a letter first, at most 63 characters; what is too long
+    ends with a part of its hash, so that it is still its own.
+    """
+    name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+    if not name[:1].isalpha():
+        name = f"umbra-{name}".rstrip("-")
+    if len(name) > LONGEST:
+        digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+        name = f"{name[: LONGEST - 9].rstrip('-')}-{digest}"
+    return name

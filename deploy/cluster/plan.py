@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
-from umbra.deploy.cluster.cluster_file import ClusterFile, ClusterSpec, Node
+import msgspec
+
+from umbra.deploy.cluster.cluster_file import ClusterFile, ClusterSpec, Node, Task
 from umbra.deploy.cluster.placement import TaskGroup, place_groups
 from umbra.proto.errors import UsageError
 from umbra.services.runtime.config import RunConfig
 
-Task = Literal[
-    "buffer", "weight_hub", "relay", "train", "generate", "ref_logp", "logp", "reward"
-]  # fmt: skip
 STAGES: tuple[Task, ...] = ("ref_logp", "logp", "reward")
 
 
@@ -61,6 +59,15 @@ class Plan:
             for gpu in process.gpus
         ]
         return len(used) != len(set(used))
+
+    def readdressed(self, address: Callable[[Node], str]) -> Plan:
+        """The plan with another address of each node, for launchers that give them."""
+
+        def moved(node: Node) -> Node:
+            return msgspec.structs.replace(node, address=address(node))
+
+        processes = tuple(replace(p, node=moved(p.node)) for p in self.processes)
+        return replace(self, nodes=tuple(map(moved, self.nodes)), processes=processes)
 
     @property
     def on_gpus(self) -> bool:

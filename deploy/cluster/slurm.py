@@ -1,46 +1,83 @@
-"""A plan as a batch script for SLURM: one job over all nodes, one step per process."""
+"""A plan as a batch script for SLURM: one job over all nodes, one step per process.
+
+The nodes of the plan say how many GPUs a host must have, not which hosts: the script places them on
+those that the job got. Hosts of different numbers of GPUs are the components of a heterogeneous
+job.
+"""
 
 from __future__ import annotations
 
+import re
 import shlex
+from collections.abc import Iterator
+from dataclasses import replace
 
 from umbra.deploy.cluster import invocation
+from umbra.deploy.cluster.cluster_file import Node
 from umbra.deploy.cluster.invocation import Paths
 from umbra.deploy.cluster.plan import Plan, Process
+from umbra.proto.errors import UsageError
+
+DRAIN_S = 120  # between SIGTERM and the end of the time limit: a trainer may have to end its step
+FINISH_S = 60  # for the others to leave once the trainer has
+KILL_WAIT_S = 25  # SLURM kills 30 s after SIGTERM, unless its KillWait says otherwise
+
+# What a variable has already, behind what the plan puts there.
+KEPT = {"PYTHONPATH": "${PYTHONPATH:+:$PYTHONPATH}"}
 
 HEAD = """\
 #!/bin/bash
 # Submit with: sbatch {file}
-#SBATCH --job-name={job}
-#SBATCH --nodes={count}
-#SBATCH --nodelist={nodes}
-#SBATCH --exclusive
-{gpus}#SBATCH --output={results}/slurm-%j.log
+{options}
 set -euo pipefail
+
+# The hosts of the job, in the order of the plan's nodes: names, addresses, and the options with
+# which srun finds them. The address is the cluster file's, or by which SLURM reaches the host.
+hosts=() addresses=() components=()
+address() {{
+    case $1 in
+{addresses}
+        *) scontrol show node "$1" --oneliner | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p' ;;
+    esac
+}}
+take() {{ # HOST LIST, COMPONENT
+    local host
+    for host in $(scontrol show hostnames "$1"); do
+        hosts+=("$host") addresses+=("$(address "$host")") components+=("$2")
+    done
+}}
+{takes}
+if [ "${{#hosts[@]}}" -ne {count} ]; then
+    echo "the plan needs {count} hosts, the job has ${{#hosts[@]}}: submit without --nodes" >&2
+    exit {usage}
+fi
 
 """
 
-# Exit codes 2, 4 and 7 are final: the same would happen again.
-KEEP = """
-mkdir -p {results}/logs
+STEPS = """
+mkdir -p {logs}
 
-# keep NODE GPUS NAME RESTARTS COMMAND...: runs COMMAND on NODE, and again when it fails.
-keep() {{
-    local node=$1 gpus=$2 name=$3 left=$4 code
+# step NODE GPUS NAME RESTARTS COMMAND...: runs COMMAND on the host of a node, and again when it
+# fails. All steps of a host share its memory and CPUs; each sees the GPUs that are its own.
+steps=()
+step() {{
+    local node=$1 gpus=$2 name=$3 restarts=$4
     shift 4
-    while :; do
-        code=0
-        srun --nodes=1 --ntasks=1 --nodelist="$node" --overlap \\
-            --output={results}/logs/"$name".log --open-mode=append \\
-            env CUDA_VISIBLE_DEVICES="$gpus" "$@" || code=$?
-        case $code in 0 | 2 | 4 | 7) return "$code" ;; esac
-        if [ "$left" -eq 0 ]; then return "$code"; fi
-        left=$((left - 1))
-        sleep 2
-    done
+    umbra keep --restarts "$restarts" --name "$name" -- \\
+        srun ${{components[node]}} --nodes=1 --ntasks=1 --nodelist="${{hosts[node]}}" --overlap \\
+        --mpi=none --cpu-bind=none --output={pattern}/"$name".log --open-mode=append \\
+        env CUDA_VISIBLE_DEVICES="$gpus" "$@" &
+    steps+=($!)
 }}
 
-trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
+# await SECONDS: waits for the steps to end, but no longer.
+await() {{
+    local until=$((SECONDS + $1))
+    while [ -n "$(jobs -pr)" ] && [ "$SECONDS" -lt "$until" ]; do sleep 1; done
+}}
+
+trap 'kill "${{steps[@]}}" 2>/dev/null || true; await {kill_wait}' EXIT
+trap 'exit 143' TERM
 
 """
 
@@ -48,34 +85,126 @@ TAIL = """
 # The trainer ends the run; the others then leave by themselves.
 code=0
 wait "$trainer" || code=$?
-if [ "$code" -eq 0 ]; then wait || true; fi
+if [ "$code" -eq 0 ]; then await {finish}; fi
 exit "$code"
 """
 
 
 def slurm_script(plan: Plan, paths: Paths, file: str) -> str:
-    """The script that `sbatch` takes; `file` is its own path."""
-    used = [node for node in plan.nodes if plan.on(node)]
-    gpus = {node.gpus for node in used}
-    asked = f"#SBATCH --gpus-per-node={max(gpus)}\n" if len(gpus) == 1 and max(gpus) else ""
-    results = shlex.quote(paths.results)
-    head = HEAD.format(
-        file=file,
-        job=f"umbra-{plan.config.run.name}",
-        count=len(used),
-        nodes=",".join(node.name for node in used),
-        gpus=asked,
-        results=paths.results,
+    """The script that `sbatch` takes; `file` is its own path, whose folder receives its output.
+
+    Raises:
+        UsageError: a name or path cannot be written in it.
+    """
+    components = _components(plan)
+    order = [node.name for nodes in components for node in nodes]
+    placed = plan.readdressed(lambda node: _address(order.index(node.name)))
+    separate = len(components) > 1
+    takes = [
+        f'take "$SLURM_JOB_NODELIST_HET_GROUP_{index}" --het-group={index}'
+        if separate
+        else 'take "$SLURM_JOB_NODELIST" ""'
+        for index in range(len(components))
+    ]
+    known = "\n".join(
+        f"        {shlex.quote(node.name)}) echo {shlex.quote(node.address)} ;;"
+        for node in plan.nodes
     )
-    variables = invocation.environment(plan, paths).items()
-    exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables)
-    steps = "".join(_step(plan, process, paths) for process in plan.processes)
-    return head + exports + KEEP.format(results=results) + steps + TAIL
+    head = HEAD.format(
+        file=_line(file),
+        options="".join(_options(plan, components, file)),
+        addresses=known,
+        takes="\n".join(takes),
+        count=len(order),
+        usage=UsageError.exit_code,
+    )
+    variables = invocation.environment(placed, paths)
+    exports = "".join(
+        f"export {name}={_quoted(value)}{KEPT.get(name, '')}\n" for name, value in variables.items()
+    )
+    logs = f"{paths.results}/logs"
+    body = STEPS.format(
+        logs=shlex.quote(logs),
+        pattern=shlex.quote(_pattern(logs)),
+        kill_wait=KILL_WAIT_S,
+    )
+    steps = "".join(_step(placed, order, process, paths) for process in placed.processes)
+    return head + exports + body + steps + TAIL.format(finish=FINISH_S)
 
 
-def _step(plan: Plan, process: Process, paths: Paths) -> str:
+def _components(plan: Plan) -> list[list[Node]]:
+    """The nodes that are used, by their number of GPUs: one request of SLURM each.
+
+    Most GPUs first, because SLURM fills the requests in this order: one for nodes without would
+    else take nodes that have them.
+    """
+    found: dict[int, list[Node]] = {}
+    for node in plan.nodes:
+        if plan.on(node):
+            found.setdefault(node.gpus, []).append(node)
+    return [found[gpus] for gpus in sorted(found, reverse=True)]
+
+
+def _options(plan: Plan, components: list[list[Node]], file: str) -> Iterator[str]:
+    """The lines for sbatch: those of the job, and those of each component."""
+    slurm = plan.cluster.slurm
+    folder = file.rpartition("/")[0]  # it is there when the job begins: the script lies in it
+    yield _option("job-name", f"umbra-{plan.config.run.name}")
+    yield _option("output", f"{_pattern(folder)}/slurm-%j.log")
+    yield "#SBATCH --open-mode=append\n#SBATCH --requeue\n"
+    for index, nodes in enumerate(components):
+        if index:
+            yield "#SBATCH hetjob\n"
+        for name in ("time", "account", "partition"):
+            if value := getattr(slurm, name):
+                yield _option(name, value)
+        yield f"#SBATCH --nodes={len(nodes)}\n#SBATCH --exclusive\n#SBATCH --mem=0\n"
+        if nodes[0].gpus:
+            yield f"#SBATCH --gpus-per-node={nodes[0].gpus}\n"
+        # A lost node does not end the job; the steps are told of the time limit before it comes.
+        yield f"#SBATCH --no-kill\n#SBATCH --signal=TERM@{DRAIN_S}\n"
+        for option in slurm.options:
+            name, _, value = option.removeprefix("--").partition("=")
+            yield _option(name, value) if value else f"#SBATCH --{name}\n"
+
+
+def _option(name: str, value: str) -> str:
+    escaped = re.sub(r'(["\\])', r"\\\1", _line(value))
+    return f'#SBATCH --{name}="{escaped}"\n'
+
+
+def _pattern(path: str) -> str:
+    """`path` where SLURM would replace %j and the like."""
+    return path.replace("%", "%%")
+
+
+def _line(text: str) -> str:
+    if any(character < " " for character in text):
+        raise UsageError(f"{text!r} cannot stand in a script for sbatch: choose another name")
+    return text
+
+
+def _step(plan: Plan, order: list[str], process: Process, paths: Paths) -> str:
+    """The line that starts `process`; every node has a folder of its own for its results."""
+    node = process.node.name
+    own = replace(paths, results=f"{paths.results}/{node}")
     gpus = ",".join(map(str, process.gpus))
-    limit = str(invocation.restarts(process))
-    arguments = ["umbra", *invocation.command(plan, process, paths)]
-    line = shlex.join(["keep", process.node.name, gpus, process.name, limit, *arguments]) + " &\n"
+    words = [
+        *("step", str(order.index(node)), gpus, process.name, str(invocation.restarts(process))),
+        *("umbra", *invocation.command(plan, process, own)),
+    ]
+    line = " ".join(map(_quoted, words)) + "\n"
     return line + ("trainer=$!\n" if process.task == "train" else "")
+
+
+def _address(index: int) -> str:
+    """What stands for the address of a host until the script runs."""
+    return f"\0{index}\0"
+
+
+def _quoted(text: str) -> str:
+    """`text` as a word of the shell, with the addresses that it stands for."""
+    if "\0" not in text:
+        return shlex.quote(text)
+    escaped = re.sub(r'([\\"$`])', r"\\\1", text)
+    return '"' + re.sub("\0([0-9]+)\0", r"${addresses[\1]}", escaped) + '"'

@@ -62,7 +62,7 @@ class SimGenerator:
         self.lost_tokens = 0  # decoded when it died, and not saved
         self.slot_seconds = 0.0  # of slots that were in use
         self.loads: list[tuple[int, float]] = []  # versions, and when it began to serve them
-        self.shares = Shares(timeline, "starting")
+        self.shares = Shares(timeline)
         self.client = Client(desk, timeline, name, "generator", self._pushed, expelled)
         self._timeline = timeline
         self._hub = hub

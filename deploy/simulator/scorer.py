@@ -44,7 +44,7 @@ class SimScorer:
         speed: ScoringSpeed,
         expelled: Callable[[], object],
     ) -> None:
-        self.shares = Shares(timeline, "starting")
+        self.shares = Shares(timeline)
         self.client = Client(desk, timeline, name, "scorer", lambda _body: None, expelled)
         self._timeline = timeline
         self._stage = stage

@@ -48,8 +48,8 @@ class Timeline:
 class Shares:
     """How long something was in which state, from `restart` to the last `stop`."""
 
-    def __init__(self, timeline: Timeline, state: str) -> None:
-        self.state = state
+    def __init__(self, timeline: Timeline) -> None:
+        self.state = "starting"
         self.counted: dict[str, float] = {}
         self._seconds: dict[str, float] = {}
         self._timeline = timeline

@@ -64,7 +64,7 @@ class SimTrainer:
         self.finished: RunFinished | None = None
         self.repeated = 0  # steps that were lost with the trainer
         self.published_at: dict[int, float] = {}
-        self.shares = Shares(timeline, "starting")
+        self.shares = Shares(timeline)
         self.client = Client(desk, timeline, "trainer", "trainer", lambda _body: None, expelled)
         self._timeline = timeline
         self._hub = hub

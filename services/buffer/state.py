@@ -33,26 +33,6 @@ from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.trajectories import RunFacts, sampling_of
 
 
-class PauseSwitch:
-    """Whether work is handed out: open, or shut for a reason by an operator."""
-
-    def __init__(self) -> None:
-        self.reason = ""
-
-    @property
-    def is_shut(self) -> bool:
-        """Whether nothing may be handed out."""
-        return bool(self.reason)
-
-    def shut(self, reason: str) -> None:
-        """Hand nothing out from now on."""
-        self.reason = reason
-
-    def open(self) -> None:
-        """Hand out again."""
-        self.reason = ""
-
-
 class RunState:
     """Samples, leases, batches, members and evaluations of one run.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import sys
-import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ from umbra.services.environments.worker import (
     overdue,
 )
 from umbra.services.runtime.config import EnvironmentConfig
+from umbra.services.runtime.deadline import Deadline
 from umbra.services.runtime.process.child import ChildProcess, describe_exit, start_worker
 from umbra.services.runtime.process.loop_thread import ends_with_it
 from umbra.services.runtime.process.pipe import AsyncPipe
@@ -311,9 +311,9 @@ class WorkerPool:
 
 async def _end(process: ChildProcess, pipe: AsyncPipe[FromWorker]) -> str:
     """How it ended, in words; killed if it runs on: it closed the pipe, or wrote nonsense."""
-    until = time.monotonic() + _GRACE_S
+    deadline = Deadline(_GRACE_S)
     while (code := process.poll()) is None:
-        if time.monotonic() > until:
+        if deadline.passed:
             process.kill()
         await asyncio.sleep(_LOOK_S)
     pipe.close()

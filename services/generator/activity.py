@@ -22,15 +22,19 @@ class _Decoded:
 class Activity:
     """Merges what the loop reports at each turn into contiguous spans.
 
-    A row is `{"kind": "span", "name": "decode" | "idle", "start", "end", ...}`, in seconds since
-    the epoch. "idle" has `reason`: "weights", "work" or "environment". "decode" has `tokens`
-    sampled, `steps` (of about so many forward passes), `prompt_tokens` read and the `lengths` of
-    the turns that ended, in tokens: what a replay model is fitted to.
+    A row is `{"kind": "span", "name", "start", "end", ...}`, in seconds since the epoch. "idle" has
+    `reason`: "weights", "work" or "environment". "decode" has `tokens` sampled, `steps` (of about
+    so many forward passes), `prompt_tokens` read and the `lengths` of the turns that ended, in
+    tokens: what a replay model is fitted to. "load_weights" has `version`.
+
+    Args:
+        metrics: receives the rows.
+        clock: seconds since the epoch.
     """
 
     def __init__(self, metrics: MetricsFile, clock: Callable[[], float] = time.time) -> None:
+        self.clock = clock
         self._metrics = metrics
-        self._clock = clock
         self._current: tuple[str, str] | None = None  # name and reason
         self._start = self._end = clock()
         self._decoded = _Decoded()
@@ -56,6 +60,10 @@ class Activity:
         """Nothing to do since `started`, for want of `reason`; whether a span was closed."""
         return self._extend(("idle", reason), started)
 
+    def loaded(self, start: float, end: float, version: int) -> None:
+        """`version` was loaded within another span."""
+        self._metrics.write("span", name="load_weights", start=start, end=end, version=version)
+
     def close(self) -> None:
         """Write the span that is open."""
         if self._current is not None and self._end > self._start:
@@ -72,5 +80,5 @@ class Activity:
             self.close()
         if self._current is None:
             self._current, self._start = kind, started
-        self._end = self._clock()
+        self._end = self.clock()
         return closed

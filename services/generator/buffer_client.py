@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import TypeVar
 
 from umbra.proto.bounds import LEASES
@@ -45,7 +46,7 @@ class BufferClient:
 
     Args:
         channel: to the buffer's data socket.
-        wake: set, from another thread, whenever an answer is there.
+        wake: set, from other threads, when an answer is there, or anything else to do.
         clock: seconds, monotonic.
         grace_s: seconds that the buffer may be away for.
     """
@@ -70,11 +71,6 @@ class BufferClient:
         self._pinned_to: int | None = None  # version that more samples of an evaluation wait for
         self._renew_at = 0.0
         self._lease_s: float | None = None
-
-    @property
-    def asking(self) -> bool:
-        """Whether a question for work is open."""
-        return bool(self._asked)
 
     def more_pinned(self, version: int) -> bool:
         """Whether the buffer has more samples that are pinned to `version`, as far as we know."""
@@ -104,24 +100,21 @@ class BufferClient:
         self._send(body, granted, timeout_s=WAIT_S + self._grace_s)
 
     def submit(self, trajectories: Sequence[Trajectory]) -> None:
+        """Deliver finished samples."""
         for portion in portions(trajectories, array_bytes):
-            self._submit(portion)
+            leases = [(t.sample_id, t.attempt) for t in portion]
+            self._undelivered.update(leases)
+            self._send(SubmitTrajectories(trajectories=portion), partial(self._stored, leases))
 
-    def _submit(self, trajectories: list[Trajectory]) -> None:
-        leases = [(t.sample_id, t.attempt) for t in trajectories]
-        self._undelivered.update(leases)
-
-        def stored(future: Future[Message]) -> None:
-            for sample_id, attempt in leases:
-                if self._undelivered.get(sample_id) == attempt:
-                    del self._undelivered[sample_id]
-            answer = future.result()  # undeliverable work ends this process
-            if isinstance(answer, SubmitAck):
-                self.refused += len(answer.refused)
-                for sample_id, reason in answer.refused.items():
-                    log.info("the buffer refused %s: %s", sample_id, reason)
-
-        self._send(SubmitTrajectories(trajectories=trajectories), stored)
+    def _stored(self, leases: list[Lease], future: Future[Message]) -> None:
+        for sample_id, attempt in leases:
+            if self._undelivered.get(sample_id) == attempt:
+                del self._undelivered[sample_id]
+        answer = future.result()  # undeliverable work ends this process
+        if isinstance(answer, SubmitAck):
+            self.refused += len(answer.refused)
+            for sample_id, reason in answer.refused.items():
+                log.info("the buffer refused %s: %s", sample_id, reason)
 
     def give_back(self, samples: Sequence[ReturnedSample]) -> None:
         """Hand samples back, unfinished or failed."""
@@ -131,17 +124,8 @@ class BufferClient:
     def save(self, partials: Sequence[Trajectory]) -> None:
         """Have the buffer keep what there is of samples that go on."""
         for portion in portions(partials, array_bytes):
-            self._save(portion)
-
-    def _save(self, partials: list[Trajectory]) -> None:
-        attempts = {t.sample_id: t.attempt for t in partials}
-
-        def saved(future: Future[Message]) -> None:
-            answer = _answer(future, RenewAck)
-            if answer is not None:
-                self._lost += [(s, attempts[s]) for s in answer.lost if s in attempts]
-
-        self._send(FlushPartials(partials=partials), saved)
+            held = [(t.sample_id, t.attempt) for t in portion]
+            self._send(FlushPartials(partials=portion), partial(self._renewed, held))
 
     def interrupts(self) -> list[Interrupt]:
         """What the buffer wants back, since the last call."""
@@ -160,16 +144,14 @@ class BufferClient:
         self._renew_at = now + self._lease_s / 3
         held = [*leases, *self._undelivered.items()]
         for portion in portions(held, lambda _: 0, LEASES):
-            self._renew(portion)
+            renewed = partial(self._renewed, portion)
+            self._send(RenewLeases(leases=portion), renewed, timeout_s=self._lease_s)
 
-    def _renew(self, held: list[Lease]) -> None:
-        def renewed(future: Future[Message]) -> None:
-            answer = _answer(future, RenewAck)
-            if answer is not None and answer.lost:
-                attempts = dict(held)
-                self._lost += [(s, attempts[s]) for s in answer.lost if s in attempts]
-
-        self._send(RenewLeases(leases=held), renewed, timeout_s=self._lease_s)
+    def _renewed(self, held: list[Lease], future: Future[Message]) -> None:
+        answer = _answer(future, RenewAck)
+        if answer is not None and answer.lost:
+            attempts = dict(held)
+            self._lost += [(s, attempts[s]) for s in answer.lost if s in attempts]
 
     def poll(self) -> tuple[list[SampleTask], list[Lease]]:
         """New samples to work on, and leases that were lost, since the last call.
@@ -188,13 +170,17 @@ class BufferClient:
         lost, self._lost = self._lost, []
         return tasks, lost
 
+    def wait(self, timeout_s: float) -> None:
+        """Wait until `wake` is set, for `timeout_s` seconds at most."""
+        self._wake.wait(timeout_s)
+        self._wake.clear()
+
     def flush(self, deadline_s: float) -> list[SampleTask]:
         """Wait until everything is answered, or the deadline; samples that still came."""
         deadline = Deadline(deadline_s, clock=self._clock)
         late, _ = self.poll()
         while self._open and not deadline.passed:
-            self._wake.wait(min(deadline.left_s, 0.1))
-            self._wake.clear()
+            self.wait(min(deadline.left_s, 0.1))
             late += self.poll()[0]
         if self._open:
             log.warning("%d requests to the buffer stay unanswered", len(self._open))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from umbra.proto.errors import UmbraError
-from umbra.proto.records import Manifest, Sampling, VersionSpan
+from umbra.proto.records import Manifest, Routing, Sampling, VersionSpan
 from umbra.services.runtime.weights.manifest import Part
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -42,6 +42,8 @@ class EngineOutput:
 
     `logprobs` are those of the distribution that was sampled from, after temperature, top-k, top-p
     and min-p; of the plain softmax when `temperature` is 0 (greedy). `spans` cover `[0, T)`.
+    `routing` is that of the prompt's tokens and of the new ones but the last, as far as they were
+    read, if the engine was opened to tell it.
     """
 
     request_id: str
@@ -49,6 +51,7 @@ class EngineOutput:
     logprobs: list[float]
     spans: list[VersionSpan]
     finish_reason: FinishReason
+    routing: Routing | None = None
 
 
 class Engine(Protocol):

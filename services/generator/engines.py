@@ -31,13 +31,16 @@ from umbra.services.runtime.weights.memory import private_memory
 class OpenEngine:
     """An engine, its chat, and where new weights are put for it.
 
-    `device` is torch's name of it; on "cpu" they are put into memory that `allocate` gives.
+    `device` is torch's name of it; on "cpu" they are put into memory that `allocate` gives. `dtype`
+    is what the engine computes in, if new weights have to be in it: a trainer elsewhere decides for
+    itself what `weight_hub.dtype = "auto"` means.
     """
 
     engine: Engine
     chat: Chat
     device: str
     allocate: Callable[[int], memoryview] = private_memory
+    dtype: str = ""
 
 
 def open_engine(config: RunConfig, name: str) -> OpenEngine:
@@ -70,17 +73,20 @@ def _vllm(config: RunConfig, name: str) -> OpenEngine:
     outline = outline_model(config.model.path, checked=config.model.checked)
     stops = stop_ids(outline, tokenizer) | named_tokens(tokenizer, config.sampling.stop_tokens)
     set_environment(config.generator)
-    from umbra.services.generator.vllm_engine import VllmEngine  # brings vLLM
+    from umbra.services.generator.vllm_engine import VllmEngine, platform  # brings vLLM
 
+    dtype = config.weight_hub.dtype_on(platform())
+    expected = config.weight_hub.expected_on(platform())
     engine = VllmEngine(
         Path(config.model.path),
         outline,
         config.generator,
-        dtype=config.weight_hub.dtype,  # it computes in what it is served
+        dtype=dtype,  # it computes in what it is served
         stop_ids=stops,
         seed=_seed(config, name),
+        tell_routing=config.trainer.router_replay,
     )
-    return OpenEngine(engine, Chat(tokenizer, stops), "cpu", engine.memory.allocate)
+    return OpenEngine(engine, Chat(tokenizer, stops), "cpu", engine.memory.allocate, expected)
 
 
 def _seed(config: RunConfig, name: str) -> int:
@@ -92,9 +98,11 @@ def _torch(config: RunConfig, name: str) -> OpenEngine:
     if config.generator.threads:
         torch.set_num_threads(config.generator.threads)
     device = pick_device(config.generator.device)
-    dtype = getattr(torch, config.weight_hub.dtype)  # it computes in what it is served
+    dtype = config.weight_hub.dtype_on(device.type)  # it computes in what it is served
     tokenizer = load_tokenizer(config.model.path)
-    model = load_model(config.model.path, device, dtype, checked=config.model.checked)
+    model = load_model(
+        config.model.path, device, getattr(torch, dtype), checked=config.model.checked
+    )
     stops = stop_ids(model, tokenizer) | named_tokens(tokenizer, config.sampling.stop_tokens)
     engine = TorchEngine(
         model,
@@ -102,8 +110,10 @@ def _torch(config: RunConfig, name: str) -> OpenEngine:
         slots=config.generator.slots,
         max_context=config.generator.max_context,
         seed=_seed(config, name),
+        tell_routing=config.trainer.router_replay,
     )
-    return OpenEngine(engine, Chat(tokenizer, stops), str(device))
+    expected = config.weight_hub.expected_on(device.type)
+    return OpenEngine(engine, Chat(tokenizer, stops), str(device), dtype=expected)
 
 
 def open_replay(config: RunConfig, kind: type[ReplayEngine] = ReplayEngine) -> OpenEngine:

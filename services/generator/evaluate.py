@@ -50,12 +50,11 @@ def evaluate_model(
     *,
     samples: int,
     greedy: bool = False,
-    source: str = "MODEL",
 ) -> EvalResult:
     """Let the model in `path` answer `samples` prompts, going round `rows` as often as it takes.
 
     Environment, sampling and generator are those of `config`; `greedy` takes the most likely token
-    instead of sampling. `source` is what the user calls the path, for errors.
+    instead of sampling.
 
     Raises:
         UsageError: no model, tokenizer, environment or prompt.
@@ -66,8 +65,8 @@ def evaluate_model(
     if config.generator.threads:
         torch.set_num_threads(config.generator.threads)
     where = pick_device(config.generator.device)
-    tokenizer = load_tokenizer(path, source)
-    model = load_model(path, where, _dtype(where), source, config.model.checked)
+    tokenizer = load_tokenizer(path, "MODEL")
+    model = load_model(path, where, _dtype(where), "MODEL", config.model.checked)
     stops = stop_ids(model, tokenizer) | named_tokens(tokenizer, config.sampling.stop_tokens)
     max_context = config.generator.max_context
     engine = TorchEngine(

@@ -8,26 +8,20 @@ evaluation of the version that is served: its samples must be of that version al
 from __future__ import annotations
 
 import logging
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from umbra.proto.errors import UmbraError
 from umbra.proto.messages import ReturnedSample
 from umbra.proto.records import SampleTask
 from umbra.services.generator.activity import Activity
 from umbra.services.generator.buffer_client import BufferClient
-from umbra.services.generator.engine import (
-    Engine,
-    EngineError,
-    KvPolicy,
-)
+from umbra.services.generator.engine import EngineError, KvPolicy
 from umbra.services.generator.loading import BrokenOffError, WeightLoader
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.sample_log import SampleLog
 from umbra.services.generator.stall import StallWatch
+from umbra.services.runtime.config import GeneratorConfig
 from umbra.services.runtime.net.session import Session
-from umbra.services.runtime.process.metrics import MetricsFile
 from umbra.services.runtime.process.threads import foreseen
 from umbra.services.runtime.weights.receiver import Receiver, StagedVersion
 
@@ -49,16 +43,12 @@ class GeneratorLoop:
         session: membership in the run; its `stopping` ends the loop.
         receiver: brings new weights.
         buffer: brings samples, takes trajectories.
-        engine: decodes; driven by `runner` but for the weights.
-        runner: the rollouts.
-        metrics: receives spans.
-        kv_policy: what new weights do to sequences under way.
-        drains: samples under way are ended before new weights are loaded, and none are begun.
-        prefetch: samples leased ahead of free slots.
-        wake: set by other threads when there may be something to do.
+        runner: the rollouts; drives its engine but for the weights.
+        config: the section `generator`. With `kv_policy` "drain", samples under way are ended
+            before new weights are loaded, and none are begun.
         sample_log: gets what is finished.
         watch: is told what comes of the engine's work.
-        clock: seconds since the epoch.
+        activity: is told what the loop does.
     """
 
     def __init__(
@@ -67,36 +57,29 @@ class GeneratorLoop:
         session: Session,
         receiver: Receiver,
         buffer: BufferClient,
-        engine: Engine,
         runner: RolloutRunner,
-        metrics: MetricsFile,
-        kv_policy: KvPolicy,
-        drains: bool = False,
-        prefetch: int,
-        wake: threading.Event,
+        config: GeneratorConfig,
         sample_log: SampleLog,
         watch: StallWatch,
-        clock: Callable[[], float] = time.time,
+        activity: Activity,
     ) -> None:
         self._session = session
         self._receiver = receiver
         self._buffer = buffer
-        self._engine = engine
+        self._engine = runner.engine
         self._runner = runner
-        self._metrics = metrics
-        self._kv_policy: KvPolicy = kv_policy
-        self._drains = drains
+        self._drains = config.kv_policy == "drain"
+        self._kv_policy: KvPolicy = "keep" if config.kv_policy == "drain" else config.kv_policy
         self._staged: StagedVersion | None = None  # to be loaded once all samples have ended
-        self._prefetch = prefetch
-        self._wake = wake
+        self._prefetch = config.prefetch
         self._sample_log = sample_log
         self._watch = watch
-        self._loader = WeightLoader(engine, receiver, watch.moved)
-        self._clock = clock
-        self._activity = Activity(metrics, clock)
+        self._loader = WeightLoader(runner.engine, receiver, watch.moved)
+        self._activity = activity
+        self._clock = activity.clock
         self._finished = 0
         self._failed = 0
-        self._stats_at = clock()
+        self._stats_at = self._clock()
         self._stats_tokens = 0
         self._prompt_tokens = 0  # read by the engine
 
@@ -209,9 +192,7 @@ class GeneratorLoop:
             raise
         end = self._clock()
         self._receiver.committed(staged, end - start)
-        self._metrics.write(
-            "span", name="load_weights", start=start, end=end, version=staged.version
-        )
+        self._activity.loaded(start, end, staged.version)
         self._session.emit("weights", version=staged.version, commit_s=end - start)
         log.debug("serving version %d after %.1f ms", staged.version, 1e3 * (end - start))
         # Under policy "abort" they go on at once, as new requests that begin with their own tokens.
@@ -271,8 +252,7 @@ class GeneratorLoop:
             reason, activity = "work", "waiting for samples"
         self._session.progress(activity, 0)
         self._watch.moved()
-        self._wake.wait(_IDLE_WAIT_S)
-        self._wake.clear()
+        self._buffer.wait(_IDLE_WAIT_S)
         self._activity.idle(started, reason)
 
     def _report(self) -> None:

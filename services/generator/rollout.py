@@ -246,6 +246,7 @@ class Rollout:
             reward=self._reward,
             reward_parts=self._parts,
             turns=self._turns,
+            routing=tokens.routing if task.pinned_version < 0 else None,  # nobody learns from those
             sampling=self._settings.sampling,
             generator=self._settings.generator,
             started_at=self._started,

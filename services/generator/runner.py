@@ -34,7 +34,7 @@ class RolloutRunner:
         settings: RolloutSettings,
         flush_tokens: int = 0,
     ) -> None:
-        self._engine = engine
+        self.engine = engine
         self._pool = pool
         self._settings = settings
         self._flush_tokens = flush_tokens
@@ -55,7 +55,7 @@ class RolloutRunner:
     @property
     def busy(self) -> bool:
         """Whether the engine has something to do."""
-        return self._engine.busy
+        return self.engine.busy
 
     @property
     def wanting(self) -> int:
@@ -96,8 +96,8 @@ class RolloutRunner:
         """One step of the engine, and what follows from it."""
         self.collect()
         self._expire()
-        if self._engine.busy:
-            self.take(self._engine.poll(timeout_s))
+        if self.engine.busy:
+            self.take(self.engine.poll(timeout_s))
             self.collect()
 
     def take(self, outputs: Iterable[EngineOutput]) -> None:
@@ -133,7 +133,7 @@ class RolloutRunner:
                 self._forget(rollout)
                 gone.append(sample_id)
         if gone:
-            self._engine.abort(gone)
+            self.engine.abort(gone)
 
     def flush(self) -> list[Trajectory]:
         """Partials of the samples that have grown by `flush_tokens` since they were flushed last.
@@ -141,7 +141,7 @@ class RolloutRunner:
         Call it after every `poll`, so that none grows much further unseen.
         """
         partials: list[Trajectory] = []
-        for output in self._engine.peek(self._due) if self._due else ():
+        for output in self.engine.peek(self._due) if self._due else ():
             rollout = self._rollouts[output.request_id]
             self._flushed[output.request_id] = rollout.tokens + len(output.token_ids)
             self._due[output.request_id] = len(output.token_ids) + self._flush_tokens
@@ -167,7 +167,7 @@ class RolloutRunner:
         return self._hand_back(list(self._rollouts.values()), reason)
 
     def _hand_back(self, rollouts: list[Rollout], reason: str) -> list[ReturnedSample]:
-        for output in self._engine.abort([r.task.sample_id for r in rollouts]) if rollouts else ():
+        for output in self.engine.abort([r.task.sample_id for r in rollouts]) if rollouts else ():
             self._rollouts[output.request_id].generated(output)
         for rollout in rollouts:
             self._forget(rollout)
@@ -205,7 +205,7 @@ class RolloutRunner:
     def _generate(self, rollout: Rollout) -> None:
         request = rollout.request()
         try:
-            self._engine.submit([request])
+            self.engine.submit([request])
         except ValueError as error:
             self._forget(rollout)
             self._fail(rollout.task, f"prompt {rollout.task.prompt_id}: {error}")
@@ -256,7 +256,7 @@ class RolloutRunner:
         late = [rollout for rollout in self._rollouts.values() if rollout.overdue()]
         if not late:
             return
-        for output in self._engine.abort([rollout.task.sample_id for rollout in late]):
+        for output in self.engine.abort([rollout.task.sample_id for rollout in late]):
             self._rollouts[output.request_id].generated(output)
         for rollout in late:
             try:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 
 import msgspec
 
 from umbra.services.environments.loading import UNREWARDED
+from umbra.services.generator.activity import Activity
 from umbra.services.generator.buffer_client import BufferClient
 from umbra.services.generator.engines import OpenEngine, open_engine
 from umbra.services.generator.loop import GeneratorLoop
@@ -28,7 +29,6 @@ from umbra.services.runtime.trajectories import sampling_of
 from umbra.services.runtime.weights.receiver import Receiver
 
 _HUB_DEADLINE_S = 600.0  # for a hub to join, and for the trainer to load its model
-_LOOK_S = 0.05
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,6 @@ def run(
     # An eighth early: so much is decoded at most while what is flushed is on its way.
     flush_tokens = config.generator.partial_flush_tokens
     flush_tokens -= flush_tokens // 8
-    policy = config.generator.kv_policy
     with (
         closing(opened.engine) as engine,
         closing(
@@ -67,7 +66,7 @@ def run(
         ctx.join("generator") as session,
     ):
         ctx.ready({"role": "generator", "name": ctx.name})
-        receiver = _subscribe(session, _planes(config, opened))
+        receiver = _subscribe(session, _planes(config, opened), opened.dtype)
         if receiver is None:
             return _end(session)
         watch = StallWatch(config.generator.engine, config.generator.stall_s)
@@ -76,15 +75,11 @@ def run(
                 session=session,
                 receiver=receiver,
                 buffer=BufferClient(session.data, wake, grace_s=config.run.broker_grace_s),
-                engine=engine,
                 runner=RolloutRunner(engine, pool, settings, flush_tokens),
-                metrics=ctx.metrics,
-                kv_policy="keep" if policy == "drain" else policy,
-                drains=policy == "drain",
-                prefetch=config.generator.prefetch,
-                wake=wake,
+                config=config.generator,
                 sample_log=SampleLog(ctx.metrics, settings.chat),
                 watch=watch,
+                activity=Activity(ctx.metrics),
             ).run()
         return _end(session)
 
@@ -112,23 +107,15 @@ def _planes(config: RunConfig, opened: OpenEngine) -> ReceiverPlanes:
     )
 
 
-def _subscribe(session: Session, planes: ReceiverPlanes) -> Receiver | None:
+def _subscribe(session: Session, planes: ReceiverPlanes, dtype: str) -> Receiver | None:
     """A receiver of weights; None if we are stopped before there is a hub with a model.
 
     Raises:
         DeadlineError: no hub joined, or no trainer registered its model there.
+        UsageError: the trainer serves another dtype than the engine computes in.
     """
     session.progress("waiting for the weight hub", 0)
-    receiver = Receiver(session.weights(deadline_s=_HUB_DEADLINE_S), planes)
-    # In a thread, so that a signal is heard meanwhile; leaving the session ends its question.
-    executor = ThreadPoolExecutor(1, thread_name_prefix="subscribe")
-    try:
-        subscribed = executor.submit(receiver.subscribe, _HUB_DEADLINE_S)
-        while not subscribed.done():
-            session.progress("waiting for the trainer's model", 0)
-            if session.stopping.wait(_LOOK_S):
-                return None
-        subscribed.result()
-    finally:
-        executor.shutdown(wait=False)
-    return receiver
+    receiver = Receiver(session.weights(deadline_s=_HUB_DEADLINE_S), planes, dtype=dtype)
+    waiting = partial(session.progress, "waiting for the trainer's model", 0)
+    is_there = receiver.subscribe_unless(session.stopping, _HUB_DEADLINE_S, waiting)
+    return receiver if is_there else None

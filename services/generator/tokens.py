@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
-from umbra.proto.records import Trajectory, VersionSpan, unpack_float32, unpack_int32
+from msgspec.structs import replace
+
+from umbra.proto.records import Routing, Trajectory, VersionSpan, unpack_float32, unpack_int32
 from umbra.services.generator.engine import EngineOutput
 from umbra.services.runtime.trajectories import RunFacts, find_fault
 
@@ -18,6 +20,7 @@ class ResponseTokens:
     mask: bytearray = field(default_factory=bytearray)
     logprobs: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
+    routing: Routing | None = None  # of the prompt's tokens, and of these but the last
 
     def add_model(self, output: EngineOutput) -> None:
         offset = len(self.ids)
@@ -26,6 +29,7 @@ class ResponseTokens:
         self.logprobs += output.logprobs
         for span in output.spans:
             self._add_span(span.version, offset + span.end)
+        self._add_routing(output.routing)
 
     def add_environment(self, ids: list[int]) -> None:
         # They were sampled by nobody: counted to the span before them, they change no staleness.
@@ -42,13 +46,31 @@ class ResponseTokens:
             start = self.spans.pop().start
         self.spans.append(VersionSpan(version=version, start=start, end=end))
 
+    def _add_routing(self, found: Routing | None) -> None:
+        """Take over what is `found` of tokens whose routing is unknown so far.
+
+        The engine has read all tokens before its own again, perhaps with other weights: those were
+        followed by what an earlier pass predicted, so the routing of that pass stays theirs.
+        """
+        known = self.routing
+        if known is not None and found is not None and _kind(known) == _kind(found):
+            added = found.chosen[len(known.chosen) :]
+            found = replace(known, chosen=known.chosen + added)
+        self.routing = found
+
     def copy(self) -> ResponseTokens:
-        return ResponseTokens(self.ids[:], self.mask[:], self.logprobs[:], self.spans[:])
+        return ResponseTokens(
+            self.ids[:], self.mask[:], self.logprobs[:], self.spans[:], self.routing
+        )
 
     def segments(self) -> list[list[int]]:
         """The tokens of model turn, environment turn, model turn, ... in order."""
         ids = iter(self.ids)
         return [[next(ids) for _ in run] for _, run in itertools.groupby(self.mask)]
+
+
+def _kind(routing: Routing) -> tuple[int, int, int]:
+    return routing.layers, routing.choices, routing.experts
 
 
 def tokens_of(partial: Trajectory) -> ResponseTokens | None:
@@ -63,4 +85,5 @@ def tokens_of(partial: Trajectory) -> ResponseTokens | None:
         bytearray(partial.loss_mask),
         unpack_float32(partial.logprobs),
         list(partial.spans),
+        partial.routing,
     )

@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
-from umbra.proto.records import Manifest, VersionSpan
+from umbra.proto.errors import UsageError
+from umbra.proto.records import Manifest, Routing, VersionSpan
 from umbra.services.generator.engine import (
     EngineError,
     EngineOutput,
@@ -28,6 +30,7 @@ from umbra.services.generator.engine import (
 from umbra.services.generator.sampler import Sampler
 from umbra.services.generator.slots import SlotCache
 from umbra.services.modeling.attention import Attention
+from umbra.services.modeling.experts import NO_ROUTERS, Routers, check_routing_fits
 from umbra.services.modeling.weights import WeightTable
 from umbra.services.runtime.weights.manifest import Part
 
@@ -46,6 +49,8 @@ class _Row:
     spans: list[VersionSpan] = field(default_factory=list)
     version: int = -1  # of the tokens from `since` on
     since: int = 0
+    routing: Routing | None = None  # without its tokens' experts; None: it is not told
+    chosen: bytearray = field(default_factory=bytearray)  # of all tokens that were read
 
     def serve(self, version: int) -> None:
         """Tokens from here on are of `version`."""
@@ -55,11 +60,23 @@ class _Row:
     def peek(self) -> EngineOutput:
         self._close_span()
         name = self.request.request_id
-        return EngineOutput(name, self.tokens[:], self.logprobs[:], self.spans[:], "abort")
+        return EngineOutput(
+            name, self.tokens[:], self.logprobs[:], self.spans[:], "abort", self._routing()
+        )
 
     def output(self, reason: FinishReason) -> EngineOutput:
         self._close_span()
-        return EngineOutput(self.request.request_id, self.tokens, self.logprobs, self.spans, reason)
+        return EngineOutput(
+            self.request.request_id,
+            self.tokens,
+            self.logprobs,
+            self.spans,
+            reason,
+            self._routing(),
+        )
+
+    def _routing(self) -> Routing | None:
+        return self.routing and replace(self.routing, chosen=bytes(self.chosen))
 
     def _close_span(self) -> None:
         if len(self.tokens) > self.since:
@@ -81,6 +98,7 @@ class TorchEngine:
         max_context: int,
         seed: int = 0,
         version: int = -1,
+        tell_routing: bool = False,
     ) -> None:
         self.version = version
         self.slots = slots
@@ -93,6 +111,14 @@ class TorchEngine:
         self._vocabulary: int = model.get_input_embeddings().num_embeddings
         self._attention = Attention.of(model.config)
         self._weights = WeightTable(model)
+        self._routers = Routers.of(model) if tell_routing else None
+        self._routing: Routing | None = None
+        if tell_routing and self._routers is None:
+            raise UsageError(NO_ROUTERS)
+        if self._routers is not None:
+            layers, choices, experts = self._routers.kind
+            check_routing_fits(self._routers.kind, max_context)
+            self._routing = Routing(layers=layers, choices=choices, experts=experts, chosen=b"")
         self._cache = SlotCache(slots, max_context)
         self._sampler = Sampler(slots, self._device, seed)
         self._queue: deque[_Row] = deque()
@@ -121,7 +147,8 @@ class TorchEngine:
         """Queue `requests`; each takes a slot as soon as one is free."""
         for request in requests:
             limit = check_request(request, self.max_context, self._vocabulary)
-            self._queue.append(_Row(request, limit, self._stop_ids | request.stop_ids))
+            stops = self._stop_ids | request.stop_ids
+            self._queue.append(_Row(request, limit, stops, routing=self._routing))
 
     @torch.inference_mode()
     def poll(self, timeout_s: float = 0.0) -> list[EngineOutput]:
@@ -156,7 +183,7 @@ class TorchEngine:
             # The last sampled token is not in the cache: the next decode step brings it there.
             sequences = [[*row.request.prompt_ids, *row.tokens[:-1]] for row in self._rows]
             with self._failing():
-                self._prefill(list(range(len(self._rows))), sequences)
+                self._prefill(list(range(len(self._rows))), sequences, first=False)
         return []
 
     @torch.inference_mode()
@@ -231,22 +258,25 @@ class TorchEngine:
         mask = self._attention.masks(
             (held <= latest)[:, None], latest, held, self._dtype, additive=True
         )
-        logits = self._model(
+        logits = self._pass(
             input_ids=self._last_tokens[:count, None],
             position_ids=positions[:, None],
             attention_mask=mask,
-            past_key_values=self._cache,
-            use_cache=True,
-        ).logits[:, -1]
+        )
+        for row, chosen in zip(self._rows, self._chosen(count), strict=False):
+            row.chosen += chosen
         tokens, logprobs = self._sampler.sample(logits, slice(0, count))
         self._last_tokens[:count] = tokens
         self._positions[:count] += 1
         self._append(range(count), tokens, logprobs)
 
-    def _prefill(self, slots: Sequence[int], sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+    def _prefill(
+        self, slots: Sequence[int], sequences: Sequence[Sequence[int]], *, first: bool = True
+    ) -> torch.Tensor:
         """Read whole sequences into `slots`; logits [len(slots), V] of each one's next token.
 
-        Equal sequences, which the samples of a group begin with, are computed once.
+        Equal sequences, which the samples of a group begin with, are computed once. The routing of
+        tokens that are read again, not for the `first` time, is not noted.
         """
         takers: dict[tuple[int, ...], list[int]] = {}
         for index, sequence in enumerate(sequences):
@@ -260,7 +290,10 @@ class TorchEngine:
             chosen, different = different[:count], different[count:]
             which = [u for u, sequence in enumerate(chosen) for _ in takers[sequence]]
             indices = [index for sequence in chosen for index in takers[sequence]]
-            logits.append(self._prefill_pass(chosen, [slots[i] for i in indices], which))
+            rows = [slots[i] for i in indices]
+            logits.append(self._prefill_pass(chosen, rows, which))
+            if first:
+                self._note_prompts(chosen, rows, which)
             order += indices
         if not order:
             return torch.empty(0, 0, device=self._device)
@@ -284,15 +317,45 @@ class TorchEngine:
         causal = index[None] <= index[:, None]
         seen = (causal[None] & valid[:, None, :]) | (index[None] == index[:, None])[None]
         columns = index[None]  # padding moves queries and keys alike
-        logits = self._model(
+        logits = self._pass(
             input_ids=torch.tensor(padded, device=self._device),
             position_ids=(index[None] - padding[:, None]).clamp(min=0),
             attention_mask=self._attention.masks(seen, columns, columns, self._dtype),
-            past_key_values=self._cache,
-            use_cache=True,
             logits_to_keep=1,
-        ).logits[:, -1]
+        )
         return logits[torch.tensor(which, device=self._device)]
+
+    def _pass(self, **inputs: Any) -> torch.Tensor:
+        """Logits [rows, V] of each row's next token; its routing can be asked for next."""
+        if self._routers is not None:
+            self._routers.noted = []
+        return self._model(**inputs, past_key_values=self._cache, use_cache=True).logits[:, -1]
+
+    def _note_prompts(
+        self, sequences: Sequence[Sequence[int]], slots: Sequence[int], which: Sequence[int]
+    ) -> None:
+        """The rows in `slots` begin with the routing of the left-padded pass just made."""
+        found = list(self._chosen(len(sequences)))
+        if not found or self._routing is None:
+            return
+        size = self._routing.token_bytes
+        for slot, sequence in zip(slots, which, strict=True):
+            own = len(sequences[sequence]) * size
+            self._rows[slot].chosen += found[sequence][-own:]
+
+    def _chosen(self, rows: int) -> Iterator[bytes]:
+        """The experts that the last pass chose for the tokens of each of `rows`, if that is told.
+
+        The bytes are those of `Routing.chosen`.
+        """
+        if self._routers is None or self._routers.noted is None:
+            return
+        found = torch.stack(self._routers.noted, 1)  # [rows * tokens, layers, choices]
+        kind = torch.uint8 if self._routers.experts <= 256 else torch.int16
+        data = found.to(kind).cpu().numpy().tobytes()
+        size = len(data) // rows
+        for row in range(rows):
+            yield data[row * size : (row + 1) * size]
 
     def _append(self, slots: Sequence[int], tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
         """Note the new tokens of `slots`; rows that are done leave."""

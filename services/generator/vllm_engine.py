@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import queue
@@ -23,6 +24,7 @@ from umbra.services.generator.engine import (
 )
 from umbra.services.generator.vllm_names import CheckpointNames
 from umbra.services.generator.vllm_options import check_device, engine_arguments
+from umbra.services.generator.vllm_routing import told_routers
 from umbra.services.generator.vllm_server import Job, Pause, VllmServer
 from umbra.services.modeling.weights import WeightTable
 from umbra.services.runtime.config import GeneratorConfig
@@ -31,6 +33,11 @@ from umbra.services.runtime.weights.manifest import Part
 from umbra.services.runtime.weights.shared_memory import SharedMemory, shared
 
 log = logging.getLogger(__name__)
+
+
+def platform() -> str:
+    """What the vLLM that is installed was built for: "cpu", "cuda", ..."""
+    return current_platform.device_type
 
 
 class VllmEngine:
@@ -44,6 +51,7 @@ class VllmEngine:
         stop_ids: tokens that end a turn.
         seed: of the sampling.
         version: of the weights in `path`; -1 = not to be served.
+        tell_routing: outputs say which experts their tokens met.
 
     Raises:
         UsageError: vLLM refuses an argument.
@@ -60,8 +68,9 @@ class VllmEngine:
         stop_ids: Iterable[int],
         seed: int = 0,
         version: int = -1,
+        tell_routing: bool = False,
     ) -> None:
-        check_device(config.device, current_platform.device_type)
+        check_device(config.device, platform())
         self.version = version
         self.slots = config.slots
         self.max_context = config.max_context
@@ -77,10 +86,12 @@ class VllmEngine:
         self._ready: list[EngineOutput] = []
         self.decoded_tokens = 0
         self._finished_tokens = 0
-        arguments = engine_arguments(
-            config, path, outline.config, dtype, seed % 2**31, current_platform.device_type
-        )
-        self._server = VllmServer(arguments, version)
+        arguments = engine_arguments(config, path, outline.config, dtype, seed % 2**31, platform())
+        routers = None
+        if tell_routing:
+            routers = told_routers(outline, platform(), self.max_context)
+            arguments["enable_return_routed_experts"] = True
+        self._server = VllmServer(arguments, version, routers)
 
     @property
     def live(self) -> int:
@@ -246,4 +257,4 @@ class VllmEngine:
 
 
 def _named(output: EngineOutput, name: str) -> EngineOutput:
-    return EngineOutput(name, output.token_ids, output.logprobs, output.spans, output.finish_reason)
+    return dataclasses.replace(output, request_id=name)

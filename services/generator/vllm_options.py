@@ -24,6 +24,8 @@ _BLOCK_TOKENS = 128  # of vLLM's KV cache on CPUs
 _KV_SPARE = 1.25  # room for prefixes that are kept for later requests
 # Engine arguments that follow from keys of ours.
 _KEYS = {
+    "enable_return_routed_experts": "trainer.router_replay",
+    "aux_output_config": "trainer.router_replay",
     "model": "model.path",
     "tokenizer": "model.path",
     "dtype": "weight_hub.dtype",

@@ -42,6 +42,7 @@ from umbra.services.generator.engine import (
     FinishReason,
     KvPolicy,
 )
+from umbra.services.generator.vllm_routing import ToldRouters
 from umbra.services.runtime.deadline import Deadline
 from umbra.services.runtime.process.child import describe_exit
 
@@ -81,13 +82,17 @@ class VllmServer:
     Args:
         arguments: of `AsyncEngineArgs`.
         version: of the weights that it starts with.
+        routers: those whose choices are told; None: they are not.
 
     Raises:
         UsageError: vLLM refuses an argument.
         StartupError: its engine core did not come up.
     """
 
-    def __init__(self, arguments: dict[str, Any], version: int) -> None:
+    def __init__(
+        self, arguments: dict[str, Any], version: int, routers: ToldRouters | None = None
+    ) -> None:
+        self._routers = routers
         self.done: queue.SimpleQueue[EngineOutput | Exception] = queue.SimpleQueue()
         self._loads = 0
         self._loading = False  # from the pause until a version is in place
@@ -238,7 +243,7 @@ class VllmServer:
                 if job.key not in self._restarting:
                     break
                 self._restarting.discard(job.key)
-            self.done.put(_finished(job.key, output))
+            self.done.put(_finished(job.key, output, self._routers))
         except EngineDeadError:
             pass  # `died` says so, and its tokens can be looked at
         except Exception as error:  # noqa: BLE001 - whatever it is ends the generator, with its name
@@ -260,7 +265,9 @@ class VllmServer:
 
     async def _look(self, keys: set[str]) -> list[EngineOutput]:
         return [
-            _under_way(state) for state in self._states.values() if state.external_req_id in keys
+            _under_way(state, self._routers)
+            for state in self._states.values()
+            if state.external_req_id in keys
         ]
 
     async def _pause(self, kv_policy: KvPolicy) -> float:
@@ -319,7 +326,7 @@ class VllmServer:
             deadline.check()
 
 
-def _finished(key: str, output: RequestOutput) -> EngineOutput:
+def _finished(key: str, output: RequestOutput, routers: ToldRouters | None) -> EngineOutput:
     completion = output.outputs[0]
     spans = [
         VersionSpan(version=int(span.version), start=span.start, end=span.end)
@@ -332,10 +339,11 @@ def _finished(key: str, output: RequestOutput) -> EngineOutput:
         logprobs=_logprobs(completion.logprobs),
         spans=spans,
         finish_reason=_REASONS.get(completion.finish_reason, "abort"),
+        routing=routers and routers.routing(completion.routed_experts),
     )
 
 
-def _under_way(state: Any) -> EngineOutput:
+def _under_way(state: Any, routers: ToldRouters | None) -> EngineOutput:
     """What vLLM's output processor has of a request."""
     tokens = list(state.detokenizer.output_token_ids)
     starts: list[tuple[str, int]] = state.weight_version_starts
@@ -346,7 +354,8 @@ def _under_way(state: Any) -> EngineOutput:
         if end > start
     ]
     logprobs = _logprobs(state.logprobs_processor.logprobs)
-    return EngineOutput(state.external_req_id, tokens, logprobs, spans, "abort")
+    routing = routers and routers.routing(*state.routed_experts_chunks)
+    return EngineOutput(state.external_req_id, tokens, logprobs, spans, "abort", routing)
 
 
 def _logprobs(logprobs: Any) -> list[float]:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from umbra.services.modeling.experts import UNKNOWN
 from umbra.services.modeling.row_mask import Piece, RowMask
 
 
@@ -24,6 +29,9 @@ class Tokens:
     owner: Tensor  # int64 [M], the sequence that each learned token belongs to
     prompts: Tensor | None = None  # int64 [S], at least 1 and less than the length
     family: Tensor | None = None  # int64 [S]
+    routing: Sequence[NDArray[np.integer[Any]]] | None = None
+    """Of each sequence, the experts that its first R tokens met, [R, layers, choices]; the same for
+    the prompts of a family."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +41,7 @@ class Unit:
     sequences: tuple[int, ...]
     prompt: int  # tokens that they share; 0: nothing is shared
     fed: int  # tokens in the row
+    cost: float = 0.0  # of feeding it
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +59,8 @@ class MicroBatch:
     segment: Tensor | None = None  # int32 [R, L], -1 for padding; None: one sequence in each row
     prefix: Tensor | None = None  # int32 [R, L], segment of the prompt; its own if not shared
     tokens: int = 0  # of R * L, those that are not padding
+    fed: Tensor | None = None  # bool [R * L], which these are
+    routing: Tensor | None = None  # int16 [R * L, layers, choices], as `Routers.replay`
     pieces: tuple[Piece, ...] = ()  # what lies in the rows, by row and start
 
     @property
@@ -66,6 +77,8 @@ class MicroBatch:
             targets=self.targets.to(device),
             segment=None if self.segment is None else self.segment.to(device),
             prefix=None if self.prefix is None else self.prefix.to(device),
+            fed=None if self.fed is None else self.fed.to(device),
+            routing=None if self.routing is None else self.routing.to(device),
         )
 
 
@@ -135,5 +148,30 @@ def lay_out(tokens: Tokens, rows: list[list[Unit]]) -> MicroBatch:
         segment=segment,
         prefix=prefix_of,
         tokens=len(place),
+        fed=torch.zeros(count * width, dtype=torch.bool).index_fill_(0, place, True),
+        routing=_routing(tokens, rows, width),
         pieces=tuple(parts),
     )
+
+
+def _routing(tokens: Tokens, rows: list[list[Unit]], width: int) -> Tensor | None:
+    """The experts for each cell of `rows`, int16 [R * L, layers, choices], if any are known.
+
+    A shared prompt has that of the unit's first sequence, which is that of the others too.
+    """
+    if tokens.routing is None or not len(tokens.routing):
+        return None
+    kind = tokens.routing[0].shape[1:]
+    cells = np.full((max(1, len(rows)) * width, *kind), UNKNOWN, np.int16)
+    for number, row in enumerate(rows):
+        cell = number * width
+        for unit in row:
+            first = tokens.routing[unit.sequences[0]]
+            cells[cell : cell + unit.prompt] = first[: unit.prompt]
+            cell += unit.prompt
+            for item in unit.sequences:
+                fed = int(tokens.lengths[item]) - 1 - unit.prompt
+                own = tokens.routing[item][unit.prompt : unit.prompt + fed]
+                cells[cell : cell + len(own)] = own
+                cell += fed
+    return torch.from_numpy(cells)

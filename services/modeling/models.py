@@ -1,4 +1,4 @@
-"""Loading a Hugging Face directory for inference."""
+"""Loading a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from umbra.proto.errors import UsageError
+from umbra.services.modeling.weight_files import WeightFiles
 from umbra.services.runtime.model.architectures import architecture, check_architecture, in_the_way
 from umbra.services.runtime.model.directory import check_model_dir
 
@@ -145,12 +146,32 @@ def outline_model(
         UsageError: not a model directory, or an architecture that Umbra is not right for.
     """
     directory = check_model_dir(path, source)
+    return _outline(AutoModelForCausalLM, directory, source, checked)
+
+
+def outline_weights(
+    kind: Any, directory: Path, source: str, checked: Collection[str] = ()
+) -> tuple[PreTrainedModel, WeightFiles]:
+    """The model that `read_weights` gives, its parameters on the meta device, and their files.
+
+    Raises:
+        UsageError: as `read_weights`, also where that would only warn of missing weights.
+        NotByRowsError: only `read_weights` can load it.
+    """
+    model = _outline(kind, directory, source, checked, dtype=torch.float32)
+    with loading(directory, source):
+        return model.eval(), WeightFiles(directory, model, source)
+
+
+def _outline(kind: Any, directory: Path, source: str, checked: Collection[str], **how: Any) -> Any:
+    """A model of `kind` on the meta device."""
     check_architecture(directory, source, checked)
     with loading(directory, source):
         config = read_transformers_config(directory)
+        how = {**how, "attn_implementation": attention_implementation(config)}
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    if (directory / "generation_config.json").is_file():
+            model = kind.from_config(config, trust_remote_code=False, **how)
+    if model.can_generate() and (directory / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
     return model
 

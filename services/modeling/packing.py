@@ -6,20 +6,34 @@ may also share one copy of it: each response attends to that copy and to itself,
 go on from there, so that the prompt is computed once for all of them and gets the sum of their
 gradients. Rows are filled first-fit decreasing (Johnson 1974: at most 11/9 of the fewest rows
 possible, and one more). Ranks get equal shares of the work in equally many micro-batches, because
-the forward and backward passes of sharded ranks wait for each other.
+the forward and backward passes of sharded ranks wait for each other: a pass takes as long as that
+of the slowest rank. So each rank's costliest comes first, and passes of like cost meet; and of
+shares of equal cost and shares of equally many tokens those are taken with which all are done
+earlier. (Where lengths have a long tail, shares of equal cost are not always the better ones: the
+rank with the longest sequences has so few tokens that it idles in the last passes.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from umbra.services.modeling.micro_batch import MicroBatch, Tokens, Unit, lay_out
 
-__all__ = ["MicroBatch", "Tokens", "first_fit_decreasing", "pack"]
+__all__ = ["Cost", "MicroBatch", "Tokens", "count_tokens", "first_fit_decreasing", "pack"]
 
 Row = list[Unit]
+# What it costs to feed positions [start, end) of a sequence, from which so many tokens are learned.
+Cost = Callable[[int, int, int], float]
+
+
+def count_tokens(start: int, end: int, learned: int) -> float:
+    """The cost of tokens that all cost the same."""
+    del learned
+    return end - start
 
 
 def pack(
@@ -31,6 +45,7 @@ def pack(
     share_prompts: bool = False,
     rank: int = 0,
     world: int = 1,
+    cost: Cost = count_tokens,
 ) -> list[MicroBatch]:
     """Micro-batches of at most `micro_tokens`, padding included, of rows of at most `pack_tokens`.
 
@@ -43,15 +58,25 @@ def pack(
         sequences: int64, restricts it to those sequences.
         share_prompts: sequences of one `tokens.family` share a copy of their prompt where a row
             has room for several of them.
-        rank: gets its share of `world` shares. Shares differ by at most the largest unit (a
+        rank: gets its share of `world` shares. They differ by at most the largest unit (a
             sequence, or a prompt and its responses); a rank that has fewer micro-batches splits
             its largest ones, and fills up with empty ones if that is not enough.
+        cost: of feeding a part of a sequence: `TrainingFlops.sequence`, say.
     """
     chosen = range(len(tokens.lengths)) if sequences is None else sequences.tolist()
     units = _units(tokens, chosen, pack_tokens, share_prompts)
-    plans = [_plan(share, pack_tokens, micro_tokens) for share in _shares(units, world)]
-    count = max(len(plan) for plan in plans)
-    return [lay_out(tokens, rows) for rows in _extended(plans[rank], count)]
+    units = _priced(units, tokens, cost)
+    plans = min(
+        (
+            _plans(shares, pack_tokens, micro_tokens)
+            for shares in (
+                _shares(units, world, lambda unit: unit.cost),
+                _shares(units, world, lambda unit: unit.fed),
+            )
+        ),
+        key=_time,
+    )
+    return [lay_out(tokens, rows) for rows in plans[rank]]
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -90,15 +115,47 @@ def _units(tokens: Tokens, chosen: Sequence[int], capacity: int, share: bool) ->
     return units
 
 
-def _shares(units: list[Unit], world: int) -> list[list[Unit]]:
-    """The units of each rank: the longest first, always to the rank that has least."""
+def _priced(units: list[Unit], tokens: Tokens, cost: Cost) -> list[Unit]:
+    """`units` with what they cost: a shared prompt once, each response behind it."""
+    lengths = tokens.lengths.tolist()
+    learned = torch.bincount(tokens.owner, minlength=len(lengths)).tolist()
+    priced: list[Unit] = []
+    for unit in units:
+        whole = cost(0, unit.prompt, 0) if unit.prompt else 0.0
+        for item in unit.sequences:
+            whole += cost(unit.prompt, lengths[item] - 1, learned[item])
+        priced.append(replace(unit, cost=whole))
+    return priced
+
+
+def _shares(units: list[Unit], world: int, size: Callable[[Unit], float]) -> list[list[Unit]]:
+    """The units of each rank: the largest first, always to the rank that has least.
+
+    Graham 1969: the rank that has most has at most 4/3 of what it would have at best.
+    """
     shares: list[list[Unit]] = [[] for _ in range(world)]
-    load = [0] * world
-    for unit in sorted(units, key=lambda unit: -unit.fed):
+    load = [0.0] * world
+    for unit in sorted(units, key=size, reverse=True):
         rank = load.index(min(load))
         shares[rank].append(unit)
-        load[rank] += unit.fed
+        load[rank] += size(unit)
     return shares
+
+
+def _plans(shares: list[list[Unit]], pack_tokens: int, micro_tokens: int) -> list[list[list[Row]]]:
+    """The micro-batches of each rank, equally many, the costliest first."""
+    plans = [_plan(share, pack_tokens, micro_tokens) for share in shares]
+    count = max(len(plan) for plan in plans)
+    return [sorted(_extended(plan, count), key=_cost, reverse=True) for plan in plans]
+
+
+def _time(plans: list[list[list[Row]]]) -> float:
+    """How long all ranks take, each pass as long as that of the slowest."""
+    return sum(max(map(_cost, passes)) for passes in zip(*plans, strict=True))
+
+
+def _cost(rows: list[Row]) -> float:
+    return sum(unit.cost for row in rows for unit in row)
 
 
 def _plan(units: list[Unit], pack_tokens: int, micro_tokens: int) -> list[list[Row]]:

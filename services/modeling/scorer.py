@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from umbra.proto.errors import UsageError
 from umbra.services.modeling.attention import Attention
+from umbra.services.modeling.experts import Routers
 from umbra.services.modeling.micro_batch import MicroBatch
 from umbra.services.modeling.restrict import restrict
 
@@ -25,6 +26,7 @@ class _Request:
     with_entropy: bool = True
     entropy_gradient: bool = False
     sampling: Tensor | None = None
+    balance: float = 0.0
 
 
 class Scorer(nn.Module):
@@ -57,6 +59,7 @@ class Scorer(nn.Module):
         super().__init__()
         self.model = model
         self._attention = attention or Attention.prepare(model, "auto", model.device)
+        self.routers = Routers.of(model)
         config: Any = model.config.get_text_config()
         self._logits = LogitTransform.of(config)
         self._rows = max(1, chunk_bytes // (4 * config.vocab_size))
@@ -77,6 +80,7 @@ class Scorer(nn.Module):
         with_entropy: bool = True,
         entropy_gradient: bool = False,
         sampling: Tensor | None = None,
+        balance: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
         """Logprobs and entropies in nats, float32 [N].
 
@@ -85,8 +89,12 @@ class Scorer(nn.Module):
         `temperature` [N] divides the logits, as it did when the tokens were sampled. With
         `sampling` (rows as of `restrict`, [N, 4]) logprobs are those of what top-k, top-p and min-p
         leave in, and finite for a token just outside of it too.
+
+        The backward pass adds the gradients of the routers' balance loss (`balance_loss`), in which
+        each token that is fed weighs `balance`.
         """
-        return self._run(_Request(batch, temperature, with_entropy, entropy_gradient, sampling))
+        request = _Request(batch, temperature, with_entropy, entropy_gradient, sampling, balance)
+        return self._run(request)
 
     def hidden(self, batch: MicroBatch) -> Tensor:
         """What the output layer is given at the positions that predict a learned token, [N, H]."""
@@ -94,6 +102,15 @@ class Scorer(nn.Module):
 
     def _run(self, request: _Request) -> Any:
         self._request = request
+        batch = request.batch
+        if self.routers is not None:
+            # It stays until the next pass: layers that are recomputed in the backward pass of this
+            # one have to find the same.
+            self.routers.replay = batch.routing
+            self.routers.balance = batch.fed * request.balance if request.balance else None
+            self.routers.counted = batch.fed if torch.is_grad_enabled() else None
+        elif batch.routing is not None:
+            raise UsageError("model.path: it has no routers, but its tokens have a routing")
         try:
             return self.model(
                 input_ids=request.batch.input_ids,
@@ -103,6 +120,8 @@ class Scorer(nn.Module):
             )
         finally:
             self._request = self._hidden = None
+            if self.routers is not None:
+                self.routers.counted = None
 
     def _take_hidden(self, _head: nn.Module, args: tuple[Tensor, ...]) -> Any:
         """Keep the hidden states of learned tokens, and let the output layer see at most one."""

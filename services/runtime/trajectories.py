@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from umbra.proto.records import Sampling, Trajectory, unpack_int32
+from umbra.proto.records import Routing, Sampling, Trajectory, unpack_int32
 from umbra.services.runtime.config import RunConfig, SamplingConfig
 
 MOST_VOCABULARY = 1 << 24  # tokens of any model, until that of the run's is known
@@ -22,6 +22,8 @@ MOST_PARTS = 64  # of a reward; each becomes a column of the step's metrics
 MOST_NAME = 100  # characters
 LATEST = 1e12  # seconds since the epoch
 MOST_VERSION = 1 << 31
+MOST_ROUTERS = 1 << 10  # layers that have one
+MOST_EXPERTS = 1 << 15  # of a layer: their numbers are int16 to the trainer
 
 ONES = b"\1" * (64 << 10)
 ZEROS = bytes(64 << 10)
@@ -36,16 +38,22 @@ _SAMPLED = _ROUNDING + bytes(range(0x80, 0xC3))
 _SCORED = _ROUNDING + bytes(range(0x80, 0xC8))
 
 
+RouterKind = tuple[int, int, int]  # layers that have one, experts of a token, experts of a layer
+
+
 @dataclass(slots=True)
 class RunFacts:
     """What is known of the run's model and of how it samples.
 
-    The buffer learns `vocabulary` from the trainer; until then a bound stands in for it.
+    The buffer learns `vocabulary` and `routers` from the trainer; until then bounds stand in for
+    them.
     """
 
     vocabulary: int = MOST_VOCABULARY  # token ids are below it
     tokens: int = MOST_TOKENS  # prompt and response tokens of a trajectory, at most
     sampling: Sampling | None = None  # what samples to train on are drawn by; None = anything
+    routing: bool | None = None  # whether samples to train on have one; None = either
+    routers: RouterKind | None = None  # of the trainer's model; None = unknown
 
     @classmethod
     def of(cls, config: RunConfig, vocabulary: int = MOST_VOCABULARY) -> RunFacts:
@@ -53,12 +61,15 @@ class RunFacts:
 
         An environment may say more after the last turn than fits the context, hence the factor.
         """
-        return cls(vocabulary, min(MOST_TOKENS, 2 * config.generator.max_context))
+        tokens = min(MOST_TOKENS, 2 * config.generator.max_context)
+        return cls(vocabulary, tokens, routing=config.trainer.router_replay)
 
-    def learn(self, vocabulary: int) -> None:
-        """The trainer's model has so many tokens; 0 if it has not said."""
+    def learn(self, vocabulary: int, routers: RouterKind | None = None) -> None:
+        """The trainer's model has so many tokens, and such routers; 0 and None if it is unsaid."""
         if 0 < vocabulary <= MOST_VOCABULARY:
             self.vocabulary = vocabulary
+        if routers is not None:
+            self.routers = routers
 
 
 def sampling_of(config: SamplingConfig, *, greedy: bool = False) -> Sampling:
@@ -98,6 +109,7 @@ def find_fault(
         or reward_fault(trajectory.reward, trajectory.reward_parts)
         or _sampling_fault(trajectory.sampling, facts.sampling if trained else None, trained)
         or _plain_fault(trajectory)
+        or _routing_fault(trajectory, facts, trained)
     )
 
 
@@ -186,19 +198,25 @@ def _all_below(ids: bytes, bound: int) -> bool:
                 return True
         elif ZEROS.startswith(ids[2::4]) and not ids[1::4].translate(None, _NUMBERS[: bound >> 8]):
             return True
-    added, highest = _lanes(bound)
-    for start in range(0, len(ids), 4 * LANES):
-        number = int.from_bytes(ids[start : start + 4 * LANES], "little")
+    return _lanes_below(ids, bound, 32)
+
+
+def _lanes_below(values: bytes, bound: int, bits: int) -> bool:
+    """Whether all numbers of `bits` bits each are below `bound`, which is at most 2**(bits - 1)."""
+    added, highest = _lanes(bound, bits)
+    width = bits // 8 * LANES
+    for start in range(0, len(values), width):
+        number = int.from_bytes(values[start : start + width], "little")
         if (number | (number + added)) & highest:
             return False
     return True
 
 
 @lru_cache(maxsize=8)
-def _lanes(bound: int) -> tuple[int, int]:
-    """For each of `LANES` lanes of 32 bits: what lifts `bound` to 2**31, and the highest bit."""
-    ones = sum(1 << 32 * lane for lane in range(LANES))
-    return ones * ((1 << 31) - bound), ones << 31
+def _lanes(bound: int, bits: int) -> tuple[int, int]:
+    """For each of `LANES` lanes of `bits` bits: what lifts `bound` to the highest bit, and that."""
+    ones = sum(1 << bits * lane for lane in range(LANES))
+    return ones * ((1 << bits - 1) - bound), ones << bits - 1
 
 
 def _value_fault(trajectory: Trajectory, logprobs: dict[str, bytes]) -> str | None:
@@ -253,6 +271,47 @@ def _plain_fault(trajectory: Trajectory) -> str | None:
     if not (-LATEST <= begin <= LATEST and -LATEST <= end <= LATEST):  # nor is it where it is NaN
         return f"started_at and finished_at are {(begin, end)}"
     return None
+
+
+def _routing_fault(trajectory: Trajectory, facts: RunFacts, trained: bool) -> str | None:
+    routing = trajectory.routing
+    if routing is None:
+        if facts.routing and trained:
+            return "it does not say which experts its tokens met (trainer.router_replay)"
+        return None
+    if facts.routing is False:
+        return "it says which experts its tokens met, but trainer.router_replay is off"
+    found = (routing.layers, routing.choices, routing.experts)
+    if facts.routers is not None and found != facts.routers:
+        return (
+            f"(layers, experts of a token, experts of a layer) of its routing are {found}, those "
+            f"of the trainer's model {facts.routers}: do generator and trainer use the same model?"
+        )
+    return _shape_fault(routing) or _covered_fault(trajectory, routing)
+
+
+def _shape_fault(routing: Routing) -> str | None:
+    layers, choices, experts = routing.layers, routing.choices, routing.experts
+    if not (0 < layers <= MOST_ROUTERS and 0 < choices <= experts <= MOST_EXPERTS):
+        return f"routing of {layers} layers to {choices} of {experts} experts"
+    if len(routing.chosen) % routing.token_bytes:
+        return f"routing has {len(routing.chosen)} bytes, no multiple of {routing.token_bytes}"
+    if experts > 256:
+        below = _lanes_below(routing.chosen, experts, 16)
+    else:
+        below = not routing.chosen.translate(None, _NUMBERS[:experts])
+    return None if below else f"routing names experts beyond {experts - 1}"
+
+
+def _covered_fault(trajectory: Trajectory, routing: Routing) -> str | None:
+    """Only what no learned token follows may be without; nobody has read the last token."""
+    covered = len(routing.chosen) // routing.token_bytes
+    prompt = len(trajectory.prompt_ids) // 4
+    least = prompt + trajectory.loss_mask.rfind(1)
+    most = prompt + trajectory.response_tokens - 1
+    if least <= covered <= most:
+        return None
+    return f"routing is of {covered} tokens, {least} to {most} are needed"
 
 
 def _is_name(text: str) -> bool:

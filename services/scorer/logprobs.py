@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from umbra.proto.errors import UsageError
 from umbra.proto.records import Score, ScoringTask, Trajectory
 from umbra.services.modeling.attention import Attention
+from umbra.services.modeling.experts import NO_ROUTERS, chosen_experts
 from umbra.services.modeling.micro_batch import Tokens
 from umbra.services.modeling.packing import pack
 from umbra.services.modeling.scorer import Scorer
@@ -26,15 +29,29 @@ class LogprobWorker:
         config: packing and `logits_mib` are read.
         refresh: brings the newest weights into the model and returns their version; -1 for a model
             that stays as it is.
+        replay: route tokens to the experts that the generator's engine chose.
+
+    Raises:
+        UsageError: there is nothing to replay with this model.
     """
 
     def __init__(
-        self, model: Any, config: ScorerConfig, refresh: Callable[[], int] = lambda: -1
+        self,
+        model: Any,
+        config: ScorerConfig,
+        refresh: Callable[[], int] = lambda: -1,
+        *,
+        replay: bool = False,
     ) -> None:
         self._device: torch.device = model.device
         attention = Attention.prepare(model, config.attention, self._device, "scorer.attention")
         self._scorer = Scorer(model, int(config.logits_mib * 2**20), attention).eval()
         self._facts = RunFacts(model.get_input_embeddings().num_embeddings)
+        self._replay = replay
+        if replay:
+            if self._scorer.routers is None:
+                raise UsageError(NO_ROUTERS)
+            self._facts.routing, self._facts.routers = True, self._scorer.routers.kind
         self._config = config
         self._refresh = refresh
 
@@ -45,7 +62,7 @@ class LogprobWorker:
         sound: list[ScoringTask] = []
         for task in tasks:
             # Eval samples, which may be greedy, have no stage of logprobs; the trainer judges.
-            if fault := find_fault(task.trajectory, self._facts, trained=False):
+            if fault := find_fault(task.trajectory, self._facts, trained=self._replay):
                 error = f"{fault} (the scorer's model must be of the generator's family)"
                 yield Score(sample_id=task.sample_id, attempt=task.attempt, error=error)
             else:
@@ -54,6 +71,8 @@ class LogprobWorker:
             return
         trajectories = [task.trajectory for task in sound]
         tokens = lay_out(trajectories)
+        if self._replay:
+            tokens = replace(tokens, routing=[chosen_experts(t) for t in trajectories])
         # As in the engines, temperature 0 stands for the plain softmax.
         temperatures = torch.tensor([t.sampling.temperature or 1.0 for t in trajectories])
         logprobs = torch.zeros(len(tokens.learned))

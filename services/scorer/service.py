@@ -71,9 +71,9 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
         torch.set_num_threads(scorer.threads)
     own = scorer.stage == "ref_logp" and bool(scorer.model)
     path, source = (scorer.model, "scorer.model") if own else (config.model.path, "model.path")
-    dtype = getattr(torch, config.weight_hub.dtype)
     device = pick_device(scorer.device)
-    model = load_model(path, device, dtype, source, config.model.checked)
+    dtype = config.weight_hub.dtype_on(device.type)
+    model = load_model(path, device, getattr(torch, dtype), source, config.model.checked)
     if scorer.stage == "ref_logp":
         context.ready({"stage": scorer.stage, "model": path})
         worker = LogprobWorker(model, scorer)
@@ -87,7 +87,8 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
         gpu=gpu_for(config.weight_hub, str(device)),
         frame_bytes=config.weight_hub.receive_bucket_bytes,
     )
-    with closing(Receiver(channel, planes)) as receiver:
+    expected = config.weight_hub.expected_on(device.type)
+    with closing(Receiver(channel, planes, dtype=expected)) as receiver:
         receiver.subscribe(HUB_DEADLINE_S)
         staged = receiver.wait_first(HUB_DEADLINE_S, session.stopping)
 
@@ -102,7 +103,8 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
 
         refresh()
         context.ready({"stage": scorer.stage, "version": version})
-        worker = LogprobWorker(model, scorer, refresh)
+        replay = config.trainer.router_replay  # as the policy that it stands for
+        worker = LogprobWorker(model, scorer, refresh, replay=replay)
         loop = ScorerLoop(session, scorer.stage, worker, scorer.capacity, context.metrics)
         while not session.stopping.is_set():
             refresh()  # also while there is nothing to score, so that the hub need not wait

@@ -47,7 +47,7 @@ class Agreement:
     def __init__(self, config: RunConfig, learner: Learner) -> None:
         self._config = config.trainer
         self._learner = learner
-        self._bound, self._format = bound_of(config)
+        self._bound, self._format = bound_of(config, learner.device.type)
         self._verdicts = Verdicts(self._bound, config.trainer.mismatch_every)
         self._aside: _Aside | None = None
         self._now: _Comparison | None = None
@@ -140,6 +140,7 @@ class Agreement:
             share_prompts=self._config.share_prompts,
             rank=ranks.rank,
             world=ranks.world,
+            cost=self._learner.operations.sequence,
         )
         wanted = now.leading & ~now.direct if tokens is None else tokens
         with torch.no_grad():

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from umbra.proto.errors import UmbraError
 from umbra.proto.records import Trajectory
+from umbra.services.modeling.experts import chosen_experts
 from umbra.services.modeling.micro_batch import Tokens
-from umbra.services.runtime.trajectories import MOST_TOKENS, RunFacts, find_fault
+from umbra.services.runtime.trajectories import MOST_TOKENS, RouterKind, RunFacts, find_fault
 
 
 class BatchError(UmbraError):
@@ -60,18 +61,22 @@ class TrainBatch:
 
 
 def make_batch(
-    trajectories: list[Trajectory], vocab_size: int, most_tokens: int = MOST_TOKENS
+    trajectories: list[Trajectory],
+    vocab_size: int,
+    most_tokens: int = MOST_TOKENS,
+    routers: RouterKind | None = None,
 ) -> TrainBatch:
     """The tensors of `trajectories`.
 
     Args:
         vocab_size: token ids are below it.
         most_tokens: prompt and response tokens of a trajectory, at most.
+        routers: those of the model, if their choices are to be replayed.
 
     Raises:
         BatchError: some are not sound (`find_fault`), or there are none.
     """
-    facts = RunFacts(vocab_size, most_tokens)
+    facts = RunFacts(vocab_size, most_tokens, routing=routers and True, routers=routers)
     if not trajectories:
         raise BatchError("the batch has no trajectories")
     faults = {t.sample_id: fault for t in trajectories if (fault := find_fault(t, facts))}
@@ -95,7 +100,7 @@ def make_batch(
     counts = torch.tensor([len(positions) for positions in learned])
     owner = torch.arange(len(trajectories)).repeat_interleave(counts)
     number: dict[str, int] = {}
-    family: dict[bytes, int] = {}
+    family: dict[tuple[bytes, bytes], int] = {}
     temperatures = torch.tensor([t.sampling.temperature for t in trajectories])
     return TrainBatch(
         trajectories=trajectories,
@@ -108,11 +113,21 @@ def make_batch(
             owner=owner,
             prompts=torch.tensor([len(t.prompt_ids) // 4 for t in trajectories]),
             family=torch.tensor(
-                [family.setdefault(t.prompt_ids, len(family)) for t in trajectories]
+                [family.setdefault(_prompt(t, routers), len(family)) for t in trajectories]
             ),
+            routing=[chosen_experts(t) for t in trajectories] if routers is not None else None,
         ),
         rewards=torch.tensor([t.reward for t in trajectories], dtype=torch.float64),
         groups=torch.tensor([number.setdefault(t.group_id, len(number)) for t in trajectories]),
         behaviour=torch.from_numpy(np.concatenate(behaviour)),
         temperature=temperatures[owner],
     )
+
+
+def _prompt(trajectory: Trajectory, routers: RouterKind | None) -> tuple[bytes, bytes]:
+    """What samples have to have in common to share a prompt: its tokens, and what is replayed."""
+    routing = trajectory.routing
+    if routing is None or routers is None:
+        return trajectory.prompt_ids, b""
+    own = len(trajectory.prompt_ids) // 4 * routing.token_bytes
+    return trajectory.prompt_ids, routing.chosen[:own]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from umbra.services.modeling.packing import pack
+from umbra.services.modeling.packing import Cost, pack
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.process.disk import DISK
 from umbra.services.trainer.batch import TrainBatch
@@ -37,16 +37,20 @@ class LearnedCritic:
         config: its section is read, and whether prompts are shared.
         rows: of the policy.
         ranks: those of `source`, with a process group that nobody else uses.
+        cost: by which their shares of a batch are equal; the policy's.
     """
 
-    def __init__(self, source: Values, config: RunConfig, rows: RowSizes, ranks: Ranks) -> None:
+    def __init__(
+        self, source: Values, config: RunConfig, rows: RowSizes, ranks: Ranks, cost: Cost
+    ) -> None:
         self._source = source
         self._config = config.critic
         self._share_prompts = config.trainer.share_prompts
         self._rows = rows
         self._ranks = ranks
+        self._cost = cost
         self._optimizer = torch.optim.AdamW(
-            source.parameters, lr=config.critic.learning_rate, weight_decay=0.0
+            source.parameters, lr=config.critic.learning_rate, weight_decay=0.0, fused=True
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="umbra-critic")
         self._learning: Future[Row] | None = None
@@ -62,6 +66,7 @@ class LearnedCritic:
             share_prompts=self._share_prompts,
             rank=self._ranks.rank,
             world=self._ranks.world,
+            cost=self._cost,
         )
         self._source.look(micros)
         return self._thread.submit(self._values, len(batch.behaviour)).result()
@@ -166,9 +171,9 @@ def open_critic(config: RunConfig, learner: Learner) -> LearnedCritic | None:
     if config.trainer.pieces.advantage != "gae":
         return None
     given = Path(config.critic.path) if config.critic.path else None
-    apart = learner.ranks.apart()
+    apart, cost = learner.ranks.apart(), learner.operations.sequence
     if config.critic.kind == "head":
-        return LearnedCritic(PolicyHead(given, learner, apart), config, learner.rows, apart)
+        return LearnedCritic(PolicyHead(given, learner, apart), config, learner.rows, apart, cost)
     model = OwnModel(
         given or Path(config.model.path),
         config.trainer,
@@ -176,4 +181,4 @@ def open_critic(config: RunConfig, learner: Learner) -> LearnedCritic | None:
         apart,
         config.model.checked,
     )
-    return LearnedCritic(model, config, learner.rows, apart)
+    return LearnedCritic(model, config, learner.rows, apart, cost)

@@ -56,7 +56,6 @@ def launch(context: ServiceContext) -> Iterator[socket.socket | None]:
             program.argv, environ={**child_environ(), **program.environ}, session=False
         ),
         report=context.log.warning,
-        stop_s=context.config.run.stop_s,
     )
     os.environ.update(place, RANK="0", LOCAL_RANK="0")
     try:

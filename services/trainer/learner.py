@@ -13,19 +13,24 @@ from transformers import PreTrainedModel
 
 from umbra.proto.errors import UsageError
 from umbra.services.modeling.attention import Attention
+from umbra.services.modeling.experts import NO_BALANCE, NO_ROUTERS, set_experts
 from umbra.services.modeling.micro_batch import MicroBatch
 from umbra.services.modeling.scorer import Scorer
+from umbra.services.modeling.weight_files import WeightFiles
 from umbra.services.runtime.config import TrainerConfig
+from umbra.services.runtime.trajectories import RouterKind
 from umbra.services.trainer.checkpoints.parts import (
     CheckpointPart,
     OptimizerState,
     Randomness,
     Weights,
 )
+from umbra.services.trainer.filling import fill
 from umbra.services.trainer.guard import REASONS
 from umbra.services.trainer.lora import add_adapter
-from umbra.services.trainer.metrics import Row
+from umbra.services.trainer.metrics import Row, expert_metrics
 from umbra.services.trainer.operations import TrainingFlops, ceiling
+from umbra.services.trainer.phases import Phases
 from umbra.services.trainer.ranks import Ranks
 from umbra.services.trainer.row_sizes import row_sizes
 from umbra.services.trainer.sharding import prepare_layers, shard
@@ -43,6 +48,7 @@ class Learner:
         steps: length of the learning-rate schedule.
         ranks: who shares the work.
         seed: of an adapter's first weights.
+        files: of the weights, if the model is on the meta device.
         max_tokens: as of `row_sizes`.
 
     Raises:
@@ -57,6 +63,7 @@ class Learner:
         steps: int,
         ranks: Ranks | None = None,
         seed: int = 0,
+        files: WeightFiles | None = None,
         max_tokens: int = 0,
     ) -> None:
         self.ranks = ranks or Ranks()
@@ -66,19 +73,22 @@ class Learner:
         if config.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
             torch.use_deterministic_algorithms(True)
-        self._accelerator = Accelerator(
-            cpu=_on_cpu(config, self.ranks), mixed_precision=config.precision
-        )
+        on_cpu = _on_cpu(config, self.ranks)
+        precision = config.precision_on("cpu" if on_cpu else "cuda")
+        self._accelerator = Accelerator(cpu=on_cpu, mixed_precision=precision)
         if config.threads or self.ranks.world > 1:
             share = max(1, len(os.sched_getaffinity(0)) // self.ranks.world)
             torch.set_num_threads(config.threads or share)
         self.device = self._accelerator.device
+        set_experts(model, config.experts)
+        self.phases = Phases(self.device)  # of the thread that updates the policy
         if config.lora_rank:
             add_adapter(model, config, seed)
-        prepare_layers(model, config)
+        prepare_layers(model, config, self.device.type)
         if self.ranks.world > 1:
-            shard(model, self.device, self.ranks, config.precision)
-        self.model = model.to(self.device)
+            shard(model, self.device, self.ranks, precision)
+        fill(model, self.device, files)
+        self.model = model
         self.rows = row_sizes(config, model, self.device, self.ranks, max_tokens)
         self.operations = TrainingFlops.of(model)
         # What all ranks could do in a second; unknown on CPUs.
@@ -86,9 +96,22 @@ class Learner:
         # No dropout: these must be the logprobs of the policy that generates.
         attention = Attention.prepare(self.model, config.attention, self.device)
         self._scorer = Scorer(self.model, int(config.logits_mib * 2**20), attention).eval()
+        # Those whose choices are replayed.
+        self.replayed = self._replayed(config)
+        if config.router_aux_loss_coef and not (
+            self._scorer.routers is not None and hasattr(model.config, "router_aux_loss_coef")
+        ):
+            raise UsageError(NO_BALANCE)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._plain = _optimizer(self._parameters, config)
         self._optimizer = self._accelerator.prepare_optimizer(self._plain)
+
+    def _replayed(self, config: TrainerConfig) -> RouterKind | None:
+        if not config.router_replay:
+            return None
+        if self._scorer.routers is None:
+            raise UsageError(NO_ROUTERS)
+        return self._scorer.routers.kind
 
     def score(
         self,
@@ -98,18 +121,22 @@ class Learner:
         with_entropy: bool = True,
         entropy_gradient: bool = False,
         sampling: Tensor | None = None,
+        balance: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
         """Logprobs (with gradient) and entropies of the learned tokens, on the device; [N] each.
 
-        `sampling` [N, 4] is as of `Scorer`.
+        `sampling` [N, 4] and `balance` are as of `Scorer`.
         """
-        with self._accelerator.autocast():
+        scaler = self._accelerator.scaler
+        phase = "forward" if torch.is_grad_enabled() else "score"
+        with self.phases(phase), self._accelerator.autocast():
             return self._scorer(
                 micro.to(self.device),
                 temperature.to(self.device),
                 with_entropy=with_entropy,
                 entropy_gradient=entropy_gradient,
                 sampling=None if sampling is None else sampling.to(self.device),
+                balance=balance * (scaler.get_scale() if scaler is not None else 1.0),
             )
 
     @torch.no_grad()
@@ -137,7 +164,8 @@ class Learner:
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of `loss`, this rank's part of a sum over all micro-batches."""
         # FSDP takes the mean over the ranks; ours is a sum.
-        self._accelerator.backward(loss * self.ranks.world)
+        with self.phases("backward"):
+            self._accelerator.backward(loss * self.ranks.world)
 
     def update(self, step: int, fault: str = "") -> Row:
         """Clip the gradients, update the weights with the learning rate of `step`, start anew.
@@ -145,6 +173,10 @@ class Learner:
         An update with a `fault` (a key of `guard.REASONS`), or whose gradient is not finite, is
         left out and counted in `skipped`: weights and optimizer state stay as they are.
         """
+        with self.phases("optimizer"):
+            return self._update(step, fault)
+
+    def _update(self, step: int, fault: str) -> Row:
         self.updates += 1
         rate = learning_rate(self._config, step, self._steps)
         for group in self._optimizer.param_groups:
@@ -169,6 +201,29 @@ class Learner:
             "skipped": float(bool(fault)),
             **{f"skipped/{reason}": float(reason == fault) for reason in REASONS},
         }
+
+    def balance(self, micros: list[MicroBatch]) -> float:
+        """What a token weighs in the balance loss of an update over `micros`, for `score`.
+
+        All ranks have to call it, each with its own share.
+        """
+        coefficient = self._config.router_aux_loss_coef
+        if not coefficient:
+            return 0.0
+        count = torch.tensor([sum(micro.tokens for micro in micros)], dtype=torch.float64)
+        # As in `backward`: FSDP takes a mean over the ranks.
+        return coefficient * self.ranks.world / max(1.0, float(self.ranks.sum(count)))
+
+    def expert_load(self) -> Row:
+        """How the tokens of the updates since the last call were spread over experts, on all ranks.
+
+        All ranks have to call it.
+        """
+        routers = self._scorer.routers
+        if routers is None:
+            return {}
+        load = self.ranks.sum(routers.take_load().double())
+        return expert_metrics(load[:, :-1], load[:, -1] if self.replayed else None)
 
     def parts(self, base: str = "") -> dict[str, CheckpointPart]:
         """What a checkpoint has to hold of it; the learning rate follows from the step.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 from umbra.proto.errors import DeadlineError, DivergedError, RejectedError, UmbraError, UsageError
@@ -27,7 +29,6 @@ from umbra.services.trainer.checkpoints.saver import SaveOutcome, Saver
 from umbra.services.trainer.guard import SkipLimit
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.metrics import (
-    Phases,
     Row,
     finite,
     peak_memory_gib,
@@ -35,6 +36,7 @@ from umbra.services.trainer.metrics import (
     speed_metrics,
 )
 from umbra.services.trainer.orders import Snapshot, Stop, Train, give
+from umbra.services.trainer.phases import Profile
 from umbra.services.trainer.prefetch import Ahead, Prefetch
 from umbra.services.trainer.shards import Snapshots
 from umbra.services.trainer.sinks import Sinks
@@ -91,11 +93,14 @@ class Loop:
         self._saver = saver
         self._sinks = sinks
         self._facts = RunFacts.of(context.config, learner.model.config.vocab_size)
+        self._facts.routers = learner.replayed
         # Once the buffer knows these facts, what is unfit is what it had before: so many batches.
         self._most_rejected = 2 * (context.config.buffer.run_ahead + LEAST_REJECTED)
         self._patience = SkipLimit(context.config.trainer.max_skipped)
         self._row: Row | None = None  # of the last step; None while the weights are of no version
-        self._phases = Phases(context.metrics)
+        assert context.run_dir is not None
+        steps = context.config.trainer.profile_steps
+        self._profile = Profile(context.run_dir / "profile", steps)
         self._prefetch = Prefetch(
             session.data,
             self._make_batch,
@@ -104,23 +109,26 @@ class Loop:
         )
 
     def close(self) -> None:
-        """End the thread that looks at the next batch."""
+        """End the thread that looks at the next batch, and a trace."""
         self._prefetch.close()
+        self._profile.end()
 
     def run(self) -> bool:
         """Train; True when all steps are done, False when asked to stop before.
 
         A batch that is not committed goes back to the buffer when this process leaves.
         """
+        self._learner.phases.take()  # what was before the first step
         while self.version < self._config.run.steps:
-            with self._phases("wait_batch"):
+            self._profile.begin(self.version + 1)
+            with self._phase("wait_batch"):
                 ahead = self._prefetch.take(self.version + 1)
                 batch = self._lease(ahead)
             if batch is None:
                 return False
             if self.version + 2 <= self._config.run.steps:
                 self._prefetch.begin(self.version + 2)
-            with self._phases("train_step"):
+            with self._phase("train_step"):
                 give(self._learner.ranks, Train(self.version, batch.trajectories))
                 kept, self._row = self._row, None
                 updates = self._learner.updates
@@ -131,14 +139,15 @@ class Loop:
                 return False
             row = finite(sample_metrics(batch, self.version) | learned)
             row["prefetched"] = float(ahead is not None and batch is ahead.batch)
-            with self._phases("commit"):
+            with self._phase("commit"):
                 if not self._commit(row):
                     return False
             self._row = row
-            with self._phases("checkpoint"):
+            with self._phase("checkpoint"):
                 self._saver.after(self.version, row)
             if not self.publish():
                 return False
+            self._profile.end()
             self._report(row)
             self._judge(row)
         return True
@@ -175,14 +184,14 @@ class Loop:
         """
         self._session.progress(f"snapshot of version {self.version}")
         timeout_s = 2 * self._config.weight_hub.deadline_s
-        with self._phases("wait_slot"):
+        with self._phase("wait_slot"):
             try:
                 slot = self._outlet.publisher.slot(self.version, timeout_s)
             except DeadlineError:
                 if self._session.stopping.is_set():
                     return False
                 raise
-        with self._phases("snapshot"):
+        with self._phase("snapshot"):
             begin = time.perf_counter()
             give(self._learner.ranks, Snapshot())
             publisher = self._outlet.publisher
@@ -190,12 +199,19 @@ class Loop:
             publisher.publish_soon(self.version, time.perf_counter() - begin, sums)
         return True
 
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """Count the time inside as `name`, and write it as a span."""
+        with self._context.metrics.span(name), self._learner.phases(name):
+            yield
+
     def _keep_going(self) -> bool:
         self._session.progress(f"training step {self.version + 1}")
         return not self._session.stopping.is_set()
 
     def _make_batch(self, trajectories: list[Trajectory]) -> TrainBatch:
-        return make_batch(trajectories, self._facts.vocabulary, self._facts.tokens)
+        facts = self._facts
+        return make_batch(trajectories, facts.vocabulary, facts.tokens, facts.routers)
 
     def _lease(self, ahead: Ahead | None) -> TrainBatch | None:
         """The next batch, which may be the one that came `ahead`; None when asked to stop.
@@ -215,6 +231,7 @@ class Loop:
                 wait_s=LEASE_SLICE_S,
                 held=held,
                 vocabulary=self._facts.vocabulary,
+                routers=self._facts.routers,
             )
             limit = LEASE_SLICE_S + self._grace_s
             try:
@@ -302,7 +319,7 @@ class Loop:
         Before the first step of this process there is nothing to save that is not there already.
         """
         row = self._row
-        with self._phases("checkpoint"):
+        with self._phase("checkpoint"):
             if row is None or not self._saver.wanted(self.version, row):
                 self._tell_covered()
 
@@ -337,7 +354,7 @@ class Loop:
         self._session.data.call(covered, Ok, timeout_s=self._grace_s)
 
     def _report(self, row: Row) -> None:
-        seconds = self._phases.take()
+        seconds = self._learner.phases.take()
         learner = self._learner
         work = row.pop("operations", None) or 0.0
         row |= speed_metrics(row["tokens"] or 0.0, work, seconds["train_step"], learner.ceiling)

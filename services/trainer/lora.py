@@ -7,6 +7,7 @@ are one parameter [experts, out, in], have an A and a B each.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,9 +113,7 @@ def add_adapter(model: PreTrainedModel, config: TrainerConfig, seed: int) -> Non
     # experts out.
     lora.peft_type = None  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            LoraModel(model, lora, _ADAPTER)
+        LoraModel(model, lora, _ADAPTER)
     except ValueError as error:
         raise UsageError(f"trainer.lora_targets: {error}") from error
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -125,6 +124,24 @@ def add_adapter(model: PreTrainedModel, config: TrainerConfig, seed: int) -> Non
             "trainer.lora_targets: only linear layers that share their weight with no other layer, "
             "and experts, can have an adapter"
         )
+    _draw(model, seed)
+
+
+@torch.no_grad()
+def _draw(model: nn.Module, seed: int) -> None:
+    """The first A, as peft draws it, and B, which is zero; in memory, whatever the base is in.
+
+    peft's own are lost where the base is on the meta device.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in list(model.named_parameters()):
+        if not is_adapter(name):
+            continue
+        values = torch.zeros(parameter.shape, dtype=parameter.dtype)
+        if ".lora_A." in name:
+            nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
+        module, _, own = name.rpartition(".")
+        setattr(model.get_submodule(module), own, nn.Parameter(values))
 
 
 def _targets(model: PreTrainedModel, wanted: list[str]) -> tuple[list[str], list[str]]:

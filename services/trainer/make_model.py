@@ -58,7 +58,7 @@ def make_model(
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
-    from umbra.services.trainer.policy import no_progress_bars
+    from umbra.services.trainer.policy import write_policy
 
     _check_sizes(hidden, heads, kv_heads)
     out = Path(out)
@@ -92,9 +92,7 @@ def make_model(
         pad_token_id=SPECIAL_TOKENS.index(PAD),
     )
     out.mkdir(parents=True, exist_ok=True)
-    with no_progress_bars():
-        model.save_pretrained(out)
-        tokenizer.save_pretrained(out)
+    write_policy(model, tokenizer, out)
     return sum(parameter.numel() for parameter in model.parameters())
 
 

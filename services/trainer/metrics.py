@@ -4,41 +4,16 @@ from __future__ import annotations
 
 import math
 import resource
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from umbra.services.runtime.figures import staleness
-from umbra.services.runtime.process.metrics import MetricsFile
 from umbra.services.trainer.batch import TrainBatch
 from umbra.services.trainer.objectives.ratios import ratio
 
 Row = dict[str, float | None]
-
-
-class Phases:
-    """Seconds by phase of the current step; each phase is also a span in the metrics file."""
-
-    def __init__(self, file: MetricsFile) -> None:
-        self._file = file
-        self._seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        """Count the time inside as `name`."""
-        begin = time.perf_counter()
-        with self._file.span(name):
-            yield
-        spent = time.perf_counter() - begin
-        self._seconds[name] = self._seconds.get(name, 0.0) + spent
-
-    def take(self) -> dict[str, float]:
-        """The seconds by phase, and start anew."""
-        seconds, self._seconds = self._seconds, {}
-        return seconds
 
 
 def sample_metrics(batch: TrainBatch, version: int) -> Row:
@@ -150,6 +125,33 @@ def speed_metrics(tokens: float, operations: float, seconds: float, ceiling: flo
         "tflops": operations / seconds / 1e12,
         "mfu": operations / seconds / ceiling if ceiling else None,
     }
+
+
+def expert_metrics(load: Tensor, rerouted: Tensor | None = None) -> Row:
+    """How evenly the layers' experts are used; None where no token was routed.
+
+    The load of a layer is that of its busiest expert over the mean (1 = even), its entropy that of
+    the experts' shares over the largest there can be (1 = even). An expert is dead without a token.
+
+    Args:
+        load: tokens that each expert was given, [layers, experts].
+        rerouted: [layers], tokens that the layer's router would have given to another expert than
+            the generator's engine did; None: nothing was replayed.
+    """
+    total = load.sum(1, keepdim=True)
+    share = load / total
+    highest = share.amax(1) * load.shape[1]
+    entropy = torch.special.entr(share).sum(1) / math.log(max(2, load.shape[1]))
+    row: Row = {
+        "experts/load/mean": float(highest.mean()),
+        "experts/load/max": float(highest.max()),
+        "experts/entropy/mean": float(entropy.mean()),
+        "experts/entropy/min": float(entropy.min()),
+        "experts/dead": float((load == 0).double().mean()) if total.all() else math.nan,
+    }
+    if rerouted is not None:
+        row["experts/rerouted"] = float(rerouted.sum() / load.sum())
+    return finite(row)
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -99,10 +99,14 @@ class Verdicts:
         return found
 
 
-def bound_of(config: RunConfig) -> tuple[float, str]:
-    """`trainer.max_mismatch`, or the one of the coarsest format of trainer and generator, named."""
+def bound_of(config: RunConfig, kind: str) -> tuple[float, str]:
+    """`trainer.max_mismatch`, or the one of the coarsest format of trainer and generator, named.
+
+    `kind` is that of the trainer's device. A generator computes in what the trainer serves, or
+    refuses to (`check_served_dtype`).
+    """
     arguments = config.generator.engine_args
-    formats = {config.weight_hub.dtype, _PRECISIONS[config.trainer.precision]}
+    formats = {config.weight_hub.dtype_on(kind), _PRECISIONS[config.trainer.precision_on(kind)]}
     if arguments.get("quantization") or "fp8" in str(arguments.get("kv_cache_dtype", "")):
         formats.add("fp8")
     coarsest = max(formats, key=lambda name: BOUNDS[name])

@@ -77,6 +77,22 @@ class TrainingFlops:
         learned = len(micro.targets)
         return 6 * self.body * micro.tokens + 6 * self.head * learned + 12 * attended
 
+    def sequence(self, start: int, end: int, learned: int) -> float:
+        """Of positions [start, end) of a sequence, from which so many tokens are learned.
+
+        Over all sequences of a micro-batch it adds up to `update`.
+        """
+        pairs = self.attention * (_pairs(end) - _pairs(start))
+        for window, attention in self.windowed:
+            pairs += attention * (_pairs(end, window) - _pairs(start, window))
+        return 6 * self.body * (end - start) + 6 * self.head * learned + 12 * pairs
+
+
+def _pairs(count: int, window: int | None = None) -> int:
+    """Keys that the first `count` positions of a sequence attend to, together."""
+    near = count if window is None else min(count, window)
+    return near * (near + 1) // 2 + (count - near) * near
+
 
 def _met(named: dict[str, nn.Parameter], config: Any) -> Iterator[int]:
     """How many elements of each parameter a token is multiplied with, in the mean."""

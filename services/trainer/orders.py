@@ -13,6 +13,7 @@ from umbra.services.trainer.checkpoints.saver import join_in
 from umbra.services.trainer.checkpoints.shard_writer import ShardWriter
 from umbra.services.trainer.critic import LearnedCritic
 from umbra.services.trainer.learner import Learner
+from umbra.services.trainer.phases import Profile
 from umbra.services.trainer.ranks import Ranks
 from umbra.services.trainer.shards import Snapshots
 from umbra.services.trainer.update import Update
@@ -67,24 +68,33 @@ def follow(
     snapshots: Snapshots,
     critic: LearnedCritic | None,
     writer: ShardWriter,
+    profile: Profile,
     say: Callable[[str], None],
 ) -> None:
     """All other ranks: do what rank 0 orders until it says to stop."""
-    decoder = msgspec.msgpack.Decoder(Order)
+    decoder, phases = msgspec.msgpack.Decoder(Order), learner.phases
     while True:
         match decoder.decode(ranks.broadcast()):
             case Train(version, trajectories):
-                batch = make_batch(trajectories, learner.model.config.vocab_size)
-                update(batch, version, lambda: True)
+                phases.take()  # rank 0 reports its own
+                profile.begin(version + 1)
+                with phases("train_step"):
+                    vocabulary = learner.model.config.vocab_size
+                    batch = make_batch(trajectories, vocabulary, routers=learner.replayed)
+                    update(batch, version, lambda: True)
             case Snapshot():
-                snapshots.write()
+                with phases("snapshot"):
+                    snapshots.write()
+                profile.end()
             case Save(scratch):
-                join_in(writer, Path(scratch), ranks)
+                with phases("checkpoint"):
+                    join_in(writer, Path(scratch), ranks)
             case Gather():
                 learner.weights()
             case Export(out):
                 if critic is not None:
                     critic.export(Path(out))
             case Stop(reason):
+                profile.end()
                 say(reason)
                 return

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -21,9 +23,12 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from umbra.proto.errors import UmbraError
-from umbra.services.modeling.models import AS_IT_IS, loading, read_weights
+from umbra.services.modeling.models import AS_IT_IS, loading, outline_weights, read_weights
+from umbra.services.modeling.weight_files import NotByRowsError, WeightFiles
 from umbra.services.runtime.model.directory import check_model_dir
 from umbra.services.runtime.process.disk import DISK
+
+log = logging.getLogger(__name__)
 
 
 def load_policy(
@@ -41,20 +46,71 @@ def load_policy(
     directory = check_model_dir(path, source)
     with no_progress_bars():
         model = read_weights(AutoModelForCausalLM, directory, torch.float32, source, checked)
-        with loading(directory, source):
-            tokenizer = AutoTokenizer.from_pretrained(directory, **AS_IT_IS)
-    return model, tokenizer
+    return model, _tokenizer(directory, source)
 
 
-def load_backbone(path: str | Path, source: str, checked: Collection[str] = ()) -> PreTrainedModel:
-    """The float32 transformer in directory `path` without its output layer.
+def open_policy(
+    path: str | Path, source: str = "model.path", checked: Collection[str] = ()
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, WeightFiles | None]:
+    """As `load_policy`, without the weights: the files that each rank reads its own rows from.
+
+    There are none where the model had to be loaded whole.
 
     Raises:
-        UsageError: as `load_policy`; it needs no tokenizer.
+        UsageError: as `load_policy`, or a weight is missing.
+    """
+    directory = check_model_dir(path, source)
+    model, files = _open(AutoModelForCausalLM, directory, source, checked)
+    return model, _tokenizer(directory, source), files
+
+
+def open_backbone(
+    path: str | Path, source: str, checked: Collection[str] = ()
+) -> tuple[PreTrainedModel, WeightFiles | None]:
+    """As `open_policy`, the transformer without its output layer.
+
+    Raises:
+        UsageError: as `open_policy`; it needs no tokenizer.
     """
     directory = check_model_dir(path, source, tokenizer=False)
+    return _open(AutoModel, directory, source, checked)
+
+
+def _open(
+    kind: Any, directory: Path, source: str, checked: Collection[str]
+) -> tuple[PreTrainedModel, WeightFiles | None]:
+    try:
+        return outline_weights(kind, directory, source, checked)
+    except NotByRowsError as error:
+        log.warning("%s: every rank loads the whole of %s: %s", source, directory, error)
     with no_progress_bars():
-        return read_weights(AutoModel, directory, torch.float32, source, checked)
+        return read_weights(kind, directory, torch.float32, source, checked), None
+
+
+def _tokenizer(directory: Path, source: str) -> PreTrainedTokenizerBase:
+    with loading(directory, source):
+        return AutoTokenizer.from_pretrained(directory, **AS_IT_IS)
+
+
+def write_policy(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    directory: Path,
+    weights: dict[str, Tensor] | None = None,
+) -> None:
+    """Write weights, config, generation config and tokenizer to `directory`.
+
+    Who may read the weights is decided by the umask, as for the other files: safetensors itself
+    lets their owner alone.
+
+    Raises:
+        OSError, SafetensorError: they cannot be written.
+    """
+    with no_progress_bars():
+        model.save_pretrained(directory, state_dict=weights)
+        tokenizer.save_pretrained(directory)
+    for file in directory.glob("*.safetensors"):
+        shutil.copymode(directory / "config.json", file)
 
 
 def export_policy(
@@ -77,9 +133,7 @@ def export_policy(
     scratch = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     shutil.rmtree(scratch, ignore_errors=True)
     try:
-        with no_progress_bars():
-            model.save_pretrained(scratch, state_dict=weights)
-            tokenizer.save_pretrained(scratch)
+        write_policy(model, tokenizer, scratch, weights)
         DISK.sync_tree(scratch)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -46,7 +46,7 @@ def row_sizes(
     gpu = device.type == "cuda"
     if micro_tokens == "auto":
         fits = torch.zeros(1, dtype=torch.int64)
-        fits[0] = _fitting(config, model, memory_of(device, ranks.world), ranks.world)
+        fits[0] = _fitting(config, model, device, ranks.world)
         micro_tokens = int(ranks.gather(fits).min())
         most = GPU_PASS if gpu else max(CPU_PASS, 2 * max_tokens)
         micro_tokens = max(SHORT_ROW, min(micro_tokens, most))
@@ -62,13 +62,14 @@ def memory_of(device: torch.device, world: int) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // world
 
 
-def activation_bytes(config: TrainerConfig, model: Any) -> int:
+def activation_bytes(config: TrainerConfig, model: Any, kind: str = "cpu") -> int:
     """Of a token, kept for the backward pass: a layer's tensors, by the shapes in its config.
 
     Ten as wide as the hidden state (two norms, the output projections, the residual stream), three
     of each query, key and value (projected, normed or rotated, and what attention keeps), four of
-    each unit of the feed-forward part that the token meets. With `activation_checkpointing`: the
-    input of each layer, and all of one.
+    each unit of the feed-forward part that the token meets. Of layers that are computed again:
+    their input, and all of one. `selective` counts as none of them, which is more than it keeps.
+    `kind` is the device's, which `auto` keys depend on.
     """
     known = model.config.get_text_config()
     hidden, layers = known.hidden_size, known.num_hidden_layers
@@ -80,13 +81,16 @@ def activation_bytes(config: TrainerConfig, model: Any) -> int:
     if expert:
         units = max(units, expert * (getattr(known, "num_experts_per_tok", None) or 1))
     layer = 10 * hidden + 3 * attended + 4 * units
-    kept = hidden * layers + layer if config.activation_checkpointing else layer * layers
-    return kept * (4 if config.precision == "no" else 2)
+    chosen = config.recomputes_on(kind)
+    every = 1 if chosen is True else int(str(chosen).split()[1]) if "every" in str(chosen) else 0
+    again = layers // every if every else 0
+    kept = hidden * again + layer * (layers - again + bool(again))
+    return kept * (4 if config.precision_on(kind) == "no" else 2)
 
 
-def _fitting(config: TrainerConfig, model: Any, memory: int, world: int) -> int:
+def _fitting(config: TrainerConfig, model: Any, device: torch.device, world: int) -> int:
     """Tokens whose activations fit beside the weights; 0 if the weights alone do not."""
     weights = sum(parameter.numel() for parameter in model.parameters()) * WEIGHT_BYTES // world
     logits = 4 * int(config.logits_mib * 2**20)
-    room = memory - weights - logits
-    return max(0, int(ACTIVATIONS * room)) // activation_bytes(config, model)
+    room = memory_of(device, world) - weights - logits
+    return max(0, int(ACTIVATIONS * room)) // activation_bytes(config, model, device.type)

@@ -25,7 +25,8 @@ from umbra.services.trainer.critic import LearnedCritic, open_critic
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.loop import Loop, Outlet
 from umbra.services.trainer.orders import Export, Gather, Save, Stop, follow, give
-from umbra.services.trainer.policy import export_policy, load_policy
+from umbra.services.trainer.phases import Profile
+from umbra.services.trainer.policy import export_policy, open_policy
 from umbra.services.trainer.ranks import join_ranks
 from umbra.services.trainer.shards import Snapshots
 from umbra.services.trainer.sinks import open_sinks
@@ -62,11 +63,17 @@ def run(
             "cut distribution and will differ from the trainer's"
         )
     with join_ranks(config.trainer, listener) as ranks:
-        model, tokenizer = load_policy(config.model.path, checked=config.model.checked)
+        model, tokenizer, files = open_policy(config.model.path, checked=config.model.checked)
         learner = Learner(
-            model, config.trainer, config.run.steps, ranks, config.run.seed, sampling.max_tokens
+            model,
+            config.trainer,
+            config.run.steps,
+            ranks,
+            config.run.seed,
+            files,
+            sampling.max_tokens,
         )
-        layout = tensor_layout(learner.model, config.weight_hub.dtype)
+        layout = tensor_layout(learner.model, config.weight_hub.dtype_on(learner.device.type))
         manifest = build_manifest(layout, config.weight_hub.bucket_bytes)
         critic = open_critic(config, learner)
         update = make_update(config, learner, critic)
@@ -80,7 +87,11 @@ def run(
             closing(ShardWriter(parts, ranks.rank, ranks.world)) as writer,
         ):
             if ranks.rank:
-                follow(ranks, learner, update, snapshots, critic, writer, context.log.info)
+                profile = Profile(
+                    context.run_dir / "profile", config.trainer.profile_steps, ranks.rank
+                )
+                say = context.log.info
+                follow(ranks, learner, update, snapshots, critic, writer, profile, say)
                 return EXIT_DONE
             saver = Saver(
                 folder,

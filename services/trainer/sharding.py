@@ -12,12 +12,26 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
 from umbra.proto.errors import UsageError
 from umbra.services.runtime.config import TrainerConfig
 from umbra.services.trainer.ranks import Ranks
+
+_ATEN = torch.ops.aten
+# What selective recomputation keeps: linear layers, experts, and attention that keeps no scores.
+# Not `bmm`: attention that does keep scores makes them with it, the square of the row's length.
+_KEPT = [
+    _ATEN.mm.default,
+    _ATEN.addmm.default,
+    _ATEN._grouped_mm.default,
+    _ATEN._scaled_dot_product_flash_attention.default,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+    _ATEN._scaled_dot_product_efficient_attention.default,
+    _ATEN._scaled_dot_product_cudnn_attention.default,
+    torch.ops.higher_order.flex_attention,
+]
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -36,16 +50,31 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return layers
 
 
-def prepare_layers(model: PreTrainedModel, config: TrainerConfig) -> None:
-    """Apply `trainer.compile` and `trainer.activation_checkpointing`; names stay as they are."""
-    if not (config.compile or config.activation_checkpointing):
+def prepare_layers(model: PreTrainedModel, config: TrainerConfig, kind: str) -> None:
+    """Apply `trainer.compile` and `trainer.activation_checkpointing`; names stay as they are.
+
+    `kind` is that of the device, "cpu" or "cuda".
+
+    Raises:
+        UsageError: layers are to be compiled and recomputed selectively, which was not tested.
+    """
+    how = config.recomputes_on(kind)
+    if not (config.compile or how):
         return
-    for layer in decoder_layers(model):
+    if config.compile and how == "selective":
+        raise UsageError(
+            "trainer.activation_checkpointing = selective chooses among operations that "
+            "trainer.compile fuses: set it to true, or trainer.compile to false"
+        )
+    keep = {"context_fn": partial(create_selective_checkpoint_contexts, _KEPT)}
+    options = keep if how == "selective" else {}
+    every = int(how.removeprefix("every ")) if isinstance(how, str) and not options else 1
+    for number, layer in enumerate(decoder_layers(model)):
         if config.compile:
             # By layers: they are all alike, so one is compiled and the others reuse it.
             layer.forward = torch.compile(layer.forward, dynamic=True)
-        if config.activation_checkpointing:
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        if how and number % every == 0:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **options)
 
 
 def shard(

@@ -124,12 +124,13 @@ def _tensors(model: nn.Module) -> dict[str, Tensor | LowRank]:
     tensors: dict[str, Tensor | LowRank] = {}
     for name, tensor in (*model.named_parameters(), *buffers.items()):
         if not is_adapter(name):
-            bare = _bare(name)
+            bare = bare_name(name)
             tensors[bare] = merged.get(bare, tensor)
     return tensors
 
 
-def _bare(name: str) -> str:
+def bare_name(name: str) -> str:
+    """The name of a tensor in the files of a model, whatever is wrapped around its layer."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name.replace(BASE, "")

@@ -83,7 +83,10 @@ class PolicyUpdate:
         """
         pieces = self._pieces
         reference = recorded_logprobs(batch, "ref_logprobs") if self._has_reference else None
-        values = self._critic.values(batch) if self._critic else None
+        values = None
+        if self._critic is not None:
+            with self._learner.phases("critic"):
+                values = self._critic.values(batch)
         earned = rewarded(batch, pieces, self._limit, reference, values)
         advantages, returns = token_advantages(earned, pieces)
         own = self._own(batch)
@@ -114,12 +117,16 @@ class PolicyUpdate:
             guard = Guard(self._config.max_ratio, pieces, self._ranks)
             counts = count(pieces.denominator, own, part, cuts)
             weights = token_weights(pieces.aggregation, batch.tokens, part, counts, self._limit)
+            balance = self._learner.balance(micros)
             for micro in micros:
                 if not self._ranks.agree(keep_going()):
                     return None
                 here = micro.source
                 logprobs, entropy = self._learner.score(
-                    micro, batch.temperature[here], entropy_gradient=pieces.entropy_coef > 0
+                    micro,
+                    batch.temperature[here],
+                    entropy_gradient=pieces.entropy_coef > 0,
+                    balance=balance,
                 )
                 if agreement is not None and number == 0:
                     agreement.see(here, logprobs)
@@ -158,6 +165,7 @@ class PolicyUpdate:
             **seen.summary(self._ranks),
             **_means(rows),
             **agreed,
+            **self._learner.expert_load(),
         }
         if self._critic is not None and values is not None:
             row |= self._critic.learn(batch, values, returns)
@@ -223,15 +231,17 @@ class PolicyUpdate:
         return self._objective.constants(proximal, tokens.behaviour, tokens.sequences)
 
     def _pack(self, batch: TrainBatch, part: Tensor) -> list[MicroBatch]:
-        return pack(
-            batch.tokens,
-            pack_tokens=self._learner.rows.pack_tokens,
-            micro_tokens=self._learner.rows.micro_tokens,
-            sequences=part,
-            share_prompts=self._config.share_prompts,
-            rank=self._ranks.rank,
-            world=self._ranks.world,
-        )
+        with self._learner.phases("pack"):
+            return pack(
+                batch.tokens,
+                pack_tokens=self._learner.rows.pack_tokens,
+                micro_tokens=self._learner.rows.micro_tokens,
+                sequences=part,
+                share_prompts=self._config.share_prompts,
+                rank=self._ranks.rank,
+                world=self._ranks.world,
+                cost=self._learner.operations.sequence,
+            )
 
 
 def _means(rows: list[Row]) -> Row:

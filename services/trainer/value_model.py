@@ -19,8 +19,9 @@ from umbra.proto.errors import UsageError
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.micro_batch import MicroBatch
 from umbra.services.runtime.config import TrainerConfig
+from umbra.services.trainer.filling import fill
 from umbra.services.trainer.learner import Learner
-from umbra.services.trainer.policy import load_backbone, no_progress_bars
+from umbra.services.trainer.policy import no_progress_bars, open_backbone
 from umbra.services.trainer.ranks import Ranks
 from umbra.services.trainer.sharding import prepare_layers, shard
 from umbra.services.trainer.snapshot import whole_weights
@@ -128,18 +129,20 @@ class OwnModel:
         ranks: Ranks,
         checked: Collection[str] = (),
     ) -> None:
-        backbone = load_backbone(directory, "critic.path", checked)
+        backbone, files = open_backbone(directory, "critic.path", checked)
         head = ValueHead(backbone.config.hidden_size)
         head.load(directory)
-        prepare_layers(backbone, config)
+        prepare_layers(backbone, config, device.type)
+        precision = config.precision_on(device.type)
         self._model = ValueModel(
             backbone, head, Attention.prepare(backbone, config.attention, device)
         )
         if ranks.world > 1:
-            shard(backbone, device, ranks, config.precision, root=self._model)
-        self._model.to(device).eval()
+            shard(backbone, device, ranks, precision, root=self._model)
+        fill(self._model, device, files, backbone)
+        self._model.eval()
         self._device = device
-        self._bf16 = config.precision == "bf16"
+        self._bf16 = precision == "bf16"
         self._micros: list[MicroBatch] = []
         self.parameters = list(self._model.parameters())
 

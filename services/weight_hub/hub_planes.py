@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import msgspec
 
 from umbra.proto.errors import UmbraError
-from umbra.proto.messages import Prepare, Ready, Subscribe
+from umbra.proto.messages import Subscribe
 from umbra.proto.records import GpuFacts, Manifest
 from umbra.services.runtime.config import WeightHubConfig as WeightHubConfig
 from umbra.services.runtime.gpu.worker_process import START_S, GpuWorkerProcess
@@ -17,7 +17,7 @@ from umbra.services.runtime.net.keys import OPEN, Security
 from umbra.services.runtime.planes.choice import AUTO, GPU_PLANES, PLANES, Side, choose_plane
 from umbra.services.runtime.planes.cuda_ipc import IpcHub
 from umbra.services.runtime.planes.nccl import NcclHub
-from umbra.services.runtime.planes.plane import HubEnd, Outcome
+from umbra.services.runtime.planes.plane import HubEnd
 from umbra.services.runtime.planes.shm import ShmHub
 from umbra.services.runtime.planes.tcp import TcpHub
 from umbra.services.runtime.weights.arena import Arena
@@ -50,29 +50,24 @@ class HubPlanes:
         self._token = token
         self._weights_endpoint = weights_endpoint
         self._security = security
-        self._chosen: dict[str, str] = {}
+        self._chosen: dict[str, HubEnd] = {}  # by receiver
         self._ends: dict[str, HubEnd] = {}
         self._tcp: TcpHub | None = None  # that among them
         self._broken: dict[str, str] = {}
         self._layout: tuple[Arena, Manifest] | None = None
 
     @property
-    def busy(self) -> bool:
-        """Whether `poll` will have something soon."""
-        return any(end.busy for end in self._ends.values())
+    def ends(self) -> list[HubEnd]:
+        """Those that are open."""
+        return list(self._ends.values())
 
     @property
     def refused(self) -> int:
         """How often somebody was refused buckets for lack of the right key."""
         return 0 if self._tcp is None else self._tcp.server.refused
 
-    def agent_pid(self, plane: str) -> int | None:
-        """Process id of the agent for a GPU plane, if it runs."""
-        end = self._ends.get(plane)
-        return end.agent.pid if isinstance(end, IpcHub | NcclHub) else None
-
-    def of(self, name: str) -> str:
-        """The plane of a receiver."""
+    def of(self, name: str) -> HubEnd:
+        """The end of a receiver's plane."""
         return self._chosen[name]
 
     def subscribe(self, peer: HubPeer, message: Subscribe) -> str:
@@ -98,7 +93,7 @@ class HubPlanes:
             if other != plane and (other, plane) != ("tcp", "nccl"):
                 before.left(peer.name)
         end.subscribed(peer.name, peer.incarnation, message)
-        self._chosen[peer.name] = plane
+        self._chosen[peer.name] = end
         return ""
 
     def open_tcp(self) -> TcpHub:
@@ -112,7 +107,7 @@ class HubPlanes:
             host, _, _ = self._weights_endpoint().rpartition(":")
             endpoint = self._config.buckets_listen or f"{host}:*"
             self._tcp = TcpHub("weight-hub", self._token, endpoint, self._config, self._security)
-            self._add("tcp", self._tcp)
+            self._add(self._tcp)
         return self._tcp
 
     def layout(self, arena: Arena, manifest: Manifest) -> None:
@@ -121,35 +116,6 @@ class HubPlanes:
         for end in self._ends.values():
             end.layout(arena, manifest)
 
-    def prepare(self, name: str, message: Prepare, now: float) -> None:
-        """A version is to go to a receiver; `poll` says when, and with what its plane has added."""
-        self._ends[self._chosen[name]].prepare(name, message, now)
-
-    def poll(self, now: float) -> Iterator[Outcome]:
-        """What is to be done now."""
-        for end in self._ends.values():
-            yield from end.poll(now)
-
-    def staged(self, name: str, message: Ready) -> None:
-        """A receiver has a version, or could not get it."""
-        for end in self._ends.values():
-            end.staged(name, message)
-
-    def left(self, name: str) -> None:
-        """A receiver is not subscribed any longer."""
-        for end in self._ends.values():
-            end.left(name)
-
-    def granted(self, slot: int) -> None:
-        """`slot` is about to be written."""
-        for end in self._ends.values():
-            end.granted(slot)
-
-    def close(self) -> None:
-        """Stop serving."""
-        for end in self._ends.values():
-            end.close()
-
     def _look_at_gpu(self) -> None:
         """Find out about our own GPU, once, if there is a plane for it."""
         if self._side.gpu is not None or self._broken:
@@ -157,18 +123,18 @@ class HubPlanes:
         asked = [name for name in GPU_PLANES if self._config.plane in (AUTO, name)]
         if all(PLANES[name].available() for name in asked):
             return
-        agent = GpuWorkerProcess(self._config.device)
+        worker = GpuWorkerProcess(self._config.device)
         try:
-            facts = msgspec.convert(agent.call("facts", START_S)["facts"], GpuFacts)
+            facts = msgspec.convert(worker.call("facts", START_S)["facts"], GpuFacts)
             self._side = Side(self._side.host, facts)
         except UmbraError as error:
-            self._broken = {name: f"the hub's GPU agent: {error}" for name in asked}
+            self._broken = {name: f"the hub's GPU worker: {error}" for name in asked}
             log.warning("no GPU planes: %s", error)
         finally:
-            agent.kill()
+            worker.kill()
 
     def _open(self, name: str) -> HubEnd:
-        """The end of a plane, from now on; each GPU plane's has an agent of its own.
+        """The end of a plane, from now on; each GPU plane's has a worker of its own.
 
         Then one that hangs in NCCL takes no device memory with it when it is killed.
         """
@@ -181,15 +147,15 @@ class HubPlanes:
             case "cuda_ipc":
                 end: HubEnd = IpcHub(GpuWorkerProcess(config.device), config.deadline_s / 2)
             case "nccl":
-                tcp, agent = self.open_tcp(), GpuWorkerProcess(config.device)
+                tcp, worker = self.open_tcp(), GpuWorkerProcess(config.device)
                 epoch = int(time.time() * 1000)
-                end = NcclHub(agent, config.chunk_bytes, config.deadline_s, epoch, tcp)
+                end = NcclHub(worker, config.chunk_bytes, config.deadline_s, epoch, tcp)
             case _:
                 end = ShmHub()
-        self._add(name, end)
+        self._add(end)
         return end
 
-    def _add(self, name: str, end: HubEnd) -> None:
-        self._ends[name] = end
+    def _add(self, end: HubEnd) -> None:
+        self._ends[end.plane] = end
         if self._layout is not None:
             end.layout(*self._layout)

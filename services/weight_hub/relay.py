@@ -13,7 +13,6 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 
 import msgspec
@@ -72,10 +71,6 @@ class RelayReceiver:
         self._end = end
         self._deadline_s = deadline_s
         self._staged: tuple[int, Sequence[int]] = (-1, [])  # version and contents
-
-    def fits(self, reply: Subscribed) -> bool:
-        """See `ReceiverEnd.fits`."""
-        return self._end.fits(reply)
 
     def receive(self, message: Prepare, target: int) -> Receiving:
         """Fetch a version; the next relay may fetch it from here at the same time."""
@@ -168,7 +163,7 @@ class RelayPlanes:
         return self.end
 
     def close(self) -> None:
-        """End the GPU's agent."""
+        """End the GPU's worker."""
         if self._gpu is not None:
             self._gpu.close()
 
@@ -243,16 +238,14 @@ class Relay:
         Raises:
             UmbraError: the hub does not answer within `patience_s` seconds, or refuses.
         """
-        # In a thread, so that a stop is heard meanwhile; closing the link ends its question.
-        executor = ThreadPoolExecutor(1, thread_name_prefix="subscribe")
+
+        def waiting() -> None:
+            if session is not None:
+                session.progress("waiting for the weight hub", 0)
+
         try:
-            subscribed = executor.submit(self._receiver.subscribe, patience_s)
-            while not subscribed.done():
-                if session is not None:
-                    session.progress("waiting for the weight hub", 0)
-                if stopping.wait(LOOK_S):
-                    return
-            subscribed.result()
+            if not self._receiver.subscribe_unless(stopping, patience_s, waiting):
+                return
             while not stopping.is_set():
                 staged = self._receiver.poll()
                 if session is not None:
@@ -270,7 +263,6 @@ class Relay:
                 if session is not None and not error:
                     session.stats(version=staged.version)
         finally:
-            executor.shutdown(wait=False)
             self.close()
 
     def close(self) -> None:

@@ -120,15 +120,16 @@ class WeightHub:
         due = self.protocol.next_deadline()
         if due is not None:
             timeout_s = min(timeout_s, max(0.0, due - self._clock()))
-        if self._registry.busy or self.planes.busy:
+        if self._registry.busy or any(end.busy for end in self.planes.ends):
             timeout_s = min(timeout_s, BUSY_POLL_S)
         requests = self._server.poll(timeout_s)
         for request in requests:
             self._apply(self._handle(request))
         self._apply(self._registry.poll(self._clock()))
         self._apply(self.protocol.tick(self._clock()))
-        for outcome in self.planes.poll(self._clock()):
-            self._apply(self._go_on(outcome))
+        for end in self.planes.ends:
+            for outcome in end.poll(self._clock()):
+                self._apply(self._go_on(outcome))
         return len(requests)
 
     def stats(self) -> dict[str, float]:
@@ -144,7 +145,8 @@ class WeightHub:
 
     def close(self) -> None:
         """Remove the arena; those who have it mapped may go on reading."""
-        self.planes.close()
+        for end in self.planes.ends:
+            end.close()
         self._registry.close()
         self._drop_arena()
         self._remove_leftovers()
@@ -167,7 +169,8 @@ class WeightHub:
             case Subscribe() as message:
                 return self._subscribe(request, peer, message, now)
             case Ready() as message:
-                self.planes.staged(peer.name, message)
+                for end in self.planes.ends:
+                    end.staged(peer.name, message)
                 return self.protocol.ready(peer, message, now)
             case Committed() as message:
                 return self.protocol.committed(peer, message, now)
@@ -259,7 +262,8 @@ class WeightHub:
 
     def _overwritten(self, slot: int) -> None:
         """`slot` is about to be written."""
-        self.planes.granted(slot)
+        for end in self.planes.ends:
+            end.granted(slot)
 
     def _drop_arena(self) -> None:
         if self._arena is not None:
@@ -326,14 +330,15 @@ class WeightHub:
                 case Admit(ticket=ticket, receiver=name):
                     self._admit(cast(Request, ticket), name)
                 case Send(receiver=name, message=Prepare() as message):
-                    self.planes.prepare(name, message, self._clock())
+                    for outcome in self.planes.of(name).prepare(name, message, self._clock()):
+                        todo.extend(self._go_on(outcome))
                 case Send(receiver=name, message=message):
                     todo.extend(self._push(name, message))
                 case Pushed() as pushed:
                     self._record(pushed)
                 case Failed() as failed:
                     if failed.dropped:
-                        self.planes.left(failed.receiver)
+                        self._left(failed.receiver)
                     log.warning(
                         "push of version %s to %s failed while %s%s: %s", failed.version,
                         failed.receiver, failed.phase, ", dropped" if failed.dropped else "",
@@ -343,8 +348,12 @@ class WeightHub:
     def _push(self, name: str, message: Message) -> list[Effect]:
         if self._server.push(CHANNEL, self._identities[name], message):
             return []
-        self.planes.left(name)  # before its successor is told of its source
+        self._left(name)  # before its successor is told of its source
         return self.protocol.lost(name, "it is unreachable", self._clock())
+
+    def _left(self, name: str) -> None:
+        for end in self.planes.ends:
+            end.left(name)
 
     def _go_on(self, outcome: Outcome) -> list[Effect]:
         """A plane has done what a push waited for, or could not."""
@@ -362,14 +371,14 @@ class WeightHub:
     def _admit(self, request: Request, name: str) -> None:
         assert self._manifest is not None and self._arena is not None
         reply = Subscribed(
-            manifest=self._manifest, plane=self.planes.of(name), path=str(self._arena.path)
+            manifest=self._manifest, plane=self.planes.of(name).plane, path=str(self._arena.path)
         )
         self._server.reply(request, reply)
         log.info("%s subscribed by %s", name, reply.plane)
 
     def _record(self, pushed: Pushed) -> None:
         assert self._manifest is not None
-        plane = self.planes.of(pushed.receiver)
+        plane = self.planes.of(pushed.receiver).plane
         self._metrics.write(
             "push",
             version=pushed.version,

@@ -26,6 +26,7 @@ from umbra.proto.messages import (
     Versions,
     VersionsRequest,
 )
+from umbra.services.runtime.deadline import Deadline
 from umbra.services.runtime.net.io_thread import IoThread
 from umbra.services.runtime.net.keys import Security
 from umbra.services.runtime.process.command import keys_of
@@ -61,13 +62,12 @@ class HubClient:
             RejectedError: it says no, and why.
             DeadlineError: no answer in time.
         """
-        until = time.monotonic() + self._timeout_s
+        deadline = Deadline(self._timeout_s)
         while True:
             try:
-                left = max(0.0, until - time.monotonic())
-                return self._channel.call(body, reply, timeout_s=left)
+                return self._channel.call(body, reply, timeout_s=deadline.left_s)
             except RejectedError as error:
-                if error.code != "busy" or time.monotonic() + RETRY_S > until:
+                if error.code != "busy" or deadline.left_s < RETRY_S:
                     raise
                 time.sleep(RETRY_S)
 

@@ -85,6 +85,9 @@ COMMANDS: dict[str, SubCommand] = {
     "rollback": SubCommand(
         "umbra.services.weight_hub.weights_command:rollback", "Push an earlier version again."
     ),
+    "keep": SubCommand(
+        "umbra.deploy.keep_command:command", "Run a command, and again when it fails."
+    ),
     "config": SubCommand("umbra.deploy.command:config", "Check and show a run file."),
     "completion": SubCommand(
         "umbra.deploy.completion_command:command", "Print what completes commands in a shell."

@@ -151,6 +151,12 @@ def rows_of(name: str, load: Any) -> tuple[list[Row], Row]:
         case "long_rows":
             sizes = {"gib": 1.0, "seconds": 1.0, "tokens_s": 1.0, "width": 64, "vocabulary": 8000}
             return [sizes | {"tokens": 1024}, sizes | {"tokens": 2048}], {}
+        case "router_replay":
+            found = dict.fromkeys(load("router_replay").COLUMNS, 1.0)
+            run = found | {"seed": 0, "first": 0.1, "reward": 0.2, "seconds": 1.0}
+            return [
+                run | {"lag": lag, "replay": replay} for lag in (0, 4) for replay in (False, True)
+            ], {"steps": 1, "rate": 1.0}
         case "revisions":
             cost = {"what": "a push", "unit": "s", "cost": 1.0, "round": 0}
             return [cost | {"side": side} for side in ("before", "after")], {}

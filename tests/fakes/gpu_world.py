@@ -1,4 +1,4 @@
-"""A machine with fake GPUs: the hub's, relays' and receivers' agents are real processes."""
+"""A machine with fake GPUs: the hub's, relays' and receivers' workers are real processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from fakes.hub_bench import LAYOUT, WAIT_S, Bench
 
 from umbra.services.runtime.config import WeightHubConfig as WeightHubConfig
 from umbra.services.runtime.gpu import cuda
+from umbra.services.runtime.planes.cuda_ipc import IpcHub
 from umbra.services.runtime.planes.gpu import GpuPlane, GpuReceiving, find_gpu
+from umbra.services.runtime.planes.nccl import NcclHub
 from umbra.services.runtime.planes.receiving import StagedPlanes
 from umbra.services.runtime.weights.receiver import Receiver
 
@@ -46,7 +48,7 @@ class GpuWorld:
         planes: tuple[GpuPlane, ...] = ("cuda_ipc", "nccl"),
         **environ: str,
     ) -> GpuReceiving:
-        """The GPU of a receiver; its agent has `environ`."""
+        """The GPU of a receiver; its worker has `environ`."""
         with self._patch.context() as patch:
             for key, value in {"FAKE_CUDA_NAME": name, **environ}.items():
                 patch.setenv(key, value)
@@ -79,11 +81,9 @@ class GpuWorld:
             look.wait(0.01)
         return self.bench.rows()
 
-    def hub_agent(self, plane: str) -> int:
-        """Process id of the hub's agent for a plane."""
-        pid = self.bench.hub.planes.agent_pid(plane)
-        assert pid is not None
-        return pid
+    def hub_worker(self, plane: str) -> int:
+        """Process id of the hub's worker for a plane."""
+        return hub_worker(self.bench, plane)
 
     def await_subscriber(self, name: str) -> None:
         """Wait until the hub knows a receiver."""
@@ -122,9 +122,17 @@ class GpuWorld:
         return list(dict.fromkeys(line.split()[1] for line in lines))
 
 
-def kill_agent(gpu: GpuReceiving) -> None:
-    """Kill a receiver's agent behind its owner's back."""
-    pid = gpu.agent.pid
+def hub_worker(bench: Bench, plane: str) -> int:
+    """Process id of the hub's worker for a plane."""
+    for end in bench.hub.planes.ends:
+        if isinstance(end, IpcHub | NcclHub) and end.plane == plane and end.worker.pid:
+            return end.worker.pid
+    raise AssertionError(f"no worker runs for {plane}")
+
+
+def kill_worker(gpu: GpuReceiving) -> None:
+    """Kill a receiver's worker behind its owner's back."""
+    pid = gpu.worker.pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
 

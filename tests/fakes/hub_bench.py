@@ -106,8 +106,10 @@ class Bench:
         publisher.register(WAIT_S)
         return publisher
 
-    def receiver(self, name: str) -> Receiver:
-        receiver = Receiver(self.channel(name), StagedPlanes(), check_s=0.05, retry_s=0.02)
+    def receiver(self, name: str, dtype: str = "") -> Receiver:
+        receiver = Receiver(
+            self.channel(name), StagedPlanes(), dtype=dtype, check_s=0.05, retry_s=0.02
+        )
         self.closers.append(receiver.close)
         receiver.subscribe(WAIT_S)
         return receiver

@@ -22,6 +22,7 @@ from umbra.proto.messages import (
 from umbra.proto.records import Manifest, Sampling, TensorEntry
 from umbra.services.environments.pool import InlinePool
 from umbra.services.environments.single_turn import ExactMatch
+from umbra.services.generator.activity import Activity
 from umbra.services.generator.buffer_client import BufferClient
 from umbra.services.generator.loop import GeneratorLoop
 from umbra.services.generator.rollout import RolloutSettings
@@ -30,6 +31,7 @@ from umbra.services.generator.sample_log import SampleLog
 from umbra.services.generator.stall import StallWatch
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer
+from umbra.services.runtime.config import GeneratorConfig
 from umbra.services.runtime.process.metrics import MetricsFile
 
 STOP = 3
@@ -141,6 +143,7 @@ class Bench:
     loop: GeneratorLoop
     metrics: Path
     now: list[float]
+    wake: threading.Event
 
     def serve(self) -> None:
         """Have the loop load its first weights."""
@@ -180,15 +183,10 @@ def open_bench(folder: Path, model_dir: Path, *, drains: bool = False) -> Iterat
             session=cast(Any, session),
             receiver=cast(Any, receiver),
             buffer=BufferClient(cast(Any, channel), wake, clock=lambda: now[0]),
-            engine=engine,
             runner=RolloutRunner(engine, InlinePool(ExactMatch), settings, flush_tokens=4),
-            metrics=metrics,
-            kv_policy="keep",
-            drains=drains,
-            prefetch=2,
-            wake=wake,
+            config=GeneratorConfig(kv_policy="drain" if drains else "keep", prefetch=2),
             sample_log=SampleLog(metrics, settings.chat, clock=lambda: now[0]),
             watch=StallWatch("scripted", 60.0, clock=lambda: now[0]),
-            clock=lambda: now[0],
+            activity=Activity(metrics, clock=lambda: now[0]),
         )
-        yield Bench(channel, session, receiver, engine, loop, path, now)
+        yield Bench(channel, session, receiver, engine, loop, path, now, wake)

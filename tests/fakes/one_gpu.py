@@ -16,5 +16,5 @@ SHARED = {
 
 
 def rank_environment(name: str) -> dict[str, str]:
-    """For the agent of the rank `name`."""
+    """For the worker of the rank `name`."""
     return {**SHARED, "NCCL_HOSTID": name}

@@ -28,7 +28,7 @@ from umbra.services.trainer.checkpoints.shard_writer import ShardWriter
 from umbra.services.trainer.critic import open_critic
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.metrics import Row
-from umbra.services.trainer.policy import load_policy
+from umbra.services.trainer.policy import open_policy
 from umbra.services.trainer.ranks import Ranks
 from umbra.services.trainer.update import PolicyUpdate
 
@@ -79,8 +79,8 @@ def train(
     config = load_config(
         overrides=[*overrides, f"model.path={directory}", f"run.steps={len(batches)}"], environ={}
     )
-    model, _ = load_policy(directory)
-    learner = Learner(model, config.trainer, config.run.steps, ranks)
+    model, _, files = open_policy(directory)
+    learner = Learner(model, config.trainer, config.run.steps, ranks, files=files)
     critic = open_critic(config, learner)
     agreement = None if lag is None else Agreement(config, learner)
     update = PolicyUpdate(config, learner, critic, agreement)
@@ -95,7 +95,8 @@ def train(
         made = (
             batches[version] if lag is None else [aged(t, version - lag) for t in batches[version]]
         )
-        row = update(make_batch(made, model.config.vocab_size), version, lambda: True)
+        batch = make_batch(made, model.config.vocab_size, routers=learner.replayed)
+        row = update(batch, version, lambda: True)
         assert row is not None
         row.pop("mismatch/seconds", None)  # each rank has its own
         rows.append(row)

@@ -111,7 +111,7 @@ class Watched(StagedPlanes):
 
 class _WatchedEnd:
     def __init__(self, real: ReceiverEnd, arrived: Callable[[], None]) -> None:
-        self.versions, self.fits, self.close = real.versions, real.fits, real.close
+        self.versions, self.close = real.versions, real.close
         self._real = real
         self._arrived = arrived
 
@@ -140,7 +140,7 @@ class Detour(StagedPlanes):
 
     def open(self, reply: Subscribed, name: str, security: Security) -> ReceiverEnd:
         self._real = super().open(reply, name, security)
-        self.versions, self.fits = self._real.versions, self._real.fits
+        self.versions = self._real.versions
         return self
 
     def receive(self, message: Prepare, target: int) -> Receiving:

@@ -1,4 +1,4 @@
-"""CuPy NCCL between two agent processes on one GPU: correctness only, never bandwidth."""
+"""CuPy NCCL between two worker processes on one GPU: correctness only, never bandwidth."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from umbra.services.runtime.planes.choice import mismatch
 from umbra.services.runtime.weights.arena import Arena
 
 WAIT_S = 60.0
-SIZE, CHUNK = 8 << 20, 1 << 20
+# More than NCCL's own queues and the sockets' buffers hold: else a send ends without a receiver.
+SIZE, CHUNK = 256 << 20, 16 << 20
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,35 +33,35 @@ class Pair:
 
     def __init__(self) -> None:
         run_id = f"test-{uuid.uuid4().hex[:8]}"
-        self.agents = [GpuWorkerProcess(0, rank_environment(f"host{rank}")) for rank in range(2)]
+        self.workers = [GpuWorkerProcess(0, rank_environment(f"host{rank}")) for rank in range(2)]
         self.arenas = [Arena.create(run_id, f"rank{i}", slot_bytes=SIZE, slots=2) for i in range(2)]
-        for agent, arena in zip(self.agents, self.arenas, strict=True):
-            agent.use(arena, CHUNK)
+        for worker, arena in zip(self.workers, self.arenas, strict=True):
+            worker.use(arena, CHUNK)
 
     def join(self, epoch: int) -> None:
-        for agent in self.agents:
-            result(agent.attached())
-        uid = self.agents[0].call("unique_id", WAIT_S)["uid"]
-        for rank, agent in enumerate(self.agents):
-            agent.order("join", epoch=epoch, uid=uid, rank=rank, size=2)
-        for agent in self.agents:
-            result(agent.answer(WAIT_S))
+        for worker in self.workers:
+            result(worker.attached())
+        uid = self.workers[0].call("unique_id", WAIT_S)["uid"]
+        for rank, worker in enumerate(self.workers):
+            worker.order("join", epoch=epoch, uid=uid, rank=rank, size=2)
+        for worker in self.workers:
+            result(worker.answer(WAIT_S))
 
     def order(self, rank: int, epoch: int, deadline_s: float = 20.0) -> None:
-        self.agents[rank].order("transfer", epoch=epoch, slot=0, deadline_s=deadline_s)
+        self.workers[rank].order("transfer", epoch=epoch, slot=0, deadline_s=deadline_s)
 
     def send(self, epoch: int) -> None:
         data = os.urandom(SIZE)
         self.arenas[0].slot(0)[:] = data
         for rank in range(2):
             self.order(rank, epoch)
-        for agent in self.agents:
-            result(agent.answer(WAIT_S))
+        for worker in self.workers:
+            result(worker.answer(WAIT_S))
         assert bytes(self.arenas[1].slot(0)) == data
 
     def close(self) -> None:
-        for agent in self.agents:
-            agent.kill()
+        for worker in self.workers:
+            worker.kill()
         for arena in self.arenas:
             arena.unlink()
             arena.close()
@@ -74,10 +75,10 @@ def pair() -> Iterator[Pair]:
 
 
 def test_a_version_arrives_bit_for_bit(pair: Pair) -> None:
-    for agent in pair.agents:
-        result(agent.attached())
+    for worker in pair.workers:
+        result(worker.attached())
     ours, theirs = (
-        msgspec.convert(agent.call("facts", WAIT_S)["facts"], GpuFacts) for agent in pair.agents
+        msgspec.convert(worker.call("facts", WAIT_S)["facts"], GpuFacts) for worker in pair.workers
     )
     assert mismatch(ours, theirs) is None
     pair.join(1)
@@ -89,13 +90,15 @@ def test_a_killed_peer_is_noticed_and_another_takes_its_place(pair: Pair) -> Non
     """1. Two ranks, one is killed. 2. The other sends. 3. Both join again, in the next epoch."""
     pair.join(1)
     pair.send(1)
-    pair.agents[1].kill()
+    pair.workers[1].kill()
     pair.order(0, 1, deadline_s=5.0)
     with pytest.raises(UmbraError, match=r"was not broadcast within|NCCL"):
-        result(pair.agents[0].answer(WAIT_S))
+        result(pair.workers[0].answer(WAIT_S))
     pair.join(2)
     pair.send(2)
-    assert [agent.starts for agent in pair.agents] == [1, 2], "an abort was enough for the living"
+    assert [worker.starts for worker in pair.workers] == [1, 2], (
+        "an abort was enough for the living"
+    )
 
 
 def test_a_peer_that_is_killed_in_the_middle_of_a_broadcast(pair: Pair) -> None:
@@ -104,8 +107,8 @@ def test_a_peer_that_is_killed_in_the_middle_of_a_broadcast(pair: Pair) -> None:
     pair.send(1)
     pair.order(0, 1, deadline_s=5.0)
     with pytest.raises(DeadlineError):
-        result(pair.agents[0].answer(1.0))  # it waits for the receiver; that kills it as well
-    pair.agents[1].kill()
+        result(pair.workers[0].answer(1.0))  # it waits for the receiver; that kills it as well
+    pair.workers[1].kill()
     pair.join(2)
     pair.send(2)
 
@@ -114,17 +117,17 @@ def test_an_owner_can_abort_what_is_under_way(pair: Pair) -> None:
     pair.join(1)
     pair.order(0, 1, deadline_s=60.0)
     with pytest.raises(UmbraError, match="given up"):
-        result(pair.agents[0].answer(WAIT_S), lambda: True)
-    pair.agents[1].kill()
+        result(pair.workers[0].answer(WAIT_S), lambda: True)
+    pair.workers[1].kill()
     pair.join(2)
     pair.send(2)
-    assert pair.agents[0].starts == 1
+    assert pair.workers[0].starts == 1
 
 
 def test_a_join_whose_peer_never_comes_costs_the_agent_and_no_more(pair: Pair) -> None:
-    result(pair.agents[0].attached())
-    uid = pair.agents[0].call("unique_id", WAIT_S)["uid"]
+    result(pair.workers[0].attached())
+    uid = pair.workers[0].call("unique_id", WAIT_S)["uid"]
     with pytest.raises(DeadlineError, match="no answer from the GPU worker"):
-        pair.agents[0].call("join", 5.0, epoch=1, uid=uid, rank=0, size=2)
+        pair.workers[0].call("join", 5.0, epoch=1, uid=uid, rank=0, size=2)
     pair.join(2)
     pair.send(2)

@@ -11,6 +11,7 @@ from umbra.services.runtime.config import TrainerConfig
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.metrics import peak_memory_gib, speed_metrics
+from umbra.services.trainer.phases import Phases
 from umbra.services.trainer.policy import load_policy
 
 pytestmark = pytest.mark.gpu
@@ -26,3 +27,20 @@ def test_the_ceiling_is_above_what_an_update_reaches(tiny_model_dir: Path) -> No
     mfu = speed_metrics(1.0, work, 1.0, learner.ceiling)["mfu"]
     assert mfu is not None and 0 < mfu < 1
     assert peak_memory_gib(torch.device("cuda")) > 0
+
+
+def test_phases_wait_for_the_kernels() -> None:
+    """A call returns at once; its phase has the time of its kernels, and the parts add up."""
+    phases = Phases(torch.device("cuda"))
+    a = torch.randn(8192, 8192, device="cuda")
+    phases.take()
+    with phases("product"):
+        for _ in range(8):
+            torch.mm(a, a)
+    with phases("nothing"):
+        pass
+    found = phases.take()
+    assert found["product"] > 0.9 * found["step"]
+    assert sum(found[name] for name in ("product", "nothing", "other")) == pytest.approx(
+        found["step"]
+    )

@@ -53,7 +53,7 @@ def test_a_killed_agent_of_the_hub_costs_cuda_ipc_one_attempt(gpu_world: GpuWorl
     receiver = gpu_world.receiver("gen-0", "cuda_ipc")
     publish(publisher, 0)
     load(receiver, 0)
-    os.kill(gpu_world.hub_agent("cuda_ipc"), signal.SIGKILL)
+    os.kill(gpu_world.hub_worker("cuda_ipc"), signal.SIGKILL)
     for version in (1, 2):
         publish(publisher, version)
         load(receiver, version)

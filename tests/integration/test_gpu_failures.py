@@ -68,11 +68,11 @@ def test_an_agent_whose_cuda_is_broken_is_another_one_the_next_time(gpu_world: G
     publisher, receiver = gpu_world.bench.publisher(), gpu_world.receiver("gen-0", "cuda_ipc")
     publish(publisher, 0)
     load(receiver, 0)
-    before = gpu_world.hub_agent("cuda_ipc")
+    before = gpu_world.hub_worker("cuda_ipc")
     gpu_world.fault("break-copy-hub")
     publish(publisher, 1)
     load(receiver, 1)
-    assert gpu_world.hub_agent("cuda_ipc") != before
+    assert gpu_world.hub_worker("cuda_ipc") != before
 
 
 def test_every_method_of_a_device_raises_ours(

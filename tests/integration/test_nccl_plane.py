@@ -1,4 +1,4 @@
-"""Plane `nccl`, whole: hub, agent processes, receivers; only CuPy is a double."""
+"""Plane `nccl`, whole: hub, worker processes, receivers; only CuPy is a double."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 import threading
 
 import pytest
-from fakes.gpu_world import TOTAL, GpuWorld, kill_agent
+from fakes.gpu_world import TOTAL, GpuWorld, kill_worker
 from fakes.hub_bench import OTHER_LAYOUT, WAIT_S, content, load, publish, take, whole
 from fakes.slowness import seconds
 
@@ -51,7 +51,7 @@ def test_a_late_joiner_fetches_and_is_in_the_next_communicator(gpu_world: GpuWor
 
 
 def test_one_that_hangs_in_init_is_killed_and_the_others_go_on(gpu_world: GpuWorld) -> None:
-    """1. gen-1's agent hangs whenever it enters a communicator. 2. Five versions are published.
+    """1. gen-1's worker hangs whenever it enters a communicator. 2. Five versions are published.
 
     Result: both get each of them; gen-0 by broadcast as soon as it is known who hangs, gen-1 never;
     when its process is another, and hangs no more, it is in again.
@@ -60,13 +60,13 @@ def test_one_that_hangs_in_init_is_killed_and_the_others_go_on(gpu_world: GpuWor
     publisher = gpu_world.bench.publisher()
     gpu_world.fault("stay-hang-init-gen-1")
     receivers = {name: gpu_world.receiver(name, "nccl") for name in NAMES}
-    pids = {name: gpu_world.gpus[name].agent.pid for name in NAMES}
+    pids = {name: gpu_world.gpus[name].worker.pid for name in NAMES}
     for version in range(5):
         publish(publisher, version)
         for receiver in receivers.values():
             load(receiver, version)
     assert set(gpu_world.communicators) == {("hub", "gen-0")}
-    assert gpu_world.gpus["gen-1"].agent.pid != pids["gen-1"], "it was killed"
+    assert gpu_world.gpus["gen-1"].worker.pid != pids["gen-1"], "it was killed"
     assert gpu_world.bench.hub.protocol.counters["dropped"] == 0
     # In the round for version 0 both hung, in one of the next gen-1 was the only new one.
     assert gpu_world.bench.hub.protocol.counters["failed"] == 4
@@ -87,7 +87,7 @@ def test_an_agent_that_is_killed_in_a_broadcast(
     caplog: pytest.LogCaptureFixture,
     notices: bool,
 ) -> None:
-    """1. Version 1 is under way; gen-1's agent is killed. 2. More versions.
+    """1. Version 1 is under way; gen-1's worker is killed. 2. More versions.
 
     Result: both have version 1, whole; the others abort their communicator (the double would end a
     process that drops one without) and the next one has a fresh id.
@@ -100,11 +100,11 @@ def test_an_agent_that_is_killed_in_a_broadcast(
     publish(publisher, 0)
     for receiver in receivers:
         load(receiver, 0)
-    starts = gpu_world.gpus["gen-0"].agent.starts
+    starts = gpu_world.gpus["gen-0"].worker.starts
     gpu_world.fault("hang-bcast-gen-1")
     publish(publisher, 1)
     gpu_world.await_file("hang-bcast-reached-gen-1")
-    kill_agent(gpu_world.gpus["gen-1"])
+    kill_worker(gpu_world.gpus["gen-1"])
     for receiver in receivers:
         load(receiver, 1)
     for version in (2, 3):
@@ -113,7 +113,7 @@ def test_an_agent_that_is_killed_in_a_broadcast(
             load(receiver, version)
     assert gpu_world.communicators == [("hub", *NAMES), ("hub", *NAMES)]
     assert len(gpu_world.uids) == 2
-    assert gpu_world.gpus["gen-0"].agent.starts == starts, "an abort is enough for the living"
+    assert gpu_world.gpus["gen-0"].worker.starts == starts, "an abort is enough for the living"
     assert gpu_world.bench.hub.protocol.counters["dropped"] == 0
     assert "the GPU worker has ended" in caplog.text
 
@@ -142,7 +142,7 @@ def test_the_hubs_own_agent_is_killed_in_a_broadcast(gpu_world: GpuWorld) -> Non
     gpu_world.fault("hang-bcast-hub")
     publish(publisher, 1)
     gpu_world.await_file("hang-bcast-reached-hub")
-    os.kill(gpu_world.hub_agent("nccl"), signal.SIGKILL)
+    os.kill(gpu_world.hub_worker("nccl"), signal.SIGKILL)
     load(receiver, 1)
     publish(publisher, 2)
     load(receiver, 2)

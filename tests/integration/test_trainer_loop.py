@@ -13,6 +13,7 @@ import torch
 from fakes.policy_rollouts import GROUP_SIZE, GROUPS, config, rollouts
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from unit.test_phases import ranges
 
 from umbra.proto.errors import (
     DeadlineError,
@@ -245,6 +246,30 @@ def test_two_steps_then_an_export_that_loads(directory: Path, start: Any, tmp_pa
     prompt = torch.tensor([tokenizer("12")["input_ids"]])
     answer = exported.generate(prompt, max_new_tokens=2, min_new_tokens=2)  # pyright: ignore[reportAttributeAccessIssue]
     assert answer.shape == (1, 4)
+
+
+def test_where_the_seconds_of_a_step_go(directory: Path, start: Any, tmp_path: Path) -> None:
+    """Phases add up to the step, and their parts to them; a trace of step 2 has all of them."""
+    world = World(directory)
+    assert start(world, **{"trainer.profile_steps": "[2]"}) == 0
+    top = {"wait_batch", "train_step", "commit", "checkpoint", "wait_slot", "snapshot"}
+    parts = {"pack", "forward", "backward", "optimizer"}
+    for row in rows(tmp_path, "step"):
+        spent = {
+            name.removeprefix("seconds/"): value
+            for name, value in row.items()
+            if name.startswith("seconds/")
+        }
+        whole = spent.pop("step")
+        assert whole == pytest.approx(sum(v for name, v in spent.items() if "/" not in name))
+        assert {name for name in spent if "/" not in name} == top | {"other"}
+        train = {n: v for n, v in spent.items() if n.startswith("train_step/")}
+        assert {name.removeprefix("train_step/") for name in train} >= parts | {"other"}
+        assert spent["train_step"] == pytest.approx(sum(train.values()))
+        assert all(value >= 0 for value in spent.values())
+    (trace,) = (tmp_path / "profile").iterdir()
+    assert trace.name == "step-2.rank-0.json.gz"
+    assert ranges(trace) >= top | parts
 
 
 def test_a_batch_without_advantage_is_committed_and_published_unchanged(

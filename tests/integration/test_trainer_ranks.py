@@ -20,7 +20,7 @@ from fakes.slowness import seconds
 from safetensors.torch import load_file
 
 from umbra.proto.errors import PeerLostError
-from umbra.proto.records import Trajectory
+from umbra.proto.records import Routing, Trajectory
 from umbra.services.trainer.make_model import make_model
 from umbra.services.trainer.policy import load_policy
 from umbra.services.trainer.ranks import Ranks
@@ -243,3 +243,38 @@ def test_a_rank_waits_for_as_long_as_rank_0_lives(case: str, told: str, tmp_path
         for rank in ranks:
             rank.kill()
             rank.communicate()
+
+
+@pytest.mark.timeout(120)
+def test_ranks_replay_the_routing_of_their_share(
+    batches: list[list[Trajectory]], tmp_path: Path
+) -> None:
+    """Experts sharded over two ranks; each replays what its own rows met, and all count alike."""
+    model = ARCHITECTURES["qwen3-moe"].write(tmp_path / "model")
+    routed = [[with_routing(made, number) for number, made in enumerate(b)] for b in batches[:2]]
+    case = {"router_replay": True}
+    see_through(start(model, tmp_path, 2, {"replay": case}, routed))
+    alone = train(model, routed, Ranks(), **case)
+    found = [json.loads((tmp_path / f"replay.{rank}.json").read_text()) for rank in range(2)]
+    assert found[0]["rows"] == found[1]["rows"]
+    for row, expected in zip(found[0]["rows"], alone.rows, strict=True):
+        assert row.keys() == expected.keys()
+        for key in (*SAME, *(key for key in expected if key.startswith("experts/"))):
+            if expected[key] is None:
+                assert row[key] is None, key
+            else:
+                assert row[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-6), key
+        assert 0 < row["experts/rerouted"] < 1
+    for name, tensor in load_file(tmp_path / "replay.safetensors").items():
+        torch.testing.assert_close(tensor, alone.weights[name], atol=2e-5, rtol=1e-3)
+    plain = train(model, routed[:1], Ranks())
+    assert plain.rows[0]["loss"] != pytest.approx(alone.rows[0]["loss"], rel=1e-3)
+
+
+def with_routing(made: Trajectory, seed: int) -> Trajectory:
+    """The same, its tokens routed to two random experts of four in each of two layers."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = len(made.prompt_ids) // 4 + made.response_tokens - 1
+    chosen = torch.rand(tokens, 2, 4, generator=generator).argsort(-1)[..., :2].to(torch.uint8)
+    routing = Routing(layers=2, choices=2, experts=4, chosen=chosen.numpy().tobytes())
+    return msgspec.structs.replace(made, routing=routing)

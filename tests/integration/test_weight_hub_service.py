@@ -283,3 +283,14 @@ def test_a_closed_hub_is_named(bench: Bench) -> None:
     receiver = Receiver(bench.channel("gen-0"), StagedPlanes())
     with pytest.raises(DeadlineError, match="no answer from weight hub at tcp://"):
         receiver.subscribe(0.2)
+
+
+def test_a_trainer_that_serves_what_the_engine_does_not_compute_in_is_refused(
+    bench: Bench,
+) -> None:
+    bench.start()
+    publisher = bench.publisher()
+    with pytest.raises(UsageError, match=r"does not serve float16.*set weight_hub\.dtype"):
+        bench.receiver("gen-0", dtype="float16")
+    publish(publisher, 0)
+    assert take(bench.receiver("gen-1", dtype="bfloat16")).version == 0

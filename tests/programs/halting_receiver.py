@@ -36,7 +36,7 @@ class HaltingEnd:
     """One of them."""
 
     def __init__(self, real: ReceiverEnd) -> None:
-        self.versions, self.fits, self.close = real.versions, real.fits, real.close
+        self.versions, self.close = real.versions, real.close
         self._real = real
 
     def receive(self, message: Prepare, target: int) -> Receiving:

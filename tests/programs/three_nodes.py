@@ -140,7 +140,12 @@ class Node:
         umbra = [*self._enter, sys.executable, "-m", "umbra"]
         policy, _, limit = service["restart"].partition(":")
         assert policy == "on-failure"
-        environ = {**os.environ, PARENT_PID_VARIABLE: str(os.getpid())}
+        environ = {
+            **os.environ,
+            PARENT_PID_VARIABLE: str(os.getpid()),
+            # On which `umbra keep` finds `umbra`.
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        }
         for file in service["env_file"]:
             for line in (folder / file).read_text(encoding="utf-8").splitlines():
                 key, _, value = line.partition("=")
@@ -201,7 +206,7 @@ class World:
     def kill(self) -> None:
         for service in self._services():
             if service.process is not None:
-                service.process.kill()
+                service.process.terminate()  # `umbra keep` passes it on
 
     def _services(self) -> list[Service]:
         return [service for node in self.nodes.values() for service in node.services]

@@ -30,7 +30,7 @@ from umbra.services.modeling.models import load_model, outline_model
 from umbra.services.runtime.config import DataConfig, RunConfig, ScorerConfig
 from umbra.services.runtime.config import ModelConfig as ModelSection
 from umbra.services.runtime.model.architectures import PROVEN, check_architecture, in_the_way
-from umbra.services.trainer.policy import load_backbone, load_policy
+from umbra.services.trainer.policy import load_policy, open_backbone, open_policy
 
 CPU = torch.device("cpu")
 compare = partial(check_model, vllm=False)  # vLLM has tests of its own
@@ -89,7 +89,8 @@ def test_what_cannot_be_right_is_refused_by_name_before_anything_starts(
     run = RunConfig(model=ModelSection(path=str(model_dir)), data=DataConfig(prompts=str(prompts)))
     for refuse in (
         lambda: load_policy(model_dir),
-        lambda: load_backbone(model_dir, "model.path"),
+        lambda: open_policy(model_dir),
+        lambda: open_backbone(model_dir, "model.path"),
         lambda: load_model(model_dir, CPU, torch.float32),
         lambda: outline_model(model_dir),
         lambda: check_run(run),

@@ -6,10 +6,13 @@ import os
 import stat
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from umbra.proto.errors import StartupError
+from umbra.services.runtime.weights import arena as arena_module
 from umbra.services.runtime.weights.arena import (
     PAGE_BYTES,
     SHM,
@@ -153,5 +156,44 @@ def test_the_arena_of_a_living_hub_is_no_leftover(arena: Arena, run_id: str) -> 
     trainer.close()
 
 
-def test_this_host_has_one_name() -> None:
-    assert shm_host() == shm_host() != ""
+def test_a_host_is_named_by_what_lies_in_its_shared_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two pods on one disk: the same machine, the same device, but not the same files."""
+    names: list[str] = []
+    for pod in ("one", "two"):
+        (tmp_path / pod).mkdir()
+        monkeypatch.setattr(arena_module, "SHM", tmp_path / pod)
+        names.append(shm_host())
+        assert shm_host() == names[-1]  # every process there finds the same
+    assert (tmp_path / "one").stat().st_dev == (tmp_path / "two").stat().st_dev
+    assert len(set(names)) == 2
+    (token,) = (tmp_path / "two").iterdir()
+    assert token.stat().st_mode & 0o777 == 0o600
+
+
+def test_the_first_processes_of_a_host_agree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arena_module, "SHM", tmp_path)
+    with ThreadPoolExecutor(8) as pool:
+        assert len(set(pool.map(lambda _: shm_host(), range(64)))) == 1
+
+
+def test_who_cannot_have_the_token_shares_with_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(arena_module, "SHM", tmp_path)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_text("0" * 32, encoding="ascii")
+    (tmp_path / f".umbra-host-{os.geteuid()}").symlink_to(elsewhere)  # put there by somebody else
+    first, second = shm_host(), shm_host()
+    assert len({first, second, "0" * 32}) == 3
+    assert "no shared memory with other processes" in caplog.text
+
+
+def test_the_token_is_no_leftover_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_module, "SHM", tmp_path)
+    name = shm_host()
+    assert remove_leftovers("host") == []
+    assert shm_host() == name

@@ -166,8 +166,10 @@ def test_a_new_incarnation_is_counted_and_a_repeated_join_is_not() -> None:
 
 @pytest.mark.parametrize("step", [0, 2, 4])
 def test_only_the_next_step_can_be_leased(step: int) -> None:
-    reply = world(steps=3).ask("trainer", LeaseBatch(step=step, wait_s=0))
+    run = world(steps=3)
+    reply = run.ask("trainer", LeaseBatch(step=step, wait_s=0))
     assert isinstance(reply, Nack) and reply.code == "wrong_step"
+    assert run.broker.counters["wrong_step"] == 1
     assert "so the next is 1" in reply.reason
 
 

@@ -121,6 +121,21 @@ def test_trajectories_are_kept_as_long_as_they_are_needed(durable: bool) -> None
     assert world.store.keys("b/") == [] and world.store.keys("p/") == ["p/g-3"]
 
 
+def test_trajectories_that_a_later_batch_replays_outlive_the_first() -> None:
+    """g-0 is used up in step 2; the checkpoint covers step 1 alone, so step 2 may come again."""
+    world = started(replay_times=2, max_staleness=4)
+    make_groups(world, 2, 0)
+    step(world, 1)
+    make_groups(world, 1, 0)
+    batch = world.batch(2)
+    assert step(world, 2) == ["g-2", "g-0"]
+    world.get("trainer", CheckpointSaved(step=1), Ok)
+    assert {"t/s-0", "t/s-1"} <= set(world.store.keys("t/"))
+    world.restart_broker()
+    world.join("trainer", "trainer", "trainer-2")
+    assert world.batch(2) == batch
+
+
 @pytest.mark.parametrize("kills", [0, 1, 2])
 def test_a_trainer_that_starts_again_gets_the_same_batches(kills: int) -> None:
     """The checkpoint covers step 1, whose groups are replayed in the steps that are lost."""

@@ -76,6 +76,14 @@ def test_other_variables_are_left_alone() -> None:
         ("trainer.learning_rate=1", "trainer", "learning_rate", 1.0),
         ("trainer.betas=[0.9, 0.99]", "trainer", "betas", (0.9, 0.99)),
         ("data.shuffle=false", "data", "shuffle", False),
+        ("trainer.activation_checkpointing=true", "trainer", "activation_checkpointing", True),
+        (
+            "trainer.activation_checkpointing=every 2",
+            "trainer",
+            "activation_checkpointing",
+            "every 2",
+        ),
+        ("trainer.profile_steps=[2, 5]", "trainer", "profile_steps", [2, 5]),
         ("generator.kv_policy=recompute", "generator", "kv_policy", "recompute"),
         ("run.name=5", "run", "name", "5"),
         ("run.name=a=b", "run", "name", "a=b"),
@@ -137,6 +145,12 @@ def test_as_dict_is_the_whole_tree() -> None:
         ("trainer.learning_rate=nan", "trainer.learning_rate must be a number > 0, not NaN"),
         ("sampling.top_p=2", "sampling.top_p must be a number > 0 and <= 1, not 2"),
         ("trainer.betas=[0.9]", "trainer.betas must be a list of 2 numbers, not [0.9]"),
+        (
+            "trainer.activation_checkpointing=every 0",
+            "trainer.activation_checkpointing must be true or false or text like "
+            '(auto|selective|every [1-9][0-9]*), not "every 0"',
+        ),
+        ("trainer.profile_steps=[0]", "trainer.profile_steps must be a list of integers >= 1, not"),
         ("data.shuffle=yes", 'data.shuffle must be true or false, not "yes"'),
         ("log.format=xml", 'log.format must be one of console, json, not "xml"'),
         ("environment.options=3", "environment.options must be a table, not 3"),
@@ -270,3 +284,40 @@ def test_every_piece_of_an_objective_has_a_key_of_its_type() -> None:
         spelled = load(overrides=tuple(o.replace('"', "") for o in overrides)).trainer
         assert spelled.pieces == pieces
         assert spelled.chosen == values
+
+
+# -- what follows from the device -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "on_cpu", "on_gpu"),
+    [
+        ((), ("no", False, "float32"), ("bf16", True, "bfloat16")),
+        (
+            ("trainer.precision=bf16", "weight_hub.dtype=float16"),
+            ("bf16", False, "float16"),
+            ("bf16", True, "float16"),
+        ),
+        (
+            ("trainer.precision=no", "trainer.activation_checkpointing=true"),
+            ("no", True, "float32"),
+            ("no", True, "bfloat16"),
+        ),
+        (
+            ("trainer.activation_checkpointing=false", "weight_hub.dtype=float32"),
+            ("no", False, "float32"),
+            ("bf16", False, "float32"),
+        ),
+    ],
+)
+def test_auto_is_fast_on_gpus_and_exact_on_cpus(
+    overrides: tuple[str, ...], on_cpu: tuple[str, bool, str], on_gpu: tuple[str, bool, str]
+) -> None:
+    run = load(overrides=overrides)
+    for kind, expected in (("cpu", on_cpu), ("cuda", on_gpu)):
+        found = (
+            run.trainer.precision_on(kind),
+            run.trainer.recomputes_on(kind),
+            run.weight_hub.dtype_on(kind),
+        )
+        assert found == expected

@@ -88,6 +88,7 @@ def test_implied_staleness(
             "environment.timeout_s = 30",
         ),
         (RunConfig(eval=EvalConfig(every=5)), "eval.prompts"),
+        (RunConfig(trainer=TrainerConfig(profile_steps=[3, 900])), "has step 900, but run.steps"),
     ],
 )
 def test_what_can_never_work_is_refused(config: RunConfig, to_change: str) -> None:

@@ -225,7 +225,7 @@ def test_drain_hands_back_partials_and_what_comes_late(
                 bench.channel.answer(type(body), SampleLeases(tasks=[late]))
         return True
 
-    monkeypatch.setattr(bench.loop._wake, "wait", buffer)
+    monkeypatch.setattr(bench.wake, "wait", buffer)
     bench.session.stopping.set()
     bench.loop.run()
     assert [(r.sample_id, r.reason, r.failed) for r in returned] == [
@@ -293,7 +293,7 @@ def test_a_broken_engine_ends_the_loop_once_all_that_was_finished_is_delivered(
 
     delivered: list[str] = []
     monkeypatch.setattr(bench.engine, "poll", breaks)
-    monkeypatch.setattr(bench.loop._wake, "wait", buffer)
+    monkeypatch.setattr(bench.wake, "wait", buffer)
     with pytest.raises(EngineError, match="the engine is gone"):
         bench.loop.run()
     assert delivered == ["a"]

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
+import jsonschema
 import pytest
-from fakes.clusters import PLANS
+import yaml
+from fakes.clusters import PLANS, SCHEMAS, parse_planned
+from fakes.slowness import seconds
 from packaging.requirements import Requirement
 
 from umbra.deploy.cluster import invocation
@@ -21,6 +27,7 @@ EXTRAS = {
     "broker": ("delta",),
     "trainer": ("trainer", "nccl", "lora", "tensorboard", "tasks"),
     "generator": ("generator", "vllm", "nccl", "tasks"),
+    "gpu": ("trainer", "generator", "vllm", "nccl", "lora", "tasks"),
     "cpu": ("all",),
 }
 
@@ -45,8 +52,9 @@ def user_of(stage: str) -> str:
 
 def constraints(stage: str) -> dict[str, str]:
     """What is pinned for `stage`, by name."""
-    (install,) = [line for line in stages()[f"{stage}-env"] if "${INSTALL}" in line]
-    (name,) = re.findall(r"--constraint=/constraints/(\S+)", install)
+    (name,) = re.findall(
+        r"COPY deploy/images/(constraints\S*)", "\n".join(stages()[f"{stage}-env"])
+    )
     lines = (IMAGES / name).read_text(encoding="utf-8").splitlines()[1:]
     pairs = [line.split("==") for line in lines]
     return {name.lower().replace("_", "-"): version for name, version in pairs}
@@ -85,15 +93,65 @@ def test_nothing_runs_as_root() -> None:
 
 @pytest.mark.parametrize("target", EXTRAS)
 def test_a_target_installs_what_it_is_for_and_all_of_it_is_pinned(target: str) -> None:
-    (install,) = [line for line in stages()[f"{target}-env"] if "${INSTALL}" in line]
-    assert f"'umbra-rl[{','.join(EXTRAS[target])}]'" in install
+    assert f"RUN ./install_extras.sh {' '.join(EXTRAS[target])}" in stages()[f"{target}-env"]
     pinned = constraints(target)
     for requirement in wanted(EXTRAS[target]):
         name = requirement.name.lower()
-        if target == "generator" and name in ("transformers", "numpy"):
+        if "vllm" in EXTRAS[target] and name in ("transformers", "numpy"):
             continue  # vLLM chooses
         assert name in pinned, f"{name} is not in deploy/images/constraints*.txt"
         assert requirement.specifier.contains(pinned[name]), requirement
+
+
+@pytest.mark.parametrize("target", EXTRAS)
+def test_what_is_installed_is_what_the_extras_ask_for(target: str) -> None:
+    done = subprocess.run(
+        [sys.executable, IMAGES / "requirements.py", *EXTRAS[target]],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=seconds(30),
+    )
+    assert {Requirement(line) for line in done.stdout.splitlines()} == set(wanted(EXTRAS[target]))
+
+
+def test_a_change_of_the_sources_installs_nothing_again() -> None:
+    """The layers with what others have written are made before the sources are copied."""
+    for target in EXTRAS:
+        before = [*stages()["env"], *stages()[f"{target}-env"]]
+        copied = " ".join(line for line in before if line.startswith("COPY "))
+        assert not re.findall(r"\b(src|services|proto)\b", copied)
+        dependencies, sources = [line for line in stages()[target] if line.startswith("COPY ")]
+        assert dependencies == f"COPY --from={target}-env /opt/umbra /opt/umbra"
+        assert sources == "COPY --from=package /opt/umbra /opt/umbra"
+
+
+@pytest.mark.parametrize("has_headers", [True, False])
+def test_python_s_headers_are_installed_where_the_base_has_none(
+    tmp_path: Path, has_headers: bool
+) -> None:
+    """`tasks` has a dependency in C, and Triton compiles against them."""
+    headers = tmp_path / "include"
+    headers.mkdir()
+    if has_headers:
+        (headers / "Python.h").touch()
+    asked = tmp_path / "asked"
+    for name, text in {"python3": f"echo {headers}", "apt-get": f'echo "$@" >> {asked}'}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "rm").symlink_to("/bin/true")  # the machine's own lists stay
+    environ = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    script = IMAGES / "install_compiler.sh"
+    subprocess.run(["sh", script, "gcc"], env=environ, check=True, timeout=seconds(30))
+    (install,) = [line for line in asked.read_text().splitlines() if line.startswith("install")]
+    assert install.split()[1:] == [
+        *("-y", "--no-install-recommends", "gcc"),
+        *([] if has_headers else ["python3-dev"]),
+    ]
+    asked.unlink()
+    subprocess.run(["sh", script], env=environ, check=True, timeout=seconds(30))
+    assert not asked.exists()
 
 
 def test_the_broker_has_no_torch() -> None:
@@ -108,3 +166,30 @@ def test_what_is_copied_is_there_and_not_ignored() -> None:
             for source in line.split()[1:-1]:
                 assert (ROOT / source).exists()
                 assert f"!{source.split('/')[0]}" in ignore
+
+
+# -- one machine ----------------------------------------------------------------------------------
+
+COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))
+
+
+def test_the_compose_file_of_one_machine_holds_to_the_specification() -> None:
+    schema = json.loads((SCHEMAS / "compose-spec.json").read_text(encoding="utf-8"))
+    jsonschema.Draft7Validator(schema).validate(COMPOSE)
+
+
+def test_the_services_of_one_machine() -> None:
+    for service in COMPOSE["services"].values():
+        target = service["build"]["target"]
+        assert target in EXTRAS
+        assert (ROOT / service["build"]["dockerfile"]) == IMAGES / "Dockerfile"
+        assert service["image"] == f"umbra-{target}:latest"
+        # ${VARIABLE:-default} is what Compose fills in; the demo needs none of them.
+        texts = [re.sub(r"\$\{\w+:-(.*?)\}", r"\1", text) for text in service["command"]]
+        parse_planned(texts)
+    environ = (ROOT / ".env").read_text(encoding="utf-8").splitlines()
+    assert [line for line in environ if line[0] != "#"] == ["COMPOSE_PROFILES=demo"]
+    assert {name: s["profiles"] for name, s in COMPOSE["services"].items()} == {
+        "demo": ["demo"],
+        "run": ["gpu"],
+    }

@@ -146,3 +146,17 @@ def test_stop_tokens_that_are_named(tiny_model_dir: Path) -> None:
     for text, count in (("", 0), ("ab", 2)):
         with pytest.raises(UsageError, match=f"stop_tokens: '{text}' is {count} tokens of "):
             named_tokens(tokenizer, ["a", text])
+
+
+def test_an_outline_knows_the_stop_tokens_of_the_generation_config(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    """As the loaded model does: a run that ends turns by both has one set of tokens."""
+    directory = tmp_path / "model"
+    shutil.copytree(tiny_model_dir, directory)
+    text = json.dumps({"eos_token_id": [3, 9]})
+    (directory / "generation_config.json").write_text(text, encoding="utf-8")
+    tokenizer = load_tokenizer(directory)
+    whole = load_model(directory, torch.device("cpu"), torch.float32)
+    for model in (outline_model(directory), whole):
+        assert stop_ids(model, tokenizer) == {3, 9, tokenizer.eos_token_id}

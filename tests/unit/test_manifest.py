@@ -18,6 +18,7 @@ from umbra.services.runtime.weights.manifest import (
     ALIGN_BYTES,
     ITEM_BYTES,
     build_manifest,
+    check_dtype,
     check_manifest,
     checksums,
 )
@@ -178,3 +179,11 @@ def test_more_tensors_than_a_manifest_has_are_refused() -> None:
         build_manifest([("a", "F16", [BUCKETS, 128])], 128)
     with pytest.raises(ValueError, match="dimensions"):
         build_manifest([("a", "F16", [1] * (DIMENSIONS + 1))], 4096)
+
+
+def test_a_trainer_that_serves_another_dtype_is_refused() -> None:
+    """With buffers that are float32 whatever is served."""
+    manifest = build_manifest([("a", "BF16", [64]), ("buffer", "F32", [64])], 4096)
+    check_dtype(manifest, "bfloat16")
+    with pytest.raises(UsageError, match=r"does not serve float16.*set weight_hub\.dtype"):
+        check_dtype(manifest, "float16")

@@ -88,5 +88,21 @@ def test_the_bound_fits_the_coarsest_format(settings: list[str], expected: str) 
     def config(*more: str) -> Any:
         return load_config(overrides=[*settings, *more, "model.path=m"], environ={})
 
-    assert bound_of(config()) == (BOUNDS[expected], expected)
-    assert bound_of(config("trainer.max_mismatch=0.5")) == (0.5, expected)
+    assert bound_of(config(), "cpu") == (BOUNDS[expected], expected)
+    assert bound_of(config("trainer.max_mismatch=0.5"), "cpu") == (0.5, expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ([], "bfloat16"),
+        (["trainer.precision=no"], "bfloat16"),
+        (["weight_hub.dtype=float32"], "bfloat16"),
+        (["trainer.precision=no", "weight_hub.dtype=float32"], "float32"),
+    ],
+)
+def test_on_a_gpu_it_is_that_of_the_formats_that_auto_stands_for(
+    settings: list[str], expected: str
+) -> None:
+    config = load_config(overrides=[*settings, "model.path=m"], environ={})
+    assert bound_of(config, "cuda") == (BOUNDS[expected], expected)

@@ -1,4 +1,4 @@
-"""Planes `nccl` and `cuda_ipc` without a GPU: membership, transfers, agents, why they are out."""
+"""Planes `nccl` and `cuda_ipc` without a GPU: membership, transfers, workers, why they are out."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from umbra.services.runtime.gpu import cuda
 from umbra.services.runtime.gpu.broadcast import broadcast, chunks
 from umbra.services.runtime.gpu.worker import GpuWorker
 from umbra.services.runtime.gpu.worker_process import GpuWorkerProcess
-from umbra.services.runtime.planes.choice import PLANES, check_plane, mismatch
+from umbra.services.runtime.planes.choice import PLANES, Side, check_plane, mismatch
 from umbra.services.runtime.planes.gpu import gpu_for, host_planes
 from umbra.services.runtime.planes.nccl_rounds import CommunicatorRanks, NcclGroup, Rounds
 
 FACTS = GpuFacts(nccl=22809, cuda_major=13, environment="a", variables={"NCCL_NET": "Socket"})
-FAKE = (str(Path(__file__).parents[1] / "programs" / "fake_agent.py"),)
+FAKE = (str(Path(__file__).parents[1] / "programs" / "fake_gpu_worker.py"),)
 WAIT_S = seconds(20.0)
 
 
@@ -125,7 +125,7 @@ def test_a_round_begins_when_all_wait_for_the_same_version() -> None:
     rounds.offer("a", prepare(1), 0.0)
     assert rounds.settle(0.0, idle=True) == ([], None)
     rounds.offer("b", prepare(1), 0.5)
-    assert rounds.settle(0.5, idle=False) == ([], None), "the agent is busy"
+    assert rounds.settle(0.5, idle=False) == ([], None), "the worker is busy"
     _, begun = rounds.settle(0.5, idle=True)
     assert begun is not None
     assert begun.prepares.keys() == {"a", "b"}
@@ -298,23 +298,23 @@ def test_an_error_of_nccl_ends_the_transfer_before_its_deadline() -> None:
 
 
 @pytest.fixture
-def agent() -> Iterator[GpuWorkerProcess]:
-    agent = GpuWorkerProcess(0, program=FAKE)
-    yield agent
-    agent.kill()
+def worker() -> Iterator[GpuWorkerProcess]:
+    worker = GpuWorkerProcess(0, program=FAKE)
+    yield worker
+    worker.kill()
 
 
-def test_an_agent_that_hangs_is_killed_and_another_serves(agent: GpuWorkerProcess) -> None:
-    assert agent.call("facts", WAIT_S) == {"did": "facts"}
+def test_an_agent_that_hangs_is_killed_and_another_serves(worker: GpuWorkerProcess) -> None:
+    assert worker.call("facts", WAIT_S) == {"did": "facts"}
     with pytest.raises(DeadlineError, match="no answer from the GPU worker"):
-        agent.call("join", 0.1, uid="hang")
-    assert agent.pid is None
-    assert agent.call("join", WAIT_S, uid="good") == {"did": "join"}
-    assert agent.starts == 2
+        worker.call("join", 0.1, uid="hang")
+    assert worker.pid is None
+    assert worker.call("join", WAIT_S, uid="good") == {"did": "join"}
+    assert worker.starts == 2
     with pytest.raises(UmbraError, match="GPU worker: refused"):
-        agent.call("join", WAIT_S, uid="refuse")
+        worker.call("join", WAIT_S, uid="refuse")
     with pytest.raises(PeerLostError, match="has ended"):
-        agent.call("join", WAIT_S, uid="die")
+        worker.call("join", WAIT_S, uid="die")
 
 
 no_cuda = pytest.mark.skipif(cuda.cuda_unavailable() is None, reason="there is a GPU here")
@@ -359,3 +359,16 @@ def test_a_receiver_that_asks_for_a_gpu_plane_is_told_why_not() -> None:
     assert host_planes("auto") == ["shm", "tcp"]
     assert host_planes("nccl") == []
     assert host_planes("tcp") == ["tcp"]
+
+
+def test_cuda_ipc_is_within_one_gpu_of_one_host() -> None:
+    """GPUs of two hosts may be at the same place on their buses."""
+    joins = PLANES["cuda_ipc"].joins
+    one, other = (
+        GpuFacts(nccl=22903, cuda_major=13, environment="", device=device)
+        for device in ("0000:01:00.0", "0000:02:00.0")
+    )
+    assert joins(Side("a", one), Side("a", one)) is None
+    assert "another GPU" in (joins(Side("a", one), Side("a", other)) or "")
+    assert "/dev/shm" in (joins(Side("a", one), Side("b", one)) or "")
+    assert joins(Side("a", one), Side("a")) == "the receiver has no GPU"

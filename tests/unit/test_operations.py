@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from fakes.noisy_batch import noisy_trajectories
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoModelForCausalLM,
@@ -16,7 +18,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from umbra.services.modeling.packing import pack
+from umbra.services.modeling.packing import Tokens, pack
 from umbra.services.runtime.config import TrainerConfig
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.learner import Learner
@@ -55,6 +57,39 @@ def test_a_sequence_alone_by_hand(tmp_path: Path) -> None:
     cost = TrainingFlops(body=1000, head=100, attention=10)
     keys = fed * (fed + 1) / 2
     assert cost.update(micro) == 6 * 1000 * fed + 6 * 100 * learned + 12 * 10 * keys
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 30), st.integers(0, 3)), min_size=1),
+    st.integers(1, 60),
+    st.integers(1, 12),
+    st.booleans(),
+)
+def test_sequences_add_up_to_their_micro_batches(
+    sizes: list[tuple[int, int, int]], pack_tokens: int, window: int, share: bool
+) -> None:
+    """However they are packed, with and without a window, prompts shared or not."""
+    prompts = {name: prompt for prompt, _, name in sizes}
+    lengths = torch.tensor([prompts[name] + response for _, response, name in sizes])
+    tokens = Tokens(
+        torch.zeros(int(lengths.sum())).long(),
+        lengths,
+        lengths.cumsum(0) - 1,
+        torch.arange(len(sizes)),
+        torch.tensor([prompts[name] for _, _, name in sizes]),
+        torch.tensor([name for _, _, name in sizes]),
+    )
+    cost = TrainingFlops(body=100, head=7, attention=3, windowed=((window, 5),))
+    priced: list[float] = []
+
+    def counted(start: int, end: int, learned: int) -> float:
+        priced.append(cost.sequence(start, end, learned))
+        return priced[-1]
+
+    micros = pack(
+        tokens, pack_tokens=pack_tokens, micro_tokens=1, share_prompts=share, cost=counted
+    )
+    assert sum(priced) == sum(cost.update(micro) for micro in micros)
 
 
 def of(config: PreTrainedConfig) -> tuple[TrainingFlops, int]:

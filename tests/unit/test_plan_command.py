@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from umbra import cli
+from umbra.deploy.cluster.cluster_file import planner
 from umbra.deploy.cluster.yaml import to_yaml
 from umbra.deploy.toml import to_toml
 from umbra.proto.access import KEY_ROLES
@@ -72,6 +74,26 @@ def test_each_node_gets_the_keys_that_it_needs(tmp_path: Path) -> None:
     assert len(before) == 2 * len(KEY_ROLES)
     assert plan_command(tmp_path) == 0  # again: the same keys
     assert {path.name: path.read_bytes() for path in (out / "keys").iterdir()} == before
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_keys_belong_to_the_user_of_the_containers(tmp_path: Path) -> None:
+    assert plan_command(tmp_path) == 0
+    keys = list((tmp_path / "out" / "b" / "keys").iterdir())
+    assert {path.stat().st_uid for path in (keys[0].parent, *keys)} == {10001}
+    service = yaml.safe_load((tmp_path / "out/b/compose.yaml").read_text())["services"]["relay-b"]
+    assert service["user"] == "10001:10001"
+
+
+def test_keys_of_somebody_else_are_not_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    monkeypatch.setattr(os, "getegid", lambda: 100)
+    assert planner() == "1234:100"
+    monkeypatch.setattr(sys.modules[__name__], "CLUSTER", CLUSTER.replace("]", "]\nuser = '7'", 1))
+    assert plan_command(tmp_path) == 2
+    assert "leave it out (then it is you, 1234:100), or plan as root" in capsys.readouterr().err
 
 
 def test_keys_of_the_user_s_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,6 +25,7 @@ from fakes.clusters import (
 
 from umbra.deploy.cluster import invocation
 from umbra.deploy.cluster.bundle import Bundle
+from umbra.deploy.cluster.cluster_file import ClusterFile, ClusterSpec, Node
 from umbra.deploy.cluster.compose import container_paths
 from umbra.deploy.cluster.plan import Plan, make_plan
 from umbra.services.runtime.config.loader import load_config
@@ -52,6 +53,7 @@ def test_every_planned_command_is_one_that_exists(
         monkeypatch.setenv(name, value)
     for process in plan.processes:
         parse_planned(invocation.command(plan, process, paths))
+        parse_planned(invocation.kept_command(plan, process, paths))
         parse_planned(invocation.health(plan, process))
 
 
@@ -124,10 +126,16 @@ def test_a_compose_file_starts_what_belongs_on_its_node(plan: Plan) -> None:
             check_service(plan, services[process.name], process.name, files[node.name]["volumes"])
 
 
+PATHS = container_paths(PLANS["one GPU"], "", keys=True)  # all plans have one run id
+
+
 def check_service(plan: Plan, service: dict[str, Any], name: str, volumes: dict[str, Any]) -> None:
     """Everything that a service needs in order to run, and nothing that it should not have."""
     process = next(p for p in plan.processes if p.name == name)
     assert service["restart"].startswith("on-failure:")
+    assert service["command"] == invocation.kept_command(plan, process, PATHS)
+    assert "start_interval" not in service["healthcheck"]  # which needs Docker Engine 25
+    assert int(service["logging"]["options"]["max-file"]) > 1
     assert service["healthcheck"]["test"][:3] == ["CMD", "umbra", "ping"]
     assert service["env_file"] == ["umbra.env"]
     assert service["cap_drop"] == ["ALL"]
@@ -147,9 +155,42 @@ def check_service(plan: Plan, service: dict[str, Any], name: str, volumes: dict[
         assert service["network_mode"] == "host"
         assert "ports" not in service
     else:
+        assert {port["host_ip"] for port in service.get("ports", [])} <= {process.node.address}
         published = [port["published"] for port in service.get("ports", [])]
         assert published == [str(port) for port in invocation.ports(plan, process)]
         assert not {"network_mode", "privileged", "pid", "ipc"} & set(service)
+
+
+def test_limits_of_the_cluster_file() -> None:
+    plan = plan_of(1, 1, shm_gib=8, memory_gib={"relay": 1.5, "generate": 40}, cpus={"train": 6})
+    limits = {
+        name: service.get("deploy", {}).get("resources", {}).get("limits")
+        for file in compose_files(plan).values()
+        for name, service in file["services"].items()
+    }
+    assert limits == {
+        "buffer": None,
+        "weight-hub": None,
+        "trainer": {"cpus": "6"},
+        "relay-b": {"memory": "9728m"},  # with the shared memory that it makes
+        "generator-b-0": {"memory": "40960m"},
+    }
+    schema = json.loads((SCHEMAS / "compose-spec.json").read_text(encoding="utf-8"))
+    for file in compose_files(plan).values():
+        jsonschema.Draft7Validator(schema).validate(file)
+
+
+def test_nodes_with_dots_and_with_names_for_addresses() -> None:
+    nodes = [
+        Node(name="gpu-1.example.com", address="gpu-1.example.com", gpus=1),
+        Node(name="gpu-2.example.com", address="10.0.0.2", gpus=1),
+    ]
+    plan = make_plan(ClusterFile(cluster=ClusterSpec(), nodes=nodes), run_config(), RUN_ID)
+    first, second = compose_files(plan).values()
+    assert first["name"] == "umbra-gpu-1-example-com"
+    ports = first["services"]["buffer"]["ports"]
+    assert not any("host_ip" in port for port in ports)  # Docker takes no names there
+    assert "generator-gpu-2.example.com-0" in second["services"]
 
 
 def test_others_on_the_node_wait_for_the_buffer() -> None:
@@ -183,8 +224,7 @@ def test_what_is_read_is_mounted_where_it_is_read() -> None:
         overrides=(
             "scorer.model=/models/reference",
             "critic.path=/models/critic",
-            "eval.prompts=/data/heldout.jsonl",
-            "eval.every=5",
+            "eval.prompts=/data/heldout.jsonl",  # which the buffer reads also without eval.every
             'data.sources={"/data/a.jsonl" = 1, "datasets:name:train" = 2}',
             "data.prompts=",
         ),

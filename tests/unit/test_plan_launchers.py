@@ -12,11 +12,31 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from fakes.clusters import PLANS, SCHEMAS, parse_planned, plan_of, plans, render
+from fakes.clusters import (
+    PLANS,
+    SCHEMAS,
+    parse_planned,
+    plan_of,
+    plans,
+    render,
+    run_config,
+)
 from fakes.slowness import seconds
 
-from umbra.deploy.cluster.plan import Plan
+from umbra.deploy.cluster.cluster_file import (
+    ClusterFile,
+    ClusterSpec,
+    KubernetesSpec,
+    Node,
+    SlurmSpec,
+    Toleration,
+)
+from umbra.deploy.cluster.kubernetes import keys_command
+from umbra.deploy.cluster.plan import Plan, make_plan
 from umbra.proto.errors import UsageError
+
+NAME = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")  # RFC 1035
+LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 
 # -- Kubernetes -----------------------------------------------------------------------------------
 
@@ -39,7 +59,9 @@ def check_manifests(plan: Plan, documents: list[dict[str, Any]]) -> None:
     names = [(document["kind"], document["metadata"]["name"]) for document in documents]
     assert len(names) == len(set(names))
     for _, name in names:
-        assert re.fullmatch(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", name)
+        assert NAME.fullmatch(name)
+    for document in documents:
+        check_labels(document["metadata"])
     of_kind = {
         kind: {d["metadata"]["name"]: d for d in documents if d["kind"] == kind}
         for kind in ("Job", "Service", "PersistentVolumeClaim", "ConfigMap")
@@ -48,6 +70,8 @@ def check_manifests(plan: Plan, documents: list[dict[str, Any]]) -> None:
     for job in of_kind["Job"].values():
         template = job["spec"]["template"]
         pod = template["spec"]
+        check_labels(template["metadata"])
+        check_failure_policy(job["spec"])
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
         for volume in volumes.values():
             if "persistentVolumeClaim" in volume:
@@ -55,9 +79,13 @@ def check_manifests(plan: Plan, documents: list[dict[str, Any]]) -> None:
                 assert claim in of_kind["PersistentVolumeClaim"]
             if "configMap" in volume:
                 assert volume["configMap"]["name"] in of_kind["ConfigMap"]
+        assert len({container["name"] for container in pod["containers"]}) == len(pod["containers"])
         for container in pod["containers"]:
-            containers.append(container["name"])
-            parse_planned(container["args"])
+            assert NAME.fullmatch(container["name"])
+            keep, name, arguments = kept(container["args"])
+            containers.append(name)
+            parse_planned(keep)
+            parse_planned(arguments)
             assert {mount["name"] for mount in container["volumeMounts"]} <= set(volumes)
             broker = {e["name"]: e["value"] for e in container["env"]}["UMBRA_BROKER"]
             host = broker.removeprefix("tcp://").rpartition(":")[0]
@@ -68,6 +96,119 @@ def check_manifests(plan: Plan, documents: list[dict[str, Any]]) -> None:
             ]  # fmt: skip
             assert len(targets) == 1
     assert sorted(containers) == sorted(process.name for process in plan.processes)
+
+
+def kept(args: list[str]) -> tuple[list[str], str, list[str]]:
+    """The arguments of `umbra keep`, the name that it uses, and those of what it starts."""
+    split = args.index("--")
+    assert args[0] == "keep"
+    assert args[split + 1] == "umbra"
+    return args[: split + 2], args[args.index("--name") + 1], args[split + 2 :]
+
+
+def check_labels(metadata: dict[str, Any]) -> None:
+    for key, value in metadata["labels"].items():
+        prefix, _, name = key.rpartition("/")
+        assert re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", prefix)
+        assert LABEL.fullmatch(name)
+        assert LABEL.fullmatch(value)
+
+
+def check_failure_policy(job: dict[str, Any]) -> None:
+    """Kubernetes takes a policy for pods only whose containers it does not restart itself."""
+    assert job["template"]["spec"]["restartPolicy"] == "Never"
+    rules = {rule["action"]: rule for rule in job["podFailurePolicy"]["rules"]}
+    assert rules["FailJob"]["onExitCodes"] == {"operator": "In", "values": [2, 4, 7, 8]}
+    assert job["backoffLimit"] > 0
+    assert job["ttlSecondsAfterFinished"] > 0
+
+
+LONG = "gpu-node-17.rack-4.the-large-hall.cluster.example.com"
+
+
+def documents_of(plan: Plan) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(render(plan, "kubernetes")["kubernetes.yaml"]))
+
+
+def jobs_of(plan: Plan) -> list[dict[str, Any]]:
+    return [document["spec"] for document in documents_of(plan) if document["kind"] == "Job"]
+
+
+@pytest.mark.parametrize("run_id", ["7-Runs_of " + "x" * 90, "ÄÖ", "a.b"])
+def test_names_keep_to_the_rules(run_id: str) -> None:
+    file = ClusterFile(
+        cluster=ClusterSpec(),
+        nodes=[
+            Node(name=LONG, address="10.0.0.1", gpus=1),
+            Node(name=f"{LONG[:-1]}n", address="10.0.0.2", gpus=1),
+        ],
+    )
+    plan = make_plan(file, run_config(), run_id)
+    documents = documents_of(plan)
+    check_manifests(plan, documents)
+    selectors = [job["template"]["spec"]["nodeSelector"] for job in jobs_of(plan)]
+    assert {one["kubernetes.io/hostname"] for one in selectors} == {LONG, f"{LONG[:-1]}n"}
+
+
+def test_a_cluster_s_own_settings() -> None:
+    plan = plan_of(
+        *(1, 1),
+        memory_gib={"train": 64, "weight_hub": 2, "buffer": 0.5},
+        cpus={"train": 8, "generate": 1.5},
+        shm_gib=32,
+        kubernetes=KubernetesSpec(
+            namespace="rl",
+            image_pull_policy="Always",
+            tolerations=[Toleration(key="nvidia.com/gpu", operator="Exists")],
+            storage_class="fast",
+            storage="2Ti",
+            keep_finished_s=60,
+        ),
+    )
+    documents = documents_of(plan)
+    schema = json.loads((SCHEMAS / "kubernetes.json").read_text(encoding="utf-8"))
+    for document in documents:
+        reference = f"#/definitions/{schema['kinds'][document['kind']]}"
+        jsonschema.Draft7Validator({**schema, "$ref": reference}).validate(document)
+        assert document["metadata"]["namespace"] == "rl"
+    claims = [d["spec"] for d in documents if d["kind"] == "PersistentVolumeClaim"]
+    assert {claim["storageClassName"] for claim in claims} == {"fast"}
+    assert {claim["resources"]["requests"]["storage"] for claim in claims} == {"2Ti"}
+    asked: dict[str, dict[str, Any]] = {}
+    for job in jobs_of(plan):
+        assert job["ttlSecondsAfterFinished"] == 60
+        pod = job["template"]["spec"]
+        assert pod["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists"}]
+        for container in pod["containers"]:
+            assert container["imagePullPolicy"] == "Always"
+            resources = container.get("resources", {})
+            assert resources.get("requests") == resources.get("limits")
+            asked[container["name"]] = resources.get("requests", {})
+    assert asked == {
+        "buffer": {"memory": "512Mi"},
+        # The hub makes the shared memory, whose pages count for it.
+        "weight-hub": {"memory": f"{(2 + 32) * 1024}Mi"},
+        "trainer": {"memory": "65536Mi", "cpu": "8000m", "nvidia.com/gpu": 1},
+        "relay-b": {},
+        "generator-b-0": {"cpu": "1500m", "nvidia.com/gpu": 1},
+    }
+    schema_line = keys_command(plan, "/k")
+    assert schema_line.endswith(" --namespace=rl --from-file=/k")
+
+
+def test_inputs_come_from_a_claim_if_there_is_one() -> None:
+    spec = KubernetesSpec(inputs_claim="lake", inputs_root="/models/")
+    overrides = ("data.prompts=/models/data/prompts.jsonl",)
+    for job in jobs_of(plan_of(1, 1, overrides=overrides, kubernetes=spec)):
+        pod = job["template"]["spec"]
+        assert not any("hostPath" in volume for volume in pod["volumes"])
+        for container in pod["containers"]:
+            for mount in container["volumeMounts"]:
+                if mount["name"] == "inputs":
+                    assert f"/models/{mount['subPath']}" == mount["mountPath"]
+                    assert mount["readOnly"]
+    with pytest.raises(UsageError, match=r"prompts\.jsonl is not below .*inputs_root = /models"):
+        render(plan_of(1, 1, kubernetes=spec), "kubernetes")
 
 
 @pytest.mark.parametrize(
@@ -82,55 +223,137 @@ def test_what_kubernetes_cannot_do_is_refused(name: str, told: str) -> None:
 
 # -- SLURM ----------------------------------------------------------------------------------------
 
-FAKE_SRUN = """\
+# Stand-ins: `umbra keep` starts its command once; the job has hosts by the list's name.
+UMBRA = """\
 #!/bin/sh
-# Notes what it was asked for, and fails twice for the generator.
-printf '%s\\n' "$*" >> "$CALLS"
-case "$*" in
-    *"umbra generator"*) [ "$(grep -c 'umbra generator' "$CALLS")" -gt 2 ] || exit 5 ;;
-    *"umbra trainer"*) exit "${TRAINER_EXIT:-0}" ;;
+while [ "$1" != -- ]; do shift; done
+shift
+exec "$@"
+"""
+SCONTROL = """\
+#!/bin/sh
+case "$2" in
+    hostnames) echo "$3" | tr ',' '\\n' ;;
+    node) echo "NodeName=$3 Arch=x86_64 NodeAddr=$3.ib NodeHostName=$3" ;;
 esac
 """
+SRUN = """\
+#!/bin/sh
+printf '%s\\n' "$*" >> "$CALLS"
+case "$*" in *"umbra trainer"*) exit "${TRAINER_EXIT:-0}" ;; esac
+"""
+
+
+def run_script(plan: Plan, folder: Path, **environ: str) -> tuple[int, list[str], str]:
+    """Run the script of `plan` with stand-ins: exit code, calls of srun, errors."""
+    script, calls = folder / "run.sbatch", folder / "calls"
+    script.write_text(render(plan, "slurm", out=folder)["run.sbatch"], encoding="utf-8")
+    for name, text in {"umbra": UMBRA, "scontrol": SCONTROL, "srun": SRUN}.items():
+        (folder / name).write_text(text, encoding="utf-8")
+        (folder / name).chmod(0o755)
+    calls.touch()
+    done = subprocess.run(
+        ["bash", script],
+        env={"PATH": f"{folder}:{os.environ['PATH']}", "CALLS": str(calls), **environ},
+        timeout=seconds(60),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, calls.read_text(encoding="utf-8").splitlines(), done.stderr
 
 
 @pytest.mark.parametrize("code", [0, 2, 7])
 def test_the_script_starts_every_step_and_ends_as_the_trainer(tmp_path: Path, code: int) -> None:
-    plan = plan_of(2, 1, overrides=(f"run.dir={tmp_path}/runs",))
-    text = render(plan, "slurm", out=tmp_path)["run.sbatch"]
-    script, srun, calls = tmp_path / "run.sbatch", tmp_path / "srun", tmp_path / "calls"
-    script.write_text(text, encoding="utf-8")
-    srun.write_text(FAKE_SRUN, encoding="utf-8")
-    srun.chmod(0o755)
-    (tmp_path / "sleep").symlink_to("/bin/true")  # between restarts
-    environ = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "CALLS": str(calls),
-        "TRAINER_EXIT": str(code),
-    }
-    done = subprocess.run(["bash", script], env=environ, timeout=seconds(30), check=False)
-    assert done.returncode == code
-    lines = calls.read_text(encoding="utf-8").splitlines()
-    started = {line.split("--name ")[1].split()[0] for line in lines}
-    assert started <= {process.name for process in plan.processes}
+    plan = plan_of(2, 2, overrides=(f"run.dir={tmp_path}/runs of 100%",))
+    ended, calls, said = run_script(
+        plan, tmp_path, TRAINER_EXIT=str(code), SLURM_JOB_NODELIST="tux3,tux9"
+    )
+    assert ended == code, said
+    named = {call.split("--name ")[1].split()[0]: call for call in calls}
+    assert set(named) <= {process.name for process in plan.processes}
     if code == 0:  # a failure of the trainer ends the others at once
-        assert started == {process.name for process in plan.processes}
-        assert sum("umbra generator" in line for line in lines) == 3
-    (trainer,) = [line for line in lines if "umbra trainer" in line]
-    assert "--nodelist=a" in trainer
+        assert set(named) == {process.name for process in plan.processes}
+    trainer = named["trainer"]
+    assert "--nodelist=tux3 --overlap --mpi=none --cpu-bind=none" in trainer
     assert "CUDA_VISIBLE_DEVICES=0,1 umbra trainer" in trainer
+    # Each node has its own metrics; SLURM would replace the % of the log's name.
+    assert f"--run-dir {tmp_path}/runs of 100%/{plan.run_id}/a" in trainer
+    assert f"--output={tmp_path}/runs of 100%%/{plan.run_id}/logs/trainer.log" in trainer
+
+
+def test_processes_reach_one_another_at_the_addresses_of_the_hosts_that_the_job_got(
+    tmp_path: Path,
+) -> None:
+    plan = plan_of(2, 0, 1, 1, broker="b", overrides=(f"run.dir={tmp_path}/runs",))
+    ended, calls, said = run_script(
+        plan,
+        tmp_path,
+        SLURM_JOB_NODELIST_HET_GROUP_0="x1",
+        SLURM_JOB_NODELIST_HET_GROUP_1="c,x2",  # c is in the cluster file, with an address
+        SLURM_JOB_NODELIST_HET_GROUP_2="head",
+    )
+    assert ended == 0, said
+    named = {call.split("--name ")[1].split()[0]: call for call in calls}
+    assert "--het-group=2 --nodes=1 --ntasks=1 --nodelist=head " in named["buffer"]
+    assert "--advertise head.ib" in named["buffer"]
+    assert "--het-group=0 --nodes=1 --ntasks=1 --nodelist=x1 " in named["weight-hub"]
+    assert "--het-group=1 --nodes=1 --ntasks=1 --nodelist=c " in named["relay-c"]
+    assert "--hub tcp://x1.ib:5559" in named["relay-c"]
+    assert "weight_hub.advertise=10.0.0.3" in named["relay-c"]
+    assert "weight_hub.advertise=x2.ib" in named["relay-d"]
+    text = render(plan, "slurm")["run.sbatch"]
+    assert 'export UMBRA_BROKER="tcp://${addresses[3]}:5555"' in text
+
+
+def test_a_job_of_another_size_is_refused(tmp_path: Path) -> None:
+    plan = plan_of(1, 1, overrides=(f"run.dir={tmp_path}/runs",))
+    ended, calls, said = run_script(plan, tmp_path, SLURM_JOB_NODELIST="x1,x2,x3")
+    assert ended == 2
+    assert calls == []
+    assert "the plan needs 2 hosts, the job has 3" in said
 
 
 @plans
-def test_scripts_are_valid_shell_and_name_all_nodes(plan: Plan, tmp_path: Path) -> None:
+def test_scripts_are_valid_shell_and_ask_for_what_the_plan_needs(
+    plan: Plan, tmp_path: Path
+) -> None:
     text = render(plan, "slurm", out=tmp_path)["run.sbatch"]
     checked = subprocess.run(
         ["bash", "-n"], input=text, text=True, timeout=seconds(30), check=False
     )
     assert checked.returncode == 0
     nodes = [node for node in plan.nodes if plan.on(node)]
-    used = [node.name for node in nodes]
-    assert f"#SBATCH --nodes={len(used)}\n#SBATCH --nodelist={','.join(used)}\n" in text
-    counts = {node.gpus for node in nodes}
-    same = len(counts) == 1 and counts != {0}  # else it is for the user to say how to ask for them
-    assert (f"#SBATCH --gpus-per-node={max(counts)}\n" in text) == same
-    assert ("gpus-per-node" in text) == same
+    options = [line.split(" ", 1)[1] for line in text.splitlines() if line.startswith("#SBATCH ")]
+    components = "\n".join(options).split("\nhetjob\n")
+    assert len(components) == len({node.gpus for node in nodes})
+    asked: dict[int, int] = {}
+    for component in components:
+        lines = component.splitlines()
+        assert {"--exclusive", "--mem=0", "--no-kill", "--signal=TERM@120"} <= set(lines)
+        found = dict(line.removeprefix("--").split("=") for line in lines if "=" in line)
+        asked[int(found.get("gpus-per-node", 0))] = int(found["nodes"])
+    assert list(asked) == sorted(asked, reverse=True)
+    assert asked == {node.gpus: [n.gpus for n in nodes].count(node.gpus) for node in nodes}
+
+
+def test_a_script_says_what_the_cluster_file_says_about_slurm() -> None:
+    slurm = SlurmSpec(
+        time="1-00:00:00", account="lab 7", partition="gpu", options=["--constraint=a100&ib"]
+    )
+    plan = plan_of(1, 2, overrides=('run.name=a "b" 50%',), slurm=slurm)
+    text = render(plan, "slurm", out=Path("/shared/100%/my plan"))["run.sbatch"]
+    first, second = text.split("#SBATCH hetjob\n")
+    for line in ('--time="1-00:00:00"', '--account="lab 7"', '--constraint="a100&ib"'):
+        assert f"#SBATCH {line}\n" in first
+        assert f"#SBATCH {line}\n" in second
+    assert '#SBATCH --job-name="umbra-a \\"b\\" 50%"\n' in first
+    # The folder of the script is there when the job begins.
+    assert '#SBATCH --output="/shared/100%%/my plan/slurm-%j.log"\n' in first
+    assert "#SBATCH --open-mode=append\n" in first
+
+
+def test_names_that_would_break_the_script_are_refused() -> None:
+    plan = plan_of(1, 1, overrides=("run.name=a\nrm -rf x",))
+    with pytest.raises(UsageError, match="cannot stand in a script for sbatch"):
+        render(plan, "slurm")

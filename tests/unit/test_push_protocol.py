@@ -109,6 +109,22 @@ def test_subscribers_wait_for_the_first_layout() -> None:
     assert hub.registered() == [Admit("subscribe a", "a")]
 
 
+def test_a_subscriber_that_is_lost_before_the_first_layout_is_forgotten() -> None:
+    hub = Hub()
+    hub.subscribe(A)
+    hub.protocol.lost("a", "gone", hub.now)
+    assert not hub.protocol.knows(A)
+    assert hub.registered() == []
+
+
+def test_an_empty_slot_is_written_before_one_that_holds_a_version() -> None:
+    hub = Hub(slots=3)
+    hub.registered()
+    for slot in range(3):
+        assert granted(hub.acquire(slot)) == slot
+        hub.publish(slot, slot)
+
+
 def test_a_late_joiner_gets_the_newest_version_at_once() -> None:
     hub = Hub()
     hub.registered()
@@ -135,6 +151,8 @@ def test_a_slow_receiver_stalls_nobody_and_skips_what_was_overtaken() -> None:
         hub.ready(A, epoch, version)
         hub.committed(A, epoch, version)
     assert hub.protocol.serving == {"a": 2, "b": -1}
+    # The trainer does not wait for a slot, so only the deadline of its phase counts.
+    assert hub.protocol.next_deadline() == hub.now + DEADLINE_S
     assert sent(hub.ready(B, 2, 0), "b") == [Commit(epoch=2, version=0)]
     assert sent(hub.committed(B, 2, 0), "b") == [prepare(5, 2, 2)]
     assert hub.protocol.counters["skipped"] == 1
@@ -430,6 +448,12 @@ def test_the_slot_with_the_oldest_content_is_written_next() -> None:
             number=number, version=number, slot=slot, checksums=[], snapshot_s=0.0, at=0.0
         )
     assert [slots.free(taken) for taken in ((), (1,), (1, 2), (0, 1, 2))] == [1, 2, 0, None]
+    taken_over = Slots(2)
+    before = Publication(number=0, version=7, slot=1, checksums=[7], snapshot_s=0.0, at=0.0)
+    taken_over.recall(before)
+    assert taken_over.held == {1: before}
+    assert taken_over.free(()) == 0
+    assert taken_over.free((0,)) is None, "what the hub before had pinned is kept"
     slots.keep(1)
     slots.keep(1)
     slots.let_go(1)

@@ -57,12 +57,15 @@ def test_a_pass_on_a_gpu_has_what_fits_and_is_one_row(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given_memory(monkeypatch, 141)
-    plain = sizes(model, GPU, precision="bf16")
+    plain = sizes(model, GPU, activation_checkpointing=False)
     assert plain.pack_tokens == plain.micro_tokens
-    again = sizes(model, GPU, precision="bf16", activation_checkpointing=True)
+    again = sizes(model, GPU)
     assert again.micro_tokens > 8 * plain.micro_tokens
+    half = sizes(model, GPU, activation_checkpointing="every 2")
+    assert plain.micro_tokens < half.micro_tokens < 2 * plain.micro_tokens
     given_memory(monkeypatch, 3000)
     assert sizes(model, GPU) == (65536, 65536)
+    assert sizes(model, GPU, precision="no") == (65536, 65536)
 
 
 def test_weights_that_leave_no_room_leave_short_passes(

@@ -5,6 +5,7 @@ import torch
 
 from umbra.proto.records import Sampling
 from umbra.services.generator.sampler import Sampler
+from umbra.services.modeling.restrict import restrict
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -2.0])
 DRAWS = 20_000
@@ -69,3 +70,14 @@ def test_top_p_keeps_the_token_that_reaches_it_in_any_order() -> None:
     shuffled[order] = LOGITS
     seen = {int(sampler.sample(shuffled[None], [0])[0]) for _ in range(200)}
     assert seen == {5, 3}
+
+
+def test_top_p_of_one_leaves_everything_in() -> None:
+    """Though in float32 the mass before an unlikely token is 1 already."""
+    logits = torch.tensor([[0.0, -30.0, -40.0]])
+    plain = torch.tensor([[1.0, 0.0, 1.0, 0.0]])
+    assert restrict(logits, plain, torch.tensor([[False]])).tolist() == logits.tolist()
+    nearly = torch.tensor([[1.0, 0.0, 0.999, 0.0]])
+    assert restrict(logits, nearly, torch.tensor([[False]])).isfinite().tolist() == [
+        [True, False, False]
+    ]

@@ -137,6 +137,9 @@ def test_value_loss_takes_the_worse_of_plain_and_clipped() -> None:
     torch.testing.assert_close(values.grad, torch.tensor([0.0, 0.0, -1.4]).double())
     plain = value_loss(values, returns, old, clip=0.0)
     torch.testing.assert_close(plain, torch.tensor([0.5**2, 0.5**2, 1.4**2]).double() / 2)
+    # The clip is around the old value: 0.5 is 0.5 below 1, so it counts as 0.8.
+    moved = value_loss(torch.tensor([0.5]), torch.zeros(1), torch.ones(1), clip=0.2)
+    torch.testing.assert_close(moved, torch.tensor([0.8**2]) / 2)
 
 
 def test_overlong_costs_linearly_within_the_buffer() -> None:

@@ -12,6 +12,8 @@ from fakes.architectures import ARCHITECTURES
 from fakes.closeness import assert_same_logprobs
 from fakes.rank_bench import Trained, make_batches, train
 from fakes.slowness import seconds
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from umbra.proto.errors import UsageError
@@ -26,6 +28,7 @@ from umbra.services.trainer.lora import low_rank
 from umbra.services.trainer.make_model import make_model
 from umbra.services.trainer.policy import export_policy, load_policy
 from umbra.services.trainer.ranks import Ranks
+from umbra.services.trainer.sharding import decoder_layers
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
 
 WAIT_S = seconds(300.0)  # torch.compile takes its time on a busy machine
@@ -79,6 +82,99 @@ def test_recomputing_layers_changes_nothing(
     passes.clear()
     assert_same(train(directory, batches, Ranks(), activation_checkpointing=True), plain)
     assert len(passes) == 2 * once, "every layer was computed again in the backward pass"
+
+
+@pytest.mark.parametrize(("how", "recomputed"), [("every 1", (0, 1)), ("every 2", (0,))])
+def test_one_of_so_many_layers_is_recomputed(
+    how: str,
+    recomputed: tuple[int, ...],
+    directory: Path,
+    batches: list[list[Trajectory]],
+    plain: Trained,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the two that there are."""
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+
+    passes: list[int] = []
+    forward = Qwen3DecoderLayer.forward
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        passes.append(self.self_attn.layer_idx)
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(Qwen3DecoderLayer, "forward", counted)
+    train(directory, batches, Ranks())
+    once = passes.count(0)
+    passes.clear()
+    assert_same(train(directory, batches, Ranks(), activation_checkpointing=how), plain)
+    for layer in (0, 1):
+        assert passes.count(layer) == once * (1 + (layer in recomputed)), layer
+
+
+def test_selective_recomputation_repeats_no_product(
+    directory: Path, batches: list[list[Trajectory]], plain: Trained
+) -> None:
+    """The same bits; products of the forward pass are not computed again, as they are with true."""
+    operations: dict[Any, int] = {}
+    weights: dict[Any, dict[str, torch.Tensor]] = {}
+    for how in (False, True, "selective"):
+        with FlopCounterMode(display=False) as counter:
+            found = train(directory, batches, Ranks(), activation_checkpointing=how)
+        operations[how], weights[how] = counter.get_total_flops(), found.weights
+        assert_same(found, plain)
+        for name, tensor in found.weights.items():
+            assert torch.equal(tensor, weights[False][name]), (how, name)
+    assert operations["selective"] == operations[False] < operations[True]
+
+
+def test_selective_recomputation_holds_less_than_none(
+    directory: Path, batches: list[list[Trajectory]]
+) -> None:
+    """Bytes that are there after a forward pass and were not before."""
+    held: dict[Any, int] = {}
+    for how in (False, "selective", True):
+        config = TrainerConfig(device="cpu", threads=1, activation_checkpointing=how)
+        learner = Learner(load_policy(directory)[0], config, steps=1)
+        batch = make_batch(batches[0], learner.model.config.vocab_size)
+        (micro,) = pack(batch.tokens, pack_tokens=512, micro_tokens=1000)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            scored = learner.score(micro, batch.temperature[micro.source], with_entropy=False)
+        held[how] = sum(event.self_cpu_memory_usage for event in profiler.key_averages())
+        del scored
+    assert 0 < held[True] < held["selective"] < held[False], held
+
+
+def test_selective_recomputation_is_not_compiled(directory: Path) -> None:
+    config = TrainerConfig(device="cpu", compile=True, activation_checkpointing="selective")
+    with pytest.raises(UsageError, match=r"trainer\.compile to false"):
+        Learner(load_policy(directory)[0], config, steps=1)
+
+
+@pytest.mark.filterwarnings("default")  # those of the compiler are not ours
+@pytest.mark.parametrize("architecture", ["", "llama"])
+@pytest.mark.parametrize("pack_tokens", [1, 512], ids=["alone", "packed"])
+def test_a_layer_is_compiled_as_one_graph(
+    architecture: str, pack_tokens: int, directory: Path, tmp_path: Path
+) -> None:
+    """Whatever breaks a graph costs a return to Python in each layer of each pass."""
+    if architecture:
+        directory = ARCHITECTURES[architecture].write(tmp_path / "model")
+    learner = Learner(load_policy(directory)[0], TrainerConfig(device="cpu", threads=1), steps=1)
+    batch = make_batch(make_batches(1)[0], 100)
+    micro = pack(batch.tokens, pack_tokens=pack_tokens, micro_tokens=1000)[0]
+    assert (micro.segment is not None) == (pack_tokens > 1)
+    layer = decoder_layers(learner.model)[0]
+    given: list[tuple[Any, Any]] = []
+    hook = layer.register_forward_pre_hook(
+        lambda _, args, kwargs: given.append((args, kwargs)), with_kwargs=True
+    )
+    learner.score(micro, batch.temperature[micro.source])
+    hook.remove()
+    ((args, kwargs),) = given
+    torch.compiler.reset()
+    found = torch._dynamo.explain(layer.forward)(*args, **kwargs)
+    assert (found.graph_count, found.graph_break_count) == (1, 0), found.break_reasons
 
 
 @pytest.mark.slow

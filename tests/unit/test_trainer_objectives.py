@@ -118,6 +118,12 @@ def test_bounds_belong_to_what_they_bound() -> None:
     assert masks.m2po(torch.tensor([1.0, 1.0]), 1.0).tolist() == [False, False]
 
 
+def test_a_token_of_weight_zero_is_told_as_masked() -> None:
+    """Beyond the cap, though no mask left it out."""
+    result, _ = compute(objective="decoupled", clip_high=0.3)
+    assert result.kept.tolist() == [True, True, True, False]
+
+
 def test_a_change_of_probability_is_masked_in_the_direction_that_the_advantage_asks_for() -> None:
     half, quarter = math.log(0.5), math.log(0.25)
     now, before = torch.tensor([half, quarter] * 3), torch.tensor([quarter, half] * 3)

@@ -1,6 +1,8 @@
 """Models made, loaded, exported, and their weights as bytes."""
 
+import os
 import string
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from umbra.proto.errors import UmbraError, UsageError
 from umbra.services.runtime.config import TrainerConfig
+from umbra.services.runtime.model.directory import check_model_dir
 from umbra.services.runtime.weights.manifest import build_manifest
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.make_model import make_model
@@ -48,6 +51,37 @@ def test_made_models_load_with_the_auto_classes(directory: Path) -> None:
     prompt = torch.tensor([tokenizer("hello")["input_ids"]])
     answer = model.generate(prompt, max_new_tokens=3, min_new_tokens=3)  # pyright: ignore[reportAttributeAccessIssue]
     assert answer.shape == (1, 8)
+
+
+def test_all_files_of_a_model_are_for_whom_the_umask_lets(tmp_path: Path, directory: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        make_model(tmp_path / "made", hidden=16, layers=1, ff=16)
+        export_policy(*load_policy(directory), tmp_path / "out")
+    finally:
+        os.umask(before)
+    for folder in ("made", "out"):
+        modes = {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / folder).iterdir()}
+        assert "model.safetensors" in modes
+        assert set(modes.values()) == {0o640}, modes
+
+
+@pytest.mark.parametrize("closed", ["model.safetensors", "tokenizer.json", ""])
+def test_what_may_not_be_read_is_said_to_be_so(tmp_path: Path, closed: str) -> None:
+    """As in a container, whose user is not the one who made the model."""
+    with tempfile.TemporaryDirectory() as parent:  # pytest's own folders are closed to others
+        Path(parent).chmod(0o755)
+        directory = Path(parent) / "model"
+        make_model(directory, hidden=16, layers=1, ff=16)
+        (directory / closed).chmod(0)
+        user = os.geteuid()
+        os.seteuid(user or 10001)  # root may read everything
+        try:
+            with pytest.raises(UsageError, match="cannot be read: Permission denied: let the user"):
+                check_model_dir(directory)
+        finally:
+            os.seteuid(user)
+            (directory / closed).chmod(0o700)
 
 
 def test_a_seed_fixes_the_weights_and_the_callers_randomness_is_left_alone(tmp_path: Path) -> None:

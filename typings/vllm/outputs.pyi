@@ -9,6 +9,7 @@ class CompletionOutput:
     token_ids: list[int]
     logprobs: Any
     finish_reason: str | None
+    routed_experts: Any
     weight_versions: list[WeightVersionSpan] | None
 
 class RequestOutput:

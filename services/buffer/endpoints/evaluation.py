@@ -109,6 +109,7 @@ class Evaluations:
         self.open: OpenEvaluation | None = None  # the one under way
         self._begun_at = 0.0
         self._asked = False  # somebody wants one now
+        self._over = False  # the run is; one that is gone on with begins what is due anew
         self._serving: dict[str, int] = {}  # version that each generator serves
 
     @property
@@ -153,7 +154,7 @@ class Evaluations:
             self._end_all("cancelled")  # the trainer starts again before that version
             self.open = None
             self.pool.openings += 1
-        if self.open is None and (self._is_due(version) or self._asked):
+        if self.open is None and not self._over and (self._is_due(version) or self._asked):
             self._begin(version, now)
         if self.open is not None:
             self._cut(self.open, now)
@@ -202,7 +203,8 @@ class Evaluations:
         ]
 
     def cancel(self) -> None:
-        """The run is over before the evaluation is."""
+        """The run is over: the evaluation under way ends, and none is begun."""
+        self._over = True
         if self.open is not None:
             report = self._report(self.open)
             self._end_all("cancelled")

@@ -60,7 +60,7 @@ class TrainerEndpoint:
         """
         self._answer_parked("asked again")
         self._answer_peek()
-        self._run.facts.learn(body.vocabulary)
+        self._run.facts.learn(body.vocabulary, body.routers)
         is_new = request.header.incarnation != self._run.committer
         if is_new and 0 < body.step <= self._batches.version:
             if self._batches.can_rewind(body.step):

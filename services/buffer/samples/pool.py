@@ -25,7 +25,7 @@ from umbra.services.buffer.health import SampleFailure
 from umbra.services.buffer.samples.groups import Group, GroupRules, Sample, SampleOutcome, State
 from umbra.services.buffer.samples.ledger import RunningLedger
 from umbra.services.buffer.samples.queueing import Deadlines, Queue
-from umbra.services.buffer.samples.trajectory_store import Packed, TrajectoryStore, pack
+from umbra.services.buffer.samples.trajectory_store import Packed, TrajectoryStore
 
 REMEMBERED = 65_536  # finished samples whose late answers are still told apart
 
@@ -163,9 +163,13 @@ class SamplePool:
                 self.take_back(sample, lost=lost)
         return len(samples)
 
-    def keep_partial(self, sample: Sample, partial: Trajectory) -> None:
-        """Continue `sample` from `partial` the next time."""
-        self._keep(sample, partial, pack(partial))
+    def keep(self, sample: Sample, trajectory: Trajectory, packed: Packed) -> None:
+        """Store what there is of `sample`: complete, or a partial to continue from."""
+        self.trajectory_store.put(sample.sample_id, packed)
+        sample.oldest = trajectory.oldest_version
+        sample.newest = trajectory.newest_version
+        sample.tokens = trajectory.response_tokens
+        self._touch(sample.group)
 
     def packed(self, sample: Sample) -> Trajectory:
         """The stored trajectory of `sample`, to be sent (`TrajectoryStore.packed`)."""
@@ -198,7 +202,7 @@ class SamplePool:
     def accept(self, sample: Sample, trajectory: Trajectory, packed: Packed, now: float) -> None:
         """Store the complete `trajectory` of `sample`, and have it scored if it needs to be."""
         self._release(sample)
-        self._keep(sample, trajectory, packed)
+        self.keep(sample, trajectory, packed)
         sample.stage = 0
         sample.reward, sample.reward_parts = trajectory.reward, len(trajectory.reward_parts)
         self._advance(sample, now)
@@ -391,13 +395,6 @@ class SamplePool:
 
     def _touch(self, group: Group) -> None:
         self.changed[group.group_id] = group
-
-    def _keep(self, sample: Sample, trajectory: Trajectory, packed: Packed) -> None:
-        self.trajectory_store.put(sample.sample_id, packed)
-        sample.oldest = trajectory.oldest_version
-        sample.newest = trajectory.newest_version
-        sample.tokens = trajectory.response_tokens
-        self._touch(sample.group)
 
     def _move(self, sample: Sample, target: State) -> None:
         self.ledger.move(sample.state, target)

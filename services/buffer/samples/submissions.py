@@ -13,7 +13,7 @@ from umbra.services.buffer.policy.staleness import StalenessPolicy
 from umbra.services.buffer.samples.failure_counts import count_reason
 from umbra.services.buffer.samples.groups import Sample, State
 from umbra.services.buffer.samples.pool import SamplePool
-from umbra.services.buffer.samples.trajectory_store import Packed, size_fault
+from umbra.services.buffer.samples.trajectory_store import Packed, pack, size_fault
 from umbra.services.runtime.net.portions import array_bytes
 from umbra.services.runtime.trajectories import RunFacts, find_fault
 
@@ -117,7 +117,7 @@ class Submissions:
     def _keep(self, sample: Sample, partial: Trajectory, sender: str) -> None:
         fault = self._fault(sample, partial)
         if fault is None:
-            self._pool.keep_partial(sample, partial)
+            self._pool.keep(sample, partial, pack(partial))
         else:
             self._counters["malformed_partial"] += 1
             log.warning("%s sent a malformed part of %s: %s", sender, sample.sample_id, fault)

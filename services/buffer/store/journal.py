@@ -134,10 +134,10 @@ class Journal:
             StoreError: something is missing from a store that was not repaired.
         """
         trajectories = self.trajectories()
-        self._issued = set(self._ids("r/", "g-"))
+        self._issued = set(self._ids("r/"))
         groups: list[Group] = []
         mended: list[str] = []
-        for group_id in self._issued.union(self._ids("g/", "g-")):
+        for group_id in self._issued.union(self._ids("g/")):
             record, issue = self.read(f"g/{group_id}"), self.read(f"r/{group_id}")
             if record is None:
                 mended.append(self._give_up(group_id, issue["samples"], "its state is gone"))
@@ -182,7 +182,7 @@ class Journal:
         """Forget what there is of a sample that is not live."""
         self._pool.trajectory_store.drop(sample_id)
 
-    def _ids(self, kind: str, name: str) -> Iterable[str]:
-        """Of the things of one kind, those of the journal's own pool."""
-        prefix = kind + self._pool.prefix + name
+    def _ids(self, kind: str) -> Iterable[str]:
+        """Of the groups in records of one kind, those of the journal's own pool."""
+        prefix = f"{kind}{self._pool.prefix}g-"
         return (key.removeprefix(kind) for key in self.store.keys(prefix))

@@ -12,7 +12,7 @@ import msgspec
 from umbra.proto.errors import UNREADABLE
 from umbra.services.buffer.store.api import StoreError
 from umbra.services.buffer.store.log import LogStore
-from umbra.services.runtime.process.disk import DISK, Disk
+from umbra.services.runtime.process.disk import DISK
 
 NAME = "store.json"
 
@@ -24,7 +24,7 @@ class RunMark(msgspec.Struct, frozen=True):
     folder: str  # where it was when the run was last begun
 
 
-def open_marked(run_dir: Path | None, folder: Path, disk: Disk = DISK) -> LogStore:
+def open_marked(run_dir: Path | None, folder: Path) -> LogStore:
     """The store in `folder`, which is the one that the run in `run_dir` has had if it had one.
 
     Raises:
@@ -33,14 +33,14 @@ def open_marked(run_dir: Path | None, folder: Path, disk: Disk = DISK) -> LogSto
     mark = read_mark(run_dir)
     if mark is not None and not (folder.is_dir() and any(folder.iterdir())):
         raise _gone(mark, run_dir, f"{folder} holds none")
-    store = LogStore(folder, disk=disk)
+    store = LogStore(folder)
     if mark is not None and mark.store != store.id:
         store.close()
         raise _gone(mark, run_dir, f"{folder} holds another one, {store.id}")
     if run_dir is not None:
         found = RunMark(store.id, str(folder.resolve()))
         if found != mark:
-            disk.replace(run_dir / NAME, msgspec.json.encode(found) + b"\n")
+            DISK.replace(run_dir / NAME, msgspec.json.encode(found) + b"\n")
     return store
 
 

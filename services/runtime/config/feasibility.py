@@ -66,6 +66,11 @@ def check_feasible(config: RunConfig) -> None:
         *_deadlines(config),
         *objective_faults(config),
     ]
+    if config.trainer.router_replay and config.generator.engine == "replay":
+        faults.append(
+            "trainer.router_replay: the replay engine has no model and chooses no experts: set it "
+            'to false, or generator.engine to "torch" or "vllm"'
+        )
     evaluation = config.eval
     if (evaluation.within and evaluation.mode == "concurrent") and (
         config.generator.receive == "streamed"
@@ -74,6 +79,12 @@ def check_feasible(config: RunConfig) -> None:
             "generator.receive = streamed reads new weights where the trainer has to write the "
             "next ones, so they cannot wait for an evaluation: set eval.mode = pause, or "
             "generator.receive = staged"
+        )
+    beyond = [step for step in config.trainer.profile_steps if step > config.run.steps]
+    if beyond:
+        faults.append(
+            f"trainer.profile_steps has step {beyond[0]}, but run.steps = {config.run.steps}: "
+            "name steps from 1 to the last"
         )
     if evaluation.within and not evaluation.prompts:
         key = "every" if evaluation.every else "at_start"

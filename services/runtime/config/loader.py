@@ -146,8 +146,23 @@ def bare(kind: introspect.Type) -> introspect.Type:
     if isinstance(kind, introspect.Metadata):
         kind = kind.type
     if isinstance(kind, introspect.UnionType):
-        kind = next(k for k in kind.types if not isinstance(k, introspect.NoneType))
+        types = [k for k in kind.types if not isinstance(k, introspect.NoneType)]
+        return bare(types[0]) if len(types) == 1 else kind
     return kind
+
+
+def choices(kind: introspect.Type) -> tuple[str, ...]:
+    """The values that there are of `kind`, as they are written; none if there are any number."""
+    match kind:
+        case introspect.BoolType():
+            return "true", "false"
+        case introspect.LiteralType(values=values):
+            return tuple(map(str, values))
+        case introspect.UnionType(types=types):
+            found = [choices(bare(one)) for one in types]
+            return tuple(choice for some in found for choice in some) if all(found) else ()
+        case _:
+            return ()
 
 
 def _convert(section: str, key: str, value: Any, where: str) -> Any:
@@ -188,11 +203,20 @@ def _expected(kind: introspect.Type) -> str:
         case introspect.FloatType():
             return "a number" + _bounds(kind)
         case introspect.StrType():
+            if kind.pattern:
+                return f"text like {kind.pattern.strip('^$')}"
             return "text that is not empty" if kind.min_length else "text"
         case introspect.LiteralType():
-            return "one of " + ", ".join(map(str, kind.values))
+            return "one of " + ", ".join(choices(kind))
+        case introspect.UnionType(types=kinds):
+            known = choices(kind)
+            if known:
+                return "one of " + ", ".join(known)
+            return " or ".join(_expected(bare(one)) for one in kinds)
         case introspect.ListType(item_type=introspect.LiteralType(values=values)):
             return f"a list of {', '.join(map(str, values))}"
+        case introspect.ListType(item_type=introspect.IntType() as item):
+            return f"a list of integers{_bounds(item)}"
         case introspect.TupleType():
             return f"a list of {len(kind.item_types)} numbers"
         case _:

@@ -55,10 +55,21 @@ class TrainerConfig(ObjectiveKeys, frozen=True, kw_only=True, forbid_unknown_fie
     share_prompts: Annotated[
         bool, Meta(description="compute a prompt once for all samples of it in a row")
     ] = True
+    experts: Annotated[
+        Literal["auto", "eager", "grouped_mm", "batched_mm"],
+        Meta(description="how experts are computed: Transformers' name of it, or auto"),
+    ] = "auto"
+    router_aux_loss_coef: Annotated[
+        float, Meta(description="weight of the loss that balances experts; 0 = none", ge=0)
+    ] = 0.0
+    router_replay: Annotated[
+        bool, Meta(description="route tokens to the experts that the generator's engine chose")
+    ] = False
     device: Annotated[str, Meta(description="cpu, cuda or auto")] = "auto"
     precision: Annotated[
-        Literal["no", "bf16", "fp16"], Meta(description="Accelerate mixed precision")
-    ] = "no"
+        Literal["auto", "no", "bf16", "fp16"],
+        Meta(description="Accelerate mixed precision; auto = bf16 on a GPU, no on a CPU"),
+    ] = "auto"
     threads: Annotated[int, Meta(description="CPU threads of a rank; 0 = its share", ge=0)] = 0
     ranks: Annotated[
         int, Meta(description="processes over which the policy is sharded (FSDP2)", ge=1)
@@ -67,12 +78,20 @@ class TrainerConfig(ObjectiveKeys, frozen=True, kw_only=True, forbid_unknown_fie
         float, Meta(description="seconds a rank may be silent until the others give up", gt=0)
     ] = 120.0
     activation_checkpointing: Annotated[
-        bool, Meta(description="recompute each layer in the backward pass, to save memory")
-    ] = False
+        bool | Annotated[str, Meta(pattern=r"^(auto|selective|every [1-9][0-9]*)$")],
+        Meta(
+            description="recompute layers in the backward pass, to save memory: all (true), one of "
+            "N ('every N'), or of all but products and attention ('selective'); auto = all on a GPU"
+        ),
+    ] = "auto"
     deterministic: Annotated[
         bool, Meta(description="only algorithms whose results are the same in every run")
     ] = False
     compile: Annotated[bool, Meta(description="torch.compile each layer")] = False
+    profile_steps: Annotated[
+        list[Annotated[int, Meta(ge=1)]],
+        Meta(description="steps of which each rank writes a trace, to <run dir>/profile"),
+    ] = []
     lora_rank: Annotated[
         int, Meta(description="train a LoRA adapter of this rank; 0 = all weights", ge=0)
     ] = 0
@@ -116,6 +135,17 @@ class TrainerConfig(ObjectiveKeys, frozen=True, kw_only=True, forbid_unknown_fie
     batch_wait_s: Annotated[
         float, Meta(description="seconds to wait for a batch until the run fails", gt=0)
     ] = 600.0
+
+    def precision_on(self, kind: str) -> Literal["no", "bf16", "fp16"]:
+        """Of the computation on a device of that `kind`: "cpu" or "cuda"."""
+        if self.precision == "auto":
+            return "bf16" if kind == "cuda" else "no"
+        return self.precision
+
+    def recomputes_on(self, kind: str) -> bool | str:
+        """How layers are recomputed in the backward pass on a device of that `kind`."""
+        chosen = self.activation_checkpointing
+        return kind == "cuda" if chosen == "auto" else chosen
 
     @property
     def updates_per_batch(self) -> int:

@@ -49,8 +49,22 @@ class WeightHubConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = 64 << 20
     slots: Annotated[int, Meta(description="versions held in the arena", ge=2)] = 2
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"], Meta(description="what is served")
-    ] = "float32"
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Meta(description="what is served; auto = bfloat16 from and to GPUs, float32 on CPUs"),
+    ] = "auto"
     deadline_s: Annotated[
         float, Meta(description="seconds a receiver may take per phase until it is dropped", gt=0)
     ] = 30.0
+
+    def dtype_on(self, kind: str) -> Literal["float32", "bfloat16", "float16"]:
+        """What a process on a device of that `kind` ("cpu" or "cuda") serves, or is served."""
+        if self.dtype == "auto":
+            return "bfloat16" if kind == "cuda" else "float32"
+        return self.dtype
+
+    def expected_on(self, kind: str) -> str:
+        """The dtype that such a process has to be served; "" if it takes what there is.
+
+        With "auto" trainer and receivers decide each for itself, and may differ.
+        """
+        return self.dtype_on(kind) if self.dtype == "auto" else ""

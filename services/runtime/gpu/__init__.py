@@ -1,1 +1,1 @@
-"""GPUs for planes `nccl` and `cuda_ipc`: CUDA, and the agent processes."""
+"""GPUs for planes `nccl` and `cuda_ipc`: CUDA, and the worker processes."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from umbra.proto.errors import DeadlineError
+from umbra.services.runtime.deadline import Deadline
 
 POLL_S = 0.0002  # between two looks at an event
 
@@ -74,13 +74,11 @@ def broadcast(
 
     def wait(index: int, lane: int) -> None:
         mark = marks[lane]
-        until = clock() + deadline_s
+        what = f"chunk {index} of {len(ranges)} was not broadcast"
+        deadline = Deadline(deadline_s, what, clock=clock)
         while mark is not None and not mark.done:
             communicator.check()
-            if clock() >= until:
-                raise DeadlineError(
-                    f"chunk {index} of {len(ranges)} was not broadcast within {deadline_s:g} s"
-                )
+            deadline.check()
             pause(POLL_S)
 
     try:

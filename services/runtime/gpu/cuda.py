@@ -1,8 +1,8 @@
 """CUDA for the planes `nccl` and `cuda_ipc`: memory, streams, communicators. All CuPy is in here.
 
 CuPy is imported when something here is first used, never with this module. What CUDA and NCCL
-raise leaves here as errors of ours, whatever CuPy makes of it. NCCL is entered by agent
-processes only (`agent`): a communicator whose peer is gone may block for ever inside C code, and
+raise leaves here as errors of ours, whatever CuPy makes of it. NCCL is entered by worker
+processes only (`worker`): a communicator whose peer is gone may block for ever inside C code, and
 then only the end of its process helps.
 """
 
@@ -85,8 +85,19 @@ def facts(device: int) -> GpuFacts:
             cuda_major=runtime.runtimeGetVersion() // 1000,
             environment=xxhash.xxh3_64_hexdigest(repr(sorted(shared.items())).encode()),
             variables=shared,
-            device=bytes(runtime.getDeviceProperties(device)["uuid"]).hex(),
+            device=_identity(device),
         )
+
+
+def _identity(device: int) -> str:
+    """Which GPU of its host that is: its place on the bus, and what tells parts of it apart (MIG).
+
+    CuPy cuts the UUID at its first zero byte, so that alone it may be the same for two GPUs.
+    """
+    from cupy.cuda import runtime
+
+    uuid = bytes(runtime.getDeviceProperties(device)["uuid"]).hex()
+    return f"{runtime.deviceGetPCIBusId(device)} {uuid}"
 
 
 def unique_id() -> bytes:
@@ -328,7 +339,7 @@ def _give_back(free: Callable[[int], object], address: int) -> None:
 class NcclCommunicator:
     """A communicator of one epoch.
 
-    Making it blocks until all ranks are there, for ever if one never comes: that is what the agent
+    Making it blocks until all ranks are there, for ever if one never comes: that is what the worker
     is killed for. Once made, nothing here blocks. Bytes travel as UINT8, for NCCL needs no dtype.
 
     Args:

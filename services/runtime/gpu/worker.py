@@ -31,7 +31,8 @@ from typing import Any
 
 import msgspec
 
-from umbra.proto.errors import DeadlineError, UmbraError, UsageError
+from umbra.proto.errors import UmbraError, UsageError
+from umbra.services.runtime.deadline import Deadline
 from umbra.services.runtime.gpu import cuda
 from umbra.services.runtime.gpu.broadcast import POLL_S, broadcast, chunks
 from umbra.services.runtime.process.pipe import Pipe, parents_end
@@ -144,10 +145,10 @@ class GpuWorker:
         device, size = self._open(), self._attached().slot_bytes
         target = self._exported + slot * cuda.device_stride(size)
         device.to_device(target, self._pinned[slot], size)
-        mark, until = device.mark_copies(), time.monotonic() + deadline_s
+        mark = device.mark_copies()
+        deadline = Deadline(deadline_s, f"slot {slot} was not on the GPU")
         while not mark.done:
-            if time.monotonic() >= until:
-                raise DeadlineError(f"slot {slot} was not on the GPU within {deadline_s:g} s")
+            deadline.check()
             time.sleep(POLL_S)
         return {}
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from umbra.proto.errors import DeadlineError, PeerLostError, UmbraError
+from umbra.proto.errors import PeerLostError, UmbraError
+from umbra.services.runtime.deadline import Deadline
 from umbra.services.runtime.process.child import ChildProcess, child_environ, start_worker
 from umbra.services.runtime.process.pipe import Pipe
 from umbra.services.runtime.weights.arena import Arena
@@ -124,14 +124,12 @@ class GpuWorkerProcess:
         """
         if self._pending == 0:
             raise PeerLostError("the GPU worker does not run, or has no order")
-        until = time.monotonic() + timeout_s
+        deadline = Deadline(timeout_s, "no answer from the GPU worker")
         try:
             while (found := self._receive(LOOK_S)) is None:
-                if time.monotonic() >= until:
+                if deadline.passed:
                     self.kill()
-                    raise DeadlineError(
-                        f"no answer from the GPU worker within {timeout_s:g} s: killed"
-                    )
+                    deadline.check(": killed")
                 yield
         except GeneratorExit:
             if abortable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import xxhash
@@ -11,6 +12,7 @@ from umbra.services.runtime.weights.safetensors_file import checksum_of
 
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+READ_SUFFIXES = (".json", ".safetensors", ".model")
 
 
 def check_model_dir(
@@ -29,19 +31,37 @@ def check_model_dir(
     if not str(path):
         raise UsageError(f"{source} is empty: name a Hugging Face model directory")
     directory = Path(path)
-    if not directory.is_dir():
+    try:
+        files = {file.name for file in directory.iterdir()} if directory.is_dir() else None
+    except OSError as error:
+        raise _unreadable(error, source) from error
+    if files is None:
         raise UsageError(
             f"{source}: {directory} is no directory; download the model there, or make a small one "
             "with `umbra make-model`"
         )
-    for what, files in (
+    for what, names in (
         ("config", ("config.json",)),
         *([("tokenizer", TOKENIZER_FILES)] if tokenizer else []),
         ("safetensors weights", WEIGHT_FILES),
     ):
-        if not any((directory / name).is_file() for name in files):
-            raise UsageError(f"{source}: {directory} has no {what} ({' or '.join(files)})")
+        if files.isdisjoint(names):
+            raise UsageError(f"{source}: {directory} has no {what} ({' or '.join(names)})")
+    for name in sorted(files):
+        if name.endswith(READ_SUFFIXES):
+            try:
+                (directory / name).open("rb").close()
+            except OSError as error:
+                raise _unreadable(error, source) from error
     return directory
+
+
+def _unreadable(error: OSError, source: str) -> UsageError:
+    """What to say when the operating system refuses to open a file or folder of the model."""
+    remedy = ""
+    if isinstance(error, PermissionError):
+        remedy = f": let the user with uid {os.geteuid()}, as whom this process runs, read it"
+    return UsageError(f"{source}: {error.filename} cannot be read: {error.strerror}{remedy}")
 
 
 def weights_checksum(path: str | Path) -> str:

@@ -38,5 +38,6 @@ def array_bytes(trajectory: Trajectory | None) -> int:
     arrays = (
         trajectory.prompt_ids, trajectory.response_ids, trajectory.loss_mask, trajectory.logprobs,
         trajectory.ref_logprobs or b"", trajectory.proximal_logprobs or b"",
+        trajectory.routing.chosen if trajectory.routing is not None else b"",
     )  # fmt: skip
     return sum(map(len, arrays))

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 
 import msgspec
 
-from umbra.proto.errors import DeadlineError, PeerLostError, StartupError, UmbraError
-from umbra.proto.messages import Prepare, Ready, Subscribe, Subscribed
+from umbra.proto.errors import PeerLostError, StartupError, UmbraError
+from umbra.proto.messages import Prepare, Subscribe
 from umbra.proto.records import Manifest
+from umbra.services.runtime.deadline import Deadline
 from umbra.services.runtime.gpu.broadcast import POLL_S
 from umbra.services.runtime.gpu.cuda import (
     CudaEvent,
@@ -27,7 +28,14 @@ from umbra.services.runtime.gpu.cuda import (
 )
 from umbra.services.runtime.gpu.worker_process import START_S, GpuWorkerProcess, result
 from umbra.services.runtime.planes.background import Background
-from umbra.services.runtime.planes.plane import Deliver, GiveUp, Outcome, Receipt, Receiving
+from umbra.services.runtime.planes.plane import (
+    Deliver,
+    GiveUp,
+    HubEnd,
+    Outcome,
+    Receipt,
+    Receiving,
+)
 from umbra.services.runtime.weights.arena import Arena
 from umbra.services.runtime.weights.manifest import checksum, wrong_checksum
 from umbra.services.runtime.weights.memory import private_memory
@@ -42,7 +50,7 @@ log = logging.getLogger(__name__)
 Content = tuple[int, Sequence[int]]  # slot, and checksum of every bucket
 
 
-class IpcHub:
+class IpcHub(HubEnd):
     """The hub's end: uploads versions, and tells receivers where they lie.
 
     Slot i of the device memory is a copy of slot i of the arena, made when the first receiver of
@@ -50,17 +58,18 @@ class IpcHub:
     for it as well.
 
     Args:
-        agent: of the hub, on the receivers' GPU.
+        worker: of the hub, on the receivers' GPU.
         deadline_s: seconds that an upload may take.
     """
 
-    def __init__(self, agent: GpuWorkerProcess, deadline_s: float) -> None:
-        self.broken = ""
-        self.agent = agent
+    plane = "cuda_ipc"
+
+    def __init__(self, worker: GpuWorkerProcess, deadline_s: float) -> None:
+        self.worker = worker
         self._deadline_s = deadline_s
         self._thread: Background[bytes] = Background("umbra-cuda-ipc")
         self._handle = b""
-        self._exported_by = 0  # which start of the agent made the handle
+        self._exported_by = 0  # which start of the worker made the handle
         self._waiting: dict[str, Prepare] = {}
         self._there: dict[int, Sequence[int]] = {}  # by slot the checksums of what was uploaded
         self._uploading: Content | None = None
@@ -68,30 +77,23 @@ class IpcHub:
 
     @property
     def busy(self) -> bool:
-        """See `HubEnd.busy`."""
         return bool(self._waiting) or self._thread.busy
 
     def layout(self, arena: Arena, manifest: Manifest) -> None:
-        """See `HubEnd.layout`."""
         self._thread.wait()
         self._thread.take()
         self._uploading = None
         self._there.clear()
-        self.agent.use(arena, arena.slot_bytes)
+        self.worker.use(arena, arena.slot_bytes)
 
     def subscribed(self, name: str, incarnation: str, message: Subscribe) -> None:
-        """See `HubEnd.subscribed`."""
         self.left(name)
 
-    def prepare(self, name: str, prepare: Prepare, now: float) -> None:
-        """See `HubEnd.prepare`."""
+    def prepare(self, name: str, prepare: Prepare, now: float) -> Iterable[Outcome]:
         self._waiting[name] = prepare
-
-    def staged(self, name: str, message: Ready) -> None:
-        """Nothing follows from it."""
+        return ()
 
     def left(self, name: str) -> None:
-        """See `HubEnd.left`."""
         self._waiting.pop(name, None)
 
     def granted(self, slot: int) -> None:
@@ -119,9 +121,9 @@ class IpcHub:
         return outcomes
 
     def close(self) -> None:
-        """End the agent, and with it the memory, as soon as nobody has it mapped."""
+        """End the worker, and with it the memory, as soon as nobody has it mapped."""
         self._thread.close()
-        self.agent.kill()
+        self.worker.kill()
 
     def _uploaded(self, done: bytes | UmbraError) -> list[Outcome]:
         uploading, self._uploading = self._uploading, None
@@ -129,7 +131,7 @@ class IpcHub:
             self._there.clear()
             self._failures += 1
             if self._failures >= FAILURES:
-                self.broken = f"the hub's GPU agent does not work: {done}"
+                self.broken = f"the hub's GPU worker does not work: {done}"
             log.warning("plane cuda_ipc: %s", done)
             failed, self._waiting = self._waiting, {}
             return [GiveUp(name, prepare, str(done)) for name, prepare in failed.items()]
@@ -144,11 +146,11 @@ class IpcHub:
     def _upload(self, slot: int) -> bytes:
         """On the thread: have `slot` on the GPU; the handle of the memory it is in."""
         handle = self._handle
-        result(self.agent.attached())
-        if self.agent.starts != self._exported_by:
-            handle = bytes.fromhex(self.agent.call("export", START_S)["handle"])
-            self._exported_by = self.agent.starts
-        self.agent.call("upload", self._deadline_s * 2, slot=slot, deadline_s=self._deadline_s)
+        result(self.worker.attached())
+        if self.worker.starts != self._exported_by:
+            handle = bytes.fromhex(self.worker.call("export", START_S)["handle"])
+            self._exported_by = self.worker.starts
+        self.worker.call("upload", self._deadline_s * 2, slot=slot, deadline_s=self._deadline_s)
         return handle
 
 
@@ -177,10 +179,6 @@ class IpcReceiver:
         self._pinned = [self._device.pin(lane) for lane in self._lanes]
         self._handle = b""
         self._mapped = 0
-
-    def fits(self, reply: Subscribed) -> bool:
-        """See `ReceiverEnd.fits`."""
-        return reply.plane == "cuda_ipc" and reply.manifest.digest == self._manifest.digest
 
     def receive(self, message: Prepare, target: int) -> Receiving:
         """Copy a version inside of the GPU and verify the copy."""
@@ -225,7 +223,7 @@ class IpcReceiver:
                 self._device.unpin(address)
 
     def _map(self, handle: bytes) -> int:
-        if handle != self._handle:  # the hub's agent is another one than before
+        if handle != self._handle:  # the hub's worker is another one than before
             self._unmap()
             self._mapped = self._device.open(handle)
             self._handle = handle
@@ -263,10 +261,9 @@ def _done(mark: CudaEvent) -> Generator[None, None, None]:
     Raises:
         DeadlineError: it has not for `COPY_DEADLINE_S`.
     """
-    until = time.monotonic() + COPY_DEADLINE_S
+    deadline = Deadline(COPY_DEADLINE_S, "a copy on the GPU did not end")
     while not mark.done:
-        if time.monotonic() >= until:
-            raise DeadlineError(f"a copy on the GPU took more than {COPY_DEADLINE_S:g} s")
+        deadline.check()
         yield
         time.sleep(POLL_S)
 

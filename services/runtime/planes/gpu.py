@@ -1,4 +1,4 @@
-"""What a receiver needs for planes `nccl` and `cuda_ipc`: its GPU, an agent, memory to fill."""
+"""What a receiver needs for planes `nccl` and `cuda_ipc`: its GPU, a worker, memory to fill."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class GpuReceiving:
         self.planes = list(planes)
         self._device = device
         self._chunk_bytes = chunk_bytes
-        self.agent = GpuWorkerProcess(device)
+        self.worker = GpuWorkerProcess(device)
         try:
-            found = self.agent.call("facts", START_S)["facts"]
+            found = self.worker.call("facts", START_S)["facts"]
         except UmbraError:
-            self.agent.kill()
+            self.worker.kill()
             raise
         self.facts = msgspec.convert(found, GpuFacts)
 
@@ -82,11 +82,11 @@ class GpuReceiving:
 
         `device`: where this process loads them from there.
         """
-        return NcclReceiver(self.agent, arena, self._chunk_bytes, pull, device)
+        return NcclReceiver(self.worker, arena, self._chunk_bytes, pull, device)
 
     def close(self) -> None:
-        """End the agent."""
-        self.agent.kill()
+        """End the worker."""
+        self.worker.kill()
 
 
 def gpu_for(config: WeightHubConfig, device: str) -> GpuReceiving | None:

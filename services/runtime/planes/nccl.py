@@ -1,4 +1,4 @@
-"""Plane `nccl`: an agent process receives into memory that it shares with this one.
+"""Plane `nccl`: a worker process receives into memory that it shares with this one.
 
 A version that everyone waits for comes as a broadcast. What a broadcast did not bring (it broke
 off, or the receiver joined later) is fetched bucket by bucket, as over plane `tcp`, into the same
@@ -10,19 +10,26 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import suppress
 
 import msgspec
 
 from umbra.proto.errors import UmbraError
-from umbra.proto.messages import Prepare, Ready, Subscribe, Subscribed
+from umbra.proto.messages import Prepare, Ready, Subscribe
 from umbra.proto.records import Manifest, NcclRound
 from umbra.services.runtime.gpu.cuda import Device, GpuError
 from umbra.services.runtime.gpu.worker_process import GpuWorkerProcess, result
 from umbra.services.runtime.planes.background import Background
 from umbra.services.runtime.planes.nccl_rounds import NcclGroup, Round, Rounds
-from umbra.services.runtime.planes.plane import Deliver, GiveUp, Outcome, Receipt, Receiving
+from umbra.services.runtime.planes.plane import (
+    Deliver,
+    GiveUp,
+    HubEnd,
+    Outcome,
+    Receipt,
+    Receiving,
+)
 from umbra.services.runtime.planes.tcp import TcpHub, TcpReceiver
 from umbra.services.runtime.weights.arena import Arena
 from umbra.services.runtime.weights.manifest import wrong_checksum
@@ -34,55 +41,54 @@ TRANSFER_DEADLINES = 3  # of a chunk, that a whole transfer may take
 log = logging.getLogger(__name__)
 
 
-class NcclHub:
-    """The hub's end: its agent is rank 0, and sends from the hub's arena.
+class NcclHub(HubEnd):
+    """The hub's end: its worker is rank 0, and sends from the hub's arena.
 
-    The agent's orders run on a thread, one round after another: get an id if a communicator is to
+    The worker's orders run on a thread, one round after another: get an id if a communicator is to
     be built, tell the receivers, enter the communicator, send. What a round does not bring to a
     receiver, it fetches over the plane `tcp` of this same hub.
 
     Args:
-        agent: of the hub.
+        worker: of the hub.
         chunk_bytes: of device memory, and of a broadcast.
         deadline_s: of a phase of a push (`weight_hub.deadline_s`).
         first_epoch: communicators count from the one after it.
         tcp: serves those who fetch.
     """
 
+    plane = "nccl"
+
     def __init__(
         self,
-        agent: GpuWorkerProcess,
+        worker: GpuWorkerProcess,
         chunk_bytes: int,
         deadline_s: float,
         first_epoch: int,
         tcp: TcpHub,
     ) -> None:
-        self.broken = ""
         self.group = NcclGroup(first_epoch)
         self._wait_s = deadline_s / PATIENCE
         self._rounds = Rounds(self.group, min(GATHER_S, self._wait_s), self._wait_s)
-        self.agent = agent
+        self.worker = worker
         self._chunk_bytes = chunk_bytes
         self._tcp = tcp
         self._thread: Background[bytes] = Background("umbra-nccl")
         self._uid = b""  # of the communicator made last
         self._announced: Round | None = None  # the round whose members know of it
-        self._cancelled = threading.Event()  # what the agent does is of no use any more
+        self._cancelled = threading.Event()  # what the worker does is of no use any more
         self._outcomes: list[Outcome] = []
         self._waiting = False
 
     @property
     def busy(self) -> bool:
-        """See `HubEnd.busy`."""
         return self._waiting or self._thread.busy
 
     def layout(self, arena: Arena, manifest: Manifest) -> None:
-        """See `HubEnd.layout`."""
         current = self._rounds.current
         self._give_up(current, self._rounds.failed(), "the trainer registered another layout")
-        self._free_agent()
+        self._free_worker()
         self._rounds.ready_at = None
-        self.agent.use(arena, self._chunk_bytes)
+        self.worker.use(arena, self._chunk_bytes)
         self._thread.start(self._attach)
 
     def subscribed(self, name: str, incarnation: str, message: Subscribe) -> None:
@@ -91,10 +97,10 @@ class NcclHub:
         self._tcp.serves_beside(name, message)
         self.group.join(name, incarnation)
 
-    def prepare(self, name: str, prepare: Prepare, now: float) -> None:
-        """See `HubEnd.prepare`."""
+    def prepare(self, name: str, prepare: Prepare, now: float) -> Iterable[Outcome]:
         self._rounds.offer(name, prepare, now)
         self._waiting = True
+        return ()
 
     def staged(self, name: str, message: Ready) -> None:
         """A receiver has got its version, or not."""
@@ -103,7 +109,6 @@ class NcclHub:
         self._give_up(current, others, f"{name} could not receive: {message.error}")
 
     def left(self, name: str) -> None:
-        """See `HubEnd.left`."""
         current = self._rounds.current
         self._give_up(current, self._rounds.dropped(name), f"{name} has left the broadcast")
 
@@ -127,10 +132,10 @@ class NcclHub:
         return outcomes
 
     def close(self) -> None:
-        """End the agent."""
-        self._free_agent()
+        """End the worker."""
+        self._free_worker()
         self._thread.close()
-        self.agent.kill()
+        self.worker.kill()
 
     # -- a round ----------------------------------------------------------------------------------
 
@@ -147,9 +152,9 @@ class NcclHub:
         if self._rounds.ready_at is None:
             self._attached(done, now)
         elif current is None:
-            log.debug("the hub's agent has left a broadcast: %s", done)
+            log.debug("the hub's worker has left a broadcast: %s", done)
         elif self._announced is current and isinstance(done, UmbraError):
-            self._give_up(current, self._rounds.failed(), f"the hub's own agent: {done}")
+            self._give_up(current, self._rounds.failed(), f"the hub's own worker: {done}")
         elif self._announced is current:
             self._rounds.sent()
         elif isinstance(done, UmbraError):
@@ -160,7 +165,7 @@ class NcclHub:
 
     def _attached(self, done: bytes | UmbraError, now: float) -> None:
         if isinstance(done, UmbraError):
-            self.broken = f"the hub's GPU agent does not work: {done}"
+            self.broken = f"the hub's GPU worker does not work: {done}"
             log.error("plane nccl: %s; everyone fetches", self.broken)
         else:
             self._rounds.ready_at = now
@@ -190,8 +195,8 @@ class NcclHub:
         for name in names:
             self._outcomes.append(GiveUp(name, current.prepares[name], reason))
 
-    def _free_agent(self) -> None:
-        """End what the thread does, so that the agent is ours."""
+    def _free_worker(self) -> None:
+        """End what the thread does, so that the worker is ours."""
         self._cancelled.set()
         self._thread.wait()
         self._thread.take()
@@ -199,30 +204,30 @@ class NcclHub:
     # -- on the thread ----------------------------------------------------------------------------
 
     def _attach(self) -> bytes:
-        result(self.agent.attached())
+        result(self.worker.attached())
         return b""
 
     def _new_id(self) -> bytes:
-        result(self.agent.attached(), self._cancelled.is_set)
-        return bytes.fromhex(self.agent.call("unique_id", self._wait_s)["uid"])
+        result(self.worker.attached(), self._cancelled.is_set)
+        return bytes.fromhex(self.worker.call("unique_id", self._wait_s)["uid"])
 
     def _send(self, current: Round, uid: bytes) -> bytes:
         communicator = current.communicator
         try:
             if communicator.fresh:
-                self.agent.order(
+                self.worker.order(
                     "join", epoch=communicator.epoch, uid=uid.hex(), rank=0, size=communicator.size
                 )
-                result(self.agent.answer(self._wait_s, abortable=False), self._cancelled.is_set)
-            self.agent.order(
+                result(self.worker.answer(self._wait_s, abortable=False), self._cancelled.is_set)
+            self.worker.order(
                 "transfer",
                 epoch=communicator.epoch,
                 slot=current.slot,
                 deadline_s=self._wait_s,
             )
-            result(self.agent.answer((PATIENCE - 1) * self._wait_s), self._cancelled.is_set)
+            result(self.worker.answer((PATIENCE - 1) * self._wait_s), self._cancelled.is_set)
         except UmbraError:
-            self.agent.begin()  # if it was killed, so that it is there for the next round
+            self.worker.begin()  # if it was killed, so that it is there for the next round
             raise
         return uid
 
@@ -231,7 +236,7 @@ class NcclReceiver:
     """Fills the slots of `arena`; the buffers of `pull` are these same slots.
 
     Args:
-        agent: the process that enters NCCL.
+        worker: the process that enters NCCL.
         arena: what it receives into.
         chunk_bytes: of device memory, and of a broadcast.
         pull: fetches what no broadcast brings.
@@ -240,27 +245,23 @@ class NcclReceiver:
 
     def __init__(
         self,
-        agent: GpuWorkerProcess,
+        worker: GpuWorkerProcess,
         arena: Arena,
         chunk_bytes: int,
         pull: TcpReceiver,
         device: Device | None = None,
     ) -> None:
         self.versions = arena.slots
-        self._agent = agent
+        self._worker = worker
         self._arena = arena
         self._pull = pull
-        self._entered = b""  # unique id of the communicator that the agent is in
-        # What the agent has pinned is pinned for the agent alone.
+        self._entered = b""  # unique id of the communicator that the worker is in
+        # What the worker has pinned is pinned for the worker alone.
         self._device = device
         self._pinned: list[int] = []
         if device is not None:
             self._pinned = [device.pin(arena.slot(slot)) for slot in range(arena.slots)]
-        agent.use(arena, chunk_bytes)
-
-    def fits(self, reply: Subscribed) -> bool:
-        """See `ReceiverEnd.fits`."""
-        return reply.plane == "nccl" and reply.manifest.digest == self._pull.manifest.digest
+        worker.use(arena, chunk_bytes)
 
     def receive(self, message: Prepare, target: int) -> Receiving:
         """Receive a version into slot `target` and verify it there."""
@@ -274,7 +275,7 @@ class NcclReceiver:
         except UmbraError as problem:
             log.warning("broadcast of version %d: %s", message.version, problem)
             error = str(problem)
-            self._agent.begin()  # if it was killed, so that it is there for the next broadcast
+            self._worker.begin()  # if it was killed, so that it is there for the next broadcast
         wire_s = time.perf_counter() - began
         for bucket, right in self._pull.verify(target, message.checksums):
             if right:
@@ -287,8 +288,8 @@ class NcclReceiver:
         return Receipt(wire_s, stage_s, size, error, parts=lambda: iter((data,)))
 
     def close(self) -> None:
-        """End the agent, close the sockets and the arena."""
-        self._agent.kill()  # first: it writes into the arena
+        """End the worker, close the sockets and the arena."""
+        self._worker.kill()  # first: it writes into the arena
         pinned, self._pinned = self._pinned, []
         if self._device is not None:
             with suppress(GpuError):  # whoever uses the GPU next hears of it
@@ -300,12 +301,12 @@ class NcclReceiver:
 
     def _broadcast(self, group: NcclRound, slot: int) -> Generator[None, None, None]:
         entered, self._entered = self._entered, b""  # if this breaks off, it is in none
-        yield from self._agent.attached()
+        yield from self._worker.attached()
         if group.uid != entered:
-            self._agent.order(
+            self._worker.order(
                 "join", epoch=group.epoch, uid=group.uid.hex(), rank=group.rank, size=group.size
             )
-            yield from self._agent.answer(group.deadline_s, abortable=False)
-        self._agent.order("transfer", epoch=group.epoch, slot=slot, deadline_s=group.deadline_s)
-        yield from self._agent.answer(TRANSFER_DEADLINES * group.deadline_s)
+            yield from self._worker.answer(group.deadline_s, abortable=False)
+        self._worker.order("transfer", epoch=group.epoch, slot=slot, deadline_s=group.deadline_s)
+        yield from self._worker.answer(TRANSFER_DEADLINES * group.deadline_s)
         self._entered = group.uid

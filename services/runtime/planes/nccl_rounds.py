@@ -129,7 +129,7 @@ class Round:
     slot: int
     prepares: dict[str, Prepare]
     open: set[str]
-    sent: bool = False  # the hub's own agent is done
+    sent: bool = False  # the hub's own worker is done
     failed: bool = False
 
 
@@ -147,13 +147,13 @@ class Rounds:
     Args:
         group: who can take part.
         gather_s: seconds to wait for others.
-        start_s: seconds to wait for the hub's own agent.
+        start_s: seconds to wait for the hub's own worker.
     """
 
     group: NcclGroup
     gather_s: float
     start_s: float
-    ready_at: float | None = None  # since when the hub's own agent can take part
+    ready_at: float | None = None  # since when the hub's own worker can take part
     current: Round | None = None
     _waiting: dict[str, _Waiting] = field(default_factory=dict[str, _Waiting])
     _given: dict[str, Content] = field(default_factory=dict[str, Content])
@@ -164,7 +164,7 @@ class Rounds:
         self._waiting[name] = _Waiting(prepare, content, now)
 
     def settle(self, now: float, *, idle: bool) -> tuple[list[tuple[str, Prepare]], Round | None]:
-        """Who is to fetch now, and the round that begins now (if the hub's agent is `idle`)."""
+        """Who is to fetch now, and the round that begins now (if the hub's worker is `idle`)."""
         eligible = self.group.eligible
         fetch = [
             name
@@ -212,7 +212,7 @@ class Rounds:
         return self.failed(gone=name) if concerned else []
 
     def sent(self) -> None:
-        """The hub's own agent has sent everything."""
+        """The hub's own worker has sent everything."""
         if self.current is not None:
             self.current.sent = True
             self._end()

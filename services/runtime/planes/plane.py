@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from umbra.proto.messages import Prepare, Ready, Subscribe, Subscribed
+from umbra.proto.messages import Prepare, Ready, Subscribe
 from umbra.proto.records import Manifest
 from umbra.services.runtime.weights.arena import Arena
 from umbra.services.runtime.weights.manifest import Part
@@ -45,10 +45,6 @@ class ReceiverEnd(Protocol):
     versions: int
     """How many it can hold: with one, nothing is received while the engine loads."""
 
-    def fits(self, reply: Subscribed) -> bool:
-        """Whether it serves this subscription as well: what it holds counts then."""
-        ...
-
     def receive(self, message: Prepare, target: int) -> Receiving:
         """Bring the version that `message` names into place `target`, below `versions`.
 
@@ -84,45 +80,46 @@ class GiveUp:
 Outcome = Deliver | GiveUp
 
 
-class HubEnd(Protocol):
-    """The hub's end of a plane, for all of its receivers. Used by one thread; nothing blocks."""
+class HubEnd:
+    """The hub's end of a plane, for all of its receivers. Used by one thread; nothing blocks.
 
-    broken: str
+    What a plane does not override is enough for receivers that read the arena by themselves.
+    """
+
+    plane: str
+    broken = ""
     """Why it does not work after all; empty while it does."""
 
     @property
     def busy(self) -> bool:
         """Whether `poll` will have something soon."""
-        ...
+        return False
 
     def layout(self, arena: Arena, manifest: Manifest) -> None:
         """What is pushed from now on lies in `arena`."""
-        ...
 
     def subscribed(self, name: str, incarnation: str, message: Subscribe) -> None:
         """A receiver was given this plane."""
-        ...
 
-    def prepare(self, name: str, prepare: Prepare, now: float) -> None:
-        """A version is to go to `name`; `poll` says when and how. It replaces the one before."""
-        ...
+    def prepare(self, name: str, prepare: Prepare, now: float) -> Iterable[Outcome]:
+        """A version is to go to `name`: what is to be done at once, where `poll` is not to say.
+
+        It replaces the one before.
+        """
+        return (Deliver(name, prepare),)
 
     def poll(self, now: float) -> Iterable[Outcome]:
         """What is to be done now. Between two of them receivers may leave."""
-        ...
+        return ()
 
     def staged(self, name: str, message: Ready) -> None:
         """A receiver, of whichever plane, has a version, or could not get it."""
-        ...
 
     def left(self, name: str) -> None:
         """A receiver is not subscribed any longer, or not by this plane."""
-        ...
 
     def granted(self, slot: int) -> None:
         """`slot` will be written anew, as soon as this returns."""
-        ...
 
     def close(self) -> None:
-        """End threads, sockets and agents."""
-        ...
+        """End threads, sockets and workers."""

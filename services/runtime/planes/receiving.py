@@ -83,7 +83,7 @@ class StagedPlanes:
         return ShmReceiver(reply, buffers)
 
     def close(self) -> None:
-        """End the GPU's agent."""
+        """End the GPU's worker."""
         if self._gpu is not None:
             self._gpu.close()
 

@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 from umbra.proto.errors import PeerLostError, StartupError
-from umbra.proto.messages import Prepare, Ready, Subscribe, Subscribed
+from umbra.proto.messages import Prepare, Subscribed
 from umbra.proto.records import Manifest
-from umbra.services.runtime.planes.plane import Deliver, Receipt, Receiving
+from umbra.services.runtime.planes.plane import HubEnd, Receipt, Receiving
 from umbra.services.runtime.weights.arena import Arena
 from umbra.services.runtime.weights.manifest import checksum, largest_bucket, wrong_checksum
 from umbra.services.runtime.weights.memory import private_memory
@@ -23,46 +23,10 @@ LANES = 2  # one bucket is loaded while the next one is read
 UNREADABLE = (IndexError, OSError, StartupError)
 
 
-class ShmHub:
-    """The hub's end: receivers find everything in the arena."""
+class ShmHub(HubEnd):
+    """The hub's end: receivers are told the arena's path when they subscribe, and read it."""
 
-    def __init__(self) -> None:
-        self.broken = ""
-        self._waiting: dict[str, Prepare] = {}
-
-    @property
-    def busy(self) -> bool:
-        """See `HubEnd.busy`."""
-        return bool(self._waiting)
-
-    def layout(self, arena: Arena, manifest: Manifest) -> None:
-        """Receivers are told the arena's path when they subscribe."""
-
-    def subscribed(self, name: str, incarnation: str, message: Subscribe) -> None:
-        """Nothing follows from it."""
-
-    def prepare(self, name: str, prepare: Prepare, now: float) -> None:
-        """See `HubEnd.prepare`."""
-        self._waiting[name] = prepare
-
-    def poll(self, now: float) -> Iterator[Deliver]:
-        """All that was prepared, as it is."""
-        while self._waiting:
-            name = next(iter(self._waiting))
-            yield Deliver(name, self._waiting.pop(name))
-
-    def staged(self, name: str, message: Ready) -> None:
-        """Nothing follows from it."""
-
-    def left(self, name: str) -> None:
-        """See `HubEnd.left`."""
-        self._waiting.pop(name, None)
-
-    def granted(self, slot: int) -> None:
-        """Nothing follows from it."""
-
-    def close(self) -> None:
-        """Nothing is open."""
+    plane = "shm"
 
 
 class ShmReceiver:
@@ -80,10 +44,6 @@ class ShmReceiver:
         self.versions = len(buffers)
         self._source = _Source(reply)
         self._buffers = buffers
-
-    def fits(self, reply: Subscribed) -> bool:
-        """See `ReceiverEnd.fits`."""
-        return self._source.fits(reply)
 
     def receive(self, message: Prepare, target: int) -> Receiving:
         """Copy and verify bucket by bucket, while each is still in the cache."""
@@ -125,10 +85,6 @@ class ShmStream:
         self._source = _Source(reply)
         self._lane = private_memory(largest_bucket(reply.manifest))
 
-    def fits(self, reply: Subscribed) -> bool:
-        """See `ReceiverEnd.fits`."""
-        return self._source.fits(reply)
-
     def receive(self, message: Prepare, target: int) -> Receiving:
         """Verify every bucket; nothing is kept."""
         began = time.perf_counter()
@@ -154,11 +110,6 @@ class _Source:
         self.manifest: Manifest = reply.manifest
         self._path = reply.path
         self.arena = self._attached()
-
-    def fits(self, reply: Subscribed) -> bool:
-        """Whether `reply` is about this arena and layout."""
-        same = reply.manifest.digest == self.manifest.digest
-        return reply.plane == "shm" and reply.path == self._path and same
 
     def read(self, arena: Arena, message: Prepare, index: int, lane: memoryview) -> memoryview:
         """A bucket, copied to the beginning of `lane` and verified there.

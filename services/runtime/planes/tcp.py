@@ -5,22 +5,23 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 
 import msgspec
 
 from umbra.proto.errors import PeerLostError, UsageError, WireError
-from umbra.proto.messages import Prepare, Ready, Role, Subscribe, Subscribed
+from umbra.proto.messages import Prepare, Ready, Role, Subscribe
 from umbra.proto.records import Manifest
 from umbra.services.runtime.config import WeightHubConfig as WeightHubConfig
+from umbra.services.runtime.deadline import Deadline
 from umbra.services.runtime.net.address import reachable
 from umbra.services.runtime.net.keys import OPEN, Security
 from umbra.services.runtime.planes.assembly import Assembly, Holdings, SequentialAssembly
 from umbra.services.runtime.planes.bucket_server import BucketServer
 from umbra.services.runtime.planes.bucket_store import BucketStore
 from umbra.services.runtime.planes.encoder import DeltaEncoder
-from umbra.services.runtime.planes.plane import Deliver, Receipt, Receiving
+from umbra.services.runtime.planes.plane import Deliver, HubEnd, Receipt, Receiving
 from umbra.services.runtime.planes.transfer import (
     LOOK_S,
     LOST_S,
@@ -91,7 +92,7 @@ class RelayChain:
         return before
 
 
-class TcpHub:
+class TcpHub(HubEnd):
     """The hub's end: the buckets, their deltas, and who fetches from whom.
 
     Args:
@@ -106,6 +107,8 @@ class TcpHub:
         UsageError: it is not ours, or other machines can reach it and there are no keys.
     """
 
+    plane = "tcp"
+
     def __init__(
         self,
         name: str,
@@ -114,7 +117,6 @@ class TcpHub:
         config: WeightHubConfig,
         security: Security = OPEN,
     ) -> None:
-        self.broken = ""
         self._config = config
         self._is_relay = security.keys is not None and security.keys.role == "relay"
         self.server = BucketServer(name, incarnation, endpoint, security)
@@ -122,7 +124,6 @@ class TcpHub:
         self.chain = RelayChain(self.endpoint)
         self._lock = threading.Lock()  # guards the layout: a relay sets it from another thread
         self._relays: dict[str, Subscribe] = {}
-        self._waiting: dict[str, Prepare] = {}
         self._chained: set[str] = set()  # receivers that get every version by this plane
         self._arena: Arena | None = None
         self._manifest: Manifest | None = None
@@ -134,13 +135,7 @@ class TcpHub:
         if config.delta != "off" and not self._deltas:
             log.info("no deltas: they need numpy and zstandard (pip install 'umbra-rl[delta]')")
 
-    @property
-    def busy(self) -> bool:
-        """See `HubEnd.busy`."""
-        return bool(self._waiting)
-
     def layout(self, arena: Arena, manifest: Manifest) -> None:
-        """See `HubEnd.layout`."""
         self._arena = arena
         self.store_of(manifest)
 
@@ -175,15 +170,8 @@ class TcpHub:
         if message.buckets:
             self._relays[name] = message
 
-    def prepare(self, name: str, prepare: Prepare, now: float) -> None:
-        """See `HubEnd.prepare`."""
-        self._waiting[name] = prepare
-
-    def poll(self, now: float) -> Iterator[Deliver]:
-        """All that was prepared, each with the source that it has by then."""
-        while self._waiting:
-            name = next(iter(self._waiting))
-            yield Deliver(name, self.complete(name, self._waiting.pop(name)))
+    def prepare(self, name: str, prepare: Prepare, now: float) -> Iterable[Deliver]:
+        return (Deliver(name, self.complete(name, prepare)),)
 
     def complete(self, name: str, message: Prepare) -> Prepare:
         """`message` so that `name` fetches the version that it is about."""
@@ -216,15 +204,12 @@ class TcpHub:
         return slow or self._config.delta == "always"
 
     def left(self, name: str) -> None:
-        """See `HubEnd.left`."""
         self.chain.leave(name)
         self._chained.discard(name)
-        self._waiting.pop(name, None)
         self._relays.pop(name, None)
         self._rates.pop(name, None)
 
     def granted(self, slot: int) -> None:
-        """See `HubEnd.granted`."""
         if self._encoder is not None and self._encoded is not None and self._encoded[0] == slot:
             self._encoder.stop()
         if self._store is not None:
@@ -269,10 +254,6 @@ class TcpReceiver:
         self._delta_came = delta_came
         self._deltas = delta.available()
         self._source = BucketSource(name, security)
-
-    def fits(self, reply: Subscribed) -> bool:
-        """See `ReceiverEnd.fits`; from which hub does not matter."""
-        return reply.plane == "tcp" and reply.manifest.digest == self.manifest.digest
 
     def receive(self, message: Prepare, target: int) -> Receiving:
         """Fetch what is missing of a version into buffer `target`."""
@@ -341,13 +322,9 @@ class TcpStream:
         self._deadline_s = deadline_s
         self._security = security
 
-    def fits(self, reply: Subscribed) -> bool:
-        """See `ReceiverEnd.fits`."""
-        return reply.plane == "tcp" and reply.manifest.digest == self._manifest.digest
-
     def receive(self, message: Prepare, target: int) -> Receiving:
         """See whether the source is there: a version must not travel twice."""
-        began = time.monotonic()
+        deadline = Deadline(LOST_S)
         with closing(BucketSource(f"{self._name}/probe", self._security)) as source:
             try:
                 source.connect(message.source, _server(message))
@@ -355,7 +332,7 @@ class TcpStream:
                 return Receipt(error=str(error))
             while not source.connected:
                 source.poll(LOOK_S)
-                if time.monotonic() - began > LOST_S:
+                if deadline.passed:
                     return Receipt(error=f"{message.source} is gone", source_lost=True)
                 yield None
         nbytes = self._manifest.total_bytes
@@ -371,14 +348,14 @@ class TcpStream:
             PeerLostError: the version is not there any more.
         """
         lane = SequentialAssembly(self._manifest, message.checksums)
-        until = time.monotonic() + self._deadline_s
+        deadline = Deadline(self._deadline_s)
         with closing(BucketSource(f"{self._name}/load", self._security)) as source:
             try:
                 source.connect(message.source, _server(message))
                 for index in Transfer(source, lane, self._frame_bytes).run():
                     if index is not None:
                         yield lane.bucket(index)
-                    elif lane.missing and time.monotonic() > until:
+                    elif lane.missing and deadline.passed:
                         what = f"{len(lane.missing)} of {len(message.checksums)} buckets"
                         raise PeerLostError(f"{what} are missing after {self._deadline_s:g} s")
             except (WireError, UsageError) as error:

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 from umbra.proto.errors import PeerLostError, UmbraError
 from umbra.services.runtime.config.loader import ENV_PREFIX
+from umbra.services.runtime.deadline import Deadline
 from umbra.services.runtime.process.parent import PARENT_PID_VARIABLE, READY_FD_VARIABLE
 
 Output: TypeAlias = Path | int | None  # a file to append to, a file descriptor, or as ours
@@ -152,8 +153,8 @@ class ChildProcess:
 
     def wait(self, timeout_s: float) -> int | None:
         """The exit code, as soon as it has ended; None if it has not in `timeout_s` seconds."""
-        until = time.monotonic() + timeout_s
-        while (code := self.poll()) is None and time.monotonic() < until:
+        deadline = Deadline(timeout_s)
+        while (code := self.poll()) is None and not deadline.passed:
             time.sleep(_LOOK_S)
         return code
 

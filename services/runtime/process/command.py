@@ -19,7 +19,7 @@ from umbra.proto.messages import Role
 from umbra.proto.sockets import check_address
 from umbra.services.runtime.config import LogConfig, RunConfig, RunSection
 from umbra.services.runtime.config import SecurityConfig as SecurityConfig
-from umbra.services.runtime.config.loader import bare, load_config
+from umbra.services.runtime.config.loader import bare, choices, load_config
 from umbra.services.runtime.net.keys import OPEN, Security, open_security
 from umbra.services.runtime.net.session import Session
 from umbra.services.runtime.process.logs import setup_logging
@@ -108,11 +108,10 @@ def service_command(
     section: str,
     run: Callable[[ServiceContext], int],
     *,
-    name: str | None = None,
     alternative: Alternative | None = None,
 ) -> click.Command:
     """The command of a service: common flags plus one per field of its configuration section."""
-    service = name or section.replace("_", "-")
+    service = section.replace("_", "-")
     role = cast(Role, section)
     cls: type[Any] = get_type_hints(RunConfig)[section]
     fields = msgspec.structs.fields(cls)
@@ -228,11 +227,12 @@ def _flag(field: msgspec.structs.FieldInfo, section: type[Any]) -> click.Option:
             multiple=True,
             help=str(schema.get("description", "")) + "; can be repeated",
         )
-    choices = getattr(kind, "values", None)
-    metavar = "|".join(map(str, choices)) if choices else type(kind).__name__.removesuffix("Type")
+    known = () if isinstance(kind, msgspec.inspect.BoolType) else choices(kind)
+    kinds = [type(one).__name__.removesuffix("Type") for one in getattr(kind, "types", [kind])]
+    metavar = "|".join(known or kinds)
     return click.Option(
         [f"--{field.encode_name.replace('_', '-')}", field.name],
-        metavar=metavar.upper() if not choices else f"[{metavar}]",
+        metavar=f"[{metavar}]" if known else metavar.upper(),
         help=str(schema.get("description", "")) + default,
     )
 

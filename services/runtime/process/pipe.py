@@ -10,7 +10,6 @@ import asyncio
 import os
 import socket
 import struct
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, cast
@@ -18,6 +17,7 @@ from typing import Any, Generic, TypeVar, cast
 import msgspec
 
 from umbra.proto.errors import UNREADABLE
+from umbra.services.runtime.deadline import Deadline
 
 MAX_BYTES = 256 << 20  # of a message
 _CHUNK_BYTES = 1 << 16
@@ -98,9 +98,9 @@ class Pipe(_End[T]):
         Raises:
             EOFError: the other end is closed.
         """
-        until = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = None if timeout_s is None else Deadline(timeout_s)
         while (message := self._next()) is None:
-            self._end.settimeout(None if until is None else max(0.0, until - time.monotonic()))
+            self._end.settimeout(None if deadline is None else deadline.left_s)
             try:
                 data, fds, _, _ = socket.recv_fds(self._end, _CHUNK_BYTES, 1)
             except (TimeoutError, BlockingIOError):

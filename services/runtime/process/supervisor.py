@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from umbra.proto.errors import DivergedError, FailedSamplesError, RejectedError, UsageError
+from umbra.services.runtime.deadline import Deadline
 from umbra.services.runtime.process.child import Usage, describe_exit, own_exit_code
 
 _LOOK_S = 0.02
@@ -32,11 +33,20 @@ class RestartPolicy:
 
     Args:
         first_s: seconds until the first restart; doubles with every restart in the window.
+        most_s: the longest pause in seconds.
         limit: restarts within `window_s` seconds; one more failure is final.
     """
 
-    def __init__(self, *, first_s: float = 0.5, limit: int = 5, window_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        *,
+        first_s: float = 0.5,
+        most_s: float = math.inf,
+        limit: int = 5,
+        window_s: float = 60.0,
+    ) -> None:
         self.first_s = first_s
+        self.most_s = most_s
         self.limit = limit
         self.window_s = window_s
         self._restarts: deque[float] = deque()
@@ -47,7 +57,7 @@ class RestartPolicy:
             self._restarts.popleft()
         if len(self._restarts) >= self.limit:
             return None
-        delay = self.first_s * 2 ** len(self._restarts)
+        delay = min(self.most_s, self.first_s * 2 ** len(self._restarts))
         self._restarts.append(now)
         return delay
 
@@ -191,8 +201,8 @@ class Supervisor:
 
     def wait(self, timeout_s: float) -> bool:
         """Poll for so long, or until nothing runs and nothing will; whether that is so."""
-        until = time.monotonic() + timeout_s
-        while (running := self.poll()) and time.monotonic() < until:
+        deadline = Deadline(timeout_s)
+        while (running := self.poll()) and not deadline.passed:
             time.sleep(_LOOK_S)
         return not running
 

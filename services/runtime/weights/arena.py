@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import mmap
 import os
 import re
+import secrets
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,16 +25,40 @@ from umbra.services.runtime.weights.memory import copy
 
 SHM = Path("/dev/shm")
 PAGE_BYTES = mmap.PAGESIZE
+TOKEN_CHARS = 32
+
+log = logging.getLogger(__name__)
 
 
 def shm_host() -> str:
     """Names the very /dev/shm that this process sees: the same string means shared memory works.
 
-    The kernel's boot id, and the device number of the mount, which differs between containers that
-    do not share it.
+    A random token in a file there, which the first process of a user makes; arenas are of one user
+    as well. Neither host nor mount would do: containers with a /dev/shm each on one disk have both
+    in common. A process that cannot have the file shares memory with nobody, and says so by a name
+    of its own.
     """
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{boot}:{SHM.stat().st_dev}"
+    path = SHM / f".umbra-host-{os.geteuid()}"
+    token = secrets.token_hex(TOKEN_CHARS // 2)
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        log.warning("no shared memory with other processes: %s: %s", path, error.strerror)
+        return token
+    try:
+        if os.fstat(fd).st_uid != os.geteuid():
+            log.warning("no shared memory with other processes: %s is another user's", path)
+            return token
+        fcntl.flock(fd, fcntl.LOCK_EX)  # two may be the first at once
+        if len(written := os.pread(fd, TOKEN_CHARS, 0)) == TOKEN_CHARS:
+            return written.decode("ascii")
+        os.pwrite(fd, token.encode("ascii"), 0)
+        return token
+    except (OSError, UnicodeDecodeError) as error:
+        log.warning("no shared memory with other processes: %s: %s", path, error)
+        return token
+    finally:
+        os.close(fd)
 
 
 class Arena:

@@ -21,6 +21,7 @@ from umbra.services.runtime.gpu.cuda import DeviceMemory
 
 ALIGN_BYTES = 64  # a cache line, and what GPU copies like
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 Part = memoryview | DeviceMemory
 """Consecutive bytes of a version, in memory of this process or on its GPU."""
@@ -105,6 +106,19 @@ def check_manifest(manifest: Manifest) -> None:
         raise WireError("manifest: buckets do not cover the tensors", path="total_bytes")
     if manifest.digest != _digest(manifest.tensors, manifest.buckets):
         raise WireError("manifest: the digest is not that of the layout", path="digest")
+
+
+def check_dtype(manifest: Manifest, dtype: str) -> None:
+    """Check that what `manifest` lays out is served in `dtype`, as `weight_hub.dtype` names it.
+
+    Raises:
+        UsageError: it is not, so that trainer and generators would round differently.
+    """
+    if all(entry.dtype != _NAMES[dtype] for entry in manifest.tensors):
+        raise UsageError(
+            f"the trainer does not serve {dtype}, in which this process computes, because one of "
+            "them is on a GPU and the other on a CPU: set weight_hub.dtype to what both are to use"
+        )
 
 
 def with_starts(manifest: Manifest, parts: Iterable[P]) -> Iterator[tuple[int, P]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -20,6 +19,7 @@ from umbra.proto.messages import (
     SlotGranted,
 )
 from umbra.proto.records import Manifest
+from umbra.services.runtime.deadline import Deadline
 from umbra.services.runtime.net.channel import Channel
 from umbra.services.runtime.process.threads import service_thread
 from umbra.services.runtime.weights.arena import Arena
@@ -125,7 +125,7 @@ class Publisher:
             DeadlineError: no slot became free within `timeout_s` seconds, or before we stop.
             RejectedError: another trainer has registered.
         """
-        until = time.monotonic() + timeout_s
+        deadline = Deadline(timeout_s)
         self._join()
         with self._lock:
             try:
@@ -134,8 +134,8 @@ class Publisher:
                 if error.code != "not_registered":
                     raise
                 # The hub has been restarted and knows nothing of us.
-                self._register(max(0.0, until - time.monotonic()))
-                slot = self._acquire(version, max(0.0, until - time.monotonic()))
+                self._register(deadline.left_s)
+                slot = self._acquire(version, deadline.left_s)
             assert self._arena is not None
             self._granted = _Place(self._arena, slot, version)
             self._sums = []

@@ -7,10 +7,11 @@ import math
 import queue
 import threading
 import time
-from concurrent.futures import Future
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from umbra.proto.errors import DeadlineError, StartupError, UmbraError
+from umbra.proto.errors import StartupError, UmbraError
 from umbra.proto.messages import (
     Abort,
     Commit,
@@ -24,15 +25,17 @@ from umbra.proto.messages import (
     Subscribed,
 )
 from umbra.proto.records import Manifest
+from umbra.services.runtime.deadline import Deadline
 from umbra.services.runtime.net.channel import Channel
 from umbra.services.runtime.planes.choice import GPU_PLANES
 from umbra.services.runtime.planes.plane import Parts, Receipt, ReceiverEnd, Receiving
 from umbra.services.runtime.planes.receiving import ReceiverPlanes
 from umbra.services.runtime.process.threads import foreseen
 from umbra.services.runtime.weights.arena import shm_host
-from umbra.services.runtime.weights.manifest import check_manifest
+from umbra.services.runtime.weights.manifest import check_dtype, check_manifest
 from umbra.services.runtime.weights.staging import Candidate, Staging
 
+LOOK_S = 0.05  # how soon a stop is heard
 WAKE_S = 0.2  # how soon the thread sees that it should end
 CLOSE_DEADLINE_S = 5.0
 RELAY_SILENT_S = 5.0  # until a relay counts as gone
@@ -63,6 +66,7 @@ class Receiver:
         host: names the /dev/shm of this process; empty = find out (`shm_host`).
         serves: endpoint at which a relay serves others; stated to the hub.
         buckets: endpoint at which a relay hands buckets on; stated to the hub.
+        dtype: that versions have to be in, as `weight_hub.dtype` names it; empty = any.
         check_s: seconds of silence after which it asks the hub whether it is still subscribed.
         retry_s: seconds between being dropped and subscribing again.
     """
@@ -75,6 +79,7 @@ class Receiver:
         *,
         serves: str = "",
         buckets: str = "",
+        dtype: str = "",
         check_s: float = 5.0,
         retry_s: float = 1.0,
     ) -> None:
@@ -85,6 +90,7 @@ class Receiver:
         self._host = host or shm_host()
         self._serves = serves
         self._buckets_endpoint = buckets
+        self._dtype = dtype
         self._avoided = ""  # a relay that was gone
         self._relays: dict[str, Channel] = {}
         self._hub = channel  # `_channel` is a relay's, while there is one on this host
@@ -92,7 +98,7 @@ class Receiver:
         self._retry_s = retry_s
         self._timeout_s = 0.0
         self._end: ReceiverEnd | None = None
-        self._plane = ""  # that `_end` is of
+        self._reply: Subscribed | None = None  # that `_end` is for
         self._manifest: Manifest | None = None
         self._waiting: Prepare | None = None  # until the engine has loaded the version before
         self._receiving: tuple[Candidate, Receiving] | None = None
@@ -118,6 +124,25 @@ class Receiver:
         self._subscribed(reply)
         self._hub.on_moved = self._hub_moved
         self._thread.start()
+
+    def subscribe_unless(
+        self, stopping: threading.Event, timeout_s: float, waiting: Callable[[], object]
+    ) -> bool:
+        """`subscribe`, and call `waiting` meanwhile; False if `stopping` was set before.
+
+        Then closing the link ends the question.
+        """
+        executor = ThreadPoolExecutor(1, thread_name_prefix="subscribe")
+        try:
+            subscribed = executor.submit(self.subscribe, timeout_s)
+            while not subscribed.done():
+                waiting()
+                if stopping.wait(LOOK_S):
+                    return False
+            subscribed.result()
+            return True
+        finally:
+            executor.shutdown(wait=False)
 
     def check(self) -> None:
         """See whether new versions can still come.
@@ -165,16 +190,12 @@ class Receiver:
             DeadlineError: none came within `timeout_s` seconds.
             UmbraError: as `poll`.
         """
-        until = time.monotonic() + timeout_s
+        deadline = Deadline(timeout_s, f"no weights from the {self._channel.peer}")
         while not stopping.is_set():
             staged = self.poll()
             if staged is not None:
                 return staged
-            if time.monotonic() >= until:
-                raise DeadlineError(
-                    f"no weights from the {self._channel.peer} within {timeout_s:g} s: has the "
-                    "trainer published its first version?"
-                )
+            deadline.check(": has the trainer published its first version?")
             with self._changed:
                 self._changed.wait(WAKE_S)
         return None
@@ -374,8 +395,9 @@ class Receiver:
                 source_lost=done.source_lost,
             )
         )
-        if done.unusable and self._plane in self._planes.offered:
-            self._go_without(self._plane, done.error)
+        plane = self._reply.plane if self._reply is not None else ""
+        if done.unusable and plane in self._planes.offered:
+            self._go_without(plane, done.error)
 
     def _go_without(self, plane: str, reason: str) -> bool:
         """Subscribe anew by another plane; False if there is none."""
@@ -392,9 +414,11 @@ class Receiver:
             self._pass_to(reply.path)
             return
         check_manifest(reply.manifest)
+        if self._dtype:
+            check_dtype(reply.manifest, self._dtype)
         if self._end is not None:
-            if self._end.fits(reply):
-                return
+            if _is_same(self._reply, reply):
+                return  # what was received counts still
             self._end.close()  # first, since it may hold what its successor needs
             self._end = None
         try:
@@ -403,8 +427,16 @@ class Receiver:
             if not self._go_without(reply.plane, str(error)):
                 raise
             return
-        self._end, self._plane = end, reply.plane
+        self._end, self._reply = end, reply
         with self._changed:
             # What the engine still loads keeps its memory alive by itself.
             self._manifest = reply.manifest
             self._staging = Staging(end.versions)
+
+
+def _is_same(before: Subscribed | None, now: Subscribed) -> bool:
+    """Whether an end for one subscription serves the other; only to shm its hub matters."""
+    if before is None or before.plane != now.plane:
+        return False
+    same_layout = before.manifest.digest == now.manifest.digest
+    return same_layout and (now.plane != "shm" or before.path == now.path)

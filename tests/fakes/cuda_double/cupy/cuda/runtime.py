@@ -44,7 +44,11 @@ def getDeviceCount() -> int:  # noqa: N802
 
 
 def getDeviceProperties(device: int) -> dict[str, Any]:  # noqa: N802
-    return {"uuid": bytes([device]) * 16}
+    return {"uuid": b""}  # as CuPy has it of a UUID that begins with a zero byte
+
+
+def deviceGetPCIBusId(device: int) -> str:  # noqa: N802
+    return f"0000:{device:02X}:00.0"
 
 
 def runtimeGetVersion() -> int:  # noqa: N802

@@ -1,0 +1,267 @@
+"""The routers of a mixture of experts: which experts its tokens meet is noted, counted, or told."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from umbra.proto.bounds import ROUTING_BYTES
+from umbra.proto.errors import UsageError
+from umbra.proto.records import Trajectory, routing_bytes
+
+NO_BALANCE = (
+    "trainer.router_aux_loss_coef: Transformers knows no such loss for the model in model.path: "
+    "leave it out"
+)
+NO_ROUTERS = (
+    "trainer.router_replay: the model in model.path has no routers whose choice could be replayed: "
+    "set it to false"
+)
+UNKNOWN = -1  # in place of an expert: the router chooses itself
+
+
+class Routers:
+    """All routers of `model`, in the order of its layers: L of them, each gives a token k of E
+    experts.
+
+    A pass of the model is told (`replay`) the experts of its tokens, or gives (`noted`) those that
+    the routers chose. With replay, weights of the chosen experts are those that the router's own
+    class makes of its scores for them, and have gradients: only its `topk` answers something else
+    (arXiv 2510.11370).
+
+    Raises:
+        UsageError: routers that differ from layer to layer.
+    """
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Routers | None:
+        """Those of `model`, the same ones at each call; None where Transformers names none."""
+        named = _named_routers(model)
+        for router in named.values():
+            if isinstance(router.forward, _Forward):
+                return router.forward.routers
+        return cls(named) if named else None
+
+    def __init__(self, named: dict[str, Any]) -> None:
+        kinds = {(router.top_k, router.num_experts) for router in named.values()}
+        if len(kinds) > 1:
+            raise UsageError("model.path: its layers have different numbers of experts")
+        self.layers = len(named)
+        self.choices, self.experts = kinds.pop()
+        # Which of the model's layers have one.
+        self.places = [int(_LAYER.findall(name)[0]) for name in named]
+        self.replay: Tensor | None = None
+        """int16 [n, L, k] for the n tokens of the next pass, and of its recomputation in the
+        backward pass; `UNKNOWN` where there is no choice but the router's own."""
+        self.noted: list[Tensor] | None = None
+        """The chosen experts of the last pass [n, k], layer by layer; None: they are not noted."""
+        self.counted: Tensor | None = None
+        """bool [n], the tokens of a pass that count in `load`; None: none of them."""
+        self.load: Tensor | None = None
+        """int64 [L, E + 1], how many tokens each expert was given, and, in the last column, how
+        often the router would have chosen another one than it was told to."""
+        self.balance: Tensor | None = None
+        """float [n], what each token of the next pass, and of its recomputation, weighs in the loss
+        that balances the experts; its gradients are added in the backward pass. None: no such loss.
+        """
+        for layer, router in enumerate(named.values()):
+            router.forward = _Forward(self, layer, router)
+
+    @property
+    def kind(self) -> tuple[int, int, int]:
+        """L, k and E."""
+        return self.layers, self.choices, self.experts
+
+    def route(self, layer: int, forward: Callable[[Tensor], Any], hidden: Tensor) -> Any:
+        """What the router of `layer` does with hidden states [n, H], by the `forward` of its class.
+
+        Raises:
+            UsageError: it can't be told what to choose.
+        """
+        answered = None
+        if self.replay is None:
+            found = forward(hidden)
+        else:
+            told = self.replay[:, layer].to(hidden.device)
+            with _TopK(told, self.experts) as answered:
+                found = forward(hidden)
+            if found[2] is not answered.chosen:
+                raise UsageError(
+                    "trainer.router_replay: the routers of this model do not choose by topk, so "
+                    "they can't be told what to choose: set it to false"
+                )
+        if self.balance is not None and torch.is_grad_enabled():
+            loss = balance_loss(found[0], found[2], self.balance.to(hidden.device))
+            found = (found[0], _WithLoss.apply(found[1], loss / self.layers), found[2])
+        if self.noted is not None:
+            self.noted.append(found[2])
+        if self.counted is not None:
+            own = found[2] if answered is None else answered.own
+            self._count(layer, self.counted, found[2], own)
+        return found
+
+    @torch.no_grad()
+    def _count(self, layer: int, counted: Tensor, chosen: Tensor, own: Tensor) -> None:
+        if self.load is None:
+            zeros = (self.layers, self.experts + 1)
+            self.load = torch.zeros(zeros, dtype=torch.int64, device=chosen.device)
+        other = (chosen[:, :, None] != own[:, None, :]).all(-1)  # [n, k]
+        weight = counted.to(self.load)[:, None].expand_as(chosen).flatten()
+        self.load[layer].index_add_(0, chosen.flatten(), weight)
+        self.load[layer, -1] += (other.flatten() * weight).sum()
+
+    def take_load(self) -> Tensor:
+        """What was counted since the last call, on the CPU."""
+        load, self.load = self.load, None
+        if load is None:
+            return torch.zeros(self.layers, self.experts + 1, dtype=torch.int64)
+        return load.cpu()
+
+
+@dataclass
+class _Forward:
+    """In the place of a router's `forward`; a copy of the model has its own."""
+
+    routers: Routers
+    layer: int
+    router: Any
+
+    @torch.compiler.disable  # compiled layers break here: what is told changes from pass to pass
+    def __call__(self, hidden: Tensor) -> Any:
+        own = partial(type(self.router).forward, self.router)
+        return self.routers.route(self.layer, own, hidden)
+
+
+def check_routing_fits(kind: tuple[int, int, int], max_context: int) -> None:
+    """Refuse sequences whose routing no message would take; `kind` is as of `Routers`.
+
+    Raises:
+        UsageError: the longest one is too long.
+    """
+    size = routing_bytes(*kind)
+    if size * max_context > ROUTING_BYTES:
+        raise UsageError(
+            f"trainer.router_replay: a token of this model has {size} bytes of routing, so a "
+            f"sequence can have {ROUTING_BYTES // size:,} tokens at most: lower "
+            f"generator.max_context, which is {max_context:,}, or set router_replay to false"
+        )
+
+
+def set_experts(model: Any, name: str) -> None:
+    """Compute the experts of `model` by `name` of `trainer.experts`; "auto" is Transformers' own.
+
+    That is grouped matrix products wherever its class and the device have them.
+
+    Raises:
+        UsageError: the model's class has one way only.
+    """
+    if name == "auto":
+        return
+    if not model._can_set_experts_implementation():
+        raise UsageError(
+            f'trainer.experts = "{name}": {type(model).__name__} has no choice: set it to auto'
+        )
+    try:
+        model.set_experts_implementation(name)
+    except (ValueError, ImportError) as error:
+        raise UsageError(f'trainer.experts = "{name}": {error}: set it to auto') from error
+
+
+def chosen_experts(trajectory: Trajectory) -> NDArray[np.integer[Any]]:
+    """The routing of a trajectory that has one, [R, layers, choices]."""
+    routing = trajectory.routing
+    assert routing is not None
+    kind = "u1" if routing.experts <= 256 else "<u2"
+    return np.frombuffer(routing.chosen, kind).reshape(-1, routing.layers, routing.choices)
+
+
+def balance_loss(logits: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
+    """The loss of one layer that is least where all experts are used alike.
+
+    E sum_e f_e P_e: f_e is the mean over tokens of how often expert e was chosen, P_e that of its
+    softmax probability (arXiv 2101.03961, eq. 4; with k choices for one as Transformers has it).
+
+    Args:
+        logits: of the router, [n, E].
+        chosen: int64 [n, k].
+        weight: [n], of each token in the means; the loss is scaled by their sum.
+    """
+    weight = weight.float()
+    experts = logits.shape[-1]
+    used = torch.zeros(experts, device=weight.device)
+    used.index_add_(0, chosen.flatten(), weight[:, None].expand_as(chosen).flatten())
+    total = weight.sum().clamp(min=torch.finfo(torch.float32).tiny)
+    probable = (logits.float().softmax(-1) * weight[:, None]).sum(0)
+    return experts * (used * probable).sum() / total
+
+
+class _WithLoss(torch.autograd.Function):
+    """A tensor as it is; going back through it goes back through a loss as well.
+
+    So that loss needs no way out of the layer, which may be sharded, or computed once more.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, loss: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (gradient,) = gradients
+        return gradient, torch.ones((), device=gradient.device)
+
+
+class _TopK(TorchFunctionMode):
+    """Inside, the `topk` that picks the experts of all tokens answers those that are told.
+
+    Args:
+        told: int16 [n, k].
+        experts: how many there are; another `topk` is over groups of them, say.
+    """
+
+    def __init__(self, told: Tensor, experts: int) -> None:
+        super().__init__()
+        self.chosen: Tensor | None = None  # int64 [n, k], what was answered
+        self.own: Tensor = told  # int64 [n, k], what would have been without
+        self._told = told
+        self._scores = (told.shape[0], experts)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, Tensor.topk) or tuple(args[0].shape) != self._scores:
+            return found
+        if found.indices.shape != self._told.shape:
+            return found
+        known = self._told != UNKNOWN
+        self.own = found.indices
+        self.chosen = torch.where(known, self._told.long(), found.indices)
+        return torch.return_types.topk((args[0].gather(-1, self.chosen), self.chosen))
+
+
+_LAYER = re.compile(r"\.(\d+)\.")
+
+
+def _named_routers(model: nn.Module) -> dict[str, Any]:
+    """The modules that Transformers takes `router_logits` from, by name."""
+    kinds: set[type] = set()
+    for module in model.modules():
+        recorded = getattr(module, "_can_record_outputs", None) or {}
+        recorder = recorded.get("router_logits")
+        if recorder is not None:
+            kinds.add(getattr(recorder, "target_class", recorder))
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) in kinds and hasattr(module, "top_k") and hasattr(module, "num_experts")
+    }

@@ -1,0 +1,285 @@
+"""Plans on a SLURM of three nodes on this machine; `tests/real/setup.sh` installs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from fakes.clusters import cluster, run_config
+from fakes.slowness import seconds
+
+from umbra.deploy.cluster.bundle import Bundle
+from umbra.deploy.cluster.plan import Plan, make_plan
+from umbra.proto.messages import Status
+
+PROGRAM = Path(__file__).parents[1] / "programs" / "slurm_cluster.py"
+NEEDED = ("slurmctld", "slurmd", "sbatch", "munged", "unshare", "ip")
+SPACES = ("unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc")
+LIMIT_S = seconds(600.0)
+
+
+def why_not() -> str:
+    """Why no SLURM can be run here; empty if one can."""
+    missing = [program for program in NEEDED if shutil.which(program) is None]
+    if missing:
+        return f"{', '.join(missing)} not installed: tests/real/setup.sh installs SLURM"
+    if os.geteuid() != 0:
+        return "SLURM's nodes need root"
+    tried = subprocess.run([*SPACES, "true"], capture_output=True, text=True, check=False)
+    return f"no namespaces: {tried.stderr.strip()}" if tried.returncode else ""
+
+
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.timeout(660),
+    pytest.mark.skipif(bool(why_not()), reason=why_not()),
+]
+
+
+def on_slurm(folder: Path, nodes: dict[str, int], script: str, **environ: str) -> str:
+    """Run `script` with SLURM's commands on a cluster of `nodes`; what it prints."""
+    (folder / "script.sh").write_text(script, encoding="utf-8")
+    program = [sys.executable, str(PROGRAM), str(folder / "slurm"), json.dumps(nodes)]
+    done = subprocess.run(
+        [*SPACES, *program, str(folder / "script.sh")],
+        cwd=folder,
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}{logs(folder)}"
+    return done.stdout
+
+
+def logs(folder: Path) -> str:
+    """The ends of all logs, for a test that fails."""
+    found = sorted(path for path in folder.rglob("*.log") if path.is_file())
+    return "".join(f"\n== {path}\n{path.read_text(errors='replace')[-1500:]}" for path in found)
+
+
+# Waits until the job has ended; its state is in $state.
+ENDED = """
+ended() { # JOB
+    while :; do
+        state=$(scontrol show job "$1" | sed -n 's/.*JobState=\\([A-Z_]*\\).*/\\1/p' | head -n 1)
+        case $state in PENDING | RUNNING | COMPLETING | CONFIGURING) sleep 0.5 ;; *) break ;; esac
+    done
+}
+"""
+
+# -- the script, with stand-ins for what it starts ------------------------------------------------
+
+# Stands in for all of `umbra` but `umbra keep`. A generator fails once; the trainer waits for all.
+STAND_IN = """\
+#!/bin/bash
+if [ "$1" = keep ]; then exec "$PYTHON" -m umbra "$@"; fi
+echo "host=$(hostname) gpus=$CUDA_VISIBLE_DEVICES broker=$UMBRA_BROKER $*"
+touch "$MARKS/$1"
+case $1 in
+    generator)
+        if mkdir "$MARKS/failed" 2>/dev/null; then exit 5; fi
+        touch "$MARKS/again"
+        ;;
+    trainer)
+        trap 'echo drained; exit 0' TERM
+        until [ -e "$MARKS/again" ] && [ ! -e "$MARKS/wait" ]; do sleep 0.1; done
+        touch "$MARKS/ended"
+        exit "${TRAINER_EXIT:-0}"
+        ;;
+esac
+trap 'exit 0' TERM
+until [ -e "$MARKS/ended" ]; do sleep 0.1; done
+"""
+MIXED = {"x1": 1, "x2": 0, "x3": 1}
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path) -> dict[str, str]:
+    """An environment in which `umbra` is the stand-in."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "marks").mkdir()
+    program = tmp_path / "bin" / "umbra"
+    program.write_text(STAND_IN, encoding="utf-8")
+    program.chmod(0o755)
+    return {
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "MARKS": str(tmp_path / "marks"),
+        "PYTHON": sys.executable,
+    }
+
+
+def mixed_plan(tmp_path: Path) -> Plan:
+    """Nodes with and without a GPU, and names that have to be quoted."""
+    config = run_config(f"run.dir={tmp_path}/my 100% runs", 'run.name=a "run" 50%')
+    return make_plan(cluster(0, 1, 1), config, "the run 7%")
+
+
+def write(plan: Plan, out: Path) -> Path:
+    """The script of `plan` in folder `out`."""
+    bundle = Bundle(plan, "", out, None)
+    bundle.write(bundle.render(["slurm"]))
+    return out / "run.sbatch"
+
+
+def test_nodes_with_and_without_gpus(tmp_path: Path, stand_in: dict[str, str]) -> None:
+    plan = mixed_plan(tmp_path)
+    script = write(plan, tmp_path / "the plan 1%")
+    printed = on_slurm(
+        tmp_path,
+        MIXED,
+        ENDED + f'job=$(sbatch --parsable "{script}"); ended "$job"; echo "$state"; sinfo',
+        **stand_in,
+    )
+    assert printed.startswith("COMPLETED\n"), logs(tmp_path)
+    folder = tmp_path / "my 100% runs" / "the run 7%" / "logs"
+    said = {path.stem: path.read_text(encoding="utf-8").splitlines() for path in folder.iterdir()}
+    assert set(said) == {process.name for process in plan.processes}
+    # The buffer's node is the one without GPU, wherever it is in the cluster file.
+    assert "host=x2 gpus= broker=tcp://10.88.0.2:5555 buffer" in said["buffer"][0]
+    hosts = {line.split()[0] for name in ("trainer", "generator-c-0") for line in said[name]}
+    assert hosts == {"host=x1", "host=x3"}
+    for name in ("trainer", "generator-c-0"):
+        assert " gpus=0 broker=tcp://10.88.0.2:5555 " in said[name][0]
+    assert sum("generator --device cuda" in line for line in said["generator-c-0"]) == 2
+    (output,) = (tmp_path / "the plan 1%").glob("slurm-*.log")
+    assert "generator-c-0 ended (exit code 5): restart in 2 s" in output.read_text(encoding="utf-8")
+
+
+def test_a_job_that_is_cancelled_drains(tmp_path: Path, stand_in: dict[str, str]) -> None:
+    script = write(mixed_plan(tmp_path), tmp_path / "plan")
+    (tmp_path / "marks" / "wait").touch()
+    cancel = f"""
+    job=$(sbatch --parsable "{script}")
+    until [ -e "$MARKS/again" ] && [ -e "$MARKS/trainer" ]; do sleep 0.2; done
+    scancel "$job"; ended "$job"; echo "$state"
+    until [ -z "$(squeue --noheader)" ]; do sleep 0.2; done
+    """
+    assert on_slurm(tmp_path, MIXED, ENDED + cancel, **stand_in) == "CANCELLED\n"
+    trainer = tmp_path / "my 100% runs" / "the run 7%" / "logs" / "trainer.log"
+    assert "drained" in trainer.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("code", [2, 7])
+def test_a_job_ends_as_its_trainer(tmp_path: Path, stand_in: dict[str, str], code: int) -> None:
+    script = write(mixed_plan(tmp_path), tmp_path / "plan")
+    fail = f"""
+    job=$(sbatch --parsable "{script}"); ended "$job"; echo "$state"
+    scontrol show job "$job" | sed -n 's/.*ExitCode=\\([0-9]*\\):.*/\\1/p' | head -n 1
+    """
+    environ = {**stand_in, "TRAINER_EXIT": str(code)}
+    assert on_slurm(tmp_path, MIXED, ENDED + fail, **environ) == f"FAILED\n{code}\n"
+
+
+# -- whole runs -----------------------------------------------------------------------------------
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+STEPS = 40
+CLUSTER = """
+[cluster]
+groups = ["train", "generate"]
+ratios = [0.34, 0.66]
+[cluster.slurm]
+time = "2:00:00"
+"""
+THREE = {"x1": 0, "x2": 0, "x3": 0}
+# Submits the run and waits for its fifth step.
+BEGIN = (
+    ENDED
+    + """
+steps() { cat runs/slurm/*/metrics.jsonl 2>/dev/null | grep -c '"kind":"step"' || true; }
+job=$(sbatch --parsable plan/run.sbatch)
+until [ "$(steps)" -ge 5 ]; do
+    sleep 0.5
+    squeue --noheader --job "$job" | grep -q . || { echo "the job ended early" >&2; exit 1; }
+done
+"""
+)
+FINISH = """
+ended "$job"
+echo "$state"
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A folder with the sort task, and a plan of it on three nodes; the base model is random."""
+    shutil.copy(EXAMPLES / "sort.toml", tmp_path / "run.toml")
+    nodes = [f'[[nodes]]\nname = "{n}"\naddress = "unused-{n}"\n' for n in "abc"]
+    (tmp_path / "cluster.toml").write_text(CLUSTER + "".join(nodes), encoding="utf-8")
+    overrides = (f"run.steps={STEPS}", "checkpoint.every=2", "run.broker_grace_s=120")
+    for command in (
+        ("make-model", "sort/base"),
+        ("make-task", "sort", "--out", "sort", "--prompts", "512", "--heldout", "64"),
+        (
+            *("plan", "cluster.toml", "run.toml", "--format", "slurm", "--run-id", "slurm"),
+            *(part for override in overrides for part in ("--set", override)),
+        ),
+    ):
+        umbra = (sys.executable, "-m", "umbra")
+        subprocess.run([*umbra, *command], cwd=tmp_path, check=True, timeout=LIMIT_S)
+    return tmp_path
+
+
+def run_whole(project: Path, script: str) -> str:
+    """Run `script` where `umbra` is ours."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return on_slurm(project, THREE, script, PATH=path)
+
+
+def check_ledger(project: Path) -> None:
+    """All samples of all steps, each trained once, and none unaccounted for."""
+    (file,) = (project / "runs" / "slurm").glob("*/buffer.json")
+    status = msgspec.json.decode(file.read_bytes(), type=Status)
+    assert status.ledger.balance == 0
+    assert status.ledger.trained == STEPS * 8 * 32
+    assert sum(status.ledger.in_flight.values()) == 0
+
+
+def test_a_run_that_is_requeued_goes_on_from_its_checkpoint(project: Path) -> None:
+    # SLURM holds a requeued job back for two minutes, unless it is told otherwise.
+    requeue = """
+    scontrol requeue "$job"
+    until scontrol show job "$job" | grep -q "JobState=PENDING"; do sleep 0.5; done
+    until scontrol update JobId="$job" StartTime=now 2>/dev/null; do sleep 0.5; done
+    until scontrol show job "$job" | grep -q "Restarts=1"; do sleep 0.5; done
+    """
+    assert run_whole(project, BEGIN + requeue + FINISH).endswith("COMPLETED\n")
+    check_ledger(project)
+    metrics = project / "runs" / "slurm" / "a" / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    steps = [row["step"] for row in rows if row["kind"] == "step"]
+    assert steps[-1] == STEPS
+    assert steps.count(1) == 1, "it began again"
+
+
+def test_a_run_outlives_a_node_of_a_generator(project: Path) -> None:
+    # The last of the hosts has the last of the nodes; the bridge is where this script is.
+    lose = """
+    ip link set to-3 down
+    until sinfo --noheader --Node --partition=all --states=down | grep -q x3; do sleep 0.5; done
+    echo "down at step $(steps)"
+    """
+    printed = run_whole(project, BEGIN + lose + FINISH)
+    assert printed.endswith("COMPLETED\n"), printed
+    check_ledger(project)
+
+
+def test_a_whole_run_that_is_cancelled_leaves_a_checkpoint(project: Path) -> None:
+    cancel = """
+    before=$(steps)
+    scancel "$job"
+    until [ -z "$(squeue --noheader)" ]; do sleep 0.2; done
+    """
+    assert run_whole(project, BEGIN + cancel + FINISH).endswith("CANCELLED\n")
+    found = list((project / "runs" / "slurm").glob("*/checkpoints/step-*"))
+    assert found, logs(project)
+    log = (project / "runs" / "slurm" / "logs" / "trainer.log").read_text(encoding="utf-8")
+    assert "Traceback" not in log

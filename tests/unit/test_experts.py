@@ -1,0 +1,177 @@
+"""Experts: how they are computed, what they are called outside, how evenly they are used."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes.architectures import ARCHITECTURES
+from fakes.policy_rollouts import config
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from umbra.proto.errors import UsageError
+from umbra.services.modeling.experts import set_experts
+from umbra.services.modeling.micro_batch import Tokens
+from umbra.services.modeling.packing import pack
+from umbra.services.trainer.learner import Learner
+from umbra.services.trainer.metrics import expert_metrics
+from umbra.services.trainer.policy import export_policy, load_policy
+
+MIXTURES = ("qwen3-moe", "qwen2-moe", "mixtral", "deepseek-v3", "glm4-moe", "gpt-oss", "olmoe")
+# As published checkpoints have them; "{e}" stands for the number of an expert.
+PER_EXPERT = "model.layers.1.mlp.experts.{e}."
+NAMES = {
+    "qwen3-moe": [PER_EXPERT + "gate_proj.weight", PER_EXPERT + "down_proj.weight"],
+    "qwen2-moe": [PER_EXPERT + "up_proj.weight", "model.layers.1.mlp.shared_expert.up_proj.weight"],
+    "mixtral": [
+        "model.layers.1.block_sparse_moe.experts.{e}.w1.weight",
+        "model.layers.1.block_sparse_moe.experts.{e}.w2.weight",
+        "model.layers.1.block_sparse_moe.experts.{e}.w3.weight",
+        "model.layers.1.block_sparse_moe.gate.weight",
+    ],
+    "deepseek-v3": [PER_EXPERT + "up_proj.weight", "model.layers.1.mlp.gate.weight"],
+    "glm4-moe": [PER_EXPERT + "up_proj.weight", "model.layers.1.mlp.gate.e_score_correction_bias"],
+    "gpt-oss": ["model.layers.1.mlp.experts.gate_up_proj", "model.layers.1.mlp.router.weight"],
+    "olmoe": [PER_EXPERT + "gate_proj.weight", "model.layers.1.mlp.gate.weight"],
+}
+
+
+def result(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logits of some tokens, and the gradients of their squares."""
+    logits = model(torch.tensor([[5, 6, 7, 8, 9], [30, 20, 10, 5, 40]])).logits
+    logits.square().mean().backward()
+    return logits.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_every_way_to_compute_experts_finds_the_same(name: str) -> None:
+    found: dict[str, tuple[Tensor, dict[str, Tensor]]] = {}
+    for way in ("auto", "eager", "grouped_mm", "batched_mm"):
+        model: Any = ARCHITECTURES[name].model()
+        set_experts(model, way)
+        assert model.config._experts_implementation == ("grouped_mm" if way == "auto" else way)
+        found[way] = result(model)
+    logits, gradients = found.pop("eager")
+    for other, others in found.values():
+        torch.testing.assert_close(other, logits, atol=1e-5, rtol=1e-4)
+        assert others.keys() == gradients.keys()
+        for parameter, gradient in gradients.items():
+            torch.testing.assert_close(others[parameter], gradient, atol=1e-5, rtol=1e-3)
+
+
+def test_a_model_without_experts_has_no_choice(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r'trainer.experts = "eager": Qwen3ForCausalLM has no'):
+        Learner(ARCHITECTURES["qwen3"].model(), config(tmp_path, experts="eager").trainer, 2)
+    model: Any = ARCHITECTURES["qwen3-moe"].model()
+    Learner(model, config(tmp_path, experts="batched_mm").trainer, 2)
+    assert model.config._experts_implementation == "batched_mm"
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_an_export_has_the_names_of_published_checkpoints(name: str, tmp_path: Path) -> None:
+    directory = ARCHITECTURES[name].write(tmp_path / "model")
+    model, tokenizer = load_policy(directory)
+    learner = Learner(model, config(directory).trainer, 2)
+    out = export_policy(learner.model, tokenizer, tmp_path / "out", learner.weights())
+    before, after = (load_file(path / "model.safetensors") for path in (directory, out))
+    assert before.keys() == after.keys()
+    for key, tensor in before.items():
+        assert torch.equal(after[key], tensor), key
+    config_of: Any = model.config
+    experts = getattr(config_of, "num_local_experts", None) or config_of.num_experts
+    wanted = {pattern.format(e=e) for pattern in NAMES[name] for e in range(experts)}
+    assert wanted <= after.keys()
+
+
+def test_load_by_hand() -> None:
+    load = torch.tensor([[4.0, 4.0, 4.0, 4.0], [12.0, 4.0, 0.0, 0.0]])
+    row = expert_metrics(load, torch.tensor([1.0, 3.0]))
+    entropy = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25)) / math.log(4)
+    assert row == {
+        "experts/load/mean": pytest.approx((1 + 3) / 2),
+        "experts/load/max": pytest.approx(3),
+        "experts/entropy/mean": pytest.approx((1 + entropy) / 2),
+        "experts/entropy/min": pytest.approx(entropy),
+        "experts/dead": pytest.approx(0.25),
+        "experts/rerouted": pytest.approx(4 / 32),
+    }
+    nothing = expert_metrics(torch.zeros(2, 4), torch.zeros(2))
+    assert set(nothing) == set(row) and set(nothing.values()) == {None}
+
+
+@pytest.mark.parametrize("recompute", ["false", "true"])
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "olmoe"])
+def test_balance_loss_has_the_gradients_of_transformers(
+    name: str, recompute: str, tmp_path: Path
+) -> None:
+    """Of one layer; Transformers takes the means over all layers together."""
+    batch = Tokens(
+        ids=torch.tensor([5, 6, 7, 8, 9, 10]),
+        lengths=torch.tensor([6]),
+        learned=torch.arange(1, 6),
+        owner=torch.zeros(5, dtype=torch.int64),
+    )
+    (micro,) = pack(batch, pack_tokens=8, micro_tokens=8)
+    found: list[dict[str, Tensor]] = []
+    for coefficient in (0.0, 3.0):
+        settings = {"router_aux_loss_coef": coefficient, "activation_checkpointing": recompute}
+        learner = Learner(one_layer(name), config(tmp_path, **settings).trainer, 2)
+        balance = learner.balance([micro])
+        logprobs, _ = learner.score(micro, torch.ones(5), balance=balance)
+        learner.backward(logprobs.sum())
+        found.append({n: p.grad for n, p in learner.model.named_parameters() if p.grad is not None})
+    model = one_layer(name)
+    (3.0 * model(torch.tensor([[5, 6, 7, 8, 9]]), output_router_logits=True).aux_loss).backward()
+    largest = 0.0
+    for parameter, tensor in model.named_parameters():
+        ours = found[1][parameter] - found[0][parameter]
+        theirs = torch.zeros_like(ours) if tensor.grad is None else tensor.grad
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-3)
+        largest = max(largest, float(theirs.abs().max()))
+    assert largest > 1e-3
+
+
+def test_micro_batches_share_one_balance_loss(tmp_path: Path) -> None:
+    """Equal ones: the same gradient, however many there are; padding has no part in it."""
+    ids = torch.tensor([5, 6, 7, 8, 9, 10])
+    one = Tokens(ids, torch.tensor([6]), torch.arange(1, 6), torch.zeros(5, dtype=torch.int64))
+    (micro,) = pack(one, pack_tokens=8, micro_tokens=8)
+    learner = Learner(one_layer("qwen3-moe"), config(tmp_path, router_aux_loss_coef=1.0).trainer, 2)
+    padded = replace(
+        micro,
+        input_ids=torch.cat([micro.input_ids, torch.full((1, 3), 50)], 1),
+        position_ids=torch.arange(8)[None],
+        fed=torch.tensor([True] * 5 + [False] * 3),
+    )
+    gradients: list[Tensor] = []
+    for micros in ([micro], [micro, micro], [padded]):
+        balance = learner.balance(micros)
+        for part in micros:
+            logprobs, _ = learner.score(part, torch.ones(5), balance=balance)
+            learner.backward(0.0 * logprobs.sum())
+        router = learner.model.model.layers[0].mlp.gate.weight
+        gradients.append(router.grad.clone())
+        learner.model.zero_grad()
+    for other in gradients[1:]:
+        torch.testing.assert_close(other, gradients[0], atol=1e-6, rtol=1e-4)
+    assert gradients[0].abs().max() > 1e-4
+
+
+def test_a_model_that_balances_by_a_bias_has_no_such_loss(tmp_path: Path) -> None:
+    for name in ("deepseek-v3", "qwen3"):
+        with pytest.raises(UsageError, match="router_aux_loss_coef: Transformers knows no such"):
+            settings = config(tmp_path, router_aux_loss_coef=0.1).trainer
+            Learner(ARCHITECTURES[name].model(), settings, 2)
+
+
+def one_layer(name: str) -> Any:
+    """A model of the architecture `name` with a single layer, the same at each call."""
+    torch.manual_seed(3)
+    made: Any = ARCHITECTURES[name].config(layers=1)
+    return AutoModelForCausalLM.from_config(made, dtype=torch.float32).eval()

@@ -1,0 +1,81 @@
+"""Where the seconds of a step go, and traces of steps that were chosen."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+import torch
+
+from umbra.services.trainer.phases import Phases, Profile
+
+CPU = torch.device("cpu")
+
+
+def test_phases_add_up_to_the_step() -> None:
+    """Between two readings of the clock pass 1, 2, 3, ... seconds."""
+    clock = accumulate(range(100))
+    phases = Phases(CPU, lambda: float(next(clock)))  # at 0
+    with phases("wait"):  # from 1 to 3
+        pass
+    with phases("train"):  # from 6
+        for _ in range(2):
+            with phases("forward"):  # from 10 to 15, from 21 to 28
+                pass
+    # to 36; the step ends at 45
+    assert phases.take() == {
+        "wait": 2, "train": 30, "train/forward": 12, "train/other": 18, "other": 13, "step": 45,
+    }  # fmt: skip
+    assert phases.take() == {"other": 10, "step": 10}, "it starts anew"
+
+
+def test_a_phase_that_fails_is_counted_and_closed() -> None:
+    phases = Phases(CPU)
+    with pytest.raises(ValueError), phases("train"), phases("forward"):
+        raise ValueError
+    with phases("commit"):
+        pass
+    assert set(phases.take()) == {
+        "train", "train/forward", "train/other", "commit", "other", "step",
+    }  # fmt: skip
+
+
+def ranges(path: Path) -> set[str]:
+    """Names of the ranges in a trace."""
+    with gzip.open(path, "rt") as file:
+        events = json.load(file)["traceEvents"]
+    return {event["name"] for event in events if event.get("cat") == "user_annotation"}
+
+
+def test_a_trace_has_the_phases_of_its_step_alone(tmp_path: Path) -> None:
+    phases, profile = Phases(CPU), Profile(tmp_path / "profile", [2], rank=3)
+    for step in (1, 2, 3):
+        profile.begin(step)
+        with phases(f"train {step}"), phases("forward"):
+            torch.ones(8, 8) @ torch.ones(8, 8)
+        profile.end()
+    (file,) = (tmp_path / "profile").iterdir()
+    assert file.name == "step-2.rank-3.json.gz"
+    assert ranges(file) == {"train 2", "forward"}
+
+
+def test_no_step_chosen_no_folder(tmp_path: Path) -> None:
+    profile = Profile(tmp_path / "profile", [])
+    profile.begin(1)
+    profile.end()
+    assert not (tmp_path / "profile").exists()
+
+
+def test_a_trace_that_cannot_be_written_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "profile").write_text("in the way")
+    profile = Profile(tmp_path / "profile", [1])
+    with caplog.at_level(logging.WARNING):
+        profile.begin(1)
+        profile.end()
+    assert "the trace of step 1 was not written" in caplog.text

@@ -1,0 +1,466 @@
+"""Which experts an engine chose travels with its trajectories, and the trainer chooses the same."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from fakes.architectures import ARCHITECTURES
+from fakes.policy_rollouts import config
+from fakes.trajectories import sample, trajectory
+from fakes.versions import load
+from torch import Tensor
+
+from umbra.proto.errors import UsageError
+from umbra.proto.records import Routing, Sampling, ScoringTask, Trajectory
+from umbra.services.generator.engine import EngineOutput, EngineRequest
+from umbra.services.generator.rollout import Rollout, RolloutSettings
+from umbra.services.generator.tokens import ResponseTokens, tokens_of
+from umbra.services.generator.torch_engine import TorchEngine
+from umbra.services.generator.vllm_routing import told_routers
+from umbra.services.modeling.experts import Routers, chosen_experts
+from umbra.services.modeling.packing import pack
+from umbra.services.modeling.scorer import Scorer
+from umbra.services.runtime.config import ScorerConfig
+from umbra.services.runtime.config.feasibility import check_feasible
+from umbra.services.runtime.config.loader import load_config
+from umbra.services.runtime.trajectories import RunFacts, find_fault
+from umbra.services.scorer.logprobs import LogprobWorker
+from umbra.services.trainer.batch import BatchError, TrainBatch, make_batch
+from umbra.services.trainer.learner import Learner
+from umbra.services.trainer.update import PolicyUpdate
+
+MIXTURES = ("qwen3-moe", "qwen2-moe", "mixtral", "deepseek-v3", "glm4-moe", "gpt-oss", "olmoe")
+PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5]]
+MIXTURE = "qwen3-moe"
+KIND = (2, 2, 4)  # of that one
+
+
+def engine(model: Any, **settings: Any) -> TorchEngine:
+    values: dict[str, Any] = {"slots": 8, "max_context": 64, "version": 0, **settings}
+    return TorchEngine(model, stop_ids=(), tell_routing=True, **values)
+
+
+def generated(model: Any, *, samples: int = 2, tokens: int = 6) -> list[EngineOutput]:
+    """Answers of a torch engine that tells its routing: `samples` to each of `PROMPTS`."""
+    made = engine(model)
+    made.submit(
+        EngineRequest(f"{number}-{sample}", prompt, Sampling(), tokens + number - sample)
+        for number, prompt in enumerate(PROMPTS)
+        for sample in range(samples)
+    )
+    outputs: list[EngineOutput] = []
+    while made.busy:
+        outputs += made.poll()
+    return sorted(outputs, key=lambda output: output.request_id)
+
+
+def recorded(outputs: list[EngineOutput]) -> list[Trajectory]:
+    """These answers as trajectories, of rewards that differ."""
+    return [
+        trajectory(
+            PROMPTS[int(output.request_id[0])],
+            output.token_ids,
+            output.logprobs,
+            sample_id=output.request_id,
+            group_id=output.request_id[0],
+            routing=output.routing,
+            reward=float(number % 2),
+        )
+        for number, output in enumerate(outputs)
+    ]
+
+
+def randomly_routed(trajectories: list[Trajectory], seed: int) -> list[Trajectory]:
+    """The same with other experts; the first two samples keep what their prompt has in common."""
+    generator = np.random.default_rng(seed)
+    made: list[Trajectory] = []
+    for number, one in enumerate(trajectories):
+        old = chosen_experts(one)
+        assert one.routing is not None
+        experts = one.routing.experts
+        new = generator.permuted(
+            np.tile(np.arange(experts, dtype=old.dtype), (*old.shape[:2], 1)), axis=-1
+        )[..., : old.shape[2]]
+        if number == 1:
+            prompt = len(PROMPTS[0])
+            new[:prompt] = chosen_experts(made[0])[:prompt]
+        routing = msgspec.structs.replace(one.routing, chosen=new.tobytes())
+        made.append(msgspec.structs.replace(one, routing=routing))
+    return made
+
+
+def logprobs(scorer: Any, batch: TrainBatch, *, share: bool = True, tokens: int = 64) -> Tensor:
+    """Of the learned tokens of `batch`, with gradients, [M]."""
+    found = torch.zeros(len(batch.behaviour))
+    for micro in pack(batch.tokens, pack_tokens=tokens, micro_tokens=256, share_prompts=share):
+        part, _ = scorer(micro, batch.temperature[micro.source], with_entropy=False)
+        found = found.index_put((micro.source,), part)
+    return found
+
+
+def gradients(scorer: Scorer, batch: TrainBatch) -> dict[str, Tensor]:
+    scorer.zero_grad()
+    logprobs(scorer, batch).sum().backward()
+    named = scorer.model.named_parameters()
+    return {name: p.grad.clone() for name, p in named if p.grad is not None}
+
+
+def router_class(model: Any) -> Any:
+    return model._can_record_outputs["router_logits"].target_class
+
+
+def whole_pass(model: Any, ids: list[int]) -> Tensor:
+    """The experts of each token of one sequence, in one pass; [tokens, layers, choices], sorted."""
+    routers = Routers.of(model)
+    assert routers is not None
+    routers.noted = []
+    with torch.no_grad():
+        model(torch.tensor([ids]))
+    return torch.stack(routers.noted, 1).sort(-1)[0]
+
+
+def sorted_experts(routing: Routing | None) -> Tensor:
+    one = chosen_experts(trajectory(routing=routing))
+    return torch.from_numpy(one.astype("int64")).sort(-1)[0]
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_engine_tells_the_experts_that_its_routers_choose(name: str) -> None:
+    model = ARCHITECTURES[name].model()
+    for output in generated(model):
+        (made,) = recorded([output])
+        assert find_fault(made, RunFacts(routing=True)) is None
+        ids = [*PROMPTS[int(output.request_id[0])], *output.token_ids[:-1]]
+        assert torch.equal(sorted_experts(output.routing), whole_pass(model, ids))
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_replay_of_the_own_choice_changes_nothing(name: str) -> None:
+    made = recorded(generated(ARCHITECTURES[name].model()))
+    scorer = Scorer(ARCHITECTURES[name].model()).eval()
+    assert scorer.routers is not None
+    plain, replayed = make_batch(made, 1000), make_batch(made, 1000, routers=scorer.routers.kind)
+    close: Any = {"atol": 2e-5, "rtol": 1e-4}
+    torch.testing.assert_close(logprobs(scorer, replayed), logprobs(scorer, plain), **close)
+    torch.testing.assert_close(logprobs(scorer, replayed), replayed.behaviour, **close)
+    ours, theirs = gradients(scorer, replayed), gradients(scorer, plain)
+    assert ours.keys() == theirs.keys()
+    for parameter, gradient in ours.items():
+        torch.testing.assert_close(gradient, theirs[parameter], atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_weights_of_replayed_experts_are_those_of_the_routers_own_formula(name: str) -> None:
+    model = ARCHITECTURES[name].model()
+    routers = Routers.of(model)
+    assert routers is not None
+    layers, choices, experts = routers.kind
+    kind = router_class(model)
+    router: Any = next(module for module in model.modules() if isinstance(module, kind))
+    told = torch.tensor([[3, 0], [1, 2], [-1, -1]], dtype=torch.int16)
+    routers.replay = told[:, None].expand(3, layers, choices)
+    hidden = torch.randn(3, model.config.hidden_size)
+    logits, weights, chosen = router(hidden)
+    assert torch.equal(chosen[:2], told[:2].long())
+    routers.replay = None
+    _, own_weights, own = router(hidden)
+    assert torch.equal(chosen[2], own[2]) and torch.equal(weights[2], own_weights[2])
+    if name in ("deepseek-v3", "glm4-moe"):
+        expected = logits.sigmoid().gather(1, chosen)
+        expected = router.routed_scaling_factor * expected / expected.sum(1, keepdim=True)
+    elif name == "gpt-oss":
+        expected = logits.gather(1, chosen).softmax(1)
+    else:
+        expected = logits.softmax(1).gather(1, chosen)
+        if getattr(router, "norm_topk_prob", True):
+            expected = expected / expected.sum(1, keepdim=True)
+    torch.testing.assert_close(weights, expected)
+    weights[0, 0].backward()
+    assert router.weight.grad is not None and router.weight.grad.abs().sum() > 0
+    assert experts >= 4
+
+
+def test_packed_and_shared_prompts_get_the_experts_of_their_own_sample() -> None:
+    """Samples share a prompt only where the engine routed it equally."""
+    model = ARCHITECTURES[MIXTURE].model()
+    made = randomly_routed(recorded(generated(model)), 1)
+    scorer = Scorer(model).eval()
+    batch = make_batch(made, 1000, routers=KIND)
+    assert batch.tokens.family is not None
+    assert batch.tokens.family.tolist() == [0, 0, 1, 2]
+    alone = torch.cat([logprobs(scorer, make_batch([one], 1000, routers=KIND)) for one in made])
+    for share in (True, False):
+        together = logprobs(scorer, batch, share=share)
+        torch.testing.assert_close(together, alone, atol=2e-5, rtol=1e-4)
+    assert (alone - logprobs(scorer, make_batch(made, 1000))).abs().max() > 0.01
+
+
+def test_tokens_after_the_last_learned_one_need_no_routing() -> None:
+    model = ARCHITECTURES[MIXTURE].model()
+    (whole,) = randomly_routed(recorded(generated(model))[:1], 1)
+    mask = b"\1" * (whole.response_tokens - 2) + b"\0\0"
+    tail = msgspec.structs.replace(whole, loss_mask=mask)
+    assert tail.routing is not None
+    size = tail.routing.token_bytes
+    short = msgspec.structs.replace(tail.routing, chosen=tail.routing.chosen[: -2 * size])
+    without = msgspec.structs.replace(tail, routing=short)
+    scorer = Scorer(model).eval()
+    found = [logprobs(scorer, make_batch([one], 1000, routers=KIND)) for one in (tail, without)]
+    torch.testing.assert_close(*found)
+    shorter = msgspec.structs.replace(short, chosen=short.chosen[:-size])
+    fault = find_fault(msgspec.structs.replace(tail, routing=shorter), RunFacts())
+    assert fault is not None and "6 to 8 are needed" in fault
+
+
+def test_recomputed_layers_meet_the_same_experts(tmp_path: Path) -> None:
+    """Activation checkpointing runs the routers again in the backward pass."""
+    directory = ARCHITECTURES[MIXTURE].write(tmp_path / "model")
+    made = randomly_routed(recorded(generated(ARCHITECTURES[MIXTURE].model())), 2)
+    found: list[dict[str, Tensor]] = []
+    for recompute in ("false", "true"):
+        settings = config(
+            directory, router_replay="true", activation_checkpointing=recompute
+        ).trainer
+        learner = Learner(ARCHITECTURES[MIXTURE].model(), settings, 2)
+        batch = make_batch(made, 1000, routers=learner.replayed)
+        (micro,) = pack(batch.tokens, pack_tokens=64, micro_tokens=256, share_prompts=True)
+        learner.backward(learner.score(micro, batch.temperature[micro.source])[0].sum())
+        named = learner.model.named_parameters()
+        found.append({name: p.grad.clone() for name, p in named if p.grad is not None})
+    assert found[0].keys() == found[1].keys()
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("policy", ["keep", "recompute"])
+def test_a_token_keeps_the_experts_of_the_pass_that_predicted_the_next(policy: Any) -> None:
+    """Also where the cache of a sequence under way is computed again with new weights."""
+    old, new = (ARCHITECTURES[MIXTURE].model(seed) for seed in (0, 1))
+    made = engine(ARCHITECTURES[MIXTURE].model(0))
+    made.submit([EngineRequest("s", PROMPTS[1], Sampling(), 8)])
+    for _ in range(3):
+        made.poll()
+    load(made, new.named_parameters(), 1, policy)
+    (seen,) = made.peek({"s": 1})
+    outputs: list[EngineOutput] = []
+    while made.busy:
+        outputs += made.poll()
+    (output,) = outputs
+    assert [(span.version, span.start, span.end) for span in output.spans] == [(0, 0, 4), (1, 4, 8)]
+    ids = [*PROMPTS[1], *output.token_ids[:-1]]
+    before = len(PROMPTS[1]) + 3  # tokens that the old weights read
+    chosen = sorted_experts(output.routing)
+    assert len(chosen) == len(ids)
+    assert torch.equal(chosen[:before], whole_pass(old, ids)[:before])
+    assert not torch.equal(chosen[:before], whole_pass(new, ids)[:before])
+    if policy == "recompute":
+        assert torch.equal(chosen[before:], whole_pass(new, ids)[before:])
+    assert seen.routing is not None and output.routing is not None
+    assert output.routing.chosen.startswith(seen.routing.chosen)
+
+
+def test_a_resumed_sample_keeps_the_experts_of_its_first_segment() -> None:
+    model, later = (ARCHITECTURES[MIXTURE].model(seed) for seed in (0, 1))
+    (first,) = generated(model, samples=1)[:1]
+    tokens = ResponseTokens()
+    tokens.add_model(first)
+    partial = trajectory(
+        PROMPTS[0],
+        tokens.ids,
+        tokens.logprobs,
+        spans=tokens.spans,
+        routing=tokens.routing,
+        finish_reason="partial",
+    )
+    resumed = tokens_of(partial)
+    assert resumed is not None
+    again = engine(later, version=1)
+    again.submit([EngineRequest("s", [*PROMPTS[0], *resumed.ids], Sampling(), 4)])
+    outputs: list[EngineOutput] = []
+    while again.busy:
+        outputs += again.poll()
+    known = len(PROMPTS[0]) + len(resumed.ids) - 1
+    resumed.add_model(outputs[0])
+    assert resumed.routing is not None and first.routing is not None
+    assert resumed.routing.chosen.startswith(first.routing.chosen)
+    ids = [*PROMPTS[0], *resumed.ids[:-1]]
+    chosen = sorted_experts(resumed.routing)
+    assert len(chosen) == len(ids)
+    assert torch.equal(chosen[known:], whole_pass(later, ids)[known:])
+
+
+ROUTING = Routing(layers=2, choices=2, experts=4, chosen=bytes([0, 1, 2, 3] * 4))
+WIDE = Routing(layers=1, choices=2, experts=300, chosen=np.arange(290, 298, dtype="<u2").tobytes())
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({}, None),
+        ({"chosen": bytes(12)}, "routing is of 3 tokens, 4 to 4 are needed"),
+        ({"chosen": bytes(20)}, "routing is of 5 tokens, 4 to 4 are needed"),
+        ({"chosen": bytes(15)}, "15 bytes, no multiple of 4"),
+        ({"chosen": bytes([4] * 16)}, "experts beyond 3"),
+        ({"layers": 0}, "routing of 0 layers"),
+        ({"layers": -1}, "routing of -1 layers"),
+        ({"layers": 1 << 62}, "routing of 46"),
+        ({"choices": 5}, "to 5 of 4 experts"),
+        ({"experts": 1 << 40}, "of 1099511627776 experts"),
+        ({"layers": 4, "choices": 1}, r"are \(4, 1, 4\), those of the trainer's model \(2, 2, 4\)"),
+    ],
+)
+def test_routing_is_checked_with_its_trajectory(changes: dict[str, Any], fault: str | None) -> None:
+    made = trajectory(routing=msgspec.structs.replace(ROUTING, **changes))
+    facts = RunFacts(routing=True, routers=KIND if fault is None or "trainer" in fault else None)
+    found = find_fault(made, facts)
+    if fault is None:
+        assert found is None
+    else:
+        assert re.search(fault, str(found))
+
+
+def test_many_experts_take_two_bytes() -> None:
+    assert find_fault(trajectory(routing=WIDE), RunFacts()) is None
+    beyond = msgspec.structs.replace(WIDE, experts=297)
+    assert "beyond 296" in str(find_fault(trajectory(routing=beyond), RunFacts()))
+    assert chosen_experts(trajectory(routing=WIDE))[0].tolist() == [[290, 291]]
+
+
+def test_routing_is_wanted_of_trained_samples_only_and_of_no_others() -> None:
+    plain, routed = trajectory(), trajectory(routing=ROUTING)
+    on, off = RunFacts(routing=True), RunFacts(routing=False)
+    assert "does not say which experts" in str(find_fault(plain, on))
+    assert find_fault(plain, on, trained=False) is None
+    assert "router_replay is off" in str(find_fault(routed, off))
+    assert find_fault(plain, off) is None
+    with pytest.raises(BatchError, match="does not say which experts"):
+        make_batch([plain], 1000, routers=KIND)
+
+
+def test_stage_of_the_policy_replays_too() -> None:
+    model = ARCHITECTURES[MIXTURE].model()
+    made = randomly_routed(recorded(generated(model)), 3)
+    tasks = [
+        ScoringTask(sample_id=t.sample_id, attempt=1, row={}, lease_s=1.0, trajectory=t)
+        for t in made
+    ]
+    worker = LogprobWorker(model, ScorerConfig(pack_tokens=64), replay=True)
+    scores = {score.sample_id: score for score in worker.score(tasks, lambda: None)}
+    expected = logprobs(Scorer(model).eval(), make_batch(made, 1000, routers=KIND))
+    found = np.concatenate(
+        [np.frombuffer(scores[t.sample_id].logprobs or b"", "<f4") for t in made]
+    )
+    torch.testing.assert_close(torch.from_numpy(found), expected.detach(), atol=2e-5, rtol=1e-4)
+    (score,) = worker.score(
+        [msgspec.structs.replace(tasks[0], trajectory=trajectory())], lambda: None
+    )
+    assert "does not say which experts" in score.error
+    with pytest.raises(UsageError, match="no routers"):
+        LogprobWorker(ARCHITECTURES["qwen3"].model(), ScorerConfig(), replay=True)
+
+
+def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:
+    dense = ARCHITECTURES["qwen3"].model()
+    with pytest.raises(UsageError, match="no routers"):
+        Learner(dense, config(tmp_path, router_replay="true").trainer, 2)
+    with pytest.raises(UsageError, match="no routers"):
+        engine(dense)
+    with pytest.raises(UsageError, match="lower generator"):
+        engine(ARCHITECTURES[MIXTURE].model(), max_context=1 << 23)
+    with pytest.raises(UsageError, match="replay engine has no model"):
+        check_feasible(
+            load_config(
+                overrides=["trainer.router_replay=true", "generator.engine=replay"], environ={}
+            )
+        )
+    with pytest.raises(UsageError, match="vLLM on CPUs"):
+        told_routers(ARCHITECTURES[MIXTURE].model(), "cpu", 64)
+
+
+def test_a_copy_of_a_model_has_routers_of_its_own() -> None:
+    model = ARCHITECTURES[MIXTURE].model()
+    routers = Routers.of(model)
+    assert routers is not None and Routers.of(model) is routers
+    routers.replay = torch.zeros(3, 2, 2, dtype=torch.int16)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+    ids = torch.tensor([[5, 6, 7]])
+    assert copied(ids).logits.abs().sum() == 0
+    own = Routers.of(copied)
+    assert own is not None and own is not routers
+    own.replay = None
+    told, plain = model(ids).logits, ARCHITECTURES[MIXTURE].model()(ids).logits
+    assert not torch.equal(told, plain)
+    routers.replay = None
+    assert torch.equal(model(ids).logits, plain)
+
+
+def test_a_router_without_topk_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ARCHITECTURES[MIXTURE].model()
+    made = recorded(generated(model))
+    kind = router_class(model)
+    plain = kind.forward
+
+    def sorting(self: Any, hidden: Tensor) -> Any:
+        logits, _, _ = plain(self, hidden)
+        weights, chosen = logits.softmax(-1).sort(-1, descending=True)
+        return logits, weights[:, : self.top_k], chosen[:, : self.top_k]
+
+    monkeypatch.setattr(kind, "forward", sorting)
+    scorer = Scorer(ARCHITECTURES[MIXTURE].model()).eval()
+    with pytest.raises(UsageError, match="do not choose by topk"):
+        logprobs(scorer, make_batch(made, 1000, routers=KIND))
+
+
+def test_vllm_tells_all_layers_and_we_those_with_a_router() -> None:
+    """Layers without one have zeros there; here the first has none."""
+    routers = told_routers(ARCHITECTURES["deepseek-v3"].model(), "cuda", 64)
+    rows = np.array([[[0, 0], [3, 1]], [[0, 0], [7, 2]], [[0, 0], [5, 6]]], dtype=np.uint8)
+    routing = routers.routing(rows[:2], rows[2:])
+    assert (routing.layers, routing.choices, routing.experts) == (1, 2, 8)
+    assert chosen_experts(trajectory(routing=routing)).tolist() == [[[3, 1]], [[7, 2]], [[5, 6]]]
+    assert routers.routing(None).chosen == b""
+
+
+def test_eval_samples_carry_no_routing() -> None:
+    (output,) = generated(ARCHITECTURES[MIXTURE].model(), samples=1)[:1]
+    for pinned, kept in ((-1, True), (3, False)):
+        settings: Any = RolloutSettings(chat=None, sampling=Sampling(), max_context=64)  # type: ignore[arg-type]
+        rollout = Rollout(sample({}, pinned_version=pinned), settings)
+        made = rollout.trajectory(output)
+        assert (made.routing is not None) == kept
+
+
+def test_an_update_says_how_experts_are_used_and_what_was_rerouted(tmp_path: Path) -> None:
+    directory = ARCHITECTURES[MIXTURE].write(tmp_path / "model")
+    made = randomly_routed(recorded(generated(ARCHITECTURES[MIXTURE].model())), 4)
+    rows: dict[str, Any] = {}
+    for replay in ("true", "false"):
+        settings = config(directory, router_replay=replay, share_prompts="false")
+        learner = Learner(ARCHITECTURES[MIXTURE].model(), settings.trainer, 2)
+        update = PolicyUpdate(settings, learner)
+        routed = make_batch(made, 1000, routers=learner.replayed)
+        rows[replay] = update(routed, 0, lambda: True)
+    counts = np.zeros((2, 4))
+    for one in made:
+        for layer in range(2):
+            np.add.at(counts[layer], chosen_experts(one)[:, layer].flatten(), 1)
+    busiest = counts.max(1) / counts.mean(1)
+    assert rows["true"]["experts/load/mean"] == pytest.approx(busiest.mean())
+    assert rows["true"]["experts/load/max"] == pytest.approx(busiest.max())
+    share = counts / counts.sum(1, keepdims=True)
+    entropy = -(share * np.log(share)).sum(1) / np.log(4)
+    assert rows["true"]["experts/entropy/min"] == pytest.approx(entropy.min())
+    assert rows["true"]["experts/dead"] == 0
+    assert 0.1 < rows["true"]["experts/rerouted"] < 0.9
+    assert "experts/rerouted" not in rows["false"]
+    assert rows["false"]["experts/load/mean"] != rows["true"]["experts/load/mean"]
