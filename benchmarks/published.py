@@ -64,6 +64,7 @@ PUBLISHED: dict[str, Publication] = {
     "load_memory": Publication("load_memory", (), 3),
     "logits_memory": Publication("logits_memory", (), 5),
     "sequence_memory": Publication("sequence_memory", (), 1),
+    "long_rows": Publication("long_rows", (), 15),
     "router_replay": Publication("router_replay", (), 8),
     "security_cost": Publication("security_cost", (), 3),
     "replay_fit": Publication("replay_fit", (), 3),

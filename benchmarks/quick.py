@@ -25,6 +25,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "generator_overhead": ("--engines", "torch", "--requests", "48", "--passes", "1"),
     "load_memory": ("--layers", "2", "--ranks", "1,2"),
     "logits_memory": ("--tokens", "1024", "2048", "--vocabularies", "32000"),
+    "long_rows": ("--tokens", "512", "1024", "--width", "256", "--vocabulary", "8000"),
     "long_tail": ("--requests", "64", "--passes", "1"),
     "replay_fit": ("--steps", "16"),
     "revisions": ("HEAD", "--rounds", "1", "--parts", "loop"),

@@ -17,6 +17,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
+from umbra.proto.errors import UsageError
 from umbra.services.modeling.row_mask import RowMask, Sequences
 from umbra.services.modeling.segment_attention import segment_attention
 
@@ -154,12 +155,21 @@ def _varlen(
     cap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """By torch's FlashAttention for sequences of different lengths; CUDA, 16 bits."""
+    """By torch's FlashAttention for sequences of different lengths; CUDA, 16 bits.
+
+    Raises:
+        UsageError: it is given float32.
+    """
     assert cap is None and sinks is None, "Attention.prepare refuses these"
     rows, width = query.shape[0], query.shape[2]
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if query.dtype not in (torch.bfloat16, torch.float16):
+        raise UsageError(
+            'attention = "varlen" computes in 16 bits: set trainer.precision = "bf16", or '
+            'trainer.attention = "auto"'
+        )
     # `left` of the kernel does not count the position itself.
     left = -1 if mask.window is None else mask.window - 1
     query, key, value = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))

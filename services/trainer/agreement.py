@@ -134,8 +134,8 @@ class Agreement:
         ranks, batch = self._learner.ranks, now.batch
         micros = pack(
             batch.tokens,
-            pack_tokens=self._config.pack_tokens,
-            micro_tokens=self._config.micro_tokens,
+            pack_tokens=self._learner.rows.pack_tokens,
+            micro_tokens=self._learner.rows.micro_tokens,
             sequences=chosen,
             share_prompts=self._config.share_prompts,
             rank=ranks.share,

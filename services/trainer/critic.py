@@ -25,6 +25,7 @@ from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.metrics import Row
 from umbra.services.trainer.objectives.values import value_loss
 from umbra.services.trainer.ranks import Ranks
+from umbra.services.trainer.row_sizes import RowSizes
 from umbra.services.trainer.value_model import OwnModel, PolicyHead, Values
 
 
@@ -33,15 +34,19 @@ class LearnedCritic:
 
     Args:
         source: gives values.
-        config: its section and the packing of the policy are read.
+        config: its section is read, and whether prompts are shared.
+        rows: of the policy.
         ranks: those of `source`, with a process group that nobody else uses.
         cost: by which their shares of a batch are equal; the policy's.
     """
 
-    def __init__(self, source: Values, config: RunConfig, ranks: Ranks, cost: Cost) -> None:
+    def __init__(
+        self, source: Values, config: RunConfig, rows: RowSizes, ranks: Ranks, cost: Cost
+    ) -> None:
         self._source = source
         self._config = config.critic
-        self._packing = config.trainer
+        self._share_prompts = config.trainer.share_prompts
+        self._rows = rows
         self._ranks = ranks
         self._cost = cost
         self._optimizer = torch.optim.AdamW(
@@ -56,9 +61,9 @@ class LearnedCritic:
         self.settle()
         micros = pack(
             batch.tokens,
-            pack_tokens=self._packing.pack_tokens,
-            micro_tokens=self._packing.micro_tokens,
-            share_prompts=self._packing.share_prompts,
+            pack_tokens=self._rows.pack_tokens,
+            micro_tokens=self._rows.micro_tokens,
+            share_prompts=self._share_prompts,
             rank=self._ranks.share,
             world=self._ranks.shares,
             cost=self._cost,
@@ -168,7 +173,7 @@ def open_critic(config: RunConfig, learner: Learner) -> LearnedCritic | None:
     given = Path(config.critic.path) if config.critic.path else None
     apart, cost = learner.ranks.apart(), learner.operations.sequence
     if config.critic.kind == "head":
-        return LearnedCritic(PolicyHead(given, learner, apart), config, apart, cost)
+        return LearnedCritic(PolicyHead(given, learner, apart), config, learner.rows, apart, cost)
     model = OwnModel(
         given or Path(config.model.path),
         config.trainer,
@@ -176,4 +181,4 @@ def open_critic(config: RunConfig, learner: Learner) -> LearnedCritic | None:
         apart,
         config.model.checked,
     )
-    return LearnedCritic(model, config, apart, cost)
+    return LearnedCritic(model, config, learner.rows, apart, cost)

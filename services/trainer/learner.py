@@ -35,6 +35,7 @@ from umbra.services.trainer.muon import muon
 from umbra.services.trainer.operations import TrainingFlops, ceiling
 from umbra.services.trainer.phases import Phases
 from umbra.services.trainer.ranks import Ranks
+from umbra.services.trainer.row_sizes import row_sizes
 from umbra.services.trainer.sharding import offloaded, prepare_layers, shard
 from umbra.services.trainer.small_moments import SmallMomentsAdamW
 from umbra.services.trainer.snapshot import whole_weights
@@ -52,6 +53,7 @@ class Learner:
         ranks: who shares the work.
         seed: of an adapter's first weights.
         files: of the weights, if the model is on the meta device.
+        max_tokens: as of `row_sizes`.
 
     Raises:
         UsageError: a device or an optional package that is not there, or settings that exclude each
@@ -66,6 +68,7 @@ class Learner:
         ranks: Ranks | None = None,
         seed: int = 0,
         files: WeightFiles | None = None,
+        max_tokens: int = 0,
     ) -> None:
         self.ranks = ranks or Ranks()
         self.updates = 0  # made or left out, by this process
@@ -108,6 +111,7 @@ class Learner:
         if source is not None:
             read(model, source, self._masters.of)
             self._masters.push()
+        self.rows = row_sizes(config, model, self.device, self.ranks, max_tokens)
         self.operations = TrainingFlops.of(model)
         # What all ranks could do in a second; unknown on CPUs.
         self.ceiling = ceiling(self.device) * self.ranks.world if self.device.type == "cuda" else 0

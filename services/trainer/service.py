@@ -64,7 +64,15 @@ def run(
         )
     with join_ranks(config.trainer, listener) as ranks:
         model, tokenizer, files = open_policy(config.model.path, checked=config.model.checked)
-        learner = Learner(model, config.trainer, config.run.steps, ranks, config.run.seed, files)
+        learner = Learner(
+            model,
+            config.trainer,
+            config.run.steps,
+            ranks,
+            config.run.seed,
+            files,
+            sampling.max_tokens,
+        )
         layout = tensor_layout(learner.model, config.weight_hub.dtype_on(learner.device.type))
         manifest = build_manifest(layout, config.weight_hub.bucket_bytes)
         critic = open_critic(config, learner)

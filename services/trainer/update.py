@@ -234,8 +234,8 @@ class PolicyUpdate:
         with self._learner.phases("pack"):
             return pack(
                 batch.tokens,
-                pack_tokens=self._config.pack_tokens,
-                micro_tokens=self._config.micro_tokens,
+                pack_tokens=self._learner.rows.pack_tokens,
+                micro_tokens=self._learner.rows.micro_tokens,
                 sequences=part,
                 share_prompts=self._config.share_prompts,
                 rank=self._ranks.share,

@@ -79,7 +79,7 @@ def warm_start(
         tokens = examples.take(chosen)
         ones = torch.ones(len(tokens.learned))
         total = 0.0
-        for micro in pack(tokens, pack_tokens=config.pack_tokens, micro_tokens=config.micro_tokens):
+        for micro in pack(tokens, **learner.rows._asdict()):
             logprobs, _ = learner.score(micro, ones[micro.source], with_entropy=False)
             loss = -logprobs.sum() / len(tokens.learned)
             learner.backward(loss)

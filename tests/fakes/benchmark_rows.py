@@ -155,6 +155,9 @@ def rows_of(name: str, load: Any) -> tuple[list[Row], Row]:
         case "sequence_memory":
             case = {"tokens": 1024, "mib": 1.0, "seconds": 1.0}
             return [case | {"ranks": 1}, case | {"ranks": 2}], {}
+        case "long_rows":
+            sizes = {"gib": 1.0, "seconds": 1.0, "tokens_s": 1.0, "width": 64, "vocabulary": 8000}
+            return [sizes | {"tokens": 1024}, sizes | {"tokens": 2048}], {}
         case "router_replay":
             found = dict.fromkeys(load("router_replay").COLUMNS, 1.0)
             run = found | {"seed": 0, "first": 0.1, "reward": 0.2, "seconds": 1.0}

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from fakes.architectures import ARCHITECTURES, WINDOW
+from fakes.packed_rows import LAYOUTS, fed, gradients, inputs, rows_of, samples
 from torch import Tensor
 
 from umbra.proto.errors import UsageError
 from umbra.services.modeling import segment_attention
 from umbra.services.modeling.attention import DENSE_WIDTH, Attention
 from umbra.services.modeling.attention_backends import attend
-from umbra.services.modeling.micro_batch import MicroBatch, Tokens
 from umbra.services.modeling.packing import pack
 from umbra.services.modeling.row_mask import BLOCK, RowMask
 from umbra.services.modeling.scorer import Scorer
@@ -28,72 +28,6 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
-
-
-def samples(sizes: list[tuple[int, int, int]]) -> Tokens:
-    """Of each (prompt, response, how many responses); all responses are learned."""
-    generator = torch.Generator().manual_seed(5)
-    ids, lengths, prompts, family, learned = [], [], [], [], []
-    start = 0
-    for number, (prompt, response, count) in enumerate(sizes):
-        head = torch.randint(5, 90, (prompt,), generator=generator)
-        for extra in range(count):
-            tail = torch.randint(5, 90, (response + extra,), generator=generator)
-            ids += [head, tail]
-            learned.append(torch.arange(start + prompt, start + prompt + len(tail)))
-            lengths.append(prompt + len(tail))
-            prompts.append(prompt)
-            family.append(number)
-            start += lengths[-1]
-    counts = torch.tensor([len(part) for part in learned])
-    return Tokens(
-        torch.cat(ids),
-        torch.tensor(lengths),
-        torch.cat(learned),
-        torch.arange(len(counts)).repeat_interleave(counts),
-        torch.tensor(prompts),
-        torch.tensor(family),
-    )
-
-
-LAYOUTS = {  # what lies in the rows, tokens of a row, whether prompts are shared
-    "one sequence in each row": ([(9, 20, 1), (5, 30, 2)], 8, False),
-    "packed": ([(9, 20, 3), (40, 3, 2)], 128, False),
-    "shared prompts": ([(30, 12, 4), (3, 25, 3)], 160, True),
-    "a prompt without room": ([(70, 2, 6), (1, 1, 5)], 100, True),
-    "longer than blocks": ([(150, 90, 3), (20, 200, 1)], 700, True),
-}
-
-
-def rows_of(layout: str) -> MicroBatch:
-    sizes, width, share = LAYOUTS[layout]
-    (micro,) = pack(samples(sizes), pack_tokens=width, micro_tokens=1 << 20, share_prompts=share)
-    return micro
-
-
-def inputs(micro: MicroBatch, heads: int, groups: int, width: int, values: int) -> list[Tensor]:
-    rows, length = micro.input_ids.shape
-    generator = torch.Generator().manual_seed(2)
-    shapes = ((heads, width), (groups, width), (groups, values))
-    return [
-        torch.randn(rows, h, length, w, generator=generator, dtype=torch.float64).requires_grad_()
-        for h, w in shapes
-    ]
-
-
-def gradients(output: Tensor, of: list[Tensor], seen: Tensor) -> list[Tensor]:
-    """Of a weighted sum of what the fed positions [R, L] get."""
-    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(3))
-    weights = weights.to(output.dtype) * seen[:, None, :, None]
-    return list(torch.autograd.grad((output * weights).sum(), of))
-
-
-def fed(micro: MicroBatch) -> Tensor:
-    seen = torch.zeros(micro.input_ids.shape, dtype=torch.bool)
-    for piece in micro.pieces:
-        seen[piece.row, piece.start : piece.start + piece.size] = True
-    assert int(seen.sum()) == micro.tokens
-    return seen
 
 
 @pytest.mark.parametrize("window", [None, 7, 100])
@@ -253,6 +187,13 @@ def test_varlen_is_refused_where_it_would_leave_something_out(folder: Path, name
     model = scorer_of(folder, name, "auto").model
     with pytest.raises(UsageError, match=r"which has no soft caps or sinks, and a \w+ has"):
         Attention.prepare(model, "varlen", torch.device("cuda"))
+
+
+def test_varlen_is_refused_in_float32() -> None:
+    micro = rows_of("packed")
+    q, k, v = (t.float() for t in inputs(micro, 2, 2, 16, 16))
+    with pytest.raises(UsageError, match=r'"varlen" computes in 16 bits: set trainer\.precision'):
+        attend(q, k, v, micro.mask.sequences())
 
 
 def test_varlen_is_refused_for_shared_prompts(folder: Path) -> None:

@@ -38,8 +38,14 @@ class TrainerConfig(ObjectiveKeys, frozen=True, kw_only=True, forbid_unknown_fie
         int,
         Meta(description="passes over each batch; those after the first in shuffled order", ge=1),
     ] = 1
-    pack_tokens: Annotated[int, Meta(description="tokens per packed row", ge=8)] = 256
-    micro_tokens: Annotated[int, Meta(description="tokens per forward pass", ge=8)] = 4096
+    pack_tokens: Annotated[
+        Annotated[int, Meta(ge=8)] | Literal["auto"],
+        Meta(description="tokens per packed row; auto = room for several samples"),
+    ] = "auto"
+    micro_tokens: Annotated[
+        Annotated[int, Meta(ge=8)] | Literal["auto"],
+        Meta(description="tokens per forward pass; auto = what fits into memory"),
+    ] = "auto"
     attention: Annotated[
         Literal["auto", "sdpa", "segments", "flex", "varlen"],
         Meta(

@@ -1,0 +1,116 @@
+"""Rows and passes of `auto`: by model, memory and the longest response."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from umbra.proto.errors import UsageError
+from umbra.services.runtime.config import TrainerConfig
+from umbra.services.runtime.config.loader import load_config
+from umbra.services.trainer import row_sizes as module
+from umbra.services.trainer.ranks import Ranks
+from umbra.services.trainer.row_sizes import RowSizes, activation_bytes, row_sizes
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """A model of 8 billion weights, without memory for them."""
+    config = Qwen3Config(
+        vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36,
+        num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+    )  # fmt: skip
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def sizes(model: Any, device: torch.device = CPU, max_tokens: int = 0, **keys: Any) -> RowSizes:
+    return row_sizes(TrainerConfig(**keys), model, device, Ranks(), max_tokens)
+
+
+def given_memory(monkeypatch: pytest.MonkeyPatch, gib: float) -> None:
+    monkeypatch.setattr(module, "memory_of", lambda device, world: int(gib * GIB))
+
+
+def test_numbers_are_kept(model: Any) -> None:
+    assert sizes(model, pack_tokens=64, micro_tokens=8192) == (64, 8192)
+
+
+def test_a_row_has_room_for_two_of_the_longest_responses(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_memory(monkeypatch, 3000)
+    found = {limit: sizes(model, max_tokens=limit) for limit in (0, 16, 500, 1500, 30000)}
+    assert found == {
+        0: (256, 4096), 16: (256, 4096), 500: (1000, 4096), 1500: (3000, 4096),
+        30000: (60000, 60000),
+    }  # fmt: skip
+
+
+def test_a_pass_on_a_gpu_has_what_fits_and_is_one_row(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_memory(monkeypatch, 141)
+    plain = sizes(model, GPU, activation_checkpointing=False)
+    assert plain.pack_tokens == plain.micro_tokens
+    again = sizes(model, GPU)
+    assert again.micro_tokens > 8 * plain.micro_tokens
+    half = sizes(model, GPU, activation_checkpointing="every 2")
+    assert plain.micro_tokens < half.micro_tokens < 2 * plain.micro_tokens
+    given_memory(monkeypatch, 3000)
+    assert sizes(model, GPU) == (65536, 65536)
+    assert sizes(model, GPU, precision="no") == (65536, 65536)
+
+
+def test_weights_that_leave_no_room_leave_short_passes(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_memory(monkeypatch, 24)
+    assert sizes(model, GPU) == (256, 256)
+
+
+def test_all_ranks_take_what_the_smallest_has_room_for(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_memory(monkeypatch, 1000)
+    ranks: Any = SimpleNamespace(world=2, gather=lambda own: torch.stack([own, own * 0 + 777]))
+    assert row_sizes(TrainerConfig(), model, GPU, ranks) == (777, 777)
+
+
+def test_activations_of_a_small_model_are_about_what_they_say() -> None:
+    """Counted are the bytes of what autograd keeps, each tensor's memory once."""
+    config = Qwen3Config(
+        vocab_size=64, hidden_size=128, intermediate_size=384, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+    )  # fmt: skip
+    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").model
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+    alive: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        alive.append(tensor)
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(input_ids=torch.zeros(1, 500, dtype=torch.int64), use_cache=False)
+    found = sum(kept.values()) / 500 / activation_bytes(TrainerConfig(), model)
+    assert 0.6 < found < 1.2
+
+
+@pytest.mark.parametrize("value", ["auto", "512"])
+def test_both_forms_are_read(value: str, tmp_path: Path) -> None:
+    config = load_config(overrides=[f"trainer.pack_tokens={value}"], environ={})
+    assert config.trainer.pack_tokens == (value if value == "auto" else int(value))
+    for wrong in ("4", "all"):
+        with pytest.raises(UsageError, match="pack_tokens"):
+            load_config(overrides=[f"trainer.pack_tokens={wrong}"], environ={})
