@@ -9,12 +9,13 @@ import msgspec
 import torch
 
 from umbra.deploy.estimate.needs import Facts, fullest, kind_of
-from umbra.deploy.estimate.sizes import ModelSizes, PassPeaks, Rows
+from umbra.deploy.estimate.sizes import ModelSizes, PassPeaks, RowShape
 from umbra.deploy.estimate.trace import Outline, pass_peaks
 from umbra.proto.errors import UsageError
 from umbra.services.modeling.models import loading, read_transformers_config
 from umbra.services.runtime.config import RunConfig, TrainerConfig
 from umbra.services.runtime.model.architectures import check_architecture
+from umbra.services.trainer.row_sizes import fitting_tokens, memory_of, rows_within
 
 _PLAIN = (
     "weights",
@@ -24,16 +25,19 @@ _PLAIN = (
     "reshard_after_forward",
     "reduce_gradients",
 )
+UNKNOWN_GPU = 80 * 10**9  # bytes
 PREFILL_TOKENS = 16384  # that the torch engine reads in a pass
 _COMPUTE = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NOTHING = PassPeaks(0, 0, 0, 0, 0)
 
 
-def gather_facts(config: RunConfig, *, gpu: bool) -> Facts:
+def gather_facts(config: RunConfig, *, gpu: int, host: int | None = None) -> Facts:
     """By the `config.json` in `model.path`; no weights are read.
 
     Args:
-        gpu: whether the devices that are "auto" are GPUs.
+        gpu: bytes of memory of a GPU, by which `auto` sizes rows; 0: devices that are "auto" are
+            the CPU, and a GPU that is asked for by name is taken to have 80 GB.
+        host: bytes of the host's memory; None: this machine's.
 
     Raises:
         UsageError: there is no such model, or it is refused.
@@ -46,7 +50,7 @@ def gather_facts(config: RunConfig, *, gpu: bool) -> Facts:
     with loading(directory, "model.path"):
         model = read_transformers_config(directory)
     try:
-        return _facts(config, model, gpu=gpu)
+        return _facts(config, model, gpu=gpu, host=host)
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         first = str(error).partition("\n")[0]
         raise UsageError(
@@ -70,9 +74,9 @@ def _check_known(trainer: TrainerConfig) -> None:
             )
 
 
-def _facts(config: RunConfig, model: Any, *, gpu: bool) -> Facts:
+def _facts(config: RunConfig, model: Any, *, gpu: int, host: int | None) -> Facts:
     trainer = config.trainer
-    kind = kind_of(trainer.device, gpu=gpu)
+    kind = kind_of(trainer.device, gpu=bool(gpu))
     compute = _COMPUTE[trainer.precision_on(kind)]
     # Several ranks gather parameters in what they compute in; one has autocast cast them.
     stored = compute if trainer.ranks > 1 else torch.float32
@@ -83,6 +87,14 @@ def _facts(config: RunConfig, model: Any, *, gpu: bool) -> Facts:
 
     text: Any = model.get_text_config()
     sizes = make(model).sizes(kv_numbers(text, latent=config.generator.engine == "vllm"))
+    if kind == "cuda":
+        memory = gpu or UNKNOWN_GPU
+    else:
+        memory = memory_of(torch.device("cpu"), 1) if host is None else host
+        memory //= trainer.ranks
+    fits = fitting_tokens(trainer, model, sizes.parameters // trainer.ranks, memory, kind)
+    chosen = rows_within(trainer, fits, kind, config.sampling.max_tokens)._asdict()
+    config = msgspec.structs.replace(config, trainer=msgspec.structs.replace(trainer, **chosen))
     like = None if str(trainer.recomputes_on(kind)).startswith("every") else sizes
     passes = [
         (pass_peaks(model, like, make, rows=rows, autocast=autocast), rows)
@@ -92,8 +104,8 @@ def _facts(config: RunConfig, model: Any, *, gpu: bool) -> Facts:
     return Facts(
         sizes=sizes,
         training=training,
-        scoring=_scoring(config, model, sizes, gpu=gpu),
-        prefill=_prefill(config, model, sizes, gpu=gpu),
+        scoring=_scoring(config, model, sizes, gpu=bool(gpu)),
+        prefill=_prefill(config, model, sizes, gpu=bool(gpu)),
         rows=rows,
     )
 
@@ -140,7 +152,7 @@ def _prefill(config: RunConfig, model: Any, sizes: ModelSizes, *, gpu: bool) -> 
         return _NOTHING
     kind = kind_of(generator.device, gpu=gpu)
     count = max(1, min(generator.slots, PREFILL_TOKENS // generator.max_context))
-    rows = Rows(count, generator.max_context, packed=True)
+    rows = RowShape(count, generator.max_context, packed=True)
 
     def make(of: Any) -> Outline:
         return Outline(of, TrainerConfig(logits_mib=1.0), _served(config, kind), kind)

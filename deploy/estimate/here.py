@@ -18,7 +18,7 @@ def estimate_on(config: RunConfig, machine: Machine) -> Estimate:
     """
     from umbra.deploy.estimate.facts import gather_facts  # brings torch
 
-    return estimate(config, gather_facts(config, gpu=machine.gpu > 0), machine)
+    return estimate(config, gather_facts(config, gpu=machine.gpu, host=machine.host), machine)
 
 
 def this_machine() -> Machine:

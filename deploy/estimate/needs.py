@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from umbra.deploy.estimate.gpus import GIB
-from umbra.deploy.estimate.sizes import ModelSizes, PassPeaks, Rows
+from umbra.deploy.estimate.sizes import ModelSizes, PassPeaks, RowShape
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.weights.staging import BUFFERS
 
@@ -81,7 +81,7 @@ class Facts:
     training: PassPeaks
     scoring: PassPeaks
     prefill: PassPeaks
-    rows: Rows
+    rows: RowShape
 
 
 def kind_of(device: str, *, gpu: bool) -> str:
@@ -90,30 +90,32 @@ def kind_of(device: str, *, gpu: bool) -> str:
     return ("cuda" if gpu else "cpu") if name == "auto" else name
 
 
-def fullest(config: RunConfig) -> list[Rows]:
+def fullest(config: RunConfig) -> list[RowShape]:
     """The micro-batches that may need most of those that `packing.pack` makes.
 
     The longest sample fills a context, of which the last token is not fed. A sample that is longer
-    than `trainer.pack_tokens` has a row alone; among the rows of a micro-batch, which are padded to
-    the longest, there may be packed ones if they have half its width.
+    than `trainer.pack_tokens` (a number here, not "auto") has a row alone; among the rows of a
+    micro-batch, which are padded to the longest, there may be packed ones if they have half its
+    width.
     """
     trainer = config.trainer
     longest = max(1, config.generator.max_context - 1)
-    width = trainer.pack_tokens
+    width, together = trainer.pack_tokens, trainer.micro_tokens
+    assert width != "auto" and together != "auto"
     if longest > width:
         width = min(longest, 2 * width - 1)
-    found = [*_filled(trainer.micro_tokens, width, packed=True)]
+    found = [*_filled(together, width, packed=True)]
     if longest > width:
-        found += _filled(trainer.micro_tokens, longest, packed=False)
+        found += _filled(together, longest, packed=False)
     return found
 
 
-def _filled(tokens: int, width: int, *, packed: bool) -> Iterator[Rows]:
+def _filled(tokens: int, width: int, *, packed: bool) -> Iterator[RowShape]:
     """So many `tokens` in rows as wide as can be, and in narrower ones if those leave some out."""
-    yield Rows(max(1, tokens // width), width, packed)
+    yield RowShape(max(1, tokens // width), width, packed)
     if width < tokens and tokens % width:
         count = -(-tokens // width)
-        yield Rows(count, tokens // count, packed)
+        yield RowShape(count, tokens // count, packed)
 
 
 def needs(config: RunConfig, facts: Facts, *, gpu: bool) -> list[Need]:

@@ -103,7 +103,7 @@ class PassPeaks:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowShape:
     """Rows of a micro-batch, and how many sequences lie in one: one alone needs no mask."""
 
     count: int

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from umbra.deploy.estimate.sizes import ModelSizes, PassPeaks, Rows, Sized
+from umbra.deploy.estimate.sizes import ModelSizes, PassPeaks, RowShape, Sized
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.experts import set_experts
 from umbra.services.modeling.micro_batch import MicroBatch, Tokens, Unit, lay_out
@@ -186,7 +186,7 @@ class Outline:
 
     def peaks(
         self,
-        rows: Rows,
+        rows: RowShape,
         *,
         autocast: torch.dtype | None = None,
         train: bool = True,
@@ -299,7 +299,7 @@ def _of_pairs(tensor: Tensor, width: int) -> bool:
     return len(shape) >= rank and shape[-1] == shape[-2] == width
 
 
-def full_rows(rows: Rows) -> MicroBatch:
+def full_rows(rows: RowShape) -> MicroBatch:
     """`rows` without padding, of one sequence or, if they are packed, two each."""
     width = rows.width
     halves = (width - width // 2, width // 2) if rows.packed and width > 1 else (width,)

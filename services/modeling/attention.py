@@ -24,11 +24,11 @@ from transformers import PreTrainedModel
 
 from umbra.proto.errors import UsageError
 from umbra.services.modeling.attention_backends import NAME
-from umbra.services.modeling.row_mask import RowMask, Sequences
+from umbra.services.modeling.row_mask import PackedSequences, RowMask
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # Transformers' names of kinds of layers
 Mask = Tensor | dict[str, Tensor]
-RowMasks = Mask | RowMask | BlockMask | Sequences | dict[str, Any]
+RowMasks = Mask | RowMask | BlockMask | PackedSequences | dict[str, Any]
 Choice = Literal["auto", "sdpa", "segments", "flex", "varlen"]
 DENSE_WIDTH = 1024
 """Positions of a row up to which a CPU is faster with a dense mask than segment by segment."""
@@ -170,7 +170,7 @@ def _added(allowed: Tensor, dtype: torch.dtype) -> Tensor:
     return zeros.masked_fill_(~allowed, -torch.inf)
 
 
-def _form(rows: RowMask, backend: Choice) -> Tensor | RowMask | BlockMask | Sequences:
+def _form(rows: RowMask, backend: Choice) -> Tensor | RowMask | BlockMask | PackedSequences:
     """`rows` as `attend` takes them for a backend."""
     if backend == "segments":
         return rows

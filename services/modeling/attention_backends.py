@@ -2,7 +2,7 @@
 
 `attend` computes it from queries, keys, values and a mask; the mask's type says by which backend:
 a tensor or None: SDPA with a dense mask; `RowMask`: segment by segment; `BlockMask`:
-flex_attention; `Sequences`: FlashAttention over sequences of different lengths.
+flex_attention; `PackedSequences`: FlashAttention over sequences of different lengths.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from umbra.proto.errors import UsageError
-from umbra.services.modeling.row_mask import RowMask, Sequences
+from umbra.services.modeling.row_mask import PackedSequences, RowMask
 from umbra.services.modeling.segment_attention import segment_attention
 
 NAME = "umbra"  # of our attention in Transformers
 _segments: Any = torch.compiler.disable(segment_attention)  # a loop over what lies in the rows
-LayerMask = Tensor | RowMask | BlockMask | Sequences | None
+LayerMask = Tensor | RowMask | BlockMask | PackedSequences | None
 
 
 def attend(
@@ -52,7 +52,7 @@ def attend(
         return _segments(query, key, value, mask, scale=scale, cap=cap, sinks=sinks)
     if isinstance(mask, BlockMask):
         return _flex(query, key, value, mask, scale, cap, sinks)
-    if isinstance(mask, Sequences):
+    if isinstance(mask, PackedSequences):
         return _varlen(query, key, value, mask, scale, cap, sinks)
     if cap is None and sinks is None:
         groups = query.shape[1] // key.shape[1]
@@ -150,7 +150,7 @@ def _varlen(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Sequences,
+    mask: PackedSequences,
     scale: float,
     cap: float | None,
     sinks: Tensor | None,
@@ -209,7 +209,7 @@ def _from_transformers(
 
 def _mask_of(*args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
     """What a layer is given: our masks as they are, or the one that it would have with SDPA."""
-    if isinstance(attention_mask, RowMask | Sequences):
+    if isinstance(attention_mask, RowMask | PackedSequences):
         return attention_mask
     return sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from umbra.services.modeling.experts import UNKNOWN
-from umbra.services.modeling.row_mask import Piece, RowMask
+from umbra.services.modeling.row_mask import RowMask, RowSegment
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class MicroBatch:
     tokens: int = 0  # of R * L, those that are not padding
     fed: Tensor | None = None  # bool [R * L], which these are
     routing: Tensor | None = None  # int16 [R * L, layers, choices], as `Routers.replay`
-    pieces: tuple[Piece, ...] = ()  # what lies in the rows, by row and start
+    pieces: tuple[RowSegment, ...] = ()  # what lies in the rows, by row and start
 
     @property
     def mask(self) -> RowMask:
@@ -91,7 +91,7 @@ def lay_out(tokens: Tokens, rows: list[list[Unit]]) -> MicroBatch:
     length = tokens.lengths.tolist()
     # What lies where: first cell, first token, number of tokens, first position, segment, prefix.
     pieces: list[tuple[int, int, int, int, int, int]] = []
-    parts: list[Piece] = []
+    parts: list[RowSegment] = []
     sequences: list[int] = []
     homes: list[tuple[int, int, int]] = []  # of each sequence: its prompt's cell, own cell, prompt
     for number, row in enumerate(rows):
@@ -102,14 +102,14 @@ def lay_out(tokens: Tokens, rows: list[list[Unit]]) -> MicroBatch:
             if unit.prompt:
                 first = offset[unit.sequences[0]]
                 pieces.append((cell, first, unit.prompt, 0, prefix, prefix))
-                parts.append(Piece(number, cell - edge, unit.prompt))
+                parts.append(RowSegment(number, cell - edge, unit.prompt))
                 cell += unit.prompt
             for item in unit.sequences:
                 fed = length[item] - 1 - unit.prompt
                 at = len(pieces)
                 start = offset[item] + unit.prompt
                 pieces.append((cell, start, fed, unit.prompt, at, prefix))
-                parts.append(Piece(number, cell - edge, fed, home - edge, unit.prompt))
+                parts.append(RowSegment(number, cell - edge, fed, home - edge, unit.prompt))
                 sequences.append(item)
                 homes.append((home, cell, unit.prompt))
                 cell += fed

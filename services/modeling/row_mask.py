@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask
 BLOCK = 128  # positions of a block of flex_attention, its default
 
 
-class Piece(NamedTuple):
+class RowSegment(NamedTuple):
     """Positions of a row that lie side by side: a sequence, a shared prompt, or what follows one.
 
     They attend to each other causally, and to all of the prompt that they share.
@@ -28,7 +28,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sequences:
+class PackedSequences:
     """Rows laid end to end, in which nothing is shared, as `varlen_attn` takes them."""
 
     rows: int
@@ -57,7 +57,7 @@ class RowMask:
     """
 
     positions: Tensor  # int64 [R, L], from 0 in every sequence
-    pieces: tuple[Piece, ...]  # by row and start; without padding
+    pieces: tuple[RowSegment, ...]  # by row and start; without padding
     segment: Tensor | None = None  # int32 [R, L], -1 for padding; None: one sequence in each row
     prefix: Tensor | None = None  # int32 [R, L], segment of the prompt; its own if not shared
     window: int | None = None
@@ -139,7 +139,7 @@ class RowMask:
 
         return rule
 
-    def sequences(self) -> Sequences:
+    def sequences(self) -> PackedSequences:
         """For `varlen_attn`; padding is a sequence of its own, which nobody looks at."""
         rows, width = self.positions.shape
         edges = {row * width for row in range(rows + 1)}
@@ -151,7 +151,7 @@ class RowMask:
         starts = sorted(edges)
         longest = max(b - a for a, b in pairwise(starts))
         tensor = torch.tensor(starts, dtype=torch.int32, device=self.positions.device)
-        return Sequences(rows, width, tensor, longest, self.window)
+        return PackedSequences(rows, width, tensor, longest, self.window)
 
     def tiles(self, most: int) -> Iterator[Tile]:
         """All queries that are no padding, in tiles of at most `most`; 0: as large as can be.
@@ -172,7 +172,7 @@ class RowMask:
 class Tile(NamedTuple):
     """Queries `start` to `stop` of a piece, and the keys of its sequence from position `low` on."""
 
-    piece: Piece
+    piece: RowSegment
     start: int
     stop: int
     low: int

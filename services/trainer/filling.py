@@ -13,7 +13,7 @@ from umbra.services.trainer.lora import is_adapter
 from umbra.services.trainer.snapshot import bare_name, own_rows
 
 
-class Rows(Protocol):
+class RowSource(Protocol):
     """Where the rows of a model's weights come from."""
 
     def read(self, name: str, place: Tensor, first: int = 0) -> None:
@@ -64,7 +64,7 @@ def place(model: nn.Module, device: torch.device, *, parameters_at: torch.device
 
 @torch.no_grad()
 def read(
-    model: nn.Module, source: Rows, into: Callable[[nn.Parameter], Tensor] = lambda p: p
+    model: nn.Module, source: RowSource, into: Callable[[nn.Parameter], Tensor] = lambda p: p
 ) -> None:
     """Read the rows that are held here of every weight; adapters have theirs.
 

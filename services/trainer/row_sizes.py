@@ -42,14 +42,22 @@ def row_sizes(
         ranks: who shares the weights, and on a CPU the memory.
         max_tokens: `sampling.max_tokens`, the longest response of a turn; 0: unknown.
     """
+    fits = torch.zeros(1, dtype=torch.int64)
+    if config.micro_tokens == "auto":
+        memory, kind, world = memory_of(device, ranks.world), device.type, ranks.world
+        weights = sum(parameter.numel() for parameter in model.parameters())
+        fits[0] = fitting_tokens(config, model.config, weights // world, memory, kind)
+        fits = ranks.gather(fits).min()
+    return rows_within(config, int(fits), device.type, max_tokens)
+
+
+def rows_within(config: TrainerConfig, fits: int, kind: str, max_tokens: int = 0) -> RowSizes:
+    """The configured numbers; for `auto` what `row_sizes` says, where so many tokens fit."""
     pack_tokens, micro_tokens = config.pack_tokens, config.micro_tokens
-    gpu = device.type == "cuda"
+    gpu = kind == "cuda"
     if micro_tokens == "auto":
-        fits = torch.zeros(1, dtype=torch.int64)
-        fits[0] = _fitting(config, model, device, ranks.world)
-        micro_tokens = int(ranks.gather(fits).min())
         most = GPU_PASS if gpu else max(CPU_PASS, 2 * max_tokens)
-        micro_tokens = max(SHORT_ROW, min(micro_tokens, most))
+        micro_tokens = max(SHORT_ROW, min(fits, most))
     if pack_tokens == "auto":
         pack_tokens = micro_tokens if gpu else min(micro_tokens, max(SHORT_ROW, 2 * max_tokens))
     return RowSizes(pack_tokens, micro_tokens)
@@ -69,9 +77,9 @@ def activation_bytes(config: TrainerConfig, model: Any, kind: str = "cpu") -> in
     of each query, key and value (projected, normed or rotated, and what attention keeps), four of
     each unit of the feed-forward part that the token meets. Of layers that are computed again:
     their input, and all of one. `selective` counts as none of them, which is more than it keeps.
-    `kind` is the device's, which `auto` keys depend on.
+    `model` is its Transformers config; `kind` the device's, which `auto` keys depend on.
     """
-    known = model.config.get_text_config()
+    known = model.get_text_config()
     hidden, layers = known.hidden_size, known.num_hidden_layers
     heads = known.num_attention_heads
     width = getattr(known, "head_dim", None) or hidden // heads
@@ -88,9 +96,14 @@ def activation_bytes(config: TrainerConfig, model: Any, kind: str = "cpu") -> in
     return kept * (4 if config.precision_on(kind) == "no" else 2)
 
 
-def _fitting(config: TrainerConfig, model: Any, device: torch.device, world: int) -> int:
-    """Tokens whose activations fit beside the weights; 0 if the weights alone do not."""
-    weights = sum(parameter.numel() for parameter in model.parameters()) * WEIGHT_BYTES // world
-    logits = 4 * int(config.logits_mib * 2**20)
-    room = memory_of(device, world) - weights - logits
-    return max(0, int(ACTIVATIONS * room)) // activation_bytes(config, model, device.type)
+def fitting_tokens(config: TrainerConfig, model: Any, weights: int, memory: int, kind: str) -> int:
+    """Tokens whose activations fit beside the weights; 0 if the weights alone do not.
+
+    Args:
+        model: its Transformers config.
+        weights: that a rank holds.
+        memory: bytes that it has in all.
+        kind: of its device, "cpu" or "cuda".
+    """
+    room = memory - WEIGHT_BYTES * weights - 4 * int(config.logits_mib * 2**20)
+    return max(0, int(ACTIVATIONS * room)) // activation_bytes(config, model, kind)

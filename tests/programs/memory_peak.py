@@ -21,7 +21,7 @@ import transformers
 from accelerate.state import AcceleratorState
 from transformers import AutoModelForCausalLM
 
-from umbra.deploy.estimate.sizes import Rows
+from umbra.deploy.estimate.sizes import RowShape
 from umbra.deploy.estimate.trace import full_rows
 from umbra.services.modeling.models import attention_implementation
 from umbra.services.runtime.config import TrainerConfig
@@ -60,8 +60,8 @@ def measure(case: Case) -> int:
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
             parameter.grad.fill_(0)  # so that the kernel has to give the pages
-    step(learner, full_rows(Rows(1, 32)))  # libraries make their own buffers at the first time
-    micro = full_rows(Rows(case.rows, case.width))
+    step(learner, full_rows(RowShape(1, 32)))  # libraries make their own buffers at the first time
+    micro = full_rows(RowShape(case.rows, case.width))
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak starts anew

@@ -379,7 +379,7 @@ def test_the_command_prints_the_table_and_ends_well(model_dir: Path) -> None:
     )
     assert result.return_value == 0
     assert "Qwen3ForCausalLM" in result.output
-    assert result.output.count(" equal ") == 15
+    assert result.output.count(" equal ") == 17
     assert "model.checked" not in result.output
 
 

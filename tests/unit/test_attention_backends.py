@@ -206,12 +206,12 @@ def test_varlen_is_refused_for_shared_prompts(folder: Path) -> None:
 MEMORY = """
 import resource, sys, torch
 from umbra.services.modeling.attention_backends import attend
-from umbra.services.modeling.row_mask import Piece, RowMask
+from umbra.services.modeling.row_mask import RowSegment, RowMask
 torch.set_num_threads(1)
 width, window, cap = int(sys.argv[1]), *(eval(argument) for argument in sys.argv[2:4])
 def step(width):
     half = width // 2
-    pieces = (Piece(0, 0, half), Piece(0, half, width - half, 0, half))
+    pieces = (RowSegment(0, 0, half), RowSegment(0, half, width - half, 0, half))
     positions = torch.arange(width)[None]
     q, k, v = (torch.randn(1, 2, width, 8, requires_grad=True) for _ in range(3))
     mask = RowMask(positions, pieces).within(window)

@@ -18,7 +18,7 @@ from programs.memory_peak import Case
 from transformers import AutoModelForCausalLM
 
 from umbra.cli import main
-from umbra.deploy.estimate.facts import kv_numbers
+from umbra.deploy.estimate.facts import gather_facts, kv_numbers
 from umbra.deploy.estimate.fit import Machine, estimate
 from umbra.deploy.estimate.gpus import GIB, GPUS, gpu_bytes
 from umbra.deploy.estimate.needs import (
@@ -30,7 +30,7 @@ from umbra.deploy.estimate.needs import (
     needs,
     peak,
 )
-from umbra.deploy.estimate.sizes import ModelSizes, PassPeaks, Rows, Sized
+from umbra.deploy.estimate.sizes import ModelSizes, PassPeaks, RowShape, Sized
 from umbra.deploy.estimate.trace import LiveBytes, Outline, full_rows, pass_peaks
 from umbra.proto.errors import UsageError
 from umbra.services.modeling.packing import pack
@@ -38,6 +38,7 @@ from umbra.services.runtime.config import RunConfig, TrainerConfig
 from umbra.services.runtime.config.loader import load_config
 from umbra.services.runtime.model.architectures import PROVEN
 from umbra.services.trainer.lora import add_adapter
+from umbra.services.trainer.row_sizes import CPU_PASS, rows_within
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "memory_peak.py"
 WITHIN = 0.1
@@ -77,7 +78,7 @@ def traced(case: Case) -> PassPeaks:
     trainer = case.settings()
     outline = Outline(case.config(), trainer, torch.float32, "cpu")
     autocast = torch.bfloat16 if trainer.precision == "bf16" else None
-    return outline.peaks(Rows(case.rows, case.width), autocast=autocast)
+    return outline.peaks(RowShape(case.rows, case.width), autocast=autocast)
 
 
 @pytest.fixture(scope="module")
@@ -117,8 +118,8 @@ def test_of_many_like_layers_a_few_tell(
     whole = make(config)
     sizes = whole.sizes(0)
     assert sizes.alike
-    found = pass_peaks(config, sizes, make, rows=Rows(2, 32), autocast=autocast)
-    tried = whole.peaks(Rows(2, 32), autocast=autocast)
+    found = pass_peaks(config, sizes, make, rows=RowShape(2, 32), autocast=autocast)
+    tried = whole.peaks(RowShape(2, 32), autocast=autocast)
     assert (found.kept, found.attention) == (tried.kept, tried.attention)
     assert found.working == pytest.approx(tried.working, rel=0.01)
     assert tried.peak <= found.peak <= 1.01 * tried.peak
@@ -159,7 +160,7 @@ def test_parameters_are_those_of_the_model(name: str) -> None:
     assert sizes.parameters == sizes.trained == sum(p.numel() for p in model.parameters())
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
     assert {tensor.name: tensor.shape for tensor in sizes.tensors} == shapes
-    assert outline.peaks(Rows(2, 16)).peak > 0
+    assert outline.peaks(RowShape(2, 16)).peak > 0
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-moe"])
@@ -212,13 +213,23 @@ def settings(*overrides: str) -> RunConfig:
 @pytest.mark.parametrize(
     ("pack_tokens", "micro_tokens", "max_context", "expected"),
     [
-        (256, 4096, 129, [Rows(16, 256, True)]),
-        (256, 4096, 1025, [Rows(8, 511, True), Rows(9, 455, True), Rows(4, 1024, False)]),
-        (256, 512, 1025, [Rows(1, 511, True), Rows(2, 256, True), Rows(1, 1024, False)]),
+        (256, 4096, 129, [RowShape(16, 256, True)]),
+        (
+            256,
+            4096,
+            1025,
+            [RowShape(8, 511, True), RowShape(9, 455, True), RowShape(4, 1024, False)],
+        ),
+        (
+            256,
+            512,
+            1025,
+            [RowShape(1, 511, True), RowShape(2, 256, True), RowShape(1, 1024, False)],
+        ),
     ],
 )
 def test_the_fullest_micro_batch(
-    pack_tokens: int, micro_tokens: int, max_context: int, expected: list[Rows]
+    pack_tokens: int, micro_tokens: int, max_context: int, expected: list[RowShape]
 ) -> None:
     config = settings(
         f"trainer.pack_tokens={pack_tokens}",
@@ -264,7 +275,7 @@ def _tokens(lengths: torch.Tensor) -> Any:
 
 
 def test_full_rows_are_full() -> None:
-    packed, alone = full_rows(Rows(3, 16)), full_rows(Rows(3, 16, packed=False))
+    packed, alone = full_rows(RowShape(3, 16)), full_rows(RowShape(3, 16, packed=False))
     for micro in (packed, alone):
         assert micro.input_ids.shape == (3, 16)
         assert micro.tokens == len(micro.targets) == 48
@@ -281,7 +292,7 @@ FACTS = Facts(
     training=PassPeaks(10 * GB, 2 * GB, 3 * GB, 12 * GB, 14 * GB),
     scoring=PassPeaks(1 * GB, 0, 1 * GB, 0, 0),
     prefill=PassPeaks(1 * GB, 0, 1 * GB, 0, 0),
-    rows=Rows(2, 512, packed=True),
+    rows=RowShape(2, 512, packed=True),
 )
 
 
@@ -455,6 +466,16 @@ def test_the_command(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] is True
     assert found["processes"][0]["device"]["weights, float32"] > 0
+
+
+def test_rows_of_auto_are_those_of_the_trainer(run_file: Path) -> None:
+    auto = ("trainer.pack_tokens=auto", "trainer.micro_tokens=auto")
+    config = load_config(str(run_file), overrides=auto)
+    facts = gather_facts(config, gpu=0, host=1 << 34)
+    chosen = rows_within(config.trainer, CPU_PASS, "cpu", config.sampling.max_tokens)
+    numbers = [f"trainer.{name}={value}" for name, value in chosen._asdict().items()]
+    known = gather_facts(load_config(str(run_file), overrides=numbers), gpu=0, host=1 << 34)
+    assert facts.rows == known.rows and facts.training == known.training
 
 
 @pytest.mark.parametrize("key", ["weights=bf16", "offload=optimizer", "sequence_parallel=2"])

@@ -38,7 +38,7 @@ SETTINGS = (
     "within an hour 3 times",
     "for the trainer, 20 times for others",
     "A GPU counts as full at 95 % of its memory",
-    "`tests/unit/test_estimate.py` requires 10 %",
+    " requires 10 %",
     "the trainer, 20 times for others",
     "is started again up to 5 times",
     "at most 3 times in a run",

@@ -21,7 +21,7 @@ from umbra.deploy.estimate.facts import gather_facts
 from umbra.deploy.estimate.fit import Estimate, Machine, estimate, taken, vllm_room
 from umbra.deploy.estimate.gpus import GIB, gpu_bytes
 from umbra.deploy.estimate.needs import peak
-from umbra.deploy.estimate.sizes import Rows
+from umbra.deploy.estimate.sizes import RowShape
 from umbra.deploy.estimate.trace import full_rows
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config.loader import load_config
@@ -132,7 +132,7 @@ def estimates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Estimate]:
         made.save_pretrained(directory)
         model = msgspec.structs.replace(config.model, path=str(directory))
         config = msgspec.structs.replace(config, model=model)
-        found[name] = estimate(config, gather_facts(config, gpu=True), machine)
+        found[name] = estimate(config, gather_facts(config, gpu=machine.gpu), machine)
     return found
 
 
@@ -201,7 +201,7 @@ def test_its_settings_train_a_tiny_model_of_that_shape(name: str) -> None:
     named = dict(learner.model.named_parameters())
     trained = {n: p.detach().clone() for n, p in named.items() if p.requires_grad}
     assert all((".lora_" in n) == bool(trainer.lora_rank) for n in trained)
-    micro = full_rows(Rows(2, 32))
+    micro = full_rows(RowShape(2, 32))
     drawn = torch.randint(64, (2, 32))  # equal tokens would leave attention nothing to learn
     micro = dataclasses.replace(micro, input_ids=drawn)
     for step in (0, 1):  # the first update of an adapter moves only its B, which begins at 0

@@ -103,7 +103,7 @@ def test_activations_of_a_small_model_are_about_what_they_say() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model(input_ids=torch.zeros(1, 500, dtype=torch.int64), use_cache=False)
-    found = sum(kept.values()) / 500 / activation_bytes(TrainerConfig(), model)
+    found = sum(kept.values()) / 500 / activation_bytes(TrainerConfig(), model.config)
     assert 0.6 < found < 1.2
 
 
