@@ -14,6 +14,7 @@ has Transformers call our attention (`attention_backends.py`), by the backend th
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -23,8 +24,11 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import PreTrainedModel
 
 from umbra.proto.errors import UsageError
+from umbra.services.modeling import attention_probe
 from umbra.services.modeling.attention_backends import NAME
 from umbra.services.modeling.row_mask import PackedSequences, RowMask
+
+log = logging.getLogger(__name__)
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # Transformers' names of kinds of layers
 Mask = Tensor | dict[str, Tensor]
@@ -50,6 +54,8 @@ class Attention:
     """Of packed rows."""
     plain: bool = True
     """Scores have no soft cap, and there are no sinks."""
+    flexes: bool = True
+    """flex_attention is right on this GPU; else `auto` goes segment by segment."""
 
     @classmethod
     def prepare(
@@ -60,6 +66,9 @@ class Attention:
         key: str = "trainer.attention",
     ) -> Attention:
         """Have `model`, which computes on `device`, attend by our backends, for rows of `express`.
+
+        What runs on GPUs alone is compared with a dense mask first (`attention_probe.py`): `auto`
+        does without what is wrong there.
 
         Raises:
             UsageError: the model or the device can't have the backend of that choice; `key` is
@@ -81,8 +90,30 @@ class Attention:
                 f'{key} is "varlen", which has no soft caps or sinks, and a '
                 f'{model.config.model_type} has: use "auto"'
             )
+        if device.type == "cuda" and choice in ("auto", "flex", "varlen"):
+            backend = "flex" if choice == "auto" else choice
+            fault = attention._fault(
+                backend, attention_probe.Shape.of(model.config, sinks=sinks), device
+            )
+            if fault is not None and choice != "auto":
+                raise UsageError(
+                    f'{key} is "{choice}", which is wrong on this GPU ({fault}): use "auto"'
+                )
+            if fault is not None:
+                log.warning("flex_attention is not used on this GPU: %s", fault)
+            attention = replace(attention, flexes=fault is None)
         model.set_attn_implementation(NAME)
         return attention
+
+    def _fault(
+        self, backend: str, shape: attention_probe.Shape, device: torch.device
+    ) -> str | None:
+        """What is wrong with `backend` on `device`, for the windows of the layers."""
+        found = (
+            attention_probe.fault(backend, shape, window, device, torch.bfloat16)
+            for _, window in self.windows
+        )
+        return next((one for one in found if one is not None), None)
 
     @classmethod
     def of(cls, config: Any) -> Attention:
@@ -131,7 +162,9 @@ class Attention:
             return "sdpa" if width <= DENSE_WIDTH else "segments"
         # Causal SDPA needs no mask: its fast kernel runs.
         windows = any(window is not None and window < width for _, window in self.windows)
-        return "sdpa" if rows.segment is None and self.plain and not windows else "flex"
+        if rows.segment is None and self.plain and not windows:
+            return "sdpa"
+        return "flex" if self.flexes else "segments"
 
     def masks(
         self,

@@ -1,0 +1,128 @@
+"""Whether a backend of attention is right where it runs: tried against a dense mask before its use.
+
+What needs a GPU can't be tested without one, and a kernel that is right on one GPU with one version
+of torch may not be on another. A wrong gradient would be noticed by nobody, so it is looked for.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from umbra.services.modeling.attention_backends import attend
+from umbra.services.modeling.micro_batch import Tokens
+from umbra.services.modeling.packing import pack
+from umbra.services.modeling.row_mask import RowMask
+
+WITHIN = 0.02  # of the norm: bfloat16 is 0.003 to 0.01 off, a wrong mask 0.1 and more
+HEADS = 2  # of keys at most; all are alike
+WINDOW = 40  # at most, so that it ends within the rows
+INPUTS = ("queries", "keys", "values", "sinks")
+PROMPTS, RESPONSES = (70, 70, 30), (150, 90, 111)  # several blocks of flex_attention, and edges
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What of a model an attention kernel depends on."""
+
+    heads: int
+    groups: int
+    width: int  # of queries and keys
+    values: int  # of values
+    cap: float | None = None
+    sinks: bool = False
+
+    @classmethod
+    def of(cls, config: Any, *, sinks: bool) -> Shape:
+        """By a model's Transformers config."""
+        known = config.get_text_config()
+        heads = known.num_attention_heads
+        groups = getattr(known, "num_key_value_heads", None) or heads
+        width = values = getattr(known, "head_dim", None) or known.hidden_size // heads
+        if getattr(known, "kv_lora_rank", None):
+            width, values = known.qk_nope_head_dim + known.qk_rope_head_dim, known.v_head_dim
+        few = min(groups, HEADS)
+        cap = getattr(known, "attn_logit_softcapping", None)
+        return cls(heads // groups * few, few, width, values, cap, sinks)
+
+
+@functools.cache
+def fault(
+    backend: str, shape: Shape, window: int | None, device: torch.device, dtype: torch.dtype
+) -> str | None:
+    """What is wrong with `backend` ("flex", "varlen" or "segments") there; None if nothing is."""
+    try:
+        errors = differences(backend, shape, window, device, dtype)
+    except Exception as error:  # noqa: BLE001 - whatever a compiler or a kernel raises
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    for name, error in errors.items():
+        if not error < WITHIN:  # NaN is none
+            return f"its {name} differ by {error:.2g} from those of a dense mask"
+    return None
+
+
+def differences(
+    backend: str, shape: Shape, window: int | None, device: torch.device, dtype: torch.dtype
+) -> dict[str, float]:
+    """Norms of the differences to a dense mask in float64, over that of the latter, by tensor.
+
+    Of the outputs, and of the gradients of queries, keys, values and sinks, over rows in which two
+    samples share a prompt (not for `varlen`) and others stand beside them.
+    """
+    micro = _rows(shared=backend != "varlen").to(device)
+    mask = micro.mask.within(None if window is None else min(window, WINDOW))
+    of = _inputs(shape, mask, device, dtype)
+    seen = torch.zeros(mask.positions.shape, dtype=torch.bool, device=device)
+    for piece in mask.pieces:
+        seen[piece.row, piece.start : piece.start + piece.size] = True
+    exact = _pass(shape, [t.double() for t in of], mask.allowed().unsqueeze(1), seen)
+    given = {"flex": RowMask.blocks, "varlen": RowMask.sequences}.get(backend, lambda m: m)(mask)
+    found = _pass(shape, of, given, seen)
+    names = ["outputs", *(f"gradients of {name}" for name in INPUTS)]
+    return {
+        name: float((ours.double() - theirs).norm() / theirs.norm())
+        for name, ours, theirs in zip(names, found, exact, strict=False)
+    }
+
+
+def _rows(*, shared: bool) -> Any:
+    lengths = torch.tensor([p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)])
+    total = int(lengths.sum())
+    tokens = Tokens(
+        torch.zeros(total, dtype=torch.int64),
+        lengths,
+        learned=lengths.cumsum(0) - 1,
+        owner=torch.arange(len(lengths)),
+        prompts=torch.tensor(PROMPTS),
+        family=torch.tensor([0, 0, 1]),
+    )
+    (micro,) = pack(tokens, pack_tokens=total, micro_tokens=total, share_prompts=shared)
+    return micro
+
+
+def _inputs(shape: Shape, mask: RowMask, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    """Queries, keys and values, and scores of sinks if there are some."""
+    rows, length = mask.positions.shape
+    drawn = torch.Generator().manual_seed(0)
+    sizes = [(shape.heads, shape.width), (shape.groups, shape.width), (shape.groups, shape.values)]
+    made = [torch.randn(rows, heads, length, wide, generator=drawn) for heads, wide in sizes]
+    if shape.sinks:
+        made.append(torch.linspace(-1, 2, shape.heads))
+    return [t.to(device, dtype) for t in made]
+
+
+def _pass(shape: Shape, of: list[Tensor], mask: Any, seen: Tensor) -> list[Tensor]:
+    """Outputs at positions that are `seen`, bool [R, L], and gradients of their weighted sum."""
+    own = [t.detach().requires_grad_() for t in of]
+    sinks = own[3] if shape.sinks else None
+    found = attend(own[0], own[1], own[2], mask, cap=shape.cap, sinks=sinks).transpose(1, 2)[seen]
+    weights = torch.linspace(-1, 1, found.numel(), dtype=torch.float64, device=found.device)
+    (found * weights.view_as(found).to(found.dtype)).sum().backward()
+    grads = [t.grad for t in own if t.grad is not None]
+    if len(grads) < len(own):
+        raise RuntimeError("a gradient is missing")
+    return [found.detach(), *grads]

@@ -1,0 +1,124 @@
+"""A backend that is wrong where it runs is found out before it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fakes.packed_rows import rows_of
+from torch import Tensor
+
+from umbra.proto.errors import UsageError
+from umbra.services.modeling import attention_probe
+from umbra.services.modeling.attention import Attention
+from umbra.services.modeling.attention_probe import Shape, differences, fault
+from umbra.services.trainer.policy import load_policy
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+SHAPES = [
+    Shape(4, 2, 16, 16),
+    Shape(2, 2, 24, 16),
+    Shape(4, 2, 16, 16, cap=2.0, sinks=True),
+]
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> None:
+    fault.cache_clear()
+
+
+@pytest.mark.parametrize("window", [None, 7, 4096])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_is_right_is_within_rounding(shape: Shape, window: int | None) -> None:
+    exact = differences("segments", shape, window, CPU, torch.float64)
+    assert len(exact) == (5 if shape.sinks else 4)
+    assert max(exact.values()) < 1e-12
+    assert fault("segments", shape, window, CPU, torch.bfloat16) is None
+
+
+def wider(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window of one token too many."""
+    attend = attention_probe.attend
+
+    def wrong(q: Tensor, k: Tensor, v: Tensor, mask: Any, **how: Any) -> Tensor:
+        return attend(q, k, v, mask if isinstance(mask, Tensor) else mask.within(8), **how)
+
+    monkeypatch.setattr(attention_probe, "attend", wrong)
+
+
+def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No gradient flows through the values."""
+    attend = attention_probe.attend
+
+    def wrong(q: Tensor, k: Tensor, v: Tensor, mask: Any, **how: Any) -> Tensor:
+        keep = v if isinstance(mask, Tensor) else v.detach() + 0 * v
+        return attend(q, k, keep, mask, **how)
+
+    monkeypatch.setattr(attention_probe, "attend", wrong)
+
+
+def broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not run at all."""
+
+    def wrong(*_: Any, **__: Any) -> Tensor:
+        raise NotImplementedError("no kernel\nfor this")
+
+    monkeypatch.setattr(attention_probe, "attend", wrong)
+
+
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        (wider, "its outputs differ by"),
+        (forgetful, "its gradients of values differ by"),
+        (broken, "NotImplementedError: no kernel"),
+    ],
+)
+def test_what_is_wrong_is_named(
+    monkeypatch: pytest.MonkeyPatch, harm: Callable[[pytest.MonkeyPatch], None], told: str
+) -> None:
+    harm(monkeypatch)
+    found = fault("segments", SHAPES[0], 7, CPU, torch.float32)
+    assert found is not None and found.startswith(told)
+    assert "\n" not in found
+
+
+def test_a_gpu_on_which_flex_is_wrong_does_without(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_policy(tiny_model_dir)[0]
+    asked: list[tuple[Any, ...]] = []
+
+    def wrong(*what: Any) -> str | None:
+        asked.append(what)
+        return "it is off"
+
+    monkeypatch.setattr(attention_probe, "fault", wrong)
+    attention = Attention.prepare(model, "auto", CUDA)
+    assert asked[0][0] == "flex" and asked[0][3:] == (CUDA, torch.bfloat16)
+    config = model.config
+    assert asked[0][1].width == config.head_dim
+    assert asked[0][1].heads * config.num_key_value_heads == (
+        asked[0][1].groups * config.num_attention_heads
+    )
+    assert not attention.flexes
+    with pytest.raises(UsageError, match=r'"flex", which is wrong on this GPU \(it is off\)'):
+        Attention.prepare(model, "flex", CUDA)
+    assert Attention.prepare(model, "auto", CPU).flexes and len(asked) == 2, "not on CPUs"
+
+
+@pytest.mark.parametrize(("flexes", "backend"), [(True, "flex"), (False, "segments")])
+def test_auto_on_a_gpu_takes_what_is_right(flexes: bool, backend: str) -> None:
+    packed, alone = (rows_of(layout).mask for layout in ("packed", "one sequence in each row"))
+    attention = Attention(backend="auto", flexes=flexes)
+
+    def on_gpu(rows: Any) -> Any:
+        return replace(rows, positions=SimpleNamespace(shape=rows.positions.shape, device=CUDA))
+
+    assert attention._backend(on_gpu(packed)) == backend
+    assert attention._backend(on_gpu(alone)) == "sdpa"
