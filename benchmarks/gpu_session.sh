@@ -86,6 +86,12 @@ fi
 
 failed=0
 rows=()
+if [ -n "$DRY" ]; then # the tests of all steps are collected in one process
+    files=$(printf '%s\n' "${STEPS[@]}" | sed -n 's/.* tests //p' | xargs)
+    benches=()
+    for step in "${STEPS[@]}"; do [[ $step == *" tests "* ]] || benches+=("$step"); done
+    STEPS=("tests 600 tests $files" "${benches[@]}")
+fi
 for step in "${STEPS[@]}"; do
     read -r name limit words <<< "$step"
     left=$((TOTAL - SECONDS))

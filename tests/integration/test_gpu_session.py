@@ -24,10 +24,11 @@ def gpu_session(out: Path, *arguments: str, **variables: str) -> tuple[int, str]
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.timeout(180)
 def test_each_step_of_the_gpu_session_would_begin(tmp_path: Path) -> None:
     code, said = gpu_session(tmp_path, "--dry-run")
     assert code == 0, said
-    assert said.count("passed") == len(said.splitlines()) > 10
+    assert said.count("passed") == len(said.splitlines()) > 5
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they would begin in earnest")
