@@ -15,7 +15,8 @@ from umbra.proto.errors import UsageError
 from umbra.services.modeling.models import loading, read_transformers_config
 from umbra.services.runtime.config import RunConfig, TrainerConfig
 from umbra.services.runtime.model.architectures import check_architecture
-from umbra.services.trainer.row_sizes import fitting_tokens, memory_of, rows_within
+from umbra.services.runtime.process.host_memory import host_bytes
+from umbra.services.trainer.row_sizes import fitting_tokens, rows_within
 
 _PLAIN = (
     "weights",
@@ -90,8 +91,7 @@ def _facts(config: RunConfig, model: Any, *, gpu: int, host: int | None) -> Fact
     if kind == "cuda":
         memory = gpu or UNKNOWN_GPU
     else:
-        memory = memory_of(torch.device("cpu"), 1) if host is None else host
-        memory //= trainer.ranks
+        memory = (host_bytes() if host is None else host) // trainer.ranks
     fits = fitting_tokens(trainer, model, sizes.parameters // trainer.ranks, memory, kind)
     chosen = rows_within(trainer, fits, kind, config.sampling.max_tokens)._asdict()
     config = msgspec.structs.replace(config, trainer=msgspec.structs.replace(trainer, **chosen))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from umbra.deploy.estimate.fit import Estimate, Machine, estimate
 from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.process.host_memory import host_bytes
 from umbra.services.runtime.weights.arena import SHM
 
 
@@ -30,11 +30,4 @@ def this_machine() -> Machine:
         found = torch.cuda.get_device_properties(0)
         gpu, name = found.total_memory, found.name
     stats = os.statvfs(SHM)
-    return Machine(gpu, name, _host_bytes(), stats.f_blocks * stats.f_frsize)
-
-
-def _host_bytes() -> int:
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text(encoding="ascii").strip() if limit.is_file() else "max"
-    return min(total, int(text)) if text.isdigit() else total
+    return Machine(gpu, name, host_bytes(), stats.f_blocks * stats.f_frsize)

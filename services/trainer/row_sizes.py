@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any, NamedTuple
 
 import torch
 
 from umbra.services.runtime.config import TrainerConfig
+from umbra.services.runtime.process.host_memory import host_bytes
 from umbra.services.trainer.ranks import Ranks
 
 SHORT_ROW = 256  # tokens; narrower rows save little
@@ -64,10 +64,10 @@ def rows_within(config: TrainerConfig, fits: int, kind: str, max_tokens: int = 0
 
 
 def memory_of(device: torch.device, world: int) -> int:
-    """Bytes that a rank has in all: of its GPU, or its share of this machine's memory."""
+    """Bytes that a rank has in all: of its GPU, or its share of the host's or container's."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // world
+    return host_bytes() // world
 
 
 def activation_bytes(config: TrainerConfig, model: Any, kind: str = "cpu") -> int:

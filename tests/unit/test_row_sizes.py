@@ -1,5 +1,6 @@
 """Rows and passes of `auto`: by model, memory and the longest response."""
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from umbra.proto.errors import UsageError
 from umbra.services.runtime.config import TrainerConfig
 from umbra.services.runtime.config.loader import load_config
+from umbra.services.runtime.process import host_memory
 from umbra.services.trainer import row_sizes as module
 from umbra.services.trainer.ranks import Ranks
 from umbra.services.trainer.row_sizes import RowSizes, activation_bytes, row_sizes
@@ -114,3 +116,17 @@ def test_both_forms_are_read(value: str, tmp_path: Path) -> None:
     for wrong in ("4", "all"):
         with pytest.raises(UsageError, match="pack_tokens"):
             load_config(overrides=[f"trainer.pack_tokens={wrong}"], environ={})
+
+
+@pytest.mark.parametrize(("text", "limit_bytes"), [("max\n", 0), ("1048576\n", 1 << 20), (None, 0)])
+def test_a_container_has_what_it_may_take(
+    text: str | None, limit_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = tmp_path / "memory.max"
+    if text is not None:
+        limit.write_text(text, encoding="ascii")
+    monkeypatch.setattr(host_memory, "CGROUP_LIMIT", limit)
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    expected = limit_bytes or total
+    assert host_memory.host_bytes() == expected
+    assert module.memory_of(torch.device("cpu"), 2) == expected // 2
