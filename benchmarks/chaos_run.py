@@ -23,6 +23,7 @@ import noted
 from umbra.proto.errors import UmbraError
 from umbra.proto.messages import Status
 from umbra.services.monitor.client import StatusClient
+from umbra.services.runtime.deadline import Deadline
 from umbra.services.runtime.net.keys import OPEN, Security
 from umbra.services.runtime.process.child import child_environ
 from umbra.services.runtime.process.parent import PARENT_PID_VARIABLE
@@ -209,6 +210,20 @@ class DemoRun:
                 del self.workers[name]
         assert self._up is not None
         return self._up.poll()
+
+    def await_code(self, seconds: float) -> int:
+        """The exit code of `umbra up`, which is to end within so many seconds.
+
+        Raises:
+            SystemExit: it does not.
+        """
+        deadline = Deadline(seconds)
+        while (code := self.poll()) is None:
+            if deadline.passed:
+                log = self.home / "up.log"
+                raise SystemExit(f"the run does not end: {self.said()} (see {log})")
+            time.sleep(LOOK_S / 5)
+        return code
 
     def await_end(self, *, of_all: bool) -> list[str]:
         """`umbra up` has ended: wait for its processes, or all; those that outlive it for long."""

@@ -70,7 +70,7 @@ def one_run(home: Path, options: argparse.Namespace) -> dict[str, Any]:
     with closing(DemoRun(home, "", None)) as run:
         run.start()
         killed = options.kill and kill_half_way(run, options.steps)
-        code = await_code(run)
+        code = run.await_code(END_S)
         left = run.await_end(of_all=True)
         if code:
             print((run.home / "up.log").read_text(encoding="utf-8"), file=sys.stderr)
@@ -112,16 +112,6 @@ def kill_half_way(run: DemoRun, steps: int) -> bool:
             return any(run.signal(name, signal.SIGKILL) for name in run.pids() if "gen" in name)
         time.sleep(LOOK_S)
     return False
-
-
-def await_code(run: DemoRun) -> int:
-    """The exit code of `umbra up`."""
-    deadline = Deadline(END_S)
-    while (code := run.poll()) is None:
-        if deadline.passed:
-            raise SystemExit(f"the run does not end: {run.said()} (see {run.home / 'up.log'})")
-        time.sleep(LOOK_S)
-    return code
 
 
 def summarise(report: Report) -> None:

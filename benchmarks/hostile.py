@@ -198,11 +198,11 @@ def attacked_run(home: Path, options: argparse.Namespace) -> list[dict[str, Any]
         status = run.look()
         last = await_version(run, attacked + 1) + LAST_STEPS
         run.drain("")
-        drained = await_code(run)
+        drained = run.await_code(END_S)
         run.await_end(of_all=True)
         say(f"drained ({drained}); to step {last}")
         run.start("--set", f"run.steps={max(last, now_trained(run) + LAST_STEPS)}")
-        code = await_code(run)
+        code = run.await_code(END_S)
         run.await_end(of_all=True)
         if code:
             print(run.said(), file=sys.stderr)
@@ -278,16 +278,6 @@ def now_trained(run: DemoRun) -> int:
     """The same of a run that has ended."""
     content = json.loads((run.folder / "buffer.json").read_text(encoding="utf-8"))
     return int(content["version"])
-
-
-def await_code(run: DemoRun) -> int:
-    """The exit code of `umbra up`, which is about to end."""
-    deadline = Deadline(END_S)
-    while (code := run.poll()) is None:
-        if deadline.passed:
-            raise SystemExit(f"the run does not end: {run.said()} (see {run.home / 'up.log'})")
-        time.sleep(0.1)
-    return code
 
 
 def carried_out(row: dict[str, Any]) -> int:

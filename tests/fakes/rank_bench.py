@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 import torch
 from accelerate.state import AcceleratorState
 from fakes.trajectories import trajectory
@@ -28,6 +29,7 @@ from umbra.services.trainer.checkpoints.saver import Saver, join_in
 from umbra.services.trainer.checkpoints.shard_writer import ShardWriter
 from umbra.services.trainer.critic import open_critic
 from umbra.services.trainer.learner import Learner
+from umbra.services.trainer.make_model import make_model
 from umbra.services.trainer.metrics import Row
 from umbra.services.trainer.policy import open_policy
 from umbra.services.trainer.ranks import Ranks
@@ -44,6 +46,14 @@ PLAIN = {
     "pack_tokens": 48,
     "micro_tokens": 48,
 }
+
+
+def narrow_model(factory: pytest.TempPathFactory) -> Path:
+    """A directory with a model that a CPU thread trains in no time: four query, two key heads."""
+    torch.set_num_threads(1)
+    path: Path = factory.mktemp("models") / "tiny"
+    make_model(path, hidden=32, ff=64, init_std=0.1)
+    return path
 
 
 @dataclass(frozen=True)

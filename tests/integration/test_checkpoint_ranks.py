@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.rank_bench import make_batches, train
+from fakes.rank_bench import make_batches, narrow_model, train
 from integration.test_trainer_ranks import see_through, start
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from umbra.proto.records import Trajectory
 from umbra.services.trainer.checkpoints.export import export_checkpoint
 from umbra.services.trainer.checkpoints.index import read_index
-from umbra.services.trainer.make_model import make_model
 from umbra.services.trainer.ranks import Ranks
 
 STEPS, SAVED = 4, 2
@@ -34,10 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    path: Path = tmp_path_factory.mktemp("models") / "tiny"
-    make_model(path, hidden=32, ff=64, init_std=0.1)
-    return path
+    return narrow_model(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

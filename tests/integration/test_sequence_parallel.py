@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from fakes.architectures import ARCHITECTURES
-from fakes.rank_bench import make_batches, train
+from fakes.rank_bench import make_batches, narrow_model, train
 from integration.test_trainer_ranks import (
     TESTS,
     WAIT_S,
@@ -22,7 +21,6 @@ from integration.test_trainer_ranks import (
 from umbra.proto.errors import PeerLostError
 from umbra.proto.records import Trajectory
 from umbra.services.runtime.model.architectures import PROVEN
-from umbra.services.trainer.make_model import make_model
 from umbra.services.trainer.ranks import Ranks
 
 CASES: dict[str, dict[str, Any]] = {
@@ -56,10 +54,7 @@ RIGHT = [name for name, one in ARCHITECTURES.items() if one.config().model_type 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four query heads and two key heads: four ranks repeat key heads, two do not."""
-    torch.set_num_threads(1)
-    path: Path = tmp_path_factory.mktemp("models") / "tiny"
-    make_model(path, hidden=32, ff=64, init_std=0.1)
-    return path
+    return narrow_model(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

@@ -15,13 +15,12 @@ import msgspec
 import pytest
 import torch
 from fakes.architectures import ARCHITECTURES
-from fakes.rank_bench import Trained, make_batches, train
+from fakes.rank_bench import Trained, make_batches, narrow_model, train
 from fakes.slowness import seconds
 from safetensors.torch import load_file
 
 from umbra.proto.errors import PeerLostError
 from umbra.proto.records import Routing, Trajectory
-from umbra.services.trainer.make_model import make_model
 from umbra.services.trainer.policy import load_policy
 from umbra.services.trainer.ranks import Ranks
 
@@ -75,10 +74,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    path: Path = tmp_path_factory.mktemp("models") / "tiny"
-    make_model(path, hidden=32, ff=64, init_std=0.1)
-    return path
+    return narrow_model(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from fakes.rank_bench import as_text, make_batches
+from fakes.rank_bench import as_text, make_batches, narrow_model
 from fakes.slowness import seconds
 from safetensors.torch import load_file
 from torch import Tensor
@@ -47,10 +47,7 @@ KEYS = {"warmup_steps": 0, "device": "cpu", "threads": 1, "pack_tokens": 48, "le
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    path: Path = tmp_path_factory.mktemp("models") / "tiny"
-    make_model(path, hidden=32, ff=64, init_std=0.1)
-    return path
+    return narrow_model(tmp_path_factory)
 
 
 class Trainer:

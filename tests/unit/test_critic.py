@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.rank_bench import make_batches
+from fakes.rank_bench import make_batches, narrow_model
 from torch import Tensor
 
 from umbra.proto.errors import UsageError
@@ -28,10 +28,7 @@ KINDS = ("model", "head")
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    path: Path = tmp_path_factory.mktemp("models") / "tiny"
-    make_model(path, hidden=32, ff=64, init_std=0.1)
-    return path
+    return narrow_model(tmp_path_factory)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from fakes.rank_bench import as_text, make_batches
+from fakes.rank_bench import as_text, make_batches, narrow_model
 from torch import Tensor
 
 from umbra.proto.errors import DivergedError
@@ -21,7 +21,6 @@ from umbra.services.runtime.config.presets import ObjectiveSpec
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.guard import REASONS, Guard, SkipLimit
 from umbra.services.trainer.learner import Learner
-from umbra.services.trainer.make_model import make_model
 from umbra.services.trainer.metrics import Row
 from umbra.services.trainer.objectives.objective import TokenLosses
 from umbra.services.trainer.objectives.ratios import Sequences
@@ -35,10 +34,7 @@ BATCHES = make_batches(2)
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    path: Path = tmp_path_factory.mktemp("models") / "tiny"
-    make_model(path, hidden=32, ff=64, init_std=0.1)
-    return path
+    return narrow_model(tmp_path_factory)
 
 
 def improbable(batch: list[Trajectory], samples: int, tokens: int = 10**6) -> list[Trajectory]:

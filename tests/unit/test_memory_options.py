@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from fakes.rank_bench import Trained, make_batches, train
+from fakes.rank_bench import Trained, make_batches, narrow_model, train
 from torch.autograd import graph
 
 from umbra.proto.errors import UsageError
@@ -19,7 +19,6 @@ from umbra.services.runtime.config.feasibility import check_feasible
 from umbra.services.runtime.config.loader import load_config
 from umbra.services.trainer import sharding
 from umbra.services.trainer.learner import Learner
-from umbra.services.trainer.make_model import make_model
 from umbra.services.trainer.policy import load_policy, open_policy
 from umbra.services.trainer.ranks import Ranks
 
@@ -35,10 +34,7 @@ def _precision() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    path: Path = tmp_path_factory.mktemp("models") / "tiny"
-    make_model(path, hidden=32, ff=64, init_std=0.1)
-    return path
+    return narrow_model(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

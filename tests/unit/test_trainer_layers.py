@@ -10,7 +10,7 @@ import pytest
 import torch
 from fakes.architectures import ARCHITECTURES
 from fakes.closeness import assert_same_logprobs
-from fakes.rank_bench import Trained, make_batches, train
+from fakes.rank_bench import Trained, make_batches, narrow_model, train
 from fakes.slowness import seconds
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
@@ -25,7 +25,6 @@ from umbra.services.runtime.weights.manifest import build_manifest
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.lora import low_rank
-from umbra.services.trainer.make_model import make_model
 from umbra.services.trainer.policy import export_policy, load_policy
 from umbra.services.trainer.ranks import Ranks
 from umbra.services.trainer.sharding import decoder_layers
@@ -36,10 +35,7 @@ WAIT_S = seconds(300.0)  # torch.compile takes its time on a busy machine
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    path: Path = tmp_path_factory.mktemp("models") / "tiny"
-    make_model(path, hidden=32, ff=64, init_std=0.1)
-    return path
+    return narrow_model(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
