@@ -7,7 +7,6 @@ mounted. Whether the Dockerfile builds is another test.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -15,45 +14,21 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from fakes.docker import ENVIRON, SPACES, why_no_docker
 from fakes.slowness import seconds
 
 from umbra.proto.messages import Status
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "programs" / "docker_nodes.py"
-INSTALLED = Path("/opt/umbra-docker")  # where setup.sh puts it beside a system without Compose
-SPACES = ("unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc")
 LIMIT_S = seconds(600.0)
 STEPS = 150
 BATCH = 8 * 32  # samples of a step of the sort task
 
-ENVIRON = {
-    **os.environ,
-    "PATH": f"{INSTALLED}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}",
-    "DOCKER_CONFIG": str(INSTALLED) if INSTALLED.exists() else os.environ.get("DOCKER_CONFIG", ""),
-}
-
-
-def why_not() -> str:
-    """Why no Docker can be run here; empty if one can."""
-    needed = ("dockerd", "docker", "containerd", "runc", "docker-init", "iptables", "ip", "unshare")
-    missing = [p for p in needed if shutil.which(p, path=ENVIRON["PATH"]) is None]
-    if missing:
-        return f"{', '.join(missing)} not installed: tests/real/setup.sh installs Docker"
-    if os.geteuid() != 0:
-        return "Docker's daemons need root"
-    compose = ("docker", "compose", "version")
-    for argv in ((*SPACES, "true"), compose):
-        tried = subprocess.run(argv, env=ENVIRON, capture_output=True, text=True, check=False)
-        if tried.returncode:
-            return f"{' '.join(argv)}: {tried.stderr.strip()}"
-    return ""
-
-
 pytestmark = [
     pytest.mark.real,
     pytest.mark.timeout(660),
-    pytest.mark.skipif(bool(why_not()), reason=why_not()),
+    pytest.mark.skipif(bool(why_no_docker()), reason=why_no_docker()),
 ]
 
 CLUSTER = """\
@@ -81,7 +56,9 @@ for node in a b; do
 done
 compose() { local node=$1; shift; (cd plan/$node && on $node docker compose "$@"); }
 monitor() { umbra monitor --broker tcp://10.88.0.1:5555 --keys plan/keys "$@"; }
-steps() { monitor --json --once | python -c 'import json, sys; print(json.load(sys.stdin)["version"])'; }
+steps() {
+    monitor --json --once | python -c 'import json, sys; print(json.load(sys.stdin)["version"])'
+}
 reach() { # STEP
     until [ "$(steps 2>/dev/null || echo 0)" -ge "$1" ]; do
         if ! on a docker ps --quiet | grep -q .; then echo "the run ended before $1" >&2; exit 1; fi
