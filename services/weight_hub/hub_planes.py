@@ -145,11 +145,11 @@ class HubPlanes:
             case "tcp":
                 return self.open_tcp()
             case "cuda_ipc":
-                end: HubEnd = IpcHub(GpuWorkerProcess(config.device), config.deadline_s / 2)
+                end: HubEnd = IpcHub(GpuWorkerProcess(config.device), config.pace)
             case "nccl":
                 tcp, worker = self.open_tcp(), GpuWorkerProcess(config.device)
                 epoch = int(time.time() * 1000)
-                end = NcclHub(worker, config.chunk_bytes, config.deadline_s, epoch, tcp)
+                end = NcclHub(worker, config.chunk_bytes, config.pace, epoch, tcp)
             case _:
                 end = ShmHub()
         self._add(end)

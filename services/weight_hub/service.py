@@ -88,9 +88,7 @@ class WeightHub:
         host: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.protocol = PushProtocol(
-            config.slots, config.deadline_s, first_epoch=int(time.time() * 1000)
-        )
+        self.protocol = PushProtocol(config.slots, config.pace, first_epoch=int(time.time() * 1000))
         self._server = server
         self._run_id = run_id
         self._config = config
@@ -208,7 +206,9 @@ class WeightHub:
             self._server.reply(request, Nack(code="no_room", reason=str(error)))
             return []
         assert self._arena is not None
-        effects = self.protocol.register(peer, manifest.digest, now, published)
+        effects = self.protocol.register(
+            peer, manifest.digest, now, published, manifest.total_bytes
+        )
         if published is not None:
             self._registry.restore(now)
         if is_new:

@@ -41,16 +41,16 @@ class GpuReceiving:
     Args:
         device: index of the GPU.
         planes: to be offered to the hub, out of "nccl" and "cuda_ipc".
-        chunk_bytes: of device memory, two of which plane `nccl` takes.
+        config: the section `weight_hub`.
 
     Raises:
         UmbraError: the GPU cannot be used.
     """
 
-    def __init__(self, device: int, planes: Sequence[GpuPlane], chunk_bytes: int) -> None:
+    def __init__(self, device: int, planes: Sequence[GpuPlane], config: WeightHubConfig) -> None:
         self.planes = list(planes)
         self._device = device
-        self._chunk_bytes = chunk_bytes
+        self._config = config
         self.worker = GpuWorkerProcess(device)
         try:
             found = self.worker.call("facts", START_S)["facts"]
@@ -82,7 +82,8 @@ class GpuReceiving:
 
         `device`: where this process loads them from there.
         """
-        return NcclReceiver(self.worker, arena, self._chunk_bytes, pull, device)
+        config = self._config
+        return NcclReceiver(self.worker, arena, config.chunk_bytes, pull, config.pace, device)
 
     def close(self) -> None:
         """End the worker."""
@@ -124,7 +125,7 @@ def find_gpu(
     reason = "; ".join(text for text in reasons.values() if text)
     if planes:
         try:
-            return GpuReceiving(device, planes, config.chunk_bytes)
+            return GpuReceiving(device, planes, config)
         except UmbraError as error:
             reason = str(error)
             log.warning("no GPU planes for weights: %s", error)

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from umbra.proto.messages import Subscribed
 from umbra.proto.records import GpuFacts
+from umbra.services.runtime.deadline import Pace
 from umbra.services.runtime.net.keys import Security
 from umbra.services.runtime.planes.gpu import GpuReceiving
 from umbra.services.runtime.planes.plane import ReceiverEnd
@@ -99,21 +100,21 @@ class StreamedPlanes:
     Args:
         planes: to be offered.
         frame_bytes: of one message, at most, over plane `tcp`.
-        deadline_s: seconds that a load over plane `tcp` may take.
+        pace: how long a load over plane `tcp` may take.
     """
 
     streamed = True
     facts: GpuFacts | None = None
 
-    def __init__(self, planes: Sequence[str], frame_bytes: int, deadline_s: float) -> None:
+    def __init__(self, planes: Sequence[str], frame_bytes: int, pace: Pace) -> None:
         self.offered = list(planes)
         self._frame_bytes = frame_bytes
-        self._deadline_s = deadline_s
+        self._pace = pace
 
     def open(self, reply: Subscribed, name: str, security: Security) -> ReceiverEnd:
         """See `ReceiverPlanes.open`."""
         if reply.plane == "tcp":
-            return TcpStream(name, reply.manifest, self._frame_bytes, self._deadline_s, security)
+            return TcpStream(name, reply.manifest, self._frame_bytes, self._pace, security)
         return ShmStream(reply)
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from umbra.proto.errors import PeerLostError, UsageError, WireError
 from umbra.proto.messages import Prepare, Ready, Role, Subscribe
 from umbra.proto.records import Manifest
 from umbra.services.runtime.config import WeightHubConfig as WeightHubConfig
-from umbra.services.runtime.deadline import Deadline
+from umbra.services.runtime.deadline import Deadline, Pace
 from umbra.services.runtime.net.address import reachable
 from umbra.services.runtime.net.keys import OPEN, Security
 from umbra.services.runtime.planes.assembly import Assembly, Holdings, SequentialAssembly
@@ -307,19 +307,19 @@ class TcpStream:
         name: of the receiver.
         manifest: the layout.
         frame_bytes: of one message, at most; about ten of them are in memory.
-        deadline_s: seconds that a load may take.
+        pace: how long a load may take.
         security: keys of this process.
     """
 
     versions = 2
 
     def __init__(
-        self, name: str, manifest: Manifest, frame_bytes: int, deadline_s: float, security: Security
+        self, name: str, manifest: Manifest, frame_bytes: int, pace: Pace, security: Security
     ) -> None:
         self._name = name
         self._manifest = manifest
         self._frame_bytes = frame_bytes
-        self._deadline_s = deadline_s
+        self._load_s = pace.limit_s(manifest.total_bytes)
         self._security = security
 
     def receive(self, message: Prepare, target: int) -> Receiving:
@@ -348,7 +348,7 @@ class TcpStream:
             PeerLostError: the version is not there any more.
         """
         lane = SequentialAssembly(self._manifest, message.checksums)
-        deadline = Deadline(self._deadline_s)
+        deadline = Deadline(self._load_s)
         with closing(BucketSource(f"{self._name}/load", self._security)) as source:
             try:
                 source.connect(message.source, _server(message))
@@ -357,7 +357,7 @@ class TcpStream:
                         yield lane.bucket(index)
                     elif lane.missing and deadline.passed:
                         what = f"{len(lane.missing)} of {len(message.checksums)} buckets"
-                        raise PeerLostError(f"{what} are missing after {self._deadline_s:g} s")
+                        raise PeerLostError(f"{what} are missing after {self._load_s:.4g} s")
             except (WireError, UsageError) as error:
                 raise PeerLostError(str(error)) from error
 
