@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from umbra.proto.errors import UmbraError, UsageError
+from umbra.proto.errors import StartupError, UmbraError, UsageError
 from umbra.proto.messages import Subscribed
 from umbra.proto.records import GpuFacts
 from umbra.services.runtime.config import WeightHubConfig
@@ -31,6 +31,8 @@ REASONS: dict[GpuPlane, Callable[[], str | None]] = {
     "nccl": nccl_unavailable,
     "cuda_ipc": cuda_unavailable,
 }
+
+AUTO_SHARE = 0.1  # of a GPU's memory that plane auto may take for versions
 
 log = logging.getLogger(__name__)
 
@@ -69,11 +71,27 @@ class GpuReceiving:
         """
         manifest = reply.manifest
         if reply.plane == "cuda_ipc":
+            self._check_share(manifest.total_bytes)
             return IpcReceiver(manifest, self._device)
         arena = Arena.anonymous(slot_bytes=manifest.total_bytes, slots=BUFFERS)
         buffers = [arena.slot(index) for index in range(BUFFERS)]
         pull = TcpReceiver(name, manifest, buffers, frame_bytes, security=security)
         return self.broadcasts(arena, pull, Device(self._device))
+
+    def _check_share(self, nbytes: int) -> None:
+        """See that versions of `nbytes` take little of a GPU that nobody has promised them.
+
+        Raises:
+            StartupError: they would take memory that trainer or engine may come to need.
+        """
+        versions = self._config.slots + 1  # the hub's, and what is verified here
+        total = Device(self._device).total_bytes
+        if self._config.plane == "auto" and versions * nbytes > AUTO_SHARE * total:
+            raise StartupError(
+                f"{versions} versions on GPU {self._device} would take {versions * nbytes} of its "
+                f"{total} bytes, and plane auto takes at most {AUTO_SHARE:.0%}: set "
+                'weight_hub.plane = "cuda_ipc" if they are to spare'
+            )
 
     def broadcasts(
         self, arena: Arena, pull: TcpReceiver, device: Device | None = None

@@ -13,10 +13,16 @@ from umbra.services.runtime.planes.gpu import GpuReceiving
 from umbra.services.runtime.planes.plane import ReceiverEnd
 from umbra.services.runtime.planes.shm import ShmReceiver, ShmStream
 from umbra.services.runtime.planes.tcp import TcpReceiver, TcpStream
+from umbra.services.runtime.process.host_memory import ask_for
 from umbra.services.runtime.weights.memory import private_memory
 from umbra.services.runtime.weights.staging import BUFFERS
 
 FRAME_BYTES = 4 << 20
+STAGED = "versions that are staged until they are loaded"
+REMEDY = (
+    'set generator.receive = "streamed" for generators, which holds none, or weight_hub.dtype = '
+    '"bfloat16", or use a host with more memory'
+)
 
 
 class ReceiverPlanes(Protocol):
@@ -78,6 +84,7 @@ class StagedPlanes:
         if self._gpu is not None and reply.plane in self._gpu.planes:
             return self._gpu.open(reply, name, self._frame_bytes, security)
         manifest = reply.manifest
+        ask_for(BUFFERS * manifest.total_bytes, STAGED, REMEDY)
         buffers = [self._allocate(manifest.total_bytes) for _ in range(BUFFERS)]
         if reply.plane == "tcp":
             return TcpReceiver(name, manifest, buffers, self._frame_bytes, security=security)

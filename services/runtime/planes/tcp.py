@@ -10,7 +10,7 @@ from contextlib import closing
 
 import msgspec
 
-from umbra.proto.errors import PeerLostError, UsageError, WireError
+from umbra.proto.errors import PeerLostError, StartupError, UsageError, WireError
 from umbra.proto.messages import Prepare, Ready, Role, Subscribe
 from umbra.proto.records import Manifest
 from umbra.services.runtime.config import WeightHubConfig as WeightHubConfig
@@ -30,10 +30,12 @@ from umbra.services.runtime.planes.transfer import (
     SourceLostError,
     Transfer,
 )
+from umbra.services.runtime.process.host_memory import ask_for
 from umbra.services.runtime.weights import delta
 from umbra.services.runtime.weights.arena import Arena
 from umbra.services.runtime.weights.manifest import checksum
 
+COPY = 'set weight_hub.delta = "off", or use a host with more memory'
 FAST_LINK = 1e9  # bytes per second; encoding on two cores is hardly faster
 
 log = logging.getLogger(__name__)
@@ -181,13 +183,23 @@ class TcpHub(HubEnd):
             self._store.offer(message.slot, data, message.checksums)
         version = (message.slot, message.checksums)
         if self._deltas and self._encoded != version and self._links_are_slow():
-            if self._encoder is None:
-                self._encoder = DeltaEncoder(self._store, self._manifest)
-            self._encoded = version
-            self._encoder.start(data, message.checksums)
+            self._encode(data, version)
         source = self.chain.source(name)
         relayed = self._is_relay or source != self.endpoint
         return msgspec.structs.replace(message, source=source, relayed=relayed)
+
+    def _encode(self, data: memoryview, version: tuple[int, Sequence[int]]) -> None:
+        assert self._store is not None and self._manifest is not None
+        if self._encoder is None:
+            try:
+                ask_for(self._manifest.total_bytes, "deltas, for a copy of the last version,", COPY)
+            except StartupError as error:
+                log.warning("all bytes are sent: %s", error)
+                self._deltas = False
+                return
+            self._encoder = DeltaEncoder(self._store, self._manifest)
+        self._encoded = version
+        self._encoder.start(data, version[1])
 
     def staged(self, name: str, message: Ready) -> None:
         """Where all bytes of a version travelled, the link has shown its rate."""
