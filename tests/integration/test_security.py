@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from fakes.hub_bench import Bench, content, load, publish, take, whole
+from fakes.hub_bench import PACE, Bench, content, load, publish, take, whole
 from fakes.keys import of
 from fakes.slowness import seconds
 from fakes.waiting import until
@@ -296,7 +296,7 @@ def test_streamed_weights_travel_over_sockets_with_keys(
 ) -> None:
     publisher = bench.publisher(channel=hub("trainer", "trainer"))
     channel = hub("gen-0", "generator")
-    receiver = Receiver(channel, StreamedPlanes(["tcp"], 1024, WAIT_S))
+    receiver = Receiver(channel, StreamedPlanes(["tcp"], 1024, PACE))
     bench.closers.append(receiver.close)
     receiver.subscribe(WAIT_S)
     publish(publisher, 0)
