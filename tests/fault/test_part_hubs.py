@@ -120,6 +120,7 @@ def test_nothing_is_published_while_a_part_hub_is_away(start: Start) -> None:
     (host,) = trainer.hosts
     host.signal_part(signal.SIGKILL)
     assert "trainer host 1 has no part hub" in trainer.until_held_back()
+    assert trainer.bench.hub.stats()["held_back"] == 1
     publishing = threading.Thread(target=trainer.publisher.publish, args=(1, 0.0, sums))
     publishing.start()
     until(lambda: trainer.bench.hub.protocol.counters["published"] == 1, "it was published")
