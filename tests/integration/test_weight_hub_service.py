@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from fakes.hub_bench import (
@@ -305,10 +306,10 @@ def test_while_an_arena_is_made_others_are_answered(
     """1. A trainer registers. 2. It starts anew. 3. Others are answered. 4. The arena is there."""
     make, create, made = threading.Event(), Arena.create, list[str]()
 
-    def slow(run_id: str, suffix: str, *, slot_bytes: int, slots: int) -> Arena:
+    def slow(run_id: str, suffix: str, **sizes: Any) -> Arena:
         assert make.wait(WAIT_S)
         made.append(suffix)
-        return create(run_id, suffix, slot_bytes=slot_bytes, slots=slots)
+        return create(run_id, suffix, **sizes)
 
     def registering(count: int) -> None:
         look = threading.Event()
