@@ -182,19 +182,21 @@ def reshard(model: nn.Module) -> None:
 
 @torch.no_grad()
 def clip_gradients(parameters: list[nn.Parameter], limit: float, ranks: Ranks) -> Tensor:
-    """Scale gradients so that their norm is at most `limit`; the norm of before.
+    """Scale gradients so that their norm over all ranks is at most `limit`; the norm of before.
 
-    Of sharded parameters the norm is over all ranks. Each number of such a gradient is on one rank
-    alone, over whichever ranks its parameter is sharded.
+    Of sharded parameters, each number of a gradient is on one rank alone, over whichever ranks they
+    are sharded; so where experts are over others, the norm is that of what all ranks hold.
     """
-    found = [p.grad for p in parameters if p.grad is not None]
-    if not any(isinstance(gradient, DTensor) for gradient in found):
-        return clip_grad_norm_(parameters, limit)
-    assert all(isinstance(gradient, DTensor) for gradient in found), "all are sharded, or none"
-    gradients = [local(gradient) for gradient in found]
-    squares = get_total_norm(gradients).double().square()
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    meshes = {g.device_mesh if isinstance(g, DTensor) else None for g in gradients}
+    if len(meshes) < 2:
+        norm = clip_grad_norm_(parameters, limit)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    assert None not in meshes, "all are sharded, or none"
+    here = [local(gradient) for gradient in gradients]
+    squares = get_total_norm(here).double().square()
     norm = ranks.sum_ranks(squares.cpu()).sqrt().float()
     factor = float((limit / (norm + 1e-6)).clamp(max=1.0))  # as torch's
-    for gradient in gradients:
+    for gradient in here:
         gradient.mul_(factor)
     return norm
