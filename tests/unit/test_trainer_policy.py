@@ -4,6 +4,7 @@ import os
 import string
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -163,8 +164,13 @@ def test_devices_and_ranks_that_are_not_there_are_refused(
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match="WORLD_SIZE is 2"), join_ranks(TrainerConfig(ranks=3)):
         pass
-    shared = TrainerConfig(sequence_parallel=3)
-    with pytest.raises(UsageError, match="3 does not divide the trainer's 2"), join_ranks(shared):
+    for key in ("sequence_parallel", "expert_parallel"):
+        keys: dict[str, Any] = {key: 3}
+        shared = TrainerConfig(**keys)
+        told = f"{key} = 3 does not divide the trainer's 2"
+        with pytest.raises(UsageError, match=told), join_ranks(shared):
+            pass
+    with pytest.raises(UsageError, match="RANK is missing"), join_ranks(TrainerConfig()):
         pass
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(UsageError, match="--use_fsdp"), join_ranks(TrainerConfig()):
