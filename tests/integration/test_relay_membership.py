@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from umbra.services.monitor.client import StatusClient
 
 WAIT_S = seconds(40.0)
 UMBRA = (sys.executable, "-m", "umbra")
+HOST = socket.gethostname()
 
 
 @pytest.fixture
@@ -71,6 +73,32 @@ def test_a_relay_ends_with_a_run_that_ends_at_once(
     assert relay.wait(WAIT_S) == 0, (tmp_path / "relay.log").read_text()
 
 
+def test_a_part_hub_ends_with_the_run_too(
+    buffer: BufferProcess, tmp_path: Path, zmq_context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    """Whether it has found the weight hub or not."""
+    own = ("weight-hub", "part", "--hub", "tcp://127.0.0.1:9", "--listen", "tcp://127.0.0.1:*")
+    with (tmp_path / "part.log").open("wb") as log:
+        part = subprocess.Popen(
+            [*UMBRA, *own, "--owner", "1", "--broker", buffer.broker], stdout=log, stderr=log
+        )
+    try:
+        (member,) = members(buffer.broker, lambda found: "part-1" in found).values()
+        assert member.role == "part"
+        drain = ("drain", "part-1", "--broker", buffer.broker)
+        done = subprocess.run(
+            [*UMBRA, *drain], check=False, capture_output=True, text=True, timeout=WAIT_S
+        )
+        assert "part-1 is the part, without which the run cannot go on" in done.stderr
+        trainer = Peer(zmq_context, buffer.broker, "trainer", "trainer")
+        assert isinstance(trainer.call(FinishRun(reason="done")), RunFinished)
+        trainer.close()
+        assert part.wait(WAIT_S) == 0, (tmp_path / "part.log").read_text()
+    finally:
+        part.kill()
+        part.wait()
+
+
 def test_a_relay_is_drained_alone(buffer: BufferProcess, relay: subprocess.Popen[bytes]) -> None:
     members(buffer.broker, lambda found: "relay-b" in found)
     drain = ("drain", "relay-b", "--broker", buffer.broker)
@@ -92,3 +120,33 @@ def test_a_relay_that_lost_the_buffer_fails(buffer: BufferProcess, tmp_path: Pat
     _, errors = popen.communicate(timeout=WAIT_S)
     assert popen.returncode == 5, errors
     assert errors.splitlines()[-1].endswith("is silent for 1 s")
+
+
+def test_a_node_is_drained_unless_the_trainer_is_there(
+    buffer: BufferProcess,
+    relay: subprocess.Popen[bytes],
+    zmq_context: zmq.Context[zmq.Socket[bytes]],
+) -> None:
+    def drain(node: str) -> subprocess.CompletedProcess[str]:
+        words = ("drain", "--node", node, "--broker", buffer.broker)
+        return subprocess.run(
+            [*UMBRA, *words], check=False, capture_output=True, text=True, timeout=WAIT_S
+        )
+
+    trainer = Peer(zmq_context, buffer.broker, "trainer", "trainer")  # on host "h"
+    generator = Peer(zmq_context, buffer.broker, "generator", "generator-0")
+    members(buffer.broker, lambda found: "relay-b" in found)
+    refused = drain("h")
+    assert refused.returncode == 2
+    assert "--node h: trainer is there, without which the run cannot go on" in refused.stderr
+    unknown = drain("nowhere")
+    assert unknown.returncode == 2
+    assert f"no member of the run is there, but on {', '.join(sorted({'h', HOST}))}" in (
+        unknown.stderr
+    )
+    done = drain(HOST)
+    assert (done.returncode, done.stdout) == (0, "relay-b is draining\n")
+    assert relay.wait(WAIT_S) == 0
+    members(buffer.broker, lambda found: set(found) == {"trainer", "generator-0"})
+    trainer.close()
+    generator.close()

@@ -4,7 +4,6 @@ import os
 import string
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -164,9 +163,10 @@ def test_devices_and_ranks_that_are_not_there_are_refused(
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match="WORLD_SIZE is 2"), join_ranks(TrainerConfig(ranks=3)):
         pass
-    for key in ("sequence_parallel", "expert_parallel"):
-        keys: dict[str, Any] = {key: 3}
-        shared = TrainerConfig(**keys)
+    for shared, key in (
+        (TrainerConfig(sequence_parallel=3), "sequence_parallel"),
+        (TrainerConfig(expert_parallel=3), "expert_parallel"),
+    ):
         told = f"{key} = 3 does not divide the trainer's 2"
         with pytest.raises(UsageError, match=told), join_ranks(shared):
             pass
