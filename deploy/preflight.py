@@ -96,6 +96,20 @@ def check_run(config: RunConfig) -> None:
         raise UsageError(f"run.dir: {folder} is a file; name a folder")
 
 
+def check_one_machine(config: RunConfig) -> None:
+    """Refuse what `umbra up` can't start here.
+
+    Raises:
+        UsageError: the trainer is to be on several hosts.
+    """
+    if (nodes := config.trainer.nodes) > 1:
+        raise UsageError(
+            f"trainer.nodes = {nodes}: `umbra up` runs everything on this machine; start `umbra "
+            "trainer --node-rank` on each host, and the other services by themselves, or set it "
+            "to 1"
+        )
+
+
 def check_ports_free(config: RunConfig) -> None:
     """Whether nobody listens yet at the ports that the run names.
 
