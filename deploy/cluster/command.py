@@ -54,8 +54,8 @@ def command(
     """
     cluster = load_cluster(cluster_file)
     config = load_run(run_file, overrides)
-    check_feasible(config)
     plan = make_plan(cluster, config, run_id or new_run_id(config.run.name))
+    check_feasible(plan.config)
     bundle = Bundle(plan, modules_of(config, run_file), out.resolve(), _keys(config, out))
     files = bundle.render(formats)
     click.echo(json.dumps(plan_as_json(plan), indent=2) if as_json else table(plan), nl=as_json)

@@ -89,6 +89,12 @@ class TrainerConfig(ObjectiveKeys, frozen=True, kw_only=True, forbid_unknown_fie
     ranks: Annotated[
         int, Meta(description="processes over which the policy is sharded (FSDP2)", ge=1)
     ] = 1
+    nodes: Annotated[
+        int, Meta(description="hosts over which the ranks are spread; divides ranks", ge=1)
+    ] = 1
+    rendezvous: Annotated[
+        str, Meta(description="HOST:PORT of the first host, where the ranks of several meet")
+    ] = ""
     sequence_parallel: Annotated[
         int,
         Meta(description="ranks that share the tokens of each row (Ulysses); divides ranks", ge=1),
