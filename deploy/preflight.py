@@ -94,6 +94,19 @@ def check_run(config: RunConfig) -> None:
         raise UsageError(f"run.dir: {folder} is a file; name a folder")
 
 
+def check_one_machine(config: RunConfig) -> None:
+    """Whether one machine can start all of the run.
+
+    Raises:
+        UsageError: its trainer is on several hosts.
+    """
+    if config.trainer.nodes > 1:
+        raise UsageError(
+            f"trainer.nodes = {config.trainer.nodes} is for several machines, and all processes of "
+            "this run would start on one: use `umbra plan`, or set trainer.nodes to 1"
+        )
+
+
 def check_ports_free(config: RunConfig) -> None:
     """Whether nobody listens yet at the ports that the run names.
 

@@ -1,13 +1,15 @@
-"""A trainer over several nodes: what each of them gets, under every launcher, and what is refused."""
+"""A trainer over several nodes: what each gets, under every launcher, and what is refused."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from fakes.clusters import BOTH, HYBRID, cluster, plan_of, render, run_config
 
+from umbra import cli
 from umbra.deploy.cluster import invocation
 from umbra.deploy.cluster.compose import container_paths
 from umbra.deploy.cluster.plan import Plan, make_plan
@@ -291,3 +293,10 @@ def test_the_run_file_of_the_nodes_says_how_the_trainer_is_spread() -> None:
         assert line in text.splitlines()
     plan = make_plan(cluster(8, 8), run_config(), "r")
     assert plan.config.trainer.ranks == 8
+
+
+def test_one_machine_is_not_several(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_file = tmp_path / "run.toml"
+    run_file.write_text("[trainer]\nranks = 4\nnodes = 2\nrendezvous = 'h:1'\n", encoding="utf-8")
+    assert cli.main(["up", str(run_file)]) == 2
+    assert "trainer.nodes = 2 is for several machines" in capsys.readouterr().err
