@@ -36,6 +36,9 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         str, Meta(description="host name or address by which the others reach it", min_length=1)
     ]
     gpus: Annotated[int, Meta(description="GPUs that the run may use: 0 to n - 1", ge=0)] = 0
+    joins: Annotated[
+        bool, Meta(description="has generators alone, which may come and go while the run goes on")
+    ] = False
 
 
 Task = Literal[
@@ -229,6 +232,8 @@ def load_cluster(path: Path) -> ClusterFile:
                 raise UsageError(
                     f"{path}: cluster.{key}: unknown task {task}{nearest(task, tasks)}"
                 )
+    if all(node.joins for node in file.nodes):
+        raise UsageError(f"{path}: all nodes have joins = true, which only generate: remove one")
     alike = Counter(node.name.replace(".", "-") for node in file.nodes)
     if twice := next((name for name, count in alike.items() if count > 1), None):
         raise UsageError(
@@ -239,6 +244,11 @@ def load_cluster(path: Path) -> ClusterFile:
         raise UsageError(
             f"{path}: cluster.broker = {file.cluster.broker} is no node"
             f"{nearest(file.cluster.broker, names)}"
+        )
+    if any(node.joins and node.name == file.cluster.broker for node in file.nodes):
+        raise UsageError(
+            f"{path}: cluster.broker = {file.cluster.broker} has joins = true, so it may go while "
+            "the run goes on: name another node"
         )
     return file
 

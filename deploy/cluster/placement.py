@@ -38,7 +38,7 @@ class TaskGroup:
 
 
 def place_groups(file: ClusterFile, config: RunConfig) -> list[TaskGroup]:
-    """The groups with what they get, in the order of the cluster file.
+    """The groups with what they get of the nodes that do not join later, in the file's order.
 
     Nodes are given out in the order of the file. Where GPUs are divided the group that trains comes
     first and gets its GPUs on the first node that has as many, else on the fewest nodes.
@@ -49,14 +49,15 @@ def place_groups(file: ClusterFile, config: RunConfig) -> list[TaskGroup]:
     tasks = [(group,) if isinstance(group, str) else tuple(group) for group in file.cluster.groups]
     _check_tasks(tasks, config)
     ratios = check_ratios(file.cluster.ratios, len(tasks))
-    with_gpus = [node for node in file.nodes if node.gpus]
+    nodes = [node for node in file.nodes if not node.joins]
+    with_gpus = [node for node in nodes if node.gpus]
     unit, wanted = file.cluster.unit, config.trainer.nodes
     if not with_gpus and unit == "gpu":
         raise UsageError("cluster.unit = gpu, but no node has GPUs: write gpus = N in [[nodes]]")
-    if not with_gpus and len(file.nodes) < len(tasks):
-        placed = _in_turn(tasks, file.nodes)
+    if not with_gpus and len(nodes) < len(tasks):
+        placed = _in_turn(tasks, nodes)
     elif not with_gpus or unit == "node" or (unit == "auto" and len(with_gpus) >= len(tasks)):
-        placed = _by_node(tasks, ratios, with_gpus or file.nodes, wanted)
+        placed = _by_node(tasks, ratios, with_gpus or nodes, wanted)
     else:
         placed = _by_gpu(tasks, ratios, with_gpus, wanted)
     (training,) = (group for group in placed if "train" in group.tasks)

@@ -108,7 +108,8 @@ def make_plan(file: ClusterFile, config: RunConfig, run_id: str) -> Plan:
         )
     groups = place_groups(file, config)
     nodes = tuple(file.nodes)
-    broker = next((node for node in nodes if node.name == file.cluster.broker), nodes[0])
+    staying = [node for node in nodes if not node.joins]
+    broker = next((node for node in staying if node.name == file.cluster.broker), staying[0])
     (training,) = (group for group in groups if "train" in group.tasks)
     home = training.nodes[0]
     ranks = _ranks_per_node(config, training)
@@ -120,6 +121,7 @@ def make_plan(file: ClusterFile, config: RunConfig, run_id: str) -> Plan:
         *_parts(training),
         *_trainers(training, ranks),
         *_generators(config, groups),
+        *_joining(config, nodes, groups),
         *_scorers(config, groups, broker),
     ]
     return Plan(run_id, config, file.cluster, nodes, tuple(groups), tuple(processes))
@@ -141,7 +143,7 @@ def _relays(
         for node in group.nodes
     }
     for node in nodes:
-        if node != home and node.name in receiving:
+        if node != home and (node.joins or node.name in receiving):
             yield Process(f"relay-{node.name}", "relay", node, _first_gpu(config, node))
 
 
@@ -222,7 +224,7 @@ def _generators(config: RunConfig, groups: list[TaskGroup]) -> Iterator[Process]
     if not group.has_gpus:
         yield from _dealt(group, "generate", "generator", config.generator.count)
         return
-    size = config.generator.replicas * config.generator.tensor_parallel
+    size = _generator_gpus(config)
     most = max(map(len, group.gpus))
     if most < size:
         raise UsageError(
@@ -233,6 +235,27 @@ def _generators(config: RunConfig, groups: list[TaskGroup]) -> Iterator[Process]
     for node, gpus in zip(group.nodes, group.gpus, strict=True):
         for index in range(len(gpus) // size):
             own = gpus[index * size : (index + 1) * size]
+            yield Process(f"generator-{node.name}-{index}", "generate", node, own)
+
+
+def _generator_gpus(config: RunConfig) -> int:
+    return config.generator.replicas * config.generator.tensor_parallel
+
+
+def _joining(
+    config: RunConfig, nodes: tuple[Node, ...], groups: list[TaskGroup]
+) -> Iterator[Process]:
+    """Generators on all GPUs of the nodes that join, or one where the others have none either."""
+    on_gpus = any(group.has_gpus for group in groups if "generate" in group.tasks)
+    size = _generator_gpus(config) if on_gpus else 0
+    for node in nodes:
+        if node.joins and node.gpus < size:
+            raise UsageError(
+                f"node {node.name} joins to generate, and a generator needs {size} GPUs "
+                f"(generator.replicas x tensor_parallel): it has {node.gpus}"
+            )
+        for index in range(node.gpus // size if size else 1) if node.joins else ():
+            own = tuple(range(index * size, (index + 1) * size))
             yield Process(f"generator-{node.name}-{index}", "generate", node, own)
 
 
