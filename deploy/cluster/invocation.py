@@ -24,7 +24,7 @@ KEYS: dict[Task, KeyRole] = {
     "buffer": "buffer",
     "weight_hub": "weight_hub",
     "relay": "relay",
-    "part": "weight_hub",
+    "part": "part",
     "train": "trainer",
     "generate": "generator",
     "ref_logp": "scorer",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from fakes.clusters import BOTH, HYBRID, cluster, plan_of, render, run_config
+from fakes.clusters import PLANS, cluster, plan_of, render, run_config
 
 from umbra import cli
 from umbra.deploy.cluster import invocation
@@ -17,8 +17,8 @@ from umbra.deploy.cluster.table import as_json, table
 from umbra.proto.errors import UsageError
 from umbra.services.runtime.config.feasibility import check_feasible
 
-TWO = plan_of(8, 8, 8, 8)  # two nodes each for training and generating
-SHARED = plan_of(4, 4, 4, 4, stages=BOTH, **{**HYBRID, "ratios": [0.5, 0.25, 0.25]})
+TWO = PLANS["trainer on two nodes"]  # and two that generate
+SHARED = PLANS["trainer and logp on two nodes"]
 THIRDS = {"groups": ["train", "ref_logp", "generate"], "ratios": [0.75, 0.125, 0.125]}
 
 
