@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import cast
 
-from umbra.proto.errors import RejectedError, StartupError, UsageError, WireError
+from umbra.proto.errors import RejectedError, StartupError, UmbraError, UsageError, WireError
 from umbra.proto.messages import (
     AcquireSlot,
     ArenaReady,
@@ -18,6 +18,8 @@ from umbra.proto.messages import (
     HubStatusRequest,
     Message,
     Nack,
+    Ok,
+    PartState,
     Ping,
     Pong,
     Prepare,
@@ -34,7 +36,7 @@ from umbra.services.runtime.net.server import Request, Server
 from umbra.services.runtime.planes.plane import Deliver, Outcome
 from umbra.services.runtime.process.metrics import MetricsFile
 from umbra.services.runtime.weights.arena import Arena, remove_leftovers, shm_host
-from umbra.services.runtime.weights.manifest import check_manifest
+from umbra.services.runtime.weights.manifest import check_manifest, owned_ranges
 from umbra.services.weight_hub.bindings import Bindings
 from umbra.services.weight_hub.effects import (
     Admit,
@@ -47,17 +49,18 @@ from umbra.services.weight_hub.effects import (
 )
 from umbra.services.weight_hub.hub_planes import HubPlanes
 from umbra.services.weight_hub.lower_bounds import LowerBounds
+from umbra.services.weight_hub.parts import Parts
 from umbra.services.weight_hub.push import PushProtocol
 from umbra.services.weight_hub.registry import ACCEPTS as REGISTRY
 from umbra.services.weight_hub.registry import Registry
 
 CHANNEL = "weights"
 ACCEPTS: tuple[type[Message], ...] = (
-    RegisterManifest, AcquireSlot, Publish, Subscribe, Ready, Committed, HubStatusRequest, Ping,
-    *REGISTRY,
+    RegisterManifest, AcquireSlot, Publish, PartState, Subscribe, Ready, Committed,
+    HubStatusRequest, Ping, *REGISTRY,
 )  # fmt: skip
 # What is done in the name of its sender; the rest is asked by anyone, or by an operator.
-IN_A_NAME = (RegisterManifest, AcquireSlot, Publish, Subscribe, Ready, Committed)
+IN_A_NAME = (RegisterManifest, AcquireSlot, Publish, PartState, Subscribe, Ready, Committed)
 POLL_S = 0.2
 NO_MANIFEST = Manifest(tensors=[], buckets=[], total_bytes=0, digest="")
 BUSY_POLL_S = 0.01  # while a copy or an export is under way
@@ -103,9 +106,13 @@ class WeightHub:
         self._bindings = Bindings()
         self._identities: dict[str, bytes] = {}
         self._peers: dict[str, HubPeer] = {}
+        host = host or shm_host()
+        self._parts = Parts(host)
+        self._taken_over: Publish | None = None  # what lies in the arena of the hub before us
+        self._is_lost = False  # a trainer host came back without the memory of the layout
         self.planes = HubPlanes(
             config,
-            host or shm_host(),
+            host,
             self._token,
             lambda: server.endpoint(CHANNEL),
             server.security,
@@ -117,15 +124,17 @@ class WeightHub:
 
     def step(self, timeout_s: float = POLL_S) -> int:
         """Serve what arrives within `timeout_s` seconds; the number of requests."""
-        due = self.protocol.next_deadline()
-        if due is not None:
-            timeout_s = min(timeout_s, max(0.0, due - self._clock()))
+        for due in (self.protocol.next_deadline(), self._parts.next_deadline()):
+            if due is not None:
+                timeout_s = min(timeout_s, max(0.0, due - self._clock()))
         if self._registry.busy or any(end.busy for end in self.planes.ends):
             timeout_s = min(timeout_s, BUSY_POLL_S)
         requests = self._server.poll(timeout_s)
         for request in requests:
             self._apply(self._handle(request))
         self._apply(self._registry.poll(self._clock()))
+        for name in self._parts.tick(self._clock()):
+            log.warning("part hub %s is silent", name)
         self._apply(self.protocol.tick(self._clock()))
         for end in self.planes.ends:
             for outcome in end.poll(self._clock()):
@@ -166,6 +175,12 @@ class WeightHub:
                 return self.protocol.acquire(request, peer, version, now)
             case Publish() as message:
                 return self._publish(request, peer, message, now)
+            case PartState() as message:
+                refused = self._parts.heard(peer, message, now)
+                if refused is None:
+                    self._identities[peer.name] = request.identity
+                self._server.reply(request, refused or Ok())
+                return self._part_hubs(now)
             case Subscribe() as message:
                 return self._subscribe(request, peer, message, now)
             case Ready() as message:
@@ -193,22 +208,28 @@ class WeightHub:
     def _register(
         self, request: Request, peer: HubPeer, message: RegisterManifest, now: float
     ) -> list[Effect]:
-        manifest, published = message.manifest, None
-        is_new = manifest.digest != self.protocol.digest
+        manifest, effects = message.manifest, list[Effect]()
         try:
             check_manifest(manifest)
-            if is_new:
-                published = self._take_over(message)
-                if published is None:
-                    self._make_arena(manifest)
-        except WireError as error:
-            self._server.reply(request, Nack(code=error.code, reason=str(error), path=error.path))
-            return []
-        except StartupError as error:
+            before = self._manifest
+            if before is None or self._is_lost or manifest.digest != before.digest:
+                self.planes.check_layout(manifest)
+                effects += self._begin(message, now)
+        except (WireError, RejectedError) as error:
+            path = error.path if isinstance(error, WireError) else "manifest"
+            self._server.reply(request, Nack(code=error.code, reason=str(error), path=path))
+            return effects
+        except (StartupError, UsageError) as error:
             self._server.reply(request, Nack(code="no_room", reason=str(error)))
-            return []
+            return effects
+        effects += self._part_hubs(now)
+        if self._is_lost or self._parts.missing:
+            self._server.reply(request, self._not_whole())
+            return effects
         assert self._arena is not None
-        effects = self.protocol.register(peer, manifest.digest, now, published)
+        is_new = manifest.digest != self.protocol.digest
+        published, self._taken_over = self._taken_over, None
+        effects += self.protocol.register(peer, manifest.digest, now, published)
         if published is not None:
             self._registry.restore(now)
         if is_new:
@@ -220,6 +241,70 @@ class WeightHub:
             peer.name, len(manifest.tensors), manifest.total_bytes, len(manifest.buckets),
         )  # fmt: skip
         return effects
+
+    def _begin(self, message: RegisterManifest, now: float) -> list[Effect]:
+        """Have an arena for the layout of `message`, here and at the part hubs.
+
+        Until all of these have it, nobody is admitted: see `_not_whole`.
+        """
+        self._taken_over = self._take_over(message)
+        if self._taken_over is None:
+            self._make_arena(message.manifest)
+        assert self._arena is not None
+        self._is_lost = False
+        effects: list[Effect] = []
+        if self.protocol.digest:
+            effects = self.protocol.withdraw("the trainer registered another layout", now)
+        self._parts.begin(
+            message.manifest,
+            str(self._arena.path),
+            self._config.slots,
+            made=self._taken_over is not None,
+        )
+        return effects + (self._choose_again(now) if message.manifest.owners else [])
+
+    def _choose_again(self, now: float) -> list[Effect]:
+        """Choose the planes of those that wait for a layout, now that there is one."""
+        effects: list[Effect] = []
+        for name, ticket in list(self.protocol.waiting.items()):
+            request = cast(Request, ticket)
+            try:
+                relay = self.planes.subscribe_again(name)
+            except UmbraError as error:
+                self._server.reply(request, _no_plane(error))
+            else:
+                if not relay:
+                    continue
+                self._server.reply(request, _at_relay(relay))
+            effects += self.protocol.lost(name, "it was sent elsewhere", now)
+        return effects
+
+    def _not_whole(self) -> Nack:
+        """Why a trainer has to ask again."""
+        if broken := self._parts.broken:
+            self._parts.ask_again()
+            return Nack(code="no_room", reason=broken)
+        reason = self._parts.missing or "the memory of a trainer host is lost"
+        return Nack(code="part_missing", reason=reason)
+
+    def _part_hubs(self, now: float) -> list[Effect]:
+        """Bring the part hubs up to date, and pushes to a halt while one is missing."""
+        effects: list[Effect] = []
+        if gone := self._parts.gone:
+            log.warning("all versions are withdrawn, the trainer has to register again: %s", gone)
+            self._parts.forget()
+            self._is_lost, self._taken_over = True, None
+            effects = self.protocol.withdraw(f"a part of every version is lost: {gone}", now)
+        held = self.protocol.slots.held
+        for tell in self._parts.tell(held, deltas=self.planes.deltas):
+            identity = self._identities[tell.name]
+            if not self._server.push(CHANNEL, identity, tell.message):
+                self._parts.lost(tell.name)
+        missing = self._parts.missing
+        if missing != self.protocol.held_back:
+            log.info("pushes %s", f"wait: {missing}" if missing else "go on")
+        self.planes.found(self._parts.endpoints)
+        return effects + self.protocol.hold_back(missing, now)
 
     def _take_over(self, message: RegisterManifest) -> Publish | None:
         """Go on with the arena that the hub before this one has left, if the trainer still has it.
@@ -251,6 +336,7 @@ class WeightHub:
             f"weights_{self._token}_{self._arenas_made}",
             slot_bytes=manifest.total_bytes,
             slots=self._config.slots,
+            own=owned_ranges(manifest, 0) if manifest.owners else None,
         )
         self._begin_layout(arena, manifest)
 
@@ -295,14 +381,11 @@ class WeightHub:
             return []
         try:
             relay = self.planes.subscribe(peer, message)
-        except RejectedError as error:
-            self._server.reply(request, Nack(code=error.code, reason=str(error)))
-            return []
-        except (StartupError, UsageError) as error:
-            self._server.reply(request, Nack(code="no_plane", reason=str(error)))
+        except (RejectedError, StartupError, UsageError) as error:
+            self._server.reply(request, _no_plane(error))
             return []
         if relay:
-            self._server.reply(request, Subscribed(manifest=NO_MANIFEST, plane="relay", path=relay))
+            self._server.reply(request, _at_relay(relay))
             return []
         self._identities[peer.name] = request.identity
         self._peers[peer.name] = peer
@@ -320,7 +403,8 @@ class WeightHub:
     # -- effects ----------------------------------------------------------------------------------
 
     def _apply(self, effects: list[Effect]) -> None:
-        todo = deque(effects)
+        # First the part hubs: what they hand out is what receivers are told of here.
+        todo = deque([*self._part_hubs(self._clock()), *effects])
         while todo:
             match todo.popleft():
                 case HubReply(ticket=ticket, message=message):
@@ -397,3 +481,12 @@ class WeightHub:
         log.debug(
             "%s serves version %d after %.3f s", pushed.receiver, pushed.version, pushed.total_s
         )
+
+
+def _no_plane(error: UmbraError) -> Nack:
+    code = error.code if isinstance(error, RejectedError) else "no_plane"
+    return Nack(code=code, reason=str(error))
+
+
+def _at_relay(endpoint: str) -> Subscribed:
+    return Subscribed(manifest=NO_MANIFEST, plane="relay", path=endpoint)

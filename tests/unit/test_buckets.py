@@ -82,7 +82,7 @@ def test_what_has_not_arrived_is_sent_when_it_has() -> None:
     outbox = Outbox(COUNT, held.parts)
     outbox.order(ME, order(sums))
     assert drain(outbox) == []
-    held.offer(0, data, sums, arrived=False)
+    held.offer(0, data, sums, range(len(sums)))
     assert drain(outbox) == []
     for bucket in range(COUNT):
         held.arrived(0, bucket)

@@ -8,10 +8,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from umbra.proto.errors import DeadlineError, RejectedError, UmbraError
+from umbra.proto.errors import DeadlineError, PeerLostError, RejectedError, UmbraError
 from umbra.proto.messages import (
     AcquireSlot,
     ArenaReady,
+    HubStatus,
+    HubStatusRequest,
     Message,
     Ok,
     Publish,
@@ -28,6 +30,9 @@ from umbra.services.runtime.weights.memory import copy
 
 PUBLISH_TIMEOUT_S = 30.0
 RETRY_S = 1.0  # between attempts to bring a restarted hub up to date
+PARTS_S = 0.5  # between questions whether the part hubs of all trainer hosts are there
+PARTS_BACK_S = 60.0  # that a part hub may take to start again
+CHECK_S = 5.0  # between questions whether the hub still has what lies on several hosts
 FORGOTTEN = ("not_registered", "not_granted")  # how a restarted hub answers
 
 M = TypeVar("M", bound=Message)
@@ -56,6 +61,10 @@ class Publisher:
     receivers get the newest version also while the trainer waits for data. The new hub takes over
     the arena of the old one; where it cannot, the version is copied into the new arena.
 
+    Where the trainer runs on several hosts, nothing is published while a part hub is away, and a
+    version cannot be copied to another arena: only a part of it lies here. If the memory of a host
+    is lost, so is the version, and the trainer has to start again from a checkpoint (`check`).
+
     Args:
         channel: to the weight hub.
         manifest: the layout, from `build_manifest`.
@@ -73,6 +82,7 @@ class Publisher:
         self._granted: _ArenaVersion | None = None
         self._sums: list[Future[int]] = []  # of the first buckets of what is being written
         self._last: tuple[_ArenaVersion, Publish] | None = None
+        self._failure: UmbraError | None = None
         self._lock = threading.Lock()  # one exchange with the hub at a time
         self._moved = threading.Event()
         self._closing = threading.Event()
@@ -102,11 +112,21 @@ class Publisher:
             raise ValueError("no slot is acquired")
         return str(self._granted.arena.path), self._granted.slot
 
+    def check(self) -> None:
+        """See whether what was published last can still be pushed.
+
+        Raises:
+            PeerLostError: it is lost: see above.
+        """
+        if self._failure is not None:
+            raise self._failure
+
     def register(self, timeout_s: float) -> None:
         """State the layout and attach to the hub's arena.
 
         Raises:
-            RejectedError: the hub refuses, because /dev/shm has too little room, say.
+            RejectedError: the hub refuses, because /dev/shm has too little room, say, or the part
+                hub of a trainer host is still missing after `timeout_s` seconds.
             DeadlineError: no answer within `timeout_s` seconds.
             StartupError: the arena cannot be seen from here.
         """
@@ -124,9 +144,11 @@ class Publisher:
         Raises:
             DeadlineError: no slot became free within `timeout_s` seconds, or before we stop.
             RejectedError: another trainer has registered.
+            PeerLostError: as `check`.
         """
         deadline = Deadline(timeout_s)
         self._join()
+        self.check()
         with self._lock:
             try:
                 slot = self._acquire(version, timeout_s)
@@ -167,8 +189,10 @@ class Publisher:
 
         Raises:
             ValueError: no slot was acquired for `version`.
-            RejectedError: another trainer has registered.
+            RejectedError: another trainer has registered, or a part hub is gone and does not come
+                back within `PARTS_BACK_S` seconds.
             DeadlineError: the hub does not answer.
+            PeerLostError: as `check`.
         """
         with self._lock:
             place = self._granted
@@ -179,7 +203,7 @@ class Publisher:
                 version=version, slot=place.slot, checksums=sums, snapshot_s=snapshot_s
             )
             try:
-                self._call(message, Ok, PUBLISH_TIMEOUT_S)
+                self._insist(message, Ok, PUBLISH_TIMEOUT_S, Deadline(PARTS_BACK_S))
             except RejectedError as error:
                 if error.code not in FORGOTTEN:
                     raise
@@ -232,12 +256,21 @@ class Publisher:
     def _follow(self) -> None:
         """Bring every restarted hub up to date. What is being written is `publish`'s matter."""
         while True:
-            self._moved.wait()
+            moved = self._moved.wait(CHECK_S if self.manifest.owners else None)
             self._moved.clear()
+            if not moved and self._is_known():
+                continue
             while not self._closing.is_set() and not self._restore():
                 self._closing.wait(RETRY_S)
             if self._closing.is_set():
                 return
+
+    def _is_known(self) -> bool:
+        """Whether the hub still has our layout, or does not answer now."""
+        try:
+            return self._call(HubStatusRequest(), HubStatus, CHECK_S).subscribed
+        except UmbraError:
+            return True  # a restarted one is told of in another way
 
     def _restore(self) -> bool:
         with self._lock:
@@ -249,6 +282,9 @@ class Publisher:
                 if self._arena is not place.arena:
                     self._last = self._move(place, message)
                     place.arena.close()
+            except PeerLostError as error:
+                self._failure = error
+                return True
             except UmbraError as error:
                 log.warning("cannot tell the weight hub of version %d: %s", place.version, error)
                 return False
@@ -256,7 +292,17 @@ class Publisher:
             return True
 
     def _move(self, place: _ArenaVersion, message: Publish) -> tuple[_ArenaVersion, Publish]:
-        """Publish what lies in `place` from where the restarted hub wants it."""
+        """Publish what lies in `place` from where the restarted hub wants it.
+
+        Raises:
+            PeerLostError: only a part of it lies here, and the others have lost theirs.
+        """
+        if self.manifest.owners and self._arena is not place.arena:
+            self._failure = PeerLostError(
+                f"version {place.version} is lost with the shared memory of a trainer host: the "
+                "trainer has to start again from its newest checkpoint"
+            )
+            raise self._failure
         slot = self._acquire(place.version, PUBLISH_TIMEOUT_S)
         assert self._arena is not None
         there = _ArenaVersion(self._arena, slot, place.version)
@@ -272,7 +318,7 @@ class Publisher:
         known = str(self._arena.path) if self._arena is not None else ""
         published = self._last[1] if self._last is not None else None
         message = RegisterManifest(manifest=self.manifest, path=known, published=published)
-        ready = self._call(message, ArenaReady, timeout_s)
+        ready = self._insist(message, ArenaReady, timeout_s, Deadline(timeout_s))
         if ready.path != known:
             # The old one stays mapped: what was published last is in it.
             self._arena = Arena.attach(ready.path, slot_bytes=self.manifest.total_bytes)
@@ -282,12 +328,31 @@ class Publisher:
         try:
             return self._call(message, SlotGranted, timeout_s).slot
         except DeadlineError as error:
-            if self._stopping is not None and self._stopping.is_set():
+            if self._is_stopping:
                 raise
             raise DeadlineError(
                 f"no free slot for version {version} within {timeout_s:g} s: receivers are still "
                 "staging the versions before it, or the weight hub is gone"
             ) from error
+
+    def _insist(self, message: Message, reply: type[M], timeout_s: float, deadline: Deadline) -> M:
+        """Ask until `deadline` as long as a part hub is missing, each time for `timeout_s`."""
+        told = ""
+        while True:
+            try:
+                return self._call(message, reply, min(timeout_s, PARTS_S + deadline.left_s))
+            except RejectedError as error:
+                stopping = self._is_stopping or self._closing.is_set()
+                if error.code != "part_missing" or deadline.passed or stopping:
+                    raise
+                if str(error) != told:
+                    told = str(error)
+                    log.warning("%s", told)
+            self._closing.wait(PARTS_S)
+
+    @property
+    def _is_stopping(self) -> bool:
+        return self._stopping is not None and self._stopping.is_set()
 
     def _call(self, message: Message, reply: type[M], timeout_s: float) -> M:
         return self._channel.call(message, reply, timeout_s=timeout_s, stopping=self._stopping)
