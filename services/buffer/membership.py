@@ -54,6 +54,11 @@ class Participant:
         """Whether a run has only one of its kind."""
         return self.role in SINGLE
 
+    @property
+    def is_needed(self) -> bool:
+        """Whether the run stands still without it."""
+        return self.is_single or self.role == "part"
+
     def record(self, now: float) -> Member:
         """The member as others are told of it."""
         return Member(

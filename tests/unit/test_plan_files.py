@@ -81,8 +81,7 @@ def test_the_values_of_planned_flags_are_taken(plan: Plan) -> None:
         overrides = [
             f"{sections.get(section, section)}.{flag[2:].replace('-', '_')}={value}"
             for flag, value in pairs
-            if flag in FIELDS
-            or (flag.endswith("listen") and process.task == "weight_hub")
+            if flag in FIELDS or (flag.endswith("listen") and process.task == "weight_hub")
         ]
         overrides += [value for flag, value in pairs if flag == "--set"]
         assert overrides
