@@ -19,9 +19,11 @@ from typing import IO, Any
 import msgspec
 import pytest
 from fakes.hub_bench import PROGRAMS, WAIT_S, Bench
+from fakes.keys import of
 from fakes.waiting import until
 
 from umbra.proto.records import Manifest
+from umbra.services.runtime.net.keys import OPEN
 from umbra.services.runtime.weights.manifest import build_manifest, checksum, owned_buckets
 
 HOLD = "mount -t tmpfs tmpfs /dev/shm; echo up; exec cat"
@@ -134,7 +136,9 @@ class TrainerHost:
 class Trainer:
     """Rank 0 with its hub, and the other hosts; versions differ a little from one another."""
 
-    def __init__(self, bench: Bench, folder: Path, hosts: int, **options: Any) -> None:
+    def __init__(
+        self, bench: Bench, folder: Path, hosts: int, *, keys: Path | None = None, **options: Any
+    ) -> None:
         self.manifest = layout(hosts)
         self.bench = bench
         self.versions: dict[int, bytes] = {}
@@ -148,8 +152,10 @@ class Trainer:
         self.hosts = [TrainerHost(owner, bench.endpoint, file, folder) for owner in range(1, hosts)]
         for host in self.hosts:
             bench.closers.append(host.close)
-            host.start_part()
-        self.publisher = bench.publisher(self.manifest)
+            host.start_part(*(["--keys", str(keys)] if keys else []))
+        security = of(keys, "trainer") if keys else OPEN
+        channel = bench.channel("trainer", security)
+        self.publisher = bench.publisher(self.manifest, channel=channel)
 
     def write(self, version: int) -> list[int]:
         """Write `version` on all hosts; its checksums."""

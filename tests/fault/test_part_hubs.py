@@ -12,17 +12,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fakes.hub_bench import WAIT_S, Bench, take, whole
-from fakes.trainer_hosts import Trainer, skip_without_namespaces
+from fakes.hub_bench import OTHER_LAYOUT, WAIT_S, Bench, content, publish, take, whole
+from fakes.keys import keys, of
+from fakes.trainer_hosts import Trainer, layout, skip_without_namespaces
 from fakes.waiting import until
 
 from umbra.proto.errors import PeerLostError, RejectedError
+from umbra.proto.messages import ExportVersion, Ok, PinVersion, RollBack, Versions
+from umbra.services.runtime.net.keys import OPEN, Security
 from umbra.services.runtime.planes.receiving import StagedPlanes, StreamedPlanes
 from umbra.services.runtime.process.metrics import MetricsFile
 from umbra.services.runtime.weights.manifest import owned_ranges
+from umbra.services.runtime.weights.publisher import Publisher
 from umbra.services.runtime.weights.receiver import Receiver
 from umbra.services.weight_hub.part import PartHub
 from umbra.services.weight_hub.relay import Relay
+
+__all__ = ["keys"]  # a fixture
 
 skip_without_namespaces()
 
@@ -35,9 +41,10 @@ def start(bench: Bench, tmp_path: Path) -> Start:
     return lambda hosts=2, **options: Trainer(bench, tmp_path, hosts, **options)
 
 
-def receiver(bench: Bench, name: str, host: str = "") -> Receiver:
+def receiver(bench: Bench, name: str, host: str = "", security: Security = OPEN) -> Receiver:
     planes = StagedPlanes(["shm", "tcp"], frame_bytes=8192)
-    made = Receiver(bench.channel(name), planes, host, check_s=0.05, retry_s=0.02)
+    channel = bench.channel(name, security)
+    made = Receiver(channel, planes, host, check_s=0.05, retry_s=0.02)
     bench.closers.append(made.close)
     made.subscribe(WAIT_S)
     return made
@@ -153,6 +160,115 @@ def test_a_part_hub_that_dies_after_a_push_is_needed_by_those_who_come(start: St
     assert late.poll() is None
     host.start_part()
     load(trainer, late, 0)
+
+
+def test_a_part_hub_that_was_cut_off_comes_back(start: Start) -> None:
+    """It hears of what was published meanwhile, and hands it out."""
+    trainer = start()
+    one = receiver(trainer.bench, "gen-0")
+    trainer.publish(0)
+    load(trainer, one, 0)
+    sums = trainer.write(1)
+    (host,) = trainer.hosts
+    host.signal_part(signal.SIGSTOP)
+    trainer.publisher.publish(1, 0.0, sums)
+    trainer.until_held_back()
+    assert one.poll() is None
+    host.signal_part(signal.SIGCONT)
+    load(trainer, one, 1)
+
+
+def test_a_restarted_hub_goes_on_with_what_the_hosts_hold(start: Start) -> None:
+    trainer = start(3)
+    bench = trainer.bench
+    one = receiver(bench, "gen-0")
+    trainer.publish(0)
+    load(trainer, one, 0)
+    path = bench.kill()
+    bench.start(**trainer.options)
+    for link in bench.channels:
+        link.move(bench.endpoint)
+    late = receiver(bench, "late")
+    load(trainer, late, 0)
+    assert trainer.publisher.arena[0] == str(path)
+    trainer.publish(1)
+    load(trainer, late, 1)
+    load(trainer, one, 1)
+
+
+def test_a_hub_and_a_part_hub_that_die_together(start: Start) -> None:
+    trainer = start()
+    bench = trainer.bench
+    trainer.publish(0)
+    (host,) = trainer.hosts
+    host.signal_part(signal.SIGKILL)
+    bench.kill()
+    bench.start(**trainer.options)
+    for link in bench.channels:
+        link.move(bench.endpoint)
+    host.start_part()
+    load(trainer, receiver(bench, "late"), 0)
+
+
+def test_another_layout_takes_the_place_of_the_one_before(start: Start) -> None:
+    """A trainer that starts again on fewer hosts; the part hub holds nothing any more."""
+    trainer = start()
+    one = receiver(trainer.bench, "gen-0")
+    trainer.publish(0)
+    load(trainer, one, 0)
+    (host,) = trainer.hosts
+    assert host.sh("ls /dev/shm").split()
+    alone = trainer.bench.publisher(OTHER_LAYOUT, "alone")
+    publish(alone, 1)
+    staged = take(one)
+    assert whole(staged) == content(1, OTHER_LAYOUT.total_bytes)
+    until(lambda: not host.sh("ls /dev/shm").split(), "the part hub holds its arena still")
+
+
+@pytest.mark.parametrize("plane", ["shm", "nccl", "cuda_ipc"])
+def test_a_plane_that_takes_weights_from_one_host_is_refused(bench: Bench, plane: str) -> None:
+    bench.start(plane=plane)
+    with pytest.raises(RejectedError, match=rf'plane = "{plane}".*trainer\.nodes > 1'):
+        bench.publisher(layout(2))
+
+
+def test_a_trainer_hears_who_is_missing(bench: Bench) -> None:
+    bench.start()
+    publisher = Publisher(bench.channel("trainer"), layout(2))
+    bench.closers.append(publisher.close)
+    with pytest.raises(RejectedError, match="trainer host 1 has no part hub") as refused:
+        publisher.register(1.0)
+    assert refused.value.code == "part_missing"
+
+
+def test_what_only_a_whole_version_allows_is_refused(start: Start) -> None:
+    trainer = start(slots=3)
+    trainer.publish(0)
+    channel = trainer.bench.channel("operator")
+    held = channel.call(PinVersion(version=0), Versions, timeout_s=WAIT_S)
+    assert [one.place for one in held.held if one.pinned] == ["slot 0"]
+    trainer.publish(1)
+    with pytest.raises(RejectedError, match=r"cannot be copied: raise weight_hub\.slots"):
+        channel.call(PinVersion(version=1), Versions, timeout_s=WAIT_S)
+    with pytest.raises(RejectedError, match="in parts on several trainer hosts: take a checkpoint"):
+        channel.call(ExportVersion(version=0, path="/tmp/out"), Ok, timeout_s=WAIT_S)
+    channel.call(RollBack(version=0), Ok, timeout_s=WAIT_S)
+    load(trainer, receiver(trainer.bench, "gen-0"), 0)
+
+
+def test_with_keys_a_part_hub_needs_its_own(start: Start, bench: Bench, keys: Path) -> None:
+    bench.security = of(keys, "weight_hub")
+    trainer = start(keys=keys)
+    one = receiver(bench, "gen-0", security=of(keys, "generator"))
+    for version in range(2):
+        trainer.publish(version)
+        load(trainer, one, version)
+    posing = PartHub(
+        "part-2", 2, bench.endpoint, "tcp://127.0.0.1:*", bench.config(), "elsewhere",
+        security=of(keys, "relay"),
+    )  # fmt: skip
+    with pytest.raises(RejectedError, match="nothing that the relay key allows"):
+        posing.run(threading.Event(), WAIT_S)
 
 
 def test_a_host_that_lost_its_memory_takes_the_version_with_it(start: Start) -> None:
