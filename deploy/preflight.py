@@ -102,8 +102,8 @@ def check_one_machine(config: RunConfig) -> None:
     """
     if config.trainer.nodes > 1:
         raise UsageError(
-            f"trainer.nodes = {config.trainer.nodes} is for several machines, and all processes of "
-            "this run would start on one: use `umbra plan`, or set trainer.nodes to 1"
+            f"trainer.nodes = {config.trainer.nodes}: `umbra up` runs everything on this machine; "
+            "`umbra plan` makes what starts it on several; or set it to 1"
         )
 
 
