@@ -67,7 +67,7 @@ def _service(plan: Plan, process: Process, beside: list[Process], paths: Paths) 
         "restart": RESTART,
         "stop_grace_period": GRACE,
         "cap_drop": ["ALL"],
-        "security_opt": ["no-new-privileges:true"],
+        "security_opt": ["no-new-privileges=true"],
         "healthcheck": {
             "test": ["CMD", "umbra", *invocation.health(plan, process)],
             "interval": "15s",
