@@ -305,7 +305,7 @@ def test_one_machine_is_not_several(tmp_path: Path, capsys: pytest.CaptureFixtur
     run_file = tmp_path / "run.toml"
     run_file.write_text("[trainer]\nranks = 4\nnodes = 2\nrendezvous = 'h:1'\n", encoding="utf-8")
     assert cli.main(["up", str(run_file)]) == 2
-    assert "trainer.nodes = 2: `umbra up` runs everything on this machine" in capsys.readouterr().err
+    assert "trainer.nodes = 2: `umbra up` runs everything on this" in capsys.readouterr().err
 
 
 def test_hub_and_relays_of_several_trainer_nodes_have_no_gpu() -> None:
