@@ -22,6 +22,7 @@ DEPARTED_KEPT = 1024  # names and incarnations that are remembered after their e
 BEATS_PER_S = 64  # heartbeats of all members together, about: each costs as much as a trajectory
 BEATS_UNTIL_DEAD = 3  # but so many of a member have to be missing until it counts as dead
 SINGLE: tuple[Role, ...] = ("trainer", "weight_hub")  # roles of which a run has one
+NEEDED: tuple[Role, ...] = (*SINGLE, "part")  # of which it can spare none
 
 
 @dataclass(slots=True)
@@ -56,8 +57,8 @@ class Participant:
 
     @property
     def is_needed(self) -> bool:
-        """Whether the run stands still without it."""
-        return self.is_single or self.role == "part"
+        """Whether the run cannot go on without it."""
+        return self.role in NEEDED
 
     def record(self, now: float) -> Member:
         """The member as others are told of it."""

@@ -148,6 +148,7 @@ class WeightHub:
         return {
             "version": newest.version if newest else -1,
             "receivers": len(self.protocol.serving),
+            "held_back": float(bool(self.protocol.held_back)),
             "refused": self._server.refusals.counts.total() + self.planes.refused,
             **{key: counters[key] for key in ("pushes", "skipped", "dropped", "failed", "late")},
         }

@@ -120,6 +120,7 @@ def test_nothing_is_published_while_a_part_hub_is_away(start: Start) -> None:
     (host,) = trainer.hosts
     host.signal_part(signal.SIGKILL)
     assert "trainer host 1 has no part hub" in trainer.until_held_back()
+    assert trainer.bench.hub.stats()["held_back"] == 1
     publishing = threading.Thread(target=trainer.publisher.publish, args=(1, 0.0, sums))
     publishing.start()
     until(lambda: trainer.bench.hub.protocol.counters["published"] == 1, "it was published")
@@ -239,6 +240,19 @@ def test_a_trainer_hears_who_is_missing(bench: Bench) -> None:
     with pytest.raises(RejectedError, match="trainer host 1 has no part hub") as refused:
         publisher.register(1.0)
     assert refused.value.code == "part_missing"
+
+
+def test_rank_0_reads_nothing_that_other_hosts_have(start: Start) -> None:
+    """That would take memory here, and its checksum would not be theirs."""
+    trainer = start()
+    trainer.write(0)
+    path, _ = trainer.publisher.place
+    before = Path(path).stat().st_blocks
+    trainer.publisher.wrote(trainer.manifest.total_bytes)
+    with pytest.raises(ValueError, match="each has checksums of its own"):
+        trainer.publisher.publish(0, 0.0)
+    assert Path(path).stat().st_blocks == before
+    assert before * 512 < trainer.manifest.total_bytes * 3 / 2, "two slots of a half each"
 
 
 def test_what_only_a_whole_version_allows_is_refused(start: Start) -> None:

@@ -100,11 +100,6 @@ def test_who_cannot_be_drained_is_named() -> None:
     trainer = run.ask("op", DrainRequest(member="trainer"))
     assert isinstance(trainer, Nack)
     assert "drain the run as a whole" in trainer.reason
-    body = Join(role="part", name="part-b", pid=1, host="h", package_version="0")
-    assert isinstance(run.ask("part-b", body), Welcome)
-    part = run.ask("op", DrainRequest(member="part-b"))
-    assert isinstance(part, Nack)
-    assert "part-b is a part, without which the run cannot go on" in part.reason
     assert run.pushes == []
 
 

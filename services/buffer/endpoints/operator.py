@@ -92,8 +92,8 @@ class OperatorRequests:
             reason = f"{body.member!r} is not a member: there is {there}"
         elif peer.is_needed:
             reason = (
-                f"{body.member} is {'the' if peer.is_single else 'a'} {peer.role}, without which "
-                "the run cannot go on: drain the run as a whole"
+                f"{body.member} is the {peer.role}, without which the run cannot go on: "
+                "drain the run as a whole"
             )
         if peer is None or reason:
             self._outbox.reply(request, Nack(code="not_drainable", reason=reason, path="member"))

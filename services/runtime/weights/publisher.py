@@ -167,7 +167,8 @@ class Publisher:
         """The first `end` bytes of the slot will not change any more.
 
         Their checksums are computed in a thread from now on, while they are still in the cache;
-        `publish` computes those of the rest.
+        `publish` computes those of the rest. Nothing is where the version lies on several hosts,
+        each of which computes its own: to read the others' bytes here would take memory.
 
         Raises:
             ValueError: no slot is acquired.
@@ -175,6 +176,8 @@ class Publisher:
         place, buckets = self._granted, self.manifest.buckets
         if place is None:
             raise ValueError("no slot is acquired")
+        if self.manifest.owners:
+            return
         while len(self._sums) < len(buckets) and buckets[len(self._sums)][1] <= end:
             start, stop = buckets[len(self._sums)]
             self._sums.append(self._executor.submit(checksum, place.data[start:stop]))
@@ -185,10 +188,11 @@ class Publisher:
         Args:
             version: as given to `slot`.
             snapshot_s: seconds that writing took, for the records.
-            sums: checksum of every bucket, if they are known already.
+            sums: checksum of every bucket, if they are known already; they have to be where the
+                version lies on several hosts.
 
         Raises:
-            ValueError: no slot was acquired for `version`.
+            ValueError: no slot was acquired for `version`, or checksums of other hosts are missing.
             RejectedError: another trainer has registered, or a part hub is gone and does not come
                 back within `PARTS_BACK_S` seconds.
             DeadlineError: the hub does not answer.
@@ -224,6 +228,8 @@ class Publisher:
         self._publishing = self._executor.submit(self.publish, version, snapshot_s, sums)
 
     def _all_sums(self, data: memoryview) -> list[int]:
+        if self.manifest.owners:
+            raise ValueError("the version lies on several hosts: each has checksums of its own")
         known = [future.result() for future in self._sums]  # submitted before `publish` was
         rest = self.manifest.buckets[len(known) :]
         return known + [checksum(data[start:end]) for start, end in rest]
