@@ -16,7 +16,7 @@ from typing import Generic, Protocol, TypeVar
 
 from torch.distributed import DistError
 
-from umbra.proto.errors import DeadlineError
+from umbra.proto.errors import DeadlineError, PeerLostError
 
 T = TypeVar("T")
 
@@ -102,7 +102,11 @@ class Pulse:
 
         Raises:
             DeadlineError: one has been silent since it was last heard of.
+            PeerLostError: another rank has lost one, and ended.
         """
+        if self._store.check([_LOST]):
+            lost = self._names(self._store.get(_LOST).decode())
+            raise PeerLostError(f"another rank has lost {lost}, and ended")
         for rank in range(1, world):
             count, now = self._store.add(_key(rank), 0), time.monotonic()
             silence = self._silences.setdefault(rank, Silence(now))
@@ -118,8 +122,10 @@ class Pulse:
         if not asking.done.wait(2 * LISTEN_BEATS * self._beat_s) or asking.error is not None:
             return self._describe(0)  # which keeps the store
         assert asking.found is not None
-        ranks = [int(rank) for rank in asking.found.split()]
-        return ", ".join(map(self._describe, ranks)) or "which cannot be told"
+        return self._names(asking.found)
+
+    def _names(self, ranks: str) -> str:
+        return ", ".join(self._describe(int(r)) for r in ranks.split()) or "which cannot be told"
 
     def _lost(self, world: int) -> str:
         """Numbers of the ranks whose counts stand still."""

@@ -26,6 +26,7 @@ from umbra.proto.errors import DeadlineError, UsageError
 from umbra.services.runtime.deadline import Deadline
 
 KNOCK_S = 2.0  # for one attempt to reach rank 0
+CONNECT_S = 60.0  # for torch, once it has been reached
 RETRY_S = 0.5  # between two
 POLL_S = 0.05
 TELL_S = 30.0  # between two lines about who is awaited
@@ -148,7 +149,8 @@ def meet(
 
 def _store(place: Place, deadline: Deadline, listener: socket.socket | None) -> Store | None:
     """A connection to the store; None if nobody keeps one yet."""
-    timeout = timedelta(seconds=max(1.0, deadline.left_s))
+    # Within it nobody can ask this process to stop.
+    timeout = timedelta(seconds=max(1.0, min(CONNECT_S, deadline.left_s)))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return next(rendezvous("env://", timeout=timeout))[0]
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

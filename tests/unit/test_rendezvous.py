@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fakes.slowness import seconds
 
 from umbra.deploy.preflight import check_one_machine
-from umbra.proto.errors import DeadlineError, StartupError, UsageError
+from umbra.proto.errors import DeadlineError, PeerLostError, StartupError, UsageError
 from umbra.services.runtime.config import RunConfig, TrainerConfig
 from umbra.services.runtime.net.interface import interface_towards
 from umbra.services.trainer.launch import launch
@@ -110,6 +110,8 @@ def test_who_is_lost_is_told_by_their_pulse() -> None:
         assert living[0].blame(4) == lost
         living[0].close()
         assert living[1].blame(4) == lost, "who ends after the first says the same"
+        with pytest.raises(PeerLostError, match=r"another rank has lost trainer rank 2 on node 1"):
+            living[1].check(4)
     finally:
         for one in living:
             one.close()
