@@ -139,4 +139,5 @@ def main(rank: int, world: int, replicas: int, folder: Path, endpoint: str) -> N
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]), Path(sys.argv[4]), sys.argv[5])
+    here, count, port, path, plane = sys.argv[1:]
+    main(int(here), int(count), int(port), Path(path), plane)
