@@ -139,5 +139,5 @@ def main(rank: int, world: int, replicas: int, folder: Path, endpoint: str) -> N
 
 
 if __name__ == "__main__":
-    here, count, port, path, plane = sys.argv[1:]
-    main(int(here), int(count), int(port), Path(path), plane)
+    rank_, world_, replicas_, path, plane = sys.argv[1:]
+    main(int(rank_), int(world_), int(replicas_), Path(path), plane)
