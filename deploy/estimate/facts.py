@@ -24,6 +24,7 @@ _PLAIN = (
     "offload",
     "replicas",
     "sequence_parallel",
+    "expert_parallel",
     "reshard_after_forward",
     "reduce_gradients",
 )

@@ -34,6 +34,7 @@ from umbra.services.trainer.pulse import POLL_S, Pulse
 from umbra.services.trainer.rendezvous import Hosts, Place, meet
 
 if TYPE_CHECKING:
+    from umbra.services.modeling.expert_parallel import ExpertGroup
     from umbra.services.modeling.sequence_parallel import SequenceGroup
 
 log = logging.getLogger(__name__)
@@ -67,11 +68,13 @@ class Groups:
     Attributes:
         every: None is torch's default one, of all ranks.
         sequence: the ranks with which this one shares the tokens of each row, if there are any.
+        experts: those with which it divides the experts of each layer, if there are any.
         grid: None if there is one replica.
     """
 
     every: dist.ProcessGroup | None = None
     sequence: SequenceGroup | None = None
+    experts: ExpertGroup | None = None
     grid: Grid | None = None
 
 
@@ -104,6 +107,7 @@ class Ranks:
         self.hosts = hosts or Hosts(Place(rank, world, world))
         self.grid = groups.grid if groups else None
         self.group = groups.every if groups else None
+        self.experts = groups.experts if groups else None
         self.sequence = sequence = groups.sequence if groups else None
         # The first so many hold every row of the policy, one replica of it.
         self.holders = world // (self.grid.replicas if self.grid else 1)
@@ -122,15 +126,13 @@ class Ranks:
             return self
         group = dist.new_group(timeout=timedelta(seconds=self.timeout_s))
         assert isinstance(group, dist.ProcessGroup), "all ranks are members"
-        groups = Groups(
-            group,
-            _sequence_group(
-                self.rank,
-                self.world,
-                self.sequence.size if self.sequence else 1,
-                self.timeout_s,
-            ),
-            _grid(self.rank, self.world, self.world // self.holders, self.timeout_s),
+        groups = _groups(
+            self.hosts.place,
+            self.timeout_s,
+            sequence=self.sequence.size if self.sequence else 1,
+            experts=self.experts.size if self.experts else 1,
+            replicas=self.world // self.holders,
+            every=group,
         )
         return Ranks(self.rank, self.world, None, self.timeout_s, groups, hosts=self.hosts)
 
@@ -259,6 +261,11 @@ def join_ranks(
     if place.world == 1:
         yield Ranks()
         return
+    if place.rank < 0:
+        raise UsageError(
+            f"WORLD_SIZE is {place.world}, but RANK is missing: start the ranks by torchrun, or by "
+            "trainer.ranks and without WORLD_SIZE"
+        )
     ranks: Ranks | None = None
     try:
         ranks = _meet(config, place, listener, stopping or threading.Event())
@@ -297,21 +304,28 @@ def _check(config: TrainerConfig, place: Place) -> None:
             f"{place.per_host} there are {place.nodes}: leave trainer.nodes at 1 under a launcher, "
             "or give it that number"
         )
-    if world % config.sequence_parallel:
-        raise UsageError(
-            f"trainer.sequence_parallel = {config.sequence_parallel} does not divide the trainer's "
-            f"{world} ranks: change it, or trainer.ranks"
-        )
-    if place.per_host % config.sequence_parallel:
-        raise UsageError(
-            f"trainer.sequence_parallel = {config.sequence_parallel} does not divide the "
-            f"{place.per_host} ranks of each host, and ranks that share rows have to be on one: "
-            "change it, or start more ranks on a host"
-        )
+    for key in ("sequence_parallel", "expert_parallel"):
+        size = getattr(config, key)
+        if world % size:
+            raise UsageError(
+                f"trainer.{key} = {size} does not divide the trainer's {world} ranks: change it, "
+                "or trainer.ranks"
+            )
+        if place.per_host % size:
+            raise UsageError(
+                f"trainer.{key} = {size} does not divide the {place.per_host} ranks of each host, "
+                "and ranks that share rows or divide experts have to be on one: change it, or "
+                "start more ranks on a host"
+            )
     if world % config.replicas:
         raise UsageError(
             f"trainer.replicas = {config.replicas} does not divide the trainer's {world} ranks: "
             "change it, or trainer.ranks"
+        )
+    if config.replicas > 1 and config.expert_parallel > 1:
+        raise UsageError(
+            "trainer.expert_parallel divides experts over all ranks, not within each of "
+            f"trainer.replicas = {config.replicas}: set one of them to 1"
         )
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
         raise UsageError(
@@ -345,33 +359,53 @@ def _meet(
         timeout=timeout,
     )
     pulse = Pulse(PrefixStore("pulse", store), rank, config.rank_timeout_s, hosts.describe)
-    groups = Groups(
-        sequence=_sequence_group(rank, world, config.sequence_parallel, config.rank_timeout_s),
-        grid=_grid(rank, world, config.replicas, config.rank_timeout_s),
+    groups = _groups(
+        place,
+        config.rank_timeout_s,
+        sequence=config.sequence_parallel,
+        experts=config.expert_parallel,
+        replicas=config.replicas,
     )
     return Ranks(
         rank, world, PrefixStore("ranks", store), config.rank_timeout_s, groups, pulse, hosts
     )
 
 
-def _sequence_group(rank: int, world: int, size: int, timeout_s: float) -> SequenceGroup | None:
-    """The `size` neighbours among which `rank` is, if it is to have any; all ranks make all."""
-    if size == 1:
-        return None
-    from umbra.services.modeling.sequence_parallel import SequenceGroup
+def _groups(
+    place: Place,
+    timeout_s: float,
+    *,
+    sequence: int,
+    experts: int,
+    replicas: int,
+    every: dist.ProcessGroup | None = None,
+) -> Groups:
+    """The groups that `place.rank` is in, by the numbers of their ranks; all ranks make all."""
+    rank, world = place.rank, place.world
+    shared: SequenceGroup | None = None
+    divided: ExpertGroup | None = None
+    grid: Grid | None = None
 
-    rows = [range(first, first + size) for first in range(0, world, size)]
-    return SequenceGroup(_own_group(rank, rows, timeout_s), rank % size, size)
+    def neighbours(size: int) -> dist.ProcessGroup:
+        groups = [range(first, first + size) for first in range(0, world, size)]
+        return _own_group(rank, groups, timeout_s)
 
+    def alike(size: int) -> dist.ProcessGroup:
+        """Those at the same place among `size` neighbours."""
+        return _own_group(rank, [range(at, world, size) for at in range(size)], timeout_s)
 
-def _grid(rank: int, world: int, replicas: int, timeout_s: float) -> Grid | None:
-    """Where `rank` is in the grid, if there are several replicas; all ranks make all groups."""
-    if replicas == 1:
-        return None
-    size = world // replicas
-    across = _own_group(rank, [range(at, world, size) for at in range(size)], timeout_s)
-    within = _own_group(rank, [range(at, at + size) for at in range(0, world, size)], timeout_s)
-    return Grid(replicas, across, within)
+    if sequence > 1:
+        from umbra.services.modeling.sequence_parallel import SequenceGroup
+
+        shared = SequenceGroup(neighbours(sequence), rank % sequence, sequence)
+    if experts > 1:
+        from umbra.services.modeling.expert_parallel import ExpertGroup
+
+        divided = ExpertGroup(neighbours(experts), alike(experts), rank % experts, experts)
+    if replicas > 1:
+        size = world // replicas
+        grid = Grid(replicas, alike(size), neighbours(size))
+    return Groups(every, shared, divided, grid)
 
 
 def _own_group(rank: int, groups: list[range], timeout_s: float) -> dist.ProcessGroup:

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 class Place:
     """Which rank this process is, of how many, and how many of them each host has."""
 
-    rank: int = 0
+    rank: int = 0  # -1 if it is not said
     world: int = 1
     per_host: int = 1
 
@@ -59,7 +59,7 @@ class Place:
                 f"WORLD_SIZE is {world} and LOCAL_WORLD_SIZE {per_host}: start equally many "
                 "trainer ranks on each host"
             )
-        return cls(int(os.environ["RANK"]), world, per_host)
+        return cls(int(os.environ.get("RANK", "-1")), world, per_host)
 
     @property
     def nodes(self) -> int:

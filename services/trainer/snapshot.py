@@ -1,10 +1,10 @@
 """The policy's weights as bytes in an arena slot, in the dtype that is served; nothing is gathered.
 
 Each rank casts the rows that it holds straight to their final place: FSDP2 shards parameters by
-rows (`Shard(0)`), and rows lie one after the other in the slot. Of several replicas (HSDP) the
-first one writes. What every rank holds whole (one rank, buffers) is divided by rows in the same
-way. Casting goes piece by piece, so that a rank never holds more than its shard and one bucket. A
-layer with a LoRA adapter goes out merged, one at a time.
+rows (`Shard(0)`; experts that ranks divide twice over), and rows lie one after the other in the
+slot. Of several replicas (HSDP) the first one writes. What every rank holds whole (one rank,
+buffers) is divided by rows in the same way. Casting goes piece by piece, so that a rank never holds
+more than its shard and one bucket. A layer with a LoRA adapter goes out merged, one at a time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import (
+    _StridedShard,  # pyright: ignore[reportPrivateUsage]
+)
 
 from umbra.proto.records import Manifest
 from umbra.services.trainer.lora import BASE, LowRank, is_adapter, low_rank
@@ -220,14 +223,29 @@ def held_rows(name: str, tensor: Tensor) -> tuple[Tensor, int]:
         return tensor, 0
     mesh, placements = tensor.device_mesh, tensor.placements
     sharded = [dim for dim in range(mesh.ndim) if not isinstance(placements[dim], Replicate)]
-    own = tensor.to_local()
-    if not sharded:
-        return own, 0
-    if len(sharded) > 1 or placements[sharded[0]] != Shard(0):
+    kinds = [placements[dim] for dim in sharded]
+    if _is_divided_twice(kinds):
+        sharded.reverse()
+    elif len(sharded) > 1 or any(kind != Shard(0) for kind in kinds):
         raise ValueError(f"{name} is placed as {placements}: only Shard(0) can be written by rows")
-    (dim,) = sharded
-    start, end = chunk(tensor.shape[0], mesh.get_local_rank(dim), mesh.size(dim))
-    return own[: end - start], start
+    own = tensor.to_local()
+    start, end = 0, tensor.shape[0] if tensor.dim() else 0
+    for dim in sharded:
+        first, last = chunk(end - start, mesh.get_local_rank(dim), mesh.size(dim))
+        start, end = start + first, start + last
+    return (own[: end - start], start) if sharded else (own, 0)
+
+
+def _is_divided_twice(placements: list[Placement]) -> bool:
+    """Whether rows are divided over the last dimension of a mesh, and then over the first.
+
+    So are those of experts; FSDP calls it strided, as ranks that are neighbours have rows that are
+    none.
+    """
+    if len(placements) != 2:
+        return False
+    first, last = placements
+    return isinstance(first, _StridedShard) and first.dim == 0 and last == Shard(0)
 
 
 def chunk(rows: int, rank: int, world: int) -> tuple[int, int]:

@@ -33,6 +33,7 @@ from umbra.proto.messages import (
 from umbra.proto.records import Manifest
 from umbra.services.runtime.config import WeightHubConfig as WeightHubConfig
 from umbra.services.runtime.net.server import Request, Server
+from umbra.services.runtime.planes.background import Background
 from umbra.services.runtime.planes.plane import Deliver, Outcome
 from umbra.services.runtime.process.metrics import MetricsFile
 from umbra.services.runtime.weights.arena import Arena, remove_leftovers, shm_host
@@ -91,9 +92,7 @@ class WeightHub:
         host: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.protocol = PushProtocol(
-            config.slots, config.deadline_s, first_epoch=int(time.time() * 1000)
-        )
+        self.protocol = PushProtocol(config.slots, config.pace, first_epoch=int(time.time() * 1000))
         self._server = server
         self._run_id = run_id
         self._config = config
@@ -102,10 +101,15 @@ class WeightHub:
         self._arena: Arena | None = None
         self._token = uuid.uuid4().hex[:8]  # another hub on this machine may have the same run id
         self._arenas_made = 0
+        self._making: Background[Arena] = Background("umbra-arena")
+        # For the first of these the arena is made; the others wait until it is there.
+        self._registering: list[tuple[Request, HubPeer, RegisterManifest]] = []
         self._manifest: Manifest | None = None
         self._bindings = Bindings()
         self._identities: dict[str, bytes] = {}
         self._peers: dict[str, HubPeer] = {}
+        # Subscriptions for which our own GPU has to be known.
+        self._unplaced: dict[str, tuple[Request, HubPeer, Subscribe]] = {}
         host = host or shm_host()
         self._parts = Parts(host)
         self._taken_over: Publish | None = None  # what lies in the arena of the hub before us
@@ -127,9 +131,15 @@ class WeightHub:
         for due in (self.protocol.next_deadline(), self._parts.next_deadline()):
             if due is not None:
                 timeout_s = min(timeout_s, max(0.0, due - self._clock()))
-        if self._registry.busy or any(end.busy for end in self.planes.ends):
+        if self._is_busy or any(end.busy for end in self.planes.ends):
             timeout_s = min(timeout_s, BUSY_POLL_S)
         requests = self._server.poll(timeout_s)
+        if (made := self._making.take()) is not None:
+            self._apply(self._arena_made(made, self._clock()))
+        if self.planes.looked():
+            waiting, self._unplaced = self._unplaced, {}
+            for request, peer, message in waiting.values():
+                self._apply(self._subscribe(request, peer, message, self._clock()))
         for request in requests:
             self._apply(self._handle(request))
         self._apply(self._registry.poll(self._clock()))
@@ -140,6 +150,10 @@ class WeightHub:
             for outcome in end.poll(self._clock()):
                 self._apply(self._go_on(outcome))
         return len(requests)
+
+    @property
+    def _is_busy(self) -> bool:
+        return self._registry.busy or self.planes.looking or self._making.busy
 
     def stats(self) -> dict[str, float]:
         """Figures for the monitor."""
@@ -155,9 +169,13 @@ class WeightHub:
 
     def close(self) -> None:
         """Remove the arena; those who have it mapped may go on reading."""
-        for end in self.planes.ends:
-            end.close()
+        self.planes.close()
         self._registry.close()
+        self._making.wait()
+        if isinstance(made := self._making.take(), Arena):
+            made.unlink()
+            made.close()
+        self._making.close()
         self._drop_arena()
         self._remove_leftovers()
 
@@ -209,13 +227,21 @@ class WeightHub:
     def _register(
         self, request: Request, peer: HubPeer, message: RegisterManifest, now: float
     ) -> list[Effect]:
+        if self._registering:
+            self._registering.append((request, peer, message))
+            return []
         manifest, effects = message.manifest, list[Effect]()
         try:
             check_manifest(manifest)
             before = self._manifest
             if before is None or self._is_lost or manifest.digest != before.digest:
                 self.planes.check_layout(manifest)
-                effects += self._begin(message, now)
+                self._taken_over = self._take_over(message)
+                if self._taken_over is None:
+                    self._make_arena(manifest)
+                    self._registering.append((request, peer, message))
+                    return []
+                effects += self._begin(manifest, now)
         except (WireError, RejectedError) as error:
             path = error.path if isinstance(error, WireError) else "manifest"
             self._server.reply(request, Nack(code=error.code, reason=str(error), path=path))
@@ -223,14 +249,36 @@ class WeightHub:
         except (StartupError, UsageError) as error:
             self._server.reply(request, Nack(code="no_room", reason=str(error)))
             return effects
-        effects += self._part_hubs(now)
+        return effects + self._registered(request, peer, manifest, now)
+
+    def _arena_made(self, made: Arena | UmbraError, now: float) -> list[Effect]:
+        """What a registration waited for is there, or not; others may have come meanwhile."""
+        (request, peer, message), *others = self._registering
+        self._registering = []
+        effects: list[Effect] = []
+        if isinstance(made, UmbraError):
+            self._server.reply(request, Nack(code="no_room", reason=str(made)))
+        else:
+            self._begin_layout(made, message.manifest)
+            effects += self._begin(message.manifest, now)
+            effects += self._registered(request, peer, message.manifest, now)
+        for other in others:
+            effects += self._register(*other, now)
+        return effects
+
+    def _registered(
+        self, request: Request, peer: HubPeer, manifest: Manifest, now: float
+    ) -> list[Effect]:
+        effects = self._part_hubs(now)
         if self._is_lost or self._parts.missing:
             self._server.reply(request, self._not_whole())
             return effects
         assert self._arena is not None
         is_new = manifest.digest != self.protocol.digest
         published, self._taken_over = self._taken_over, None
-        effects += self.protocol.register(peer, manifest.digest, now, published)
+        effects += self.protocol.register(
+            peer, manifest.digest, now, published, manifest.total_bytes
+        )
         if published is not None:
             self._registry.restore(now)
         if is_new:
@@ -243,26 +291,23 @@ class WeightHub:
         )  # fmt: skip
         return effects
 
-    def _begin(self, message: RegisterManifest, now: float) -> list[Effect]:
-        """Have an arena for the layout of `message`, here and at the part hubs.
+    def _begin(self, manifest: Manifest, now: float) -> list[Effect]:
+        """Have the arena for a layout, which is here now, at the part hubs too.
 
         Until all of these have it, nobody is admitted: see `_not_whole`.
         """
-        self._taken_over = self._take_over(message)
-        if self._taken_over is None:
-            self._make_arena(message.manifest)
         assert self._arena is not None
         self._is_lost = False
         effects: list[Effect] = []
         if self.protocol.digest:
             effects = self.protocol.withdraw("the trainer registered another layout", now)
         self._parts.begin(
-            message.manifest,
+            manifest,
             str(self._arena.path),
             self._config.slots,
             made=self._taken_over is not None,
         )
-        return effects + (self._choose_again(now) if message.manifest.owners else [])
+        return effects + (self._choose_again(now) if manifest.owners else [])
 
     def _choose_again(self, now: float) -> list[Effect]:
         """Choose the planes of those that wait for a layout, now that there is one."""
@@ -331,15 +376,14 @@ class WeightHub:
         return published
 
     def _make_arena(self, manifest: Manifest) -> None:
+        """Begin to make an arena: to allocate all its pages takes a second for each 1 or 2 GB."""
         self._arenas_made += 1
-        arena = Arena.create(
-            self._run_id,
-            f"weights_{self._token}_{self._arenas_made}",
-            slot_bytes=manifest.total_bytes,
-            slots=self._config.slots,
-            own=owned_ranges(manifest, 0) if manifest.owners else None,
+        suffix = f"weights_{self._token}_{self._arenas_made}"
+        nbytes, slots = manifest.total_bytes, self._config.slots
+        own = owned_ranges(manifest, 0) if manifest.owners else None
+        self._making.start(
+            lambda: Arena.create(self._run_id, suffix, slot_bytes=nbytes, slots=slots, own=own)
         )
-        self._begin_layout(arena, manifest)
 
     def _begin_layout(self, arena: Arena, manifest: Manifest) -> None:
         self._registry.layout(arena, manifest)
@@ -380,6 +424,10 @@ class WeightHub:
             reason = f"only relays serve others, not the {request.role} key"
             self._refuse(request, Nack(code="not_allowed", reason=reason, path="serves"))
             return []
+        self._unplaced.pop(peer.name, None)
+        if self.planes.awaits_gpu(message):
+            self._unplaced[peer.name] = request, peer, message
+            return []
         try:
             relay = self.planes.subscribe(peer, message)
         except (RejectedError, StartupError, UsageError) as error:
@@ -398,8 +446,13 @@ class WeightHub:
             version=newest.version if newest else -1,
             pushes=self.protocol.counters["pushes"],
             receivers=self.protocol.serving,
-            subscribed=self.protocol.knows(peer),
+            subscribed=self.protocol.knows(peer) or self._awaited(peer),
         )
+
+    def _awaited(self, peer: HubPeer) -> bool:
+        """Whether `peer` has subscribed, and waits until its plane can be chosen."""
+        waiting = self._unplaced.get(peer.name)
+        return waiting is not None and waiting[1] == peer
 
     # -- effects ----------------------------------------------------------------------------------
 

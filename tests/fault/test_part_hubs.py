@@ -19,6 +19,7 @@ from fakes.waiting import until
 
 from umbra.proto.errors import PeerLostError, RejectedError
 from umbra.proto.messages import ExportVersion, Ok, PinVersion, RollBack, Versions
+from umbra.services.runtime.deadline import LEAST_RATE, Pace
 from umbra.services.runtime.net.keys import OPEN, Security
 from umbra.services.runtime.planes.receiving import StagedPlanes, StreamedPlanes
 from umbra.services.runtime.process.metrics import MetricsFile
@@ -321,7 +322,7 @@ def test_a_part_hub_needs_a_host_of_its_own(start: Start) -> None:
 
 def test_what_takes_weights_from_one_host_is_refused(start: Start) -> None:
     trainer = start()
-    planes = StreamedPlanes(["tcp"], 8192, WAIT_S)
+    planes = StreamedPlanes(["tcp"], 8192, Pace(WAIT_S, LEAST_RATE))
     streaming = Receiver(trainer.bench.channel("streams"), planes)
     with pytest.raises(RejectedError, match=r"several trainer hosts.*start a relay"):
         streaming.subscribe(WAIT_S)

@@ -62,12 +62,14 @@ def hub(zmq_context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[str]:
 
 
 @pytest.mark.timeout(80)
-@pytest.mark.parametrize("world", [2, 3])
-def test_receivers_get_the_full_model_bit_for_bit(hub: str, tmp_path: Path, world: int) -> None:
+@pytest.mark.parametrize(("world", "replicas"), [(2, 1), (3, 1), (4, 2)])
+def test_receivers_get_the_full_model_bit_for_bit(
+    hub: str, tmp_path: Path, world: int, replicas: int
+) -> None:
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(RANK), str(rank), str(world), str(tmp_path), hub],
+            [sys.executable, str(RANK), str(rank), str(world), str(replicas), str(tmp_path), hub],
             env=environ,
             stderr=subprocess.PIPE,
             text=True,
@@ -108,7 +110,8 @@ def test_receivers_get_the_full_model_bit_for_bit(hub: str, tmp_path: Path, worl
     assert sizes["blocks.0.scale"] == 12 * 4, "a buffer keeps its own dtype"
     written = [int((tmp_path / f"written-{rank}").read_text()) for rank in range(world)]
     assert sum(written) == sum(sizes.values()), "nobody wrote what another one wrote"
-    assert max(written) < sum(sizes.values()) / world * 1.5
+    assert max(written) < sum(sizes.values()) / (world // replicas) * 1.5
+    assert not any(written[world // replicas :]), "of replicas the first one writes"
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 5, 7, 12])

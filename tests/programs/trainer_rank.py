@@ -1,13 +1,14 @@
 """One rank of a trainer that runs through several cases; started as torchrun would.
 
 Arguments: the model, the folder with `cases.json` (settings by name; `checkpoints` is a folder in
-there) and `batches.msgpack`. There each rank leaves `<case>.<rank>.json`, and rank 0
-`<case>.safetensors`. Where all cases set `sequence_parallel`, ranks share rows; where all set
-`replicas`, there are so many of the policy. With `hosts` each host has a folder of checkpoints of
-its own: by node the number at the end of its name. A case that is `refused` leaves the error. In
-the case `dies` rank 1 ends by a signal within an update (where ranks share rows: within an
-exchange), in the case `hangs` it stops there and never goes on. In the case `cut` rank 0 leaves the
-file `is-there` in an update, and all go on when there is `is-cut`.
+there, `model` another model) and `batches.msgpack`. There each rank leaves `<case>.<rank>.json`,
+and rank 0 `<case>.safetensors`. Where all cases set `sequence_parallel`, ranks share rows; where
+all set `expert_parallel`, they divide experts; where all set `replicas`, there are so many of the
+policy. With `hosts` each host has a folder of checkpoints of its own: by node the number at the end
+of its name. A case that is `refused` leaves the error. In the case `dies` rank 1 ends by a signal
+within an update (where ranks share rows: within an exchange), in the case `hangs` it stops there
+and never goes on. In the case `cut` rank 0 leaves the file `is-there` in an update, and all go on
+when there is `is-cut`.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ def main(model: Path, folder: Path) -> int:
         rendezvous_timeout_s=seconds(100.0),
         sequence_parallel=min(case.get("sequence_parallel", 1) for case in cases.values()),
         replicas=min(case.get("replicas", 1) for case in cases.values()),
+        expert_parallel=min(case.get("expert_parallel", 1) for case in cases.values()),
     )
     try:
         with join_ranks(config) as ranks:
@@ -65,7 +67,8 @@ def main(model: Path, folder: Path) -> int:
                 if settings.pop("refused", False):
                     left.write_text(json.dumps({"error": refused(model, batches, ranks, settings)}))
                     continue
-                trained = train(model, batches, ranks, folder / f"{name}.critic", **settings)
+                path = Path(settings.pop("model", model))
+                trained = train(path, batches, ranks, folder / f"{name}.critic", **settings)
                 left.write_text(json.dumps({"rows": trained.rows, "local": trained.local}))
                 if ranks.rank == 0:
                     save_file(trained.weights, folder / f"{name}.safetensors")

@@ -109,6 +109,10 @@ def test_implied_staleness(
             "trainer.replicas = 3 does not divide trainer.ranks = 4",
         ),
         (
+            RunConfig(trainer=TrainerConfig(ranks=4, replicas=2, expert_parallel=2)),
+            "trainer.expert_parallel divides experts over all ranks, not within each of",
+        ),
+        (
             RunConfig(trainer=TrainerConfig(ranks=4, rendezvous="10.0.0.1:29500")),
             "trainer.rendezvous = 10.0.0.1:29500 has no effect with one host",
         ),
@@ -121,6 +125,18 @@ def test_implied_staleness(
                 trainer=TrainerConfig(ranks=4, sequence_parallel=2, router_aux_loss_coef=0.1)
             ),
             "trainer.router_aux_loss_coef balances",
+        ),
+        (
+            RunConfig(trainer=TrainerConfig(ranks=4, expert_parallel=3)),
+            "trainer.expert_parallel = 3 does not divide trainer.ranks = 4",
+        ),
+        (
+            RunConfig(trainer=TrainerConfig(ranks=4, expert_parallel=2, compile=True)),
+            "compile the exchanges of trainer.expert_parallel",
+        ),
+        (
+            RunConfig(trainer=TrainerConfig(ranks=4, expert_parallel=2, lora_rank=8)),
+            "does not divide adapters of experts, which an empty trainer.lora_targets",
         ),
         (RunConfig(trainer=TrainerConfig(profile_steps=[3, 900])), "has step 900, but run.steps"),
     ],

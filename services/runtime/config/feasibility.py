@@ -68,6 +68,7 @@ def check_feasible(config: RunConfig) -> None:
         *_deadlines(config),
         *_sequence_parallel(config),
         *_hosts(config.trainer),
+        *_expert_parallel(config.trainer),
         *_memory(config.trainer),
         *objective_faults(config),
     ]
@@ -288,19 +289,46 @@ def _hosts(trainer: TrainerConfig) -> Iterator[str]:
             f"trainer.nodes = {nodes} does not divide trainer.ranks = {ranks}, which are those of "
             "all hosts: set trainer.ranks to a multiple of it"
         )
-    elif (ranks // nodes) % trainer.sequence_parallel:
-        yield (
-            f"trainer.sequence_parallel = {trainer.sequence_parallel} does not divide the "
-            f"{ranks // nodes} ranks of each host (trainer.ranks / trainer.nodes), and ranks that "
-            "share rows have to be on one host: change one of them"
-        )
+    for key in ("sequence_parallel", "expert_parallel") if nodes > 1 and not ranks % nodes else ():
+        if (ranks // nodes) % getattr(trainer, key):
+            yield (
+                f"trainer.{key} = {getattr(trainer, key)} does not divide the {ranks // nodes} "
+                "ranks of each host (trainer.ranks / trainer.nodes), and ranks that share rows or "
+                "divide experts have to be on one: change one of them"
+            )
     if ranks % replicas:
         yield (
             f"trainer.replicas = {replicas} does not divide trainer.ranks = {ranks}: change one of "
             "them"
         )
+    if replicas > 1 and trainer.expert_parallel > 1:
+        yield (
+            "trainer.expert_parallel divides experts over all ranks, not within each of "
+            f"trainer.replicas = {replicas}: set one of them to 1"
+        )
     if trainer.rendezvous and nodes == 1:
         yield (
             f"trainer.rendezvous = {trainer.rendezvous} has no effect with one host: set "
             "trainer.nodes, or remove it"
+        )
+
+
+def _expert_parallel(trainer: TrainerConfig) -> Iterator[str]:
+    divided = trainer.expert_parallel
+    if divided == 1:
+        return
+    if trainer.ranks % divided:
+        yield (
+            f"trainer.expert_parallel = {divided} does not divide trainer.ranks = "
+            f"{trainer.ranks}: set trainer.ranks to a multiple of it"
+        )
+    if trainer.compile:
+        yield (
+            "trainer.compile cannot compile the exchanges of trainer.expert_parallel: use one of "
+            "them"
+        )
+    if trainer.lora_rank and not trainer.lora_targets:
+        yield (
+            "trainer.expert_parallel does not divide adapters of experts, which an empty "
+            "trainer.lora_targets means too: name other layers there, as q_proj and v_proj"
         )

@@ -21,17 +21,17 @@ from umbra.proto.messages import (
     SlotGranted,
 )
 from umbra.proto.records import Manifest
-from umbra.services.runtime.deadline import Deadline
+from umbra.services.runtime.deadline import LEAST_RATE, Deadline, Pace
 from umbra.services.runtime.net.channel import Channel
 from umbra.services.runtime.process.threads import service_thread
 from umbra.services.runtime.weights.arena import Arena
 from umbra.services.runtime.weights.manifest import checksum
 from umbra.services.runtime.weights.memory import copy
 
-PUBLISH_TIMEOUT_S = 30.0
+PACE = Pace(30.0, LEAST_RATE)  # of a hub that answers
 RETRY_S = 1.0  # between attempts to bring a restarted hub up to date
 PARTS_S = 0.5  # between questions whether the part hubs of all trainer hosts are there
-PARTS_BACK_S = 60.0  # that a part hub may take to start again
+PARTS_BACK_S = 60.0  # that a part hub may take to start again, besides what its arena takes
 CHECK_S = 5.0  # between questions whether the hub still has what lies on several hosts
 FORGOTTEN = ("not_registered", "not_granted")  # how a restarted hub answers
 
@@ -70,12 +70,18 @@ class Publisher:
         manifest: the layout, from `build_manifest`.
         stopping: once it is set no answer is waited for any longer than a living hub takes, because
             a hub of the same run may have ended before us.
+        pace: how long the hub may take for an answer, which may have to wait for an arena.
     """
 
     def __init__(
-        self, channel: Channel, manifest: Manifest, stopping: threading.Event | None = None
+        self,
+        channel: Channel,
+        manifest: Manifest,
+        stopping: threading.Event | None = None,
+        pace: Pace = PACE,
     ) -> None:
         self.manifest = manifest
+        self._pace = pace
         self._stopping = stopping
         self._channel = channel
         self._arena: Arena | None = None
@@ -111,6 +117,17 @@ class Publisher:
         if self._granted is None:
             raise ValueError("no slot is acquired")
         return str(self._granted.arena.path), self._granted.slot
+
+    @property
+    def _answer_s(self) -> float:
+        """Seconds that the hub may take for an answer: a restarted one allocates a new arena."""
+        slots = self._arena.slots if self._arena is not None else 1
+        return self._pace.limit_s(slots * self.manifest.total_bytes)
+
+    @property
+    def _parts_back_s(self) -> float:
+        """Seconds that a part hub may be away."""
+        return PARTS_BACK_S + self._answer_s
 
     def check(self) -> None:
         """See whether what was published last can still be pushed.
@@ -194,7 +211,7 @@ class Publisher:
         Raises:
             ValueError: no slot was acquired for `version`, or checksums of other hosts are missing.
             RejectedError: another trainer has registered, or a part hub is gone and does not come
-                back within `PARTS_BACK_S` seconds.
+                back within `PARTS_BACK_S` seconds and the time for its arena.
             DeadlineError: the hub does not answer.
             PeerLostError: as `check`.
         """
@@ -207,12 +224,12 @@ class Publisher:
                 version=version, slot=place.slot, checksums=sums, snapshot_s=snapshot_s
             )
             try:
-                self._insist(message, Ok, PUBLISH_TIMEOUT_S, Deadline(PARTS_BACK_S))
+                self._insist(message, Ok, self._answer_s, Deadline(self._parts_back_s))
             except RejectedError as error:
                 if error.code not in FORGOTTEN:
                     raise
                 log.warning("the weight hub was restarted: publishing version %d again", version)
-                self._register(PUBLISH_TIMEOUT_S)
+                self._register(self._answer_s)
                 place, message = self._move(place, message)
             self._granted = None
             before, self._last = self._last, (place, message)
@@ -284,7 +301,7 @@ class Publisher:
                 return True
             place, message = self._last
             try:
-                self._register(PUBLISH_TIMEOUT_S)
+                self._register(self._answer_s)
                 if self._arena is not place.arena:
                     self._last = self._move(place, message)
                     place.arena.close()
@@ -309,7 +326,7 @@ class Publisher:
                 "trainer has to start again from its newest checkpoint"
             )
             raise self._failure
-        slot = self._acquire(place.version, PUBLISH_TIMEOUT_S)
+        slot = self._acquire(place.version, self._answer_s)
         assert self._arena is not None
         there = _ArenaVersion(self._arena, slot, place.version)
         if there != place:
@@ -317,7 +334,7 @@ class Publisher:
         message = Publish(
             version=place.version, slot=slot, checksums=message.checksums, snapshot_s=0.0
         )
-        self._call(message, Ok, PUBLISH_TIMEOUT_S)
+        self._call(message, Ok, self._answer_s)
         return there, message
 
     def _register(self, timeout_s: float) -> None:
