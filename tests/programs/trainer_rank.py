@@ -4,8 +4,8 @@ Arguments: the model, the folder with `cases.json` (settings by name; `checkpoin
 there, `model` another model) and `batches.msgpack`. There each rank leaves `<case>.<rank>.json`,
 and rank 0 `<case>.safetensors`. Where all cases set `sequence_parallel`, ranks share rows, and
 where all set `expert_parallel` they divide experts. In the case `dies`
-rank 1 ends by a signal within an update (where ranks share rows: within an exchange), in the case
-`hangs` it stops there and never goes on.
+rank 1 ends by a signal within an update (where ranks share rows or divide experts: within an
+exchange), in the case `hangs` it stops there and never goes on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 from umbra.proto.errors import PeerLostError
 from umbra.proto.records import Trajectory
-from umbra.services.modeling import sequence_parallel
+from umbra.services.modeling import expert_parallel, sequence_parallel
 from umbra.services.runtime.config import TrainerConfig
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.ranks import join_ranks
@@ -49,6 +49,8 @@ def main(model: Path, folder: Path) -> int:
                     number = signal.SIGKILL if name == "dies" else signal.SIGSTOP
                     if ranks.sequence:
                         end_in(sequence_parallel, "_exchange", number)
+                    elif ranks.experts:
+                        end_in(expert_parallel, "_all_to_all", number)
                     else:
                         end_in(Learner, "update", number)
                 if "checkpoints" in settings:
