@@ -26,8 +26,11 @@ from pathlib import Path
 from slurm_cluster import BRIDGE, CONTROLLER, NETWORK, sh
 
 FUNCTIONS = """\
-on() { local node=$1; shift; nsenter --wd="$PWD" --target "$(cat "$NODES/$node.pid")" --net --mount --uts \\
-    -- env DOCKER_HOST=unix:///run/docker.sock "$@"; }
+on() {
+    local node=$1; shift
+    nsenter --wd="$PWD" --target "$(cat "$NODES/$node.pid")" --net --mount --uts \\
+        -- env DOCKER_HOST=unix:///run/docker.sock "$@"
+}
 daemon_down() {
     : > "$NODES/$1.down"
     kill -KILL "$(cat "$NODES/$1.daemon")"

@@ -15,6 +15,7 @@ import click
 import msgspec
 
 from umbra.proto.access import KeyRole
+from umbra.proto.errors import UsageError
 from umbra.proto.messages import Role
 from umbra.proto.sockets import check_address
 from umbra.services.runtime.config import LogConfig, RunConfig, RunSection
