@@ -13,6 +13,7 @@ from fakes.rank_bench import make_batches, train
 from fakes.slowness import seconds
 from integration.test_trainer_ranks import (
     TESTS,
+    WAIT_S,
     assert_as_alone,
     launch,
     see_through,
@@ -22,6 +23,7 @@ from integration.test_trainer_ranks import (
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from umbra.proto.errors import PeerLostError
 from umbra.proto.records import Trajectory
 from umbra.services.trainer.checkpoints.export import export_checkpoint
 from umbra.services.trainer.policy import load_policy
@@ -174,6 +176,27 @@ def test_ranks_that_share_rows_divide_experts(
     both = {"both": {**case, "sequence_parallel": 2, "expert_parallel": 4}}
     see_through(start(directory, tmp_path, 4, both, batches))
     assert_as_alone(tmp_path, "both", 4, train(directory, batches, Ranks(), **case))
+
+
+@pytest.mark.fault
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("case", "told"), [("dies", "lost another rank"), ("hangs", "silent for")])
+def test_the_others_end_when_a_rank_is_gone(
+    case: str, told: str, directory: Path, batches: list[list[Trajectory]], tmp_path: Path
+) -> None:
+    """1. Two ranks divide experts. 2. One is killed in an exchange, or stops. Result: the other
+    says so and ends.
+    """
+    first, second = start(directory, tmp_path, 2, {case: {"expert_parallel": 2}}, batches)
+    try:
+        _, errors = first.communicate(timeout=WAIT_S)
+        assert first.returncode == PeerLostError.exit_code, errors
+        assert "trainer rank 0 lost another rank" in errors
+        assert told in errors
+    finally:
+        for rank in (first, second):
+            rank.kill()
+            rank.communicate()
 
 
 # -- architectures ---------------------------------------------------------------------------------

@@ -6,8 +6,8 @@ and rank 0 `<case>.safetensors`. Where all cases set `sequence_parallel`, ranks 
 all set `expert_parallel`, they divide experts; where all set `replicas`, there are so many of the
 policy. With `hosts` each host has a folder of checkpoints of its own: by node the number at the end
 of its name. A case that is `refused` leaves the error. In the case `dies` rank 1 ends by a signal
-within an update (where ranks share rows: within an exchange), in the case `hangs` it stops there
-and never goes on. In the case `cut` rank 0 leaves the file `is-there` in an update, and all go on
+within an update (where ranks share rows or divide experts: within an exchange), in the case
+`hangs` it stops there and never goes on. In the case `cut` rank 0 leaves the file `is-there` in an update, and all go on
 when there is `is-cut`.
 """
 
@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 
 from umbra.proto.errors import PeerLostError, UsageError
 from umbra.proto.records import Trajectory
-from umbra.services.modeling import sequence_parallel
+from umbra.services.modeling import expert_parallel, sequence_parallel
 from umbra.services.runtime.config import TrainerConfig
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.ranks import Ranks, join_ranks
@@ -57,6 +57,8 @@ def main(model: Path, folder: Path) -> int:
                     number = signal.SIGKILL if name == "dies" else signal.SIGSTOP
                     if ranks.sequence:
                         end_in(sequence_parallel, "_exchange", number)
+                    elif ranks.experts:
+                        end_in(expert_parallel, "_all_to_all", number)
                     else:
                         end_in(Learner, "update", number)
                 if name == "cut":
