@@ -7,8 +7,8 @@ all set `expert_parallel`, they divide experts; where all set `replicas`, there 
 policy. With `hosts` each host has a folder of checkpoints of its own: by node the number at the end
 of its name. A case that is `refused` leaves the error. In the case `dies` rank 1 ends by a signal
 within an update (where ranks share rows or divide experts: within an exchange), in the case
-`hangs` it stops there and never goes on. In the case `cut` rank 0 leaves the file `is-there` in an update, and all go on
-when there is `is-cut`.
+`hangs` it stops there and never goes on. In the case `cut` rank 0 leaves the file `is-there` in an
+update, and all go on when there is `is-cut`.
 """
 
 from __future__ import annotations
