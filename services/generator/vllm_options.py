@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from umbra.proto.errors import UsageError
-from umbra.services.generator.vllm_plugin import BACKEND, OURS_VARIABLE
+from umbra.services.generator.vllm_plugin import ADAPTER_BACKEND, BACKEND, OURS_VARIABLE
 from umbra.services.runtime.config import GeneratorConfig
 
 OLDEST = (0, 32)
@@ -48,7 +48,23 @@ _ONLINE = (
     "online",
 )
 _ALWAYS_TIED = ("cohere", "cohere2")  # vLLM 0.32 drops an output layer that they have of their own
-_OWN = ("weight_transfer_config", "logprobs_mode", "skip_tokenizer_init", "disable_log_stats")
+# `enable_lora` and what it goes with, too: our adapter is the only one.
+_OWN = (
+    "weight_transfer_config",
+    "logprobs_mode",
+    "skip_tokenizer_init",
+    "disable_log_stats",
+    "enable_lora",
+    "max_loras",
+    "max_lora_rank",
+    "max_cpu_loras",
+    "lora_dtype",
+    "lora_target_modules",
+    "fully_sharded_loras",
+)
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM 0.32 makes room for
+# Where vLLM's logprobs with an adapter were compared with the trainer's.
+_ADAPTERS: tuple[str, ...] = ()
 
 
 def require_vllm(
@@ -245,6 +261,37 @@ def check_served(config: GeneratorConfig, hf_config: Any, platform: str) -> None
             f"model.path: vLLM takes the embedding for the output layer of a {text.model_type}, "
             'and this model has another (tie_word_embeddings): set generator.engine = "torch"'
         )
+
+
+def adapter_arguments(config: GeneratorConfig, hf_config: Any, rank: int) -> dict[str, Any]:
+    """Engine arguments for versions that are an adapter of `rank` alone.
+
+    Raises:
+        UsageError: vLLM was not seen to serve such an adapter right.
+    """
+    merged = "set trainer.lora_publish = merged"
+    model_type = hf_config.get_text_config().model_type
+    if model_type not in _ADAPTERS:
+        raise UsageError(
+            f"trainer.lora_publish = adapter: vLLM with an adapter on a {model_type} was not "
+            f'compared with the trainer: {merged}, or generator.engine = "torch"'
+        )
+    if rank > _LORA_RANKS[-1]:
+        raise UsageError(
+            f"trainer.lora_rank = {rank}: vLLM serves adapters of rank {_LORA_RANKS[-1]} at most: "
+            f"lower it, or {merged}"
+        )
+    if "quantization" in config.engine_args:
+        raise UsageError(
+            "generator.engine_args.quantization: vLLM with an adapter on quantized weights was "
+            f"not compared with the trainer: leave it out, or {merged}"
+        )
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": next(known for known in _LORA_RANKS if known >= rank),
+        "weight_transfer_config": {"backend": ADAPTER_BACKEND},
+    }
 
 
 def engine_arguments(

@@ -24,6 +24,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs import tokens_input
+from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -42,6 +43,7 @@ from umbra.services.generator.engine import (
     FinishReason,
     KvPolicy,
 )
+from umbra.services.generator.vllm_plugin import ADAPTER
 from umbra.services.generator.vllm_routing import ToldRouters
 from umbra.services.runtime.deadline import Deadline
 from umbra.services.runtime.process.child import describe_exit
@@ -83,6 +85,7 @@ class VllmServer:
         arguments: of `AsyncEngineArgs`.
         version: of the weights that it starts with.
         routers: those whose choices are told; None: they are not.
+        adapter: what `AdapterInit` says of the one that versions are of; None: whole weights.
 
     Raises:
         UsageError: vLLM refuses an argument.
@@ -90,9 +93,16 @@ class VllmServer:
     """
 
     def __init__(
-        self, arguments: dict[str, Any], version: int, routers: ToldRouters | None = None
+        self,
+        arguments: dict[str, Any],
+        version: int,
+        routers: ToldRouters | None = None,
+        adapter: dict[str, Any] | None = None,
     ) -> None:
         self._routers = routers
+        self._adapter = adapter
+        # Its path is never read: no request is made before the first version is loaded.
+        self._lora = adapter and LoRARequest("umbra", ADAPTER, "umbra")
         self.done: queue.SimpleQueue[EngineOutput | Exception] = queue.SimpleQueue()
         self._loads = 0
         self._loading = False  # from the pause until a version is in place
@@ -219,7 +229,8 @@ class VllmServer:
 
     async def _begin(self, version: int) -> None:
         await self._llm.get_supported_tasks()  # so that no job has to ask
-        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+        init = WeightTransferInitRequest(init_info=self._adapter or {})
+        await self._llm.init_weight_transfer_engine(init)
         await self._llm.update_weight_version(str(version))
         self._new_salt(version)
 
@@ -253,7 +264,8 @@ class VllmServer:
 
     async def _generate(self, job: Job) -> RequestOutput:
         prompt = tokens_input(job.prompt_ids, cache_salt=self._salt)
-        async for output in self._llm.generate(prompt, job.params, job.key):
+        made = self._llm.generate(prompt, job.params, job.key, lora_request=self._lora)
+        async for output in made:
             if output.finished:
                 return output
         raise UmbraError(f"vLLM ended request {job.key} without an output")

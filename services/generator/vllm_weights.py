@@ -6,6 +6,7 @@ or packed is left to the model's own loader, layer by layer.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +63,7 @@ class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Called once, before the first update."""
-        self._blocks = MappedBlocks()
+        self._blocks = MappedBlocks()  # each is mapped once
         self._loaded: set[str] | None = set()  # parameters; None if the model does not tell
         self._tied = bool(self.model_config.hf_text_config.tie_word_embeddings)
         pack_experts_again(self.model)
@@ -88,13 +89,15 @@ class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._begin_anew()
             return
         manifest = msgspec.msgpack.decode(update_info.manifest, type=Manifest)
+        self._load(tensors_in(manifest, self._blocks.view(update_info.path)))
+
+    def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         # Some models have no output layer besides a tied embedding, and refuse one by its name.
-        tensors = (
+        loaded = self.model.load_weights(
             (name, tensor)
-            for name, tensor in tensors_in(manifest, self._blocks.view(update_info.path))
+            for name, tensor in tensors
             if name != _OUTPUT or hasattr(self.model, "lm_head") or not self._tied
         )
-        loaded = self.model.load_weights(tensors)
         if loaded is None or self._loaded is None:
             self._loaded = None
         else:

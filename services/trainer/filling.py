@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from umbra.services.trainer.lora import is_adapter
+from umbra.services.modeling.lora import is_adapter
 from umbra.services.trainer.snapshot import bare_name, own_rows
 
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from umbra.proto.errors import EXIT_DONE, UsageError
 from umbra.proto.messages import FinishRun, RunFinished
 from umbra.proto.records import Manifest
+from umbra.services.modeling.lora import adapter_facts
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config.loader import as_dict
 from umbra.services.runtime.model.directory import weights_checksum
@@ -73,11 +74,13 @@ def run(
             files,
             sampling.max_tokens,
         )
-        layout = tensor_layout(learner.model, config.weight_hub.dtype_on(learner.device.type))
-        manifest = build_manifest(layout, config.weight_hub.bucket_bytes)
+        base = weights_checksum(config.model.path) if config.trainer.lora_rank else ""
+        adapter = adapter_facts(config.trainer, base)
+        served = config.weight_hub.dtype_on(learner.device.type)
+        layout = tensor_layout(learner.model, served, adapter=adapter is not None)
+        manifest = build_manifest(layout, config.weight_hub.bucket_bytes, adapter=adapter)
         critic = open_critic(config, learner)
         update = make_update(config, learner, critic)
-        base = weights_checksum(config.model.path) if config.trainer.lora_rank else ""
         parts = learner.parts(base) | (critic.parts() if critic is not None else {})
         folder = CheckpointFolder(context.run_dir / "checkpoints", config.checkpoint)
         step = resume(folder, parts, ranks)

@@ -4,7 +4,7 @@ Each rank casts the rows that it holds straight to their final place: FSDP2 shar
 rows (`Shard(0)`), and rows lie one after the other in the slot. What every rank holds whole (one
 rank, DDP, buffers) is divided by rows in the same way. Casting goes piece by piece, so that a rank
 never holds more than its shard and one bucket. A layer with a LoRA adapter goes out merged, one at
-a time.
+a time; or a version is the factors of all adapters and nothing else.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from umbra.proto.records import Manifest
-from umbra.services.trainer.lora import BASE, LowRank, is_adapter, low_rank
+from umbra.services.modeling.lora import BASE, LowRank, factors, is_adapter, low_rank
 from umbra.services.trainer.sharding import reshard
 
 # Configuration's names, torch's types and safetensors' names.
@@ -30,7 +30,9 @@ _NAMES = {dtype: name for dtype, name in DTYPES.values()}
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # what torch adds to names
 
 
-def tensor_layout(model: nn.Module, dtype: str) -> list[tuple[str, str, tuple[int, ...]]]:
+def tensor_layout(
+    model: nn.Module, dtype: str, *, adapter: bool = False
+) -> list[tuple[str, str, tuple[int, ...]]]:
     """Name, safetensors dtype and full shape of every tensor of a version, layer by layer.
 
     Names are those of Hugging Face's `state_dict`. Tied weights appear once, under their first
@@ -41,8 +43,11 @@ def tensor_layout(model: nn.Module, dtype: str) -> list[tuple[str, str, tuple[in
     Args:
         model: the policy, without wrappers around the whole, sharded or not.
         dtype: what is served: "float32", "bfloat16" or "float16".
+        adapter: the factors of adapters alone.
     """
     served = DTYPES[dtype][1]
+    if adapter:
+        return [(name, served, tuple(own.shape)) for name, own in factors(model).items()]
     return [
         (
             name,
@@ -68,7 +73,8 @@ def write_shards(
     where an adapter is merged; see `shards.ShardSync` for what comes after.
 
     Args:
-        model: as given to `tensor_layout` when `manifest` was built.
+        model: as given to `tensor_layout` when `manifest` was built. Facts of an adapter in
+            `manifest` say that its tensors are the factors.
         slot: `[manifest.total_bytes]`, the same memory in all ranks.
         wrote: told after each tensor up to which byte this rank has written all it will.
 
@@ -76,7 +82,7 @@ def write_shards(
         ValueError: a parameter is sharded other than by rows.
     """
     reshard(model)
-    tensors = _tensors(model)
+    tensors = _tensors(model) if manifest.adapter is None else factors(model)
     piece = max(end - start for start, end in manifest.buckets)
     written = 0
     for entry in manifest.tensors:

@@ -33,11 +33,11 @@ from umbra.deploy.estimate.needs import (
 from umbra.deploy.estimate.sizes import ModelSizes, PassPeaks, RowShape, Sized
 from umbra.deploy.estimate.trace import LiveBytes, Outline, full_rows, pass_peaks
 from umbra.proto.errors import UsageError
+from umbra.services.modeling.lora import add_adapter
 from umbra.services.modeling.packing import pack
 from umbra.services.runtime.config import RunConfig, TrainerConfig
 from umbra.services.runtime.config.loader import load_config
 from umbra.services.runtime.model.architectures import PROVEN
-from umbra.services.trainer.lora import add_adapter
 from umbra.services.trainer.row_sizes import CPU_PASS, rows_within
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "memory_peak.py"
