@@ -3,6 +3,9 @@
 The factors fill vLLM's own adapter number `ADAPTER`, which every request names. The weights of the
 base stay as vLLM loaded them; nothing is merged. Tensor-parallel workers read all factors and each
 keeps its part, which is vLLM's to cut.
+
+All versions are one update of vLLM's, which is never finished: when it ends one, it takes the base
+for replaced and drops all adapters.
 """
 
 from __future__ import annotations
@@ -19,7 +22,11 @@ from vllm.lora.peft_helper import PEFTHelper
 from umbra.proto.errors import UsageError
 from umbra.proto.records import AdapterFacts
 from umbra.services.generator.vllm_plugin import ADAPTER
-from umbra.services.generator.vllm_weights import InitInfo, UmbraWeightTransferEngine
+from umbra.services.generator.vllm_weights import (
+    InitInfo,
+    UmbraWeightTransferEngine,
+    UpdateInfo,
+)
 
 _NAMES_SHOWN = 3
 _PREFIX = "base_model.model."  # of names in peft's files
@@ -61,11 +68,21 @@ class AdapterTransferEngine(UmbraWeightTransferEngine):
             )
 
     def start_weight_update(self) -> None:
-        """Nothing is taken apart: the old factors are served until the new ones have all come."""
-        self._begin_anew()
+        """Called once: nothing is taken apart."""
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Keep these factors aside; the old ones are served until a version is complete."""
+        if update_info.complete:
+            self._serve()
+        else:
+            super().receive_weights(update_info)
 
     def finish_weight_update(self) -> None:
-        """Put the factors in the place of those before.
+        """Never called."""
+        raise NotImplementedError
+
+    def _serve(self) -> None:
+        """Put the factors that came in the place of those before.
 
         Raises:
             UsageError: some have not come.

@@ -100,8 +100,9 @@ class VllmEngine:
             arguments["enable_return_routed_experts"] = True
         told = None
         if adapter is not None:
-            arguments |= adapter_arguments(config, outline.config, adapter.rank)
-            told = {"facts": msgspec.msgpack.encode(adapter), "names": list(factors(outline))}
+            names = list(factors(outline))
+            arguments |= adapter_arguments(config, outline.config, adapter.rank, names)
+            told = {"facts": msgspec.msgpack.encode(adapter), "names": names}
         self._server = VllmServer(arguments, version, routers, told)
 
     @property

@@ -53,7 +53,9 @@ _LOAD_S = 600.0  # of a version's load
 _CLOSE_S = 5.0
 _LOOK_S = 1.0  # between looks at whether the core still lives
 _KILL_S = 2.0  # until its processes, which hold nothing that is needed any more, are killed
-AGAIN = {"path": "", "manifest": b""}  # of `UpdateInfo`: the version begins anew
+# Of `UpdateInfo`: the version begins anew, and that of an adapter is complete.
+AGAIN = {"path": "", "manifest": b""}
+COMPLETE = {"path": "", "manifest": b"", "complete": True}
 _REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
 
 T = TypeVar("T")
@@ -127,9 +129,11 @@ class VllmServer:
         self._states = self._llm.output_processor.request_states
         try:
             self._wait(self._begin(version), _REPLY_S)
-        except BaseException:
+        except BaseException as error:
             self.close()
-            raise
+            if adapter is None or not isinstance(error, Exception) or isinstance(error, UmbraError):
+                raise
+            raise UsageError(f"vLLM refuses the adapter: {_sentence(error)}") from error
 
     @property
     def died(self) -> EngineError | None:
@@ -231,6 +235,8 @@ class VllmServer:
         await self._llm.get_supported_tasks()  # so that no job has to ask
         init = WeightTransferInitRequest(init_info=self._adapter or {})
         await self._llm.init_weight_transfer_engine(init)
+        if self._adapter:
+            await self._llm.start_weight_update()  # see `vllm_adapters`
         await self._llm.update_weight_version(str(version))
         self._new_salt(version)
 
@@ -292,13 +298,20 @@ class VllmServer:
         await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear)
         stopped = time.perf_counter()
         self._loading = True
-        await self._llm.start_weight_update()
+        if self._adapter:
+            await self._llm.update_weights(WeightTransferUpdateRequest(update_info=AGAIN))
+        else:
+            await self._llm.start_weight_update()
         return stopped - began
 
     async def _resume(self, version: int, kv_policy: KvPolicy) -> None:
         if kv_policy == "abort":
             await self._abort(list(self._tasks))
-        await self._llm.finish_weight_update(str(version))
+        if self._adapter:
+            await self._llm.update_weights(WeightTransferUpdateRequest(update_info=COMPLETE))
+            await self._llm.update_weight_version(str(version))
+        else:
+            await self._llm.finish_weight_update(str(version))
         self._loading = False
         self._new_salt(version)
         await self._restart_unstarted()

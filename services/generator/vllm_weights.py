@@ -48,11 +48,13 @@ class InitInfo(WeightTransferInitInfo):
 class UpdateInfo(WeightTransferUpdateInfo):
     """Where tensors of a version lie, verified: in a block of the generator's shared memory.
 
-    Without a path: forget those that came before, the version begins anew.
+    Without a path: forget those that came before, the version begins anew; or, of an adapter, it
+    is `complete` and to be served.
     """
 
     path: str
     manifest: bytes  # msgpack of a `Manifest`, of these tensors alone
+    complete: bool = False
 
 
 class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
