@@ -83,9 +83,10 @@ def in_flight(
     return models, {int(o.request_id[1:]): o for o in outputs}
 
 
-def test_new_adapters_in_flight(vllm_model_dir: Path) -> None:
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.real)])
+def test_new_adapters_in_flight(vllm_model_dir: Path, workers: int) -> None:
     """Each token's logprob is the trainer's with the adapter of the token's version."""
-    config = vllm_config(vllm_model_dir)
+    config = vllm_config(vllm_model_dir, f"generator.tensor_parallel={workers}")
     learners = versions_of(config)
     with opened(config) as engine:
         models, outputs = in_flight(engine, config, learners, "keep")
