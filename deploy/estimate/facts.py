@@ -23,6 +23,7 @@ _PLAIN = (
     "moments",
     "offload",
     "sequence_parallel",
+    "expert_parallel",
     "reshard_after_forward",
     "reduce_gradients",
 )

@@ -349,7 +349,7 @@ def test_a_generator_and_its_cache() -> None:
     assert generator.gpus == ((2, 3),)
     assert found["weights, bfloat16"] == 10 * GB
     assert found["KV cache, 10 x 100 tokens"] == 2 * 1000 * 1000 // 2
-    assert found["staging, 2 versions"] == 2 * 20 * GB
+    assert found["staging of a version"] == 20 * GB
     streamed = msgspec.structs.replace(config.generator, receive="streamed")
     _, generator = needs(msgspec.structs.replace(config, generator=streamed), FACTS, gpu=True)
     assert not [item for item in generator.host if item.name.startswith("staging")]
@@ -365,7 +365,7 @@ def test_an_adapter_that_is_published_by_itself() -> None:
     found = {item.name: item.bytes for item in (*generator.device, *generator.host)}
     assert found["weights, bfloat16"] == 20 * GB, "the base"
     assert found["adapter"] == 2 * 2 * 10**6
-    assert found["staging, 2 versions"] == 2 * 2 * 2 * 10**6
+    assert found["staging of a version"] == 2 * 2 * 10**6
     merged = settings("trainer.lora_rank=2")
     assert arena(merged, sizes, gpu=True).bytes == 2 * 20 * GB
 
@@ -494,7 +494,9 @@ def test_rows_of_auto_are_those_of_the_trainer(run_file: Path) -> None:
     assert facts.rows == known.rows and facts.training == known.training
 
 
-@pytest.mark.parametrize("key", ["weights=bf16", "offload=optimizer", "sequence_parallel=2"])
+@pytest.mark.parametrize(
+    "key", ["weights=bf16", "offload=optimizer", "sequence_parallel=2", "expert_parallel=2"]
+)
 def test_what_the_sums_do_not_know_is_refused_by_name(
     key: str, run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
