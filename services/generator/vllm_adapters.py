@@ -1,8 +1,7 @@
 """Runs inside of vLLM's workers: versions that are the factors of an adapter alone.
 
 The factors fill vLLM's own adapter number `ADAPTER`, which every request names. The weights of the
-base stay as vLLM loaded them; nothing is merged. Tensor-parallel workers read all factors and each
-keeps its part, which is vLLM's to cut.
+base stay as vLLM loaded them; nothing is merged.
 
 All versions are one update of vLLM's, which is never finished: when it ends one, it takes the base
 for replaced and drops all adapters.

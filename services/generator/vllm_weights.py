@@ -1,7 +1,7 @@
 """Runs inside of vLLM's workers: loads a version from memory of the generator.
 
-Every worker of a tensor-parallel engine reads the whole version and keeps its part; what is fused
-or packed is left to the model's own loader, layer by layer.
+Every worker of a tensor-parallel engine maps the version once and gives views of it to the model's
+own loader, which copies the worker's part, and fuses and packs it, layer by layer.
 """
 
 from __future__ import annotations

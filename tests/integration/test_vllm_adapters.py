@@ -83,10 +83,9 @@ def in_flight(
     return models, {int(o.request_id[1:]): o for o in outputs}
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.real)])
-def test_new_adapters_in_flight(vllm_model_dir: Path, workers: int) -> None:
+def test_new_adapters_in_flight(vllm_model_dir: Path) -> None:
     """Each token's logprob is the trainer's with the adapter of the token's version."""
-    config = vllm_config(vllm_model_dir, f"generator.tensor_parallel={workers}")
+    config = vllm_config(vllm_model_dir)
     learners = versions_of(config)
     with opened(config) as engine:
         models, outputs = in_flight(engine, config, learners, "keep")
