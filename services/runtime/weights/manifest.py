@@ -154,6 +154,25 @@ def owned_buckets(manifest: Manifest) -> dict[int, list[int]]:
     return owned
 
 
+def owned_ranges(manifest: Manifest, owner: int) -> list[tuple[int, int]]:
+    """The bytes `[start, end)` of a version that trainer host `owner` holds, in order."""
+    ranges: list[tuple[int, int]] = []
+    for bucket in owned_buckets(manifest).get(owner, []):
+        start, end = manifest.buckets[bucket]
+        if ranges and ranges[-1][1] == start:
+            start, _ = ranges.pop()
+        ranges.append((start, end))
+    return ranges
+
+
+def held_whole(manifest: Manifest) -> Manifest:
+    """The same layout for who holds whole versions, as a relay does: without owners."""
+    if not manifest.owners:
+        return manifest
+    digest = _digest(manifest.tensors, manifest.buckets, [])
+    return msgspec.structs.replace(manifest, owners=[], digest=digest)
+
+
 def check_dtype(manifest: Manifest, dtype: str) -> None:
     """Check that what `manifest` lays out is served in `dtype`, as `weight_hub.dtype` names it.
 
