@@ -225,13 +225,26 @@ class TensorEntry(Record, frozen=True, kw_only=True, gc=False):
     nbytes: Size
 
 
+class AdapterFacts(Record, frozen=True, kw_only=True):
+    """What the factors of a version belong to: each weight W of the base becomes
+    W + alpha / rank * B A.
+
+    `base` is the checksum of the base's files (`weights_checksum`), in hex.
+    """
+
+    base: Name
+    rank: Size
+    alpha: Number
+
+
 class Manifest(Record, frozen=True, kw_only=True):
     """Layout of one version of the weights; agreed once between trainer, hub and receivers.
 
     `buckets` are byte ranges `[start, end)` that cover `[0, total_bytes)` in order; each has a
     checksum of its own in a push. `digest` (xxh3-128, hex) names the layout.
 
-    `owners` says which trainer host holds each bucket; empty where host 0 holds all.
+    `owners` says which trainer host holds each bucket; empty where host 0 holds all. Where there
+    are facts of an `adapter`, the tensors are its factors, else whole weights.
     """
 
     tensors: Annotated[list[TensorEntry], Meta(max_length=TENSORS)]
@@ -239,6 +252,7 @@ class Manifest(Record, frozen=True, kw_only=True):
     total_bytes: Size
     digest: Name
     owners: Annotated[list[Size], Meta(max_length=BUCKETS)] = []  # one per bucket
+    adapter: AdapterFacts | None = None
 
 
 class Piece(Record, frozen=True, kw_only=True):

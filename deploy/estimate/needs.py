@@ -128,9 +128,11 @@ def needs(config: RunConfig, facts: Facts, *, gpu: bool) -> list[Need]:
 
 
 def published(config: RunConfig, sizes: ModelSizes, *, gpu: bool) -> int:
-    """Bytes of a version of the weights."""
+    """Bytes of a version: the weights, or an adapter that is published by itself."""
     kind = kind_of(config.trainer.device, gpu=gpu)
-    return sizes.parameters * ITEM_BYTES[config.weight_hub.dtype_on(kind)]
+    alone = config.trainer.lora_publish == "adapter"
+    numbers = sizes.adapter if alone else sizes.parameters
+    return numbers * ITEM_BYTES[config.weight_hub.dtype_on(kind)]
 
 
 def arena(config: RunConfig, sizes: ModelSizes, *, gpu: bool) -> Item:
@@ -240,6 +242,8 @@ def _generator(config: RunConfig, facts: Facts, *, gpu: bool) -> Need:
         remedy="lower generator.slots or generator.max_context",
     )
     device = [Item(f"weights, {dtype}", weights // parallel, remedy=more), cache]
+    if config.trainer.lora_publish == "adapter":
+        device.append(Item("adapter", sizes.adapter * each))
     sampled = 4 * 4 * generator.slots * sizes.vocabulary  # logits, their softmax, sorted, drawn
     if generator.engine == "vllm":
         device.append(Item("vLLM's passes and graphs", VLLM_WORK))

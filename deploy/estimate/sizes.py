@@ -43,6 +43,11 @@ class ModelSizes:
         return sum(t.count for t in self.tensors if not t.adapter)
 
     @property
+    def adapter(self) -> int:
+        """Numbers of an adapter."""
+        return sum(t.count for t in self.tensors if t.adapter)
+
+    @property
     def trained(self) -> int:
         """Numbers that have a gradient."""
         return sum(t.count for t in self.tensors if t.trained)

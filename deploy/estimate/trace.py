@@ -28,11 +28,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from umbra.deploy.estimate.sizes import ModelSizes, PassPeaks, RowShape, Sized
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.experts import set_experts
+from umbra.services.modeling.lora import add_adapter, is_adapter
 from umbra.services.modeling.micro_batch import MicroBatch, Tokens, Unit, lay_out
 from umbra.services.modeling.models import attention_implementation
 from umbra.services.modeling.scorer import Scorer
 from umbra.services.runtime.config import TrainerConfig
-from umbra.services.trainer.lora import add_adapter, is_adapter
 from umbra.services.trainer.sharding import decoder_layers, prepare_layers
 
 _MANY, _FEW = 6, (3, 5)  # layers

@@ -23,6 +23,7 @@ from umbra.services.modeling.models import (
     pick_device,
     stop_ids,
 )
+from umbra.services.modeling.weights import put_adapter, weight_table
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.weights.memory import private_memory
 
@@ -85,6 +86,7 @@ def _vllm(config: RunConfig, name: str) -> OpenEngine:
         stop_ids=stops,
         seed=_seed(config, name),
         tell_routing=config.trainer.router_replay,
+        adapter=put_adapter(outline, config),
     )
     return OpenEngine(engine, Chat(tokenizer, stops), "cpu", engine.memory.allocate, expected)
 
@@ -111,6 +113,7 @@ def _torch(config: RunConfig, name: str) -> OpenEngine:
         max_context=config.generator.max_context,
         seed=_seed(config, name),
         tell_routing=config.trainer.router_replay,
+        weights=weight_table(model, config),
     )
     expected = config.weight_hub.expected_on(device.type)
     return OpenEngine(engine, Chat(tokenizer, stops), str(device), dtype=expected)

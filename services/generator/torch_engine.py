@@ -87,7 +87,10 @@ class _Row:
 
 
 class TorchEngine:
-    """The `Engine` for CPUs, and for GPUs without vLLM. S slots, n live rows, V tokens."""
+    """The `Engine` for CPUs, and for GPUs without vLLM. S slots, n live rows, V tokens.
+
+    `weights` says where versions go, if that is not all of `model`.
+    """
 
     def __init__(
         self,
@@ -99,6 +102,7 @@ class TorchEngine:
         seed: int = 0,
         version: int = -1,
         tell_routing: bool = False,
+        weights: WeightTable | None = None,
     ) -> None:
         self.version = version
         self.slots = slots
@@ -110,7 +114,7 @@ class TorchEngine:
         self._stop_ids = frozenset(stop_ids)
         self._vocabulary: int = model.get_input_embeddings().num_embeddings
         self._attention = Attention.of(model.config)
-        self._weights = WeightTable(model)
+        self._weights = weights or WeightTable(model)
         self._routers = Routers.of(model) if tell_routing else None
         self._routing: Routing | None = None
         if tell_routing and self._routers is None:

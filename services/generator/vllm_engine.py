@@ -15,7 +15,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from umbra.proto.errors import UmbraError
-from umbra.proto.records import Manifest, Sampling
+from umbra.proto.records import AdapterFacts, Manifest, Sampling
 from umbra.services.generator.engine import (
     EngineOutput,
     EngineRequest,
@@ -23,9 +23,14 @@ from umbra.services.generator.engine import (
     check_request,
 )
 from umbra.services.generator.vllm_names import CheckpointNames
-from umbra.services.generator.vllm_options import check_device, engine_arguments
+from umbra.services.generator.vllm_options import (
+    adapter_arguments,
+    check_device,
+    engine_arguments,
+)
 from umbra.services.generator.vllm_routing import told_routers
 from umbra.services.generator.vllm_server import Job, Pause, VllmServer
+from umbra.services.modeling.lora import factors
 from umbra.services.modeling.weights import WeightTable
 from umbra.services.runtime.config import GeneratorConfig
 from umbra.services.runtime.config.feasibility import VLLM_COOLEST
@@ -52,9 +57,10 @@ class VllmEngine:
         seed: of the sampling.
         version: of the weights in `path`; -1 = not to be served.
         tell_routing: outputs say which experts their tokens met.
+        adapter: what versions are of; None: whole weights.
 
     Raises:
-        UsageError: vLLM refuses an argument.
+        UsageError: vLLM refuses an argument, or has no adapters for a layer.
         StartupError: its engine core did not come up.
     """
 
@@ -69,6 +75,7 @@ class VllmEngine:
         seed: int = 0,
         version: int = -1,
         tell_routing: bool = False,
+        adapter: AdapterFacts | None = None,
     ) -> None:
         check_device(config.device, platform())
         self.version = version
@@ -77,8 +84,8 @@ class VllmEngine:
         self.pause: Pause | None = None  # of the last change of weights
         self.memory = SharedMemory()  # versions that are staged here need no copy
         self.part_bytes = PART_BYTES  # of others
-        self._fit = WeightTable(outline)
-        self._checkpoint = CheckpointNames(outline)
+        self._fit = WeightTable(outline, adapter)
+        self._checkpoint = CheckpointNames(outline) if adapter is None else None
         self._vocabulary: int = outline.config.get_text_config().vocab_size
         self._stop_ids = frozenset(stop_ids)
         self._params: dict[tuple[Sampling, int, frozenset[int]], SamplingParams] = {}
@@ -92,7 +99,12 @@ class VllmEngine:
         if tell_routing:
             routers = told_routers(outline, platform(), self.max_context)
             arguments["enable_return_routed_experts"] = True
-        self._server = VllmServer(arguments, version, routers)
+        told = None
+        if adapter is not None:
+            names = list(factors(outline))
+            arguments |= adapter_arguments(config, outline.config, adapter.rank, names)
+            told = {"facts": msgspec.msgpack.encode(adapter), "names": names}
+        self._server = VllmServer(arguments, version, routers, told)
 
     @property
     def live(self) -> int:
@@ -225,6 +237,8 @@ class VllmEngine:
 
     def _named_as_stored(self, layout: Manifest, tied: Mapping[str, list[str]]) -> Manifest:
         """`layout` in the names of checkpoints; `tied`: more names of its tensors."""
+        if self._checkpoint is None:
+            return layout  # factors have one name
         tensors = [
             part
             for entry in layout.tensors

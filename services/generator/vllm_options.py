@@ -8,7 +8,7 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from umbra.proto.errors import UsageError
-from umbra.services.generator.vllm_plugin import BACKEND, OURS_VARIABLE
+from umbra.services.generator.vllm_plugin import ADAPTER_BACKEND, BACKEND, OURS_VARIABLE
 from umbra.services.runtime.config import GeneratorConfig
 
 OLDEST = (0, 32)
@@ -35,20 +35,29 @@ _KEYS = {
     "tensor_parallel_size": "generator.tensor_parallel",
     "data_parallel_size": "generator.count",
 }
-# Quantizations that vLLM computes from full weights, hence anew from those that are published.
-_ONLINE = (
-    "fp8",
-    "fp8_per_tensor",
-    "fp8_per_block",
-    "fp8_per_channel",
-    "int8_per_channel_weight_only",
-    "mxfp4",
-    "mxfp8",
-    "nvfp4_per_token",
-    "online",
-)
+# Quantizations that vLLM computes from full weights, hence anew from those that are published, and
+# that tests load new weights under (fp8 on GPUs only). It knows more.
+_ONLINE = ("fp8", "fp8_per_tensor", "fp8_per_channel", "int8_per_channel_weight_only")
+_ONLINE_ON_CPUS = ("fp8_per_channel", "int8_per_channel_weight_only")  # it has no other kernels
 _ALWAYS_TIED = ("cohere", "cohere2")  # vLLM 0.32 drops an output layer that they have of their own
-_OWN = ("weight_transfer_config", "logprobs_mode", "skip_tokenizer_init", "disable_log_stats")
+# `enable_lora` and what it goes with, too: our adapter is the only one.
+_OWN = (
+    "weight_transfer_config",
+    "logprobs_mode",
+    "skip_tokenizer_init",
+    "disable_log_stats",
+    "enable_lora",
+    "max_loras",
+    "max_lora_rank",
+    "max_cpu_loras",
+    "lora_dtype",
+    "lora_target_modules",
+    "fully_sharded_loras",
+)
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM 0.32 makes room for
+# Where vLLM's logprobs with an adapter were compared with the trainer's. No mixtures of experts:
+# with adapters enabled, vLLM computes experts by Triton, which CPUs do not have.
+_ADAPTERS = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def require_vllm(
@@ -193,10 +202,17 @@ def check_served(config: GeneratorConfig, hf_config: Any, platform: str) -> None
     """
     engine_args = config.engine_args
     method = engine_args.get("quantization")
-    if method is not None and method not in _ONLINE:
+    known = _ONLINE_ON_CPUS if platform == "cpu" else _ONLINE
+    if method is not None and method not in known:
+        where = "the build of vLLM for CPUs" if platform == "cpu" else "vLLM"
         raise UsageError(
-            f'generator.engine_args.quantization = "{method}": vLLM can\'t quantize new weights '
-            f"that way; it can with {', '.join(_ONLINE)}"
+            f'generator.engine_args.quantization = "{method}": {where} was not seen to quantize '
+            f"new weights that way; it was with {', '.join(known)}, or leave it out"
+        )
+    if "quantization_config" in engine_args:
+        raise UsageError(
+            "generator.engine_args.quantization_config: set generator.engine_args.quantization, "
+            f"to one of {', '.join(known)}"
         )
     stored = getattr(hf_config, "quantization_config", None)
     if stored is not None:
@@ -245,6 +261,51 @@ def check_served(config: GeneratorConfig, hf_config: Any, platform: str) -> None
             f"model.path: vLLM takes the embedding for the output layer of a {text.model_type}, "
             'and this model has another (tie_word_embeddings): set generator.engine = "torch"'
         )
+
+
+def adapter_arguments(
+    config: GeneratorConfig, hf_config: Any, rank: int, factors: Iterable[str]
+) -> dict[str, Any]:
+    """Engine arguments for versions that are an adapter of `rank` alone.
+
+    Args:
+        config: of the generator.
+        hf_config: of the model.
+        rank: of the factors.
+        factors: their names; other layers get no room for an adapter.
+
+    Raises:
+        UsageError: vLLM was not seen to serve such an adapter right.
+    """
+    merged = "set trainer.lora_publish = merged"
+    model_type = hf_config.get_text_config().model_type
+    if model_type not in _ADAPTERS:
+        raise UsageError(
+            f"trainer.lora_publish = adapter: vLLM with an adapter on a {model_type} was not "
+            f'compared with the trainer: {merged}, or generator.engine = "torch"'
+        )
+    if rank > _LORA_RANKS[-1]:
+        raise UsageError(
+            f"trainer.lora_rank = {rank}: vLLM serves adapters of rank {_LORA_RANKS[-1]} at most: "
+            f"lower it, or {merged}"
+        )
+    if config.tensor_parallel > 1:
+        raise UsageError(
+            f"generator.tensor_parallel = {config.tensor_parallel}: vLLM with an adapter on "
+            f"several workers was not compared with the trainer: set it to 1, or {merged}"
+        )
+    if "quantization" in config.engine_args:
+        raise UsageError(
+            "generator.engine_args.quantization: vLLM with an adapter on quantized weights was "
+            f"not compared with the trainer: leave it out, or {merged}"
+        )
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": next(known for known in _LORA_RANKS if known >= rank),
+        "lora_target_modules": sorted({name.split(".lora_")[0].split(".")[-1] for name in factors}),
+        "weight_transfer_config": {"backend": ADAPTER_BACKEND},
+    }
 
 
 def engine_arguments(

@@ -12,18 +12,23 @@ import signal
 from umbra.services.runtime.process.parent import signal_at_death_of
 
 BACKEND = "umbra"
+ADAPTER_BACKEND = "umbra-adapter"  # of versions that are an adapter alone
+ADAPTER = 1  # its number in vLLM
+_ENGINES = {
+    BACKEND: ("umbra.services.generator.vllm_weights", "UmbraWeightTransferEngine"),
+    ADAPTER_BACKEND: ("umbra.services.generator.vllm_adapters", "AdapterTransferEngine"),
+}
 OURS_VARIABLE = "UMBRA_VLLM"  # set where a generator of ours started vLLM
 
 
 def register() -> None:
-    """Register our `WeightTransferEngine`, and leave no orphans where a generator started vLLM."""
+    """Register our `WeightTransferEngine`s, and leave no orphans where a generator started vLLM."""
     if OURS_VARIABLE in os.environ:
         if (parent := multiprocessing.parent_process()) is not None:  # not the generator itself
             assert parent.pid is not None
             signal_at_death_of(parent.pid, signal.SIGKILL)
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    if BACKEND not in WeightTransferEngineFactory._registry:  # has no question of its own
-        WeightTransferEngineFactory.register_engine(
-            BACKEND, "umbra.services.generator.vllm_weights", "UmbraWeightTransferEngine"
-        )
+    for name, (module, engine) in _ENGINES.items():
+        if name not in WeightTransferEngineFactory._registry:  # has no question of its own
+            WeightTransferEngineFactory.register_engine(name, module, engine)

@@ -24,6 +24,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs import tokens_input
+from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -42,6 +43,7 @@ from umbra.services.generator.engine import (
     FinishReason,
     KvPolicy,
 )
+from umbra.services.generator.vllm_plugin import ADAPTER
 from umbra.services.generator.vllm_routing import ToldRouters
 from umbra.services.runtime.deadline import Deadline
 from umbra.services.runtime.process.child import describe_exit
@@ -51,7 +53,9 @@ _LOAD_S = 600.0  # of a version's load
 _CLOSE_S = 5.0
 _LOOK_S = 1.0  # between looks at whether the core still lives
 _KILL_S = 2.0  # until its processes, which hold nothing that is needed any more, are killed
-AGAIN = {"path": "", "manifest": b""}  # of `UpdateInfo`: the version begins anew
+# Of `UpdateInfo`: the version begins anew, and that of an adapter is complete.
+AGAIN = {"path": "", "manifest": b""}
+COMPLETE = {"path": "", "manifest": b"", "complete": True}
 _REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
 
 T = TypeVar("T")
@@ -83,6 +87,7 @@ class VllmServer:
         arguments: of `AsyncEngineArgs`.
         version: of the weights that it starts with.
         routers: those whose choices are told; None: they are not.
+        adapter: what `AdapterInit` says of the one that versions are of; None: whole weights.
 
     Raises:
         UsageError: vLLM refuses an argument.
@@ -90,9 +95,16 @@ class VllmServer:
     """
 
     def __init__(
-        self, arguments: dict[str, Any], version: int, routers: ToldRouters | None = None
+        self,
+        arguments: dict[str, Any],
+        version: int,
+        routers: ToldRouters | None = None,
+        adapter: dict[str, Any] | None = None,
     ) -> None:
         self._routers = routers
+        self._adapter = adapter
+        # Its path is never read: no request is made before the first version is loaded.
+        self._lora = adapter and LoRARequest("umbra", ADAPTER, "umbra")
         self.done: queue.SimpleQueue[EngineOutput | Exception] = queue.SimpleQueue()
         self._loads = 0
         self._loading = False  # from the pause until a version is in place
@@ -117,9 +129,11 @@ class VllmServer:
         self._states = self._llm.output_processor.request_states
         try:
             self._wait(self._begin(version), _REPLY_S)
-        except BaseException:
+        except BaseException as error:
             self.close()
-            raise
+            if adapter is None or not isinstance(error, Exception) or isinstance(error, UmbraError):
+                raise
+            raise UsageError(f"vLLM refuses the adapter: {_sentence(error)}") from error
 
     @property
     def died(self) -> EngineError | None:
@@ -219,7 +233,10 @@ class VllmServer:
 
     async def _begin(self, version: int) -> None:
         await self._llm.get_supported_tasks()  # so that no job has to ask
-        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+        init = WeightTransferInitRequest(init_info=self._adapter or {})
+        await self._llm.init_weight_transfer_engine(init)
+        if self._adapter:
+            await self._llm.start_weight_update()  # see `vllm_adapters`
         await self._llm.update_weight_version(str(version))
         self._new_salt(version)
 
@@ -253,7 +270,8 @@ class VllmServer:
 
     async def _generate(self, job: Job) -> RequestOutput:
         prompt = tokens_input(job.prompt_ids, cache_salt=self._salt)
-        async for output in self._llm.generate(prompt, job.params, job.key):
+        made = self._llm.generate(prompt, job.params, job.key, lora_request=self._lora)
+        async for output in made:
             if output.finished:
                 return output
         raise UmbraError(f"vLLM ended request {job.key} without an output")
@@ -280,13 +298,20 @@ class VllmServer:
         await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear)
         stopped = time.perf_counter()
         self._loading = True
-        await self._llm.start_weight_update()
+        if self._adapter:
+            await self._llm.update_weights(WeightTransferUpdateRequest(update_info=AGAIN))
+        else:
+            await self._llm.start_weight_update()
         return stopped - began
 
     async def _resume(self, version: int, kv_policy: KvPolicy) -> None:
         if kv_policy == "abort":
             await self._abort(list(self._tasks))
-        await self._llm.finish_weight_update(str(version))
+        if self._adapter:
+            await self._llm.update_weights(WeightTransferUpdateRequest(update_info=COMPLETE))
+            await self._llm.update_weight_version(str(version))
+        else:
+            await self._llm.finish_weight_update(str(version))
         self._loading = False
         self._new_salt(version)
         await self._restart_unstarted()

@@ -1,12 +1,12 @@
 """Runs inside of vLLM's workers: loads a version from memory of the generator.
 
-Every worker of a tensor-parallel engine reads the whole version and keeps its part; what is fused
-or packed is left to the model's own loader, layer by layer.
+Every worker of a tensor-parallel engine maps the version once and gives views of it to the model's
+own loader, which copies the worker's part, and fuses and packs it, layer by layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -51,11 +51,13 @@ class UpdateInfo(WeightTransferUpdateInfo):
     They lie there until the update has been answered, and no longer: the next ones may take their
     place.
 
-    Without a path: forget those that came before, the version begins anew.
+    Without a path: forget those that came before, the version begins anew; or, of an adapter, it
+    is `complete` and to be served.
     """
 
     path: str
     manifest: bytes  # msgpack of a `Manifest`, of these tensors alone
+    complete: bool = False
 
 
 class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -66,7 +68,7 @@ class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Called once, before the first update."""
-        self._blocks = MappedBlocks()
+        self._blocks = MappedBlocks()  # each is mapped once
         self._loaded: set[str] | None = set()  # parameters; None if the model does not tell
         self._tied = bool(self.model_config.hf_text_config.tie_word_embeddings)
         pack_experts_again(self.model)
@@ -94,13 +96,16 @@ class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             return
         manifest = msgspec.msgpack.decode(update_info.manifest, type=Manifest)
         memory = self._blocks.view(update_info.path)
+        self._load(tensors_in(manifest, memory), memory)
+
+    def _load(self, tensors: Iterable[tuple[str, torch.Tensor]], memory: memoryview) -> None:
+        """Load `tensors`, which lie in `memory`."""
         # Some models have no output layer besides a tied embedding, and refuse one by its name.
-        tensors = (
+        loaded = self.model.load_weights(
             (name, tensor)
-            for name, tensor in tensors_in(manifest, memory)
+            for name, tensor in tensors
             if name != _OUTPUT or hasattr(self.model, "lm_head") or not self._tied
         )
-        loaded = self.model.load_weights(tensors)
         keep_waiting(self._layers, memory)
         if loaded is None or self._loaded is None:
             self._loaded = None

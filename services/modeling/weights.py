@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
 from umbra.proto.errors import UsageError
-from umbra.proto.records import Manifest, TensorEntry
+from umbra.proto.records import AdapterFacts, Manifest, TensorEntry
+from umbra.services.modeling.lora import adapter_facts, add_adapter, factors
+from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.gpu.cuda import DeviceMemory
+from umbra.services.runtime.model.directory import weights_checksum
 from umbra.services.runtime.weights.manifest import Part, with_starts
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -77,11 +81,16 @@ class WeightTable:
     """The places of a model that a version fills, by their state-dict names.
 
     Tied weights have several names and one place; a version may give any or all of those names.
-    Buffers are optional, parameters are not.
+    Buffers are optional, parameters are not. A version of an adapter fills its factors alone.
+
+    Args:
+        model: with an adapter, if versions are to fill one.
+        adapter: what versions have to be of; None: whole weights.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._places = model.state_dict(keep_vars=True)
+    def __init__(self, model: nn.Module, adapter: AdapterFacts | None = None) -> None:
+        self._adapter = adapter
+        self._places = model.state_dict(keep_vars=True) if adapter is None else factors(model)
         self._aliases: dict[int, list[str]] = {}
         for name, place in self._places.items():
             if isinstance(place, nn.Parameter):
@@ -127,6 +136,7 @@ class WeightTable:
         """
         for entry in manifest.tensors:
             _dtype(entry)
+        _check_adapter(manifest.adapter, self._adapter)
         shapes = {entry.name: list(entry.shape) for entry in manifest.tensors}
         missing = [
             names[0] for names in self._aliases.values() if not any(n in shapes for n in names)
@@ -143,10 +153,67 @@ class WeightTable:
             if names
         ]
         if faults:
+            keys = "model.path" if self._adapter is None else "model.path and trainer.lora_targets"
             raise UsageError(
                 f"the weights do not fit this generator's model ({'; '.join(faults)}); trainer and "
-                "generators must be given the same model.path"
+                f"generators must be given the same {keys}"
             )
+
+
+def weight_table(model: Any, config: RunConfig) -> WeightTable:
+    """Where the versions of a run go in `model`, that of `model.path` on its device.
+
+    If they are those of an adapter, `model` gets it here, and the forward pass is the trainer's
+    own: base and factors are multiplied one after the other and never merged, so small factors
+    are not rounded away.
+
+    Raises:
+        UsageError: as `add_adapter`.
+    """
+    device, dtype = model.device, model.dtype
+    adapter = put_adapter(model, config)
+    if adapter is not None:
+        for factor in factors(model).values():
+            factor.data = factor.data.to(device, dtype)  # peft has them in float32
+    return WeightTable(model, adapter)
+
+
+def put_adapter(model: Any, config: RunConfig) -> AdapterFacts | None:
+    """Put the adapter that versions fill into `model`; None if they are whole weights.
+
+    Raises:
+        UsageError: as `add_adapter`.
+    """
+    if config.trainer.lora_publish == "merged":
+        return None
+    add_adapter(model, config.trainer, config.run.seed)
+    return adapter_facts(config.trainer, weights_checksum(config.model.path))
+
+
+def _check_adapter(given: AdapterFacts | None, own: AdapterFacts | None) -> None:
+    """Check that versions are of what this process computes with.
+
+    Raises:
+        UsageError: they are not; the shapes alone might not show it.
+    """
+    if given == own:
+        return
+    if given is None or own is None:
+        trainer, here = ("merged", "adapter") if given is None else ("adapter", "merged")
+        raise UsageError(
+            f"the trainer has trainer.lora_publish = {trainer} and this process {here}: give both "
+            "the same run file"
+        )
+    if given.base != own.base:
+        raise UsageError(
+            "the trainer's adapter is for another base model than that in model.path of this "
+            f"process (checksum {given.base} there, {own.base} here): give both the same directory"
+        )
+    raise UsageError(
+        f"the trainer's adapter has trainer.lora_rank = {given.rank} and lora_alpha = "
+        f"{given.alpha:g}, that of this process {own.rank} and {own.alpha:g}: give both the same "
+        "run file"
+    )
 
 
 def _some(names: list[str]) -> str:

@@ -63,7 +63,7 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
     import torch
 
     from umbra.services.modeling.models import load_model, pick_device
-    from umbra.services.modeling.weights import WeightTable
+    from umbra.services.modeling.weights import weight_table
     from umbra.services.scorer.logprobs import LogprobWorker
 
     config, scorer = context.config, context.config.scorer
@@ -80,7 +80,7 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
         ScorerLoop(session, scorer.stage, worker, scorer.capacity, context.metrics).run()
         return
     channel = session.weights(deadline_s=HUB_DEADLINE_S)
-    table = WeightTable(model)
+    table = weight_table(model, config)
     version = -1
     planes = StagedPlanes(
         host_planes(config.weight_hub.plane),

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from umbra.services.trainer.lora import is_adapter
+from umbra.services.modeling.lora import is_adapter
 from umbra.services.trainer.snapshot import bare_name, held_rows
 
 

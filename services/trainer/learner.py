@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from umbra.proto.errors import UsageError
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.experts import NO_BALANCE, NO_ROUTERS, set_experts
+from umbra.services.modeling.lora import add_adapter
 from umbra.services.modeling.micro_batch import MicroBatch
 from umbra.services.modeling.scorer import Scorer
 from umbra.services.modeling.weight_files import WeightFiles
@@ -28,7 +29,6 @@ from umbra.services.trainer.checkpoints.parts import (
 )
 from umbra.services.trainer.filling import cast, held, place, read
 from umbra.services.trainer.guard import REASONS
-from umbra.services.trainer.lora import add_adapter
 from umbra.services.trainer.masters import Masters
 from umbra.services.trainer.metrics import Row, expert_metrics
 from umbra.services.trainer.muon import muon

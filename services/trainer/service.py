@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from umbra.proto.errors import EXIT_DONE, UsageError
 from umbra.proto.messages import FinishRun, RunFinished
 from umbra.proto.records import Manifest
+from umbra.services.modeling.lora import adapter_facts
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config.loader import as_dict
 from umbra.services.runtime.model.directory import weights_checksum
@@ -74,13 +75,15 @@ def run(
             files,
             sampling.max_tokens,
         )
-        layout = tensor_layout(learner.model, config.weight_hub.dtype_on(learner.device.type))
-        manifest = build_manifest(
-            layout, config.weight_hub.bucket_bytes, row_owners(learner.model, ranks)
-        )
+        base = weights_checksum(config.model.path) if config.trainer.lora_rank else ""
+        adapter = adapter_facts(config.trainer, base)
+        alone = adapter is not None
+        served = config.weight_hub.dtype_on(learner.device.type)
+        layout = tensor_layout(learner.model, served, adapter=alone)
+        owners = row_owners(learner.model, ranks, adapter=alone)
+        manifest = build_manifest(layout, config.weight_hub.bucket_bytes, owners, adapter)
         critic = open_critic(config, learner)
         update = make_update(config, learner, critic)
-        base = weights_checksum(config.model.path) if config.trainer.lora_rank else ""
         parts = learner.parts(base) | (critic.parts() if critic is not None else {})
         folder = CheckpointFolder(
             context.run_dir / "checkpoints", config.checkpoint, node=ranks.node

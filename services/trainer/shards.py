@@ -124,7 +124,9 @@ def own_buckets(manifest: Manifest, place: RankPlace) -> list[int]:
     return owned[local * len(owned) // place.per_host : (local + 1) * len(owned) // place.per_host]
 
 
-def row_owners(model: nn.Module, ranks: Ranks) -> dict[str, list[tuple[int, int]]]:
+def row_owners(
+    model: nn.Module, ranks: Ranks, *, adapter: bool = False
+) -> dict[str, list[tuple[int, int]]]:
     """Which host's ranks write which rows of each tensor, for `build_manifest`; none on one host.
 
     By name `(end, node)`, with ends that ascend up to the number of rows. All ranks have to call
@@ -133,7 +135,7 @@ def row_owners(model: nn.Module, ranks: Ranks) -> dict[str, list[tuple[int, int]
     place = ranks.hosts.place
     if place.nodes == 1:
         return {}
-    mine = msgspec.json.encode(written_rows(model, ranks.rank, ranks.holders))
+    mine = msgspec.json.encode(written_rows(model, ranks.rank, ranks.holders, adapter=adapter))
     decode = msgspec.json.Decoder(dict[str, tuple[int, int]]).decode
     return owners_of([decode(some) for some in ranks.collect(mine)], place)
 

@@ -4,7 +4,8 @@ Each rank casts the rows that it holds straight to their final place: FSDP2 shar
 rows (`Shard(0)`; experts that ranks divide twice over), and rows lie one after the other in the
 slot. Of several replicas (HSDP) the first one writes. What every rank holds whole (one rank,
 buffers) is divided by rows in the same way. Casting goes piece by piece, so that a rank never holds
-more than its shard and one bucket. A layer with a LoRA adapter goes out merged, one at a time.
+more than its shard and one bucket. A layer with a LoRA adapter goes out merged, one at a time;
+or a version is the factors of all adapters and nothing else.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.distributed.tensor.placement_types import (
 )
 
 from umbra.proto.records import Manifest
-from umbra.services.trainer.lora import BASE, LowRank, is_adapter, low_rank
+from umbra.services.modeling.lora import BASE, LowRank, factors, is_adapter, low_rank
 from umbra.services.trainer.ranks import Ranks
 from umbra.services.trainer.sharding import reshard
 
@@ -36,7 +37,9 @@ PIECE_BYTES = 32 << 20  # of one message between ranks, unless a row has more
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # what torch adds to names
 
 
-def tensor_layout(model: nn.Module, dtype: str) -> list[tuple[str, str, tuple[int, ...]]]:
+def tensor_layout(
+    model: nn.Module, dtype: str, *, adapter: bool = False
+) -> list[tuple[str, str, tuple[int, ...]]]:
     """Name, safetensors dtype and full shape of every tensor of a version, layer by layer.
 
     Names are those of Hugging Face's `state_dict`. Tied weights appear once, under their first
@@ -47,8 +50,11 @@ def tensor_layout(model: nn.Module, dtype: str) -> list[tuple[str, str, tuple[in
     Args:
         model: the policy, without wrappers around the whole, sharded or not.
         dtype: what is served: "float32", "bfloat16" or "float16".
+        adapter: the factors of adapters alone.
     """
     served = DTYPES[dtype][1]
+    if adapter:
+        return [(name, served, tuple(own.shape)) for name, own in factors(model).items()]
     return [
         (
             name,
@@ -74,7 +80,8 @@ def write_shards(
     each other only where an adapter is merged; see `shards.ShardSync` for what comes after.
 
     Args:
-        model: as given to `tensor_layout` when `manifest` was built.
+        model: as given to `tensor_layout` when `manifest` was built. Facts of an adapter in
+            `manifest` say that its tensors are the factors.
         slot: `[manifest.total_bytes]`, the same memory in all ranks of a host.
         holders: see `Ranks`.
         wrote: told after each tensor up to which byte this rank has written all it will.
@@ -83,7 +90,7 @@ def write_shards(
         ValueError: a parameter is sharded other than by rows.
     """
     reshard(model)
-    tensors = _tensors(model)
+    tensors = _tensors(model) if manifest.adapter is None else factors(model)
     piece = max(end - start for start, end in manifest.buckets)
     written = 0
     for entry in manifest.tensors:
@@ -201,10 +208,12 @@ def own_rows(name: str, tensor: Tensor, rank: int, holders: int) -> tuple[Tensor
     return tensor[start:end], start
 
 
-def written_rows(model: nn.Module, rank: int, holders: int) -> dict[str, tuple[int, int]]:
+def written_rows(
+    model: nn.Module, rank: int, holders: int, *, adapter: bool = False
+) -> dict[str, tuple[int, int]]:
     """The rows `[first, end)` of each tensor of a version that `rank` writes, if it writes any."""
     rows: dict[str, tuple[int, int]] = {}
-    for name, source in _tensors(model).items():
+    for name, source in (factors(model) if adapter else _tensors(model)).items():
         tensor = source.base if isinstance(source, LowRank) else source
         own, first = own_rows(name, tensor, rank, holders)
         if own.numel():

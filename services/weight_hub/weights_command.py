@@ -182,7 +182,10 @@ def rollback(client: HubClient, version: int) -> int:
 @version_argument
 @click.argument("out", type=click.Path(path_type=Path))
 def export(client: HubClient, version: int, out: Path) -> int:
-    """Write VERSION as a Hugging Face directory OUT, on the hub's host."""
+    """Write VERSION as a Hugging Face directory OUT, on the hub's host.
+
+    An adapter that is published by itself (trainer.lora_publish) is written as peft writes it.
+    """
     path = out if out.is_absolute() else Path.cwd() / out
     client.move(ExportVersion(version=version, path=str(path)), Ok)
     click.echo(f"version {version} written to {path}")

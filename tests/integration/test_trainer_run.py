@@ -63,6 +63,12 @@ def steps(folder: Path) -> list[dict[str, Any]]:
     return [row for row in rows if row["kind"] == "step"]
 
 
+def pushes(folder: Path) -> list[dict[str, Any]]:
+    """The rows of the hub's pushes."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if row["kind"] == "push"]
+
+
 def batch(folder: Path, step: int) -> list[Trajectory]:
     """What was trained on in `step`, out of the run's store."""
     reader = StoreReader(folder / "store")
@@ -106,11 +112,19 @@ def test_two_ranks_learn_what_one_would_have_learned(project: Path) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.timeout(180)
-def test_an_adapter_is_trained_and_goes_out_merged(project: Path) -> None:
+@pytest.mark.parametrize("published", ["merged", "adapter"])
+def test_an_adapter_is_trained_and_goes_out(project: Path, published: str) -> None:
+    """Generators get it merged or by itself; the model at the end has it merged."""
     lora = ("--set", "trainer.lora_rank=2", "--set", "trainer.learning_rate=0.02")
-    folder = run(project, *lora, "--set", "run.steps=4")
+    publish = ("--set", f"trainer.lora_publish={published}")
+    folder = run(project, *lora, *publish, "--set", "run.steps=4")
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["mismatch_k3_on_policy"] < 1e-6, "what generates is what is trained"
+    assert summary["ledger"]["balance"] == 0
+    whole = sum(p.numel() for p in load_policy(project / "model")[0].parameters())
+    sent = {row["bytes"] for row in pushes(folder)}
+    assert len(sent) == 1
+    assert (sent.pop() < 4 * whole / 2) == (published == "adapter")
     before = load_file(project / "model" / "model.safetensors")
     after = load_file(folder / "model" / "model.safetensors")
     assert before.keys() == after.keys()
@@ -174,13 +188,57 @@ def test_a_killed_rank_ends_the_trainer_which_is_started_again(project: Path) ->
     assert summary["ledger"]["trained"] == 30 * 16
 
 
+@pytest.mark.e2e
+@pytest.mark.fault
+@pytest.mark.timeout(300)
+def test_an_adapter_survives_every_restart(project: Path) -> None:
+    """1. A run publishes an adapter alone. 2. Generator, hub and trainer are killed, one by one.
+
+    Result: each is started again. The generator joins late and gets the newest version on its own
+    base, the hub takes over the arena, and the trainer goes on from its checkpoint.
+    """
+    keys = ("trainer.lora_rank=2", "trainer.learning_rate=0.02", "trainer.lora_publish=adapter")
+    more = ("run.steps=24", "checkpoint.every=1", "trainer.ranks=1")
+    process = start(project, *(word for key in (*keys, *more) for word in ("--set", key)))
+    killed: list[str] = []
+    try:
+        runs = lambda: list(project.glob("runs/*"))  # noqa: E731
+        for name in ("generator-0", "weight-hub", "trainer"):
+            done = len(steps(runs()[0])) if runs() else 0
+            until(
+                lambda done=done: (
+                    process.poll() is not None or (runs() and len(steps(runs()[0])) >= done + 2)
+                ),
+                "two steps",
+                limit_s=DEADLINE_S,
+            )
+            assert process.poll() is None
+            os.kill(member(runs()[0], name.encode()), signal.SIGKILL)
+            killed.append(name)
+        output, _ = process.communicate(timeout=DEADLINE_S)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 0, output
+    summary = json.loads((runs()[0] / "summary.json").read_text())
+    assert summary["restarts"] == dict.fromkeys(killed, 1)
+    assert summary["ledger"]["trained"] == 24 * 16
+    assert summary["ledger"]["balance"] == 0
+    assert summary["mismatch_k3_on_policy"] < 1e-6
+
+
 def second_rank(folder: Path) -> int:
     """The process of rank 1 of the run in `folder`."""
+    return member(folder, b"trainer-rank1")
+
+
+def member(folder: Path, name: bytes) -> int:
+    """The process of that name of the run in `folder`."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             words = path.read_bytes().split(b"\0")
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if b"trainer-rank1" in words and bytes(folder) in words:
+        if name in words and bytes(folder) in words:
             return int(path.parent.name)
-    raise AssertionError("no second rank")
+    raise AssertionError(f"no process {name!r}")

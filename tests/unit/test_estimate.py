@@ -26,6 +26,7 @@ from umbra.deploy.estimate.needs import (
     LOGITS,
     Facts,
     Item,
+    arena,
     fullest,
     needs,
     peak,
@@ -33,11 +34,11 @@ from umbra.deploy.estimate.needs import (
 from umbra.deploy.estimate.sizes import ModelSizes, PassPeaks, RowShape, Sized
 from umbra.deploy.estimate.trace import LiveBytes, Outline, full_rows, pass_peaks
 from umbra.proto.errors import UsageError
+from umbra.services.modeling.lora import add_adapter
 from umbra.services.modeling.packing import pack
 from umbra.services.runtime.config import RunConfig, TrainerConfig
 from umbra.services.runtime.config.loader import load_config
 from umbra.services.runtime.model.architectures import PROVEN
-from umbra.services.trainer.lora import add_adapter
 from umbra.services.trainer.row_sizes import CPU_PASS, rows_within
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "memory_peak.py"
@@ -352,6 +353,21 @@ def test_a_generator_and_its_cache() -> None:
     streamed = msgspec.structs.replace(config.generator, receive="streamed")
     _, generator = needs(msgspec.structs.replace(config, generator=streamed), FACTS, gpu=True)
     assert not [item for item in generator.host if item.name.startswith("staging")]
+
+
+def test_an_adapter_that_is_published_by_itself() -> None:
+    adapter = Sized("a", (2, 10**6), True, 0, adapter=True)
+    sizes = ModelSizes((*SIZES.tensors, adapter), 1000, 100)
+    facts = Facts(sizes, FACTS.training, FACTS.scoring, FACTS.prefill, FACTS.rows)
+    config = settings("trainer.lora_rank=2", "trainer.lora_publish=adapter")
+    assert arena(config, sizes, gpu=True).bytes == 2 * 2 * 2 * 10**6
+    _, generator = needs(config, facts, gpu=True)
+    found = {item.name: item.bytes for item in (*generator.device, *generator.host)}
+    assert found["weights, bfloat16"] == 20 * GB, "the base"
+    assert found["adapter"] == 2 * 2 * 10**6
+    assert found["staging of a version"] == 2 * 2 * 10**6
+    merged = settings("trainer.lora_rank=2")
+    assert arena(merged, sizes, gpu=True).bytes == 2 * 20 * GB
 
 
 def test_scorers_with_a_model_are_counted() -> None:

@@ -18,11 +18,11 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from umbra.services.modeling.lora import add_adapter
 from umbra.services.modeling.packing import Tokens, pack
 from umbra.services.runtime.config import TrainerConfig
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.learner import Learner
-from umbra.services.trainer.lora import add_adapter
 from umbra.services.trainer.make_model import make_model
 from umbra.services.trainer.metrics import peak_memory_gib, speed_metrics
 from umbra.services.trainer.operations import TrainingFlops

@@ -12,6 +12,7 @@ import torch
 from umbra.proto.errors import StartupError, UsageError
 from umbra.services.generator.engines import open_engine
 from umbra.services.generator.vllm_options import (
+    adapter_arguments,
     check_device,
     check_head_size,
     check_served,
@@ -115,7 +116,9 @@ def test_a_latent_cache_has_one_vector_for_all_heads() -> None:
 @pytest.mark.parametrize(
     ("given", "config", "part"),
     [
-        ({"quantization": "awq"}, HF_CONFIG, r"can't quantize new weights that way; .*fp8"),
+        ({"quantization": "awq"}, HF_CONFIG, r"not seen to quantize new weights .*fp8_per_channel"),
+        ({"quantization": "fp8"}, HF_CONFIG, r"the build of vLLM for CPUs was not seen"),
+        ({"quantization_config": {}}, HF_CONFIG, r"quantization_config: set .*\.quantization, to"),
         ({"enable_eplb": True}, HF_CONFIG, "places of the start"),
         ({"all2all_backend": "moonep"}, HF_CONFIG, "don't reach"),
         ({}, SimpleNamespace(quantization_config={"quant_method": "awq"}), "publishes full"),
@@ -139,6 +142,8 @@ def test_what_would_be_wrong_after_new_weights_is_refused(
 
 def test_what_is_right_after_new_weights_is_taken() -> None:
     args = {"quantization": "fp8", "enable_eplb": False}
+    check_served(GeneratorConfig(engine_args=args), HF_CONFIG, "cuda")
+    args = {"quantization": "fp8_per_channel"}
     check_served(GeneratorConfig(engine_args=args), HF_CONFIG, "cpu")
     cohere = of(model_type="cohere2", sliding_window=128, tie_word_embeddings=True)
     check_served(GeneratorConfig(max_context=128), cohere, "cpu")
@@ -153,6 +158,7 @@ def test_what_is_right_after_new_weights_is_taken() -> None:
         ({"max_num_seq": 4}, "did you mean max_num_seqs?"),
         ({"max_num_seqs": 4}, r"set generator\.slots instead"),
         ({"logprobs_mode": "raw_logprobs"}, "Umbra sets it itself"),
+        ({"enable_lora": True}, "Umbra sets it itself"),
     ],
 )
 def test_engine_arguments_that_are_refused(
@@ -163,6 +169,34 @@ def test_engine_arguments_that_are_refused(
     path = tmp_path_factory.getbasetemp()
     with pytest.raises(UsageError, match=part):
         engine_arguments(config, path, HF_CONFIG, "float32", 0, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("given", "model_type", "rank", "part"),
+    [
+        ({}, "phi3", 8, r"an adapter on a phi3 was not compared with the trainer"),
+        ({}, "qwen3", 513, r"rank 512 at most"),
+        ({"quantization": "fp8"}, "qwen3", 8, r"on quantized weights was not compared"),
+    ],
+)
+def test_adapters_that_vllm_was_not_seen_to_serve(
+    given: dict[str, object], model_type: str, rank: int, part: str
+) -> None:
+    config = GeneratorConfig(engine_args=given)
+    said = r".* set trainer\.lora_publish = merged"
+    with pytest.raises(UsageError, match=part + said):
+        adapter_arguments(config, of(model_type=model_type), rank, ())
+    two = GeneratorConfig(tensor_parallel=2)
+    with pytest.raises(UsageError, match=r"tensor_parallel = 2: .* on several workers was" + said):
+        adapter_arguments(two, HF_CONFIG, 8, ())
+
+
+def test_room_for_an_adapter() -> None:
+    for rank, room in ((1, 8), (8, 8), (9, 16), (300, 320), (512, 512)):
+        names = [f"model.layers.{i}.self_attn.q_proj.lora_A.weight" for i in range(3)]
+        given = adapter_arguments(GeneratorConfig(), HF_CONFIG, rank, names)
+        assert given["max_lora_rank"] == room
+        assert given["lora_target_modules"] == ["q_proj"]
 
 
 def test_engine_arguments_come_from_file_and_overrides() -> None:

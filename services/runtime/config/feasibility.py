@@ -72,6 +72,11 @@ def check_feasible(config: RunConfig) -> None:
         *_memory(config.trainer),
         *objective_faults(config),
     ]
+    if config.trainer.lora_publish == "adapter" and not config.trainer.lora_rank:
+        faults.append(
+            "trainer.lora_publish = adapter has no adapter to publish: set trainer.lora_rank, or "
+            "leave it at merged"
+        )
     if config.trainer.router_replay and config.generator.engine == "replay":
         faults.append(
             "trainer.router_replay: the replay engine has no model and chooses no experts: set it "

@@ -149,6 +149,10 @@ class TrainerConfig(ObjectiveKeys, frozen=True, kw_only=True, forbid_unknown_fie
     lora_targets: Annotated[
         list[str], Meta(description="names of the layers with an adapter; empty = all linear ones")
     ] = []
+    lora_publish: Annotated[
+        Literal["merged", "adapter"],
+        Meta(description="what generators get: weights with the adapter merged, or it alone"),
+    ] = "merged"
     max_ratio: Annotated[
         float,
         Meta(

@@ -20,7 +20,7 @@ import xxhash
 
 from umbra.proto.bounds import BUCKETS, DIMENSIONS, OWNERS, TENSORS
 from umbra.proto.errors import PeerLostError, UsageError, WireError
-from umbra.proto.records import DType, Manifest, TensorEntry
+from umbra.proto.records import AdapterFacts, DType, Manifest, TensorEntry
 from umbra.services.runtime.gpu.cuda import DeviceMemory
 
 ALIGN_BYTES = 64  # a cache line, and what GPU copies like
@@ -41,6 +41,7 @@ def build_manifest(
     tensors: Iterable[tuple[str, str, Sequence[int]]],
     bucket_bytes: int,
     owners: Mapping[str, RowOwners] | None = None,
+    adapter: AdapterFacts | None = None,
 ) -> Manifest:
     """The manifest of `tensors`, given as `(name, dtype, shape)`, in buckets of at most
     `bucket_bytes`.
@@ -49,6 +50,7 @@ def build_manifest(
         tensors: in the order in which they are to lie.
         bucket_bytes: of one bucket, at most.
         owners: by tensor which trainer host has which rows; the others are host 0's.
+        adapter: what the tensors belong to, if they are the factors of one.
 
     Raises:
         ValueError: no tensors or too many, a name twice, an unknown dtype, too many dimensions,
@@ -99,8 +101,9 @@ def build_manifest(
         tensors=entries,
         buckets=buckets,
         total_bytes=offset,
-        digest=_digest(entries, buckets, owned),
+        digest=_digest(entries, buckets, owned, adapter),
         owners=owned,
+        adapter=adapter,
     )
 
 
@@ -137,7 +140,7 @@ def check_manifest(manifest: Manifest) -> None:
             f"buckets; each bucket has one below {OWNERS}",
             path="owners",
         )
-    if manifest.digest != _digest(manifest.tensors, manifest.buckets, owners):
+    if manifest.digest != _digest(manifest.tensors, manifest.buckets, owners, manifest.adapter):
         raise WireError("manifest: the digest is not that of the layout", path="digest")
 
 
@@ -295,8 +298,15 @@ def _step(entry: TensorEntry, room: int) -> int:
     return room // unit * unit
 
 
-def _digest(entries: list[TensorEntry], buckets: list[tuple[int, int]], owners: list[int]) -> str:
-    layout = [entries, buckets, owners] if owners else [entries, buckets]
+def _digest(
+    entries: list[TensorEntry],
+    buckets: list[tuple[int, int]],
+    owners: list[int],
+    adapter: AdapterFacts | None,
+) -> str:
+    layout: list[object] = [entries, buckets]
+    layout += [owners] * bool(owners)
+    layout += [adapter] * (adapter is not None)
     return xxhash.xxh3_128_hexdigest(msgspec.json.encode(layout))
 
 

@@ -21,12 +21,12 @@ def export_checkpoint(checkpoint: Path, out: Path, model: str = "") -> Path:
     Raises:
         UsageError: no checkpoint, a damaged one, or one of another model.
     """
+    from umbra.services.modeling.lora import add_adapter
     from umbra.services.runtime.model.directory import weights_checksum
     from umbra.services.trainer.checkpoints.folder import CheckpointFolder
     from umbra.services.trainer.checkpoints.index import DamagedError, check_files, read_index
     from umbra.services.trainer.checkpoints.parts import Weights
     from umbra.services.trainer.checkpoints.reading import Saved
-    from umbra.services.trainer.lora import add_adapter
     from umbra.services.trainer.policy import export_policy, load_policy
     from umbra.services.trainer.snapshot import whole_weights
 

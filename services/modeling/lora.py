@@ -1,4 +1,7 @@
-"""LoRA by `peft`: small factors are trained instead of the weights, and merged where they go out.
+"""LoRA by `peft`: small factors are trained instead of the weights.
+
+They go out merged into the weights, or by themselves to engines that have the base and the same
+adapter, whose factors a version then fills.
 
 A layer's weight W [out, in] becomes W + alpha / rank * B A with B [out, rank], A [rank, in]
 (arXiv 2106.09685). B starts at zero, so the policy starts as the base model. Experts, whose weights
@@ -20,6 +23,7 @@ from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
 
 from umbra.proto.errors import UsageError
+from umbra.proto.records import AdapterFacts
 from umbra.services.runtime.config import TrainerConfig
 
 BASE = ".base_layer"
@@ -184,6 +188,32 @@ def _targets(model: PreTrainedModel, wanted: list[str]) -> tuple[list[str], list
 def is_adapter(name: str) -> bool:
     """Whether a parameter of this name belongs to an adapter."""
     return ".lora_A." in name or ".lora_B." in name
+
+
+def factors(model: nn.Module) -> dict[str, Tensor]:
+    """A and B of every layer with an adapter, by the names that they are published under.
+
+    Those are peft's names without its prefix, `<layer>.lora_A.weight`; of experts
+    `<layer>.<parameter>.lora_A.weight`.
+    """
+    found: dict[str, Tensor] = {}
+    for name, layer in low_rank(model).items():
+        stem = name.removesuffix(".weight")
+        found[f"{stem}.lora_A.weight"] = layer.a
+        found[f"{stem}.lora_B.weight"] = layer.b
+    return found
+
+
+def adapter_facts(config: TrainerConfig, base: str) -> AdapterFacts | None:
+    """What engines have to have for the versions of this run; None if those are whole weights.
+
+    Args:
+        config: says whether the adapter is published by itself.
+        base: checksum of the weights that it is trained for.
+    """
+    if config.lora_publish == "merged":
+        return None
+    return AdapterFacts(base=base, rank=config.lora_rank, alpha=config.lora_alpha)
 
 
 def low_rank(

@@ -1,0 +1,117 @@
+"""Versions that are an adapter alone, on real vLLM on the CPU."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes.adapters import config_of, publish, trained
+from fakes.mixed_cache import logprobs_keeping_cache, logprobs_recomputing_cache
+from fakes.versions import decode, finish, request, worst
+from fakes.vllm_models import write_model
+
+from umbra.proto.errors import UsageError
+from umbra.services.generator import vllm_options
+from umbra.services.generator.engine import Engine, EngineOutput
+from umbra.services.generator.engines import open_engine
+from umbra.services.runtime.config import RunConfig
+from umbra.services.trainer.learner import Learner
+
+pytest.importorskip("vllm", reason="vLLM is not installed (make setup)")
+pytestmark = [
+    pytest.mark.timeout(900),  # starting it takes 20 to 40 s on a machine with nothing else to do
+    pytest.mark.filterwarnings("ignore"),  # vLLM's own
+]
+
+SLOTS = 16
+VERSIONS = 3
+TOLERANCE = 2e-4
+
+
+def vllm_config(directory: Path, *more: str) -> RunConfig:
+    return config_of(
+        directory,
+        "weight_hub.dtype=float32",
+        "generator.engine=vllm",
+        f"generator.slots={SLOTS}",
+        "generator.max_context=192",
+        "generator.engine_args.block_size=32",
+        *more,
+    )
+
+
+def versions_of(config: RunConfig) -> dict[int, Learner]:
+    torch.set_num_threads(1)  # the engine has the other core
+    return {version: trained(config, version) for version in range(VERSIONS)}
+
+
+def load(engine: Engine, config: RunConfig, learner: Learner, version: int, policy: Any) -> None:
+    """The version 1 in buckets, as it is streamed; others whole."""
+    manifest, slot = publish(learner, config)
+    parts = [slot[start:end] for start, end in manifest.buckets] if version == 1 else [slot]
+    assert engine.load(manifest, parts, version, policy) == []
+
+
+@contextmanager
+def opened(config: RunConfig) -> Iterator[Engine]:
+    found = open_engine(config, "generator-0")
+    try:
+        yield found.engine
+    finally:
+        found.engine.close()
+        del found
+        gc.collect()  # here, where vLLM's warnings about its own sockets are ignored
+
+
+def in_flight(
+    engine: Engine, config: RunConfig, learners: dict[int, Learner], policy: str
+) -> tuple[dict[int, Any], dict[int, EngineOutput]]:
+    """Requests that all versions serve, one after the other."""
+    load(engine, config, learners[0], 0, "keep")
+    engine.submit([request(i, 100) for i in range(SLOTS + 8)])
+    outputs: list[EngineOutput] = []
+    for version in range(1, VERSIONS):
+        outputs += decode(engine, SLOTS * 12)
+        load(engine, config, learners[version], version, policy)
+    outputs += finish(engine)
+    assert len(outputs) == SLOTS + 8
+    assert sum(len(o.spans) == VERSIONS for o in outputs) >= 4
+    models = {version: learner.model for version, learner in learners.items()}
+    return models, {int(o.request_id[1:]): o for o in outputs}
+
+
+def test_new_adapters_in_flight(vllm_model_dir: Path) -> None:
+    """Each token's logprob is the trainer's with the adapter of the token's version."""
+    config = vllm_config(vllm_model_dir)
+    learners = versions_of(config)
+    with opened(config) as engine:
+        models, outputs = in_flight(engine, config, learners, "keep")
+        assert worst(logprobs_keeping_cache, models, outputs) < TOLERANCE
+        assert worst(logprobs_recomputing_cache, models, outputs) > 100 * TOLERANCE
+        models, outputs = in_flight(engine, config, learners, "recompute")
+        assert worst(logprobs_recomputing_cache, models, outputs) < TOLERANCE
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2.5"])
+def test_architectures_with_adapters(name: str, tmp_path: Path) -> None:
+    config = vllm_config(write_model(name, tmp_path / "model"))
+    learners = versions_of(config)
+    with opened(config) as engine:
+        models, outputs = in_flight(engine, config, learners, "recompute")
+        assert worst(logprobs_recomputing_cache, models, outputs) < TOLERANCE
+
+
+def test_layers_that_vllm_has_no_adapters_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts, which the default of trainer.lora_targets has: refused by name at the start."""
+    monkeypatch.setattr(vllm_options, "_ADAPTERS", ("qwen3_moe",))
+    config = vllm_config(write_model("qwen3-moe", tmp_path / "model"))
+    said = r"vLLM has no adapters for model\.layers\.0\.mlp\.experts"
+    with pytest.raises(UsageError, match=said):
+        open_engine(config, "generator-0")
+    gc.collect()

@@ -1,0 +1,210 @@
+"""Versions that are an adapter alone: from the trainer's factors to a generator's logprobs."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from fakes.adapters import BUCKET_BYTES, config_of, publish, trained
+from fakes.architectures import ARCHITECTURES
+from fakes.closeness import assert_same_logprobs
+from fakes.interrupted import teacher_forced
+from fakes.rank_bench import narrow_model
+from fakes.versions import finish, request
+
+from umbra.proto.errors import UmbraError, UsageError, WireError
+from umbra.proto.records import Manifest
+from umbra.services.generator.engines import open_engine
+from umbra.services.generator.torch_engine import TorchEngine
+from umbra.services.modeling.lora import factors
+from umbra.services.modeling.models import load_model
+from umbra.services.modeling.weights import weight_table
+from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.config.feasibility import check_feasible
+from umbra.services.runtime.model.directory import weights_checksum
+from umbra.services.runtime.weights.manifest import build_manifest, check_manifest, checksums
+from umbra.services.trainer.learner import Learner
+from umbra.services.trainer.policy import load_policy
+from umbra.services.trainer.snapshot import tensor_layout
+from umbra.services.weight_hub.export import export_version
+
+TEMPERATURE = 0.7  # of `teacher_forced`
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return narrow_model(tmp_path_factory)
+
+
+def sampled(engine: Any) -> dict[int, tuple[list[int], torch.Tensor]]:
+    """Tokens and logprobs of a few samples."""
+    engine.submit([request(i, 24, temperature=TEMPERATURE) for i in range(6)])
+    return {int(o.request_id[1:]): (o.token_ids, torch.tensor(o.logprobs)) for o in finish(engine)}
+
+
+@pytest.mark.parametrize(
+    "architecture", ["", "qwen3-moe", "qwen2-moe", "mixtral", "deepseek-v3", "phi3", "gpt-oss"]
+)
+def test_logprobs_of_every_version_are_the_trainers(
+    directory: Path, tmp_path: Path, architecture: str
+) -> None:
+    if architecture:
+        directory = ARCHITECTURES[architecture].write(tmp_path / "model")
+    config = config_of(directory)
+    opened = open_engine(config, "generator-0")
+    first = Learner(load_policy(directory)[0], config.trainer, steps=1, seed=5)
+    for version, learner in enumerate((first, trained(config, 1), trained(config, 2))):
+        manifest, slot = publish(learner, config)
+        assert {entry.name.split(".lora_")[1] for entry in manifest.tensors} == {
+            "A.weight",
+            "B.weight",
+        }
+        parts = [slot[start:end] for start, end in manifest.buckets]
+        opened.engine.load(manifest, parts if version == 2 else [slot], version, "keep")
+        outputs = sampled(opened.engine)
+        for index, (tokens, logprobs) in outputs.items():
+            prompt = request(index).prompt_ids
+            expected = teacher_forced(learner.model, prompt, tokens)
+            assert_same_logprobs(logprobs, expected, learner.model)
+        tokens, logprobs = outputs[0]
+        if version:
+            old = teacher_forced(first.model, request(0).prompt_ids, tokens)
+            assert (old - logprobs).abs().max() > 0.05, "the versions differ"
+    opened.engine.close()
+
+
+def test_small_factors_are_not_rounded_away(directory: Path) -> None:
+    """In bfloat16 a merged weight loses what is below half a unit of it; factors do not."""
+    config = config_of(directory, "weight_hub.dtype=bfloat16")
+    learner = trained(config, 1)
+    with torch.no_grad():
+        for name, factor in factors(learner.model).items():
+            factor.mul_(0.02 if ".lora_A." in name else 0.05)
+    prompt, ids = [5, 9, 14], list(range(20, 40))
+    base = load_policy(directory)[0]
+    moved = teacher_forced(learner.model, prompt, ids) - teacher_forced(base, prompt, ids)
+
+    def served(config: RunConfig) -> torch.Tensor:
+        model = load_model(directory, torch.device("cpu"), torch.bfloat16)
+        table = weight_table(model, config)
+        model.float()  # what was rounded stays so; what is computed with it is exact
+        table.load(*version_of(publish(learner, config, "bfloat16")))
+        rounded = load_model(directory, torch.device("cpu"), torch.bfloat16).float()
+        return teacher_forced(model, prompt, ids) - teacher_forced(rounded, prompt, ids)
+
+    merged = config_of(directory, "weight_hub.dtype=bfloat16", "trainer.lora_publish=merged")
+    off = {
+        key: float((served(one) - moved).norm())
+        for key, one in (("adapter", config), ("merged", merged))
+    }
+    assert off["adapter"] < 0.1 * float(moved.norm())
+    assert off["merged"] > 3 * off["adapter"]
+
+
+def version_of(published: tuple[Manifest, memoryview]) -> tuple[Manifest, list[memoryview]]:
+    manifest, slot = published
+    return manifest, [slot]
+
+
+def test_an_adapter_is_a_small_part_of_the_weights(directory: Path) -> None:
+    config = config_of(directory, "trainer.lora_rank=1")
+    learner = trained(config, 1)
+    alone = publish(learner, config)[0].total_bytes
+    whole = build_manifest(tensor_layout(learner.model, "float32"), BUCKET_BYTES).total_bytes
+    numbers = sum(factor.numel() for factor in factors(learner.model).values())
+    assert 4 * numbers <= alone < 4 * numbers + 64 * 2 * len(factors(learner.model))
+    assert alone < whole / 5
+
+
+def test_the_base_and_the_scale_belong_to_the_layout(directory: Path) -> None:
+    config = config_of(directory)
+    manifest, _ = publish(trained(config, 1), config)
+    facts = manifest.adapter
+    assert facts is not None
+    assert (facts.base, facts.rank, facts.alpha) == (weights_checksum(directory), 4, 6.0)
+    layout = [(entry.name, entry.dtype, entry.shape) for entry in manifest.tensors]
+    assert build_manifest(layout, BUCKET_BYTES).digest != manifest.digest
+    other = msgspec.structs.replace(manifest, adapter=msgspec.structs.replace(facts, base="other"))
+    with pytest.raises(WireError, match="the digest is not that of the layout"):
+        check_manifest(other)
+
+
+def other_base(directory: Path, tmp_path: Path) -> RunConfig:
+    """The same shapes and names; one number differs."""
+    model = load_policy(directory)[0]
+    with torch.no_grad():
+        next(model.parameters())[0, 0] += 1e-3
+    shutil.copytree(directory, tmp_path / "other")
+    model.save_pretrained(tmp_path / "other")
+    return config_of(tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (other_base, r"for another base model than that in model\.path of this process"),
+        (
+            lambda directory, _: config_of(directory, "trainer.lora_alpha=7"),
+            r"lora_alpha = 6, that of this process 4 and 7",
+        ),
+        (
+            lambda directory, _: config_of(directory, "trainer.lora_targets=['q_proj']"),
+            r"unknown: .*same model\.path and trainer\.lora_targets",
+        ),
+        (
+            lambda directory, _: config_of(directory, "trainer.lora_publish=merged"),
+            r"the trainer has trainer\.lora_publish = adapter and this process merged",
+        ),
+    ],
+)
+def test_a_generator_with_another_base_or_adapter_is_refused(
+    directory: Path, tmp_path: Path, change: Callable[[Path, Path], RunConfig], says: str
+) -> None:
+    config = config_of(directory)
+    manifest, _ = publish(trained(config, 1), config)
+    opened = open_engine(change(directory, tmp_path), "generator-0")
+    with pytest.raises(UsageError, match=says):
+        opened.engine.load(manifest, iter(()), 0, "keep")
+    assert opened.engine.version == -1
+
+
+def test_whole_weights_are_refused_where_an_adapter_is_expected(directory: Path) -> None:
+    merged = config_of(directory, "trainer.lora_publish=merged")
+    manifest, slot = publish(trained(merged, 1), merged)
+    engine = open_engine(config_of(directory), "generator-0").engine
+    assert isinstance(engine, TorchEngine)
+    with pytest.raises(UsageError, match=r"lora_publish = merged and this process adapter"):
+        engine.load(manifest, [slot], 0, "keep")
+
+
+def test_without_an_adapter_there_is_none_to_publish(directory: Path) -> None:
+    with pytest.raises(UsageError, match=r"lora_publish = adapter has no adapter to publish"):
+        check_feasible(config_of(directory, "trainer.lora_rank=0"))
+    check_feasible(config_of(directory))
+
+
+def test_an_exported_version_is_a_directory_of_peft(directory: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    config = config_of(directory)
+    learner = trained(config, 1)
+    manifest, slot = publish(learner, config)
+    export_version(manifest, slot, checksums(manifest, slot), directory, tmp_path / "out")
+    model = PeftModel.from_pretrained(load_policy(directory)[0], tmp_path / "out").eval()
+    prompt, ids = [5, 9, 14], list(range(20, 40))
+    expected = teacher_forced(learner.model, prompt, ids)
+    assert_same_logprobs(teacher_forced(model, prompt, ids), expected, learner.model)
+
+
+def test_an_adapter_of_experts_has_no_such_directory(tmp_path: Path) -> None:
+    directory = ARCHITECTURES["qwen3-moe"].write(tmp_path / "model")
+    config = config_of(directory)
+    manifest, slot = publish(trained(config, 1), config)
+    with pytest.raises(UmbraError, match=r"experts.\w+ is of experts, .* `umbra export`"):
+        export_version(manifest, slot, checksums(manifest, slot), directory, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
