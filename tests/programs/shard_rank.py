@@ -139,4 +139,5 @@ def main(rank: int, world: int, replicas: int, folder: Path, endpoint: str) -> N
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]), Path(sys.argv[4]), sys.argv[5])
+    rank, world, replicas = map(int, sys.argv[1:4])
+    main(rank, world, replicas, Path(sys.argv[4]), sys.argv[5])
