@@ -78,8 +78,8 @@ def up(
             stack.enter_context(before.held())
             run_file = before.config
         config = load_run(run_file, overrides)
-        check_run(config)  # before a folder is made
         check_one_machine(config)
+        check_run(config)  # before a folder is made
         if dry_run:
             return _print_programs(config)
         check_ports_free(config)

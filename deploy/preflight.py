@@ -97,16 +97,15 @@ def check_run(config: RunConfig) -> None:
 
 
 def check_one_machine(config: RunConfig) -> None:
-    """Refuse what `umbra up` can't start here.
+    """Whether one machine can start all of the run.
 
     Raises:
-        UsageError: the trainer is to be on several hosts.
+        UsageError: its trainer is on several hosts.
     """
-    if (nodes := config.trainer.nodes) > 1:
+    if config.trainer.nodes > 1:
         raise UsageError(
-            f"trainer.nodes = {nodes}: `umbra up` runs everything on this machine; start `umbra "
-            "trainer --node-rank` on each host, and the other services by themselves, or set it "
-            "to 1"
+            f"trainer.nodes = {config.trainer.nodes}: `umbra up` runs everything on this machine; "
+            "`umbra plan` makes what starts it on several; or set it to 1"
         )
 
 

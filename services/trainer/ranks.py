@@ -31,7 +31,7 @@ from umbra.services.runtime.deadline import Deadline
 from umbra.services.runtime.net.interface import interface_towards
 from umbra.services.runtime.process.supervisor import FINAL_CODES
 from umbra.services.trainer.pulse import POLL_S, Pulse
-from umbra.services.trainer.rendezvous import Hosts, Place, meet
+from umbra.services.trainer.rendezvous import Hosts, RankPlace, meet
 
 if TYPE_CHECKING:
     from umbra.services.modeling.expert_parallel import ExpertGroup
@@ -104,7 +104,7 @@ class Ranks:
         self.local_rank = int(os.environ.get("LOCAL_RANK", rank)) if world > 1 else 0
         self.store = store
         self.timeout_s = timeout_s
-        self.hosts = hosts or Hosts(Place(rank, world, world))
+        self.hosts = hosts or Hosts(RankPlace(rank, world, world))
         self.grid = groups.grid if groups else None
         self.group = groups.every if groups else None
         self.experts = groups.experts if groups else None
@@ -256,7 +256,7 @@ def join_ranks(
         PeerLostError: in the block or before: a rank is gone, or silent for too long.
         SystemExit: asked to stop before all were there.
     """
-    place = Place.of_environment()
+    place = RankPlace.of_environment()
     _check(config, place)
     if place.world == 1:
         yield Ranks()
@@ -290,7 +290,7 @@ def join_ranks(
     dist.destroy_process_group()
 
 
-def _check(config: TrainerConfig, place: Place) -> None:
+def _check(config: TrainerConfig, place: RankPlace) -> None:
     """Refuse what was started otherwise than configured."""
     world = place.world
     if config.ranks not in (1, world):
@@ -335,7 +335,7 @@ def _check(config: TrainerConfig, place: Place) -> None:
 
 def _meet(
     config: TrainerConfig,
-    place: Place,
+    place: RankPlace,
     listener: socket.socket | None,
     stopping: threading.Event,
 ) -> Ranks:
@@ -372,7 +372,7 @@ def _meet(
 
 
 def _groups(
-    place: Place,
+    place: RankPlace,
     timeout_s: float,
     *,
     sequence: int,

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPlace:
     """Which rank this process is, of how many, and how many of them each host has."""
 
     rank: int = 0  # -1 if it is not said
@@ -44,7 +44,7 @@ class Place:
     per_host: int = 1
 
     @classmethod
-    def of_environment(cls) -> Place:
+    def of_environment(cls) -> RankPlace:
         """As torchrun, accelerate or `launch` say.
 
         Raises:
@@ -79,7 +79,7 @@ class Place:
 class Hosts:
     """Which rank is on which host; `Hosts()` are all on one."""
 
-    place: Place = Place()
+    place: RankPlace = RankPlace()
     names: tuple[str, ...] = ("",)  # by node
 
     def describe(self, rank: int) -> str:
@@ -98,7 +98,7 @@ class _Card(msgspec.Struct, frozen=True):
 
 
 def meet(
-    place: Place,
+    place: RankPlace,
     timeout_s: float,
     key: str,
     listener: socket.socket | None = None,
@@ -147,7 +147,7 @@ def meet(
         time.sleep(RETRY_S)
 
 
-def _store(place: Place, deadline: Deadline, listener: socket.socket | None) -> Store | None:
+def _store(place: RankPlace, deadline: Deadline, listener: socket.socket | None) -> Store | None:
     """A connection to the store; None if nobody keeps one yet."""
     # Within it nobody can ask this process to stop.
     timeout = timedelta(seconds=max(1.0, min(CONNECT_S, deadline.left_s)))
@@ -180,7 +180,7 @@ def _store(place: Place, deadline: Deadline, listener: socket.socket | None) -> 
 
 
 def _gather(
-    store: Store, place: Place, card: _Card, deadline: Deadline, stopping: Callable[[], bool]
+    store: Store, place: RankPlace, card: _Card, deadline: Deadline, stopping: Callable[[], bool]
 ) -> Hosts | str:
     """The hosts of all ranks, or why this one is not among them."""
     encode = msgspec.json.Encoder().encode
@@ -221,11 +221,11 @@ def _gather(
     return Hosts(place, tuple(cards[place.ranks_on(node)[0]].host for node in nodes))
 
 
-def _missing(store: Store, place: Place) -> list[int]:
+def _missing(store: Store, place: RankPlace) -> list[int]:
     return [rank for rank in range(place.world) if not store.check([_key(rank)])]
 
 
-def _absent(place: Place, missing: list[int]) -> str:
+def _absent(place: RankPlace, missing: list[int]) -> str:
     nodes = sorted({place.node(rank) for rank in missing})
     ranks = ", ".join(map(str, missing))
     if place.nodes == 1:

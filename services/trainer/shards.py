@@ -24,7 +24,7 @@ from umbra.services.runtime.weights.arena import Arena
 from umbra.services.runtime.weights.manifest import checksum, owned_buckets
 from umbra.services.trainer.pulse import Pulse
 from umbra.services.trainer.ranks import Ranks
-from umbra.services.trainer.rendezvous import Place
+from umbra.services.trainer.rendezvous import RankPlace
 from umbra.services.trainer.snapshot import write_shards, written_rows
 
 
@@ -117,7 +117,7 @@ class ShardSync:
                 self._store.delete_key(f"{what} of snapshot {meeting}/{rank}")
 
 
-def own_buckets(manifest: Manifest, place: Place) -> list[int]:
+def own_buckets(manifest: Manifest, place: RankPlace) -> list[int]:
     """The buckets whose checksums a rank computes: its share of those of its host, in order."""
     owned = owned_buckets(manifest).get(place.node(place.rank), [])
     local = place.rank % place.per_host
@@ -139,7 +139,7 @@ def row_owners(model: nn.Module, ranks: Ranks) -> dict[str, list[tuple[int, int]
 
 
 def owners_of(
-    written: Sequence[Mapping[str, tuple[int, int]]], place: Place
+    written: Sequence[Mapping[str, tuple[int, int]]], place: RankPlace
 ) -> dict[str, list[tuple[int, int]]]:
     """As `row_owners`, given what each rank writes."""
     parts: dict[str, list[tuple[int, int, int]]] = {}

@@ -74,6 +74,8 @@ def test_every_bit_of_every_host_arrives_as_deltas_too(start: Start) -> None:
     for host in trainer.hosts:
         own = sum(end - start for start, end in owned_ranges(trainer.manifest, host.owner))
         assert own < host.memory / 2 < total / 2, "memory of two slots is for its own alone"
+    here = Path(trainer.publisher.arena[0]).stat().st_blocks * 512
+    assert here < total, "nor has the hub read what others have"
     trainer.bench.finish()
     rows = [row for row in trainer.bench.rows() if row["receiver"] == "gen-0"]
     assert [row["plane"] for row in rows] == ["tcp"] * 3

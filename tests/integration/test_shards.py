@@ -29,7 +29,7 @@ from umbra.services.runtime.weights.arena import remove_leftovers
 from umbra.services.runtime.weights.manifest import build_manifest
 from umbra.services.runtime.weights.receiver import Receiver
 from umbra.services.trainer.pulse import Pulse
-from umbra.services.trainer.rendezvous import Place
+from umbra.services.trainer.rendezvous import RankPlace
 from umbra.services.trainer.shards import ShardSync, own_buckets, owners_of
 from umbra.services.trainer.snapshot import chunk
 from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
@@ -128,7 +128,7 @@ def test_buckets_are_divided_among_the_ranks() -> None:
     for rows in (1, 2, 5, 16):
         manifest = build_manifest([("rows", "F32", (rows, 32))], 192)
         for world in (1, 2, 3, 4):
-            parts = [own_buckets(manifest, Place(rank, world, world)) for rank in range(world)]
+            parts = [own_buckets(manifest, RankPlace(rank, world, world)) for rank in range(world)]
             assert [bucket for part in parts for bucket in part] == list(range(rows))
 
 
@@ -137,11 +137,11 @@ def test_the_buckets_of_a_host_are_its_ranks_alone() -> None:
     layout = [("rows", "F32", (4, 32)), ("few", "F32", (1, 32)), ("number", "F32", ())]
     written: list[dict[str, tuple[int, int]]] = [{"rows": (r, r + 1)} for r in range(4)]
     written[0] |= {"few": (0, 1), "number": (0, 1)}
-    owners = owners_of(written, Place(0, 4, 2))
+    owners = owners_of(written, RankPlace(0, 4, 2))
     assert owners == {"rows": [(2, 0), (4, 1)], "few": [(1, 0)], "number": [(1, 0)]}
     manifest = build_manifest(layout, 192, owners)
     assert manifest.owners[:4] == [0, 0, 1, 1]
-    found = [own_buckets(manifest, Place(rank, 4, 2)) for rank in range(4)]
+    found = [own_buckets(manifest, RankPlace(rank, 4, 2)) for rank in range(4)]
     assert sorted(bucket for part in found for bucket in part) == [*range(len(manifest.buckets))]
     assert all(manifest.owners[b] == rank // 2 for rank in range(4) for b in found[rank])
     assert found[2:] == [[2], [3]]
@@ -150,7 +150,7 @@ def test_the_buckets_of_a_host_are_its_ranks_alone() -> None:
 def test_rows_of_a_host_need_not_lie_together() -> None:
     """Of eight rows two ranks of the first host have the first and the last ones."""
     written = [{"x": (0, 2)}, {"x": (6, 8)}, {"x": (2, 4)}, {"x": (4, 6)}]
-    assert owners_of(written, Place(0, 4, 2)) == {"x": [(2, 0), (6, 1), (8, 0)]}
+    assert owners_of(written, RankPlace(0, 4, 2)) == {"x": [(2, 0), (6, 1), (8, 0)]}
 
 
 def test_a_rank_that_is_gone_is_named() -> None:

@@ -139,5 +139,5 @@ def main(rank: int, world: int, replicas: int, folder: Path, endpoint: str) -> N
 
 
 if __name__ == "__main__":
-    rank, world, replicas = map(int, sys.argv[1:4])
-    main(rank, world, replicas, Path(sys.argv[4]), sys.argv[5])
+    rank_, world_, replicas_, path, plane = sys.argv[1:]
+    main(int(rank_), int(world_), int(replicas_), Path(path), plane)

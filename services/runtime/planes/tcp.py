@@ -208,7 +208,9 @@ class TcpHub(HubEnd):
         assert self._store is not None and self._manifest is not None
         if self._encoder is None:
             try:
-                ask_for(self._manifest.total_bytes, "deltas, for a copy of the last version,", COPY)
+                sizes = [end - start for start, end in self._manifest.buckets]
+                nbytes = sum(sizes[bucket] for bucket in self._own)
+                ask_for(nbytes, "deltas, for a copy of the last version,", COPY)
             except StartupError as error:
                 log.warning("all bytes are sent: %s", error)
                 self._deltas = False
