@@ -219,12 +219,7 @@ class Membership:
     def restore(self, records: list[dict[str, Any]], now: float) -> None:
         """Take over the members of before a restart of the buffer; most have outlived it."""
         for record in records:
-            kept = dict(record)
-            if kept.pop("relay", False):  # what a relay was called before it had a role
-                kept["role"] = "relay"
-            if older := kept.pop("identity", b""):
-                kept["seal"] = _seal(older)  # of a store that has the identity itself
-            peer = Participant(**kept, identity=b"", heard_at=now, confirmed=False)
+            peer = Participant(**record, identity=b"", heard_at=now, confirmed=False)
             self.peers[peer.name] = peer
         self._index()
 
