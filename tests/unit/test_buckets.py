@@ -315,7 +315,8 @@ def test_each_host_hands_out_its_own_buckets_and_no_others() -> None:
     assert held.parts(2, sums[2], [], 1024) is None
     parts = held.parts(1, sums[1], [], 1024)
     assert parts is not None
-    assert [part.raw for part in parts] == [data[512:1024]]
+    (part,) = parts
+    assert part.raw == data[512:1024]
 
 
 @pytest.mark.parametrize(
