@@ -23,7 +23,7 @@ from umbra.services.runtime.net.interface import interface_towards
 from umbra.services.trainer.launch import launch
 from umbra.services.trainer.pulse import Pulse
 from umbra.services.trainer.ranks import Ranks, end, join_ranks
-from umbra.services.trainer.rendezvous import Hosts, Place, meet
+from umbra.services.trainer.rendezvous import Hosts, RankPlace, meet
 
 WAIT_S = seconds(20.0)
 KEY = "trainer.rendezvous_timeout_s"
@@ -50,7 +50,7 @@ def come(
 ) -> Future[tuple[Any, Hosts]]:
     """One of two ranks, each on its host, comes to the meeting."""
     stopping = asked or threading.Event()
-    return threads.submit(meet, Place(rank, 2, 1), timeout_s, KEY, stopping=stopping.is_set)
+    return threads.submit(meet, RankPlace(rank, 2, 1), timeout_s, KEY, stopping=stopping.is_set)
 
 
 def test_whoever_is_first_waits(port: int, threads: ThreadPoolExecutor) -> None:
@@ -60,7 +60,7 @@ def test_whoever_is_first_waits(port: int, threads: ThreadPoolExecutor) -> None:
         _, hosts = one.result()
         assert hosts.names == (socket.gethostname(),) * 2
         assert hosts.describe(1) == f"trainer rank 1 on node 1 ({socket.gethostname()})"
-    assert Hosts(Place(0, 4, 4)).describe(3) == "trainer rank 3", "one host is not named"
+    assert Hosts(RankPlace(0, 4, 4)).describe(3) == "trainer rank 3", "one host is not named"
 
 
 def test_a_host_that_does_not_come_is_named(port: int, threads: ThreadPoolExecutor) -> None:
@@ -103,7 +103,7 @@ def test_one_that_comes_back_waits_for_the_next_life(
 
 def test_who_is_lost_is_told_by_their_pulse() -> None:
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-    hosts = Hosts(Place(0, 4, 2), ("alpha", "beta"))
+    hosts = Hosts(RankPlace(0, 4, 2), ("alpha", "beta"))
     living = [Pulse(store, rank, 8.0, hosts.describe) for rank in (0, 1)]
     try:
         lost = "trainer rank 2 on node 1 (beta), trainer rank 3 on node 1 (beta)"
@@ -184,7 +184,7 @@ def test_rank_0_listens_at_the_rendezvous_alone(
     with launch(context(tmp_path, 0, **keys)) as listener:
         assert listener is not None
         assert listener.getsockname() == ("127.0.0.1", port)
-        assert Place.of_environment() == Place(0, 2, 1)
+        assert RankPlace.of_environment() == RankPlace(0, 2, 1)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name)
     elsewhere = {**keys, "rendezvous": "192.0.2.1:29500"}  # none of ours
@@ -195,7 +195,7 @@ def test_rank_0_listens_at_the_rendezvous_alone(
         pass
     with launch(context(tmp_path, 1, **keys)) as listener:
         assert listener is None
-        assert Place.of_environment() == Place(1, 2, 1)
+        assert RankPlace.of_environment() == RankPlace(1, 2, 1)
 
 
 def test_umbra_up_is_for_one_machine() -> None:
