@@ -22,6 +22,7 @@ _PLAIN = (
     "weights",
     "moments",
     "offload",
+    "replicas",
     "sequence_parallel",
     "expert_parallel",
     "reshard_after_forward",

@@ -44,9 +44,9 @@ def row_sizes(
     """
     fits = torch.zeros(1, dtype=torch.int64)
     if config.micro_tokens == "auto":
-        memory, kind, world = memory_of(device, ranks.world), device.type, ranks.world
+        memory, kind = memory_of(device, ranks.hosts.place.per_host), device.type
         weights = sum(parameter.numel() for parameter in model.parameters())
-        fits[0] = fitting_tokens(config, model.config, weights // world, memory, kind)
+        fits[0] = fitting_tokens(config, model.config, weights // ranks.holders, memory, kind)
         fits = ranks.gather(fits).min()
     return rows_within(config, int(fits), device.type, max_tokens)
 
@@ -63,11 +63,11 @@ def rows_within(config: TrainerConfig, fits: int, kind: str, max_tokens: int = 0
     return RowSizes(pack_tokens, micro_tokens)
 
 
-def memory_of(device: torch.device, world: int) -> int:
+def memory_of(device: torch.device, per_host: int) -> int:
     """Bytes that a rank has in all: of its GPU, or its share of the host's or container's."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return host_bytes() // world
+    return host_bytes() // per_host
 
 
 def activation_bytes(config: TrainerConfig, model: Any, kind: str = "cpu") -> int:

@@ -128,17 +128,14 @@ def shard(
 ) -> None:
     """Divide the rows of every parameter over `ranks` (FSDP2, ZeRO 3), layer by layer.
 
-    Gradients are reduced in float32, whatever the compute dtype. `root` is what runs `model`, if
-    that is another module. Where `ranks` divide experts, the rows of those that a rank has are
-    divided over the ranks that have the same ones.
+    If there are replicas, over the ranks of each (HSDP). Gradients are reduced in float32, whatever
+    the compute dtype. `root` is what runs `model`, if that is another module. Where `ranks` divide
+    experts, the rows of those that a rank has are divided over the ranks that have the same ones.
 
     Raises:
         UsageError: experts can't be divided.
     """
-    if ranks.group is None:
-        mesh = init_device_mesh(device.type, (ranks.world,))
-    else:
-        mesh = DeviceMesh.from_group(ranks.group, device.type)
+    mesh = _mesh(device, ranks)
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if config.precision_on(device.type) == "bf16" else None,
         reduce_dtype=torch.float32,
@@ -171,6 +168,20 @@ def shard(
             reshard_after_forward=config.reshard_after_forward,
         )
     fully_shard(root or model, mesh=mesh, mp_policy=policy, offload_policy=offload)
+
+
+def _mesh(device: torch.device, ranks: Ranks) -> DeviceMesh:
+    """[shards], or [replicas, shards]."""
+    if ranks.grid is not None:
+        return DeviceMesh.from_group(
+            [ranks.grid.across, ranks.grid.within],
+            device.type,
+            torch.arange(ranks.world).view(ranks.grid.replicas, -1),
+            mesh_dim_names=("replicas", "shards"),
+        )
+    if ranks.group is None:
+        return init_device_mesh(device.type, (ranks.world,))
+    return DeviceMesh.from_group(ranks.group, device.type)
 
 
 def reshard(model: nn.Module) -> None:

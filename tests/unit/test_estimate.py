@@ -479,7 +479,8 @@ def test_rows_of_auto_are_those_of_the_trainer(run_file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["weights=bf16", "offload=optimizer", "sequence_parallel=2", "expert_parallel=2"]
+    "key",
+    ["weights=bf16", "offload=optimizer", "sequence_parallel=2", "expert_parallel=2", "replicas=2"],
 )
 def test_what_the_sums_do_not_know_is_refused_by_name(
     key: str, run_file: Path, capsys: pytest.CaptureFixture[str]
