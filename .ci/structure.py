@@ -23,7 +23,6 @@ FOLDERS = ("deploy", "proto", "services", "src/umbra")
 ALLOWED: dict[str, str] = {
     "proto/messages.py: names": "all messages have one door, whichever file holds them",
     "services/environments/guess.py": "one environment a file, to copy from",
-    "services/generator/vllm_plugin.py": "each process of vLLM loads it",
     "services/runtime/process/clock.py": "an estimator without I/O",
 }
 

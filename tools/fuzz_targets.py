@@ -133,7 +133,7 @@ def layout(data: bytes) -> None:
         assert isinstance(body, RegisterManifest)
         found = body.manifest
         digest = layouts._digest(  # pyright: ignore[reportPrivateUsage]
-            found.tensors, found.buckets, found.owners
+            found.tensors, found.buckets, found.owners, found.adapter
         )
         found = msgspec.structs.replace(found, digest=digest)
         check_manifest(found)

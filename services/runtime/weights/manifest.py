@@ -169,7 +169,7 @@ def held_whole(manifest: Manifest) -> Manifest:
     """The same layout for who holds whole versions, as a relay does: without owners."""
     if not manifest.owners:
         return manifest
-    digest = _digest(manifest.tensors, manifest.buckets, [])
+    digest = _digest(manifest.tensors, manifest.buckets, [], manifest.adapter)
     return msgspec.structs.replace(manifest, owners=[], digest=digest)
 
 
