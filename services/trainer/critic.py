@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from umbra.services.modeling.packing import Cost, pack
+from umbra.services.modeling.row_sizes import RowSizes
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.process.disk import DISK
 from umbra.services.trainer.batch import TrainBatch
@@ -25,7 +26,6 @@ from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.metrics import Row
 from umbra.services.trainer.objectives.values import value_loss
 from umbra.services.trainer.ranks import Ranks
-from umbra.services.trainer.row_sizes import RowSizes
 from umbra.services.trainer.value_model import OwnModel, PolicyHead, Values
 
 
