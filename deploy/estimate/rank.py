@@ -129,9 +129,6 @@ def _states(trainer: TrainerConfig, sizes: ModelSizes) -> Placed:
     summed = trainer.reduce_gradients == "update" and ranks > 1
     during = (UPDATE, EXPORT) if summed else AFTER_LOADING
     step.append(Item("gradients, float32", 4 * trained, during, _SHARD))
-    if summed:
-        less = "set trainer.reduce_gradients = micro_batch"
-        gathered = Item("gradients, not reduced", 4 * sizes.trained, PASSES, less)
     name = trainer.optimizer + (f", {trainer.moments}" if trainer.moments != "float32" else "")
     step.append(Item(f"moments, {name}", moments(trainer, sizes), AFTER_LOADING, _SHARD))
     if scratch := _STEP_COPIES.get(trainer.moments, 0):
@@ -140,7 +137,8 @@ def _states(trainer: TrainerConfig, sizes: ModelSizes) -> Placed:
     device = [*(() if rows_on_host else rows), *(() if step_on_host else step)]
     host = [*(rows if rows_on_host else ()), *(step if step_on_host else ())]
     if summed:
-        device.append(gathered)
+        less = "set trainer.reduce_gradients = micro_batch"
+        device.append(Item("gradients, not reduced", 4 * sizes.trained, PASSES, less))
     return Placed(tuple(device), tuple(host))
 
 

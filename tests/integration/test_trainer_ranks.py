@@ -33,7 +33,7 @@ SAME = (
     "staleness/updates/mean", "staleness/updates/max",
 )  # fmt: skip
 ADAMW = {"optimizer": "adamw", "betas": [0.9, 0.95], "learning_rate": 1e-3}
-WIDE = {"pack_tokens": 128, "micro_tokens": 512}  # rows of several samples
+WIDE: dict[str, Any] = {"pack_tokens": 128, "micro_tokens": 512}  # rows of several samples
 # What one rank does otherwise, without learning anything else.
 ALONE: dict[str, dict[str, Any]] = {"segments": {"attention": "sdpa"}}
 CASES: dict[str, dict[str, Any]] = {
