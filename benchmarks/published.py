@@ -67,6 +67,7 @@ PUBLISHED: dict[str, Publication] = {
     "long_rows": Publication("long_rows", (), 15),
     "router_replay": Publication("router_replay", (), 8),
     "security_cost": Publication("security_cost", (), 3),
+    "push_at_size": Publication("push_at_size", (), 1),  # of weight_push and security_cost
     "replay_fit": Publication("replay_fit", (), 3),
     "revisions": Publication("revisions", ("362ebf4",), 20),  # before the rooms and what followed
     "scale": Publication("scale", (), 10),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import click
 
@@ -45,13 +45,7 @@ def command(restarts: int, name: str | None, argv: tuple[str, ...]) -> int:
         return keep(argv, name or argv[0], policy, signals)
 
 
-def keep(
-    argv: Sequence[str],
-    name: str,
-    policy: RestartPolicy,
-    signals: SignalCounter,
-    clock: Callable[[], float] = time.monotonic,
-) -> int:
+def keep(argv: Sequence[str], name: str, policy: RestartPolicy, signals: SignalCounter) -> int:
     """Run `argv` until it ends for good; the exit code to end with.
 
     Raises:
@@ -62,14 +56,14 @@ def keep(
         if signals.count:
             return signals.exit_code
         how = describe_exit(code)
-        delay = None if code in (0, *FINAL_CODES) else policy.failed(clock())
+        delay = None if code in (0, *FINAL_CODES) else policy.failed(time.monotonic())
         if delay is None:
             if code:
                 click.echo(f"{name} ended ({how}) and is not restarted", err=True)
             return own_exit_code(code) if code else code
         click.echo(f"{name} ended ({how}): restart in {delay:g} s", err=True)
-        until = clock() + delay
-        while not signals.count and (left := until - clock()) > 0:
+        until = time.monotonic() + delay
+        while not signals.count and (left := until - time.monotonic()) > 0:
             signals.wait(left)
         if signals.count:
             return signals.exit_code

@@ -17,6 +17,7 @@ from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config.feasibility import check_feasible
 from umbra.services.runtime.model.architectures import (
     check_architecture,
+    check_experts,
     check_heads,
     read_config,
 )
@@ -79,6 +80,7 @@ def check_run(config: RunConfig) -> None:
     model = check_model_dir(config.model.path)
     check_architecture(model, checked=config.model.checked)
     check_heads(read_config(model), config.trainer.sequence_parallel)
+    check_experts(read_config(model), config.trainer.expert_parallel)
     open_prompts(config.data, seed=config.run.seed)
     if config.eval.prompts:
         _check_eval(config.eval.prompts)

@@ -67,7 +67,7 @@ def _service(plan: Plan, process: Process, beside: list[Process], paths: Paths) 
         "restart": RESTART,
         "stop_grace_period": GRACE,
         "cap_drop": ["ALL"],
-        "security_opt": ["no-new-privileges:true"],
+        "security_opt": ["no-new-privileges=true"],
         "healthcheck": {
             "test": ["CMD", "umbra", *invocation.health(plan, process)],
             "interval": "15s",
@@ -81,11 +81,14 @@ def _service(plan: Plan, process: Process, beside: list[Process], paths: Paths) 
     ports = invocation.ports(plan, process)
     if plan.cluster.network == "host":
         service["network_mode"] = "host"
-    elif ports:
-        service["ports"] = [
-            {**_interface(process.node), "target": port, "published": str(port), "protocol": "tcp"}
-            for port in ports
-        ]
+    else:
+        service["hostname"] = process.node.name  # by which `umbra drain --node` finds it
+        if ports:
+            interface = _interface(process.node)
+            service["ports"] = [
+                {**interface, "target": port, "published": str(port), "protocol": "tcp"}
+                for port in ports
+            ]
     if process.task != "buffer" and any(other.task == "buffer" for other in beside):
         service["depends_on"] = {"buffer": {"condition": "service_healthy"}}
     if paths.keys:

@@ -121,8 +121,7 @@ def ports(plan: Plan, process: Process) -> list[int]:
 
 def image(plan: Plan, process: Process) -> str:
     """The image that has what `process` needs."""
-    on_gpu = plan.config.weight_hub.plane == "nccl" and bool(process.gpus)
-    if process.task in PORTS and not on_gpu:
+    if process.task in PORTS and not process.gpus:
         target = "broker"
     elif not plan.on_gpus:
         target = "cpu"

@@ -90,6 +90,7 @@ def _of_node(plan: Plan, node: Node, paths: Paths, labels: dict[str, str]) -> li
     pod: dict[str, Any] = {
         # With another policy Kubernetes would not heed exit codes; see `podFailurePolicy` below.
         "restartPolicy": "Never",
+        "hostname": _label(node.name),  # by which `umbra drain --node` finds its processes
         "nodeSelector": {"kubernetes.io/hostname": node.name},
         "terminationGracePeriodSeconds": GRACE_S,
         "automountServiceAccountToken": False,

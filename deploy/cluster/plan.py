@@ -104,8 +104,8 @@ def make_plan(file: ClusterFile, config: RunConfig, run_id: str) -> Plan:
     home = training.nodes[0]
     processes = [
         Process("buffer", "buffer", broker),
-        Process("weight-hub", "weight_hub", home, _first_gpu(config, home)),
-        *_relays(config, nodes, groups, home),
+        Process("weight-hub", "weight_hub", home, _first_gpu(file, config, home)),
+        *_relays(file, config, groups, home),
         Process("trainer", "train", home, _trainer_gpus(config, training)),
         *_generators(config, groups),
         *_scorers(config, groups, broker),
@@ -113,13 +113,15 @@ def make_plan(file: ClusterFile, config: RunConfig, run_id: str) -> Plan:
     return Plan(run_id, config, file.cluster, nodes, tuple(groups), tuple(processes))
 
 
-def _first_gpu(config: RunConfig, node: Node) -> tuple[int, ...]:
-    """The GPU that hub and relays send from, if they do."""
-    return (config.weight_hub.device,) if config.weight_hub.plane == "nccl" and node.gpus else ()
+def _first_gpu(file: ClusterFile, config: RunConfig, node: Node) -> tuple[int, ...]:
+    """The GPU that hub and relays send from, where plane `nccl` may be chosen for them."""
+    chosen = {"nccl": True, "auto": file.cluster.network == "host" and len(file.nodes) > 1}
+    hub = config.weight_hub
+    return (hub.device,) if chosen.get(hub.plane, False) and node.gpus else ()
 
 
 def _relays(
-    config: RunConfig, nodes: tuple[Node, ...], groups: list[TaskGroup], home: Node
+    file: ClusterFile, config: RunConfig, groups: list[TaskGroup], home: Node
 ) -> Iterator[Process]:
     """One on every node but the hub's that has receivers of new weights."""
     receiving = {
@@ -128,9 +130,9 @@ def _relays(
         if "generate" in group.tasks or "logp" in group.tasks
         for node in group.nodes
     }
-    for node in nodes:
+    for node in file.nodes:
         if node != home and node.name in receiving:
-            yield Process(f"relay-{node.name}", "relay", node, _first_gpu(config, node))
+            yield Process(f"relay-{node.name}", "relay", node, _first_gpu(file, config, node))
 
 
 def _trainer_gpus(config: RunConfig, group: TaskGroup) -> tuple[int, ...]:

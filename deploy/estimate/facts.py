@@ -35,10 +35,15 @@ def gather_facts(config: RunConfig, *, gpu: int, host: int | None = None) -> Fac
         host: bytes of the host's memory; None: this machine's.
 
     Raises:
-        UsageError: there is no such model, or it is refused.
+        UsageError: there is no such model, it is refused, or a setting is not known here.
     """
     if not config.model.path:
         raise UsageError("model.path is empty: name a directory with the model's config.json")
+    if config.trainer.expert_parallel > 1:
+        raise UsageError(
+            f"trainer.expert_parallel = {config.trainer.expert_parallel}: the estimate does not "
+            "know yet what it takes; estimate the run with expert_parallel = 1"
+        )
     directory = Path(config.model.path)
     check_architecture(directory, checked=config.model.checked)
     with loading(directory, "model.path"):

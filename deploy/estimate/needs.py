@@ -108,7 +108,7 @@ def _generator(config: RunConfig, facts: Facts, *, gpu: bool) -> Need:
     if generator.receive == "staged":
         staged = BUFFERS * published(config, sizes, gpu=gpu)
         remedy = "set generator.receive = streamed"
-        host.append(Item(f"staging, {BUFFERS} versions", staged, AFTER_LOADING, remedy))
+        host.append(Item("staging of a version", staged, AFTER_LOADING, remedy))
     count = generator.count * generator.replicas
     if kind != "cuda":
         return Need("generator", (), (), (*host, *device), count)
@@ -138,7 +138,7 @@ def _scorers(config: RunConfig, facts: Facts, *, gpu: bool) -> Iterator[Need]:
             host.append(Item("the whole model while it is read", version, (LOADING,)))
         if stage == "logp":
             staged = BUFFERS * published(config, facts.sizes, gpu=gpu)
-            host.append(Item(f"staging, {BUFFERS} versions", staged, AFTER_LOADING))
+            host.append(Item("staging of a version", staged, AFTER_LOADING))
         name = f"scorer {stage}"
         if kind == "cuda":
             gpus = ((first_gpu(config.scorer.device),),) * count

@@ -16,6 +16,7 @@ from umbra.proto.messages import (
     Ready,
     SlotGranted,
 )
+from umbra.services.runtime.deadline import Pace
 from umbra.services.weight_hub.effects import Admit, Effect, Failed, HubPeer, HubReply, Pushed, Send
 from umbra.services.weight_hub.push import PushProtocol
 
@@ -44,7 +45,8 @@ class Hub:
     Args:
         timeline: of the simulation.
         slots: versions that its arena holds.
-        deadline_s: for each phase of a push.
+        pace: how long each phase of a push may take.
+        nbytes: of a version.
         latency_s: of a message, either way.
         left: called with the name of a receiver that is not subscribed any longer.
     """
@@ -53,11 +55,13 @@ class Hub:
         self,
         timeline: Timeline,
         slots: int,
-        deadline_s: float,
+        pace: Pace,
+        nbytes: int,
         latency_s: float,
         left: Callable[[str], None] = lambda _name: None,
     ) -> None:
-        self.protocol = PushProtocol(slots, deadline_s)
+        self.protocol = PushProtocol(slots, pace)
+        self._nbytes = nbytes
         self._timeline = timeline
         self._latency_s = latency_s
         self._left = left
@@ -68,7 +72,7 @@ class Hub:
 
     def register(self, publisher: HubPeer) -> None:
         """`publisher` writes versions from now on."""
-        self._later(lambda now: self.protocol.register(publisher, LAYOUT, now))
+        self._later(lambda now: self.protocol.register(publisher, LAYOUT, now, nbytes=self._nbytes))
 
     def acquire(self, publisher: HubPeer, version: int, granted: Callable[[int], None]) -> None:
         """Ask for a slot; `granted` gets it once one is free."""

@@ -95,7 +95,7 @@ def load_scenario(path: Path, overrides: tuple[str, ...] = ()) -> Scenario:
     """
     tree = read_tree(path)
     for override in overrides:
-        _assign(tree, override)
+        assign(tree, override)
     return scenario_of(tree, str(path), path.parent)
 
 
@@ -181,7 +181,12 @@ def _faults(scenario: Scenario) -> Iterator[str]:
         yield "samples.level_share = 1 leaves dynamic sampling nothing to train on: lower it"
 
 
-def _assign(tree: dict[str, Any], override: str) -> None:
+def assign(tree: dict[str, Any], override: str) -> None:
+    """Set in `tree` what `override` says, as "section.key=value".
+
+    Raises:
+        UsageError: it is not written so, or what it calls a section is none.
+    """
     path, separator, text = override.partition("=")
     if not separator or "." not in path:
         raise UsageError(f"--set {override}: write it as section.key=value")

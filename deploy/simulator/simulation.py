@@ -83,7 +83,8 @@ class Simulation:
         self.hub = Hub(
             self.timeline,
             config.weight_hub.slots,
-            config.weight_hub.deadline_s,
+            config.weight_hub.pace,
+            int(network.weight_bytes),
             network.latency_s,
             left=self.chain.leave,
         )
@@ -180,7 +181,8 @@ class Simulation:
         scenario = self._scenario
         cluster, weight_hub = scenario.tables.cluster, scenario.config.weight_hub
         engine = self._engine()
-        latency_s = scenario.tables.speed.network.latency_s
+        network = scenario.tables.speed.network
+        latency_s, nbytes = network.latency_s, int(network.weight_bytes)
         by_node: dict[int, _SimulatedNode] = {}
         for index in range(scenario.generators):
             gpu = scenario.first_generator_gpu + index * cluster.generator_gpus
@@ -190,7 +192,7 @@ class Simulation:
                 relay = None
                 if place:  # the hub is on the first one
                     name = f"relay-{place}"
-                    own = Hub(self.timeline, weight_hub.slots, weight_hub.deadline_s, latency_s)
+                    own = Hub(self.timeline, weight_hub.slots, weight_hub.pace, nbytes, latency_s)
                     relay = self._relays[name] = NodeRelay(
                         self.timeline, name, self.hub, own, self._wire,
                         lambda name: self.chain.join(name, name),

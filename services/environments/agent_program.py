@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import inspect
 import json
-import math
 import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 
-from umbra.services.environments.protocol import Message, Row, SampleError, StepResult
+from umbra.services.environments.protocol import Message, Row, StepResult, reward_result
 
 
 class AgentProgram:
@@ -56,9 +55,4 @@ class AgentProgram:
             return StepResult(done=False)  # it has posted its reward
         if isinstance(value, StepResult):
             return msgspec.structs.replace(value, done=True)
-        try:
-            if not isinstance(value, str) and math.isfinite(value):
-                return StepResult(reward=float(value))
-        except TypeError:
-            pass
-        raise SampleError(f"{self._name} returned {value!r}, which is not a finite number")
+        return reward_result(value, self._name)

@@ -7,6 +7,7 @@ its own (`pool.py`), where it may block, for `environment.timeout_s` seconds.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
@@ -81,3 +82,13 @@ def expected_answer(row: Row, kind: str) -> str:
     if "answer" not in row:
         raise SampleError(f'environment "{kind}" needs "answer" in every row of data.prompts')
     return str(row["answer"]).strip()
+
+
+def reward_result(value: Any, name: str) -> StepResult:
+    """The end of a sample whose reward is the number `value`, which the user's `name` returned."""
+    try:
+        if not isinstance(value, str) and math.isfinite(value):
+            return StepResult(reward=float(value))
+    except TypeError:
+        pass
+    raise SampleError(f"{name} returned {value!r}, which is not a finite number")

@@ -17,6 +17,7 @@ from umbra.services.environments.protocol import (
     StepResult,
     expected_answer,
     prompt_messages,
+    reward_result,
 )
 
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
@@ -103,18 +104,12 @@ class RewardFunction(SingleTurn):
 
     def step(self, response: str) -> StepResult | Awaitable[StepResult]:
         value = self._function(prompt=self.row["prompt"], completion=response, row=self.row)
-        return self._later(value) if inspect.isawaitable(value) else self._result(value)
+        return (
+            self._later(value) if inspect.isawaitable(value) else reward_result(value, self._name)
+        )
 
     async def _later(self, value: Awaitable[Any]) -> StepResult:
-        return self._result(await value)
-
-    def _result(self, value: Any) -> StepResult:
-        try:
-            if not isinstance(value, str) and math.isfinite(value):
-                return StepResult(reward=float(value))
-        except TypeError:
-            pass
-        raise SampleError(f"{self._name} returned {value!r}, which is not a finite number")
+        return reward_result(await value, self._name)
 
 
 def last_number(text: str) -> float | None:

@@ -98,7 +98,7 @@ def _end(session: Session) -> int:
 def _planes(config: RunConfig, opened: OpenEngine) -> ReceiverPlanes:
     hub = config.weight_hub
     if config.generator.receive == "streamed":
-        return StreamedPlanes(host_planes(hub.plane), hub.receive_bucket_bytes, hub.deadline_s)
+        return StreamedPlanes(host_planes(hub.plane), hub.receive_bucket_bytes, hub.pace)
     return StagedPlanes(
         host_planes(hub.plane),
         gpu=gpu_for(hub, opened.device),

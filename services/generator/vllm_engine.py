@@ -30,7 +30,7 @@ from umbra.services.modeling.weights import WeightTable
 from umbra.services.runtime.config import GeneratorConfig
 from umbra.services.runtime.config.feasibility import VLLM_COOLEST
 from umbra.services.runtime.weights.manifest import Part
-from umbra.services.runtime.weights.shared_memory import SharedMemory, shared
+from umbra.services.runtime.weights.shared_memory import PART_BYTES, SharedMemory, shared
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +76,7 @@ class VllmEngine:
         self.max_context = config.max_context
         self.pause: Pause | None = None  # of the last change of weights
         self.memory = SharedMemory()  # versions that are staged here need no copy
+        self.part_bytes = PART_BYTES  # of others
         self._fit = WeightTable(outline)
         self._checkpoint = CheckpointNames(outline)
         self._vocabulary: int = outline.config.get_text_config().vocab_size
@@ -158,7 +159,7 @@ class VllmEngine:
         tied = self._fit.left_out({entry.name for entry in manifest.tensors})
         updates = (
             {"path": path, "manifest": msgspec.msgpack.encode(self._named_as_stored(layout, tied))}
-            for path, layout in shared(manifest, parts, self.memory)
+            for path, layout in shared(manifest, parts, self.memory, self.part_bytes)
         )
         under_way = set(self._open)
         self.pause = self._server.update(updates, version, kv_policy)

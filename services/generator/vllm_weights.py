@@ -6,8 +6,9 @@ or packed is left to the model's own loader, layer by layer.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -26,7 +27,7 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.layerwise import LayerReloadingInfo, get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
 from umbra.proto.errors import UsageError
@@ -46,6 +47,9 @@ class InitInfo(WeightTransferInitInfo):
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
     """Where tensors of a version lie, verified: in a block of the generator's shared memory.
+
+    They lie there until the update has been answered, and no longer: the next ones may take their
+    place.
 
     Without a path: forget those that came before, the version begins anew.
     """
@@ -70,6 +74,7 @@ class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def start_weight_update(self) -> None:
         """Bring the model back to how it was before its weights were packed for the kernels."""
         initialize_layerwise_reload(self.model)
+        self._layers = [get_layerwise_info(layer) for layer in self.model.modules()]
         self._loaded = set()
 
     def update_weights(self, update_info: dict[str, object]) -> None:
@@ -79,7 +84,7 @@ class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load these tensors; their memory stays mapped until their layers are complete.
+        """Load these tensors; layers that are not complete yet copy what has come of them.
 
         Raises:
             StartupError: they are not where they should be.
@@ -88,13 +93,15 @@ class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._begin_anew()
             return
         manifest = msgspec.msgpack.decode(update_info.manifest, type=Manifest)
+        memory = self._blocks.view(update_info.path)
         # Some models have no output layer besides a tied embedding, and refuse one by its name.
         tensors = (
             (name, tensor)
-            for name, tensor in tensors_in(manifest, self._blocks.view(update_info.path))
+            for name, tensor in tensors_in(manifest, memory)
             if name != _OUTPUT or hasattr(self.model, "lm_head") or not self._tied
         )
         loaded = self.model.load_weights(tensors)
+        keep_waiting(self._layers, memory)
         if loaded is None or self._loaded is None:
             self._loaded = None
         else:
@@ -129,6 +136,26 @@ class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             info.loaded_weights.clear()
             info.load_numel = 0
         self.start_weight_update()
+
+
+def keep_waiting(layers: Sequence[LayerReloadingInfo], memory: memoryview) -> None:
+    """Copy the tensors in `memory` that wait until their layer is complete: it is filled anew."""
+    start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+
+    def kept(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            here = value.device.type == "cpu" and 0 <= value.data_ptr() - start < len(memory)
+            return value.clone() if here else value
+        if isinstance(value, tuple):  # *args of a loader, and its **kwargs
+            return tuple(map(kept, cast("tuple[Any, ...]", value)))
+        if isinstance(value, dict):
+            return {name: kept(held) for name, held in cast("dict[str, Any]", value).items()}
+        return value
+
+    for layer in layers:
+        for _, call in layer.loaded_weights:
+            for name, value in call.arguments.items():
+                call.arguments[name] = kept(value)
 
 
 def not_reached(model: torch.nn.Module, tied: bool) -> list[str]:

@@ -36,6 +36,7 @@ from umbra.services.runtime.net.io_thread import IoThread
 from umbra.services.runtime.net.keys import OPEN, Security
 
 M = TypeVar("M", bound=Message)
+NEEDED: tuple[Role, ...] = ("trainer", "weight_hub")  # of which a run has one
 
 
 class StatusClient:
@@ -121,6 +122,29 @@ class StatusClient:
                 raise UsageError(str(error)) from error
             raise
 
+    def drain_node(self, node: str, reason: str, timeout_s: float) -> list[str]:
+        """Have all members on the host called `node` leave; their names, relays last.
+
+        Raises:
+            UsageError: nobody is there, or one without whom the run cannot go on.
+            DeadlineError: nobody answered within `timeout_s` seconds.
+        """
+        members = self.status(timeout_s).members
+        there = [member for member in members if _same_host(member.host, node)]
+        if not there:
+            hosts = ", ".join(sorted({member.host for member in members})) or "no host"
+            raise UsageError(f"--node {node}: no member of the run is there, but on {hosts}")
+        for member in there:
+            if member.role in NEEDED:
+                raise UsageError(
+                    f"--node {node}: {member.name} is there, without which the run cannot go on: "
+                    "drain the run as a whole, or the other members by name"
+                )
+        leaving = sorted(there, key=lambda member: member.role == "relay")
+        for member in leaving:
+            self.drain(member.name, reason, timeout_s)
+        return [member.name for member in leaving]
+
     def versions(self, hub: str, timeout_s: float) -> Versions:
         """The versions of the weights that the hub at `hub` holds.
 
@@ -167,3 +191,8 @@ class StatusClient:
                 f"no buffer answers at {self.broker} within {timeout_s:g} s: check --broker, and "
                 "that the run is still up"
             ) from error
+
+
+def _same_host(host: str, node: str) -> bool:
+    """Whether they are one name; Kubernetes' host names have dashes for dots."""
+    return host.replace(".", "-") == node.replace(".", "-")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from umbra.proto.errors import EXIT_DONE
+from umbra.proto.errors import EXIT_DONE, UsageError
 from umbra.services.monitor.client import StatusClient
 from umbra.services.monitor.options import broker_option, operating_keys, timeout_option
 from umbra.services.runtime.net.keys import Security
@@ -48,16 +48,26 @@ def resume(broker: str, security: Security, timeout_s: float) -> int:
 @operating_keys
 @timeout_option
 @reason_option
+@click.option("--node", default="", metavar="HOST", help="All members on this host.")
 @click.argument("member", default="")
-def drain(broker: str, security: Security, timeout_s: float, reason: str, member: str) -> int:
+def drain(
+    broker: str, security: Security, timeout_s: float, reason: str, node: str, member: str
+) -> int:
     """End the run in order, or have one MEMBER (generator, scorer, relay) leave it.
 
     Who leaves hands back what it holds, unfinished samples included; no sample is lost. A run with
     a durable store can go on later.
     """
+    if node and member:
+        raise UsageError("--node and MEMBER are two ways to say who leaves: use one of them")
     with StatusClient(broker, security) as client:
-        client.drain(member, reason, timeout_s)
-    click.echo(f"{member or 'the run'} is draining")
+        if node:
+            leaving = client.drain_node(node, reason, timeout_s)
+        else:
+            client.drain(member, reason, timeout_s)
+            leaving = [member or "the run"]
+    for name in leaving:
+        click.echo(f"{name} is draining")
     return EXIT_DONE
 
 

@@ -1,11 +1,36 @@
-"""A limit to a wait, whose error names what was awaited."""
+"""Limits to waits: how long, also where that depends on bytes, and an error that names what was
+awaited."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from umbra.proto.errors import DeadlineError, UmbraError
+
+LEAST_RATE = 20e6  # bytes per second: a link of 1 Gbit/s that six share
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How long it may take to move bytes: over a link, to a device, or within memory.
+
+    Args:
+        base_s: seconds, however few they are.
+        least_rate: bytes per second that whatever works moves at the least.
+    """
+
+    base_s: float
+    least_rate: float
+
+    def limit_s(self, nbytes: int, *, parts: int = 1) -> float:
+        """Seconds that `nbytes` may take; of so many equal `parts` of that time, one."""
+        return (self.base_s + nbytes / self.least_rate) / parts
+
+    def after(self, base_s: float) -> Pace:
+        """The same rate with other seconds."""
+        return Pace(base_s, self.least_rate)
 
 
 class Deadline:

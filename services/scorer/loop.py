@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 from umbra.proto.bounds import LEASES
 from umbra.proto.messages import (
@@ -34,7 +33,6 @@ class ScorerLoop:
         worker: does the work.
         capacity: trajectories leased at once.
         metrics: receives spans.
-        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -44,14 +42,12 @@ class ScorerLoop:
         worker: StageWorker,
         capacity: int,
         metrics: MetricsFile,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._session = session
         self._stage = stage
         self._worker = worker
         self._capacity = capacity
         self._metrics = metrics
-        self._clock = clock
         self._scored = 0
 
     def run(self) -> None:
@@ -72,27 +68,27 @@ class ScorerLoop:
     def _score(self, lease: ScoringLeases) -> None:
         left = {task.sample_id: task.attempt for task in lease.tasks}
         renew_every = min(task.lease_s for task in lease.tasks) / 3
-        renew_at = self._clock() + renew_every
+        renew_at = time.monotonic() + renew_every
 
         def alive() -> None:
             nonlocal renew_at
             self._session.progress(f"scoring {self._stage}", 0)
-            if left and self._clock() >= renew_at:
-                renew_at = self._clock() + renew_every
+            if left and time.monotonic() >= renew_at:
+                renew_at = time.monotonic() + renew_every
                 for portion in portions(list(left.items()), lambda _: 0, LEASES):
                     renew = RenewLeases(leases=portion)
                     self._session.data.call(renew, RenewAck, timeout_s=ANSWER_S)
 
         scores: list[Score] = []
-        send_at = self._clock() + BATCH_S
+        send_at = time.monotonic() + BATCH_S
         for score in self._worker.score(lease.tasks, alive):
             if self._session.stopping.is_set():
                 break
             del left[score.sample_id]
             scores.append(score)
-            if self._clock() >= send_at:
+            if time.monotonic() >= send_at:
                 self._send(scores)
-                scores, send_at = [], self._clock() + BATCH_S
+                scores, send_at = [], time.monotonic() + BATCH_S
         self._send(scores)
 
     def _send(self, scores: list[Score]) -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from umbra.services.modeling.packing import Cost, pack
 from umbra.services.modeling.row_sizes import RowSizes
@@ -26,6 +25,7 @@ from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.metrics import Row
 from umbra.services.trainer.objectives.values import value_loss
 from umbra.services.trainer.ranks import Ranks
+from umbra.services.trainer.sharding import clip_gradients
 from umbra.services.trainer.value_model import OwnModel, PolicyHead, Values
 
 
@@ -139,9 +139,7 @@ class LearnedCritic:
                 (loss * self._ranks.world).backward()
                 total += float(loss.detach())
             self._source.sync()
-            norm = torch.nn.utils.clip_grad_norm_(self._source.parameters, config.max_grad_norm)
-            if isinstance(norm, DTensor):
-                norm = norm.full_tensor()
+            norm = clip_gradients(self._source.parameters, config.max_grad_norm, self._ranks)
             if torch.isfinite(norm):
                 self._optimizer.step()
             self._optimizer.zero_grad()

@@ -9,7 +9,6 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from umbra.proto.errors import UsageError
@@ -19,6 +18,7 @@ from umbra.services.modeling.micro_batch import MicroBatch
 from umbra.services.modeling.scorer import Scorer
 from umbra.services.modeling.weight_files import WeightFiles
 from umbra.services.runtime.config import TrainerConfig
+from umbra.services.runtime.model.architectures import check_experts
 from umbra.services.runtime.trajectories import RouterKind
 from umbra.services.trainer.checkpoints.parts import (
     CheckpointPart,
@@ -36,7 +36,7 @@ from umbra.services.trainer.operations import TrainingFlops, ceiling
 from umbra.services.trainer.phases import Phases
 from umbra.services.trainer.ranks import Ranks
 from umbra.services.trainer.row_sizes import row_sizes
-from umbra.services.trainer.sharding import offloaded, prepare_layers, shard
+from umbra.services.trainer.sharding import clip_gradients, offloaded, prepare_layers, shard
 from umbra.services.trainer.small_moments import SmallMomentsAdamW
 from umbra.services.trainer.snapshot import whole_weights
 
@@ -44,7 +44,7 @@ from umbra.services.trainer.snapshot import whole_weights
 class Learner:
     """Scores micro-batches and updates the policy.
 
-    Accelerate chooses the device, autocasts, scales fp16 gradients and clips; sharding is ours.
+    Accelerate chooses the device, autocasts and scales fp16 gradients; sharding is ours.
 
     Args:
         model: the policy, float32, the same on all ranks.
@@ -91,6 +91,7 @@ class Learner:
         self.device = self._accelerator.device
         source = files or (held(model) if config.weights == "bf16" else None)
         set_experts(model, config.experts)
+        check_experts(model.config.to_dict(), config.expert_parallel)
         self.phases = Phases(self.device)  # of the thread that updates the policy
         if config.lora_rank:
             add_adapter(model, config, seed)
@@ -210,10 +211,8 @@ class Learner:
         rate = learning_rate(self._config, step, self._steps)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        norm = self._accelerator.clip_grad_norm_(self._parameters, self._config.max_grad_norm)
-        assert norm is not None
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
+        self._accelerator.unscale_gradients()
+        norm = clip_gradients(self._parameters, self._config.max_grad_norm, self.ranks)
         finite = bool(torch.isfinite(norm))
         scaler = self._accelerator.scaler
         if not finite:

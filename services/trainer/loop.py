@@ -183,7 +183,8 @@ class Loop:
             DeadlineError: no slot became free in time.
         """
         self._session.progress(f"snapshot of version {self.version}")
-        timeout_s = 2 * self._config.weight_hub.deadline_s
+        nbytes = self._outlet.publisher.manifest.total_bytes
+        timeout_s = 2 * self._config.weight_hub.pace.limit_s(nbytes)
         with self._phase("wait_slot"):
             try:
                 slot = self._outlet.publisher.slot(self.version, timeout_s)

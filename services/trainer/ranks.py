@@ -29,6 +29,7 @@ from umbra.services.runtime.deadline import Deadline
 from umbra.services.trainer.pulse import POLL_S, Pulse
 
 if TYPE_CHECKING:
+    from umbra.services.modeling.expert_parallel import ExpertGroup
     from umbra.services.modeling.sequence_parallel import SequenceGroup
 
 MAX_BYTES = 1 << 31  # of one message of rank 0
@@ -47,6 +48,7 @@ class Ranks:
         group: None is the one of all ranks.
         pulse: how they wait for each other, needed if there are several.
         sequence: the ranks with which this one shares the tokens of each row, if there are any.
+        experts: those with which it divides the experts of each layer, if there are any.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Ranks:
         group: dist.ProcessGroup | None = None,
         pulse: Pulse | None = None,
         sequence: SequenceGroup | None = None,
+        experts: ExpertGroup | None = None,
     ) -> None:
         self.rank = rank
         self.world = world
@@ -66,6 +69,7 @@ class Ranks:
         self.timeout_s = timeout_s
         self.group = group
         self.sequence = sequence
+        self.experts = experts
         # Parts that a batch is cut into, and which of them is ours: ranks that share rows have one.
         self.shares = world // sequence.size if sequence else world
         self.share = rank // sequence.size if sequence else rank
@@ -81,9 +85,22 @@ class Ranks:
             return self
         group = dist.new_group(timeout=timedelta(seconds=self.timeout_s))
         assert isinstance(group, dist.ProcessGroup), "all ranks are members"
-        size = self.sequence.size if self.sequence else 1
-        sequence = _sequence_group(self.rank, self.world, size, self.timeout_s)
-        return Ranks(self.rank, self.world, None, self.timeout_s, group, sequence=sequence)
+        sequence, experts = _groups(
+            self.rank,
+            self.world,
+            self.timeout_s,
+            self.sequence.size if self.sequence else 1,
+            self.experts.size if self.experts else 1,
+        )
+        return Ranks(
+            self.rank,
+            self.world,
+            None,
+            self.timeout_s,
+            group,
+            sequence=sequence,
+            experts=experts,
+        )
 
     @property
     def pulse(self) -> Pulse:
@@ -175,11 +192,12 @@ def join_ranks(config: TrainerConfig, listener: socket.socket | None = None) -> 
             f"trainer.ranks = {config.ranks}, but WORLD_SIZE is {world}: give torchrun or "
             "accelerate launch as many processes, or leave trainer.ranks at 1 there"
         )
-    if world % config.sequence_parallel:
-        raise UsageError(
-            f"trainer.sequence_parallel = {config.sequence_parallel} does not divide the trainer's "
-            f"{world} ranks: change it, or trainer.ranks"
-        )
+    for key in ("sequence_parallel", "expert_parallel"):
+        if world % getattr(config, key):
+            raise UsageError(
+                f"trainer.{key} = {getattr(config, key)} does not divide the trainer's {world} "
+                "ranks: change it, or trainer.ranks"
+            )
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
         raise UsageError(
             "accelerate launch --use_fsdp: the trainer shards the policy by itself; leave it out"
@@ -228,7 +246,9 @@ def _meet(config: TrainerConfig, world: int, listener: socket.socket | None) -> 
         timeout=timeout,
     )
     pulse = Pulse(PrefixStore("pulse", store), rank, config.rank_timeout_s)
-    sequence = _sequence_group(rank, world, config.sequence_parallel, config.rank_timeout_s)
+    sequence, experts = _groups(
+        rank, world, config.rank_timeout_s, config.sequence_parallel, config.expert_parallel
+    )
     return Ranks(
         rank,
         world,
@@ -236,23 +256,44 @@ def _meet(config: TrainerConfig, world: int, listener: socket.socket | None) -> 
         config.rank_timeout_s,
         pulse=pulse,
         sequence=sequence,
+        experts=experts,
     )
 
 
-def _sequence_group(rank: int, world: int, size: int, timeout_s: float) -> SequenceGroup | None:
-    """The `size` neighbours among which `rank` is, if it is to have any; all ranks make all."""
-    if size == 1:
-        return None
-    from umbra.services.modeling.sequence_parallel import SequenceGroup
+def _groups(
+    rank: int, world: int, timeout_s: float, sequence: int, experts: int
+) -> tuple[SequenceGroup | None, ExpertGroup | None]:
+    """The neighbours that share rows with `rank`, and those that divide experts, by their number.
 
+    All ranks make all groups.
+    """
+    shared: SequenceGroup | None = None
+    divided: ExpertGroup | None = None
+    if sequence > 1:
+        from umbra.services.modeling.sequence_parallel import SequenceGroup
+
+        own = _own_group(rank, world, timeout_s, sequence)
+        shared = SequenceGroup(own, rank % sequence, sequence)
+    if experts > 1:
+        from umbra.services.modeling.expert_parallel import ExpertGroup
+
+        own = _own_group(rank, world, timeout_s, experts)
+        alike = _own_group(rank, world, timeout_s, experts, apart=True)
+        divided = ExpertGroup(own, alike, rank % experts, experts)
+    return shared, divided
+
+
+def _own_group(
+    rank: int, world: int, timeout_s: float, size: int, *, apart: bool = False
+) -> dist.ProcessGroup:
+    """That of the `size` neighbours of `rank`; or, `apart`, of those at its place among theirs."""
+    neighbours = [list(range(first, first + size)) for first in range(0, world, size)]
+    members = [list(some) for some in zip(*neighbours, strict=True)] if apart else neighbours
     timeout = timedelta(seconds=timeout_s)
-    groups = [
-        dist.new_group(list(range(first, first + size)), timeout=timeout)
-        for first in range(0, world, size)
-    ]
-    own = groups[rank // size]
+    groups = [dist.new_group(some, timeout=timeout) for some in members]
+    own = groups[rank % size if apart else rank // size]
     assert isinstance(own, dist.ProcessGroup), "this rank is a member"
-    return SequenceGroup(own, rank % size, size)
+    return own
 
 
 def _leave(ranks: Ranks) -> None:

@@ -122,12 +122,12 @@ def _lead(
     config = context.config
     assert context.run_dir is not None
     with context.join("trainer") as session:
-        hub = session.weights(deadline_s=HUB_DEADLINE_S)
+        hub, pace = session.weights(deadline_s=HUB_DEADLINE_S), config.weight_hub.pace
         with (
-            closing(Publisher(hub, manifest, session.stopping)) as publisher,
+            closing(Publisher(hub, manifest, session.stopping, pace)) as publisher,
             open_sinks(config, context.run_dir, saver.begun) as sinks,
         ):
-            publisher.register(config.weight_hub.deadline_s)
+            publisher.register(pace.limit_s(config.weight_hub.slots * manifest.total_bytes))
             outlet = Outlet(snapshots, publisher)
             loop = Loop(context, session, learner, update, outlet, saver, sinks)
             loop.resume()

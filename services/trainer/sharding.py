@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -22,11 +23,15 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
 from umbra.proto.errors import UsageError
+from umbra.services.modeling.expert_parallel import divide_experts
 from umbra.services.runtime.config import TrainerConfig
+from umbra.services.trainer.masters import local
 from umbra.services.trainer.ranks import Ranks
 
 _ATEN = torch.ops.aten
@@ -137,7 +142,11 @@ def shard(
     """Divide the rows of every parameter over `ranks` (FSDP2, ZeRO 3), layer by layer.
 
     Gradients are reduced in float32, whatever the compute dtype. `root` is what runs `model`, if
-    that is another module.
+    that is another module. Where `ranks` divide experts, the rows of those that a rank has are
+    divided over the ranks that have the same ones.
+
+    Raises:
+        UsageError: experts can't be divided.
     """
     if ranks.group is None:
         mesh = init_device_mesh(device.type, (ranks.world,))
@@ -150,6 +159,22 @@ def shard(
     offload = OffloadPolicy()
     if offloaded(config):
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    if ranks.experts is not None:
+        meshes = ranks.experts.mesh(device.type)
+        alike = meshes["alike"]
+        for experts in divide_experts(model, ranks.experts, meshes["experts"]):
+            module: Any = fully_shard(
+                experts,
+                mesh=alike,
+                # What it is given stays as it is where FSDP gathers whole layers.
+                mp_policy=replace(policy, cast_forward_inputs=False),
+                offload_policy=offload,
+                reshard_after_forward=config.reshard_after_forward,
+            )
+            # Each has the tokens of all ranks of its group, so the mean over `alike` is over all.
+            module.set_gradient_divide_factor(float(ranks.world))
+            if alike.size() > 1:  # gloo sums only
+                module.set_force_sum_reduction_for_comms(True)
     for layer in decoder_layers(model):
         fully_shard(
             layer,
@@ -166,3 +191,23 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+@torch.no_grad()
+def clip_gradients(parameters: list[nn.Parameter], limit: float, ranks: Ranks) -> Tensor:
+    """Scale gradients so that their norm is at most `limit`; the norm of before.
+
+    Of sharded parameters the norm is over all ranks. Each number of such a gradient is on one rank
+    alone, over whichever ranks its parameter is sharded.
+    """
+    found = [p.grad for p in parameters if p.grad is not None]
+    if not any(isinstance(gradient, DTensor) for gradient in found):
+        return clip_grad_norm_(parameters, limit)
+    assert all(isinstance(gradient, DTensor) for gradient in found), "all are sharded, or none"
+    gradients = [local(gradient) for gradient in found]
+    squares = get_total_norm(gradients).double().square()
+    norm = ranks.sum_ranks(squares.cpu()).sqrt().float()
+    factor = float((limit / (norm + 1e-6)).clamp(max=1.0))  # as torch's
+    for gradient in gradients:
+        gradient.mul_(factor)
+    return norm

@@ -1,10 +1,10 @@
 """The policy's weights as bytes in an arena slot, in the dtype that is served; nothing is gathered.
 
 Each rank casts the rows that it holds straight to their final place: FSDP2 shards parameters by
-rows (`Shard(0)`), and rows lie one after the other in the slot. What every rank holds whole (one
-rank, DDP, buffers) is divided by rows in the same way. Casting goes piece by piece, so that a rank
-never holds more than its shard and one bucket. A layer with a LoRA adapter goes out merged, one at
-a time.
+rows (`Shard(0)`; experts that ranks divide twice over), and rows lie one after the other in the
+slot. What every rank holds whole (one rank, DDP, buffers) is divided by rows in the same way.
+Casting goes piece by piece, so that a rank never holds more than its shard and one bucket. A layer
+with a LoRA adapter goes out merged, one at a time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import (
+    _StridedShard,  # pyright: ignore[reportPrivateUsage]
+)
 
 from umbra.proto.records import Manifest
 from umbra.services.trainer.lora import BASE, LowRank, is_adapter, low_rank
@@ -111,11 +114,19 @@ def whole_weights(
     for name, source in _tensors(model, of).items():
         tensor = source.merged() if isinstance(source, LowRank) else source.detach()
         if isinstance(tensor, DTensor):
-            tensor = tensor.full_tensor()
+            tensor = _whole(tensor)
         if keep:
             bf16 = isinstance(source, LowRank | nn.Parameter) and tensor.dtype == torch.bfloat16
             whole[name] = tensor.cpu().float() if bf16 else tensor.cpu()
     return whole
+
+
+def _whole(tensor: DTensor) -> Tensor:
+    """All rows, on every rank that has some."""
+    if _is_divided_twice(list(tensor.placements)):
+        # In two steps, of which torch warns if they are one.
+        tensor = tensor.redistribute(placements=[Replicate(), Shard(0)])
+    return tensor.full_tensor()
 
 
 def _tensors(
@@ -156,16 +167,31 @@ def own_rows(name: str, tensor: Tensor, rank: int, world: int) -> tuple[Tensor, 
     mesh, placements = tensor.device_mesh, tensor.placements
     others = [dim for dim in range(mesh.ndim) if isinstance(placements[dim], Replicate)]
     sharded = [dim for dim in range(mesh.ndim) if dim not in others]
-    if len(sharded) > 1 or any(placements[dim] != Shard(0) for dim in sharded):
+    kinds = [placements[dim] for dim in sharded]
+    if _is_divided_twice(kinds):
+        sharded.reverse()
+    elif len(sharded) > 1 or any(kind != Shard(0) for kind in kinds):
         raise ValueError(f"{name} is placed as {placements}: only Shard(0) can be written by rows")
     own = tensor.to_local()
     if any(mesh.get_local_rank(dim) for dim in others):
         return own[:0], 0  # another replica (HSDP) writes the same rows
-    if not sharded:
-        return own, 0
-    (dim,) = sharded
-    start, end = chunk(tensor.shape[0], mesh.get_local_rank(dim), mesh.size(dim))
-    return own[: end - start], start
+    start, end = 0, tensor.shape[0] if tensor.dim() else 0
+    for dim in sharded:
+        first, last = chunk(end - start, mesh.get_local_rank(dim), mesh.size(dim))
+        start, end = start + first, start + last
+    return (own[: end - start], start) if sharded else (own, 0)
+
+
+def _is_divided_twice(placements: list[Placement]) -> bool:
+    """Whether rows are divided over the last dimension of a mesh, and then over the first.
+
+    So are those of experts; FSDP calls it strided, as ranks that are neighbours have rows that are
+    none.
+    """
+    if len(placements) != 2:
+        return False
+    first, last = placements
+    return isinstance(first, _StridedShard) and first.dim == 0 and last == Shard(0)
 
 
 def chunk(rows: int, rank: int, world: int) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 
@@ -12,8 +13,9 @@ from umbra.proto.errors import UmbraError
 from umbra.proto.messages import Subscribe
 from umbra.proto.records import GpuFacts, Manifest
 from umbra.services.runtime.config import WeightHubConfig as WeightHubConfig
-from umbra.services.runtime.gpu.worker_process import START_S, GpuWorkerProcess
+from umbra.services.runtime.gpu.worker_process import START_S, GpuWorkerProcess, result
 from umbra.services.runtime.net.keys import OPEN, Security
+from umbra.services.runtime.planes.background import Background
 from umbra.services.runtime.planes.choice import AUTO, GPU_PLANES, PLANES, Side, choose_plane
 from umbra.services.runtime.planes.cuda_ipc import IpcHub
 from umbra.services.runtime.planes.nccl import NcclHub
@@ -54,6 +56,8 @@ class HubPlanes:
         self._ends: dict[str, HubEnd] = {}
         self._tcp: TcpHub | None = None  # that among them
         self._broken: dict[str, str] = {}
+        self._looking: Background[GpuFacts] = Background("umbra-gpu-facts")
+        self._closing = threading.Event()
         self._layout: tuple[Arena, Manifest] | None = None
 
     @property
@@ -78,8 +82,6 @@ class HubPlanes:
             StartupError: the address of plane `tcp` is taken.
             UsageError: it is not ours, or other machines can reach it and there are no keys.
         """
-        if message.gpu is not None:
-            self._look_at_gpu()
         theirs = Side(message.host, message.gpu)
         broken = self._broken | {name: end.broken for name, end in self._ends.items() if end.broken}
         plane = choose_plane(self._config.plane, self._side, theirs, message.planes, broken)
@@ -116,20 +118,51 @@ class HubPlanes:
         for end in self._ends.values():
             end.layout(arena, manifest)
 
-    def _look_at_gpu(self) -> None:
-        """Find out about our own GPU, once, if there is a plane for it."""
-        if self._side.gpu is not None or self._broken:
-            return
-        asked = [name for name in GPU_PLANES if self._config.plane in (AUTO, name)]
-        if all(PLANES[name].available() for name in asked):
-            return
+    def awaits_gpu(self, message: Subscribe) -> bool:
+        """Whether to choose for `message` only when our own GPU is known; begins to look at it."""
+        if message.gpu is None or self._side.gpu is not None or self._broken:
+            return False
+        if all(PLANES[name].available() for name in self._gpu_planes):
+            return False
+        if not self._looking.busy:
+            self._looking.start(self._facts)
+        return True
+
+    @property
+    def looking(self) -> bool:
+        """Whether our own GPU is being looked at."""
+        return self._looking.busy
+
+    def looked(self) -> bool:
+        """Whether what `awaits_gpu` began has ended since the last call."""
+        found = self._looking.take()
+        if found is None:
+            return False
+        if isinstance(found, UmbraError):
+            self._broken = {name: f"the hub's GPU worker: {found}" for name in self._gpu_planes}
+            log.warning("no GPU planes: %s", found)
+        else:
+            self._side = Side(self._side.host, found)
+        return True
+
+    def close(self) -> None:
+        """End all planes."""
+        self._closing.set()
+        self._looking.close()
+        for end in self.ends:
+            end.close()
+
+    @property
+    def _gpu_planes(self) -> list[str]:
+        return [name for name in GPU_PLANES if self._config.plane in (AUTO, name)]
+
+    def _facts(self) -> GpuFacts:
+        """On the thread: a worker looks at the GPU, which takes seconds, and ends."""
         worker = GpuWorkerProcess(self._config.device)
         try:
-            facts = msgspec.convert(worker.call("facts", START_S)["facts"], GpuFacts)
-            self._side = Side(self._side.host, facts)
-        except UmbraError as error:
-            self._broken = {name: f"the hub's GPU worker: {error}" for name in asked}
-            log.warning("no GPU planes: %s", error)
+            worker.order("facts")
+            answer = worker.answer(START_S, abortable=False)
+            return msgspec.convert(result(answer, self._closing.is_set)["facts"], GpuFacts)
         finally:
             worker.kill()
 
@@ -145,11 +178,11 @@ class HubPlanes:
             case "tcp":
                 return self.open_tcp()
             case "cuda_ipc":
-                end: HubEnd = IpcHub(GpuWorkerProcess(config.device), config.deadline_s / 2)
+                end: HubEnd = IpcHub(GpuWorkerProcess(config.device), config.pace)
             case "nccl":
                 tcp, worker = self.open_tcp(), GpuWorkerProcess(config.device)
                 epoch = int(time.time() * 1000)
-                end = NcclHub(worker, config.chunk_bytes, config.deadline_s, epoch, tcp)
+                end = NcclHub(worker, config.chunk_bytes, config.pace, epoch, tcp)
             case _:
                 end = ShmHub()
         self._add(end)

@@ -42,6 +42,7 @@ from umbra.proto.messages import (
     Ready,
     SlotGranted,
 )
+from umbra.services.runtime.deadline import Pace
 from umbra.services.weight_hub.effects import (
     Admit,
     Effect,
@@ -67,19 +68,20 @@ class PushProtocol:
 
     Args:
         slots: version slots in the arena, at least 2.
-        deadline_s: seconds that a receiver may take per phase.
+        pace: how long a receiver may take per phase.
         first_epoch: epochs count from the one after it, so that a restarted hub does not use those
             of the one before, whose answers may still arrive.
     """
 
-    def __init__(self, slots: int, deadline_s: float, first_epoch: int = 0) -> None:
+    def __init__(self, slots: int, pace: Pace, first_epoch: int = 0) -> None:
         if slots < 2:
             raise ValueError("a hub needs two slots: one is served while the other is written")
         self.counters: Counter[str] = Counter()
         self.digest = ""
         self.newest: Publication | None = None
         self.slots = Slots(slots)
-        self._deadline_s = deadline_s
+        self._pace = pace
+        self._deadline_s = pace.limit_s(0)  # of a phase; with a layout, for its bytes
         self._publisher: HubPeer | None = None
         self._grant: Grant | None = None
         self._parked: tuple[Ticket, int, float] | None = None  # with the version, since when
@@ -126,9 +128,14 @@ class PushProtocol:
     # -- the trainer ------------------------------------------------------------------------------
 
     def register(
-        self, publisher: HubPeer, digest: str, now: float, published: Publish | None = None
+        self,
+        publisher: HubPeer,
+        digest: str,
+        now: float,
+        published: Publish | None = None,
+        nbytes: int = 0,
     ) -> list[Effect]:
-        """The trainer stated its layout.
+        """The trainer stated its layout, by which a version has `nbytes` bytes.
 
         `published` is what the hub before this one had, if its arena was taken over.
         """
@@ -138,6 +145,7 @@ class PushProtocol:
             self._publisher = publisher
         if digest != self.digest:
             self._change_layout(digest)
+            self._deadline_s = self._pace.limit_s(nbytes)
             if published is not None:
                 self._add(published.version, published.slot, published.checksums, 0.0, now)
         for peer, ticket, streamed in self._lobby.values():
@@ -251,7 +259,7 @@ class PushProtocol:
         for receiver in late:
             assert receiver.push is not None
             self.counters["deadline"] += 1
-            self._drop(receiver, f"no end of {receiver.push.phase} within {self._deadline_s:g} s")
+            self._drop(receiver, f"no end of {receiver.push.phase} within {self._deadline_s:.4g} s")
         for receiver in holding_up if impatient else ():
             if receiver not in late:
                 self.counters["held_up"] += 1

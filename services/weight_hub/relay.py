@@ -39,7 +39,7 @@ from umbra.services.runtime.weights.publisher import Publisher
 from umbra.services.runtime.weights.receiver import Receiver
 from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
 
-REGISTER_TIMEOUT_S = 60.0  # with a hub in this very process
+REGISTER_S = 60.0  # with a hub in this very process, besides what its arena takes
 LOOK_S = 0.2
 
 log = logging.getLogger(__name__)
@@ -139,8 +139,9 @@ class RelayPlanes:
     def open(self, reply: Subscribed, name: str, security: Security) -> ReceiverEnd:
         """See `ReceiverPlanes.open`; registers the layout with the relay's own hub."""
         manifest = reply.manifest
-        publisher = Publisher(self._hub, manifest)
-        publisher.register(REGISTER_TIMEOUT_S)
+        pace, nbytes = self._config.pace, manifest.total_bytes
+        publisher = Publisher(self._hub, manifest, pace=pace)
+        publisher.register(pace.after(REGISTER_S).limit_s(self._config.slots * nbytes))
         store = self._tcp.store_of(manifest)
         path, slots = publisher.arena
         arena = Arena.attach(path, slot_bytes=manifest.total_bytes)
@@ -159,7 +160,7 @@ class RelayPlanes:
         end: ReceiverEnd = pull
         if self._gpu is not None and reply.plane == "nccl":
             end = self._gpu.broadcasts(arena, pull)
-        self.end = RelayReceiver(publisher, store, arena, end, self._config.deadline_s)
+        self.end = RelayReceiver(publisher, store, arena, end, pace.limit_s(nbytes))
         return self.end
 
     def close(self) -> None:

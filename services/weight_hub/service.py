@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import cast
 
-from umbra.proto.errors import RejectedError, StartupError, UsageError, WireError
+from umbra.proto.errors import RejectedError, StartupError, UmbraError, UsageError, WireError
 from umbra.proto.messages import (
     AcquireSlot,
     ArenaReady,
@@ -31,6 +31,7 @@ from umbra.proto.messages import (
 from umbra.proto.records import Manifest
 from umbra.services.runtime.config import WeightHubConfig as WeightHubConfig
 from umbra.services.runtime.net.server import Request, Server
+from umbra.services.runtime.planes.background import Background
 from umbra.services.runtime.planes.plane import Deliver, Outcome
 from umbra.services.runtime.process.metrics import MetricsFile
 from umbra.services.runtime.weights.arena import Arena, remove_leftovers, shm_host
@@ -88,9 +89,7 @@ class WeightHub:
         host: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.protocol = PushProtocol(
-            config.slots, config.deadline_s, first_epoch=int(time.time() * 1000)
-        )
+        self.protocol = PushProtocol(config.slots, config.pace, first_epoch=int(time.time() * 1000))
         self._server = server
         self._run_id = run_id
         self._config = config
@@ -99,10 +98,15 @@ class WeightHub:
         self._arena: Arena | None = None
         self._token = uuid.uuid4().hex[:8]  # another hub on this machine may have the same run id
         self._arenas_made = 0
+        self._making: Background[Arena] = Background("umbra-arena")
+        # For the first of these the arena is made; the others wait until it is there.
+        self._registering: list[tuple[Request, HubPeer, RegisterManifest]] = []
         self._manifest: Manifest | None = None
         self._bindings = Bindings()
         self._identities: dict[str, bytes] = {}
         self._peers: dict[str, HubPeer] = {}
+        # Subscriptions for which our own GPU has to be known.
+        self._unplaced: dict[str, tuple[Request, HubPeer, Subscribe]] = {}
         self.planes = HubPlanes(
             config,
             host or shm_host(),
@@ -120,9 +124,15 @@ class WeightHub:
         due = self.protocol.next_deadline()
         if due is not None:
             timeout_s = min(timeout_s, max(0.0, due - self._clock()))
-        if self._registry.busy or any(end.busy for end in self.planes.ends):
+        if self._is_busy or any(end.busy for end in self.planes.ends):
             timeout_s = min(timeout_s, BUSY_POLL_S)
         requests = self._server.poll(timeout_s)
+        if (made := self._making.take()) is not None:
+            self._apply(self._arena_made(made, self._clock()))
+        if self.planes.looked():
+            waiting, self._unplaced = self._unplaced, {}
+            for request, peer, message in waiting.values():
+                self._apply(self._subscribe(request, peer, message, self._clock()))
         for request in requests:
             self._apply(self._handle(request))
         self._apply(self._registry.poll(self._clock()))
@@ -131,6 +141,10 @@ class WeightHub:
             for outcome in end.poll(self._clock()):
                 self._apply(self._go_on(outcome))
         return len(requests)
+
+    @property
+    def _is_busy(self) -> bool:
+        return self._registry.busy or self.planes.looking or self._making.busy
 
     def stats(self) -> dict[str, float]:
         """Figures for the monitor."""
@@ -145,9 +159,13 @@ class WeightHub:
 
     def close(self) -> None:
         """Remove the arena; those who have it mapped may go on reading."""
-        for end in self.planes.ends:
-            end.close()
+        self.planes.close()
         self._registry.close()
+        self._making.wait()
+        if isinstance(made := self._making.take(), Arena):
+            made.unlink()
+            made.close()
+        self._making.close()
         self._drop_arena()
         self._remove_leftovers()
 
@@ -193,22 +211,50 @@ class WeightHub:
     def _register(
         self, request: Request, peer: HubPeer, message: RegisterManifest, now: float
     ) -> list[Effect]:
+        if self._registering:
+            self._registering.append((request, peer, message))
+            return []
         manifest, published = message.manifest, None
-        is_new = manifest.digest != self.protocol.digest
         try:
             check_manifest(manifest)
-            if is_new:
-                published = self._take_over(message)
-                if published is None:
-                    self._make_arena(manifest)
         except WireError as error:
             self._server.reply(request, Nack(code=error.code, reason=str(error), path=error.path))
             return []
-        except StartupError as error:
-            self._server.reply(request, Nack(code="no_room", reason=str(error)))
-            return []
+        if manifest.digest != self.protocol.digest:
+            published = self._take_over(message)
+            if published is None:
+                self._make_arena(manifest)
+                self._registering.append((request, peer, message))
+                return []
+        return self._registered(request, peer, manifest, published, now)
+
+    def _arena_made(self, made: Arena | UmbraError, now: float) -> list[Effect]:
+        """What a registration waited for is there, or not; others may have come meanwhile."""
+        (request, peer, message), *others = self._registering
+        self._registering = []
+        effects: list[Effect] = []
+        if isinstance(made, UmbraError):
+            self._server.reply(request, Nack(code="no_room", reason=str(made)))
+        else:
+            self._begin_layout(made, message.manifest)
+            effects += self._registered(request, peer, message.manifest, None, now)
+        for other in others:
+            effects += self._register(*other, now)
+        return effects
+
+    def _registered(
+        self,
+        request: Request,
+        peer: HubPeer,
+        manifest: Manifest,
+        published: Publish | None,
+        now: float,
+    ) -> list[Effect]:
+        is_new = manifest.digest != self.protocol.digest
         assert self._arena is not None
-        effects = self.protocol.register(peer, manifest.digest, now, published)
+        effects = self.protocol.register(
+            peer, manifest.digest, now, published, manifest.total_bytes
+        )
         if published is not None:
             self._registry.restore(now)
         if is_new:
@@ -245,14 +291,13 @@ class WeightHub:
         return published
 
     def _make_arena(self, manifest: Manifest) -> None:
+        """Begin to make an arena: to allocate all its pages takes a second for each 1 or 2 GB."""
         self._arenas_made += 1
-        arena = Arena.create(
-            self._run_id,
-            f"weights_{self._token}_{self._arenas_made}",
-            slot_bytes=manifest.total_bytes,
-            slots=self._config.slots,
+        suffix = f"weights_{self._token}_{self._arenas_made}"
+        nbytes, slots = manifest.total_bytes, self._config.slots
+        self._making.start(
+            lambda: Arena.create(self._run_id, suffix, slot_bytes=nbytes, slots=slots)
         )
-        self._begin_layout(arena, manifest)
 
     def _begin_layout(self, arena: Arena, manifest: Manifest) -> None:
         self._registry.layout(arena, manifest)
@@ -293,6 +338,10 @@ class WeightHub:
             reason = f"only relays serve others, not the {request.role} key"
             self._refuse(request, Nack(code="not_allowed", reason=reason, path="serves"))
             return []
+        self._unplaced.pop(peer.name, None)
+        if self.planes.awaits_gpu(message):
+            self._unplaced[peer.name] = request, peer, message
+            return []
         try:
             relay = self.planes.subscribe(peer, message)
         except RejectedError as error:
@@ -314,8 +363,13 @@ class WeightHub:
             version=newest.version if newest else -1,
             pushes=self.protocol.counters["pushes"],
             receivers=self.protocol.serving,
-            subscribed=self.protocol.knows(peer),
+            subscribed=self.protocol.knows(peer) or self._awaited(peer),
         )
+
+    def _awaited(self, peer: HubPeer) -> bool:
+        """Whether `peer` has subscribed, and waits until its plane can be chosen."""
+        waiting = self._unplaced.get(peer.name)
+        return waiting is not None and waiting[1] == peer
 
     # -- effects ----------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from fakes.slowness import seconds
 from umbra.proto.messages import Ping, Pong
 from umbra.proto.records import Manifest
 from umbra.services.runtime.config import WeightHubConfig as WeightHubConfig
+from umbra.services.runtime.deadline import LEAST_RATE, Pace
 from umbra.services.runtime.net.channel import Channel
 from umbra.services.runtime.net.io_thread import IoThread
 from umbra.services.runtime.net.keys import OPEN, Security
@@ -27,6 +28,7 @@ from umbra.services.runtime.weights.receiver import Receiver, StagedVersion
 from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
 
 WAIT_S = seconds(20.0)
+PACE = Pace(WAIT_S, LEAST_RATE)
 PROGRAMS = Path(__file__).parents[1] / "programs"
 LAYOUT = build_manifest(
     [("embed", "F32", [300, 16]), ("layer.0", "BF16", [33, 7]), ("norm", "F32", [16])], 4096

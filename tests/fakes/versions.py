@@ -1,5 +1,6 @@
 """Requests, versions and checks for tests of an engine whose weights change under way."""
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -12,6 +13,16 @@ from umbra.services.modeling.weights import tensors_in
 from umbra.services.runtime.weights.manifest import build_manifest
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+def other_weights(model: Any, seed: int) -> Any:
+    """A copy of `model` whose weights differ, by `seed`."""
+    changed = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return changed
 
 
 def weights(models: dict[int, Any], version: int) -> Iterator[tuple[str, torch.Tensor]]:

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 from fakes.generating import Generating, Policy
-from fakes.hub_bench import WAIT_S, Bench
+from fakes.hub_bench import PACE, WAIT_S, Bench
 from fault.test_weight_push_faults import PLANES, HubProcess
 
 from umbra.proto.errors import PeerLostError
@@ -62,7 +62,7 @@ class World:
         self.publisher = Publisher(self.up, self.policy.manifest)
         self.publisher.register(WAIT_S)
         # The smallest messages, so that most of a version is not under way when something happens.
-        planes = StreamedPlanes([plane], SMALLEST_FRAME, WAIT_S)
+        planes = StreamedPlanes([plane], SMALLEST_FRAME, PACE)
         self.receiver = Receiver(self.down, planes, check_s=0.05, retry_s=0.02)
         self.receiver.subscribe(WAIT_S)
         self.generator = Generating(

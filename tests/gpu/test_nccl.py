@@ -12,6 +12,7 @@ from fakes.one_gpu import rank_environment
 
 from umbra.proto.errors import DeadlineError, UmbraError
 from umbra.proto.records import GpuFacts
+from umbra.services.runtime.deadline import LEAST_RATE, Pace
 from umbra.services.runtime.gpu import cuda
 from umbra.services.runtime.gpu.worker_process import GpuWorkerProcess, result
 from umbra.services.runtime.planes.choice import mismatch
@@ -36,7 +37,7 @@ class Pair:
         self.workers = [GpuWorkerProcess(0, rank_environment(f"host{rank}")) for rank in range(2)]
         self.arenas = [Arena.create(run_id, f"rank{i}", slot_bytes=SIZE, slots=2) for i in range(2)]
         for worker, arena in zip(self.workers, self.arenas, strict=True):
-            worker.use(arena, CHUNK)
+            worker.use(arena, CHUNK, Pace(WAIT_S, LEAST_RATE))
 
     def join(self, epoch: int) -> None:
         for worker in self.workers:

@@ -11,7 +11,7 @@ from fakes.agents import AgentWorld, Make, client, play, reward
 from fakes.closeness import assert_same_logprobs
 from fakes.interrupted import TEMPERATURE, TURNS, teacher_forced
 from fakes.trajectories import sample
-from fakes.versions import load
+from fakes.versions import load, other_weights
 
 from umbra.proto.records import Sampling, unpack_float32, unpack_int32
 from umbra.services.generator.rollout import RolloutSettings
@@ -57,15 +57,6 @@ def engine_of(model: Any, version: int = 0) -> TorchEngine:
 
 def engines(model: Any) -> Callable[[int], TorchEngine]:
     return lambda attempt: engine_of(model, attempt)
-
-
-def other_weights(model: Any, seed: int) -> Any:
-    changed = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in changed.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
-    return changed
 
 
 def test_tokens_and_logprobs_are_those_of_the_engine_while_weights_change(

@@ -160,3 +160,74 @@ def test_an_abort_that_fails_is_no_abort(
 
     monkeypatch.setattr(nccl.NcclCommunicator, "abort", fail)
     assert not communicator.abort()
+
+
+def test_an_abort_waits_for_the_call_that_is_in_nccl(
+    gpu_world: GpuWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An abort frees the communicator, which `check` and `bcast` of another thread would use."""
+    from cupy.cuda import nccl
+
+    communicator = cuda.NcclCommunicator(cuda.Device(0), 1, os.urandom(128), 0)
+    inside, leave = threading.Event(), threading.Event()
+    order: list[str] = []
+    abort = nccl.NcclCommunicator.abort
+
+    def check(_self: nccl.NcclCommunicator) -> None:
+        inside.set()
+        assert leave.wait(WAIT_S)
+        order.append("checked")
+
+    def aborted(self: nccl.NcclCommunicator) -> None:
+        order.append("aborted")
+        abort(self)
+
+    monkeypatch.setattr(nccl.NcclCommunicator, "check_async_error", check)
+    monkeypatch.setattr(nccl.NcclCommunicator, "abort", aborted)
+    monkeypatch.setattr(cuda, "ABORT_DEADLINE_S", WAIT_S)
+    threads = [threading.Thread(target=communicator.check)]
+    threads[0].start()
+    assert inside.wait(WAIT_S)
+    threads.append(threading.Thread(target=communicator.abort))
+    threads[1].start()
+    threads[1].join(0.05)  # as much as it needs where nothing holds it up
+    assert order == []
+    leave.set()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert order == ["checked", "aborted"]
+    with pytest.raises(PeerLostError, match="was aborted"):
+        communicator.check()
+
+
+def test_an_abort_does_not_wait_for_a_call_that_hangs(
+    gpu_world: GpuWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then the process has to go."""
+    communicator = cuda.NcclCommunicator(cuda.Device(0), 1, os.urandom(128), 0)
+    monkeypatch.setattr(cuda, "ABORT_DEADLINE_S", 0.05)
+    with communicator._entering:
+        assert not communicator.abort()
+    assert communicator.abort()
+
+
+@pytest.mark.parametrize("mode", ["prohibited", "exclusive-process"])
+def test_a_gpu_that_lets_in_one_process_is_named(
+    gpu_world: GpuWorld, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    modes = {name: number for number, name in cuda.CLOSED_MODES.items()}
+    monkeypatch.setenv("FAKE_CUDA_COMPUTE_MODE", str(modes[mode]))
+    with pytest.raises(StartupError, match=f"compute mode {mode}.*nvidia-smi -i 1 -c DEFAULT"):
+        cuda.facts(1)
+
+
+def test_device_memory_is_asked_for_before_it_is_taken(
+    gpu_world: GpuWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cupy.cuda import runtime
+
+    device = cuda.Device(0)
+    monkeypatch.setenv("FAKE_CUDA_MEMORY", "99")
+    monkeypatch.setattr(runtime, "malloc", lambda _size: pytest.fail("taken"))
+    with pytest.raises(StartupError, match="no room for 100 bytes of weights, 99 are free"):
+        device.allocate(100)

@@ -243,3 +243,16 @@ def test_config_show_is_a_run_file(project: Path) -> None:
     second = umbra(project, "config", "show", "shown.toml").stdout
     assert second == first
     assert "😀" in first
+
+
+def test_a_run_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "2+2=", "answer": "4"}\n', encoding="utf-8")
+    given = ("--set", f"data.prompts={prompts}", "--insecure", "--run-dir", "file/run")
+    done = umbra(tmp_path, "buffer", *given)
+    assert done.returncode == 2, done
+    assert done.stderr == (
+        "umbra: error: --run-dir file/run cannot be made: Not a directory; name a folder that this "
+        "user may write to\n"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from umbra.services.monitor.client import StatusClient
 
 WAIT_S = seconds(40.0)
 UMBRA = (sys.executable, "-m", "umbra")
+HOST = socket.gethostname()
 
 
 @pytest.fixture
@@ -92,3 +94,33 @@ def test_a_relay_that_lost_the_buffer_fails(buffer: BufferProcess, tmp_path: Pat
     _, errors = popen.communicate(timeout=WAIT_S)
     assert popen.returncode == 5, errors
     assert errors.splitlines()[-1].endswith("is silent for 1 s")
+
+
+def test_a_node_is_drained_unless_the_trainer_is_there(
+    buffer: BufferProcess,
+    relay: subprocess.Popen[bytes],
+    zmq_context: zmq.Context[zmq.Socket[bytes]],
+) -> None:
+    def drain(node: str) -> subprocess.CompletedProcess[str]:
+        words = ("drain", "--node", node, "--broker", buffer.broker)
+        return subprocess.run(
+            [*UMBRA, *words], check=False, capture_output=True, text=True, timeout=WAIT_S
+        )
+
+    trainer = Peer(zmq_context, buffer.broker, "trainer", "trainer")  # on host "h"
+    generator = Peer(zmq_context, buffer.broker, "generator", "generator-0")
+    members(buffer.broker, lambda found: "relay-b" in found)
+    refused = drain("h")
+    assert refused.returncode == 2
+    assert "--node h: trainer is there, without which the run cannot go on" in refused.stderr
+    unknown = drain("nowhere")
+    assert unknown.returncode == 2
+    assert f"no member of the run is there, but on {', '.join(sorted({'h', HOST}))}" in (
+        unknown.stderr
+    )
+    done = drain(HOST)
+    assert (done.returncode, done.stdout) == (0, "relay-b is draining\n")
+    assert relay.wait(WAIT_S) == 0
+    members(buffer.broker, lambda found: set(found) == {"trainer", "generator-0"})
+    trainer.close()
+    generator.close()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from fakes.hub_bench import Bench, content, load, publish, take, whole
+from fakes.hub_bench import PACE, Bench, content, load, publish, take, whole
 from fakes.keys import of
 from fakes.slowness import seconds
 from fakes.waiting import until
@@ -273,15 +273,18 @@ def hub(bench: Bench, keys: Path) -> Iterator[Callable[[str, KeyRole], Channel]]
     yield connect
 
 
+def subscribed(bench: Bench, channel: Channel) -> Receiver:
+    receiver = Receiver(channel, StagedPlanes(["tcp"]), check_s=0.05, retry_s=0.02)
+    bench.closers.append(receiver.close)
+    receiver.subscribe(WAIT_S)
+    return receiver
+
+
 def test_weights_travel_over_sockets_with_keys(
     bench: Bench, hub: Callable[[str, KeyRole], Channel]
 ) -> None:
     publisher = bench.publisher(channel=hub("trainer", "trainer"))
-    receiver = Receiver(
-        hub("gen-0", "generator"), StagedPlanes(["tcp"]), check_s=0.05, retry_s=0.02
-    )
-    bench.closers.append(receiver.close)
-    receiver.subscribe(WAIT_S)
+    receiver = subscribed(bench, hub("gen-0", "generator"))
     for version in range(3):
         publish(publisher, version)
         load(receiver, version)
@@ -293,7 +296,7 @@ def test_streamed_weights_travel_over_sockets_with_keys(
 ) -> None:
     publisher = bench.publisher(channel=hub("trainer", "trainer"))
     channel = hub("gen-0", "generator")
-    receiver = Receiver(channel, StreamedPlanes(["tcp"], 1024, WAIT_S))
+    receiver = Receiver(channel, StreamedPlanes(["tcp"], 1024, PACE))
     bench.closers.append(receiver.close)
     receiver.subscribe(WAIT_S)
     publish(publisher, 0)
@@ -330,11 +333,7 @@ def test_buckets_are_for_receivers(
     bench: Bench, hub: Callable[[str, KeyRole], Channel], keys: Path
 ) -> None:
     publisher = bench.publisher(channel=hub("trainer", "trainer"))
-    receiver = Receiver(
-        hub("gen-0", "generator"), StagedPlanes(["tcp"]), check_s=0.05, retry_s=0.02
-    )
-    bench.closers.append(receiver.close)
-    receiver.subscribe(WAIT_S)
+    receiver = subscribed(bench, hub("gen-0", "generator"))
     publish(publisher, 0)
     load(receiver, 0)
     endpoint = bench.hub.planes.open_tcp().server.endpoint

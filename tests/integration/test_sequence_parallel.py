@@ -11,14 +11,13 @@ from fakes.architectures import ARCHITECTURES
 from fakes.rank_bench import make_batches, narrow_model, train
 from integration.test_trainer_ranks import (
     TESTS,
-    WAIT_S,
     assert_as_alone,
     launch,
+    see_the_loss,
     see_through,
     start,
 )
 
-from umbra.proto.errors import PeerLostError
 from umbra.proto.records import Trajectory
 from umbra.services.runtime.model.architectures import PROVEN
 from umbra.services.trainer.ranks import Ranks
@@ -99,16 +98,7 @@ def test_the_others_end_when_a_rank_is_gone(
     and ends.
     """
     cases = {case: {"sequence_parallel": 2}}
-    first, second = start(directory, tmp_path, 2, cases, batches)
-    try:
-        _, errors = first.communicate(timeout=WAIT_S)
-        assert first.returncode == PeerLostError.exit_code, errors
-        assert "trainer rank 0 lost another rank" in errors
-        assert told in errors
-    finally:
-        for rank in (first, second):
-            rank.kill()
-            rank.communicate()
+    see_the_loss(start(directory, tmp_path, 2, cases, batches), told)
 
 
 # -- architectures ---------------------------------------------------------------------------------

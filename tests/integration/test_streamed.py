@@ -17,6 +17,7 @@ from torch import nn
 from umbra.proto.errors import PeerLostError, UsageError
 from umbra.services.modeling.weights import WeightTable
 from umbra.services.runtime.config import WeightHubConfig as WeightHubConfig
+from umbra.services.runtime.deadline import LEAST_RATE, Pace
 from umbra.services.runtime.net.io_thread import IoThread
 from umbra.services.runtime.net.server import Server
 from umbra.services.runtime.planes.receiving import StreamedPlanes
@@ -29,6 +30,7 @@ from umbra.services.trainer.snapshot import tensor_layout, write_shards
 from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
 
 WAIT_S = seconds(20.0)
+PACE = Pace(WAIT_S, LEAST_RATE)
 
 
 def make_model(rows: int = 65) -> nn.Module:
@@ -55,7 +57,7 @@ class World:
         trainer, generator = (link.channel(endpoint, "weight hub") for link in self.links)
         self.publisher = Publisher(trainer, self.manifest)
         self.publisher.register(WAIT_S)
-        planes = StreamedPlanes([plane], 4096, WAIT_S)
+        planes = StreamedPlanes([plane], 4096, PACE)
         self.receiver = Receiver(generator, planes, retry_s=0.02)
         self.receiver.subscribe(WAIT_S)
 

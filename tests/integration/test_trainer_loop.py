@@ -36,6 +36,7 @@ from umbra.proto.messages import (
     RunFinished,
 )
 from umbra.proto.records import EvalReport, Ledger, Manifest
+from umbra.services.runtime.deadline import Pace
 from umbra.services.runtime.process.command import ServiceContext
 from umbra.services.runtime.process.metrics import MetricsFile
 from umbra.services.trainer import service
@@ -138,15 +139,19 @@ class World:
 class HubInTest:
     """Stands in for `Publisher`: what is published becomes the weights of the rollouts."""
 
-    def __init__(self, world: World, manifest: Manifest, _stopping: threading.Event) -> None:
+    def __init__(
+        self, world: World, manifest: Manifest, _stopping: threading.Event, pace: Pace
+    ) -> None:
         self.world, self.manifest = world, manifest
+        self.phase_s = pace.limit_s(manifest.total_bytes)
         self.memory = bytearray()
         self.place = ("memory", 0)
 
     def register(self, timeout_s: float) -> None:
-        assert timeout_s > 0
+        assert timeout_s > self.phase_s, "the hub allocates several slots"
 
     def slot(self, version: int, timeout_s: float) -> memoryview:
+        assert timeout_s == 2 * self.phase_s
         self.memory = bytearray(self.manifest.total_bytes)
         return memoryview(self.memory)
 

@@ -120,6 +120,20 @@ def launch(folder: Path, world: int, program: list[str]) -> list[subprocess.Pope
     ]
 
 
+def see_the_loss(ranks: list[subprocess.Popen[str]], told: str) -> None:
+    """Wait until the first of two ranks ends because the other is gone, and says so."""
+    first, second = ranks
+    try:
+        _, errors = first.communicate(timeout=WAIT_S)
+        assert first.returncode == PeerLostError.exit_code, errors
+        assert "trainer rank 0 lost another rank" in errors
+        assert told in errors
+    finally:
+        for rank in (first, second):
+            rank.kill()
+            rank.communicate()
+
+
 def see_through(ranks: list[subprocess.Popen[str]]) -> None:
     try:
         for rank in ranks:
@@ -246,16 +260,7 @@ def test_the_others_end_when_a_rank_is_gone(
     case: str, told: str, directory: Path, batches: list[list[Trajectory]], tmp_path: Path
 ) -> None:
     """1. Two ranks train. 2. One is killed, or stops. Result: the other says so and ends."""
-    first, second = start(directory, tmp_path, 2, {case: {}}, batches)
-    try:
-        _, errors = first.communicate(timeout=WAIT_S)
-        assert first.returncode == PeerLostError.exit_code, errors
-        assert "trainer rank 0 lost another rank" in errors
-        assert told in errors
-    finally:
-        for rank in (first, second):
-            rank.kill()
-            rank.communicate()
+    see_the_loss(start(directory, tmp_path, 2, {case: {}}, batches), told)
 
 
 @pytest.mark.fault

@@ -317,6 +317,7 @@ def test_streamed_weights_come_bucket_by_bucket(served: Engine, models: dict[int
     hub = Hub(models)
     served.submit([request(i) for i in range(8)])
     decode(served, 40)
+    served.part_bytes = 0  # type: ignore[attr-defined] - so that layers come in several parts
     assert served.load(hub.manifest, hub.buckets(3), 3, "keep") == []
     assert all(o.spans[-1].version in (0, 3) for o in finish(served))
     check_served(served, models, 3)
@@ -326,6 +327,7 @@ def test_a_streamed_load_that_breaks_off_is_undone_by_the_next(
     served: Engine, models: dict[int, Any]
 ) -> None:
     hub = Hub(models)
+    served.part_bytes = 0  # type: ignore[attr-defined] - so that it breaks off within the version
     served.submit([request(i, 100) for i in range(SLOTS)])
     early = decode(served, SLOTS * 5)
     for good in (1, len(hub.manifest.buckets) // 2):
@@ -348,6 +350,7 @@ def test_it_ends_with_a_reason(served: Engine, models: dict[int, Any]) -> None:
                 os.kill(core.pid, signal.SIGKILL)
             yield bucket
 
+    served.part_bytes = 0  # type: ignore[attr-defined] - so that it loads when the core is killed
     served.submit([request(i) for i in range(8)])
     done = decode(served, 8)  # one may end early
     reason = r"core died \(EngineCore killed by SIGKILL"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from fakes.hub_bench import (
@@ -27,13 +29,15 @@ from umbra.proto.messages import (
     HubStatus,
     HubStatusRequest,
     Ok,
+    Ping,
+    Pong,
     Prepare,
     RegisterManifest,
 )
 from umbra.proto.records import Manifest
 from umbra.services.runtime.planes.choice import PLANES, Side, check_plane, choose_plane
 from umbra.services.runtime.planes.receiving import StagedPlanes
-from umbra.services.runtime.weights.arena import SHM
+from umbra.services.runtime.weights.arena import SHM, Arena
 from umbra.services.runtime.weights.manifest import build_manifest
 from umbra.services.runtime.weights.publisher import Publisher
 from umbra.services.runtime.weights.receiver import Receiver
@@ -294,3 +298,37 @@ def test_a_trainer_that_serves_what_the_engine_does_not_compute_in_is_refused(
         bench.receiver("gen-0", dtype="float16")
     publish(publisher, 0)
     assert take(bench.receiver("gen-1", dtype="bfloat16")).version == 0
+
+
+def test_while_an_arena_is_made_others_are_answered(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1. A trainer registers. 2. It starts anew. 3. Others are answered. 4. The arena is there."""
+    make, create, made = threading.Event(), Arena.create, list[str]()
+
+    def slow(run_id: str, suffix: str, **sizes: Any) -> Arena:
+        assert make.wait(WAIT_S)
+        made.append(suffix)
+        return create(run_id, suffix, **sizes)
+
+    def registering(count: int) -> None:
+        look = threading.Event()
+        while len(bench.hub._registering) < count:
+            look.wait(0.01)
+
+    monkeypatch.setattr(Arena, "create", slow)
+    bench.start()
+    with ThreadPoolExecutor(2) as executor:
+        first = executor.submit(bench.publisher)
+        registering(1)
+        second = executor.submit(bench.publisher, name="trainer-again")
+        registering(2)
+        other = bench.channel("monitor")
+        assert other.call(Ping(), Pong, timeout_s=WAIT_S).role == "weight_hub"
+        assert other.call(HubStatusRequest(), HubStatus, timeout_s=WAIT_S).version == -1
+        make.set()
+        first.result(WAIT_S)
+        publisher = second.result(WAIT_S)
+    assert len(made) == 1
+    publish(publisher, 0)
+    load(bench.receiver("gen-0"), 0)

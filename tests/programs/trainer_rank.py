@@ -1,8 +1,9 @@
 """One rank of a trainer that runs through several cases; started as torchrun would.
 
 Arguments: the model, the folder with `cases.json` (settings by name; `checkpoints` is a folder in
-there) and `batches.msgpack`. There each rank leaves `<case>.<rank>.json`, and rank 0
-`<case>.safetensors`. Where all cases set `sequence_parallel`, ranks share rows. In the case `dies`
+there, `model` another model) and `batches.msgpack`. There each rank leaves `<case>.<rank>.json`,
+and rank 0 `<case>.safetensors`. Where all cases set `sequence_parallel`, ranks share rows, and
+where all set `expert_parallel` they divide experts. In the case `dies`
 rank 1 ends by a signal within an update (where ranks share rows: within an exchange), in the case
 `hangs` it stops there and never goes on.
 """
@@ -39,6 +40,7 @@ def main(model: Path, folder: Path) -> int:
         device="cpu",
         rank_timeout_s=seconds(1.0 if "hangs" in cases else 30.0),
         sequence_parallel=min(case.get("sequence_parallel", 1) for case in cases.values()),
+        expert_parallel=min(case.get("expert_parallel", 1) for case in cases.values()),
     )
     try:
         with join_ranks(config) as ranks:
@@ -51,7 +53,8 @@ def main(model: Path, folder: Path) -> int:
                         end_in(Learner, "update", number)
                 if "checkpoints" in settings:
                     settings = {**settings, "checkpoints": folder / settings["checkpoints"]}
-                trained = train(model, batches, ranks, folder / f"{name}.critic", **settings)
+                path = Path(settings.pop("model", model))
+                trained = train(path, batches, ranks, folder / f"{name}.critic", **settings)
                 found = {"rows": trained.rows, "local": trained.local}
                 (folder / f"{name}.{ranks.rank}.json").write_text(json.dumps(found))
                 if ranks.rank == 0:

@@ -29,7 +29,13 @@ from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.models import load_model, outline_model
 from umbra.services.runtime.config import DataConfig, RunConfig, ScorerConfig, TrainerConfig
 from umbra.services.runtime.config import ModelConfig as ModelSection
-from umbra.services.runtime.model.architectures import PROVEN, check_architecture, in_the_way
+from umbra.services.runtime.model.architectures import (
+    PROVEN,
+    check_architecture,
+    check_experts,
+    in_the_way,
+    read_config,
+)
 from umbra.services.trainer.policy import load_policy, open_backbone, open_policy
 
 CPU = torch.device("cpu")
@@ -197,6 +203,28 @@ def test_heads_that_ranks_cannot_share_are_refused_before_a_run(
     with pytest.raises(UsageError, match=r"sequence_parallel = 4 cannot divide the 2 attention"):
         check_run(run)
     check_run(replace(run, trainer=replace(run.trainer, sequence_parallel=2)))
+
+
+@of("qwen3-moe")
+def test_experts_that_ranks_cannot_divide_are_refused_before_a_run(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a"}\n')
+    run = RunConfig(
+        model=ModelSection(path=str(model_dir)),
+        data=DataConfig(prompts=str(prompts)),
+        trainer=TrainerConfig(ranks=3, expert_parallel=3),
+    )
+    with pytest.raises(UsageError, match=r"= 3 cannot divide the 4 experts of a Qwen3MoeForCausal"):
+        check_run(run)
+    check_run(replace(run, trainer=replace(run.trainer, ranks=4, expert_parallel=2)))
+
+
+@of("qwen3")
+def test_a_model_without_experts_is_refused_by_name(model_dir: Path) -> None:
+    with pytest.raises(UsageError, match="a Qwen3ForCausalLM has no experts"):
+        check_experts(read_config(model_dir), 2)
 
 
 # -- the comparisons notice ------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import pytest
 from umbra.proto.errors import WireError
 from umbra.proto.messages import Credit, FetchBuckets, Prepare
 from umbra.proto.records import Piece
+from umbra.services.runtime.deadline import LEAST_RATE, Pace
 from umbra.services.runtime.gpu import worker_process
 from umbra.services.runtime.net.keys import OPEN
 from umbra.services.runtime.planes import tcp
@@ -292,7 +293,7 @@ def test_a_stream_asks_its_source_for_the_key_of_what_it_is(
 
     monkeypatch.setattr(tcp, "BucketSource", Source)
     monkeypatch.setattr(tcp.Transfer, "run", lambda _self: iter(()))
-    stream = tcp.TcpStream("gen-0", LAYOUT, 1024, 1.0, OPEN)
+    stream = tcp.TcpStream("gen-0", LAYOUT, 1024, Pace(1.0, LEAST_RATE), OPEN)
     sums = [0] * len(LAYOUT.buckets)
     prepare = Prepare(
         epoch=1, version=0, slot=0, checksums=sums, source="tcp://there:1", relayed=relayed

@@ -22,7 +22,7 @@ from fakes.interrupted import (
     roll,
     teacher_forced,
 )
-from fakes.versions import load
+from fakes.versions import load, other_weights
 from transformers import DynamicCache
 
 from umbra.proto.records import Sampling, VersionSpan
@@ -85,15 +85,6 @@ def test_logprobs_of_interrupted_samples_are_those_of_one_forward_pass(
 
 
 # -- weights --------------------------------------------------------------------------------------
-
-
-def other_weights(model: Any, seed: int) -> Any:
-    changed = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in changed.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
-    return changed
 
 
 def generate_with_updates(

@@ -102,6 +102,18 @@ def test_implied_staleness(
             ),
             "trainer.router_aux_loss_coef balances",
         ),
+        (
+            RunConfig(trainer=TrainerConfig(ranks=4, expert_parallel=3)),
+            "trainer.expert_parallel = 3 does not divide trainer.ranks = 4",
+        ),
+        (
+            RunConfig(trainer=TrainerConfig(ranks=4, expert_parallel=2, compile=True)),
+            "compile the exchanges of trainer.expert_parallel",
+        ),
+        (
+            RunConfig(trainer=TrainerConfig(ranks=4, expert_parallel=2, lora_rank=8)),
+            "does not divide adapters of experts, which an empty trainer.lora_targets",
+        ),
         (RunConfig(trainer=TrainerConfig(profile_steps=[3, 900])), "has step 900, but run.steps"),
     ],
 )

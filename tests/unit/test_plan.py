@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from umbra.deploy.cluster.cluster_file import load_cluster
+from umbra.deploy.cluster.invocation import image
 from umbra.deploy.cluster.plan import Plan
 from umbra.deploy.cluster.shares import check_ratios, divide
 from umbra.deploy.cluster.table import as_json, table
@@ -241,6 +242,28 @@ def test_a_plan_that_cannot_be_met_is_refused_with_the_numbers(
         plan_of(*gpus, stages=stages, overrides=overrides, **settings)
     assert told in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "plane", "network", "found"),
+    [
+        ((8, 8), "auto", "host", (0,)),
+        ((8, 8), "auto", "bridge", ()),
+        ((8, 8), "tcp", "host", ()),
+        ((8, 8), "nccl", "host", (0,)),
+        ((8,), "auto", "host", ()),
+        ((0, 0), "auto", "host", ()),
+    ],
+)
+def test_hub_and_relays_have_a_gpu_where_they_may_broadcast(
+    gpus: tuple[int, ...], plane: str, network: str, found: tuple[int, ...]
+) -> None:
+    plan = plan_of(*gpus, overrides=(f"weight_hub.plane={plane}",), network=network)
+    passing = [p for p in plan.processes if p.task in ("weight_hub", "relay")]
+    assert len(passing) == len(gpus)
+    assert {process.gpus for process in passing} == {found}
+    images = {image(plan, process).rpartition("-")[2] for process in passing}
+    assert images == {"trainer:latest" if found else "broker:latest"}
 
 
 # -- the file -------------------------------------------------------------------------------------

@@ -154,7 +154,9 @@ def check_service(plan: Plan, service: dict[str, Any], name: str, volumes: dict[
     if plan.cluster.network == "host":
         assert service["network_mode"] == "host"
         assert "ports" not in service
+        assert "hostname" not in service
     else:
+        assert service["hostname"] == process.node.name  # `umbra drain --node` goes by it
         assert {port["host_ip"] for port in service.get("ports", [])} <= {process.node.address}
         published = [port["published"] for port in service.get("ports", [])]
         assert published == [str(port) for port in invocation.ports(plan, process)]

@@ -71,6 +71,7 @@ def check_manifests(plan: Plan, documents: list[dict[str, Any]]) -> None:
         template = job["spec"]["template"]
         pod = template["spec"]
         check_labels(template["metadata"])
+        assert NAME.fullmatch(pod["hostname"])  # `umbra drain --node` goes by it
         check_failure_policy(job["spec"])
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
         for volume in volumes.values():

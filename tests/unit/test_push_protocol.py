@@ -16,6 +16,7 @@ from umbra.proto.messages import (
     Ready,
     SlotGranted,
 )
+from umbra.services.runtime.deadline import Pace
 from umbra.services.weight_hub.effects import Admit, Effect, Failed, HubPeer, HubReply, Pushed, Send
 from umbra.services.weight_hub.push import RECOVERS_S, PushProtocol
 from umbra.services.weight_hub.push_state import Publication, Slots
@@ -24,17 +25,20 @@ TRAINER = HubPeer("trainer", "t1")
 A = HubPeer("a", "a1")
 B = HubPeer("b", "b1")
 DEADLINE_S = 10.0
+PACE = Pace(DEADLINE_S, least_rate=100.0)
 
 
 class Hub:
     """A protocol with a clock that is set by hand."""
 
     def __init__(self, slots: int = 2) -> None:
-        self.protocol = PushProtocol(slots, DEADLINE_S)
+        self.protocol = PushProtocol(slots, PACE)
         self.now = 100.0
 
-    def registered(self, digest: str = "d1", publisher: HubPeer = TRAINER) -> list[Effect]:
-        return self.protocol.register(publisher, digest, self.now)
+    def registered(
+        self, digest: str = "d1", publisher: HubPeer = TRAINER, nbytes: int = 0
+    ) -> list[Effect]:
+        return self.protocol.register(publisher, digest, self.now, nbytes=nbytes)
 
     def acquire(self, version: int, publisher: HubPeer = TRAINER) -> list[Effect]:
         return self.protocol.acquire(f"acquire {version}", publisher, version, self.now)
@@ -436,7 +440,7 @@ def test_another_layout_drops_everyone() -> None:
 
 def test_a_hub_needs_two_slots() -> None:
     with pytest.raises(ValueError, match="two slots"):
-        PushProtocol(1, 1.0)
+        PushProtocol(1, PACE)
 
 
 def test_the_slot_with_the_oldest_content_is_written_next() -> None:
@@ -523,3 +527,18 @@ def test_another_layout_takes_back_the_slot_that_was_granted() -> None:
     (answer,) = [effect for effect in hub.publish(1, slot) if isinstance(effect, HubReply)]
     assert isinstance(answer.message, Nack)
     assert granted(hub.acquire(1)) == 0
+
+
+def test_a_phase_lasts_longer_the_larger_a_version_is() -> None:
+    hub = Hub()
+    hub.registered(nbytes=1500)  # 15 s at the least rate
+    hub.subscribe(A)
+    hub.new_version(1)
+    hub.now += DEADLINE_S + 14.9
+    assert hub.protocol.tick(hub.now) == []
+    assert hub.ready(A, 1, 1) == [Send("a", Commit(epoch=1, version=1))]
+    hub.now += DEADLINE_S + 14.9
+    assert hub.protocol.tick(hub.now) == []
+    hub.now += 0.2
+    (failed,) = [e for e in hub.protocol.tick(hub.now) if isinstance(e, Failed)]
+    assert failed.dropped and failed.reason == "no end of committing within 25 s"

@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from umbra.proto.messages import Abort, Commit, Committed, Ok, Prepare, Publish, Ready, SlotGranted
+from umbra.services.runtime.deadline import Pace
 from umbra.services.weight_hub.effects import Admit, Effect, Failed, HubPeer, HubReply, Pushed, Send
 from umbra.services.weight_hub.push import PushProtocol
 
@@ -34,7 +35,7 @@ class PushMachine(RuleBasedStateMachine):
 
     @initialize(slots=st.integers(2, 4), early=st.booleans())
     def start(self, slots: int, early: bool) -> None:
-        self.hub = PushProtocol(slots, DEADLINE_S)
+        self.hub = PushProtocol(slots, Pace(DEADLINE_S, least_rate=100.0))
         self.slots = slots
         self.now = 0.0
         self.tickets = 0

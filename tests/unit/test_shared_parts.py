@@ -50,11 +50,14 @@ def test_parts_have_the_bytes_of_the_version(
             yield memoryview(lane)[: end - start]
 
     got: dict[str, bytes] = {}
-    blocks = MappedBlocks()
-    for path, part in shared(manifest, buckets(), SharedMemory()):
-        memory = blocks.view(path)
+    blocks, memory = MappedBlocks(), SharedMemory()
+    paths = set[str]()
+    for path, part in shared(manifest, buckets(), memory, part_bytes=0):
+        paths.add(path)
+        block = blocks.view(path)
         for entry in part.tensors:
-            got[entry.name] = bytes(memory[entry.offset : entry.offset + entry.nbytes])
+            got[entry.name] = bytes(block[entry.offset : entry.offset + entry.nbytes])
+    assert len(paths) == 1, "parts take each other's place"
     assert got == {
         entry.name: version[entry.offset : entry.offset + entry.nbytes]
         for entry in manifest.tensors
@@ -82,7 +85,7 @@ def test_a_source_that_breaks_off_gives_only_parts_that_are_complete() -> None:
             raise end
 
     for end, error in ((ConnectionError, ConnectionError), (None, PeerLostError)):
-        parts = shared(manifest, buckets(end), SharedMemory())
+        parts = shared(manifest, buckets(end), SharedMemory(), part_bytes=0)
         assert [e.name for e in next(parts)[1].tensors] == ["t0"]
         with pytest.raises(error):
             next(parts)

@@ -130,7 +130,7 @@ def test_docs_name_every_key() -> None:
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--sweep", "--compare"], "two tables"),
+        (["--sweep", "--compare"], "several tables"),
         (["--set", "gpus"], "write it as section.key=value"),
         (["--set", "cluster.gpus.more=1"], "is not a table"),
         (["--sweep", "--set", "buffer.run_ahead=0"], "set buffer.run_ahead"),

@@ -14,7 +14,7 @@ def offered(staging: Staging, epoch: int) -> Candidate:
 
 
 def test_a_version_is_taken_only_when_it_is_staged_and_committed() -> None:
-    staging = Staging()
+    staging = Staging(2)
     staging.prepare(1, 10)
     assert staging.take() is None
     assert not staging.commit(1)
@@ -29,7 +29,7 @@ def test_a_version_is_taken_only_when_it_is_staged_and_committed() -> None:
 
 
 def test_the_buffer_that_is_loaded_is_not_staged_into() -> None:
-    staging = Staging()
+    staging = Staging(2)
     offered(staging, 1)
     loading = staging.take()
     assert loading is not None
@@ -44,7 +44,7 @@ def test_the_buffer_that_is_loaded_is_not_staged_into() -> None:
 
 
 def test_an_aborted_version_is_forgotten() -> None:
-    staging = Staging()
+    staging = Staging(2)
     offered(staging, 1)
     staging.abort(1)
     assert staging.take() is None
@@ -54,7 +54,7 @@ def test_an_aborted_version_is_forgotten() -> None:
 
 
 def test_what_is_being_loaded_is_not_aborted() -> None:
-    staging = Staging()
+    staging = Staging(2)
     offered(staging, 1)
     loading = staging.take()
     assert loading is not None
@@ -63,7 +63,7 @@ def test_what_is_being_loaded_is_not_aborted() -> None:
 
 
 def test_messages_of_other_epochs_change_nothing() -> None:
-    staging = Staging()
+    staging = Staging(2)
     staging.prepare(2, 20)
     staging.staged(1)
     assert not staging.commit(2)

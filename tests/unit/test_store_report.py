@@ -42,7 +42,8 @@ class StoredWorld(World):
         self.log.close()
 
 
-def worked(folder: Path) -> StoredWorld:
+def trained(folder: Path) -> StoredWorld:
+    """The first batch is committed; what follows from that is not yet written."""
     world = StoredWorld(folder)
     world.join("generator", "a")
     world.join("trainer", "trainer")
@@ -51,6 +52,11 @@ def worked(folder: Path) -> StoredWorld:
     world.batch(1)
     world.log.commit()
     world.commit(1)
+    return world
+
+
+def worked(folder: Path) -> StoredWorld:
+    world = trained(folder)
     world.log.commit()
     world.lease("a", 3, 1)
     return world
@@ -190,14 +196,7 @@ def test_a_batch_that_was_handed_out_goes_on_without_what_is_lost(tmp_path: Path
 
 def test_the_counts_are_made_up_for_from_what_they_counted(tmp_path: Path) -> None:
     """The newest record of the counts is spoilt: those of one commit before do not know of it."""
-    world = StoredWorld(tmp_path / "store")
-    world.join("generator", "a")
-    world.join("trainer", "trainer")
-    world.produce("a", 0)
-    world.log.commit()
-    world.batch(1)
-    world.log.commit()
-    world.commit(1)
+    world = trained(tmp_path / "store")
     world.stop()
     spoil(world.folder, b"now")
     text = run("repair", str(world.folder))

@@ -163,9 +163,13 @@ def test_devices_and_ranks_that_are_not_there_are_refused(
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match="WORLD_SIZE is 2"), join_ranks(TrainerConfig(ranks=3)):
         pass
-    shared = TrainerConfig(sequence_parallel=3)
-    with pytest.raises(UsageError, match="3 does not divide the trainer's 2"), join_ranks(shared):
-        pass
+    for shared, key in (
+        (TrainerConfig(sequence_parallel=3), "sequence_parallel"),
+        (TrainerConfig(expert_parallel=3), "expert_parallel"),
+    ):
+        told = f"{key} = 3 does not divide the trainer's 2"
+        with pytest.raises(UsageError, match=told), join_ranks(shared):
+            pass
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(UsageError, match="--use_fsdp"), join_ranks(TrainerConfig()):
         pass

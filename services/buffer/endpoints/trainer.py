@@ -16,11 +16,9 @@ from umbra.proto.messages import (
     PeekBatch,
     RejectSamples,
 )
-from umbra.proto.records import Score, Trajectory
 from umbra.services.buffer.endpoints.checkpoint_requests import CheckpointRequests
 from umbra.services.buffer.endpoints.parking import Parked
 from umbra.services.buffer.samples.failure_counts import count_reason
-from umbra.services.buffer.samples.trajectory_store import digest
 from umbra.services.buffer.state import RunState
 from umbra.services.runtime.net.server import Request
 
@@ -167,14 +165,14 @@ class TrainerEndpoint:
                 **{f"staleness_{name}": value for name, value in batch.staleness.figures().items()},
             )
         self._question = self._run.wanted_since = None
-        trajectories, scores, found = self._packed(batch.sample_ids)
+        packed = self._pool.trajectory_store.batch(batch.sample_ids)
         # Shows, also when it is handed out again, that step and bytes belong together.
-        self._outbox.measure("handed_out", step=batch.step, digest=found)
-        same = found == question.body.held
+        self._outbox.measure("handed_out", step=batch.step, digest=packed.digest)
+        same = packed.digest == question.body.held
         lease = BatchLease(
             step=batch.step,
-            trajectories=[] if same else trajectories,
-            scores={} if same else scores,
+            trajectories=[] if same else packed.trajectories,
+            scores={} if same else packed.scores,
             same=same,
             checkpoint=self.checkpoint_requests.open,
             evals=self._run.evals.newest,
@@ -194,19 +192,9 @@ class TrainerEndpoint:
         if groups is not None:
             self._peek = None
             names = [sample.sample_id for group in groups for sample in group.samples]
-            trajectories, scores, found = self._packed(names)
-            lease = BatchLease(
-                step=question.body.step, trajectories=trajectories, scores=scores, digest=found
-            )
+            packed = self._pool.trajectory_store.batch(names)
+            lease = BatchLease(step=question.body.step, **packed._asdict())
             self._outbox.reply(question.request, lease)
-
-    def _packed(
-        self, sample_ids: list[str]
-    ) -> tuple[list[Trajectory], dict[str, list[Score]], str]:
-        """What a batch of these samples is sent as, and the digest of it."""
-        kept = self._pool.trajectory_store
-        trajectories, scores = kept.packed(sample_ids), kept.packed_scores(sample_ids)
-        return trajectories, scores, digest(trajectories, scores)
 
     def expire(self, now: float) -> None:
         """Answer the parked questions whose wait is over."""

@@ -55,7 +55,7 @@ class Replays:
             if name not in formed and not self._may_serve(group, version)
         ]
         for group in gone:
-            self._drop(group)
+            self.give_up(group)
         return gone
 
     def take_up(self, group: Group, step: int) -> None:
@@ -64,11 +64,7 @@ class Replays:
         if group.steps:
             self._hold(group)
         else:
-            self._drop(group)
-
-    def give_up(self, group: Group) -> None:
-        """The trainer cannot use `group` any more."""
-        self._drop(group)
+            self.give_up(group)
 
     def load(self, trajectories: Mapping[str, int]) -> list[str]:
         """Read them back; those of which a trajectory is gone are named, and given up."""
@@ -92,6 +88,7 @@ class Replays:
         self.groups[group.group_id] = group
         self._journal.write(PREFIX + group.group_id, group_record(group))
 
-    def _drop(self, group: Group) -> None:
+    def give_up(self, group: Group) -> None:
+        """`group` is trained on no more."""
         if self.groups.pop(group.group_id, None) is not None:
             self._journal.store.delete(PREFIX + group.group_id)

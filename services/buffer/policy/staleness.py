@@ -139,24 +139,22 @@ class StalenessStats:
 
     def merge(self, other: StalenessStats) -> None:
         """Add the sums of `other`."""
-        self.samples += other.samples
-        self.total += other.total
-        self.in_flight += other.in_flight
-        self.in_queue += other.in_queue
+        self._sum(other, 1)
         self.worst = max(self.worst, other.worst)
-        self.mixed += other.mixed
-        for staleness, samples in enumerate(other.counts):
-            self._count(staleness, samples)
 
     def remove(self, other: StalenessStats) -> None:
         """Take the sums of `other` away again; the worst stays, it did happen."""
-        self.samples -= other.samples
-        self.total -= other.total
-        self.in_flight -= other.in_flight
-        self.in_queue -= other.in_queue
-        self.mixed -= other.mixed
+        self._sum(other, -1)
+
+    def _sum(self, other: StalenessStats, sign: int) -> None:
+        self.samples += sign * other.samples
+        self.total += sign * other.total
+        self.in_flight += sign * other.in_flight
+        self.in_queue += sign * other.in_queue
+        self.mixed += sign * other.mixed
         for staleness, samples in enumerate(other.counts):
-            self._count(staleness, -samples)
+            if samples:  # a batch has few different ones, however stale it is
+                self._count(staleness, sign * samples)
 
     def _count(self, staleness: int, samples: int) -> None:
         """Bounded, because staleness is: by `max_staleness`."""

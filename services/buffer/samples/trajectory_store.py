@@ -7,8 +7,8 @@ a batch or to a scorer. The trainer puts trajectory and scores together (`BatchL
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias, cast
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import msgspec
 import xxhash
@@ -26,6 +26,14 @@ Packed: TypeAlias = bytes  # a trajectory or a score, in MessagePack
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Trajectory).decode
+
+
+class PackedBatch(NamedTuple):
+    """Trajectories as they came, and what each stage has found of them, in order."""
+
+    trajectories: list[Trajectory]
+    scores: dict[str, list[Score]]
+    digest: str  # over all bytes of both
 
 
 class _Trajectories(msgspec.Struct):
@@ -103,16 +111,22 @@ class TrajectoryStore:
         keys = [PREFIX + sample_id for sample_id in sample_ids]
         return cast("list[Trajectory]", self._raw(keys))
 
-    def packed_scores(self, sample_ids: Sequence[str]) -> dict[str, list[Score]]:
-        """What each stage has found of these samples, by stage, to be sent as well.
+    def batch(self, sample_ids: Sequence[str]) -> PackedBatch:
+        """What a batch of these samples is sent as.
 
         Raises:
-            KeyError: a stage has not scored one of them.
+            KeyError: there is no trajectory of one of them, or a stage has not scored it.
         """
-        return {
+        trajectories = self.packed(sample_ids)
+        scores = {
             stage: cast("list[Score]", self._raw([score_key(one, stage) for one in sample_ids]))
             for stage in self._stages
         }
+        checksum = xxhash.xxh3_64()
+        for part in (trajectories, *scores.values()):
+            for one in part:
+                checksum.update(memoryview(cast(msgspec.Raw, one)))
+        return PackedBatch(trajectories, scores, checksum.hexdigest())
 
     def drop(self, sample_id: str) -> None:
         """Forget it, and its scores; there need not be one."""
@@ -140,12 +154,3 @@ class TrajectoryStore:
 def score_key(sample_id: str, stage: str) -> str:
     """Where the store has the score of a sample."""
     return f"{SCORE}{sample_id}/{stage}"
-
-
-def digest(trajectories: Iterable[Trajectory], scores: Mapping[str, Iterable[Score]]) -> str:
-    """A checksum over what `packed` and `packed_scores` gave, all bytes in order."""
-    checksum = xxhash.xxh3_64()
-    for part in (trajectories, *scores.values()):
-        for one in part:
-            checksum.update(memoryview(cast(msgspec.Raw, one)))
-    return checksum.hexdigest()

@@ -67,6 +67,7 @@ def check_feasible(config: RunConfig) -> None:
         *_sampling(config),
         *_deadlines(config),
         *_sequence_parallel(config),
+        *_expert_parallel(config.trainer),
         *_memory(config.trainer),
         *objective_faults(config),
     ]
@@ -284,4 +285,25 @@ def _sequence_parallel(config: RunConfig) -> Iterator[str]:
         yield (
             "trainer.compile cannot compile the exchanges of trainer.sequence_parallel: use one of "
             "them"
+        )
+
+
+def _expert_parallel(trainer: TrainerConfig) -> Iterator[str]:
+    divided = trainer.expert_parallel
+    if divided == 1:
+        return
+    if trainer.ranks % divided:
+        yield (
+            f"trainer.expert_parallel = {divided} does not divide trainer.ranks = "
+            f"{trainer.ranks}: set trainer.ranks to a multiple of it"
+        )
+    if trainer.compile:
+        yield (
+            "trainer.compile cannot compile the exchanges of trainer.expert_parallel: use one of "
+            "them"
+        )
+    if trainer.lora_rank and not trainer.lora_targets:
+        yield (
+            "trainer.expert_parallel does not divide adapters of experts, which an empty "
+            "trainer.lora_targets means too: name other layers there, as q_proj and v_proj"
         )

@@ -93,6 +93,10 @@ class TrainerConfig(ObjectiveKeys, frozen=True, kw_only=True, forbid_unknown_fie
         int,
         Meta(description="ranks that share the tokens of each row (Ulysses); divides ranks", ge=1),
     ] = 1
+    expert_parallel: Annotated[
+        int,
+        Meta(description="ranks that divide the experts of each layer; divides ranks", ge=1),
+    ] = 1
     reshard_after_forward: Annotated[
         bool, Meta(description="gather a layer again for the backward pass instead of keeping it")
     ] = True

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from umbra.services.runtime.config.base import Section
+from umbra.services.runtime.deadline import LEAST_RATE, Pace
 
 
 class WeightHubConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -53,8 +54,26 @@ class WeightHubConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=
         Meta(description="what is served; auto = bfloat16 from and to GPUs, float32 on CPUs"),
     ] = "auto"
     deadline_s: Annotated[
-        float, Meta(description="seconds a receiver may take per phase until it is dropped", gt=0)
+        float,
+        Meta(
+            description="seconds a receiver may take per phase until it is dropped, besides those "
+            "for its bytes (least_rate)",
+            gt=0,
+        ),
     ] = 30.0
+    least_rate: Annotated[
+        float,
+        Meta(
+            description="bytes per second at which weights move at the least, over links and in "
+            "memory; all deadlines for moving them grow with their bytes by it",
+            gt=0,
+        ),
+    ] = LEAST_RATE
+
+    @property
+    def pace(self) -> Pace:
+        """How long each phase of a push may take."""
+        return Pace(self.deadline_s, self.least_rate)
 
     def dtype_on(self, kind: str) -> Literal["float32", "bfloat16", "float16"]:
         """What a process on a device of that `kind` ("cpu" or "cuda") serves, or is served."""

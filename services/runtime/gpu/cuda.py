@@ -32,7 +32,9 @@ SHARED_VARIABLES = (
 ABORT_DEADLINE_S = 5.0  # an abort may block in turn
 HOST_REGISTER_PORTABLE = 1
 DEVICE_ALIGN_BYTES = 512
-SUCCESS, NOT_READY = 0, 600  # of cudaError_t
+SUCCESS, OUT_OF_MEMORY, NOT_READY = 0, 2, 600  # of cudaError_t
+COMPUTE_MODE = 20  # of cudaDeviceAttr
+CLOSED_MODES = {2: "prohibited", 3: "exclusive-process"}
 # CuPy has no texts for these, and raises a KeyError in their place.
 NCCL_STATES = {7: "NCCL_IN_PROGRESS", 8: "NCCL_TIMEOUT"}
 IN_PROGRESS = 7
@@ -80,6 +82,11 @@ def facts(device: int) -> GpuFacts:
     with _cuda(f"GPU {device} cannot be used", StartupError):
         if not 0 <= device < (count := runtime.getDeviceCount()):
             raise StartupError(f"there is no GPU {device}: {count} can be seen")
+        if closed := CLOSED_MODES.get(runtime.deviceGetAttribute(COMPUTE_MODE, device)):
+            raise StartupError(
+                f"GPU {device} is in compute mode {closed}, which keeps a second process out: set "
+                f"it with `nvidia-smi -i {device} -c DEFAULT`, or weight_hub.plane to shm or tcp"
+            )
         return GpuFacts(
             nccl=nccl.get_version() if nccl.available else 0,
             cuda_major=runtime.runtimeGetVersion() // 1000,
@@ -205,13 +212,23 @@ class Device:
         Raises:
             StartupError: there is too little.
         """
+        free = 0
         try:
+            free, _ = self._runtime.memGetInfo()
+            if size > free:
+                raise self._runtime.CUDARuntimeError(OUT_OF_MEMORY)
             return self._runtime.malloc(size)
         except self._runtime.CUDARuntimeError as error:
             raise StartupError(
-                f"GPU {self.index} has no room for {size} bytes of weights ({error}); set "
-                'weight_hub.plane = "shm" or "tcp", which need none'
+                f"GPU {self.index} has no room for {size} bytes of weights, {free} are free "
+                f'({error}); set weight_hub.plane = "shm" or "tcp", which need none'
             ) from error
+
+    @property
+    def total_bytes(self) -> int:
+        """Its memory, used or not."""
+        with self._working("it does not say how much memory it has"):
+            return self._runtime.memGetInfo()[1]
 
     def free(self, address: int) -> None:
         """Give memory back."""
@@ -357,6 +374,8 @@ class NcclCommunicator:
         from cupy.cuda import nccl
 
         self._nccl = nccl
+        # An abort comes from another thread, and frees what the calls of this one would still use.
+        self._entering = threading.Lock()
         self._stream = device.collectives
         given = uid if int(cupy.__version__.split(".")[0]) >= 14 else _signed(uid)
         with _nccl("NCCL: the communicator did not come about"):
@@ -379,10 +398,8 @@ class NcclCommunicator:
         Raises:
             PeerLostError: the communicator was aborted, or NCCL refuses.
         """
-        comm = self._comm
-        if comm is None:
-            raise PeerLostError("the NCCL communicator was aborted")
-        with _nccl("NCCL broadcast"):
+        with self._entering, _nccl("NCCL broadcast"):
+            comm = self._working_comm()
             comm.bcast(address, size, self._nccl.NCCL_UINT8, 0, self._stream.ptr)
 
     def check(self) -> None:
@@ -391,22 +408,30 @@ class NcclCommunicator:
         Raises:
             PeerLostError: it has.
         """
-        comm = self._comm
-        if comm is None:
-            raise PeerLostError("the NCCL communicator was aborted")
-        with _nccl("NCCL"):
+        with self._entering, _nccl("NCCL"):
+            comm = self._working_comm()
             try:
                 comm.check_async_error()
             except KeyError as error:
                 if error.args[0] != IN_PROGRESS:  # which is no error
                     raise
 
+    def _working_comm(self) -> Any:
+        if self._comm is None:
+            raise PeerLostError("the NCCL communicator was aborted")
+        return self._comm
+
     def abort(self) -> bool:
         """End it, without the other ranks; False if even that fails, and the process has to go.
 
         Never left to the garbage collector: it would `destroy`, which waits for the other ranks.
         """
-        comm, self._comm = self._comm, None
+        if not self._entering.acquire(timeout=ABORT_DEADLINE_S):
+            return False  # a call hangs in NCCL
+        try:
+            comm, self._comm = self._comm, None
+        finally:
+            self._entering.release()
         if comm is None:
             return True
         ended = threading.Event()

@@ -9,13 +9,13 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from umbra.proto.errors import PeerLostError, UmbraError
-from umbra.services.runtime.deadline import Deadline
+from umbra.services.runtime.deadline import Deadline, Pace
 from umbra.services.runtime.process.child import ChildProcess, child_environ, start_worker
 from umbra.services.runtime.process.pipe import Pipe
 from umbra.services.runtime.weights.arena import Arena
 
 WORKER = ("-m", "umbra.services.runtime.gpu.worker")
-START_S = 120.0  # to import CuPy, to make a CUDA context, and to pin an arena
+START_S = 120.0  # to import CuPy and to make a CUDA context
 ABORT_S = 10.0  # for what is under way to end after an abort
 END_S = 5.0
 LOOK_S = 0.02  # that a step waits for an answer
@@ -61,6 +61,7 @@ class GpuWorkerProcess:
         self._pending = 0  # answers that nobody has waited for yet
         self._arena: Arena | None = None
         self._chunk_bytes = 0
+        self._attach_s = START_S
         self._state = "none"  # of the arena: "none", "attaching", "attached"
 
     @property
@@ -68,11 +69,15 @@ class GpuWorkerProcess:
         """Of the process, if it runs."""
         return self._process.pid if self._process is not None else None
 
-    def use(self, arena: Arena, chunk_bytes: int) -> None:
-        """From now on work on `arena`, in chunks of `chunk_bytes`; starts to pin it."""
+    def use(self, arena: Arena, chunk_bytes: int, pace: Pace) -> None:
+        """From now on work on `arena`, in chunks of `chunk_bytes`; starts to pin it.
+
+        `pace` bounds how long that may take, in place of its seconds with those of a start.
+        """
         if self._state != "none":
             self.kill()  # it would hold the memory of the arena before
         self._arena, self._chunk_bytes = arena, chunk_bytes
+        self._attach_s = pace.after(START_S).limit_s(arena.slots * arena.slot_bytes)
         self.begin()
 
     def begin(self) -> None:
@@ -92,7 +97,7 @@ class GpuWorkerProcess:
         self.begin()
         if self._state == "attaching":
             try:
-                yield from self.answer(START_S, abortable=False)
+                yield from self.answer(self._attach_s, abortable=False)
             except UmbraError:
                 self.kill()
                 raise

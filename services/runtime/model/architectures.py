@@ -47,7 +47,12 @@ PROVEN = frozenset(
         "starcoder2",
     }
 )
-# Of those, the ones whose class looks at `layer_types`; all others give each layer one window.
+# Of those, the ones whose experts ranks can divide; and where a config says how many there are.
+_DIVISIBLE = frozenset(
+    {"deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"}
+)
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+# Of `PROVEN`, the ones whose class looks at `layer_types`; all others give each layer one window.
 _BY_LAYER = frozenset(
     {
         "cohere2",
@@ -137,6 +142,28 @@ def check_heads(config: Mapping[str, Any], ranks: int) -> None:
             f"trainer.sequence_parallel = {ranks} cannot divide the {heads} attention heads of a "
             f"{architecture(config)}: use a divisor of {heads}"
         )
+
+
+def check_experts(config: Mapping[str, Any], ranks: int) -> None:
+    """Refuse to divide the experts of each layer of the model in `config` over so many ranks.
+
+    Raises:
+        UsageError: it has none, can't be divided evenly, or was not tested with it.
+    """
+    if ranks == 1:
+        return
+    if config.get("model_type", "") not in _DIVISIBLE:
+        raise UsageError(
+            f"trainer.expert_parallel = {ranks}: a {architecture(config)} has no experts, or was "
+            "not tested with it: set it to 1"
+        )
+    counts = {count for key in _EXPERTS if isinstance(count := config.get(key), int)}
+    for count in counts:
+        if count % ranks:
+            raise UsageError(
+                f"trainer.expert_parallel = {ranks} cannot divide the {count} experts of a "
+                f"{architecture(config)}: use a divisor of {count}"
+            )
 
 
 def architecture(config: Mapping[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError, wait
 from dataclasses import dataclass
@@ -159,7 +160,7 @@ class Channel:
             self.on_moved()
 
     def _start(self, body: Message, future: Future[Message], timeout_s: float) -> None:
-        now = self._link.clock()
+        now = time.monotonic()
         if self.handshake.problem:
             _fail(future, self._locked_out(self.handshake.problem))
             return
@@ -207,7 +208,7 @@ class Channel:
     def _try_again(self, pending: _Pending) -> None:
         """Ask again soon, under a new number: the old one has had its answer."""
         number, pending.frames = self._link.encoder.encode(pending.body)
-        pending.resend_at = self._link.clock() + INSIST_S
+        pending.resend_at = time.monotonic() + INSIST_S
         self._pending[number] = pending
 
     def tick(self, now: float) -> float:

@@ -33,7 +33,6 @@ class IoThread:
         name: this process in the run.
         incarnation: of this process.
         security: keys of this process.
-        clock: monotonic seconds.
     """
 
     def __init__(
@@ -42,12 +41,10 @@ class IoThread:
         incarnation: str,
         *,
         security: Security = OPEN,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
         self.incarnation = incarnation
         self.security = security
-        self.clock = clock
         self._identity = sockets.unguessable(name)  # the same on every socket
         self.encoder = Encoder(name, incarnation)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -152,7 +149,7 @@ class IoThread:
 
     def every(self, period_s: float, job: Callable[[], None]) -> None:
         """Run `job` on the link's thread now and every `period_s` seconds."""
-        self.run(lambda: self._timers.append((self.clock(), period_s, job)))
+        self.run(lambda: self._timers.append((time.monotonic(), period_s, job)))
 
     def close(self) -> None:
         """Fail open requests, flush for at most LINGER, stop the thread."""
@@ -165,9 +162,9 @@ class IoThread:
     # -- the thread -------------------------------------------------------------------------------
 
     def _main(self) -> None:
-        next_tick = self.clock()
+        next_tick = time.monotonic()
         while not self._closing.is_set():
-            timeout_s = max(0.0, next_tick - self.clock())
+            timeout_s = max(0.0, next_tick - time.monotonic())
             for socket, _ in self._poller.poll(timeout=round(timeout_s * 1000) + 1):
                 channel = self._by_socket.get(socket)
                 if socket in self._subscriptions:
@@ -218,7 +215,7 @@ class IoThread:
                 self._subscriptions[socket](envelope.header, envelope.body)
 
     def _tick(self) -> float:
-        now = self.clock()
+        now = time.monotonic()
         next_at = now + 1.0
         for index, (due, period_s, job) in enumerate(self._timers):
             if now >= due:

@@ -88,7 +88,7 @@ class Session:
         self._state: State = "ready"
         self._activity = "starting"
         self._progress = 0
-        self._moved_at = self._heard_at = self._beat_at = link.clock()
+        self._moved_at = self._heard_at = self._beat_at = time.monotonic()
         self._pace_s = welcome.heartbeat_s
         self._stats: dict[str, float] = {}
         self._metrics = metrics
@@ -117,7 +117,6 @@ class Session:
         deadline_s: float = 60.0,
         grace_s: float = GRACE_S,
         security: Security = OPEN,
-        clock: Callable[[], float] = time.monotonic,
         metrics: MetricsFile | None = None,
         wall: Callable[[], float] = time.time,
     ) -> Session:
@@ -132,7 +131,7 @@ class Session:
         """
         check_address(broker, "--broker")
         incarnation = uuid.uuid4().hex[:12]
-        link = IoThread(name, incarnation, security=security, clock=clock)
+        link = IoThread(name, incarnation, security=security)
         hello = Join(
             role=role,
             name=name,
@@ -174,7 +173,7 @@ class Session:
         Raises:
             DeadlineError: no hub joined within `deadline_s` seconds.
         """
-        deadline = Deadline(deadline_s, "no weight hub joined the run", clock=self._link.clock)
+        deadline = Deadline(deadline_s, "no weight hub joined the run")
         while not self._weights_known.wait(0.1):
             if self.stopping.is_set():
                 raise PeerLostError(f"stopped while waiting for a weight hub: {self.stop_reason}")
@@ -191,7 +190,7 @@ class Session:
         with self._lock:
             self._activity = activity
             self._progress += count
-            self._moved_at = self._link.clock()
+            self._moved_at = time.monotonic()
 
     def waits(self, activity: str) -> None:
         """The main loop is busy with `activity`, and has not moved."""
@@ -240,7 +239,7 @@ class Session:
 
     def _beat(self) -> None:
         self._take_commands()
-        now = self._link.clock()
+        now = time.monotonic()
         if now < self._beat_at:
             return  # the broker has asked for fewer
         self._beat_at = now + self._pace_s - self.welcome.heartbeat_s / 2
@@ -273,7 +272,7 @@ class Session:
         elif isinstance(error, RejectedError):
             self.fail(error)
         elif error is None and isinstance(ack := future.result(), HeartbeatAck):
-            self._heard_at = self._link.clock()
+            self._heard_at = time.monotonic()
             self.version = ack.version
             self._compare_clocks(sent, ack.received_at)
             self._pace_s = ack.heartbeat_s or self._pace_s
@@ -322,7 +321,7 @@ class Session:
         if isinstance(error, RejectedError):
             self.fail(error)
         elif error is None and isinstance(welcome := future.result(), Welcome):
-            self._heard_at = self._link.clock()
+            self._heard_at = time.monotonic()
             if self._data is not None and welcome.data != self.welcome.data:
                 self._data.move(welcome.data)
             if welcome.events_in != self.welcome.events_in:

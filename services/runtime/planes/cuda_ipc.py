@@ -17,7 +17,7 @@ import msgspec
 from umbra.proto.errors import PeerLostError, StartupError, UmbraError
 from umbra.proto.messages import Prepare, Subscribe
 from umbra.proto.records import Manifest
-from umbra.services.runtime.deadline import Deadline
+from umbra.services.runtime.deadline import Deadline, Pace
 from umbra.services.runtime.gpu.broadcast import POLL_S
 from umbra.services.runtime.gpu.cuda import (
     CudaEvent,
@@ -42,7 +42,7 @@ from umbra.services.runtime.weights.memory import private_memory
 
 LANE_BYTES = 32 << 20  # read back at once
 LANES = 2  # one is verified while the next is read
-COPY_DEADLINE_S = 30.0  # for the copy, and for each lane
+COPY_DEADLINE_S = 30.0  # for a copy within a GPU, whose memory bounds it, and for each lane
 FAILURES = 2  # uploads that may fail one after the other
 
 log = logging.getLogger(__name__)
@@ -59,14 +59,15 @@ class IpcHub(HubEnd):
 
     Args:
         worker: of the hub, on the receivers' GPU.
-        deadline_s: seconds that an upload may take.
+        pace: of a phase of a push, half of which an upload may take.
     """
 
     plane = "cuda_ipc"
 
-    def __init__(self, worker: GpuWorkerProcess, deadline_s: float) -> None:
+    def __init__(self, worker: GpuWorkerProcess, pace: Pace) -> None:
         self.worker = worker
-        self._deadline_s = deadline_s
+        self._pace = pace
+        self._upload_s = pace.limit_s(0, parts=2)  # with a layout, for its bytes
         self._thread: Background[bytes] = Background("umbra-cuda-ipc")
         self._handle = b""
         self._exported_by = 0  # which start of the worker made the handle
@@ -84,7 +85,8 @@ class IpcHub(HubEnd):
         self._thread.take()
         self._uploading = None
         self._there.clear()
-        self.worker.use(arena, arena.slot_bytes)
+        self._upload_s = self._pace.limit_s(manifest.total_bytes, parts=2)
+        self.worker.use(arena, arena.slot_bytes, self._pace)
 
     def subscribed(self, name: str, incarnation: str, message: Subscribe) -> None:
         self.left(name)
@@ -150,7 +152,7 @@ class IpcHub(HubEnd):
         if self.worker.starts != self._exported_by:
             handle = bytes.fromhex(self.worker.call("export", START_S)["handle"])
             self._exported_by = self.worker.starts
-        self.worker.call("upload", self._deadline_s * 2, slot=slot, deadline_s=self._deadline_s)
+        self.worker.call("upload", self._upload_s * 2, slot=slot, deadline_s=self._upload_s)
         return handle
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from umbra.proto.errors import UmbraError, UsageError
+from umbra.proto.errors import StartupError, UmbraError, UsageError
 from umbra.proto.messages import Subscribed
 from umbra.proto.records import GpuFacts
 from umbra.services.runtime.config import WeightHubConfig
@@ -32,6 +32,8 @@ REASONS: dict[GpuPlane, Callable[[], str | None]] = {
     "cuda_ipc": cuda_unavailable,
 }
 
+AUTO_SHARE = 0.1  # of a GPU's memory that plane auto may take for versions
+
 log = logging.getLogger(__name__)
 
 
@@ -41,16 +43,16 @@ class GpuReceiving:
     Args:
         device: index of the GPU.
         planes: to be offered to the hub, out of "nccl" and "cuda_ipc".
-        chunk_bytes: of device memory, two of which plane `nccl` takes.
+        config: the section `weight_hub`.
 
     Raises:
         UmbraError: the GPU cannot be used.
     """
 
-    def __init__(self, device: int, planes: Sequence[GpuPlane], chunk_bytes: int) -> None:
+    def __init__(self, device: int, planes: Sequence[GpuPlane], config: WeightHubConfig) -> None:
         self.planes = list(planes)
         self._device = device
-        self._chunk_bytes = chunk_bytes
+        self._config = config
         self.worker = GpuWorkerProcess(device)
         try:
             found = self.worker.call("facts", START_S)["facts"]
@@ -69,11 +71,27 @@ class GpuReceiving:
         """
         manifest = reply.manifest
         if reply.plane == "cuda_ipc":
+            self._check_share(manifest.total_bytes)
             return IpcReceiver(manifest, self._device)
         arena = Arena.anonymous(slot_bytes=manifest.total_bytes, slots=BUFFERS)
         buffers = [arena.slot(index) for index in range(BUFFERS)]
         pull = TcpReceiver(name, manifest, buffers, frame_bytes, security=security)
         return self.broadcasts(arena, pull, Device(self._device))
+
+    def _check_share(self, nbytes: int) -> None:
+        """See that versions of `nbytes` take little of a GPU that nobody has promised them.
+
+        Raises:
+            StartupError: they would take memory that trainer or engine may come to need.
+        """
+        versions = self._config.slots + 1  # the hub's, and what is verified here
+        total = Device(self._device).total_bytes
+        if self._config.plane == "auto" and versions * nbytes > AUTO_SHARE * total:
+            raise StartupError(
+                f"{versions} versions on GPU {self._device} would take {versions * nbytes} of its "
+                f"{total} bytes, and plane auto takes at most {AUTO_SHARE:.0%}: set "
+                'weight_hub.plane = "cuda_ipc" if they are to spare'
+            )
 
     def broadcasts(
         self, arena: Arena, pull: TcpReceiver, device: Device | None = None
@@ -82,7 +100,8 @@ class GpuReceiving:
 
         `device`: where this process loads them from there.
         """
-        return NcclReceiver(self.worker, arena, self._chunk_bytes, pull, device)
+        config = self._config
+        return NcclReceiver(self.worker, arena, config.chunk_bytes, pull, config.pace, device)
 
     def close(self) -> None:
         """End the worker."""
@@ -124,7 +143,7 @@ def find_gpu(
     reason = "; ".join(text for text in reasons.values() if text)
     if planes:
         try:
-            return GpuReceiving(device, planes, config.chunk_bytes)
+            return GpuReceiving(device, planes, config)
         except UmbraError as error:
             reason = str(error)
             log.warning("no GPU planes for weights: %s", error)

@@ -18,6 +18,7 @@ import msgspec
 from umbra.proto.errors import UmbraError
 from umbra.proto.messages import Prepare, Ready, Subscribe
 from umbra.proto.records import Manifest, NcclRound
+from umbra.services.runtime.deadline import Pace
 from umbra.services.runtime.gpu.cuda import Device, GpuError
 from umbra.services.runtime.gpu.worker_process import GpuWorkerProcess, result
 from umbra.services.runtime.planes.background import Background
@@ -51,7 +52,7 @@ class NcclHub(HubEnd):
     Args:
         worker: of the hub.
         chunk_bytes: of device memory, and of a broadcast.
-        deadline_s: of a phase of a push (`weight_hub.deadline_s`).
+        pace: of a phase of a push.
         first_epoch: communicators count from the one after it.
         tcp: serves those who fetch.
     """
@@ -62,12 +63,14 @@ class NcclHub(HubEnd):
         self,
         worker: GpuWorkerProcess,
         chunk_bytes: int,
-        deadline_s: float,
+        pace: Pace,
         first_epoch: int,
         tcp: TcpHub,
     ) -> None:
         self.group = NcclGroup(first_epoch)
-        self._wait_s = deadline_s / PATIENCE
+        self._pace = pace
+        self._wait_s = pace.limit_s(chunk_bytes, parts=PATIENCE)
+        self._transfer_s = 0.0  # of a version, known with its layout
         self._rounds = Rounds(self.group, min(GATHER_S, self._wait_s), self._wait_s)
         self.worker = worker
         self._chunk_bytes = chunk_bytes
@@ -88,7 +91,10 @@ class NcclHub(HubEnd):
         self._give_up(current, self._rounds.failed(), "the trainer registered another layout")
         self._free_worker()
         self._rounds.ready_at = None
-        self.worker.use(arena, self._chunk_bytes)
+        nbytes, slots = manifest.total_bytes, arena.slots
+        self._transfer_s = (PATIENCE - 1) * self._pace.limit_s(nbytes, parts=PATIENCE)
+        self._rounds.start_s = self._pace.limit_s(slots * nbytes, parts=PATIENCE)
+        self.worker.use(arena, self._chunk_bytes, self._pace)
         self._thread.start(self._attach)
 
     def subscribed(self, name: str, incarnation: str, message: Subscribe) -> None:
@@ -225,7 +231,7 @@ class NcclHub(HubEnd):
                 slot=current.slot,
                 deadline_s=self._wait_s,
             )
-            result(self.worker.answer((PATIENCE - 1) * self._wait_s), self._cancelled.is_set)
+            result(self.worker.answer(self._transfer_s), self._cancelled.is_set)
         except UmbraError:
             self.worker.begin()  # if it was killed, so that it is there for the next round
             raise
@@ -240,6 +246,7 @@ class NcclReceiver:
         arena: what it receives into.
         chunk_bytes: of device memory, and of a broadcast.
         pull: fetches what no broadcast brings.
+        pace: of a phase of a push.
         device: on which this very process loads what it gets; without it, it does not.
     """
 
@@ -249,8 +256,10 @@ class NcclReceiver:
         arena: Arena,
         chunk_bytes: int,
         pull: TcpReceiver,
+        pace: Pace,
         device: Device | None = None,
     ) -> None:
+        self._pace = pace
         self.versions = arena.slots
         self._worker = worker
         self._arena = arena
@@ -261,7 +270,7 @@ class NcclReceiver:
         self._pinned: list[int] = []
         if device is not None:
             self._pinned = [device.pin(arena.slot(slot)) for slot in range(arena.slots)]
-        worker.use(arena, chunk_bytes)
+        worker.use(arena, chunk_bytes, pace)
 
     def receive(self, message: Prepare, target: int) -> Receiving:
         """Receive a version into slot `target` and verify it there."""
@@ -308,5 +317,6 @@ class NcclReceiver:
             )
             yield from self._worker.answer(group.deadline_s, abortable=False)
         self._worker.order("transfer", epoch=group.epoch, slot=slot, deadline_s=group.deadline_s)
-        yield from self._worker.answer(TRANSFER_DEADLINES * group.deadline_s)
+        limit = self._pace.after(TRANSFER_DEADLINES * group.deadline_s)
+        yield from self._worker.answer(limit.limit_s(self._arena.slot_bytes))
         self._entered = group.uid

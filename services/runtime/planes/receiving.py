@@ -7,15 +7,22 @@ from typing import Protocol
 
 from umbra.proto.messages import Subscribed
 from umbra.proto.records import GpuFacts
+from umbra.services.runtime.deadline import Pace
 from umbra.services.runtime.net.keys import Security
 from umbra.services.runtime.planes.gpu import GpuReceiving
 from umbra.services.runtime.planes.plane import ReceiverEnd
 from umbra.services.runtime.planes.shm import ShmReceiver, ShmStream
 from umbra.services.runtime.planes.tcp import TcpReceiver, TcpStream
+from umbra.services.runtime.process.host_memory import ask_for
 from umbra.services.runtime.weights.memory import private_memory
 from umbra.services.runtime.weights.staging import BUFFERS
 
 FRAME_BYTES = 4 << 20
+STAGED = "versions that are staged until they are loaded"
+REMEDY = (
+    'set generator.receive = "streamed" for generators, which holds none, or weight_hub.dtype = '
+    '"bfloat16", or use a host with more memory'
+)
 
 
 class ReceiverPlanes(Protocol):
@@ -77,6 +84,7 @@ class StagedPlanes:
         if self._gpu is not None and reply.plane in self._gpu.planes:
             return self._gpu.open(reply, name, self._frame_bytes, security)
         manifest = reply.manifest
+        ask_for(BUFFERS * manifest.total_bytes, STAGED, REMEDY)
         buffers = [self._allocate(manifest.total_bytes) for _ in range(BUFFERS)]
         if reply.plane == "tcp":
             return TcpReceiver(name, manifest, buffers, self._frame_bytes, security=security)
@@ -99,21 +107,21 @@ class StreamedPlanes:
     Args:
         planes: to be offered.
         frame_bytes: of one message, at most, over plane `tcp`.
-        deadline_s: seconds that a load over plane `tcp` may take.
+        pace: how long a load over plane `tcp` may take.
     """
 
     streamed = True
     facts: GpuFacts | None = None
 
-    def __init__(self, planes: Sequence[str], frame_bytes: int, deadline_s: float) -> None:
+    def __init__(self, planes: Sequence[str], frame_bytes: int, pace: Pace) -> None:
         self.offered = list(planes)
         self._frame_bytes = frame_bytes
-        self._deadline_s = deadline_s
+        self._pace = pace
 
     def open(self, reply: Subscribed, name: str, security: Security) -> ReceiverEnd:
         """See `ReceiverPlanes.open`."""
         if reply.plane == "tcp":
-            return TcpStream(name, reply.manifest, self._frame_bytes, self._deadline_s, security)
+            return TcpStream(name, reply.manifest, self._frame_bytes, self._pace, security)
         return ShmStream(reply)
 
     def close(self) -> None:

@@ -10,11 +10,11 @@ from contextlib import closing
 
 import msgspec
 
-from umbra.proto.errors import PeerLostError, UsageError, WireError
+from umbra.proto.errors import PeerLostError, StartupError, UsageError, WireError
 from umbra.proto.messages import Prepare, Ready, Role, Subscribe
 from umbra.proto.records import Manifest
 from umbra.services.runtime.config import WeightHubConfig as WeightHubConfig
-from umbra.services.runtime.deadline import Deadline
+from umbra.services.runtime.deadline import Deadline, Pace
 from umbra.services.runtime.net.address import reachable
 from umbra.services.runtime.net.keys import OPEN, Security
 from umbra.services.runtime.planes.assembly import Assembly, Holdings, SequentialAssembly
@@ -30,10 +30,12 @@ from umbra.services.runtime.planes.transfer import (
     SourceLostError,
     Transfer,
 )
+from umbra.services.runtime.process.host_memory import ask_for
 from umbra.services.runtime.weights import delta
 from umbra.services.runtime.weights.arena import Arena
 from umbra.services.runtime.weights.manifest import checksum
 
+COPY = 'set weight_hub.delta = "off", or use a host with more memory'
 FAST_LINK = 1e9  # bytes per second; encoding on two cores is hardly faster
 
 log = logging.getLogger(__name__)
@@ -181,13 +183,23 @@ class TcpHub(HubEnd):
             self._store.offer(message.slot, data, message.checksums)
         version = (message.slot, message.checksums)
         if self._deltas and self._encoded != version and self._links_are_slow():
-            if self._encoder is None:
-                self._encoder = DeltaEncoder(self._store, self._manifest)
-            self._encoded = version
-            self._encoder.start(data, message.checksums)
+            self._encode(data, version)
         source = self.chain.source(name)
         relayed = self._is_relay or source != self.endpoint
         return msgspec.structs.replace(message, source=source, relayed=relayed)
+
+    def _encode(self, data: memoryview, version: tuple[int, Sequence[int]]) -> None:
+        assert self._store is not None and self._manifest is not None
+        if self._encoder is None:
+            try:
+                ask_for(self._manifest.total_bytes, "deltas, for a copy of the last version,", COPY)
+            except StartupError as error:
+                log.warning("all bytes are sent: %s", error)
+                self._deltas = False
+                return
+            self._encoder = DeltaEncoder(self._store, self._manifest)
+        self._encoded = version
+        self._encoder.start(data, version[1])
 
     def staged(self, name: str, message: Ready) -> None:
         """Where all bytes of a version travelled, the link has shown its rate."""
@@ -307,19 +319,19 @@ class TcpStream:
         name: of the receiver.
         manifest: the layout.
         frame_bytes: of one message, at most; about ten of them are in memory.
-        deadline_s: seconds that a load may take.
+        pace: how long a load may take.
         security: keys of this process.
     """
 
     versions = 2
 
     def __init__(
-        self, name: str, manifest: Manifest, frame_bytes: int, deadline_s: float, security: Security
+        self, name: str, manifest: Manifest, frame_bytes: int, pace: Pace, security: Security
     ) -> None:
         self._name = name
         self._manifest = manifest
         self._frame_bytes = frame_bytes
-        self._deadline_s = deadline_s
+        self._load_s = pace.limit_s(manifest.total_bytes)
         self._security = security
 
     def receive(self, message: Prepare, target: int) -> Receiving:
@@ -348,7 +360,7 @@ class TcpStream:
             PeerLostError: the version is not there any more.
         """
         lane = SequentialAssembly(self._manifest, message.checksums)
-        deadline = Deadline(self._deadline_s)
+        deadline = Deadline(self._load_s)
         with closing(BucketSource(f"{self._name}/load", self._security)) as source:
             try:
                 source.connect(message.source, _server(message))
@@ -357,7 +369,7 @@ class TcpStream:
                         yield lane.bucket(index)
                     elif lane.missing and deadline.passed:
                         what = f"{len(lane.missing)} of {len(message.checksums)} buckets"
-                        raise PeerLostError(f"{what} are missing after {self._deadline_s:g} s")
+                        raise PeerLostError(f"{what} are missing after {self._load_s:.4g} s")
             except (WireError, UsageError) as error:
                 raise PeerLostError(str(error)) from error
 

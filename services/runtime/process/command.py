@@ -15,6 +15,7 @@ import click
 import msgspec
 
 from umbra.proto.access import KeyRole
+from umbra.proto.errors import UsageError
 from umbra.proto.messages import Role
 from umbra.proto.sockets import check_address
 from umbra.services.runtime.config import LogConfig, RunConfig, RunSection
@@ -187,7 +188,13 @@ def _run_service(
         check_address(config.run.broker, "--broker")
     security = open_security(config.security, [role], run_dir)
     if run_dir is not None:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(
+                f"--run-dir {run_dir} cannot be made: {error.strerror}; name a folder that this "
+                "user may write to"
+            ) from error
     stopping = threading.Event()
     metrics = MetricsFile(run_dir / "metrics.jsonl" if run_dir else None, name)
     with closing(metrics), stop_on_signals(stopping), named_errors(name):

@@ -21,11 +21,15 @@ from contextlib import suppress
 from pathlib import Path
 
 from umbra.proto.errors import StartupError
+from umbra.services.runtime.process.host_memory import ask_for
 from umbra.services.runtime.weights.memory import copy
 
 SHM = Path("/dev/shm")
 PAGE_BYTES = mmap.PAGESIZE
 TOKEN_CHARS = 32
+SMALLER = (
+    'set weight_hub.slots = 2 or weight_hub.dtype = "bfloat16", or use a host with more memory'
+)
 
 log = logging.getLogger(__name__)
 
@@ -158,6 +162,7 @@ class Arena:
             StartupError: there is too little memory.
         """
         size = slots * _stride(slot_bytes)
+        ask_for(size, "the slots of the weights", SMALLER)
         fd = os.memfd_create("umbra-weights", os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(fd, 0, size)
@@ -253,6 +258,7 @@ def _allocate(fd: int, size: int) -> None:
     )
     if size > free:
         raise too_small
+    ask_for(size, "the slots of the weights in /dev/shm", SMALLER)
     try:
         os.posix_fallocate(fd, 0, size)
     except OSError as error:

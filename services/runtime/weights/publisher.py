@@ -19,14 +19,14 @@ from umbra.proto.messages import (
     SlotGranted,
 )
 from umbra.proto.records import Manifest
-from umbra.services.runtime.deadline import Deadline
+from umbra.services.runtime.deadline import LEAST_RATE, Deadline, Pace
 from umbra.services.runtime.net.channel import Channel
 from umbra.services.runtime.process.threads import service_thread
 from umbra.services.runtime.weights.arena import Arena
 from umbra.services.runtime.weights.manifest import checksum
 from umbra.services.runtime.weights.memory import copy
 
-PUBLISH_TIMEOUT_S = 30.0
+PACE = Pace(30.0, LEAST_RATE)  # of a hub that answers
 RETRY_S = 1.0  # between attempts to bring a restarted hub up to date
 FORGOTTEN = ("not_registered", "not_granted")  # how a restarted hub answers
 
@@ -61,12 +61,18 @@ class Publisher:
         manifest: the layout, from `build_manifest`.
         stopping: once it is set no answer is waited for any longer than a living hub takes, because
             a hub of the same run may have ended before us.
+        pace: how long the hub may take for an answer, which may have to wait for an arena.
     """
 
     def __init__(
-        self, channel: Channel, manifest: Manifest, stopping: threading.Event | None = None
+        self,
+        channel: Channel,
+        manifest: Manifest,
+        stopping: threading.Event | None = None,
+        pace: Pace = PACE,
     ) -> None:
         self.manifest = manifest
+        self._pace = pace
         self._stopping = stopping
         self._channel = channel
         self._arena: Arena | None = None
@@ -101,6 +107,12 @@ class Publisher:
         if self._granted is None:
             raise ValueError("no slot is acquired")
         return str(self._granted.arena.path), self._granted.slot
+
+    @property
+    def _answer_s(self) -> float:
+        """Seconds that the hub may take for an answer: a restarted one allocates a new arena."""
+        slots = self._arena.slots if self._arena is not None else 1
+        return self._pace.limit_s(slots * self.manifest.total_bytes)
 
     def register(self, timeout_s: float) -> None:
         """State the layout and attach to the hub's arena.
@@ -179,12 +191,12 @@ class Publisher:
                 version=version, slot=place.slot, checksums=sums, snapshot_s=snapshot_s
             )
             try:
-                self._call(message, Ok, PUBLISH_TIMEOUT_S)
+                self._call(message, Ok, self._answer_s)
             except RejectedError as error:
                 if error.code not in FORGOTTEN:
                     raise
                 log.warning("the weight hub was restarted: publishing version %d again", version)
-                self._register(PUBLISH_TIMEOUT_S)
+                self._register(self._answer_s)
                 place, message = self._move(place, message)
             self._granted = None
             before, self._last = self._last, (place, message)
@@ -245,7 +257,7 @@ class Publisher:
                 return True
             place, message = self._last
             try:
-                self._register(PUBLISH_TIMEOUT_S)
+                self._register(self._answer_s)
                 if self._arena is not place.arena:
                     self._last = self._move(place, message)
                     place.arena.close()
@@ -257,7 +269,7 @@ class Publisher:
 
     def _move(self, place: _ArenaVersion, message: Publish) -> tuple[_ArenaVersion, Publish]:
         """Publish what lies in `place` from where the restarted hub wants it."""
-        slot = self._acquire(place.version, PUBLISH_TIMEOUT_S)
+        slot = self._acquire(place.version, self._answer_s)
         assert self._arena is not None
         there = _ArenaVersion(self._arena, slot, place.version)
         if there != place:
@@ -265,7 +277,7 @@ class Publisher:
         message = Publish(
             version=place.version, slot=slot, checksums=message.checksums, snapshot_s=0.0
         )
-        self._call(message, Ok, PUBLISH_TIMEOUT_S)
+        self._call(message, Ok, self._answer_s)
         return there, message
 
     def _register(self, timeout_s: float) -> None:

@@ -21,6 +21,10 @@ from umbra.proto.records import Manifest
 from umbra.services.runtime.weights.manifest import Part, largest_bucket, with_starts
 from umbra.services.runtime.weights.memory import copy
 
+PART_BYTES = (
+    64 << 20
+)  # of a version that workers load at once, if it does not lie where they see it
+
 
 @dataclass(frozen=True, slots=True)
 class _Block:
@@ -134,17 +138,19 @@ def cut(manifest: Manifest, part_bytes: int) -> list[Manifest]:
 
 
 def shared(
-    manifest: Manifest, parts: Iterable[Part], memory: SharedMemory
+    manifest: Manifest, parts: Iterable[Part], memory: SharedMemory, part_bytes: int = PART_BYTES
 ) -> Iterator[tuple[str, Manifest]]:
     """Path and layout of each part that workers can map; good until the next one is asked for.
 
     A version that lies in `memory` as a whole is one part, and is not copied. Of any other, tensors
-    are copied there as soon as all their bytes have come.
+    are copied as soon as all their bytes have come, part after part into the same block: to make
+    one takes longer than to fill it.
 
     Args:
         manifest: the layout.
         parts: as `Engine.load` takes them.
-        memory: where blocks are made.
+        memory: where the block is made.
+        part_bytes: of a part, at least a bucket, and at most that where whole tensors allow it.
 
     Raises:
         UsageError: a part is not in host memory.
@@ -164,9 +170,10 @@ def shared(
             if place is not None:
                 yield place[0], _moved(manifest, place[1])
                 continue
-            layouts = iter(cut(manifest, max(largest_bucket(manifest), len(part))))
+            cuts = cut(manifest, max(part_bytes, largest_bucket(manifest), len(part)))
+            block = memory.allocate(max(each.total_bytes for each in cuts))
+            layouts = iter(cuts)
             layout = next(layouts, None)
-            block = memory.allocate(layout.total_bytes) if layout is not None else block
         while layout is not None:
             (begin, stop) = layout.buckets[0]
             first, last = max(start, begin), min(end, stop)
@@ -177,8 +184,6 @@ def shared(
             assert place is not None
             yield place[0], layout
             layout = next(layouts, None)
-            if layout is not None:
-                block = memory.allocate(layout.total_bytes)
 
 
 def _moved(manifest: Manifest, by: int) -> Manifest:

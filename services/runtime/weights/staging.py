@@ -1,11 +1,15 @@
-"""What a receiver may do with which of its staging buffers; no memory, thread or socket."""
+"""What a receiver may do with which of its staging buffers; no memory, thread or socket.
+
+One buffer is enough: the hub begins the next push when the engine has loaded the version before.
+Only a receiver that was dropped while it loads has to wait with a second one.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-BUFFERS = 2
+BUFFERS = 1  # of versions that are held whole
 
 
 @dataclass(slots=True, eq=False)
@@ -19,7 +23,7 @@ class Candidate:
 
 
 class Staging:
-    """One version may be loaded by the engine while the next is staged into another buffer.
+    """With two buffers, a version may be loaded by the engine while the next is staged.
 
     Only a version that was staged and verified, and that the hub committed, is ever taken; its
     buffer is left alone until it is released.

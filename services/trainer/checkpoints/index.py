@@ -11,7 +11,7 @@ from umbra.proto.errors import UNREADABLE, UmbraError
 from umbra.services.runtime.weights.safetensors_file import checksum_of
 
 NAME = "checkpoint.json"
-FORMAT = 1
+FORMAT = 2  # in 1 files did not tell the first of their rows
 
 
 class DamagedError(UmbraError):
@@ -68,7 +68,7 @@ def read_index(directory: Path) -> Index:
         raise DamagedError(f"{path} cannot be read: {error.strerror}") from error
     except UNREADABLE as error:
         raise DamagedError(f"{path} is damaged: {error}") from error
-    if index.format != FORMAT:
+    if index.format not in (1, FORMAT):
         raise DamagedError(f"{path} has format {index.format}, this Umbra reads {FORMAT}")
     return index
 

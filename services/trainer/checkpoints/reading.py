@@ -39,10 +39,13 @@ class Saved:
         self.world = world
         self._stack = ExitStack()
         self._files: list[Any] = []
+        self._first: list[dict[str, int]] = []  # the first row of each tensor in each file
         try:
             for number in range(index.world):
                 path = directory / file_name(number)
-                self._files.append(self._stack.enter_context(safe_open(path, framework="pt")))
+                file: Any = self._stack.enter_context(safe_open(path, framework="pt"))
+                self._files.append(file)
+                self._first.append(self._rows_of(file, number))
         except (OSError, SafetensorError) as error:
             self._stack.close()
             raise DamagedError(f"{directory} cannot be read: {error}") from error
@@ -58,6 +61,16 @@ class Saved:
     ) -> None:
         self._stack.close()
 
+    def _rows_of(self, file: Any, number: int) -> dict[str, int]:
+        """The first row of each tensor in the file of a rank."""
+        if self.index.format > 1:
+            return json.loads(file.metadata()["first"])
+        layout, world = self.index.tensors, self.index.world
+        return {
+            name: chunk(layout[name].shape[0], number, world)[0] if layout[name].shape else 0
+            for name in file.keys()
+        }
+
     def part(self, name: str) -> SavedPart:
         """What is saved under the name of a part; nothing, if there was no such part."""
         return SavedPart(self, name)
@@ -71,22 +84,21 @@ class Saved:
     def fill(self, full_name: str, place: Tensor) -> None:
         """Copy what `place` holds of the tensor: its own rows if it is sharded, else all."""
         shape = self.index.tensors[full_name].shape
-        rows = shape[0] if shape else 1
         if isinstance(place, DTensor):
             local, first = own_rows(full_name, place, self.rank, self.world)
         else:
             local, first = place.detach(), 0
         held = local.shape[0] if shape else 1
-        for number, file in enumerate(self._files):
-            start, end = chunk(rows, number, len(self._files))
-            begin, stop = max(start, first), min(end, first + held)
-            if begin >= stop or local.numel() == 0:
+        for file, starts in zip(self._files, self._first, strict=True):
+            if full_name not in starts or local.numel() == 0:
                 continue
-            if shape:
-                source = file.get_slice(full_name)[begin - start : stop - start]
-                local[begin - first : stop - first].copy_(source)
-            else:
+            if not shape:
                 local.copy_(file.get_tensor(full_name))
+                continue
+            source, start = file.get_slice(full_name), starts[full_name]
+            begin, stop = max(start, first), min(start + source.get_shape()[0], first + held)
+            if begin < stop:
+                local[begin - first : stop - first].copy_(source[begin - start : stop - start])
 
 
 class SavedPart:

@@ -28,6 +28,7 @@ class ShardCopy:
     """What a rank holds, in memory that nobody else writes to; and the layout of the whole."""
 
     rows: dict[str, Tensor]  # by "part/name", on the CPU; without those of which it has none
+    first: dict[str, int]  # the number of the first of these rows
     facts: str  # JSON
     layout: dict[str, TensorInfo]
 
@@ -41,7 +42,7 @@ class ShardCopy:
             Stored(name, NAMES[rows.dtype], rows.shape, _bytes(rows))
             for name, rows in self.rows.items()
         )
-        facts = {"facts": self.facts}
+        facts = {"facts": self.facts, "first": json.dumps(self.first)}
         written: Written = write_safetensors(
             path, stored, facts, sync=True, mode=FILE_MODE, disk=disk
         )
@@ -71,20 +72,22 @@ class ShardWriter:
             wait([self._writing])
         begin = time.perf_counter()
         rows: dict[str, Tensor] = {}
+        begins: dict[str, int] = {}
         layout: dict[str, TensorInfo] = {}
         for part_name, part in self._parts.items():
             for name, tensor in part.tensors().items():
                 full = f"{part_name}/{name}"
                 layout[full] = TensorInfo(list(tensor.shape), NAMES[tensor.dtype])
-                own, _ = own_rows(full, tensor, self._rank, self._world)
+                own, first = own_rows(full, tensor, self._rank, self._world)
                 if own.numel():
+                    begins[full] = first
                     rows[full] = self._room(full, own).copy_(own, non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         facts = {name: dict(part.facts()) for name, part in self._parts.items()}
         self.copy_s = time.perf_counter() - begin
         self.copies += 1
-        return ShardCopy(rows, json.dumps(facts), layout)
+        return ShardCopy(rows, begins, json.dumps(facts), layout)
 
     def start(self, work: Callable[[], T]) -> Future[T]:
         """Do `work` in the thread."""

@@ -55,6 +55,16 @@ def runtimeGetVersion() -> int:  # noqa: N802
     return machine.setting("FAKE_CUDA_VERSION", 13000)
 
 
+def deviceGetAttribute(attribute: int, device: int) -> int:  # noqa: N802
+    return machine.setting("FAKE_CUDA_COMPUTE_MODE", 0) if attribute == 20 else 0
+
+
+def memGetInfo() -> tuple[int, int]:  # noqa: N802
+    check()
+    room = machine.setting("FAKE_CUDA_TOTAL", 1 << 40)
+    return min(room, machine.setting("FAKE_CUDA_MEMORY", room)), room
+
+
 def malloc(size: int) -> int:
     check()
     if size > machine.setting("FAKE_CUDA_MEMORY", 1 << 40):

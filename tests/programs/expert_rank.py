@@ -1,0 +1,121 @@
+"""One of several ranks that divide the experts of several models; started as torchrun would.
+
+Argument: a folder with a folder `models`. Ends with 0 if ranks read what Transformers loads and
+nobody holds more than its rows, if they write the bytes of the version that one rank would, if
+adapters of experts are refused, and if experts compute what they do undivided.
+"""
+
+from __future__ import annotations
+
+import copy
+import mmap
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from fakes.architectures import ARCHITECTURES
+from fakes.closeness import assert_same_sums, model_terms
+from fakes.slowness import seconds
+from torch.distributed.tensor import DTensor
+
+from umbra.proto.errors import UsageError
+from umbra.services.modeling.expert_parallel import ExpertGroup, divide_experts
+from umbra.services.runtime.config import TrainerConfig
+from umbra.services.runtime.weights.manifest import build_manifest
+from umbra.services.trainer.learner import Learner
+from umbra.services.trainer.policy import load_policy, open_policy
+from umbra.services.trainer.ranks import Ranks, join_ranks
+from umbra.services.trainer.snapshot import tensor_layout, write_shards
+
+
+def main(folder: Path) -> int:
+    """All models, then experts by themselves; the exit code."""
+    config = TrainerConfig(device="cpu", rank_timeout_s=seconds(60.0), expert_parallel=2)
+    with join_ranks(config) as ranks:
+        for directory in sorted((folder / "models").iterdir()):
+            compare(directory, config, ranks, folder / f"{directory.name}.slot")
+        adapters = msgspec.structs.replace(config, lora_rank=2, lora_targets=["experts.down_proj"])
+        model, _, files = open_policy(folder / "models" / "qwen3-moe")
+        with pytest.raises(UsageError, match=r"adapters of experts: name other layers"):
+            Learner(model, adapters, 1, ranks, files=files)
+        assert ranks.experts is not None
+        for how in ("eager", "grouped_mm", "batched_mm"):
+            for name in ("qwen3-moe", "gpt-oss"):
+                compare_experts(name, how, ranks.experts)
+    return 0
+
+
+def compare(directory: Path, config: TrainerConfig, ranks: Ranks, file: Path) -> None:
+    """What is read and what is written of one model."""
+    plain, _ = load_policy(directory)
+    model, _, files = open_policy(directory)
+    assert files is not None, directory.name
+    learner = Learner(model, config, 1, ranks, files=files)
+    for name, parameter in learner.model.named_parameters():
+        assert isinstance(parameter, DTensor), name
+        rows = -(-len(parameter) // ranks.world)
+        assert len(parameter.to_local()) <= rows, name
+        assert parameter.shape == plain.get_parameter(name).shape, name
+    weights = learner.weights()
+    if ranks.rank == 0:
+        for name, expected in plain.named_parameters():
+            assert torch.equal(weights[name], expected), (directory.name, name)
+    layout = tensor_layout(learner.model, "bfloat16")
+    assert layout == tensor_layout(plain, "bfloat16"), "of the same names and shapes"
+    manifest = build_manifest(layout, 4096)
+    if ranks.rank == 0:
+        file.write_bytes(b"\xaa" * manifest.total_bytes)
+    dist.barrier()
+    with file.open("r+b") as opened, mmap.mmap(opened.fileno(), 0) as mapped:
+        view = memoryview(mapped)
+        write_shards(learner.model, manifest, view, ranks.rank, ranks.world)
+        view.release()
+    dist.barrier()
+    expected = bytearray(b"\xaa" * manifest.total_bytes)
+    write_shards(plain, manifest, memoryview(expected))
+    assert file.read_bytes() == expected, directory.name
+
+
+def compare_experts(name: str, how: str, group: ExpertGroup) -> None:
+    """Outputs and gradients for tokens that are spread, and for such as one rank gets none of."""
+    model: Any = ARCHITECTURES[name].model()
+    model.set_experts_implementation(how)
+    layer = model.model.layers[0].mlp
+    whole = copy.deepcopy(layer.experts)
+    (divided,) = divide_experts(layer, group, group.mesh("cpu")["experts"])
+    terms = model_terms(model.config, backward=True)
+    generator = torch.Generator().manual_seed(group.rank)
+    for choices in (torch.tensor([[0, 2], [3, 1], [2, 3]]), torch.tensor([[1, 0], [0, 1]])):
+        tokens = torch.randn(len(choices), 64, generator=generator)
+        weights = torch.rand(len(choices), 2, generator=generator)
+        found = outcome(divided, tokens, choices, weights)
+        expected = outcome(whole, tokens, choices, weights)
+        for key, tensor in expected.items():
+            if key in dict(whole.named_parameters()):
+                dist.all_reduce(tensor, group=group.group)
+                tensor = tensor.chunk(group.size)[group.rank]
+            assert_same_sums(found[key], tensor, terms=terms, what=f"{name}, {how}: {key}")
+
+
+def outcome(
+    experts: Any, tokens: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """What experts make of tokens, and all gradients of a loss; own rows of the parameters'."""
+    experts.zero_grad()
+    tokens, weights = tokens.clone().requires_grad_(), weights.clone().requires_grad_()
+    output = experts(tokens, choices, weights)
+    output.square().sum().backward()
+    found = {"output": output.detach(), "tokens": tokens.grad, "weights": weights.grad}
+    for name, parameter in experts.named_parameters():
+        gradient = parameter.grad
+        assert gradient is not None, name
+        found[name] = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return {name: tensor.clone() for name, tensor in found.items() if tensor is not None}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(Path(sys.argv[1])))

@@ -1,0 +1,208 @@
+"""Plans on machines with a Docker daemon each; `tests/real/setup.sh` installs Docker.
+
+The images are light: nothing but an entry point, with this machine's Python, packages and source
+mounted. Whether the Dockerfile builds is another test.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from fakes.docker import ENVIRON, SPACES, why_no_docker
+from fakes.slowness import seconds
+
+from umbra.proto.messages import Status
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = ROOT / "tests" / "programs" / "docker_nodes.py"
+LIMIT_S = seconds(600.0)
+STEPS = 150
+BATCH = 8 * 32  # samples of a step of the sort task
+
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.timeout(660),
+    pytest.mark.skipif(bool(why_no_docker()), reason=why_no_docker()),
+]
+
+CLUSTER = """\
+[cluster]
+groups = ["train", "generate"]
+shm_gib = 1
+
+[[nodes]]
+name = "a"
+address = "10.88.0.1"
+
+[[nodes]]
+name = "b"
+address = "10.88.0.2"
+"""
+
+# What the scripts of all tests begin with.
+BEGIN = """\
+for node in a b; do
+    for image in broker cpu; do
+        tar -C light -c . | on $node docker import --change 'ENTRYPOINT ["umbra"]' \\
+            --change "ENV PATH=$BIN:/usr/bin:/bin HOME=/tmp PYTHONDONTWRITEBYTECODE=1" \\
+            - umbra-$image:latest >/dev/null
+    done
+done
+compose() { local node=$1; shift; (cd plan/$node && on $node docker compose "$@"); }
+monitor() { umbra monitor --broker tcp://10.88.0.1:5555 --keys plan/keys "$@"; }
+steps() {
+    monitor --json --once | python -c 'import json, sys; print(json.load(sys.stdin)["version"])'
+}
+reach() { # STEP
+    until [ "$(steps 2>/dev/null || echo 0)" -ge "$1" ]; do
+        if ! on a docker ps --quiet | grep -q .; then echo "the run ended before $1" >&2; exit 1; fi
+        sleep 0.5
+    done
+}
+ended() { # NODE: until none of its containers runs, what each ended with
+    while on $1 docker ps --quiet | grep -q .; do sleep 0.5; done
+    on $1 docker ps --all --format '{{.Names}} {{.Status}}' | sed 's/ ([0-9]*).*/&/'
+}
+finish() {
+    ended a; ended b
+    results=$(on a docker volume inspect umbra-a_results --format '{{.Mountpoint}}')
+    cp "$results"/*/buffer.json "$results"/*/metrics.jsonl .
+}
+compose a up -d
+compose b up -d
+"""
+
+
+def project_in(folder: Path, *overrides: str) -> None:
+    """The sort task, its plan on two nodes, and what is mounted into the light images."""
+    shutil.copy(ROOT / "examples" / "sort.toml", folder / "run.toml")
+    (folder / "cluster.toml").write_text(CLUSTER, encoding="utf-8")
+    settings = (f"run.steps={STEPS}", "checkpoint.every=2", "run.broker_grace_s=120", *overrides)
+    for command in (
+        ("make-model", "sort/base"),
+        ("make-task", "sort", "--out", "sort", "--prompts", "512", "--heldout", "64"),
+        (
+            *("plan", "cluster.toml", "run.toml", "--run-id", "real"),
+            *(part for setting in settings for part in ("--set", setting)),
+        ),
+    ):
+        umbra = (sys.executable, "-m", "umbra")
+        subprocess.run([*umbra, *command], cwd=folder, check=True, timeout=LIMIT_S)
+    for name in ("tmp", "etc", "srv/umbra/results", "srv/umbra/store"):
+        (folder / "light" / name).mkdir(parents=True)
+        (folder / "light" / name).chmod(0o1777)  # as in the Dockerfile, which volumes begin as
+    places = {sys.prefix, sys.base_prefix, str(ROOT), "/usr", "/bin", "/lib", "/lib64"}
+    places |= {path for path in sys.path if path.endswith("site-packages")}
+    mounts = [f"{place}:{place}:ro" for place in sorted(places) if Path(place).exists()]
+    for node in ("a", "b"):
+        config = subprocess.run(
+            ["docker", "compose", "config", "--services"],
+            cwd=folder / "plan" / node,
+            env=ENVIRON,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        services = {name: {"volumes": mounts} for name in config.stdout.split()}
+        override = folder / "plan" / node / "compose.override.yaml"
+        override.write_text(json.dumps({"services": services}), encoding="utf-8")
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    project_in(tmp_path)
+    return tmp_path
+
+
+def on_docker(folder: Path, script: str) -> str:
+    """Run `script` beside two machines; what it prints."""
+    (folder / "script.sh").write_text(BEGIN + script, encoding="utf-8")
+    argv = [sys.executable, str(PROGRAM), str(folder / "docker"), '["a", "b"]']
+    done = subprocess.run(
+        [*SPACES, *argv, str(folder / "script.sh")],
+        cwd=folder,
+        env={**ENVIRON, "BIN": str(Path(sys.executable).parent)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    print(done.stdout, done.stderr)
+    assert done.returncode == 0, logs(folder)
+    return done.stdout
+
+
+def logs(folder: Path) -> str:
+    """The ends of all logs, for a test that fails."""
+    found = [*(folder / "docker").glob("*.log"), *folder.glob("docker/*/containers/*/*.log")]
+    return "".join(f"\n== {path}\n{path.read_text(errors='replace')[-2500:]}" for path in found)
+
+
+def check(project: Path, ended: str) -> list[int]:
+    """That all containers ended with 0 and every sample was trained once; the steps made."""
+    containers = [line for line in ended.splitlines() if " Exited (" in line]
+    assert len(containers) >= 5, ended
+    assert all(" Exited (0)" in line for line in containers), ended
+    status = msgspec.json.decode((project / "buffer.json").read_bytes(), type=Status)
+    assert status.ledger.balance == 0
+    assert status.ledger.trained == STEPS * BATCH
+    assert sum(status.ledger.in_flight.values()) == 0
+    lines = (project / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [row["step"] for row in map(json.loads, lines) if row["kind"] == "step"]
+
+
+def test_two_machines_start_by_compose_and_end_by_themselves(project: Path) -> None:
+    watch = """
+    reach 3
+    # Health as Docker sees it, by the checks of the plan.
+    for node in a b; do
+        until ! on $node docker ps --format '{{.Status}}' | grep -qv '(healthy)'; do sleep 1; done
+    done
+    echo healthy
+    # Only the ports of the table are open, on the machine's address alone.
+    on a ss --listening --tcp --numeric --no-header | awk '{print "open", $4}' | sort -u
+    if umbra monitor --broker tcp://10.88.0.1:5555 --once --json >/dev/null 2>&1; then
+        echo "answered without keys"
+    fi
+    finish
+    """
+    printed = on_docker(project, watch)
+    assert "healthy\n" in printed
+    assert "answered without keys" not in printed
+    open_ports = {line.split()[1] for line in printed.splitlines() if line.startswith("open ")}
+    assert open_ports == {f"10.88.0.1:{port}" for port in range(5555, 5561)}
+    assert check(project, printed) == list(range(1, STEPS + 1))
+
+
+def test_a_machine_that_is_lost_comes_back(project: Path) -> None:
+    lose = """
+    reach 3
+    daemon_down b
+    daemon_up b
+    at=$(steps); reach $((at + 3))
+    compose b down
+    compose b up -d
+    at=$(steps); reach $((at + 3))
+    finish
+    """
+    printed = on_docker(project, lose)
+    assert check(project, printed) == list(range(1, STEPS + 1))
+
+
+def test_the_machine_of_buffer_and_trainer_is_lost(project: Path) -> None:
+    lose = """
+    reach 5
+    daemon_down a
+    daemon_up a
+    reach 10
+    finish
+    """
+    steps = check(project, on_docker(project, lose))
+    assert steps[-1] == STEPS
+    assert steps.count(1) == 1, "it began again"

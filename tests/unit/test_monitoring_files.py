@@ -1,0 +1,234 @@
+"""The alerts and the dashboard in examples/monitoring ask for figures that a run really has."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import yaml
+from fakes.broker_world import world
+from fakes.looks import look, member, status
+from fakes.slowness import seconds
+
+from umbra.proto.base import Role, State
+from umbra.proto.messages import Rates
+from umbra.services.buffer.curves import SHOWN
+from umbra.services.buffer.health import NAMES
+from umbra.services.monitor.watch import Look
+from umbra.services.monitor.web.prometheus import prometheus_text
+from umbra.services.runtime.figures import PHASES
+
+FOLDER = Path(__file__).parents[2] / "examples" / "monitoring"
+RULES: list[dict[str, Any]] = yaml.safe_load(
+    (FOLDER / "umbra-alerts.yaml").read_text(encoding="utf-8")
+)["groups"][0]["rules"]
+DASHBOARD: dict[str, Any] = json.loads(
+    (FOLDER / "umbra-dashboard.json").read_text(encoding="utf-8")
+)
+EXPRESSIONS = [rule["expr"] for rule in RULES] + [
+    target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]
+]
+DOC = (FOLDER.parents[1] / "docs" / "monitor.md").read_text(encoding="utf-8")
+PROMTOOL = shutil.which("promtool") or ""
+SERIES = re.compile(r"(?P<name>umbra_\w+)(?:\{(?P<labels>[^}]*)\})?")
+SELECTOR = re.compile(r'(?P<label>\w+)=~?"(?P<value>[^"]*)"')
+# By metric and label, what the label may say.
+VALUES: dict[tuple[str, str], set[str]] = {
+    ("umbra_warning", "name"): set(NAMES),
+    ("umbra_rate", "figure"): set(Rates.__struct_fields__),
+    ("umbra_curve", "name"): set(SHOWN),
+    ("umbra_push_seconds", "phase"): set(PHASES),
+    ("umbra_member_up", "role"): set(get_args(Role)),
+    ("umbra_member_up", "state"): set(get_args(State)),
+    ("umbra_staleness_steps", "figure"): set(world().broker.status(0.0).staleness),
+    ("umbra_samples_ended_total", "reason"): {"stale"},
+}
+
+
+def samples(seen: Look, *, lost: bool = False) -> list[tuple[str, dict[str, str], float]]:
+    """Name, labels and value of all that is exported of `seen`."""
+    found: list[tuple[str, dict[str, str], float]] = []
+    for line in prometheus_text(seen, lost=lost).decode().splitlines():
+        if not line.startswith("#"):
+            series, _, value = line.rpartition(" ")
+            name, _, labels = series.partition("{")
+            found.append((name, dict(re.findall(r'(\w+)="([^"]*)"', labels)), float(value)))
+    return found
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_every_figure_and_label_exists(expression: str) -> None:
+    labels: dict[str, set[str]] = {}
+    ended = status().ledger.__class__(issued=1, ended={"stale": 1})
+    for name, own, _ in samples(look()) + samples(look(ledger=ended)):
+        labels.setdefault(name, set()).update(own)
+    asked = list(SERIES.finditer(expression))
+    assert asked
+    for series in asked:
+        name = series["name"]
+        assert name in labels, f"{name} is exported by no run"
+        for selector in SELECTOR.finditer(series["labels"] or ""):
+            label, value = selector["label"], selector["value"]
+            assert label in labels[name], f"{name} has no label {label}"
+            if label == "run":
+                continue
+            told = set(value.split("|"))
+            if name == "umbra_member_stat":
+                assert all(f"`{one}`" in DOC for one in told), told
+            else:
+                assert told <= VALUES[name, label], told
+    assert expression.count("(") == expression.count(")")
+
+
+def test_the_rules_are_rules() -> None:
+    assert len({rule["alert"] for rule in RULES}) == len(RULES)
+    for rule in RULES:
+        assert set(rule) <= {"alert", "expr", "for", "labels", "annotations"}
+        assert rule["labels"]["severity"] in ("critical", "warning", "info")
+        assert set(rule["annotations"]) == {"summary", "action"}
+        assert re.fullmatch(r"\d+[smh]", rule.get("for", "0s"))
+    told = {one for rule in RULES for one in re.findall(r'name=~"([^"]+)"', rule["expr"])}
+    assert {name for names in told for name in names.split("|")} == set(NAMES)  # none is forgotten
+
+
+COMPARED = re.compile(r"(\w+)(?:\{([^}]*)\})? (==|!=|>) ([\d.]+)")
+
+
+def fires(expression: str, seen: Look, *, lost: bool = False) -> bool:
+    """Whether an alert of the form `series operator number` holds for `seen`."""
+    matched = COMPARED.fullmatch(expression)
+    assert matched
+    name, wanted, operator, bound = matched.groups()
+    for series, labels, value in samples(seen, lost=lost):
+        selected = all(
+            re.fullmatch(one["value"], labels.get(one["label"], ""))
+            for one in SELECTOR.finditer(wanted or "")
+        )
+        holds = {"==": value == float(bound), "!=": value != float(bound)}
+        if series == name and selected and holds.get(operator, value > float(bound)):
+            return True
+    return False
+
+
+HEALTHY = look(stuck=[], warnings=[])
+TROUBLES: dict[str, tuple[Look, bool]] = {
+    "UmbraDown": (HEALTHY, True),
+    "UmbraLedger": (look(ledger=status().ledger.__class__(issued=3)), False),
+    "UmbraStuck": (look(), False),
+    "UmbraPaused": (look(paused="by me"), False),
+    "UmbraMemberSilent": (look(members=[member("g", silent_s=31.0)]), False),
+    "UmbraMismatch": (look(members=[member("trainer", stats={"k3_on_policy": 0.5})]), False),
+    "UmbraNothingLearned": (look(), False),
+    "UmbraSamplesLost": (
+        look(warnings=[type(status().warnings[0])(name="truncated", text="", figures={}, since=1)]),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TROUBLES)
+def test_an_alert_fires_for_its_trouble_and_not_without(name: str) -> None:
+    (expression,) = (rule["expr"] for rule in RULES if rule["alert"] == name)
+    trouble, lost = TROUBLES[name]
+    assert fires(expression, trouble, lost=lost)
+    assert not fires(expression, HEALTHY)
+
+
+def test_the_dashboard_is_one() -> None:
+    panels = DASHBOARD["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    places = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels}
+    assert len(places) == len(panels)
+    for panel in panels:
+        assert panel["title"] and panel["description"]
+        for target in panel["targets"]:
+            assert 'run="$run"' in target["expr"]
+            labels = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
+            assert labels <= {"figure", "name", "state", "reason", "member", "activity", "phase"}
+    assert {one["name"] for one in DASHBOARD["templating"]["list"]} == {"datasource", "run"}
+
+
+# What the rules that compare several series are tried with by Prometheus' own tool: an hour and a
+# half of each series, at the end of which the alert fires, and its labels.
+MEMBER = '{run="r", member="generator-0", name="version"}'
+JUDGED: dict[str, tuple[dict[str, str], dict[str, str]]] = {
+    "UmbraNoStep": (
+        {'umbra_version{run="r"}': "5x90", 'umbra_paused{run="r"}': "0x90",
+         'umbra_steps{run="r"}': "9x90"},
+        {"run": "r"},
+    ),
+    "UmbraNoGenerator": (
+        {'umbra_up{run="r"}': "1x90",
+         'umbra_member_up{run="s", member="g", role="generator", state="ready"}': "1x90"},
+        {"run": "r"},
+    ),
+    "UmbraStale": (
+        {'umbra_staleness_steps{run="r", figure="last_mean"}': "3x90",
+         'umbra_staleness_steps{run="r", figure="typical"}': "2x90"},
+        {"run": "r"},
+    ),
+    "UmbraStaleSamples": (
+        {'umbra_samples_ended_total{run="r", reason="stale"}': "0+2x90",
+         'umbra_samples_issued_total{run="r"}': "0+10x90"},
+        {"run": "r"},
+    ),
+    "UmbraOldWeights": (
+        {'umbra_version{run="r"}': "0+1x90", f"umbra_member_stat{MEMBER}": "3x90",
+         'umbra_staleness_steps{run="r", figure="bound"}': "2x90"},
+        {"run": "r", "member": "generator-0", "name": "version"},
+    ),
+}  # fmt: skip
+GOOD = {
+    'umbra_up{run="r"}': "1x90",
+    'umbra_version{run="r"}': "0+1x90",
+    'umbra_steps{run="r"}': "900x90",
+    'umbra_paused{run="r"}': "0x90",
+    'umbra_member_up{run="r", member="generator-0", role="generator", state="ready"}': "1x90",
+    f"umbra_member_stat{MEMBER}": "0+1x90",
+    'umbra_staleness_steps{run="r", figure="last_mean"}': "2x90",
+    'umbra_staleness_steps{run="r", figure="typical"}': "2x90",
+    'umbra_staleness_steps{run="r", figure="bound"}': "2x90",
+    'umbra_samples_ended_total{run="r", reason="stale"}': "0+0x90",
+    'umbra_samples_issued_total{run="r"}': "0+10x90",
+}
+
+
+@pytest.mark.skipif(not PROMTOOL, reason="promtool is not installed: it is in Debian's prometheus")
+def test_prometheus_takes_the_rules_and_they_fire(tmp_path: Path) -> None:
+    rules = {rule["alert"]: rule for rule in RULES}
+    assert set(JUDGED) | set(TROUBLES) | {"UmbraLongPause"} == set(rules)
+
+    def case(series: dict[str, str], expected: list[tuple[str, list[dict[str, Any]]]]) -> Any:
+        return {
+            "interval": "1m",
+            "input_series": [{"series": name, "values": told} for name, told in series.items()],
+            "alert_rule_test": [
+                {"eval_time": "90m", "alertname": name, "exp_alerts": alerts}
+                for name, alerts in expected
+            ],
+        }
+
+    cases = [case(GOOD, [(name, []) for name in JUDGED])]
+    for name, (series, labels) in JUDGED.items():
+        rule = rules[name]
+        cases.append(case(series, [(name, [{"exp_labels": {**rule["labels"], **labels}}])]))
+    for rule in rules.values():
+        del rule["annotations"]  # what they say is not compared
+    (tmp_path / "rules.yaml").write_text(
+        yaml.safe_dump({"groups": [{"name": "umbra", "rules": list(rules.values())}]})
+    )
+    (tmp_path / "test.yaml").write_text(
+        yaml.safe_dump({"rule_files": ["rules.yaml"], "tests": cases})
+    )
+    original = str(FOLDER / "umbra-alerts.yaml")
+    for arguments in (["check", "rules", original], ["test", "rules", "test.yaml"]):
+        done = subprocess.run(
+            [PROMTOOL, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False,
+            timeout=seconds(60),
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr

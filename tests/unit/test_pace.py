@@ -1,0 +1,212 @@
+"""Whatever moves the bytes of a version may take the longer the more bytes there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from umbra.proto.messages import (
+    ArenaReady,
+    Message,
+    Ok,
+    Prepare,
+    Publish,
+    RegisterManifest,
+    SlotGranted,
+)
+from umbra.proto.records import NcclRound
+from umbra.services.runtime.config import WeightHubConfig
+from umbra.services.runtime.deadline import Pace
+from umbra.services.runtime.gpu.worker_process import START_S, GpuWorkerProcess, result
+from umbra.services.runtime.net.channel import Channel
+from umbra.services.runtime.net.keys import OPEN
+from umbra.services.runtime.planes import nccl, tcp
+from umbra.services.runtime.planes.cuda_ipc import IpcHub
+from umbra.services.runtime.planes.tcp import TcpHub, TcpReceiver
+from umbra.services.runtime.weights.arena import Arena
+from umbra.services.runtime.weights.manifest import build_manifest
+from umbra.services.runtime.weights.publisher import Publisher
+
+LAYOUT = build_manifest([("w", "F32", [100, 32])], 4096)
+SIZE = LAYOUT.total_bytes
+PACE = Pace(30.0, least_rate=SIZE / 100)  # a version takes 100 s more
+FAKE = str(Path(__file__).parents[1] / "programs" / "fake_gpu_worker.py")
+
+
+def test_seconds_grow_with_bytes() -> None:
+    assert PACE.limit_s(0) == 30.0
+    assert PACE.limit_s(SIZE) == 130.0
+    assert PACE.limit_s(SIZE, parts=4) == 32.5
+    assert PACE.after(1.0).limit_s(2 * SIZE) == 201.0
+    assert WeightHubConfig(deadline_s=2.0, least_rate=10.0).pace.limit_s(50) == 7.0
+
+
+class HubThatIsAsked:
+    """Answers at once; notes how long it could have taken."""
+
+    peer, on_moved = "weight hub", None
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        self.limits: dict[type[Message], float] = {}
+
+    def call(self, body: Message, reply: type[Message], *, timeout_s: float, **_: Any) -> Message:
+        self.limits[type(body)] = timeout_s
+        match body:
+            case RegisterManifest():
+                return ArenaReady(path=str(self.arena.path), slots=self.arena.slots)
+            case Publish():
+                return Ok()
+            case _:
+                return SlotGranted(slot=1)
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = Arena.create("test-pace", "a", slot_bytes=SIZE, slots=2)
+    yield arena
+    arena.unlink()
+    arena.close()
+
+
+def test_a_publisher_waits_for_a_hub_that_allocates(arena: Arena) -> None:
+    hub = HubThatIsAsked(arena)
+    publisher = Publisher(cast(Channel, hub), LAYOUT, pace=PACE)
+    publisher.register(1.0)
+    publisher.slot(3, 7.0)
+    publisher.publish(3, 0.0)
+    publisher.close()
+    assert hub.limits[RegisterManifest] == 1.0, "as its caller says"
+    assert hub.limits[Publish] == 230.0, "it may have been restarted, and allocates all slots"
+
+
+def test_a_streamed_load_may_take_its_bytes_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+
+    class Noted(tcp.Deadline):
+        def __init__(self, seconds: float, *_: Any) -> None:
+            limits.append(seconds)
+            super().__init__(seconds)
+
+    class Source:
+        connected = True
+
+        def __init__(self, *_: Any) -> None: ...
+        def connect(self, *_: Any) -> None: ...
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(tcp, "Deadline", Noted)
+    monkeypatch.setattr(tcp, "BucketSource", Source)
+    monkeypatch.setattr(tcp.Transfer, "run", lambda _self: iter(()))
+    stream = tcp.TcpStream("gen-0", LAYOUT, 1024, PACE, OPEN)
+    receipt = result(stream.receive(_prepare(), 0))
+    assert receipt.parts is not None and list(receipt.parts()) == []
+    assert limits == [tcp.LOST_S, 130.0]
+
+
+def _prepare(**values: Any) -> Prepare:
+    sums = [0] * len(LAYOUT.buckets)
+    return Prepare(epoch=1, version=0, slot=0, checksums=sums, source="tcp://there:1", **values)
+
+
+class Worker:
+    """Stands in for `GpuWorkerProcess`: every order works; notes how long each could have taken."""
+
+    starts = 1
+
+    def __init__(self) -> None:
+        self.used: list[Pace] = []
+        self.limits: list[float] = []
+
+    def use(self, arena: Arena, chunk_bytes: int, pace: Pace) -> None:
+        self.used.append(pace)
+
+    def attached(self) -> Generator[None, None, None]:
+        yield
+
+    def order(self, op: str, **arguments: Any) -> None:
+        if "deadline_s" in arguments:
+            self.limits.append(arguments["deadline_s"])
+
+    def answer(self, timeout_s: float, *, abortable: bool = True) -> Generator[None, None, Any]:
+        self.limits.append(timeout_s)
+        yield
+        return {"uid": "00", "handle": "00"}
+
+    def call(self, op: str, timeout_s: float, **arguments: Any) -> dict[str, Any]:
+        self.order(op, **arguments)
+        return result(self.answer(timeout_s))
+
+    def begin(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+def _settled(poll: Callable[[], Any], busy: Callable[[], bool]) -> None:
+    while busy():
+        poll()
+
+
+def test_the_hubs_broadcasts_grow_with_the_version(arena: Arena) -> None:
+    worker = Worker()
+    hub = nccl.NcclHub(cast(GpuWorkerProcess, worker), SIZE // 10, PACE, 0, cast(TcpHub, None))
+    hub.layout(arena, LAYOUT)
+    _settled(lambda: hub.poll(0.0), lambda: hub.busy)
+    hub.group.join("a", "1")
+    list(hub.prepare("a", _prepare(), 0.0))
+    (deliver,) = [outcome for _ in range(3) for outcome in _after(hub)]
+    assert isinstance(deliver, nccl.Deliver) and deliver.prepare.round is not None
+    assert deliver.prepare.round.deadline_s == 10.0, "a quarter, for a chunk"
+    hub.close()
+    assert worker.used == [PACE]
+    assert worker.limits[-1] == 97.5, "three quarters of a phase for all of them"
+
+
+def _after(hub: nccl.NcclHub) -> list[nccl.Outcome]:
+    outcomes = hub.poll(0.0)
+    while hub._thread.busy and not outcomes:
+        outcomes = hub.poll(0.0)
+    return outcomes
+
+
+def test_a_receiver_of_broadcasts_waits_as_long(arena: Arena) -> None:
+    worker = Worker()
+    pull = TcpReceiver("gen-0", LAYOUT, [arena.slot(0), arena.slot(1)], 1024)
+    end = nccl.NcclReceiver(cast(GpuWorkerProcess, worker), arena, 1024, pull, PACE)
+    group = NcclRound(epoch=1, uid=b"0", rank=1, size=2, chunk_bytes=1024, deadline_s=8.0)
+    result(end.receive(_prepare(round=group), 0))
+    pull.close()
+    assert worker.used == [PACE]
+    assert worker.limits == [8.0, 8.0, 3 * 8.0 + 100.0]
+
+
+def test_an_upload_may_take_half_of_a_phase(arena: Arena) -> None:
+    worker = Worker()
+    hub = IpcHub(cast(GpuWorkerProcess, worker), PACE)
+    hub.layout(arena, LAYOUT)
+    hub._upload(0)
+    hub.close()
+    assert worker.used == [PACE]
+    assert worker.limits[-2:] == [65.0, 130.0]
+
+
+def test_pinning_an_arena_may_take_its_bytes_time(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = GpuWorkerProcess(0, program=(FAKE,))
+    limits: list[float] = []
+    answer = worker.answer
+
+    def noted(timeout_s: float, *, abortable: bool = True) -> Generator[None, None, Any]:
+        limits.append(timeout_s)
+        return answer(timeout_s, abortable=abortable)
+
+    monkeypatch.setattr(worker, "answer", noted)
+    worker.use(arena, 1024, PACE)
+    try:
+        result(worker.attached())
+    finally:
+        worker.kill()
+    assert limits == [START_S + 200.0]
