@@ -12,7 +12,13 @@ from typing import Any
 import click
 
 from umbra.deploy.live import LogView, choose_view
-from umbra.deploy.preflight import check_ports_free, check_run, resolve_paths, search_path
+from umbra.deploy.preflight import (
+    check_one_machine,
+    check_ports_free,
+    check_run,
+    resolve_paths,
+    search_path,
+)
 from umbra.deploy.programs import buffer_program, other_programs
 from umbra.deploy.run_folder import RunFolder
 from umbra.deploy.summary import summary_rows
@@ -72,6 +78,7 @@ def up(
             stack.enter_context(before.held())
             run_file = before.config
         config = load_run(run_file, overrides)
+        check_one_machine(config)
         check_run(config)  # before a folder is made
         if dry_run:
             return _print_programs(config)

@@ -96,6 +96,19 @@ def check_run(config: RunConfig) -> None:
         raise UsageError(f"run.dir: {folder} is a file; name a folder")
 
 
+def check_one_machine(config: RunConfig) -> None:
+    """Whether one machine can start all of the run.
+
+    Raises:
+        UsageError: its trainer is on several hosts.
+    """
+    if config.trainer.nodes > 1:
+        raise UsageError(
+            f"trainer.nodes = {config.trainer.nodes}: `umbra up` runs everything on this machine; "
+            "`umbra plan` makes what starts it on several; or set it to 1"
+        )
+
+
 def check_ports_free(config: RunConfig) -> None:
     """Whether nobody listens yet at the ports that the run names.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from umbra.deploy.live import View
-from umbra.deploy.preflight import check_run
+from umbra.deploy.preflight import check_one_machine, check_run
 from umbra.deploy.programs import BUFFER, TRAINER, buffer_program, other_programs
 from umbra.deploy.progress import Progress
 from umbra.deploy.report.command import write_report
@@ -119,6 +119,7 @@ class Up:
 
     def check(self) -> None:
         """Write the resolved configuration and try everything that can be tried beforehand."""
+        check_one_machine(self.config)
         check_run(self.config)
         DISK.replace(self.folder.config, to_json(self.config), mode=READABLE_MODE)
         run_stage(

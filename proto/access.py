@@ -38,6 +38,7 @@ from umbra.proto.messages import (
     Leave,
     Nack,
     Ok,
+    PartState,
     PauseRequest,
     PeekBatch,
     Ping,
@@ -62,7 +63,9 @@ from umbra.proto.messages import (
 KeyRole = Role | Literal["operator"]
 KEY_ROLES: tuple[KeyRole, ...] = (*get_args(Role), "operator")
 
-MEMBERS: tuple[KeyRole, ...] = ("generator", "scorer", "trainer", "weight_hub", "relay", "monitor")
+MEMBERS: tuple[KeyRole, ...] = (
+    "generator", "scorer", "trainer", "weight_hub", "part", "relay", "monitor",
+)  # fmt: skip
 ANYONE: tuple[KeyRole, ...] = (*MEMBERS, "operator")
 RECEIVERS: tuple[KeyRole, ...] = ("generator", "scorer", "relay")
 
@@ -96,6 +99,7 @@ SENDERS: dict[type[Message], tuple[KeyRole, ...]] = {
     RegisterManifest: ("trainer",),
     AcquireSlot: ("trainer",),
     Publish: ("trainer",),
+    PartState: ("part",),
     Subscribe: RECEIVERS,
     Ready: RECEIVERS,
     Committed: RECEIVERS,

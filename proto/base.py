@@ -7,7 +7,7 @@ from typing import Literal
 from umbra.proto.bounds import Name, Number, keep_to_bounds
 from umbra.proto.records import Record
 
-Role = Literal["buffer", "generator", "scorer", "trainer", "weight_hub", "relay", "monitor"]
+Role = Literal["buffer", "generator", "scorer", "trainer", "weight_hub", "part", "relay", "monitor"]
 State = Literal["starting", "joining", "ready", "draining", "stopped", "failed"]
 
 

@@ -36,6 +36,7 @@ BATCH = 4096  # of whatever else a server tells one process
 RUN = 1 << 16  # of whatever it tells of a whole run
 TENSORS = 48 << 10
 BUCKETS = 1 << 15
+OWNERS = 256  # trainer hosts
 DIMENSIONS = 5
 COPIES = 4  # of the weights that a receiver has, and asks for differences to
 NO_CONTROL = r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z"

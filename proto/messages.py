@@ -1,9 +1,9 @@
 """Every message on the wire, by the socket it travels on. `README.md` here is the written spec.
 
 A request names what it wants; its reply carries the request's id in `Header.reply_to`. Messages
-that a server sends unasked (`Command`, `Interrupt`, `Prepare`, `Commit`, `Abort`) have
-`reply_to = None`. Those of the weights socket are in `weights.py`, those of the trainer and the
-buffer in `training.py`, those by which a person operates a run in `operator.py`.
+that a server sends unasked (`Command`, `Interrupt`, `HoldArena`, `OfferSlot`, `Prepare`, `Commit`,
+`Abort`) have `reply_to = None`. Those of the weights socket are in `weights.py`, those of the
+trainer and the buffer in `training.py`, those by which a person operates a run in `operator.py`.
 """
 
 from __future__ import annotations
@@ -71,8 +71,11 @@ from umbra.proto.weights import (
     Credit,
     ExportVersion,
     FetchBuckets,
+    HoldArena,
     HubStatus,
     HubStatusRequest,
+    OfferSlot,
+    PartState,
     PinVersion,
     Prepare,
     Publish,
@@ -389,7 +392,8 @@ DATA: tuple[type[Message], ...] = (
     FinishRun, RunFinished,
 )  # fmt: skip
 WEIGHTS: tuple[type[Message], ...] = (
-    RegisterManifest, ArenaReady, AcquireSlot, SlotGranted, Publish, Subscribe, Subscribed,
+    RegisterManifest, ArenaReady, AcquireSlot, SlotGranted, Publish,
+    PartState, HoldArena, OfferSlot, Subscribe, Subscribed,
     Prepare, Ready, Commit, Committed, Abort, HubStatusRequest, HubStatus,
     VersionsRequest, Versions, PinVersion, UnpinVersion, RollBack, ExportVersion,
 )  # fmt: skip

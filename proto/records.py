@@ -230,12 +230,15 @@ class Manifest(Record, frozen=True, kw_only=True):
 
     `buckets` are byte ranges `[start, end)` that cover `[0, total_bytes)` in order; each has a
     checksum of its own in a push. `digest` (xxh3-128, hex) names the layout.
+
+    `owners` says which trainer host holds each bucket; empty where host 0 holds all.
     """
 
     tensors: Annotated[list[TensorEntry], Meta(max_length=TENSORS)]
     buckets: Annotated[list[tuple[Size, Size]], Meta(max_length=BUCKETS)]
     total_bytes: Size
     digest: Name
+    owners: Annotated[list[Size], Meta(max_length=BUCKETS)] = []  # one per bucket
 
 
 class Piece(Record, frozen=True, kw_only=True):

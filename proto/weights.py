@@ -7,7 +7,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from umbra.proto.base import Message, Order
-from umbra.proto.bounds import BATCH, BUCKETS, COPIES, Blob, Name, Number, Text
+from umbra.proto.bounds import BATCH, BUCKETS, COPIES, OWNERS, Blob, Name, Number, Size, Text
 from umbra.proto.records import GpuFacts, HeldVersion, Manifest, NcclRound, Piece
 
 # -- weights socket (hub: ROUTER) ---------------------------------------------------------------
@@ -53,6 +53,45 @@ class Publish(Message, frozen=True, kw_only=True):
     snapshot_s: Number
 
 
+class PartState(Message, frozen=True, kw_only=True):
+    """A part hub states, again and again, that it is there and which arena it holds.
+
+    It hands out the buckets that the ranks of trainer host `owner` write. `path` is the arena that
+    it was told to hold last, and `error` why it does not.
+    """
+
+    owner: Size
+    host: Name  # names the /dev/shm that it sees
+    buckets: Name  # endpoint of its buckets socket
+    path: Text = ""
+    error: Text = ""
+
+
+class HoldArena(Message, frozen=True, kw_only=True):
+    """To a part hub, unasked: hold the arena at `path`, with memory for its own buckets alone.
+
+    With `fresh` it is to be made, else it is one that this host has had since it was made. An empty
+    `path` means none: there is nothing to be held any more.
+    """
+
+    manifest: Manifest
+    path: Text
+    slots: int
+    fresh: bool
+
+
+class OfferSlot(Message, frozen=True, kw_only=True):
+    """To a part hub, unasked: hand out its buckets in `slot` of the arena at `path`.
+
+    Without `checksums` the slot will be written anew: nothing of it is handed out.
+    """
+
+    path: Text
+    slot: int
+    checksums: Annotated[list[int], Meta(max_length=BUCKETS)]
+    deltas: bool = False  # to the version before as well
+
+
 class Subscribe(Message, frozen=True, kw_only=True):
     """A receiver wants every new version, by one of `planes` (in its order of preference).
 
@@ -83,7 +122,8 @@ class Prepare(Message, frozen=True, kw_only=True):
     """To a receiver, unasked: stage `version`, verify it, answer with Ready.
 
     It lies in `slot` of the arena, in `slot` of the hub's device memory that `memory` is a handle
-    of, is broadcast in `round`, or is fetched bucket by bucket from `source`.
+    of, is broadcast in `round`, or is fetched bucket by bucket from `source`; where that has only a
+    part of them, the buckets of each owner from its endpoint in `sources`.
     """
 
     epoch: int
@@ -94,6 +134,7 @@ class Prepare(Message, frozen=True, kw_only=True):
     relayed: bool = False  # `source` is a relay's, which has the key of that role
     round: NcclRound | None = None  # for plane "nccl", unless it is to be fetched
     memory: Blob | None = None  # a CUDA IPC handle, for plane "cuda_ipc"
+    sources: Annotated[list[Name], Meta(max_length=OWNERS)] = []  # by owner; the first is `source`
 
 
 class Ready(Message, frozen=True, kw_only=True):
@@ -183,7 +224,8 @@ class HubStatusRequest(Message, frozen=True, kw_only=True):
 class HubStatus(Message, frozen=True, kw_only=True):
     """Newest published version (-1: none), and by receiver the version that it serves.
 
-    `subscribed` tells the process that asked whether it is a receiver itself.
+    `subscribed` tells the process that asked whether the hub knows it, as a receiver or as the
+    trainer whose layout it has.
     """
 
     version: int

@@ -146,7 +146,9 @@ def _framed(frames: list[bytes]) -> bytes:
 
 
 def _manifest(tensors: int) -> Any:
-    return build_manifest([(f"t{n}", "BF16", (4, 8)) for n in range(tensors)], 128)
+    named = [(f"t{n}", "BF16", (4, 8)) for n in range(tensors)]
+    owners = {name: [(n, 0), (3, 1), (4, 2)] for n, (name, _, _) in enumerate(named[:3])}
+    return build_manifest(named, 128, owners if tensors > 1 else None)
 
 
 def _deltas() -> Iterator[bytes]:

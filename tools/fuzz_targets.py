@@ -22,7 +22,7 @@ from xxhash import xxh3_64_intdigest
 
 from umbra.deploy.run_folder import RunFolder
 from umbra.deploy.summary import read_status
-from umbra.proto.bounds import TEXT_CHARS, one_line
+from umbra.proto.bounds import OWNERS, TEXT_CHARS, one_line
 from umbra.proto.codec import decode_body, decode_header, kind_of
 from umbra.proto.errors import UNREADABLE, UmbraError, WireError
 from umbra.proto.messages import TYPES, Event, Header, Message, RegisterManifest
@@ -51,7 +51,13 @@ from umbra.services.runtime.process.metrics import parse_row
 from umbra.services.runtime.trajectories import RunFacts, find_fault
 from umbra.services.runtime.weights import delta
 from umbra.services.runtime.weights import manifest as layouts
-from umbra.services.runtime.weights.manifest import build_manifest, check_manifest, item_bytes
+from umbra.services.runtime.weights.manifest import (
+    build_manifest,
+    check_manifest,
+    item_bytes,
+    owned_buckets,
+    owned_ranges,
+)
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.checkpoints.index import NAME as CHECKPOINT
 from umbra.services.trainer.checkpoints.index import read_index
@@ -62,7 +68,7 @@ NAMES = tuple(TYPES)
 VOCABULARY = 64
 _kept: list[TemporaryDirectory[str]] = []
 OF_RUN = ("origin.json", "config.json", "buffer.json", "summary.json")
-ROLES = ("generator", "scorer", "trainer", "weight_hub", "relay", "monitor")
+ROLES = ("generator", "scorer", "trainer", "weight_hub", "part", "relay", "monitor")
 TRAJECTORIES = msgspec.msgpack.Decoder(Trajectory)
 
 
@@ -126,13 +132,21 @@ def layout(data: bytes) -> None:
         body = read(RegisterManifest, data)
         assert isinstance(body, RegisterManifest)
         found = body.manifest
-        digest = layouts._digest(found.tensors, found.buckets)  # pyright: ignore[reportPrivateUsage]
+        digest = layouts._digest(  # pyright: ignore[reportPrivateUsage]
+            found.tensors, found.buckets, found.owners
+        )
         found = msgspec.structs.replace(found, digest=digest)
         check_manifest(found)
     except WireError:
         return
     sizes = item_bytes(found)
     assert len(sizes) == len(found.buckets) and set(sizes) <= {2, 4}
+    owned = owned_buckets(found)
+    assert sorted(b for buckets in owned.values() for b in buckets) == list(range(len(sizes)))
+    assert all(0 <= owner < OWNERS for owner in owned)
+    ranges = sorted(part for owner in owned for part in owned_ranges(found, owner))
+    assert [start for start, _ in ranges] == [0, *(end for _, end in ranges[:-1])]
+    assert ranges[-1][1] == found.total_bytes
     assert all(
         0 <= one.offset <= one.offset + one.nbytes <= found.total_bytes for one in found.tensors
     )

@@ -7,6 +7,7 @@ import os
 import tomllib
 from collections import Counter
 from collections.abc import Mapping
+from enum import IntEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -35,11 +36,29 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         str, Meta(description="host name or address by which the others reach it", min_length=1)
     ]
     gpus: Annotated[int, Meta(description="GPUs that the run may use: 0 to n - 1", ge=0)] = 0
+    joins: Annotated[
+        bool, Meta(description="has generators alone, which may come and go while the run goes on")
+    ] = False
 
 
 Task = Literal[
-    "buffer", "weight_hub", "relay", "train", "generate", "ref_logp", "logp", "reward"
+    "buffer", "weight_hub", "relay", "part", "train", "generate", "ref_logp", "logp", "reward"
 ]  # fmt: skip
+
+
+class Port(IntEnum):
+    """The run's ports, counted from `base_port`. A hub and a relay are never on one node."""
+
+    CONTROL = 0
+    DATA = 1
+    EVENTS_IN = 2
+    EVENTS_OUT = 3
+    WEIGHTS = 4
+    BUCKETS = 5
+    RENDEZVOUS = 6  # where the ranks of a trainer over several nodes meet
+    PART = 7
+
+
 Text = Annotated[str, Meta(pattern=LINE)]
 
 
@@ -119,7 +138,7 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = "auto"
     broker: Annotated[str, Meta(description="node of the buffer; empty = the first one")] = ""
     base_port: Annotated[
-        int, Meta(description="first of the six ports that the run uses", ge=1024, le=65530)
+        int, Meta(description="first of the eight ports that the run uses", ge=1024, le=65528)
     ] = 5555
     image: Annotated[
         str, Meta(description="images are called IMAGE-broker:TAG and so on", min_length=1)
@@ -146,6 +165,9 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = {}
     slurm: SlurmSpec = SlurmSpec()
     kubernetes: KubernetesSpec = KubernetesSpec()
+
+    def port(self, which: Port) -> int:
+        return self.base_port + which
 
     @property
     def owner(self) -> tuple[int, int]:
@@ -210,6 +232,8 @@ def load_cluster(path: Path) -> ClusterFile:
                 raise UsageError(
                     f"{path}: cluster.{key}: unknown task {task}{nearest(task, tasks)}"
                 )
+    if all(node.joins for node in file.nodes):
+        raise UsageError(f"{path}: all nodes have joins = true, which only generate: remove one")
     alike = Counter(node.name.replace(".", "-") for node in file.nodes)
     if twice := next((name for name, count in alike.items() if count > 1), None):
         raise UsageError(
@@ -220,6 +244,11 @@ def load_cluster(path: Path) -> ClusterFile:
         raise UsageError(
             f"{path}: cluster.broker = {file.cluster.broker} is no node"
             f"{nearest(file.cluster.broker, names)}"
+        )
+    if any(node.joins and node.name == file.cluster.broker for node in file.nodes):
+        raise UsageError(
+            f"{path}: cluster.broker = {file.cluster.broker} has joins = true, so it may go while "
+            "the run goes on: name another node"
         )
     return file
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from umbra.deploy.cluster.bundle import FORMATS, Bundle
+from umbra.deploy.cluster.bundle import FORMATS, Bundle, read_plan
 from umbra.deploy.cluster.cluster_file import load_cluster
 from umbra.deploy.cluster.invocation import modules_of
 from umbra.deploy.cluster.kubernetes import keys_command
@@ -16,7 +16,7 @@ from umbra.deploy.cluster.table import as_json as plan_as_json
 from umbra.deploy.cluster.table import table
 from umbra.deploy.command import load_run, run_file_argument, set_option
 from umbra.deploy.run_folder import new_run_id
-from umbra.proto.errors import EXIT_DONE
+from umbra.proto.errors import EXIT_DONE, UsageError
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config.feasibility import check_feasible
 from umbra.services.runtime.net.keys import FOLDER, make_keys
@@ -34,6 +34,10 @@ from umbra.services.runtime.net.keys import FOLDER, make_keys
     "--format", "formats", multiple=True, type=click.Choice(FORMATS), default=("compose",),
     show_default=True, help="What to render; may be given several times.",
 )  # fmt: skip
+@click.option(
+    "--add", "added", multiple=True, metavar="NODE",
+    help="Only the files of this node, which joins the run whose plan is in --out.",
+)  # fmt: skip
 @click.option("--run-id", help="Id of the run.  [default: <run.name>-<date>-<time>-<4 digits>]")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
@@ -43,6 +47,7 @@ def command(
     overrides: tuple[str, ...],
     out: Path,
     formats: tuple[str, ...],
+    added: tuple[str, ...],
     run_id: str | None,
     as_json: bool,
     dry_run: bool,
@@ -54,18 +59,24 @@ def command(
     """
     cluster = load_cluster(cluster_file)
     config = load_run(run_file, overrides)
-    check_feasible(config)
+    if added and run_id:
+        raise UsageError("--run-id has no effect with --add, which joins a run: leave it out")
+    if added:
+        run_id = read_plan(out)["run"]
     plan = make_plan(cluster, config, run_id or new_run_id(config.run.name))
+    check_feasible(plan.config)
     bundle = Bundle(plan, modules_of(config, run_file), out.resolve(), _keys(config, out))
-    files = bundle.render(formats)
+    files = bundle.render_added(added, formats) if added else bundle.render(formats)
+    files |= bundle.plan_file()
     click.echo(json.dumps(plan_as_json(plan), indent=2) if as_json else table(plan), nl=as_json)
     if not dry_run:
         bundle.write(files)
-        _make_missing_keys(config, out)
+        if not added:
+            _make_missing_keys(config, out)
         if "compose" in formats:
-            bundle.copy_keys()
+            bundle.copy_keys(added)
         click.echo(f"{len(files)} files written to {out}", err=as_json)
-        if "kubernetes" in formats and (keys := _keys(config, out)):
+        if "kubernetes" in formats and not added and (keys := _keys(config, out)):
             click.echo(f"the keys: {keys_command(plan, str(keys))}", err=as_json)
     return EXIT_DONE
 

@@ -79,7 +79,7 @@ def _service(plan: Plan, process: Process, beside: list[Process], paths: Paths) 
         "volumes": _volumes(plan, process, paths),
     }
     ports = invocation.ports(plan, process)
-    if plan.cluster.network == "host":
+    if invocation.on_host_network(plan, process):
         service["network_mode"] = "host"
     else:
         service["hostname"] = process.node.name  # by which `umbra drain --node` finds it

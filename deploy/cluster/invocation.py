@@ -5,25 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from umbra.deploy.cluster.cluster_file import Task
+from umbra.deploy.cluster.cluster_file import Port, Task
 from umbra.deploy.cluster.plan import Plan, Process
 from umbra.proto.access import KEY_ROLES, KeyRole
 from umbra.services.buffer.data.dataset_readers import DATASETS
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.net.keys import PUBLIC, SECRET
 
-# The run's ports, counted from cluster.base_port; hub and relay are never on one node.
-CONTROL, DATA, EVENTS_IN, EVENTS_OUT, WEIGHTS, BUCKETS = range(6)
-PORTS: dict[Task, tuple[int, ...]] = {
-    "buffer": (CONTROL, DATA, EVENTS_IN, EVENTS_OUT),
-    "weight_hub": (WEIGHTS, BUCKETS),
-    "relay": (WEIGHTS, BUCKETS),
+# The ports of what serves others, which needs no torch unless it broadcasts from GPUs.
+PORTS: dict[Task, tuple[Port, ...]] = {
+    "buffer": (Port.CONTROL, Port.DATA, Port.EVENTS_IN, Port.EVENTS_OUT),
+    "weight_hub": (Port.WEIGHTS, Port.BUCKETS),
+    "relay": (Port.WEIGHTS, Port.BUCKETS),
+    "part": (Port.PART,),
 }
 # Whose key a process has; besides, all have the monitor's, for their health checks.
 KEYS: dict[Task, KeyRole] = {
     "buffer": "buffer",
     "weight_hub": "weight_hub",
     "relay": "relay",
+    "part": "part",
     "train": "trainer",
     "generate": "generator",
     "ref_logp": "scorer",
@@ -31,9 +32,9 @@ KEYS: dict[Task, KeyRole] = {
     "reward": "scorer",
 }
 # How often a process is started again within an hour. A trainer repeats its steps since the last
-# checkpoint.
-RESTARTS: dict[Task, int] = {"train": 3}
-MORE_RESTARTS = 20
+# checkpoint; over several nodes it also has to wait for one that is away.
+TRAINER_RESTARTS = 3
+RESTARTS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,24 +52,31 @@ def command(plan: Plan, process: Process, paths: Paths) -> list[str]:
     """The arguments of `umbra` for `process`; the address of the buffer is in the environment."""
     common = ["--name", process.name, "--config", paths.config, "--run-dir", paths.results]
     advertise = process.node.address
-    everywhere = {offset: f"tcp://0.0.0.0:{_port(plan, offset)}" for offset in range(6)}
+    port = plan.cluster.port
+    everywhere = {which: f"tcp://0.0.0.0:{port(which)}" for which in Port}
     device = "cuda" if process.gpus else "cpu"
     match process.task:
         case "buffer":
-            ports = [_port(plan, offset) for offset in (DATA, EVENTS_IN, EVENTS_OUT)]
-            own = ["buffer", "--broker", everywhere[CONTROL], "--ports", str(ports)]
+            others = [port(which) for which in PORTS["buffer"][1:]]
+            own = ["buffer", "--broker", everywhere[Port.CONTROL], "--ports", str(others)]
             own += ["--advertise", advertise, "--store", paths.store]
         case "weight_hub":
-            own = ["weight-hub", "--listen", everywhere[WEIGHTS], "--advertise", advertise]
-            own += ["--buckets-listen", everywhere[BUCKETS]]
+            own = ["weight-hub", "--listen", everywhere[Port.WEIGHTS], "--advertise", advertise]
+            own += ["--buckets-listen", everywhere[Port.BUCKETS]]
         case "relay":
-            hub = f"tcp://{plan.the('weight_hub').node.address}:{_port(plan, WEIGHTS)}"
-            own = ["weight-hub", "relay", "--hub", hub, "--listen", everywhere[WEIGHTS]]
+            own = ["weight-hub", "relay", "--hub", _hub(plan), "--listen", everywhere[Port.WEIGHTS]]
             own += ["--set", f"weight_hub.advertise={advertise}"]
-            own += ["--set", f"weight_hub.buckets_listen={everywhere[BUCKETS]}"]
+            own += ["--set", f"weight_hub.buckets_listen={everywhere[Port.BUCKETS]}"]
+        case "part":
+            own = ["weight-hub", "part", "--hub", _hub(plan), "--listen", everywhere[Port.PART]]
+            own += ["--owner", str(process.node_rank)]
+            own += ["--set", f"weight_hub.advertise={advertise}"]
         case "train":
-            ranks = len(process.gpus) or plan.config.trainer.ranks
-            own = ["trainer", "--device", device, "--ranks", str(ranks)]
+            own = ["trainer", "--device", device, "--ranks", str(plan.config.trainer.ranks)]
+            if plan.config.trainer.nodes > 1:
+                meet = f"{plan.the('train').node.address}:{port(Port.RENDEZVOUS)}"
+                own += ["--nodes", str(plan.config.trainer.nodes), "--rendezvous", meet]
+                own += ["--node-rank", str(process.node_rank)]
         case "generate":
             own = ["generator", "--device", device]
         case "ref_logp" | "logp" | "reward":
@@ -78,14 +86,14 @@ def command(plan: Plan, process: Process, paths: Paths) -> list[str]:
 
 def kept_command(plan: Plan, process: Process, paths: Paths) -> list[str]:
     """The arguments of `umbra` for `process` in a container, where it is started again."""
-    keep = ["keep", "--restarts", str(restarts(process)), "--name", process.name, "--"]
+    keep = ["keep", "--restarts", str(restarts(plan, process)), "--name", process.name, "--"]
     return [*keep, "umbra", *command(plan, process, paths)]
 
 
 def environment(plan: Plan, paths: Paths) -> dict[str, str]:
     """What all processes of a node find in their environment."""
     broker = plan.the("buffer").node.address
-    variables = {"UMBRA_BROKER": f"tcp://{broker}:{_port(plan, CONTROL)}"}
+    variables = {"UMBRA_BROKER": f"tcp://{broker}:{plan.cluster.port(Port.CONTROL)}"}
     if paths.keys:
         variables["UMBRA_SECURITY__KEYS"] = paths.keys
     if paths.modules:
@@ -94,7 +102,10 @@ def environment(plan: Plan, paths: Paths) -> dict[str, str]:
 
 
 def health(plan: Plan, process: Process) -> list[str]:
-    """The arguments of `umbra` that check `process` from beside it."""
+    """The arguments of `umbra` that check `process` from beside it.
+
+    Of a trainer's ranks only rank 0 is a member of the run; all live and die with it.
+    """
     here = [f"tcp://127.0.0.1:{port}" for port in ports(plan, process)[:1]]
     match process.task:
         case "buffer":
@@ -103,6 +114,8 @@ def health(plan: Plan, process: Process) -> list[str]:
             return ["ping", "--hub", *here]
         case "relay":
             return ["ping", "--relay", *here]
+        case "train":
+            return ["ping", "--member", plan.the("train").name]
         case _:
             return ["ping", "--member", process.name]
 
@@ -115,8 +128,18 @@ def key_files(process: Process) -> list[str]:
 
 
 def ports(plan: Plan, process: Process) -> list[int]:
-    """The ports that `process` binds."""
-    return [_port(plan, offset) for offset in PORTS.get(process.task, ())]
+    """The ports that `process` binds and others reach; gloo and NCCL choose theirs."""
+    meets = process.task == "train" and len(plan.trainers()) > 1 and not process.node_rank
+    found = (Port.RENDEZVOUS,) if meets else PORTS.get(process.task, ())
+    return [plan.cluster.port(which) for which in found]
+
+
+def on_host_network(plan: Plan, process: Process) -> bool:
+    """Whether `process` needs the network of its host: no list of ports would do.
+
+    The ranks of several nodes connect with each other at ports that gloo and NCCL choose.
+    """
+    return plan.cluster.network == "host" or (process.task == "train" and len(plan.trainers()) > 1)
 
 
 def image(plan: Plan, process: Process) -> str:
@@ -130,20 +153,23 @@ def image(plan: Plan, process: Process) -> str:
     return f"{plan.cluster.image}-{target}:{plan.cluster.tag}"
 
 
-def restarts(process: Process) -> int:
+def restarts(plan: Plan, process: Process) -> int:
     """How often `process` is started again when it fails."""
-    return RESTARTS.get(process.task, MORE_RESTARTS)
+    if process.task == "train" and len(plan.trainers()) == 1:
+        return TRAINER_RESTARTS
+    return RESTARTS
 
 
 def memory_gib(plan: Plan, process: Process) -> float | None:
     """The most memory that `process` may use, in GiB; None is no limit.
 
-    Shared memory counts for the process that makes it: the hub or the relay.
+    Shared memory counts for the process that makes it: the hub, the relay or the part.
     """
     limit = plan.cluster.memory_gib.get(process.task)
     if limit is None:
         return None
-    return limit + (plan.cluster.shm_gib if process.task in ("weight_hub", "relay") else 0)
+    makes_memory = process.task in ("weight_hub", "relay", "part")
+    return limit + (plan.cluster.shm_gib if makes_memory else 0)
 
 
 def inputs(plan: Plan, process: Process, paths: Paths) -> list[str]:
@@ -152,6 +178,7 @@ def inputs(plan: Plan, process: Process, paths: Paths) -> list[str]:
     found: dict[Task, list[str]] = {
         "buffer": [config.data.prompts, *config.data.sources, config.eval.prompts],
         "relay": [],
+        "part": [],
         "train": [config.model.path, config.critic.path],
         "generate": [config.model.path, config.generator.replay, config.generator.serve_key],
         "ref_logp": [config.model.path, config.scorer.model],
@@ -169,5 +196,6 @@ def modules_of(config: RunConfig, run_file: Path) -> str:
     return str(run_file.resolve().parent) if any(":" in name for name in named) else ""
 
 
-def _port(plan: Plan, offset: int) -> int:
-    return plan.cluster.base_port + offset
+def _hub(plan: Plan) -> str:
+    """The hub's weights endpoint."""
+    return f"tcp://{plan.the('weight_hub').node.address}:{plan.cluster.port(Port.WEIGHTS)}"

@@ -36,8 +36,10 @@ def keys_command(plan: Plan, keys: str) -> str:
     return f"kubectl create secret generic {keys_secret(plan)}{where} --from-file={keys}"
 
 
-def manifests(plan: Plan, paths: Paths, config: str) -> str:
-    """All manifests of the run; `config` is the text of its configuration.
+def manifests(plan: Plan, paths: Paths, config: str, only: str = "") -> str:
+    """All manifests of the run, or those of the node called `only`, which joins it later.
+
+    `config` is the text of its configuration.
 
     Raises:
         UsageError: processes share a GPU, or use the host's network, or a file that they need is
@@ -52,11 +54,12 @@ def manifests(plan: Plan, paths: Paths, config: str) -> str:
         raise UsageError("cluster.network = host is not rendered for Kubernetes: use bridge")
     addressed = plan.readdressed(lambda node: _name(plan, node.name))
     labels = {"app.kubernetes.io/name": "umbra", "app.kubernetes.io/instance": _label(plan.run_id)}
-    documents: list[dict[str, Any]] = [
-        _object("v1", "ConfigMap", _name(plan, "config"), labels) | {"data": {CONFIG_FILE: config}}
-    ]
+    documents: list[dict[str, Any]] = []
+    if not only:
+        shared = _object("v1", "ConfigMap", _name(plan, "config"), labels)
+        documents.append(shared | {"data": {CONFIG_FILE: config}})
     for node in addressed.nodes:
-        if addressed.on(node):
+        if addressed.on(node) and only in ("", node.name):
             documents += _of_node(addressed, node, paths, labels)
     if namespace := plan.cluster.kubernetes.namespace:
         for document in documents:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from umbra.deploy.cluster.cluster_file import FOREIGN_TASKS, ClusterFile, Node
-from umbra.deploy.cluster.shares import check_ratios, divide
+from umbra.deploy.cluster.shares import TOLERANCE, check_ratios, divide
 from umbra.proto.errors import UsageError
 from umbra.services.runtime.config import RunConfig
 
@@ -38,10 +38,10 @@ class TaskGroup:
 
 
 def place_groups(file: ClusterFile, config: RunConfig) -> list[TaskGroup]:
-    """The groups with what they get, in the order of the cluster file.
+    """The groups with what they get of the nodes that do not join later, in the file's order.
 
     Nodes are given out in the order of the file. Where GPUs are divided the group that trains comes
-    first and gets its GPUs on the first node that has as many free.
+    first and gets its GPUs on the first node that has as many, else on the fewest nodes.
 
     Raises:
         UsageError: tasks and ratios do not fit the run or the nodes; the sentence has the numbers.
@@ -49,19 +49,24 @@ def place_groups(file: ClusterFile, config: RunConfig) -> list[TaskGroup]:
     tasks = [(group,) if isinstance(group, str) else tuple(group) for group in file.cluster.groups]
     _check_tasks(tasks, config)
     ratios = check_ratios(file.cluster.ratios, len(tasks))
-    with_gpus = [node for node in file.nodes if node.gpus]
-    unit = file.cluster.unit
-    if not with_gpus:
-        if unit == "gpu":
-            raise UsageError(
-                "cluster.unit = gpu, but no node has GPUs: write gpus = N in [[nodes]]"
-            )
-        if len(file.nodes) >= len(tasks):
-            return _by_node(tasks, ratios, file.nodes)
-        return _in_turn(tasks, file.nodes)
-    if unit == "node" or (unit == "auto" and len(with_gpus) >= len(tasks)):
-        return _by_node(tasks, ratios, with_gpus)
-    return _by_gpu(tasks, ratios, with_gpus)
+    nodes = [node for node in file.nodes if not node.joins]
+    with_gpus = [node for node in nodes if node.gpus]
+    unit, wanted = file.cluster.unit, config.trainer.nodes
+    if not with_gpus and unit == "gpu":
+        raise UsageError("cluster.unit = gpu, but no node has GPUs: write gpus = N in [[nodes]]")
+    if not with_gpus and len(nodes) < len(tasks):
+        placed = _in_turn(tasks, nodes)
+    elif not with_gpus or unit == "node" or (unit == "auto" and len(with_gpus) >= len(tasks)):
+        placed = _by_node(tasks, ratios, with_gpus or nodes, wanted)
+    else:
+        placed = _by_gpu(tasks, ratios, with_gpus, wanted)
+    (training,) = (group for group in placed if "train" in group.tasks)
+    if wanted > 1 and len(training.nodes) != wanted:
+        raise UsageError(
+            f"trainer.nodes = {wanted}, but {training.describe()} gets {len(training.nodes)} "
+            f"({training.arithmetic}): change its ratio, or leave trainer.nodes out"
+        )
+    return placed
 
 
 def _check_tasks(groups: Sequence[tuple[str, ...]], config: RunConfig) -> None:
@@ -92,22 +97,21 @@ def _check_tasks(groups: Sequence[tuple[str, ...]], config: RunConfig) -> None:
 
 
 def _by_node(
-    groups: Sequence[tuple[str, ...]], ratios: Sequence[Fraction], nodes: Sequence[Node]
+    groups: Sequence[tuple[str, ...]],
+    ratios: Sequence[Fraction],
+    nodes: Sequence[Node],
+    trainer_nodes: int,
 ) -> list[TaskGroup]:
-    """Whole nodes."""
+    """Whole nodes. The share of the trainer is not rounded up, unless `trainer_nodes` says so."""
     if len(nodes) < len(groups):
         raise UsageError(
             f"{len(groups)} groups need {len(groups)} nodes with GPUs, and there are {len(nodes)}: "
             "set cluster.unit to gpu, or join groups"
         )
-    limits = [1 if "train" in tasks else None for tasks in groups]
-    for tasks, ratio in zip(groups, ratios, strict=True):
-        if "train" in tasks and ratio * len(nodes) >= 2:
-            raise UsageError(
-                f"group [{', '.join(tasks)}] is due {float(ratio):g} x {len(nodes)} nodes = "
-                f"{float(ratio * len(nodes)):g}, but the trainer's ranks share one memory and so "
-                f"one node: give it a ratio below {2 / len(nodes):.3g}, or fewer nodes to the run"
-            )
+    limits = [
+        max(trainer_nodes, int((ratio + TOLERANCE) * len(nodes))) if "train" in tasks else None
+        for tasks, ratio in zip(groups, ratios, strict=True)
+    ]
     counts = divide(ratios, len(nodes), limits)
     placed: list[TaskGroup] = []
     start = 0
@@ -121,16 +125,18 @@ def _by_node(
 
 
 def _by_gpu(
-    groups: Sequence[tuple[str, ...]], ratios: Sequence[Fraction], nodes: Sequence[Node]
+    groups: Sequence[tuple[str, ...]],
+    ratios: Sequence[Fraction],
+    nodes: Sequence[Node],
+    trainer_nodes: int,
 ) -> list[TaskGroup]:
-    """GPUs, wherever they are; but those of the trainer on one node."""
+    """GPUs, wherever they are; but those of the trainer on as few nodes as can be, all alike."""
     total = sum(node.gpus for node in nodes)
     if total < len(groups):
         raise UsageError(
             f"{len(groups)} groups need {len(groups)} GPUs at least, and the nodes have {total}: "
             "join groups in one list, so that they share"
         )
-    most = max(node.gpus for node in nodes)
     counts = divide(ratios, total, [None] * len(groups))
     free = {node.name: list(range(node.gpus)) for node in nodes}
     order = sorted(range(len(groups)), key=lambda i: "train" not in groups[i])
@@ -139,14 +145,15 @@ def _by_gpu(
         tasks, count = groups[index], counts[index]
         arithmetic = _arithmetic(ratios[index], total, count, "GPUs")
         if "train" in tasks:
-            home = next((node for node in nodes if node.gpus >= count), None)
-            if home is None:
+            homes = _spread(count, nodes, trainer_nodes)
+            if not homes:
+                over = f"over {trainer_nodes} nodes (trainer.nodes) " if trainer_nodes > 1 else ""
                 raise UsageError(
-                    f"group [{', '.join(tasks)}] gets {count} GPUs ({arithmetic}), but the "
-                    "trainer's ranks share one memory and so one node, and the largest node has "
-                    f"{most}: lower its ratio"
+                    f"group [{', '.join(tasks)}] gets {count} GPUs ({arithmetic}), which cannot be "
+                    f"divided {over}in equal parts, as a trainer's must be; the nodes have "
+                    f"{', '.join(str(node.gpus) for node in nodes)}: change its ratio"
                 )
-            taken = {home.name: _take(free[home.name], count)}
+            taken = {node.name: _take(free[node.name], count // len(homes)) for node in homes}
         else:
             taken = {}
             for node in nodes:
@@ -155,6 +162,15 @@ def _by_gpu(
         gpus = tuple(tuple(taken[node.name]) for node in own)
         placed[index] = TaskGroup(tasks, own, gpus, arithmetic)
     return [placed[index] for index in range(len(groups))]
+
+
+def _spread(count: int, nodes: Sequence[Node], wanted: int) -> list[Node]:
+    """The fewest nodes, or as many as are `wanted`, that have `count` GPUs in equal parts."""
+    for number in [wanted] if wanted > 1 else range(1, len(nodes) + 1):
+        able = [node for node in nodes if node.gpus * number >= count]
+        if count % number == 0 and len(able) >= number:
+            return able[:number]
+    return []
 
 
 def _in_turn(groups: Sequence[tuple[str, ...]], nodes: Sequence[Node]) -> list[TaskGroup]:

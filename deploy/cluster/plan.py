@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from umbra.deploy.cluster.cluster_file import ClusterFile, ClusterSpec, Node, Task
+from umbra.deploy.cluster.cluster_file import ClusterFile, ClusterSpec, Node, Port, Task
 from umbra.deploy.cluster.placement import TaskGroup, place_groups
 from umbra.proto.errors import UsageError
 from umbra.services.runtime.config import RunConfig
@@ -17,17 +17,21 @@ STAGES: tuple[Task, ...] = ("ref_logp", "logp", "reward")
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process: what it does, on which node, and with which of its GPUs."""
+    """One process: what it does, on which node, and with which of its GPUs.
+
+    `node_rank` counts the nodes of a trainer that has several, for what is on each of them.
+    """
 
     name: str
     task: Task
     node: Node
     gpus: tuple[int, ...] = ()
+    node_rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A whole run on a cluster. `groups` is empty on a cluster that has no GPUs."""
+    """A whole run on a cluster; its `config` says how the trainer is spread, as the plan has it."""
 
     run_id: str
     config: RunConfig
@@ -41,9 +45,13 @@ class Plan:
         return [process for process in self.processes if process.node == node]
 
     def the(self, task: Task) -> Process:
-        """The only process that does `task`."""
-        (found,) = (process for process in self.processes if process.task == task)
+        """The only process that does `task`; of a trainer's the one with rank 0."""
+        (found,) = (p for p in self.processes if p.task == task and not p.node_rank)
         return found
+
+    def trainers(self) -> list[Process]:
+        """The trainer's process on each of its nodes, by node rank."""
+        return [process for process in self.processes if process.task == "train"]
 
     def idle(self, node: Node) -> list[int]:
         """GPUs of `node` that nothing uses."""
@@ -55,7 +63,7 @@ class Plan:
         used = [
             (process.node.name, gpu)
             for process in self.processes
-            if process.task not in ("weight_hub", "relay")
+            if process.task not in ("weight_hub", "relay", "part")
             for gpu in process.gpus
         ]
         return len(used) != len(set(used))
@@ -79,7 +87,8 @@ def make_plan(file: ClusterFile, config: RunConfig, run_id: str) -> Plan:
     """Place the processes of the run on the nodes.
 
     Args:
-        config: of the run, with absolute paths.
+        config: of the run, with absolute paths; it need not be feasible before the plan has said
+            how many ranks and nodes the trainer has.
         run_id: names the folder of the run's results.
 
     Raises:
@@ -99,23 +108,40 @@ def make_plan(file: ClusterFile, config: RunConfig, run_id: str) -> Plan:
         )
     groups = place_groups(file, config)
     nodes = tuple(file.nodes)
-    broker = next((node for node in nodes if node.name == file.cluster.broker), nodes[0])
+    staying = [node for node in nodes if not node.joins]
+    broker = next((node for node in staying if node.name == file.cluster.broker), staying[0])
     (training,) = (group for group in groups if "train" in group.tasks)
     home = training.nodes[0]
+    ranks = _ranks_per_node(config, training)
+    config = _spread_config(config, training, ranks, file.cluster)
+    (generating,) = (group for group in groups if "generate" in group.tasks)
+    streamed = config.generator.receive == "streamed"
+    if streamed and len(training.nodes) > 1 and home in generating.nodes:
+        raise UsageError(
+            f"generator.receive = streamed reads weights where they are whole, and on {home.name} "
+            "they are not, as the trainer has several nodes: leave it on staged, or give train and "
+            "generate groups of their own"
+        )
     processes = [
         Process("buffer", "buffer", broker),
         Process("weight-hub", "weight_hub", home, _first_gpu(file, config, home)),
         *_relays(file, config, groups, home),
-        Process("trainer", "train", home, _trainer_gpus(config, training)),
+        *_parts(training),
+        *_trainers(training, ranks),
         *_generators(config, groups),
+        *_joining(config, nodes, groups),
         *_scorers(config, groups, broker),
     ]
     return Plan(run_id, config, file.cluster, nodes, tuple(groups), tuple(processes))
 
 
 def _first_gpu(file: ClusterFile, config: RunConfig, node: Node) -> tuple[int, ...]:
-    """The GPU that hub and relays send from, where plane `nccl` may be chosen for them."""
-    chosen = {"nccl": True, "auto": file.cluster.network == "host" and len(file.nodes) > 1}
+    """The GPU that hub and relays send from, where plane `nccl` may be chosen for them.
+
+    It never is where no host has all of a version: with several trainer nodes.
+    """
+    several = len(file.nodes) > 1 and config.trainer.nodes == 1
+    chosen = {"nccl": True, "auto": file.cluster.network == "host" and several}
     hub = config.weight_hub
     return (hub.device,) if chosen.get(hub.plane, False) and node.gpus else ()
 
@@ -131,22 +157,79 @@ def _relays(
         for node in group.nodes
     }
     for node in file.nodes:
-        if node != home and node.name in receiving:
+        if node != home and (node.joins or node.name in receiving):
             yield Process(f"relay-{node.name}", "relay", node, _first_gpu(file, config, node))
 
 
-def _trainer_gpus(config: RunConfig, group: TaskGroup) -> tuple[int, ...]:
-    """The GPUs of the trainer's ranks: all of its group's, or as many as trainer.ranks says."""
-    gpus = group.gpus[0]
-    ranks = config.trainer.ranks
-    if not gpus or ranks == 1:
-        return gpus
-    if ranks > len(gpus):
+def _ranks_per_node(config: RunConfig, group: TaskGroup) -> int:
+    """The trainer's ranks on each of its nodes: one per GPU, or as many as trainer.ranks says."""
+    ranks, nodes = config.trainer.ranks, len(group.nodes)
+    fewest, most = min(map(len, group.gpus)), max(map(len, group.gpus))
+    if most and ranks == 1:
+        if fewest != most:
+            has = ", ".join(
+                f"{node.name} {len(gpus)}"
+                for node, gpus in zip(group.nodes, group.gpus, strict=True)
+            )
+            raise UsageError(
+                f"a trainer has as many ranks on each of its nodes, and those of "
+                f"{group.describe()} have different numbers of GPUs ({has}): set trainer.ranks to "
+                f"{fewest * nodes}, or list nodes of one kind first"
+            )
+        return fewest
+    if ranks % nodes:
         raise UsageError(
-            f"trainer.ranks = {ranks}, but {group.describe()} has {len(gpus)} GPUs "
+            f"trainer.ranks = {ranks} cannot be divided equally over the {nodes} nodes of "
+            f"{group.describe()} ({group.arithmetic}): set it to a multiple of {nodes}, or change "
+            "its ratio"
+        )
+    if most and ranks > fewest * nodes:
+        raise UsageError(
+            f"trainer.ranks = {ranks}, but {group.describe()} has {fewest * nodes} GPUs "
             f"({group.arithmetic}): raise its ratio, or lower trainer.ranks"
         )
-    return gpus[:ranks]
+    return ranks // nodes
+
+
+def _spread_config(
+    config: RunConfig, group: TaskGroup, ranks: int, cluster: ClusterSpec
+) -> RunConfig:
+    """`config` with the trainer's nodes, its ranks on all of them, and where they meet."""
+    nodes, trainer = len(group.nodes), config.trainer
+    rendezvous = trainer.rendezvous
+    if nodes > 1:
+        if trainer.rendezvous:
+            raise UsageError(
+                f"trainer.rendezvous = {trainer.rendezvous}, but the plan chooses where a "
+                "trainer's ranks meet: leave it out"
+            )
+        if ranks % trainer.sequence_parallel:
+            raise UsageError(
+                f"trainer.sequence_parallel = {trainer.sequence_parallel} does not divide the "
+                f"{ranks} ranks on each node of {group.describe()}: ranks that share the tokens of "
+                "a row have to be on one node"
+            )
+        if config.weight_hub.plane in ("shm", "nccl"):
+            raise UsageError(
+                f"weight_hub.plane = {config.weight_hub.plane} sends from one host, and the "
+                f"trainer's weights are on {nodes}: leave it on auto"
+            )
+        rendezvous = f"{group.nodes[0].address}:{cluster.port(Port.RENDEZVOUS)}"
+    replace = msgspec.structs.replace
+    spread = replace(trainer, nodes=nodes, ranks=nodes * ranks, rendezvous=rendezvous)
+    return replace(config, trainer=spread)
+
+
+def _parts(group: TaskGroup) -> Iterator[Process]:
+    """One on each node of the trainer but the hub's: it holds what the ranks there write."""
+    for rank, node in enumerate(group.nodes[1:], 1):
+        yield Process(f"part-{node.name}", "part", node, node_rank=rank)
+
+
+def _trainers(group: TaskGroup, ranks: int) -> Iterator[Process]:
+    for rank, (node, gpus) in enumerate(zip(group.nodes, group.gpus, strict=True)):
+        name = f"trainer-{node.name}" if rank else "trainer"
+        yield Process(name, "train", node, gpus[:ranks], node_rank=rank)
 
 
 def _generators(config: RunConfig, groups: list[TaskGroup]) -> Iterator[Process]:
@@ -155,7 +238,7 @@ def _generators(config: RunConfig, groups: list[TaskGroup]) -> Iterator[Process]
     if not group.has_gpus:
         yield from _dealt(group, "generate", "generator", config.generator.count)
         return
-    size = config.generator.replicas * config.generator.tensor_parallel
+    size = _generator_gpus(config)
     most = max(map(len, group.gpus))
     if most < size:
         raise UsageError(
@@ -166,6 +249,27 @@ def _generators(config: RunConfig, groups: list[TaskGroup]) -> Iterator[Process]
     for node, gpus in zip(group.nodes, group.gpus, strict=True):
         for index in range(len(gpus) // size):
             own = gpus[index * size : (index + 1) * size]
+            yield Process(f"generator-{node.name}-{index}", "generate", node, own)
+
+
+def _generator_gpus(config: RunConfig) -> int:
+    return config.generator.replicas * config.generator.tensor_parallel
+
+
+def _joining(
+    config: RunConfig, nodes: tuple[Node, ...], groups: list[TaskGroup]
+) -> Iterator[Process]:
+    """Generators on all GPUs of the nodes that join, or one where the others have none either."""
+    on_gpus = any(group.has_gpus for group in groups if "generate" in group.tasks)
+    size = _generator_gpus(config) if on_gpus else 0
+    for node in nodes:
+        if node.joins and node.gpus < size:
+            raise UsageError(
+                f"node {node.name} joins to generate, and a generator needs {size} GPUs "
+                f"(generator.replicas x tensor_parallel): it has {node.gpus}"
+            )
+        for index in range(node.gpus // size if size else 1) if node.joins else ():
+            own = tuple(range(index * size, (index + 1) * size))
             yield Process(f"generator-{node.name}-{index}", "generate", node, own)
 
 

@@ -190,11 +190,17 @@ def _step(plan: Plan, order: list[str], process: Process, paths: Paths) -> str:
     own = replace(paths, results=f"{paths.results}/{node}")
     gpus = ",".join(map(str, process.gpus))
     words = [
-        *("step", str(order.index(node)), gpus, process.name, str(invocation.restarts(process))),
+        *(
+            "step",
+            str(order.index(node)),
+            gpus,
+            process.name,
+            str(invocation.restarts(plan, process)),
+        ),
         *("umbra", *invocation.command(plan, process, own)),
     ]
     line = " ".join(map(_quoted, words)) + "\n"
-    return line + ("trainer=$!\n" if process.task == "train" else "")
+    return line + ("trainer=$!\n" if process == plan.the("train") else "")
 
 
 def _address(index: int) -> str:

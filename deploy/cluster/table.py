@@ -24,12 +24,17 @@ def table(plan: Plan) -> str:
         elif not plan.on(node):
             rows.append((*node_cells, "", "-", "idle", ""))
     groups = [f"{group.describe()}: {group.arithmetic}" for group in plan.groups]
-    return "\n".join([*aligned(rows), "", *groups]) + "\n"
+    return "\n".join([*aligned(rows), "", *groups, *_spread(plan)]) + "\n"
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
     return {
         "run": plan.run_id,
+        "trainer": {
+            "nodes": [process.node.name for process in plan.trainers()],
+            "ranks": plan.config.trainer.ranks,
+            "rendezvous": plan.config.trainer.rendezvous,
+        },
         "groups": [
             {
                 "tasks": list(group.tasks),
@@ -48,6 +53,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
                     {
                         "name": process.name,
                         "task": process.task,
+                        "node_rank": process.node_rank,
                         "gpus": list(process.gpus),
                         "ports": invocation.ports(plan, process),
                     }
@@ -59,13 +65,25 @@ def as_json(plan: Plan) -> dict[str, Any]:
     }
 
 
+def _spread(plan: Plan) -> list[str]:
+    """How a trainer is spread over several nodes, which the firewalls between them must allow."""
+    trainers, trainer = plan.trainers(), plan.config.trainer
+    if len(trainers) == 1:
+        return []
+    names = ", ".join(process.node.name for process in trainers)
+    return [
+        f"trainer: {trainer.ranks} ranks on {names}, which meet at {trainer.rendezvous}; they "
+        "connect with each other at any port"
+    ]
+
+
 def _cells(plan: Plan, process: Process) -> tuple[str, ...]:
     ports = invocation.ports(plan, process)
     return (
         _span(process.gpus),
         process.name,
         process.task.replace("_", "-"),
-        f"{ports[0]}-{ports[-1]}" if ports else "",
+        "-".join(map(str, sorted({ports[0], ports[-1]}))) if ports else "",
     )
 
 

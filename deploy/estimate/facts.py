@@ -20,6 +20,7 @@ from umbra.services.runtime.model.architectures import check_architecture
 from umbra.services.runtime.process.host_memory import host_bytes
 from umbra.services.trainer.row_sizes import fitting_tokens
 
+_UNKNOWN = ("expert_parallel", "replicas")  # keys of trainer, above 1
 UNKNOWN_GPU = 80 * 10**9  # bytes
 PREFILL_TOKENS = 16384  # that the torch engine reads in a pass
 _COMPUTE = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -39,11 +40,12 @@ def gather_facts(config: RunConfig, *, gpu: int, host: int | None = None) -> Fac
     """
     if not config.model.path:
         raise UsageError("model.path is empty: name a directory with the model's config.json")
-    if config.trainer.expert_parallel > 1:
-        raise UsageError(
-            f"trainer.expert_parallel = {config.trainer.expert_parallel}: the estimate does not "
-            "know yet what it takes; estimate the run with expert_parallel = 1"
-        )
+    for key in _UNKNOWN:
+        if (value := getattr(config.trainer, key)) > 1:
+            raise UsageError(
+                f"trainer.{key} = {value}: the estimate does not know yet what it takes; "
+                f"estimate the run with {key} = 1"
+            )
     directory = Path(config.model.path)
     check_architecture(directory, checked=config.model.checked)
     with loading(directory, "model.path"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -165,7 +166,7 @@ class Window:
         """The last step that counts was committed; this is so again should it be repeated."""
         self._made_last = self._count()
         desk = self._desk
-        self._staleness_last = StalenessStats(**desk.broker.batches.trained.sums())
+        self._staleness_last = copy.deepcopy(desk.broker.batches.trained)
         self._broker = (desk.busy_s, desk.requests, desk.waited_s)
         for shares in self._all_shares():
             shares.stop()

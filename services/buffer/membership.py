@@ -22,6 +22,7 @@ DEPARTED_KEPT = 1024  # names and incarnations that are remembered after their e
 BEATS_PER_S = 64  # heartbeats of all members together, about: each costs as much as a trajectory
 BEATS_UNTIL_DEAD = 3  # but so many of a member have to be missing until it counts as dead
 SINGLE: tuple[Role, ...] = ("trainer", "weight_hub")  # roles of which a run has one
+NEEDED: tuple[Role, ...] = (*SINGLE, "part")  # of which it can spare none
 
 
 @dataclass(slots=True)
@@ -53,6 +54,11 @@ class Participant:
     def is_single(self) -> bool:
         """Whether a run has only one of its kind."""
         return self.role in SINGLE
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the run cannot go on without it."""
+        return self.role in NEEDED
 
     def record(self, now: float) -> Member:
         """The member as others are told of it."""
@@ -213,12 +219,7 @@ class Membership:
     def restore(self, records: list[dict[str, Any]], now: float) -> None:
         """Take over the members of before a restart of the buffer; most have outlived it."""
         for record in records:
-            kept = dict(record)
-            if kept.pop("relay", False):  # what a relay was called before it had a role
-                kept["role"] = "relay"
-            if older := kept.pop("identity", b""):
-                kept["seal"] = _seal(older)  # of a store that has the identity itself
-            peer = Participant(**kept, identity=b"", heard_at=now, confirmed=False)
+            peer = Participant(**record, identity=b"", heard_at=now, confirmed=False)
             self.peers[peer.name] = peer
         self._index()
 

@@ -82,11 +82,11 @@ def room_for_tokens(memory: int, weights: int, config: SizedRows) -> int:
     return max(0, int(ACTIVATIONS * (memory - weights - 4 * int(config.logits_mib * 2**20))))
 
 
-def memory_of(device: torch.device, world: int) -> int:
+def memory_of(device: torch.device, per_host: int) -> int:
     """Bytes that a process has in all: of its GPU, or its share of the host's or container's."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return host_bytes() // world
+    return host_bytes() // per_host
 
 
 def layer_numbers(model: Any) -> int:

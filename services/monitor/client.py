@@ -36,7 +36,7 @@ from umbra.services.runtime.net.io_thread import IoThread
 from umbra.services.runtime.net.keys import OPEN, Security
 
 M = TypeVar("M", bound=Message)
-NEEDED: tuple[Role, ...] = ("trainer", "weight_hub")  # of which a run has one
+NEEDED: tuple[Role, ...] = ("trainer", "weight_hub", "part")  # the run stands still without them
 
 
 class StatusClient:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import click
+
 from umbra.services.runtime.process.command import ServiceContext, service_command
 from umbra.services.trainer.launch import launch
 
@@ -14,4 +16,15 @@ def _run(context: ServiceContext) -> int:
         return run(context, listener)
 
 
-command = service_command("trainer", _run)
+command = service_command(
+    "trainer",
+    _run,
+    options=[
+        click.Option(
+            ["--node-rank"],
+            type=click.IntRange(0),
+            envvar="UMBRA_NODE_RANK",
+            help="Which of trainer.nodes hosts this is: 0, where rank 0 is, to nodes - 1.",
+        )
+    ],
+)

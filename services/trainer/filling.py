@@ -7,10 +7,9 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from umbra.services.trainer.lora import is_adapter
-from umbra.services.trainer.snapshot import bare_name, own_rows
+from umbra.services.trainer.snapshot import bare_name, held_rows
 
 
 class RowSource(Protocol):
@@ -82,8 +81,7 @@ def read(
         if is_adapter(name):
             continue
         tensor = into(parameter).detach()
-        # The mesh of a sharded one says which rank this is.
-        rows, first = own_rows(name, tensor, 0, 1) if isinstance(tensor, DTensor) else (tensor, 0)
+        rows, first = held_rows(name, tensor)
         source.read(bare_name(name), rows, first)
 
 

@@ -1,7 +1,7 @@
-"""`umbra trainer` with `trainer.ranks` = R starts R - 1 copies of itself and becomes their rank 0.
+"""`umbra trainer` starts the other ranks of its host and becomes the first of them.
 
-Whoever supervises sees one process, which ends when any of them does. torchrun and accelerate
-launch do the same job over several machines; under them nothing is started here.
+Whoever supervises sees one process per host, which ends when any of its ranks does. torchrun and
+accelerate launch do the same job; under them nothing is started here.
 """
 
 from __future__ import annotations
@@ -13,43 +13,56 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from umbra.proto.errors import PeerLostError, UsageError
+from umbra.services.runtime.config import TrainerConfig
 from umbra.services.runtime.config.loader import to_json
+from umbra.services.runtime.http.address import listen
 from umbra.services.runtime.process.child import ChildProcess, child_environ, umbra_argv
 from umbra.services.runtime.process.command import ServiceContext
 from umbra.services.runtime.process.supervisor import Program, Supervisor
 
-LEAVE_S = 15.0  # for the others to end after rank 0 has
+LEAVE_S = 15.0  # for the others to end after the first has
 NOTICE_S = 3.0  # until a rank that broke the connection can be seen to have ended
 
 
 @contextmanager
 def launch(context: ServiceContext) -> Iterator[socket.socket | None]:
-    """The other ranks as processes of this machine, until the block ends; where they are awaited.
+    """The other ranks of this host, until the block ends; where rank 0 awaits all ranks.
 
-    None, and nothing is started, with a single rank or where a launcher has started this process.
+    None on other hosts than rank 0's. Nothing is started with a single rank, or where a launcher
+    has started this process.
 
     Raises:
-        UsageError: no run directory.
+        UsageError: no run directory, or it is not said which host this is.
+        StartupError: rank 0 cannot listen where the others will look for it.
         PeerLostError: from the block, with the rank that is the cause.
     """
-    world = context.config.trainer.ranks
-    if world == 1 or "WORLD_SIZE" in os.environ:
+    config = context.config.trainer
+    if config.ranks == 1 or "WORLD_SIZE" in os.environ:
         yield None
         return
+    node = _node(config, context.options.get("node_rank"))
     if context.run_dir is None:
         raise UsageError("--run-dir is missing: the trained model is written there")
-    # It listens before anyone could connect, and no other process can take the port meanwhile.
-    listener = socket.create_server(("127.0.0.1", 0), backlog=world)
+    world, here = config.ranks, config.ranks // config.nodes
+    listener: socket.socket | None = None
+    host, port = "127.0.0.1", 0
+    if config.nodes > 1:
+        host, _, text = config.rendezvous.rpartition(":")
+        host, port = host.removeprefix("[").removesuffix("]"), int(text)
+    if node == 0:
+        # It listens before anyone could connect, and no other process can take the port meanwhile.
+        listener = listen(config.rendezvous or f"{host}:{port}", "trainer.rendezvous")
+        port = listener.getsockname()[1]
     place = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(listener.getsockname()[1]),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
         "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(here),
     }
     if "OMP_NUM_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0))
-        place["OMP_NUM_THREADS"] = str(context.config.trainer.threads or max(1, cores // world))
-    resolved = context.run_dir / f".{context.name}-ranks.json"
+        place["OMP_NUM_THREADS"] = str(config.threads or max(1, cores // here))
+    resolved = context.run_dir / f".{context.name}-ranks-{node}.json"
     resolved.write_bytes(to_json(context.config))
     supervisor = Supervisor(
         lambda program: ChildProcess(
@@ -57,22 +70,54 @@ def launch(context: ServiceContext) -> Iterator[socket.socket | None]:
         ),
         report=context.log.warning,
     )
-    os.environ.update(place, RANK="0", LOCAL_RANK="0")
+    first = node * here
+    os.environ.update(place, RANK=str(first), LOCAL_RANK="0")
     try:
-        for rank in range(1, world):
-            supervisor.start(_program(context, str(resolved), rank))
+        for local in range(1, here):
+            supervisor.start(_program(context, str(resolved), first + local, local))
         yield listener
     except PeerLostError as error:
-        raise PeerLostError(f"{_culprit(supervisor)}{error}") from error
+        raise PeerLostError(f"{_culprit(supervisor, first)}{error}") from error
     else:
         supervisor.wait(LEAVE_S)
     finally:
         supervisor.close()
-        listener.close()
+        if listener is not None:
+            listener.close()
         resolved.unlink(missing_ok=True)
 
 
-def _program(context: ServiceContext, config: str, rank: int) -> Program:
+def _node(config: TrainerConfig, given: int | None) -> int:
+    """The number of this host.
+
+    Raises:
+        UsageError: it is not said, or there are not so many; or the ranks could not meet.
+    """
+    nodes = config.nodes
+    if nodes == 1:
+        if given:
+            raise UsageError(
+                f"--node-rank {given} (UMBRA_NODE_RANK), but trainer.nodes = 1: set trainer.nodes "
+                "on all hosts"
+            )
+        return 0
+    if given is None or given >= nodes:
+        told = "is missing" if given is None else f"{given} is no host"
+        raise UsageError(
+            f"--node-rank {told} (UMBRA_NODE_RANK): with trainer.nodes = {nodes} each host runs "
+            f"`umbra trainer` with its number, 0 to {nodes - 1}"
+        )
+    _, colon, port = config.rendezvous.rpartition(":")
+    if not colon or not port.isdecimal() or not int(port):
+        raise UsageError(
+            f"trainer.rendezvous = {config.rendezvous!r}: with trainer.nodes = {nodes} it has to "
+            "be HOST:PORT, an address of node 0 that the other hosts reach and a port that is free "
+            "there"
+        )
+    return given
+
+
+def _program(context: ServiceContext, config: str, rank: int, local: int) -> Program:
     # The resolved file holds what the variables said, and what flags said after them.
     name = f"{context.name}-rank{rank}"
     argv = umbra_argv("trainer", "--config", config, "--name", name)
@@ -80,16 +125,19 @@ def _program(context: ServiceContext, config: str, rank: int) -> Program:
         f"trainer rank {rank}",
         (*argv, "--run-dir", str(context.run_dir)),
         wave=0,
-        environ={"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        environ={"RANK": str(rank), "LOCAL_RANK": str(local)},
     )
 
 
-def _culprit(supervisor: Supervisor) -> str:
-    """Which rank ended, if one did."""
+def _culprit(supervisor: Supervisor, first: int) -> str:
+    """Which rank of this host ended, if one did."""
     deadline = time.monotonic() + NOTICE_S
     while supervisor.poll() and supervisor.failure is None and time.monotonic() < deadline:
         time.sleep(0.05)
-    if supervisor.failure is not None:
-        return f"{supervisor.failure.reason}; "
+    failure = supervisor.failure
+    if failure is not None and failure.exit_code == PeerLostError.exit_code:
+        return ""  # it has lost the same one
+    if failure is not None:
+        return f"{failure.reason}; "
     gone = [name for name, state in supervisor.states().items() if state == "done"]
-    return f"{gone[0]} ended before rank 0; " if gone else ""
+    return f"{gone[0]} ended before rank {first}; " if gone else ""

@@ -86,7 +86,7 @@ class Learner:
             )
         self._accelerator = Accelerator(cpu=on_cpu, mixed_precision=precision)
         if config.threads or self.ranks.world > 1:
-            share = max(1, len(os.sched_getaffinity(0)) // self.ranks.world)
+            share = max(1, len(os.sched_getaffinity(0)) // self.ranks.hosts.place.per_host)
             torch.set_num_threads(config.threads or share)
         self.device = self._accelerator.device
         source = files or (held(model) if config.weights == "bf16" else None)
@@ -273,7 +273,7 @@ class Learner:
 
         All ranks have to call it.
         """
-        return whole_weights(self.model, keep=self.ranks.rank == 0, of=self._masters.of)
+        return whole_weights(self.model, self.ranks, self._masters.of)
 
 
 def learning_rate(config: TrainerConfig, step: int, steps: int) -> float:

@@ -218,13 +218,17 @@ class Loop:
         """The next batch, which may be the one that came `ahead`; None when asked to stop.
 
         Raises:
-            DeadlineError: none came within `trainer.batch_wait_s`, while the run was not paused.
+            DeadlineError: none came within `trainer.batch_wait_s`, while the run was not paused;
+                or another rank is silent.
+            PeerLostError: what was published last is lost, so that none may ever come.
             BatchError: too many in a row had samples that cannot be trained on.
         """
         step, rejected = self.version + 1, 0
         deadline = Deadline(self._config.trainer.batch_wait_s, f"no batch for step {step}")
         while not self._session.stopping.is_set():
             self._saved(self._saver.settled())
+            self._learner.ranks.check()
+            self._outlet.publisher.check()
             self._session.progress(f"waiting for batch {step}", 0)
             held = ahead.digest if ahead else ""
             ask = LeaseBatch(

@@ -9,8 +9,6 @@ import msgspec
 
 from umbra.proto.records import Trajectory
 from umbra.services.trainer.batch import make_batch
-from umbra.services.trainer.checkpoints.saver import join_in
-from umbra.services.trainer.checkpoints.shard_writer import ShardWriter
 from umbra.services.trainer.critic import LearnedCritic
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.phases import Profile
@@ -31,9 +29,10 @@ class Snapshot(msgspec.Struct, frozen=True, tag=True):
 
 
 class Save(msgspec.Struct, frozen=True, tag=True):
-    """Write the own part of a checkpoint into this folder."""
+    """Write the own part of the checkpoint of `step`; the folder has those of the steps `kept`."""
 
-    scratch: str
+    step: int
+    kept: list[int]
 
 
 class Gather(msgspec.Struct, frozen=True, tag=True):
@@ -67,7 +66,7 @@ def follow(
     update: Update,
     snapshots: Snapshots,
     critic: LearnedCritic | None,
-    writer: ShardWriter,
+    save: Callable[[int, list[int]], object],
     profile: Profile,
     say: Callable[[str], None],
 ) -> None:
@@ -86,9 +85,9 @@ def follow(
                 with phases("snapshot"):
                     snapshots.write()
                 profile.end()
-            case Save(scratch):
+            case Save(step, kept):
                 with phases("checkpoint"):
-                    join_in(writer, Path(scratch), ranks)
+                    save(step, kept)
             case Gather():
                 learner.weights()
             case Export(out):

@@ -16,18 +16,23 @@ from typing import Generic, Protocol, TypeVar
 
 from torch.distributed import DistError
 
-from umbra.proto.errors import DeadlineError
+from umbra.proto.errors import DeadlineError, PeerLostError
 
 T = TypeVar("T")
 
 BEAT_S = 1.0
 POLL_S = 0.01
+LISTEN_BEATS = 4  # after which a living rank has been heard
+_LOST = "lost"
 
 
 class RankStore(Protocol):
     """What is needed of a `torch.distributed.Store`."""
 
     def add(self, key: str, amount: int, /) -> int: ...
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def check(self, keys: list[str], /) -> bool: ...
 
 
 class Silence:
@@ -50,11 +55,20 @@ class Pulse:
     Args:
         store: shared by all ranks, for this purpose alone (`PrefixStore`).
         timeout_s: seconds that another rank may be silent.
+        describe: names a rank in sentences, with its host.
     """
 
-    def __init__(self, store: RankStore, rank: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: RankStore,
+        rank: int,
+        timeout_s: float,
+        describe: Callable[[int], str] = lambda rank: f"trainer rank {rank}",
+    ) -> None:
         clone: Callable[[], RankStore] = store.clone  # pyright: ignore[reportAttributeAccessIssue]
         self._store = clone()  # a connection is one thread's
+        self._describe = describe
+        self._silences: dict[int, Silence] = {}  # of those that `check` looks at
         self._timeout_s = timeout_s
         self._beat_s = min(BEAT_S, timeout_s / 8)
         self._stop = threading.Event()
@@ -77,15 +91,57 @@ class Pulse:
         while not asking.done.wait(self._beat_s):
             if time.monotonic() - asking.heard > self._timeout_s:
                 asking.enough.set()
-                raise DeadlineError(
-                    f"trainer rank {rank} was silent for {self._timeout_s:g} s "
-                    f"(trainer.rank_timeout_s) while {what} was waited for: it hangs, or its "
-                    "machine is gone"
-                )
+                raise self._silent(rank, f"while {what} was waited for")
         if asking.error is not None:
             raise asking.error
         assert asking.found is not None
         return asking.found
+
+    def check(self, world: int) -> None:
+        """Rank 0, which keeps the store, looks whether all others live; it does not wait.
+
+        Raises:
+            DeadlineError: one has been silent since it was last heard of.
+            PeerLostError: another rank has lost one, and ended.
+        """
+        if self._store.check([_LOST]):
+            lost = self._names(self._store.get(_LOST).decode())
+            raise PeerLostError(f"another rank has lost {lost}, and ended")
+        for rank in range(1, world):
+            count, now = self._store.add(_key(rank), 0), time.monotonic()
+            silence = self._silences.setdefault(rank, Silence(now))
+            if silence.heard(count, now) > self._timeout_s:
+                raise self._silent(rank, "while there was nothing to be done")
+
+    def blame(self, world: int) -> str:
+        """Which of the other ranks do not live, in words; for a rank that has lost one of them.
+
+        The first who finds out tells the others, which end as well.
+        """
+        asking = _Asking(lambda: self._lost(world), lambda: 0, self._beat_s)
+        if not asking.done.wait(2 * LISTEN_BEATS * self._beat_s) or asking.error is not None:
+            return self._describe(0)  # which keeps the store
+        assert asking.found is not None
+        return self._names(asking.found)
+
+    def _names(self, ranks: str) -> str:
+        return ", ".join(self._describe(int(r)) for r in ranks.split()) or "which cannot be told"
+
+    def _lost(self, world: int) -> str:
+        """Numbers of the ranks whose counts stand still."""
+        store = self._store
+        if not store.check([_LOST]):
+            before = [store.add(_key(rank), 0) for rank in range(world)]
+            time.sleep(LISTEN_BEATS * self._beat_s)
+            still = [r for r in range(world) if store.add(_key(r), 0) == before[r]]
+            store.set(_LOST, " ".join(map(str, still)))
+        return store.get(_LOST).decode()
+
+    def _silent(self, rank: int, when: str) -> DeadlineError:
+        return DeadlineError(
+            f"{self._describe(rank)} was silent for {self._timeout_s:g} s "
+            f"(trainer.rank_timeout_s) {when}: it hangs, or its machine is gone"
+        )
 
     def close(self) -> None:
         self._stop.set()

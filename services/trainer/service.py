@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from contextlib import closing, nullcontext
+from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
@@ -19,7 +20,7 @@ from umbra.services.runtime.weights.manifest import build_manifest
 from umbra.services.runtime.weights.publisher import Publisher
 from umbra.services.trainer.checkpoints.folder import CheckpointFolder
 from umbra.services.trainer.checkpoints.resume import resume
-from umbra.services.trainer.checkpoints.saver import Saver
+from umbra.services.trainer.checkpoints.saver import Saver, join_in
 from umbra.services.trainer.checkpoints.shard_writer import ShardWriter
 from umbra.services.trainer.critic import LearnedCritic, open_critic
 from umbra.services.trainer.learner import Learner
@@ -28,7 +29,7 @@ from umbra.services.trainer.orders import Export, Gather, Save, Stop, follow, gi
 from umbra.services.trainer.phases import Profile
 from umbra.services.trainer.policy import export_policy, open_policy
 from umbra.services.trainer.ranks import join_ranks
-from umbra.services.trainer.shards import Snapshots
+from umbra.services.trainer.shards import Snapshots, row_owners
 from umbra.services.trainer.sinks import open_sinks
 from umbra.services.trainer.snapshot import tensor_layout
 from umbra.services.trainer.update import Update, guarded_update
@@ -62,7 +63,7 @@ def run(
             "sampling cuts off tokens (top_p, top_k or min_p): behaviour logprobs are those of the "
             "cut distribution and will differ from the trainer's"
         )
-    with join_ranks(config.trainer, listener) as ranks:
+    with join_ranks(config.trainer, listener, context.stopping) as ranks:
         model, tokenizer, files = open_policy(config.model.path, checked=config.model.checked)
         learner = Learner(
             model,
@@ -74,24 +75,29 @@ def run(
             sampling.max_tokens,
         )
         layout = tensor_layout(learner.model, config.weight_hub.dtype_on(learner.device.type))
-        manifest = build_manifest(layout, config.weight_hub.bucket_bytes)
+        manifest = build_manifest(
+            layout, config.weight_hub.bucket_bytes, row_owners(learner.model, ranks)
+        )
         critic = open_critic(config, learner)
         update = make_update(config, learner, critic)
         base = weights_checksum(config.model.path) if config.trainer.lora_rank else ""
         parts = learner.parts(base) | (critic.parts() if critic is not None else {})
-        folder = CheckpointFolder(context.run_dir / "checkpoints", config.checkpoint)
+        folder = CheckpointFolder(
+            context.run_dir / "checkpoints", config.checkpoint, node=ranks.node
+        )
         step = resume(folder, parts, ranks)
         with (
             closing(Snapshots(learner.model, manifest, ranks)) as snapshots,
             closing(critic) if critic is not None else nullcontext(),
-            closing(ShardWriter(parts, ranks.rank, ranks.world)) as writer,
+            closing(ShardWriter(parts, ranks.rank, ranks.holders)) as writer,
         ):
             if ranks.rank:
                 profile = Profile(
                     context.run_dir / "profile", config.trainer.profile_steps, ranks.rank
                 )
+                save = partial(join_in, folder, writer, ranks)
                 say = context.log.info
-                follow(ranks, learner, update, snapshots, critic, writer, profile, say)
+                follow(ranks, learner, update, snapshots, critic, save, profile, say)
                 return EXIT_DONE
             saver = Saver(
                 folder,
@@ -101,7 +107,7 @@ def run(
                 begun=step,
                 run=context.run_dir.name,
                 config=as_dict(config),
-                order=lambda scratch: give(ranks, Save(str(scratch))),
+                order=lambda step, kept: give(ranks, Save(step, kept)),
             )
             code = _lead(context, learner, update, snapshots, critic, manifest, tokenizer, saver)
             give(ranks, Stop("rank 0 has left the run"))

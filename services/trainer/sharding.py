@@ -141,17 +141,14 @@ def shard(
 ) -> None:
     """Divide the rows of every parameter over `ranks` (FSDP2, ZeRO 3), layer by layer.
 
-    Gradients are reduced in float32, whatever the compute dtype. `root` is what runs `model`, if
-    that is another module. Where `ranks` divide experts, the rows of those that a rank has are
-    divided over the ranks that have the same ones.
+    If there are replicas, over the ranks of each (HSDP). Gradients are reduced in float32, whatever
+    the compute dtype. `root` is what runs `model`, if that is another module. Where `ranks` divide
+    experts, the rows of those that a rank has are divided over the ranks that have the same ones.
 
     Raises:
         UsageError: experts can't be divided.
     """
-    if ranks.group is None:
-        mesh = init_device_mesh(device.type, (ranks.world,))
-    else:
-        mesh = DeviceMesh.from_group(ranks.group, device.type)
+    mesh = _mesh(device, ranks)
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if config.precision_on(device.type) == "bf16" else None,
         reduce_dtype=torch.float32,
@@ -186,6 +183,20 @@ def shard(
     fully_shard(root or model, mesh=mesh, mp_policy=policy, offload_policy=offload)
 
 
+def _mesh(device: torch.device, ranks: Ranks) -> DeviceMesh:
+    """[shards], or [replicas, shards]."""
+    if ranks.grid is not None:
+        return DeviceMesh.from_group(
+            [ranks.grid.across, ranks.grid.within],
+            device.type,
+            torch.arange(ranks.world).view(ranks.grid.replicas, -1),
+            mesh_dim_names=("replicas", "shards"),
+        )
+    if ranks.group is None:
+        return init_device_mesh(device.type, (ranks.world,))
+    return DeviceMesh.from_group(ranks.group, device.type)
+
+
 def reshard(model: nn.Module) -> None:
     """Let go of gathered parameters: the root keeps its own after a pass without a backward one."""
     for module in model.modules():
@@ -195,19 +206,21 @@ def reshard(model: nn.Module) -> None:
 
 @torch.no_grad()
 def clip_gradients(parameters: list[nn.Parameter], limit: float, ranks: Ranks) -> Tensor:
-    """Scale gradients so that their norm is at most `limit`; the norm of before.
+    """Scale gradients so that their norm over all ranks is at most `limit`; the norm of before.
 
-    Of sharded parameters the norm is over all ranks. Each number of such a gradient is on one rank
-    alone, over whichever ranks its parameter is sharded.
+    Of sharded parameters, each number of a gradient is on one rank alone, over whichever ranks they
+    are sharded; so where experts are over others, the norm is that of what all ranks hold.
     """
-    found = [p.grad for p in parameters if p.grad is not None]
-    if not any(isinstance(gradient, DTensor) for gradient in found):
-        return clip_grad_norm_(parameters, limit)
-    assert all(isinstance(gradient, DTensor) for gradient in found), "all are sharded, or none"
-    gradients = [local(gradient) for gradient in found]
-    squares = get_total_norm(gradients).double().square()
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    meshes = {g.device_mesh if isinstance(g, DTensor) else None for g in gradients}
+    if len(meshes) < 2:
+        norm = clip_grad_norm_(parameters, limit)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    assert None not in meshes, "all are sharded, or none"
+    here = [local(gradient) for gradient in gradients]
+    squares = get_total_norm(here).double().square()
     norm = ranks.sum_ranks(squares.cpu()).sqrt().float()
     factor = float((limit / (norm + 1e-6)).clamp(max=1.0))  # as torch's
-    for gradient in gradients:
+    for gradient in here:
         gradient.mul_(factor)
     return norm

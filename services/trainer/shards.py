@@ -1,26 +1,31 @@
 """How the ranks of a trainer make one snapshot together.
 
 Rank 0 has a slot of the arena, tells the others where it is, and all write their rows. When all
-have, each computes the checksums of an equal share of the buckets (buckets may hold rows of several
-ranks), and rank 0 collects them for Publish. They meet in a `torch.distributed` store, which is
-neither the training's process group nor the hub, and wait for each other as long as the other lives
-(`pulse.py`): no collective hangs here, and a version may be of any size.
+have, each computes the checksums of an equal share of its host's buckets (which may hold rows of
+several ranks), and rank 0 collects them for Publish. They meet in a `torch.distributed` store,
+which is neither the training's process group nor the hub, and wait for each other as long as the
+other lives (`pulse.py`): no collective hangs here, and a version may be of any size.
+
+On several hosts each has an arena of its own under the same path, in which the rows of its ranks
+are. No bucket holds rows of two hosts, and its checksum is computed on its own.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import msgspec
 from torch import nn
 
 from umbra.proto.records import Manifest
 from umbra.services.runtime.weights.arena import Arena
-from umbra.services.runtime.weights.manifest import checksum
+from umbra.services.runtime.weights.manifest import checksum, owned_buckets
 from umbra.services.trainer.pulse import Pulse
 from umbra.services.trainer.ranks import Ranks
-from umbra.services.trainer.snapshot import write_shards
+from umbra.services.trainer.rendezvous import RankPlace
+from umbra.services.trainer.snapshot import write_shards, written_rows
 
 
 class ShardStore(Protocol):
@@ -91,18 +96,18 @@ class ShardSync:
         for rank in range(self.world):
             self.get(key, rank)
 
-    def collect(self, sums: list[int]) -> list[int]:
-        """On rank 0 the checksums of all ranks in order; on the others none.
+    def collect(self, sums: dict[int, int]) -> dict[int, int]:
+        """On rank 0 the checksums of all ranks by bucket; on the others none.
 
         Raises:
             DeadlineError: a rank is silent.
         """
         what = f"checksums of snapshot {self._meetings}"
         if self.rank:
-            self.set(what, sums)
-            return []
+            self.set(what, list(sums.items()))
+            return {}
         for rank in range(1, self.world):
-            sums = sums + self.get(what, rank)
+            sums = sums | dict(self.get(what, rank))
         return sums
 
     def _forget(self, meeting: int) -> None:
@@ -112,24 +117,61 @@ class ShardSync:
                 self._store.delete_key(f"{what} of snapshot {meeting}/{rank}")
 
 
-def own_buckets(count: int, rank: int, world: int) -> range:
-    """The buckets of `count` whose checksums `rank` computes: equal shares, in order."""
-    return range(rank * count // world, (rank + 1) * count // world)
+def own_buckets(manifest: Manifest, place: RankPlace) -> list[int]:
+    """The buckets whose checksums a rank computes: its share of those of its host, in order."""
+    owned = owned_buckets(manifest).get(place.node(place.rank), [])
+    local = place.rank % place.per_host
+    return owned[local * len(owned) // place.per_host : (local + 1) * len(owned) // place.per_host]
+
+
+def row_owners(model: nn.Module, ranks: Ranks) -> dict[str, list[tuple[int, int]]]:
+    """Which host's ranks write which rows of each tensor, for `build_manifest`; none on one host.
+
+    By name `(end, node)`, with ends that ascend up to the number of rows. All ranks have to call
+    it.
+    """
+    place = ranks.hosts.place
+    if place.nodes == 1:
+        return {}
+    mine = msgspec.json.encode(written_rows(model, ranks.rank, ranks.holders))
+    decode = msgspec.json.Decoder(dict[str, tuple[int, int]]).decode
+    return owners_of([decode(some) for some in ranks.collect(mine)], place)
+
+
+def owners_of(
+    written: Sequence[Mapping[str, tuple[int, int]]], place: RankPlace
+) -> dict[str, list[tuple[int, int]]]:
+    """As `row_owners`, given what each rank writes."""
+    parts: dict[str, list[tuple[int, int, int]]] = {}
+    for rank, rows in enumerate(written):
+        for name, (first, end) in rows.items():
+            parts.setdefault(name, []).append((first, end, place.node(rank)))
+    owners: dict[str, list[tuple[int, int]]] = {}
+    for name, some in parts.items():
+        ends = owners[name] = list[tuple[int, int]]()
+        for _, end, node in sorted(some):
+            if ends and ends[-1][1] == node:
+                ends.pop()
+            ends.append((end, node))
+    return owners
 
 
 def snapshot_shards(
-    model: nn.Module, manifest: Manifest, slot: memoryview, sync: ShardSync
+    model: nn.Module, manifest: Manifest, slot: memoryview, sync: ShardSync, ranks: Ranks
 ) -> list[int]:
     """Write this rank's rows into `slot`, wait for the others; all checksums on rank 0, else none.
 
     Raises:
         DeadlineError: another rank is silent.
     """
-    write_shards(model, manifest, slot, sync.rank, sync.world)
+    write_shards(model, manifest, slot, ranks.rank, ranks.holders)
     sync.barrier("written")
-    mine = own_buckets(len(manifest.buckets), sync.rank, sync.world)
-    sums = [checksum(slot[start:end]) for start, end in (manifest.buckets[i] for i in mine)]
-    return sync.collect(sums)
+    sums: dict[int, int] = {}
+    for bucket in own_buckets(manifest, ranks.hosts.place):
+        start, end = manifest.buckets[bucket]
+        sums[bucket] = checksum(slot[start:end])
+    found = sync.collect(sums)
+    return [found[bucket] for bucket in range(len(found))]
 
 
 class Snapshots:
@@ -138,6 +180,7 @@ class Snapshots:
     def __init__(self, model: nn.Module, manifest: Manifest, ranks: Ranks) -> None:
         self._model = model
         self._manifest = manifest
+        self._ranks = ranks
         self._sync: ShardSync | None = None
         if ranks.store is not None:
             self._sync = ShardSync(ranks.store, ranks.rank, ranks.world, ranks.pulse)
@@ -166,7 +209,7 @@ class Snapshots:
         path, number = self._sync.agree(place)
         if slot is None:
             slot = self._attached(path).slot(number)
-        return snapshot_shards(self._model, self._manifest, slot, self._sync)
+        return snapshot_shards(self._model, self._manifest, slot, self._sync, self._ranks)
 
     def close(self) -> None:
         if self._arena is not None:

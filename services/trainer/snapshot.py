@@ -2,16 +2,17 @@
 
 Each rank casts the rows that it holds straight to their final place: FSDP2 shards parameters by
 rows (`Shard(0)`; experts that ranks divide twice over), and rows lie one after the other in the
-slot. What every rank holds whole (one rank, DDP, buffers) is divided by rows in the same way.
-Casting goes piece by piece, so that a rank never holds more than its shard and one bucket. A layer
-with a LoRA adapter goes out merged, one at a time.
+slot. Of several replicas (HSDP) the first one writes. What every rank holds whole (one rank,
+buffers) is divided by rows in the same way. Casting goes piece by piece, so that a rank never holds
+more than its shard and one bucket. A layer with a LoRA adapter goes out merged, one at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import (
@@ -20,6 +21,7 @@ from torch.distributed.tensor.placement_types import (
 
 from umbra.proto.records import Manifest
 from umbra.services.trainer.lora import BASE, LowRank, is_adapter, low_rank
+from umbra.services.trainer.ranks import Ranks
 from umbra.services.trainer.sharding import reshard
 
 # Configuration's names, torch's types and safetensors' names.
@@ -30,6 +32,7 @@ DTYPES: dict[str, tuple[torch.dtype, str]] = {
 }
 _TORCH = {name: dtype for dtype, name in DTYPES.values()}
 _NAMES = {dtype: name for dtype, name in DTYPES.values()}
+PIECE_BYTES = 32 << 20  # of one message between ranks, unless a row has more
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # what torch adds to names
 
 
@@ -62,17 +65,18 @@ def write_shards(
     manifest: Manifest,
     slot: memoryview,
     rank: int = 0,
-    world: int = 1,
+    holders: int = 1,
     wrote: Callable[[int], None] | None = None,
 ) -> int:
-    """Cast what `rank` of `world` ranks holds of `model` into `slot`; the bytes written.
+    """Cast what `rank` holds of `model` into `slot`; the bytes written.
 
-    All ranks together write every byte of every tensor exactly once. They wait for each other only
-    where an adapter is merged; see `shards.ShardSync` for what comes after.
+    The first `holders` ranks together write every byte of every tensor exactly once. Ranks wait for
+    each other only where an adapter is merged; see `shards.ShardSync` for what comes after.
 
     Args:
         model: as given to `tensor_layout` when `manifest` was built.
-        slot: `[manifest.total_bytes]`, the same memory in all ranks.
+        slot: `[manifest.total_bytes]`, the same memory in all ranks of a host.
+        holders: see `Ranks`.
         wrote: told after each tensor up to which byte this rank has written all it will.
 
     Raises:
@@ -85,7 +89,7 @@ def write_shards(
     for entry in manifest.tensors:
         source = tensors[entry.name]
         tensor = source.merged() if isinstance(source, LowRank) else source
-        own, first = own_rows(entry.name, tensor, rank, world)
+        own, first = own_rows(entry.name, tensor, rank, holders)
         if own.numel() == 0:
             continue
         dtype = _TORCH[entry.dtype]
@@ -101,32 +105,54 @@ def write_shards(
 
 def whole_weights(
     model: nn.Module,
-    *,
-    keep: bool = True,
+    ranks: Ranks | None = None,
     of: Callable[[nn.Parameter], nn.Parameter] = lambda parameter: parameter,
 ) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, whole and on the CPU, by their Hugging Face names.
+    """All tensors of a checkpoint, whole and on the CPU, by their Hugging Face names; on rank 0.
 
-    Where parameters are sharded every rank has to call it, and those that do not `keep` what they
-    gather get nothing. `of` gives what to take for a parameter. Weights are float32.
+    Where parameters are sharded every rank has to call it, and sends what it holds, one tensor
+    after the other. `of` gives what to take for a parameter. Weights are float32.
     """
     whole: dict[str, Tensor] = {}
+    ranks = ranks or Ranks()
     for name, source in _tensors(model, of).items():
         tensor = source.merged() if isinstance(source, LowRank) else source.detach()
         if isinstance(tensor, DTensor):
-            tensor = _whole(tensor)
-        if keep:
+            tensor = _gathered(name, tensor, ranks)
+        if ranks.rank == 0:
             bf16 = isinstance(source, LowRank | nn.Parameter) and tensor.dtype == torch.bfloat16
             whole[name] = tensor.cpu().float() if bf16 else tensor.cpu()
     return whole
 
 
-def _whole(tensor: DTensor) -> Tensor:
-    """All rows, on every rank that has some."""
-    if _is_divided_twice(list(tensor.placements)):
-        # In two steps, of which torch warns if they are one.
-        tensor = tensor.redistribute(placements=[Replicate(), Shard(0)])
-    return tensor.full_tensor()
+def _gathered(name: str, tensor: DTensor, ranks: Ranks) -> Tensor:
+    """The whole of a sharded tensor on rank 0, in host memory; nothing on the others.
+
+    Rows go in messages of a bounded size, as the ranks may be on several hosts.
+    """
+    own, first = own_rows(name, tensor, ranks.rank, ranks.holders)
+    mine = torch.zeros(ranks.world, 2, dtype=torch.int64)
+    mine[ranks.rank] = torch.tensor([first, len(own)])
+    parts: list[list[int]] = ranks.sum_ranks(mine).tolist()
+    if ranks.rank:
+        for some in _pieces(own):
+            dist.send(_as_bytes(some.contiguous().cpu()), 0)
+        return own[:0]
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+    whole[first : first + len(own)].copy_(own)
+    for rank, (begin, count) in enumerate(parts):
+        for some in _pieces(whole[begin : begin + count]) if rank else ():
+            dist.recv(_as_bytes(some), rank)
+    return whole
+
+
+def _pieces(rows: Tensor) -> Iterator[Tensor]:
+    step = max(1, PIECE_BYTES * len(rows) // max(1, rows.nbytes))
+    return (rows[at : at + step] for at in range(0, len(rows) if rows.numel() else 0, step))
+
+
+def _as_bytes(rows: Tensor) -> Tensor:
+    return rows.view(-1).view(torch.uint8)
 
 
 def _tensors(
@@ -156,25 +182,53 @@ def bare_name(name: str) -> str:
     return name.replace(BASE, "")
 
 
-def own_rows(name: str, tensor: Tensor, rank: int, world: int) -> tuple[Tensor, int]:
-    """The rows of `tensor` that this rank writes, and the number of the first one."""
+def own_rows(name: str, tensor: Tensor, rank: int, holders: int) -> tuple[Tensor, int]:
+    """The rows of `tensor` that this rank writes, and the number of the first one.
+
+    The first `holders` ranks write all rows, each its chunk of them; the others hold copies.
+
+    Raises:
+        ValueError: it is sharded other than by rows.
+    """
+    if rank >= holders:
+        return held_rows(name, tensor)[0].new_empty(0), 0
+    if isinstance(tensor, DTensor) and any(p.is_shard() for p in tensor.placements):
+        return held_rows(name, tensor)
+    tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    if tensor.dim() == 0:
+        return (tensor, 0) if rank == 0 else (tensor.new_empty(0), 0)
+    start, end = chunk(tensor.shape[0], rank, holders)
+    return tensor[start:end], start
+
+
+def written_rows(model: nn.Module, rank: int, holders: int) -> dict[str, tuple[int, int]]:
+    """The rows `[first, end)` of each tensor of a version that `rank` writes, if it writes any."""
+    rows: dict[str, tuple[int, int]] = {}
+    for name, source in _tensors(model).items():
+        tensor = source.base if isinstance(source, LowRank) else source
+        own, first = own_rows(name, tensor, rank, holders)
+        if own.numel():
+            rows[name] = first, first + (len(own) if own.dim() else 1)
+    return rows
+
+
+def held_rows(name: str, tensor: Tensor) -> tuple[Tensor, int]:
+    """The rows of `tensor` that are here, and the number of the first one.
+
+    Raises:
+        ValueError: it is sharded other than by rows.
+    """
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
-        if tensor.dim() == 0:
-            return (tensor, 0) if rank == 0 else (tensor.new_empty(0), 0)
-        start, end = chunk(tensor.shape[0], rank, world)
-        return tensor[start:end], start
+        return tensor, 0
     mesh, placements = tensor.device_mesh, tensor.placements
-    others = [dim for dim in range(mesh.ndim) if isinstance(placements[dim], Replicate)]
-    sharded = [dim for dim in range(mesh.ndim) if dim not in others]
+    sharded = [dim for dim in range(mesh.ndim) if not isinstance(placements[dim], Replicate)]
     kinds = [placements[dim] for dim in sharded]
     if _is_divided_twice(kinds):
         sharded.reverse()
     elif len(sharded) > 1 or any(kind != Shard(0) for kind in kinds):
         raise ValueError(f"{name} is placed as {placements}: only Shard(0) can be written by rows")
     own = tensor.to_local()
-    if any(mesh.get_local_rank(dim) for dim in others):
-        return own[:0], 0  # another replica (HSDP) writes the same rows
     start, end = 0, tensor.shape[0] if tensor.dim() else 0
     for dim in sharded:
         first, last = chunk(end - start, mesh.get_local_rank(dim), mesh.size(dim))

@@ -162,6 +162,7 @@ class OwnModel:
         if files is not None:
             read(backbone, files)
         self._model.eval()
+        self._ranks = ranks
         self._device = device
         self._bf16 = precision == "bf16"
         self._micros: list[MicroBatch] = []
@@ -185,7 +186,7 @@ class OwnModel:
 
     def save(self, directory: Path, *, keep: bool) -> None:
         """The backbone as a Hugging Face directory, and the head."""
-        weights = whole_weights(self._model, keep=keep)
+        weights = whole_weights(self._model, self._ranks)
         if not keep:
             return
         head = {name: weights.pop(f"head.{name}") for name in ("weight", "bias")}

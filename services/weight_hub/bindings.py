@@ -10,11 +10,11 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from umbra.proto.access import KeyRole
-from umbra.proto.messages import Nack, RegisterManifest, Subscribe
+from umbra.proto.messages import Nack, PartState, RegisterManifest, Subscribe
 from umbra.services.runtime.net.server import Request
 
 KEPT = 8192  # names, the last ones
-BINDING = (RegisterManifest, Subscribe)  # what a process begins with
+BINDING = (RegisterManifest, PartState, Subscribe)  # what a process begins with
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,18 +1,24 @@
-"""`umbra weight-hub`, and `umbra weight-hub relay` on other nodes."""
+"""`umbra weight-hub`, and on other nodes `umbra weight-hub relay` and `umbra weight-hub part`."""
 
 from __future__ import annotations
 
 import socket
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
+from umbra.proto.access import KeyRole
+from umbra.proto.bounds import OWNERS
+from umbra.proto.messages import Role
 from umbra.proto.sockets import check_address
+from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config.loader import load_config
-from umbra.services.runtime.net.keys import open_security
+from umbra.services.runtime.net.keys import Security, open_security
 from umbra.services.runtime.net.session import Session
 from umbra.services.runtime.process.command import (
     ServiceContext,
@@ -51,77 +57,130 @@ def _with_subcommands(service: click.Command) -> click.Group:
     )
 
 
-@click.command()
-@click.option("--hub", required=True, help="Weights endpoint of the hub.")
-@click.option("--listen", required=True, help="Address for this node's generators.")
-@click.option(
-    "--broker",
-    envvar="UMBRA_BROKER",
-    default="",
-    help="Address of the buffer: join its run, and end with it.",
-)
-@click.option("--name", default="", help="Name in the run.  [default: relay-<host name>]")
-@click.option("--config", type=str, help="Run file (TOML): its section weight_hub is used.")
-@keys_option
-@insecure_option
-@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override.")
-@click.option("--run-dir", type=click.Path(path_type=Path), help="Folder for metrics.")
-@click.option("--wait-s", default=600.0, show_default=True, help="Seconds to wait for the hub.")
-def relay(
-    hub: str,
-    listen: str,
-    broker: str,
-    name: str,
-    config: str | None,
-    keys: str | None,
-    insecure: bool | None,
-    overrides: tuple[str, ...],
-    run_dir: Path | None,
-    wait_s: float,
-) -> None:
-    """Get each version once for this node, serve its generators, hand buckets on."""
-    from umbra.services.runtime.planes.gpu import find_gpu
-    from umbra.services.weight_hub.relay import Relay
+def _on_another_node(function: Callable[..., None]) -> click.Command:
+    """`function` as a command with the options that all hubs beside the run's own have."""
+    options = (
+        click.option("--hub", required=True, help="Weights endpoint of the hub."),
+        click.option(
+            "--broker",
+            envvar="UMBRA_BROKER",
+            default="",
+            help="Address of the buffer: join its run, and end with it.",
+        ),
+        click.option("--config", type=str, help="Run file (TOML): its section weight_hub is used."),
+        keys_option,
+        insecure_option,
+        click.option(
+            "--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override."
+        ),
+        click.option("--run-dir", type=click.Path(path_type=Path), help="Folder for metrics."),
+        click.option(
+            "--wait-s", default=600.0, show_default=True, help="Seconds to wait for the hub."
+        ),
+    )
+    for option in reversed(options):
+        function = option(function)
+    return click.command()(function)
 
-    check_address(hub, "--hub")
-    if broker:
-        check_address(broker, "--broker")
-    settings = load_config(config, overrides=[*overrides, *security_overrides(keys, insecure)])
-    security = open_security(settings.security, ["relay"], run_dir)
-    name = name or f"relay-{socket.gethostname()}"
+
+@dataclass(frozen=True, slots=True)
+class _Beginning:
+    """What such a command has before it begins."""
+
+    settings: RunConfig
+    security: Security
+    metrics: MetricsFile
+    stopping: threading.Event
+    broker: str
+
+    def join(self, stack: ExitStack, role: Role, name: str) -> Session | None:
+        """The membership in the run of `--broker`, if that was given."""
+        if not self.broker:
+            return None
+        return stack.enter_context(
+            Session.join(
+                role=role,
+                name=name,
+                broker=self.broker,
+                stopping=self.stopping,
+                deadline_s=self.settings.run.broker_grace_s,
+                grace_s=self.settings.run.broker_grace_s,
+                security=self.security,
+                metrics=self.metrics,
+            )
+        )
+
+
+def _begin(stack: ExitStack, role: KeyRole, name: str, values: dict[str, Any]) -> _Beginning:
+    """Read the options of `_on_another_node`, and begin to log as `name`."""
+    check_address(values["hub"], "--hub")
+    if values["broker"]:
+        check_address(values["broker"], "--broker")
+    overrides = [*values["overrides"], *security_overrides(values["keys"], values["insecure"])]
+    settings = load_config(values["config"], overrides=overrides)
+    run_dir: Path | None = values["run_dir"]
+    security = open_security(settings.security, [role], run_dir)
     die_with_parent()
     setup_logging(settings.log, name)
     if run_dir is not None:
         run_dir.mkdir(parents=True, exist_ok=True)
     stopping = threading.Event()
     metrics = MetricsFile(run_dir / "metrics.jsonl" if run_dir else None, name)
-    gpu = find_gpu(settings.weight_hub, ["nccl"], settings.weight_hub.device)
+    stack.callback(metrics.close)
+    stack.enter_context(stop_on_signals(stopping))
+    stack.enter_context(named_errors(name))
+    return _Beginning(settings, security, metrics, stopping, values["broker"])
+
+
+@_on_another_node
+@click.option("--listen", required=True, help="Address for this node's generators.")
+@click.option("--name", default="", help="Name in the run.  [default: relay-<host name>]")
+def relay(name: str, listen: str, **values: Any) -> None:
+    """Get each version once for this node, serve its generators, hand buckets on."""
+    from umbra.services.runtime.planes.gpu import find_gpu
+    from umbra.services.weight_hub.relay import Relay
+
+    name = name or f"relay-{socket.gethostname()}"
     with ExitStack() as stack:
-        stack.callback(metrics.close)
-        stack.enter_context(stop_on_signals(stopping))
-        stack.enter_context(named_errors(name))
+        begun = _begin(stack, "relay", name, values)
+        config = begun.settings.weight_hub
+        gpu = find_gpu(config, ["nccl"], config.device)
         relaying = Relay(
-            name, hub, listen, settings.weight_hub, metrics, gpu=gpu, security=security
+            name, values["hub"], listen, config, begun.metrics, gpu=gpu, security=begun.security
         )
         tell_ready({"weights": relaying.endpoint, "buckets": relaying.buckets})
-        session = None
-        if broker:
-            session = stack.enter_context(
-                Session.join(
-                    role="relay",
-                    name=name,
-                    broker=broker,
-                    stopping=stopping,
-                    deadline_s=settings.run.broker_grace_s,
-                    grace_s=settings.run.broker_grace_s,
-                    security=security,
-                    metrics=metrics,
-                )
-            )
-        relaying.run(stopping, wait_s, session)
+        session = begun.join(stack, "relay", name)
+        relaying.run(begun.stopping, values["wait_s"], session)
+        if session is not None and session.failure is not None:
+            raise session.failure
+
+
+@_on_another_node
+@click.option("--listen", required=True, help="Address at which receivers fetch buckets.")
+@click.option(
+    "--owner",
+    required=True,
+    type=click.IntRange(1, OWNERS - 1),
+    help="Trainer host (its --node-rank) whose share of the weights this is.",
+)
+@click.option("--name", default="", help="Name in the run.  [default: part-<owner>]")
+def part(name: str, listen: str, owner: int, **values: Any) -> None:
+    """Hold what the ranks of one more trainer host write of each version, and hand it out."""
+    from umbra.services.weight_hub.part import PartHub
+
+    name = name or f"part-{owner}"
+    with ExitStack() as stack:
+        begun = _begin(stack, "part", name, values)
+        config = begun.settings.weight_hub
+        holding = PartHub(name, owner, values["hub"], listen, config, security=begun.security)
+        stack.callback(holding.close)
+        tell_ready({"buckets": holding.buckets})
+        session = begun.join(stack, "part", name)
+        holding.run(begun.stopping, values["wait_s"], session)
         if session is not None and session.failure is not None:
             raise session.failure
 
 
 command = _with_subcommands(service_command("weight_hub", _run))
 command.add_command(relay)
+command.add_command(part)

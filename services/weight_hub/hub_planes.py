@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
-from umbra.proto.errors import UmbraError
+from umbra.proto.errors import RejectedError, UmbraError
 from umbra.proto.messages import Subscribe
 from umbra.proto.records import GpuFacts, Manifest
 from umbra.services.runtime.config import WeightHubConfig as WeightHubConfig
@@ -59,6 +59,13 @@ class HubPlanes:
         self._looking: Background[GpuFacts] = Background("umbra-gpu-facts")
         self._closing = threading.Event()
         self._layout: tuple[Arena, Manifest] | None = None
+        self._asked: dict[str, tuple[HubPeer, Subscribe]] = {}  # by receiver
+
+    @property
+    def deltas(self) -> bool:
+        """Whether deltas are made, as far as is known now."""
+        slow = self._tcp is not None and self._tcp.links_are_slow
+        return slow or self._config.delta == "always"
 
     @property
     def ends(self) -> list[HubEnd]:
@@ -82,14 +89,18 @@ class HubPlanes:
             StartupError: the address of plane `tcp` is taken.
             UsageError: it is not ours, or other machines can reach it and there are no keys.
         """
+        self._asked[peer.name] = peer, message
+        offered = message.planes
+        if self._is_divided:
+            if relay := self._relay_beside(message):
+                return relay
+            check_offer(message)
+            offered = ["tcp"]
         theirs = Side(message.host, message.gpu)
         broken = self._broken | {name: end.broken for name, end in self._ends.items() if end.broken}
-        plane = choose_plane(self._config.plane, self._side, theirs, message.planes, broken)
-        elsewhere = plane in ("tcp", "nccl") and not message.serves
-        if elsewhere and self._tcp is not None:
-            relay = self._tcp.relay_at(message.host)
-            if relay not in ("", message.avoid):
-                return relay
+        plane = choose_plane(self._config.plane, self._side, theirs, offered, broken)
+        if plane in ("tcp", "nccl") and (relay := self._relay_beside(message)):
+            return relay
         end = self._open(plane)
         for other, before in self._ends.items():
             if other != plane and (other, plane) != ("tcp", "nccl"):
@@ -97,6 +108,13 @@ class HubPlanes:
         end.subscribed(peer.name, peer.incarnation, message)
         self._chosen[peer.name] = end
         return ""
+
+    def subscribe_again(self, name: str) -> str:
+        """Choose the plane of a receiver for the layout that has come since it subscribed.
+
+        As `subscribe`, and raises what that does.
+        """
+        return self.subscribe(*self._asked[name])
 
     def open_tcp(self) -> TcpHub:
         """The end of plane `tcp`, from now on.
@@ -120,7 +138,7 @@ class HubPlanes:
 
     def awaits_gpu(self, message: Subscribe) -> bool:
         """Whether to choose for `message` only when our own GPU is known; begins to look at it."""
-        if message.gpu is None or self._side.gpu is not None or self._broken:
+        if message.gpu is None or self._side.gpu is not None or self._broken or self._is_divided:
             return False
         if all(PLANES[name].available() for name in self._gpu_planes):
             return False
@@ -145,6 +163,29 @@ class HubPlanes:
             self._side = Side(self._side.host, found)
         return True
 
+    def found(self, parts: Mapping[int, str]) -> None:
+        """Where the buckets of the trainer's other hosts are handed out."""
+        if self._tcp is not None:
+            self._tcp.parts = parts
+
+    def check_layout(self, manifest: Manifest) -> None:
+        """Check that versions of `manifest` can be pushed by the plane that is set.
+
+        Raises:
+            RejectedError: they lie on several hosts, and it is not one that fetches from all.
+            StartupError: the address of plane `tcp`, which they need, is taken.
+            UsageError: it is not ours, or other machines can reach it and there are no keys.
+        """
+        if manifest.owners:
+            self.open_tcp()
+        if manifest.owners and self._config.plane not in (AUTO, "tcp"):
+            raise RejectedError(
+                f'weight_hub.plane = "{self._config.plane}" cannot be used with trainer.nodes > 1: '
+                "it takes weights from one host only. Set "
+                f'"{AUTO}" or "tcp"; behind a relay, receivers use shared memory all the same',
+                code="no_plane",
+            )
+
     def close(self) -> None:
         """End all planes."""
         self._closing.set()
@@ -153,8 +194,20 @@ class HubPlanes:
             end.close()
 
     @property
+    def _is_divided(self) -> bool:
+        """Whether versions lie on several hosts, so that receivers need plane `tcp`."""
+        return self._layout is not None and bool(self._layout[1].owners)
+
+    @property
     def _gpu_planes(self) -> list[str]:
         return [name for name in GPU_PLANES if self._config.plane in (AUTO, name)]
+
+    def _relay_beside(self, message: Subscribe) -> str:
+        """Weights endpoint of the relay on the host of a receiver that is none itself, or ""."""
+        if message.serves or self._tcp is None:
+            return ""
+        relay = self._tcp.relay_at(message.host)
+        return "" if relay == message.avoid else relay
 
     def _facts(self) -> GpuFacts:
         """On the thread: a worker looks at the GPU, which takes seconds, and ends."""
@@ -192,3 +245,21 @@ class HubPlanes:
         self._ends[end.plane] = end
         if self._layout is not None:
             end.layout(*self._layout)
+
+
+def check_offer(message: Subscribe) -> None:
+    """Check that a receiver can take weights that lie on several trainer hosts.
+
+    Raises:
+        RejectedError: it cannot.
+    """
+    why = "it offers no plane tcp"
+    if message.streamed:
+        why = "it streams its weights, which takes them from one host"
+    elif "tcp" in message.planes:
+        return
+    raise RejectedError(
+        f"no way to push weights to this receiver: they lie on several trainer hosts, and {why}; "
+        "start a relay on its host (`umbra weight-hub relay`), which has them whole",
+        code="no_plane",
+    )

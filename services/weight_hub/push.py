@@ -22,6 +22,9 @@ one receiver; epochs count up and are never used again, so a late answer is told
   after the other. Each minute the patience doubles again.
 - A failed push is aborted and tried once more; failing again, or missing the deadline of a phase,
   drops the receiver. It may subscribe again and then gets the newest version.
+- Where versions lie on several hosts, a push is held back while one of these is missing: what is
+  under way may still end well, from a relay say, but nothing begins, nothing that fails is tried
+  again, and nothing is published. When all are there again, everyone is pushed the newest version.
 - A second registration of the same layout is a restarted trainer: nothing changes but who may
   write. Another layout aborts all pushes and drops all receivers, which subscribe again to it.
 """
@@ -78,6 +81,7 @@ class PushProtocol:
             raise ValueError("a hub needs two slots: one is served while the other is written")
         self.counters: Counter[str] = Counter()
         self.digest = ""
+        self.held_back = ""  # why no push may begin; empty where one may
         self.newest: Publication | None = None
         self.slots = Slots(slots)
         self._pace = pace
@@ -106,12 +110,19 @@ class PushProtocol:
         }
 
     def knows(self, peer: HubPeer) -> bool:
-        """Whether `peer` is a subscribed receiver, or about to be one."""
+        """Whether `peer` is the trainer, a subscribed receiver, or about to be one."""
+        if peer == self._publisher:
+            return True
         receiver = self._receivers.get(peer.name)
         waiting = self._lobby.get(peer.name)
         return (receiver is not None and receiver.peer == peer) or (
             waiting is not None and waiting[0] == peer
         )
+
+    @property
+    def waiting(self) -> dict[str, Ticket]:
+        """The subscriptions that wait for a layout, by receiver."""
+        return {name: ticket for name, (_, ticket, _) in self._lobby.items()}
 
     def readers(self, slot: int) -> list[str]:
         """Receivers that read `slot`, or may have to."""
@@ -144,13 +155,27 @@ class PushProtocol:
             self._grant = None  # what the one before left unfinished
             self._publisher = publisher
         if digest != self.digest:
-            self._change_layout(digest)
+            self._change_layout(digest, "the trainer registered another layout")
             self._deadline_s = self._pace.limit_s(nbytes)
             if published is not None:
                 self._add(published.version, published.slot, published.checksums, 0.0, now)
         for peer, ticket, streamed in self._lobby.values():
             self._admit(peer, ticket, now, streamed)
         self._lobby.clear()
+        return self._settle(now)
+
+    def withdraw(self, reason: str, now: float) -> list[Effect]:
+        """The layout and all that was published is gone, until a trainer registers again."""
+        self._refuse_parked(reason)
+        self._publisher = None
+        self._change_layout("", reason)
+        return self._settle(now)
+
+    def hold_back(self, reason: str, now: float) -> list[Effect]:
+        """No push may begin from now on, for this reason; with an empty one they may again."""
+        if reason == self.held_back:
+            return []
+        self.held_back = reason
         return self._settle(now)
 
     def acquire(self, ticket: Ticket, publisher: HubPeer, version: int, now: float) -> list[Effect]:
@@ -177,6 +202,9 @@ class PushProtocol:
                 "not_granted",
                 f"slot {message.slot} was not granted for version {message.version}",
             )
+            return self._settle(now)
+        if self.held_back:  # the slot stays granted: it can be published later
+            self._nack(ticket, "part_missing", self.held_back)
             return self._settle(now)
         self._grant = None
         self._add(message.version, message.slot, message.checksums, message.snapshot_s, now)
@@ -271,9 +299,9 @@ class PushProtocol:
 
     # -- inside -----------------------------------------------------------------------------------
 
-    def _change_layout(self, digest: str) -> None:
+    def _change_layout(self, digest: str, reason: str) -> None:
         for receiver in list(self._receivers.values()):
-            self._drop(receiver, "the trainer registered another layout")
+            self._drop(receiver, reason)
         self.digest = digest
         self.newest = None
         self._grant = None
@@ -347,14 +375,16 @@ class PushProtocol:
         self, receiver: ReceiverState, push: PushInProgress, reason: str, now: float
     ) -> None:
         self.counters["failed"] += 1
-        if push.attempt >= ATTEMPTS:
+        if push.attempt >= ATTEMPTS and not self.held_back:
             self._drop(receiver, reason)
             return
         name, version = receiver.peer.name, push.publication.version
         self._send(receiver, Abort(epoch=push.epoch, version=version, reason=reason))
         self._effects.append(Failed(name, version, push.phase, reason, dropped=False))
         receiver.push = None
-        if push.publication is self.newest:  # else `_settle` starts with what is newer
+        if (
+            push.publication is self.newest and not self.held_back
+        ):  # else `_settle` starts with what is newer
             self._start(receiver, push.publication, push.attempt + 1, now)
 
     def _drop(self, receiver: ReceiverState, reason: str, *, tell: bool = True) -> None:
@@ -389,7 +419,7 @@ class PushProtocol:
     def _settle(self, now: float) -> list[Effect]:
         """Start what can start now; the effects of this event."""
         newest = self.newest
-        if newest is not None:
+        if newest is not None and not self.held_back:
             for receiver in self._receivers.values():
                 if receiver.push is None and receiver.served is not newest:
                     self._start(receiver, newest, 1, now)

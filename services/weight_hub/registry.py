@@ -42,6 +42,8 @@ ACCEPTS: tuple[type[Message], ...] = (
 )  # fmt: skip
 WORKING_SLOTS = 2  # what the trainer needs: one is served while the other is written
 
+_IN_PARTS = "the version lies in parts on several trainer hosts"
+
 log = logging.getLogger(__name__)
 
 
@@ -232,7 +234,11 @@ class Registry:
             self._record()
             return [HubReply(ticket, self._versions())]
         arena, slot = self._arena, publication.slot
-        assert arena is not None
+        assert arena is not None and self._manifest is not None
+        if self._manifest.owners:
+            slots.let_go(slot)
+            reason = f"{_IN_PARTS}, so that it cannot be copied: raise weight_hub.slots"
+            return [HubReply(ticket, Nack(code="no_room", reason=reason))]
         self._copies += 1
         try:
             copy = Arena.create(
@@ -304,6 +310,9 @@ class Registry:
         copy = pin.copy if pin is not None else None
         if publication is None and copy is None:
             return [self._unknown(ticket, version)]
+        if self._manifest is not None and self._manifest.owners:
+            reason = f"{_IN_PARTS}: take a checkpoint, or the model that the trainer writes"
+            return [HubReply(ticket, Nack(code="failed", reason=reason))]
         out = Path(path)
         if not out.is_absolute() or out.exists() or not os.access(out.parent, os.W_OK):
             reason = f"{path} must be a new directory, in a folder that the hub can write to"

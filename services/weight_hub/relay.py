@@ -35,6 +35,7 @@ from umbra.services.runtime.planes.tcp import TcpHub, TcpReceiver
 from umbra.services.runtime.process.metrics import MetricsFile
 from umbra.services.runtime.process.threads import service_thread
 from umbra.services.runtime.weights.arena import Arena
+from umbra.services.runtime.weights.manifest import held_whole
 from umbra.services.runtime.weights.publisher import Publisher
 from umbra.services.runtime.weights.receiver import Receiver
 from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
@@ -81,7 +82,7 @@ class RelayReceiver:
             return Receipt(error=str(error))
         waited = time.perf_counter() - began
         _, slot = self._publisher.place
-        self._store.offer(slot, data, message.checksums, arrived=False)
+        self._store.offer(slot, data, message.checksums, range(len(message.checksums)))
         with closing(self._end.receive(message, slot)) as steps:
             while True:
                 try:
@@ -139,10 +140,11 @@ class RelayPlanes:
     def open(self, reply: Subscribed, name: str, security: Security) -> ReceiverEnd:
         """See `ReceiverPlanes.open`; registers the layout with the relay's own hub."""
         manifest = reply.manifest
+        whole = held_whole(manifest)  # as it is here, whoever has it above
         pace, nbytes = self._config.pace, manifest.total_bytes
-        publisher = Publisher(self._hub, manifest, pace=pace)
+        publisher = Publisher(self._hub, whole, pace=pace)
         publisher.register(pace.after(REGISTER_S).limit_s(self._config.slots * nbytes))
-        store = self._tcp.store_of(manifest)
+        store = self._tcp.store_of(whole)
         path, slots = publisher.arena
         arena = Arena.attach(path, slot_bytes=manifest.total_bytes)
 

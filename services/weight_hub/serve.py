@@ -49,5 +49,6 @@ def serve(context: ServiceContext) -> int:
 def _loop(hub: WeightHub, session: Session) -> None:
     while not session.stopping.is_set():
         served = hub.step()
-        session.progress("serving" if served else "waiting", 1)
+        idle = "waiting for a part hub" if hub.protocol.held_back else "waiting"
+        session.progress("serving" if served and not hub.protocol.held_back else idle, 1)
         session.stats(**hub.stats())

@@ -18,6 +18,8 @@ from umbra.proto.messages import (
     HubStatusRequest,
     Message,
     Nack,
+    Ok,
+    PartState,
     Ping,
     Pong,
     Prepare,
@@ -35,7 +37,7 @@ from umbra.services.runtime.planes.background import Background
 from umbra.services.runtime.planes.plane import Deliver, Outcome
 from umbra.services.runtime.process.metrics import MetricsFile
 from umbra.services.runtime.weights.arena import Arena, remove_leftovers, shm_host
-from umbra.services.runtime.weights.manifest import check_manifest
+from umbra.services.runtime.weights.manifest import check_manifest, owned_ranges
 from umbra.services.weight_hub.bindings import Bindings
 from umbra.services.weight_hub.effects import (
     Admit,
@@ -48,17 +50,18 @@ from umbra.services.weight_hub.effects import (
 )
 from umbra.services.weight_hub.hub_planes import HubPlanes
 from umbra.services.weight_hub.lower_bounds import LowerBounds
+from umbra.services.weight_hub.parts import Parts
 from umbra.services.weight_hub.push import PushProtocol
 from umbra.services.weight_hub.registry import ACCEPTS as REGISTRY
 from umbra.services.weight_hub.registry import Registry
 
 CHANNEL = "weights"
 ACCEPTS: tuple[type[Message], ...] = (
-    RegisterManifest, AcquireSlot, Publish, Subscribe, Ready, Committed, HubStatusRequest, Ping,
-    *REGISTRY,
+    RegisterManifest, AcquireSlot, Publish, PartState, Subscribe, Ready, Committed,
+    HubStatusRequest, Ping, *REGISTRY,
 )  # fmt: skip
 # What is done in the name of its sender; the rest is asked by anyone, or by an operator.
-IN_A_NAME = (RegisterManifest, AcquireSlot, Publish, Subscribe, Ready, Committed)
+IN_A_NAME = (RegisterManifest, AcquireSlot, Publish, PartState, Subscribe, Ready, Committed)
 POLL_S = 0.2
 NO_MANIFEST = Manifest(tensors=[], buckets=[], total_bytes=0, digest="")
 BUSY_POLL_S = 0.01  # while a copy or an export is under way
@@ -107,9 +110,13 @@ class WeightHub:
         self._peers: dict[str, HubPeer] = {}
         # Subscriptions for which our own GPU has to be known.
         self._unplaced: dict[str, tuple[Request, HubPeer, Subscribe]] = {}
+        host = host or shm_host()
+        self._parts = Parts(host)
+        self._taken_over: Publish | None = None  # what lies in the arena of the hub before us
+        self._is_lost = False  # a trainer host came back without the memory of the layout
         self.planes = HubPlanes(
             config,
-            host or shm_host(),
+            host,
             self._token,
             lambda: server.endpoint(CHANNEL),
             server.security,
@@ -121,9 +128,9 @@ class WeightHub:
 
     def step(self, timeout_s: float = POLL_S) -> int:
         """Serve what arrives within `timeout_s` seconds; the number of requests."""
-        due = self.protocol.next_deadline()
-        if due is not None:
-            timeout_s = min(timeout_s, max(0.0, due - self._clock()))
+        for due in (self.protocol.next_deadline(), self._parts.next_deadline()):
+            if due is not None:
+                timeout_s = min(timeout_s, max(0.0, due - self._clock()))
         if self._is_busy or any(end.busy for end in self.planes.ends):
             timeout_s = min(timeout_s, BUSY_POLL_S)
         requests = self._server.poll(timeout_s)
@@ -136,6 +143,8 @@ class WeightHub:
         for request in requests:
             self._apply(self._handle(request))
         self._apply(self._registry.poll(self._clock()))
+        for name in self._parts.tick(self._clock()):
+            log.warning("part hub %s is silent", name)
         self._apply(self.protocol.tick(self._clock()))
         for end in self.planes.ends:
             for outcome in end.poll(self._clock()):
@@ -153,6 +162,7 @@ class WeightHub:
         return {
             "version": newest.version if newest else -1,
             "receivers": len(self.protocol.serving),
+            "held_back": float(bool(self.protocol.held_back)),
             "refused": self._server.refusals.counts.total() + self.planes.refused,
             **{key: counters[key] for key in ("pushes", "skipped", "dropped", "failed", "late")},
         }
@@ -184,6 +194,12 @@ class WeightHub:
                 return self.protocol.acquire(request, peer, version, now)
             case Publish() as message:
                 return self._publish(request, peer, message, now)
+            case PartState() as message:
+                refused = self._parts.heard(peer, message, now)
+                if refused is None:
+                    self._identities[peer.name] = request.identity
+                self._server.reply(request, refused or Ok())
+                return self._part_hubs(now)
             case Subscribe() as message:
                 return self._subscribe(request, peer, message, now)
             case Ready() as message:
@@ -214,19 +230,26 @@ class WeightHub:
         if self._registering:
             self._registering.append((request, peer, message))
             return []
-        manifest, published = message.manifest, None
+        manifest, effects = message.manifest, list[Effect]()
         try:
             check_manifest(manifest)
-        except WireError as error:
-            self._server.reply(request, Nack(code=error.code, reason=str(error), path=error.path))
-            return []
-        if manifest.digest != self.protocol.digest:
-            published = self._take_over(message)
-            if published is None:
-                self._make_arena(manifest)
-                self._registering.append((request, peer, message))
-                return []
-        return self._registered(request, peer, manifest, published, now)
+            before = self._manifest
+            if before is None or self._is_lost or manifest.digest != before.digest:
+                self.planes.check_layout(manifest)
+                self._taken_over = self._take_over(message)
+                if self._taken_over is None:
+                    self._make_arena(manifest)
+                    self._registering.append((request, peer, message))
+                    return []
+                effects += self._begin(manifest, now)
+        except (WireError, RejectedError) as error:
+            path = error.path if isinstance(error, WireError) else "manifest"
+            self._server.reply(request, Nack(code=error.code, reason=str(error), path=path))
+            return effects
+        except (StartupError, UsageError) as error:
+            self._server.reply(request, Nack(code="no_room", reason=str(error)))
+            return effects
+        return effects + self._registered(request, peer, manifest, now)
 
     def _arena_made(self, made: Arena | UmbraError, now: float) -> list[Effect]:
         """What a registration waited for is there, or not; others may have come meanwhile."""
@@ -237,22 +260,23 @@ class WeightHub:
             self._server.reply(request, Nack(code="no_room", reason=str(made)))
         else:
             self._begin_layout(made, message.manifest)
-            effects += self._registered(request, peer, message.manifest, None, now)
+            effects += self._begin(message.manifest, now)
+            effects += self._registered(request, peer, message.manifest, now)
         for other in others:
             effects += self._register(*other, now)
         return effects
 
     def _registered(
-        self,
-        request: Request,
-        peer: HubPeer,
-        manifest: Manifest,
-        published: Publish | None,
-        now: float,
+        self, request: Request, peer: HubPeer, manifest: Manifest, now: float
     ) -> list[Effect]:
-        is_new = manifest.digest != self.protocol.digest
+        effects = self._part_hubs(now)
+        if self._is_lost or self._parts.missing:
+            self._server.reply(request, self._not_whole())
+            return effects
         assert self._arena is not None
-        effects = self.protocol.register(
+        is_new = manifest.digest != self.protocol.digest
+        published, self._taken_over = self._taken_over, None
+        effects += self.protocol.register(
             peer, manifest.digest, now, published, manifest.total_bytes
         )
         if published is not None:
@@ -266,6 +290,67 @@ class WeightHub:
             peer.name, len(manifest.tensors), manifest.total_bytes, len(manifest.buckets),
         )  # fmt: skip
         return effects
+
+    def _begin(self, manifest: Manifest, now: float) -> list[Effect]:
+        """Have the arena for a layout, which is here now, at the part hubs too.
+
+        Until all of these have it, nobody is admitted: see `_not_whole`.
+        """
+        assert self._arena is not None
+        self._is_lost = False
+        effects: list[Effect] = []
+        if self.protocol.digest:
+            effects = self.protocol.withdraw("the trainer registered another layout", now)
+        self._parts.begin(
+            manifest,
+            str(self._arena.path),
+            self._config.slots,
+            made=self._taken_over is not None,
+        )
+        return effects + (self._choose_again(now) if manifest.owners else [])
+
+    def _choose_again(self, now: float) -> list[Effect]:
+        """Choose the planes of those that wait for a layout, now that there is one."""
+        effects: list[Effect] = []
+        for name, ticket in list(self.protocol.waiting.items()):
+            request = cast(Request, ticket)
+            try:
+                relay = self.planes.subscribe_again(name)
+            except UmbraError as error:
+                self._server.reply(request, _no_plane(error))
+            else:
+                if not relay:
+                    continue
+                self._server.reply(request, _at_relay(relay))
+            effects += self.protocol.lost(name, "it was sent elsewhere", now)
+        return effects
+
+    def _not_whole(self) -> Nack:
+        """Why a trainer has to ask again."""
+        if broken := self._parts.broken:
+            self._parts.ask_again()
+            return Nack(code="no_room", reason=broken)
+        reason = self._parts.missing or "the memory of a trainer host is lost"
+        return Nack(code="part_missing", reason=reason)
+
+    def _part_hubs(self, now: float) -> list[Effect]:
+        """Bring the part hubs up to date, and pushes to a halt while one is missing."""
+        effects: list[Effect] = []
+        if gone := self._parts.gone:
+            log.warning("all versions are withdrawn, the trainer has to register again: %s", gone)
+            self._parts.forget()
+            self._is_lost, self._taken_over = True, None
+            effects = self.protocol.withdraw(f"a part of every version is lost: {gone}", now)
+        held = self.protocol.slots.held
+        for tell in self._parts.tell(held, deltas=self.planes.deltas):
+            identity = self._identities[tell.name]
+            if not self._server.push(CHANNEL, identity, tell.message):
+                self._parts.lost(tell.name)
+        missing = self._parts.missing
+        if missing != self.protocol.held_back:
+            log.info("pushes %s", f"wait: {missing}" if missing else "go on")
+        self.planes.found(self._parts.endpoints)
+        return effects + self.protocol.hold_back(missing, now)
 
     def _take_over(self, message: RegisterManifest) -> Publish | None:
         """Go on with the arena that the hub before this one has left, if the trainer still has it.
@@ -295,8 +380,9 @@ class WeightHub:
         self._arenas_made += 1
         suffix = f"weights_{self._token}_{self._arenas_made}"
         nbytes, slots = manifest.total_bytes, self._config.slots
+        own = owned_ranges(manifest, 0) if manifest.owners else None
         self._making.start(
-            lambda: Arena.create(self._run_id, suffix, slot_bytes=nbytes, slots=slots)
+            lambda: Arena.create(self._run_id, suffix, slot_bytes=nbytes, slots=slots, own=own)
         )
 
     def _begin_layout(self, arena: Arena, manifest: Manifest) -> None:
@@ -344,14 +430,11 @@ class WeightHub:
             return []
         try:
             relay = self.planes.subscribe(peer, message)
-        except RejectedError as error:
-            self._server.reply(request, Nack(code=error.code, reason=str(error)))
-            return []
-        except (StartupError, UsageError) as error:
-            self._server.reply(request, Nack(code="no_plane", reason=str(error)))
+        except (RejectedError, StartupError, UsageError) as error:
+            self._server.reply(request, _no_plane(error))
             return []
         if relay:
-            self._server.reply(request, Subscribed(manifest=NO_MANIFEST, plane="relay", path=relay))
+            self._server.reply(request, _at_relay(relay))
             return []
         self._identities[peer.name] = request.identity
         self._peers[peer.name] = peer
@@ -374,7 +457,8 @@ class WeightHub:
     # -- effects ----------------------------------------------------------------------------------
 
     def _apply(self, effects: list[Effect]) -> None:
-        todo = deque(effects)
+        # First the part hubs: what they hand out is what receivers are told of here.
+        todo = deque([*self._part_hubs(self._clock()), *effects])
         while todo:
             match todo.popleft():
                 case HubReply(ticket=ticket, message=message):
@@ -451,3 +535,12 @@ class WeightHub:
         log.debug(
             "%s serves version %d after %.3f s", pushed.receiver, pushed.version, pushed.total_s
         )
+
+
+def _no_plane(error: UmbraError) -> Nack:
+    code = error.code if isinstance(error, RejectedError) else "no_plane"
+    return Nack(code=code, reason=str(error))
+
+
+def _at_relay(endpoint: str) -> Subscribed:
+    return Subscribed(manifest=NO_MANIFEST, plane="relay", path=endpoint)

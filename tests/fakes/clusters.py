@@ -65,6 +65,10 @@ PLANS: dict[str, Plan] = {
     "no GPUs": plan_of(
         0, 0, 0, stages=("reward", "ref_logp"), groups=["train", "ref_logp", "generate"]
     ),
+    "trainer on two nodes": plan_of(8, 8, 8, 8),
+    "trainer and logp on two nodes": plan_of(
+        4, 4, 4, 4, stages=BOTH, **{**HYBRID, "ratios": [0.5, 0.25, 0.25]}
+    ),
     "own modules": plan_of(
         0, 0, overrides=("environment.kind=reward", "environment.reward=reward:score")
     ),

@@ -45,10 +45,11 @@ class Bench:
         self._run_id = run_id
         self._context = context
         self.links: dict[str, IoThread] = {}
-        self._channels: list[Channel] = []
+        self.channels: list[Channel] = []
         self.closers: list[Callable[[], None]] = []
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._kills = False
         self.server: Server | None = None
         self.endpoint = "tcp://127.0.0.1:*"
         self.security = OPEN  # of the hub
@@ -73,7 +74,8 @@ class Bench:
     def _main(self) -> None:
         while not self._stop.is_set():
             self.hub.step(0.02)
-        self.hub.close()
+        if not self._kills:
+            self.hub.close()
 
     def stop(self) -> None:
         """Stop the hub."""
@@ -82,20 +84,34 @@ class Bench:
             self._thread.join(WAIT_S)
             self._thread = None
 
+    def kill(self) -> Path:
+        """End the hub as SIGKILL would, so that another can take its arena over; its path."""
+        self._kills = True
+        self.stop()
+        self._kills = False
+        arena = self.hub._arena
+        assert arena is not None
+        for end in self.hub.planes.ends:
+            for slot in range(arena.slots):
+                end.granted(slot)  # views of the arena keep its lock, while this process lives
+            end.close()
+        arena.close()
+        return arena.path
+
     def finish(self) -> None:
         """Stop the hub when it has done all that it was told; whoever told it must still be there.
 
         A peer's messages are done in their order, so an answer comes after those before it.
         """
-        for channel in self._channels:
+        for channel in self.channels:
             channel.call(Ping(), Pong, timeout_s=WAIT_S)
         self.stop()
 
     def channel(self, name: str, security: Security = OPEN) -> Channel:
         link = self.links[name] = IoThread(name, uuid.uuid4().hex, security=security)
         self.closers.append(link.close)
-        self._channels.append(link.channel(self.endpoint, "weight hub", server="weight_hub"))
-        return self._channels[-1]
+        self.channels.append(link.channel(self.endpoint, "weight hub", server="weight_hub"))
+        return self.channels[-1]
 
     def publisher(
         self,

@@ -101,7 +101,7 @@ def train(
     parts |= critic.parts() if critic is not None else {}
     begin, end = 0, until or len(batches)
     if checkpoints is not None:
-        folder = CheckpointFolder(checkpoints, config.checkpoint)
+        folder = CheckpointFolder(checkpoints, config.checkpoint, node=ranks.node)
         begin = resume(folder, parts, ranks)
     for version in range(begin, end):
         made = (
@@ -143,19 +143,20 @@ def save(
     row: Row,
 ) -> None:
     """A checkpoint of all ranks, seen through to its end."""
-    with closing(ShardWriter(parts, ranks.rank, ranks.world)) as writer:
+    folder = CheckpointFolder(path, config.checkpoint, node=ranks.node)
+    with closing(ShardWriter(parts, ranks.rank, ranks.holders)) as writer:
         if ranks.rank:
-            join_in(writer, Path(ranks.broadcast().decode()), ranks)
+            join_in(folder, writer, ranks, *msgspec.json.decode(ranks.broadcast()))
             return
         saver = Saver(
-            CheckpointFolder(path, config.checkpoint),
+            folder,
             writer,
             ranks,
             every=1,
             begun=0,
             run="test",
             config=as_dict(config),
-            order=lambda scratch: ranks.broadcast(str(scratch).encode()),
+            order=lambda *told: ranks.broadcast(msgspec.json.encode(told)),
         )
         (outcome,) = saver.last(step, row)
         assert not outcome.error

@@ -36,12 +36,12 @@ def score(prompt, completion, row):
     return float(completion.strip() == row["answer"])
 """
 # The namespaces map no user but ours, to whom the keys must belong.
-CLUSTER = f"""
+CLUSTER = """
 [cluster]
-user = "{os.geteuid()}:{os.getegid()}"
+user = "{user}"
 groups = ["train", "generate"]
-ratios = [0.34, 0.66]
-broker = "c"
+ratios = {ratios}
+broker = "{broker}"
 """
 
 
@@ -61,31 +61,42 @@ def why_not() -> str:
     return f"no namespaces: {tried.stderr.strip()}" if tried.returncode else ""
 
 
-@pytest.fixture
-def plan(tmp_path: Path) -> Path:
-    """What `umbra plan` makes of the demo and three nodes; the base model is left random."""
+def planned(tmp_path: Path, ratios: list[float], steps: int, *more: str, late: str = "") -> Path:
+    """What `umbra plan` makes of the demo and three nodes; the base model is left random.
+
+    The buffer's is c, or where that is `late`, and joins the run of the two others, a.
+    """
     project = tmp_path / "project"
     project.mkdir()
     shutil.copy(EXAMPLES / "sort.toml", project / "run.toml")
     (project / "paced.py").write_text(REWARD, encoding="utf-8")
-    nodes = [f'[[nodes]]\nname = "{n}"\naddress = "{a}"\n' for n, a in NODES.items()]
-    (project / "cluster.toml").write_text(CLUSTER + "".join(nodes), encoding="utf-8")
+    nodes = {n: f'[[nodes]]\nname = "{n}"\naddress = "{a}"\n' for n, a in NODES.items()}
+    user = f"{os.geteuid()}:{os.getegid()}"
+    broker = "a" if late else "c"
+    file, written = project / "cluster.toml", ""
+    written = CLUSTER.format(user=user, ratios=ratios, broker=broker)
+    written += "".join(table for name, table in nodes.items() if name != late)
+    file.write_text(written, encoding="utf-8")
     sizes = ("--prompts", "512", "--heldout", "64", "--demos", "1")
     overrides = (
-        f"run.steps={STEPS}",
+        f"run.steps={steps}",
         "run.broker_grace_s=120",
         "environment.kind=reward",
         "environment.reward=paced:score",
+        *more,
     )
-    for command in (
-        ("make-model", "sort/base"),
-        ("make-task", "sort", "--out", "sort", *sizes),
-        (
-            *("plan", "cluster.toml", "run.toml", "--out", "plan", "--run-id", "three"),
-            *(part for override in overrides for part in ("--set", override)),
-        ),
-    ):
-        subprocess.run([*UMBRA, *command], cwd=project, check=True, timeout=seconds(120))
+    settings = [part for override in overrides for part in ("--set", override)]
+    make_plan = ("plan", "cluster.toml", "run.toml", "--out", "plan", *settings)
+
+    def umbra(*arguments: str) -> None:
+        subprocess.run([*UMBRA, *arguments], cwd=project, check=True, timeout=seconds(120))
+
+    umbra("make-model", "sort/base")
+    umbra("make-task", "sort", "--out", "sort", *sizes)
+    umbra(*make_plan, "--run-id", "three")
+    if late:
+        file.write_text(f"{written}{nodes[late]}joins = true\n", encoding="utf-8")
+        umbra(*make_plan, "--add", late)
     return project / "plan"
 
 
@@ -96,14 +107,9 @@ def rows(plan: Path, node: str, kind: str) -> list[dict[str, Any]]:
     return [row for row in map(json.loads, lines) if row["kind"] == kind]
 
 
-@pytest.mark.e2e
-@pytest.mark.fault
-@pytest.mark.slow
-@pytest.mark.timeout(360)
-def test_a_node_is_cut_off_and_comes_back(plan: Path) -> None:
-    if reason := why_not():
-        pytest.skip(reason)
-    settings = {"nodes": NODES, "cut": "b", "after_step": 5, "cut_s": CUT_S, "limit_s": LIMIT_S}
+def run(plan: Path, **happens: object) -> dict[str, Any]:
+    """Run it on three nodes; after the fifth step something `happens`."""
+    settings = {"nodes": NODES, "after_step": 5, "limit_s": LIMIT_S, **happens}
     done = subprocess.run(
         [*SPACES, sys.executable, PROGRAM, plan, json.dumps(settings)],
         capture_output=True,
@@ -111,19 +117,74 @@ def test_a_node_is_cut_off_and_comes_back(plan: Path) -> None:
         timeout=LIMIT_S + 30,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    outcome = json.loads(done.stdout)
+    logs = "".join(f"\n== {p.name}\n{p.read_text()[-1500:]}" for p in sorted(plan.rglob("*.log")))
+    assert done.returncode == 0, done.stderr + logs
+    return json.loads(done.stdout)
+
+
+def check_ledger(plan: Path, steps: int, broker: str = "c") -> None:
+    """All samples of all steps, each trained once, and none unaccounted for."""
+    results = plan / "volumes" / broker / "results" / "three" / "buffer.json"
+    status = msgspec.json.decode(results.read_bytes(), type=Status)
+    assert status.ledger.balance == 0
+    assert status.ledger.trained == steps * 8 * 32
+    assert sum(status.ledger.in_flight.values()) == 0
+
+
+@pytest.mark.e2e
+@pytest.mark.fault
+@pytest.mark.slow
+@pytest.mark.timeout(360)
+def test_a_node_is_cut_off_and_comes_back(tmp_path: Path) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    plan = planned(tmp_path, [0.34, 0.66], STEPS)
+    outcome = run(plan, cut="b", cut_s=CUT_S)
     # Everyone was well before, nobody had to be started again, and everyone left in order.
     assert all(outcome["healthy"].values()), outcome
     assert not any(outcome["strangers_answered"].values()), "CURVE should be on"
     assert all(codes == [0] for codes in outcome["codes"].values()), outcome
     assert outcome["steps_while_cut"] > 0, "the other generator should have gone on"
-    results = plan / "volumes" / "c" / "results" / "three" / "buffer.json"
-    status = msgspec.json.decode(results.read_bytes(), type=Status)
-    assert status.ledger.balance == 0
-    assert status.ledger.trained == STEPS * 8 * 32
-    assert sum(status.ledger.in_flight.values()) == 0
+    check_ledger(plan, STEPS)
     # The one that was cut off was missed, came back, and got new weights afterwards.
     pushed = rows(plan, "b", "push")
     assert {row["receiver"] for row in pushed} == {"generator-b-0"}
     assert max(row["version"] for row in pushed) > STEPS // 2
+
+
+@pytest.mark.e2e
+@pytest.mark.fault
+@pytest.mark.slow
+@pytest.mark.timeout(360)
+def test_a_trainer_of_two_nodes_goes_on_when_one_was_cut_off(tmp_path: Path) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    steps = 24
+    overrides = ("trainer.ranks=2", "trainer.rank_timeout_s=15", "checkpoint.every=2")
+    plan = planned(tmp_path, [0.67, 0.33], steps, *overrides)
+    files = {path.parent.name: path.read_text() for path in plan.glob("*/compose.yaml")}
+    assert "trainer-b:" in files["b"] and "part-b:" in files["b"]
+    outcome = run(plan, cut="b", cut_s=CUT_S)
+    assert all(outcome["healthy"].values()), outcome
+    assert all(codes == [0] for codes in outcome["codes"].values()), outcome
+    check_ledger(plan, steps)
+    # Each keeps the shards of its own ranks.
+    for node in "ab":
+        assert list((plan / "volumes" / node / "results" / "three" / "checkpoints").iterdir())
+
+
+@pytest.mark.e2e
+@pytest.mark.fault
+@pytest.mark.slow
+@pytest.mark.timeout(360)
+def test_a_node_joins_the_run_and_is_drained(tmp_path: Path) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    steps = 40
+    plan = planned(tmp_path, [0.5, 0.5], steps, late="c")
+    outcome = run(plan, late="c", broker=f"tcp://{NODES['a']}:5555")
+    assert outcome["drained"] == "generator-c-0 is draining\nrelay-c is draining\n"
+    assert all(codes == [0] for codes in outcome["codes"].values()), outcome
+    assert outcome["left_at"] < steps == outcome["steps"], "it was drained before the run's end"
+    check_ledger(plan, steps, broker="a")
+    assert {row["receiver"] for row in rows(plan, "c", "push")} == {"generator-c-0"}

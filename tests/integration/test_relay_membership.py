@@ -73,6 +73,32 @@ def test_a_relay_ends_with_a_run_that_ends_at_once(
     assert relay.wait(WAIT_S) == 0, (tmp_path / "relay.log").read_text()
 
 
+def test_a_part_hub_ends_with_the_run_too(
+    buffer: BufferProcess, tmp_path: Path, zmq_context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    """Whether it has found the weight hub or not."""
+    own = ("weight-hub", "part", "--hub", "tcp://127.0.0.1:9", "--listen", "tcp://127.0.0.1:*")
+    with (tmp_path / "part.log").open("wb") as log:
+        part = subprocess.Popen(
+            [*UMBRA, *own, "--owner", "1", "--broker", buffer.broker], stdout=log, stderr=log
+        )
+    try:
+        (member,) = members(buffer.broker, lambda found: "part-1" in found).values()
+        assert member.role == "part"
+        drain = ("drain", "part-1", "--broker", buffer.broker)
+        done = subprocess.run(
+            [*UMBRA, *drain], check=False, capture_output=True, text=True, timeout=WAIT_S
+        )
+        assert "part-1 is the part, without which the run cannot go on" in done.stderr
+        trainer = Peer(zmq_context, buffer.broker, "trainer", "trainer")
+        assert isinstance(trainer.call(FinishRun(reason="done")), RunFinished)
+        trainer.close()
+        assert part.wait(WAIT_S) == 0, (tmp_path / "part.log").read_text()
+    finally:
+        part.kill()
+        part.wait()
+
+
 def test_a_relay_is_drained_alone(buffer: BufferProcess, relay: subprocess.Popen[bytes]) -> None:
     members(buffer.broker, lambda found: "relay-b" in found)
     drain = ("drain", "relay-b", "--broker", buffer.broker)

@@ -102,7 +102,7 @@ def served(zmq_context: Context, keys: Path) -> Iterator[Served]:
 
 
 @pytest.mark.parametrize(
-    "role", ["generator", "scorer", "trainer", "weight_hub", "relay", "monitor"]
+    "role", ["generator", "scorer", "trainer", "weight_hub", "part", "relay", "monitor"]
 )
 def test_holders_of_a_key_are_let_in(served: Served, keys: Path, role: KeyRole) -> None:
     channel = served.channel(served.control, of(keys, role))

@@ -26,9 +26,11 @@ from umbra.services.runtime.net.server import Server
 from umbra.services.runtime.planes.receiving import StagedPlanes
 from umbra.services.runtime.process.metrics import MetricsFile
 from umbra.services.runtime.weights.arena import remove_leftovers
+from umbra.services.runtime.weights.manifest import build_manifest
 from umbra.services.runtime.weights.receiver import Receiver
 from umbra.services.trainer.pulse import Pulse
-from umbra.services.trainer.shards import ShardSync, own_buckets
+from umbra.services.trainer.rendezvous import RankPlace
+from umbra.services.trainer.shards import ShardSync, own_buckets, owners_of
 from umbra.services.trainer.snapshot import chunk
 from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
 
@@ -60,12 +62,14 @@ def hub(zmq_context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[str]:
 
 
 @pytest.mark.timeout(80)
-@pytest.mark.parametrize("world", [2, 3])
-def test_receivers_get_the_full_model_bit_for_bit(hub: str, tmp_path: Path, world: int) -> None:
+@pytest.mark.parametrize(("world", "replicas"), [(2, 1), (3, 1), (4, 2)])
+def test_receivers_get_the_full_model_bit_for_bit(
+    hub: str, tmp_path: Path, world: int, replicas: int
+) -> None:
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(RANK), str(rank), str(world), str(tmp_path), hub],
+            [sys.executable, str(RANK), str(rank), str(world), str(replicas), str(tmp_path), hub],
             env=environ,
             stderr=subprocess.PIPE,
             text=True,
@@ -106,7 +110,8 @@ def test_receivers_get_the_full_model_bit_for_bit(hub: str, tmp_path: Path, worl
     assert sizes["blocks.0.scale"] == 12 * 4, "a buffer keeps its own dtype"
     written = [int((tmp_path / f"written-{rank}").read_text()) for rank in range(world)]
     assert sum(written) == sum(sizes.values()), "nobody wrote what another one wrote"
-    assert max(written) < sum(sizes.values()) / world * 1.5
+    assert max(written) < sum(sizes.values()) / (world // replicas) * 1.5
+    assert not any(written[world // replicas :]), "of replicas the first one writes"
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 5, 7, 12])
@@ -120,10 +125,32 @@ def test_rows_are_divided_as_torch_divides_them(rows: int, world: int) -> None:
 
 
 def test_buckets_are_divided_among_the_ranks() -> None:
-    for count in (1, 2, 5, 16):
+    for rows in (1, 2, 5, 16):
+        manifest = build_manifest([("rows", "F32", (rows, 32))], 192)
         for world in (1, 2, 3, 4):
-            parts = [own_buckets(count, rank, world) for rank in range(world)]
-            assert [bucket for part in parts for bucket in part] == list(range(count))
+            parts = [own_buckets(manifest, RankPlace(rank, world, world)) for rank in range(world)]
+            assert [bucket for part in parts for bucket in part] == list(range(rows))
+
+
+def test_the_buckets_of_a_host_are_its_ranks_alone() -> None:
+    """Two hosts with two ranks: each rank writes rows [r, r + 1) of 4; buckets are single rows."""
+    layout = [("rows", "F32", (4, 32)), ("few", "F32", (1, 32)), ("number", "F32", ())]
+    written: list[dict[str, tuple[int, int]]] = [{"rows": (r, r + 1)} for r in range(4)]
+    written[0] |= {"few": (0, 1), "number": (0, 1)}
+    owners = owners_of(written, RankPlace(0, 4, 2))
+    assert owners == {"rows": [(2, 0), (4, 1)], "few": [(1, 0)], "number": [(1, 0)]}
+    manifest = build_manifest(layout, 192, owners)
+    assert manifest.owners[:4] == [0, 0, 1, 1]
+    found = [own_buckets(manifest, RankPlace(rank, 4, 2)) for rank in range(4)]
+    assert sorted(bucket for part in found for bucket in part) == [*range(len(manifest.buckets))]
+    assert all(manifest.owners[b] == rank // 2 for rank in range(4) for b in found[rank])
+    assert found[2:] == [[2], [3]]
+
+
+def test_rows_of_a_host_need_not_lie_together() -> None:
+    """Of eight rows two ranks of the first host have the first and the last ones."""
+    written = [{"x": (0, 2)}, {"x": (6, 8)}, {"x": (2, 4)}, {"x": (4, 6)}]
+    assert owners_of(written, RankPlace(0, 4, 2)) == {"x": [(2, 0), (6, 1), (8, 0)]}
 
 
 def test_a_rank_that_is_gone_is_named() -> None:

@@ -15,15 +15,18 @@ from fakes.slowness import seconds
 from torch import nn
 
 from umbra.proto.errors import PeerLostError, UsageError
+from umbra.proto.messages import Prepare, Subscribed
 from umbra.services.modeling.weights import WeightTable
 from umbra.services.runtime.config import WeightHubConfig as WeightHubConfig
 from umbra.services.runtime.deadline import LEAST_RATE, Pace
+from umbra.services.runtime.gpu.worker_process import result
 from umbra.services.runtime.net.io_thread import IoThread
 from umbra.services.runtime.net.server import Server
 from umbra.services.runtime.planes.receiving import StreamedPlanes
+from umbra.services.runtime.planes.shm import ShmStream
 from umbra.services.runtime.process.metrics import MetricsFile
 from umbra.services.runtime.weights.arena import Arena, remove_leftovers
-from umbra.services.runtime.weights.manifest import build_manifest
+from umbra.services.runtime.weights.manifest import build_manifest, checksums
 from umbra.services.runtime.weights.publisher import Publisher
 from umbra.services.runtime.weights.receiver import Receiver, StagedVersion
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
@@ -165,3 +168,34 @@ def test_the_ring_is_small(world: World, tmp_path: Path) -> None:
     seen = [len(part) for part in staged.parts()]
     assert seen == [end - start for start, end in world.manifest.buckets]
     world.receiver.committed(staged, 0.0)
+
+
+def test_loads_use_the_mapping_by_which_versions_were_verified(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one would fault at every page while generation waits."""
+    attached: list[Path] = []
+    attach = Arena.attach
+
+    def noted(path: Path, **options: Any) -> Arena:
+        attached.append(path)
+        return attach(path, **options)
+
+    reply = Subscribed(manifest=world.manifest, plane="shm", path=world.publisher.arena[0])
+    monkeypatch.setattr(Arena, "attach", noted)
+    data = world.publisher.slot(0, WAIT_S)
+    sums = checksums(world.manifest, data)
+    stream = ShmStream(reply)
+    prepare = Prepare(epoch=1, version=0, slot=world.publisher.place[1], checksums=sums)
+    receipt = result(stream.receive(prepare, 0))
+    assert receipt.parts is not None
+    whole = [bytes(bucket) for bucket in receipt.parts()]
+    assert len(attached) == 1
+
+    load = receipt.parts()
+    begun = [bytes(next(load))]
+    stream.close()  # the receiver gets another end meanwhile
+    assert begun + [bytes(bucket) for bucket in load] == whole
+    assert len(attached) == 1
+    assert [bytes(bucket) for bucket in receipt.parts()] == whole, "also afterwards"
+    assert len(attached) == 2

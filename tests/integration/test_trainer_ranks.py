@@ -87,16 +87,18 @@ def batches() -> list[list[Trajectory]]:
 
 
 def start(
-    directory: Path, folder: Path, world: int, cases: dict[str, Any], batches: Any
+    directory: Path, folder: Path, world: int, cases: dict[str, Any], batches: Any, hosts: int = 1
 ) -> list[subprocess.Popen[str]]:
-    """The ranks as processes that run through `cases`."""
+    """The ranks as processes that run through `cases`; as if on so many hosts."""
     folder.mkdir(exist_ok=True)
     (folder / "cases.json").write_text(json.dumps(cases))
     (folder / "batches.msgpack").write_bytes(msgspec.msgpack.encode(batches))
-    return launch(folder, world, [str(TESTS / "programs/trainer_rank.py"), str(directory)])
+    return launch(folder, world, [str(TESTS / "programs/trainer_rank.py"), str(directory)], hosts)
 
 
-def launch(folder: Path, world: int, program: list[str]) -> list[subprocess.Popen[str]]:
+def launch(
+    folder: Path, world: int, program: list[str], hosts: int = 1
+) -> list[subprocess.Popen[str]]:
     """The ranks as processes, with the variables that torchrun sets."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -104,7 +106,7 @@ def launch(folder: Path, world: int, program: list[str]) -> list[subprocess.Pope
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world // hosts),
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path]),
@@ -112,7 +114,12 @@ def launch(folder: Path, world: int, program: list[str]) -> list[subprocess.Pope
     return [
         subprocess.Popen(
             [sys.executable, *program, str(folder)],
-            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env={
+                **os.environ,
+                **place,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank % (world // hosts)),
+            },
             stderr=subprocess.PIPE,
             text=True,
         )

@@ -16,6 +16,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from umbra.proto.errors import PeerLostError
@@ -89,7 +90,7 @@ def snapshot(ranks: Ranks) -> None:
 def checkpoint(ranks: Ranks, folder: Path) -> None:
     """Rank 0 waits for the file of rank 1."""
     parts: dict[str, Any] = {"policy": Weights(torch.nn.Linear(4, 4))}
-    with closing(ShardWriter(parts, ranks.rank, ranks.world)) as writer:
+    with closing(ShardWriter(parts, ranks.rank, ranks.holders)) as writer:
         if ranks.rank:
             write = ShardCopy.write
 
@@ -98,7 +99,8 @@ def checkpoint(ranks: Ranks, folder: Path) -> None:
                 return write(self, path, *more)
 
             setattr(ShardCopy, "write", slow)  # noqa: B010 - of a frozen class
-            join_in(writer, Path(ranks.broadcast().decode()), ranks)
+            made = CheckpointFolder(folder, CheckpointConfig())
+            join_in(made, writer, ranks, *msgspec.json.decode(ranks.broadcast()))
             return
         saver = Saver(
             CheckpointFolder(folder, CheckpointConfig()),
@@ -108,7 +110,7 @@ def checkpoint(ranks: Ranks, folder: Path) -> None:
             begun=0,
             run="test",
             config={},
-            order=lambda scratch: ranks.broadcast(str(scratch).encode()),
+            order=lambda *told: ranks.broadcast(msgspec.json.encode(told)),
         )
         (outcome,) = saver.last(1, {})
         assert not outcome.error, outcome.error

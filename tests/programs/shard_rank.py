@@ -1,7 +1,7 @@
 """One rank of a sharded trainer: takes a step, then writes its rows of two snapshots.
 
-Arguments: rank, world, a folder for rendezvous and results, and (rank 0) the hub's endpoint. Rank 0
-publishes, and leaves the gathered weights of each version there as `<version>.safetensors`.
+Arguments: rank, world, replicas, a folder for rendezvous and results, and the hub's endpoint. Rank
+0 publishes, and leaves the gathered weights of each version there as `<version>.safetensors`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from umbra.services.runtime.weights.arena import Arena
 from umbra.services.runtime.weights.manifest import build_manifest
 from umbra.services.runtime.weights.publisher import Publisher
 from umbra.services.trainer.pulse import Pulse
+from umbra.services.trainer.ranks import Ranks
 from umbra.services.trainer.shards import ShardSync, snapshot_shards
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
 
@@ -74,14 +75,19 @@ def gathered(model: nn.Module) -> dict[str, torch.Tensor]:
     return whole | {name: b.clone() for name, b in model.named_buffers() if name.endswith("scale")}
 
 
-def main(rank: int, world: int, folder: Path, endpoint: str) -> None:
+def main(rank: int, world: int, replicas: int, folder: Path, endpoint: str) -> None:
     """Two versions: one before any forward pass, one after a step and one more forward pass."""
     torch.set_num_threads(1)
     torch.manual_seed(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/group", rank=rank, world_size=world
     )
+    ranks = Ranks(rank, world)
+    ranks.holders = world // replicas
     mesh = init_device_mesh("cpu", (world,))
+    if replicas > 1:
+        names = ("replicas", "shards")
+        mesh = init_device_mesh("cpu", (replicas, ranks.holders), mesh_dim_names=names)
     model = Model()
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
@@ -114,7 +120,7 @@ def main(rank: int, world: int, folder: Path, endpoint: str) -> None:
         if version == 0 and rank == 0:
             slot[:] = b"\xaa" * len(slot)  # every byte of a tensor must be written
         sync.barrier("cleared")
-        sums = snapshot_shards(model, manifest, slot, sync)
+        sums = snapshot_shards(model, manifest, slot, sync, ranks)
         slot.release()
         if rank == 0:
             publisher.publish(version, 0.0, sums)
@@ -122,7 +128,7 @@ def main(rank: int, world: int, folder: Path, endpoint: str) -> None:
         if rank == 0:
             save_file(whole, folder / f"{version}.safetensors")
     memory = memoryview(bytearray(manifest.total_bytes))
-    written = write_shards(model, manifest, memory, rank, world)
+    written = write_shards(model, manifest, memory, rank, ranks.holders)
     (folder / f"written-{rank}").write_text(str(written))
     publisher.close()
     for arena in arenas.values():
@@ -133,4 +139,5 @@ def main(rank: int, world: int, folder: Path, endpoint: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])
+    rank_, world_, replicas_, path, plane = sys.argv[1:]
+    main(int(rank_), int(world_), int(replicas_), Path(path), plane)

@@ -1,12 +1,13 @@
-"""Runs the compose files of a plan on nodes made of network namespaces, and cuts a node off.
+"""Runs the compose files of a plan on nodes made of network namespaces; one comes or goes.
 
     unshare --user --map-root-user --net --mount --kill-child python three_nodes.py PLAN SETTINGS
 
 PLAN is what `umbra plan` wrote. Each node has a network namespace of its own on one bridge, with
-its address, and a mount namespace with its volumes and its own /dev/shm. What its compose file says
-is started there: commands, environment files, volumes, restart policies and health checks. SETTINGS
-is JSON: addresses by node; the node to cut off; after which step; for how many seconds; how long
-the whole may take. Prints one JSON object. No container is made: images, users and limits are not
+its address, a mount namespace with its volumes and its own /dev/shm, and its name. What its compose
+file says is started there: commands, environment files, volumes, restart policies and health
+checks. SETTINGS is JSON: addresses by node; after which step something happens; the node to cut
+off, and for how many seconds, or the one to be started then and drained later; how long the whole
+may take. Prints one JSON object. No container is made: images, users and limits are not
 tried.
 """
 
@@ -82,15 +83,20 @@ class Node:
         self.name = name
         self._link = f"to-{name}"
         # It ends when we do, because then its input does.
-        hold = "mount -t tmpfs tmpfs /srv; mount -t tmpfs tmpfs /dev/shm; echo up; exec cat"
+        hold = (
+            f"hostname {name}; mount -t tmpfs tmpfs /srv; mount -t tmpfs tmpfs /dev/shm; "
+            "echo up; exec cat"
+        )
         self._holder = subprocess.Popen(
-            ["unshare", "--net", "--mount", "sh", "-ec", hold],
+            ["unshare", "--net", "--mount", "--uts", "sh", "-ec", hold],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
         assert self._holder.stdout is not None
         self._holder.stdout.readline()
-        self._enter = ["nsenter", f"--target={self._holder.pid}", "--net", "--mount", "--"]
+        self._enter = [
+            *("nsenter", f"--target={self._holder.pid}", "--net", "--mount", "--uts", "--")
+        ]
         sh(
             f"ip link add {self._link} type veth peer name eth0 netns {self._holder.pid};"
             f"ip link set {self._link} master {BRIDGE} up"
@@ -109,6 +115,14 @@ class Node:
 
     def sh(self, command: str) -> None:
         sh(" ".join([*self._enter, "sh", "-ec", f"'{command}'"]))
+
+    def umbra(self, *arguments: str) -> str:
+        """What `umbra` prints on the node."""
+        argv = [*self._enter, sys.executable, "-m", "umbra", *arguments]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=600, check=False)
+        if done.returncode:
+            raise SystemExit(f"{arguments}: {done.stderr.strip()}")
+        return done.stdout
 
     def connect(self, *, connected: bool) -> None:
         sh(f"ip link set {self._link} {'up' if connected else 'down'}")
@@ -165,6 +179,7 @@ class World:
     """All nodes, and the run on them."""
 
     def __init__(self, plan: Path, settings: dict[str, Any]) -> None:
+        self.keys = plan / "keys"
         sh(f"ip link add {BRIDGE} type bridge; ip link set {BRIDGE} up; ip link set lo up")
         self.volumes = plan / "volumes"
         self.nodes = {
@@ -196,6 +211,30 @@ class World:
             "steps_while_cut": during,
         }
 
+    def grow_and_shrink(self) -> dict[str, Any]:
+        """The run, in whose midst a node joins, works for some steps, and is drained."""
+        late, broker = self.nodes[self.settings["late"]], self.settings["broker"]
+        for service in self._services():
+            if service not in late.services:
+                service.start()
+        self._until(lambda: self.step() >= self.settings["after_step"], "the step before it joins")
+        for service in late.services:
+            service.start()
+        self._until(lambda: all(s.is_healthy() for s in late.services), "the node that joins")
+        joined = self.step()
+        self._until(lambda: self.step() >= joined + 4, "the steps with the node that joined")
+        where = ("--broker", broker, "--keys", str(self.keys))
+        drained = late.umbra("drain", "--node", late.name, *where)
+        self._until(lambda: not any([s.poll() for s in late.services]), "the end of its services")
+        left = self.step()
+        self._until(lambda: not any([s.poll() for s in self._services()]), "the end of the run")
+        return {
+            "codes": {service.name: service.codes for service in self._services()},
+            "drained": drained,
+            "left_at": left,
+            "steps": self.step(),
+        }
+
     def step(self) -> int:
         """Optimizer steps so far."""
         rows = 0
@@ -225,7 +264,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     world = World(Path(sys.argv[1]), json.loads(sys.argv[2]))
     try:
-        print(json.dumps(world.run()))
+        grows = "late" in world.settings
+        print(json.dumps(world.grow_and_shrink() if grows else world.run()))
     finally:
         world.kill()
 

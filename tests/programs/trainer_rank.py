@@ -2,10 +2,13 @@
 
 Arguments: the model, the folder with `cases.json` (settings by name; `checkpoints` is a folder in
 there, `model` another model) and `batches.msgpack`. There each rank leaves `<case>.<rank>.json`,
-and rank 0 `<case>.safetensors`. Where all cases set `sequence_parallel`, ranks share rows, and
-where all set `expert_parallel` they divide experts. In the case `dies`
-rank 1 ends by a signal within an update (where ranks share rows: within an exchange), in the case
-`hangs` it stops there and never goes on.
+and rank 0 `<case>.safetensors`. Where all cases set `sequence_parallel`, ranks share rows; where
+all set `expert_parallel`, they divide experts; where all set `replicas`, there are so many of the
+policy. With `hosts` each host has a folder of checkpoints of its own: by node the number at the end
+of its name. A case that is `refused` leaves the error. In the case `dies` rank 1 ends by a signal
+within an update (where ranks share rows: within an exchange), in the case `hangs` it stops there
+and never goes on. In the case `cut` rank 0 leaves the file `is-there` in an update, and all go on
+when there is `is-cut`.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +26,14 @@ from fakes.rank_bench import train
 from fakes.slowness import seconds
 from safetensors.torch import save_file
 
-from umbra.proto.errors import PeerLostError
+from umbra.proto.errors import PeerLostError, UsageError
 from umbra.proto.records import Trajectory
 from umbra.services.modeling import sequence_parallel
 from umbra.services.runtime.config import TrainerConfig
 from umbra.services.trainer.learner import Learner
-from umbra.services.trainer.ranks import join_ranks
+from umbra.services.trainer.ranks import Ranks, join_ranks
+
+IMPATIENT_S = 1.0  # until a rank that is silent is lost, on a quiet machine
 
 
 def main(model: Path, folder: Path) -> int:
@@ -38,8 +44,10 @@ def main(model: Path, folder: Path) -> int:
     )
     config = TrainerConfig(
         device="cpu",
-        rank_timeout_s=seconds(1.0 if "hangs" in cases else 30.0),
+        rank_timeout_s=seconds(IMPATIENT_S if {"hangs", "cut"} & set(cases) else 30.0),
+        rendezvous_timeout_s=seconds(100.0),
         sequence_parallel=min(case.get("sequence_parallel", 1) for case in cases.values()),
+        replicas=min(case.get("replicas", 1) for case in cases.values()),
         expert_parallel=min(case.get("expert_parallel", 1) for case in cases.values()),
     )
     try:
@@ -51,18 +59,52 @@ def main(model: Path, folder: Path) -> int:
                         end_in(sequence_parallel, "_exchange", number)
                     else:
                         end_in(Learner, "update", number)
+                if name == "cut":
+                    wait_in_update(folder, ranks)
+                left = folder / f"{name}.{ranks.rank}.json"
                 if "checkpoints" in settings:
-                    settings = {**settings, "checkpoints": folder / settings["checkpoints"]}
+                    settings["checkpoints"] = own_folder(folder, settings, ranks)
+                if settings.pop("refused", False):
+                    left.write_text(json.dumps({"error": refused(model, batches, ranks, settings)}))
+                    continue
                 path = Path(settings.pop("model", model))
                 trained = train(path, batches, ranks, folder / f"{name}.critic", **settings)
-                found = {"rows": trained.rows, "local": trained.local}
-                (folder / f"{name}.{ranks.rank}.json").write_text(json.dumps(found))
+                left.write_text(json.dumps({"rows": trained.rows, "local": trained.local}))
                 if ranks.rank == 0:
                     save_file(trained.weights, folder / f"{name}.safetensors")
     except PeerLostError as error:
         print(error, file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def wait_in_update(folder: Path, ranks: Ranks) -> None:
+    """Have the next updates wait until they are to go on."""
+    update = Learner.update
+
+    def waiting(*args: Any) -> Any:
+        if ranks.rank == 0:
+            (folder / "is-there").touch()
+        while not (folder / "is-cut").exists():
+            time.sleep(0.01)
+        return update(*args)
+
+    setattr(Learner, "update", waiting)  # noqa: B010 - of a class
+
+
+def own_folder(folder: Path, settings: dict[str, Any], ranks: Ranks) -> Path:
+    """Where the host of this rank has its checkpoints."""
+    name, hosts = settings["checkpoints"], settings.pop("hosts", None)
+    return folder / (f"{name}-{hosts[ranks.node]}" if hosts else name)
+
+
+def refused(model: Path, batches: Any, ranks: Ranks, settings: dict[str, Any]) -> str:
+    """Why this cannot be trained."""
+    try:
+        train(model, batches, ranks, **settings)
+    except UsageError as error:
+        return str(error)
+    return ""
 
 
 def end_in(owner: Any, name: str, number: signal.Signals) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -151,6 +152,29 @@ def test_nodes_with_and_without_gpus(tmp_path: Path, stand_in: dict[str, str]) -
     assert sum("generator --device cuda" in line for line in said["generator-c-0"]) == 2
     (output,) = (tmp_path / "the plan 1%").glob("slurm-*.log")
     assert "generator-c-0 ended (exit code 5): restart in 2 s" in output.read_text(encoding="utf-8")
+
+
+def test_a_trainer_of_two_nodes(tmp_path: Path, stand_in: dict[str, str]) -> None:
+    config = run_config(f"run.dir={tmp_path}/runs", "trainer.ranks=2", "trainer.nodes=2")
+    plan = make_plan(cluster(0, 0, 0, ratios=[0.67, 0.33]), config, "two")
+    script = write(plan, tmp_path / "plan")
+    whole = ENDED + f'job=$(sbatch --parsable "{script}"); ended "$job"; echo "$state"'
+    nodes = {"x1": 0, "x2": 0, "x3": 0}
+    assert on_slurm(tmp_path, nodes, whole, **stand_in) == "COMPLETED\n", logs(tmp_path)
+    folder = tmp_path / "runs" / "two" / "logs"
+    said = {path.stem: path.read_text(encoding="utf-8") for path in folder.iterdir()}
+    hosts: list[str] = []
+    for rank, name in enumerate(("trainer", "trainer-b")):
+        # The first of the trainer's nodes has the buffer as well.
+        found = re.search(
+            r"host=(\S+) .* broker=tcp://(\S+):5555 .* --rendezvous (\S+):5561 ", said[name]
+        )
+        assert found and found[2] == found[3]
+        assert f"--node-rank {rank} " in said[name]
+        hosts.append(found[1])
+    assert hosts[0] != hosts[1]
+    assert f"host={hosts[1]} " in said["part-b"]
+    assert "part --hub tcp://" in said["part-b"]
 
 
 def test_a_job_that_is_cancelled_drains(tmp_path: Path, stand_in: dict[str, str]) -> None:

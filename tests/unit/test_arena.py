@@ -18,6 +18,7 @@ from umbra.services.runtime.weights.arena import (
     SHM,
     Arena,
     remove_leftovers,
+    run_and_suffix,
     shm_host,
 )
 
@@ -197,3 +198,48 @@ def test_the_token_is_no_leftover_of_a_run(tmp_path: Path, monkeypatch: pytest.M
     name = shm_host()
     assert remove_leftovers("host") == []
     assert shm_host() == name
+
+
+OWN = [(0, 100), (3 * PAGE_BYTES - 10, 3 * PAGE_BYTES + 10), (9 * PAGE_BYTES, 10 * PAGE_BYTES)]
+PARTS = 4  # pages of OWN: the middle one is on two
+
+
+def test_an_arena_of_parts_has_memory_for_these_alone(run_id: str) -> None:
+    """And takes no more from those who attach, or adopt it."""
+    size = 10 * PAGE_BYTES
+    made = Arena.create(run_id, "parts", slot_bytes=size, slots=3, own=OWN)
+    assert made.path.stat().st_size == 3 * size
+    allocated = made.path.stat().st_blocks * 512
+    assert allocated == 3 * PARTS * PAGE_BYTES
+    rank = Arena.attach(made.path, slot_bytes=size)
+    assert rank.slots == 3
+    for start, end in OWN:
+        rank.slot(2)[start:end] = bytes([7]) * (end - start)
+    made.close()
+    again = Arena.adopt(run_id, rank.path, slot_bytes=size)
+    assert all(set(again.slot(2)[start:end]) == {7} for start, end in OWN)
+    assert again.path.stat().st_blocks * 512 == allocated
+    rank.close()
+    again.unlink()
+    again.close()
+
+
+def test_room_is_asked_for_the_parts_alone(run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = os.statvfs(SHM).f_bavail * os.statvfs(SHM).f_frsize
+    size = (free // PAGE_BYTES + 1) * PAGE_BYTES
+    made = Arena.create(run_id, "parts", slot_bytes=size, slots=2, own=[(0, 10)])
+    made.unlink()
+    made.close()
+    with pytest.raises(StartupError, match="make it larger"):
+        Arena.create(run_id, "parts", slot_bytes=size, slots=2, own=[(0, size)])
+
+
+def test_the_name_of_an_arena_says_whose_it_is(arena: Arena, run_id: str) -> None:
+    assert run_and_suffix(str(arena.path)) == (run_id, "weights1")
+    wrong = (
+        "", "/dev/shm/other", "/dev/shm/umbra-run", "/dev/shm/umbra-a/../b-c", "/tmp/umbra-run-w",
+        "/dev/shm/umbra-run-w x", "/dev/shm/../umbra-run-w", "umbra-run-w",
+    )  # fmt: skip
+    for path in wrong:
+        with pytest.raises(StartupError, match="no arena"):
+            run_and_suffix(path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from fakes.broker_world import World
 
 from umbra.proto.access import KeyRole
@@ -64,20 +63,16 @@ def test_names_are_bounded() -> None:
     assert len(bindings._owners) == KEPT  # pyright: ignore[reportPrivateUsage]
 
 
-@pytest.mark.parametrize("older", [False, True])
-def test_the_store_holds_nothing_that_opens_a_connection(older: bool) -> None:
-    """Of identities it has digests; one of an older buffer is taken over as such."""
+def test_the_store_holds_nothing_that_opens_a_connection() -> None:
+    """Of identities it has digests."""
     run = World(durable=True)
     run.join("generator", "a")
     record = run.broker.members.record("a")
     assert record is not None and b"a" not in record.values() and "identity" not in record
-    if older:
-        record = {**record, "identity": b"a"}
-        del record["seal"]
     run.broker.members.restore([record], 0.0)
     beat = Heartbeat(state="ready", activity="x", progress=1, idle_s=0.0)
     header = Header(major=1, minor=0, type="x", id=1, sender="a", incarnation="a-1")
-    for identity in (record.get("seal", b""), b"", b"b"):
+    for identity in (record["seal"], b"", b"b"):
         nack = run.broker.members.hear(Request("any", identity, header, beat), 0.0)
         assert isinstance(nack, Nack) and nack.code == "not_allowed"
     peer = run.broker.members.hear(Request("any", b"a", header, beat), 0.0)

@@ -83,7 +83,7 @@ def test_what_has_not_arrived_is_sent_when_it_has() -> None:
     outbox = Outbox(COUNT, held.parts)
     outbox.order(ME, order(sums))
     assert drain(outbox) == []
-    held.offer(0, data, sums, arrived=False)
+    held.offer(0, data, sums, range(len(sums)))
     assert drain(outbox) == []
     for bucket in range(COUNT):
         held.arrived(0, bucket)
@@ -301,3 +301,65 @@ def test_a_stream_asks_its_source_for_the_key_of_what_it_is(
     receipt = worker_process.result(stream.receive(prepare, 0))
     assert receipt.parts is not None and list(receipt.parts()) == []
     assert asked == [("tcp://there:1", role)] * 2
+
+
+SHARED = build_manifest([("a", "F32", [6, 64])], 512, {"a": [(2, 0), (4, 1), (6, 2)]})
+
+
+def test_each_host_hands_out_its_own_buckets_and_no_others() -> None:
+    data = memoryview(bytes(range(256)) * 6)
+    sums = checksums(SHARED, data)
+    held = BucketStore(SHARED, lambda: None)
+    held.offer(0, data, sums, absent={0, 2})
+    assert held.parts(0, sums[0], [], 1024) is None
+    assert held.parts(2, sums[2], [], 1024) is None
+    parts = held.parts(1, sums[1], [], 1024)
+    assert parts is not None
+    (part,) = parts
+    assert part.raw == data[512:1024]
+
+
+@pytest.mark.parametrize(
+    ("sources", "asked", "error"),
+    [
+        (
+            ["tcp://hub:1", "tcp://one:1", "tcp://two:1"],
+            [("tcp://hub:1", "weight_hub"), ("tcp://one:1", "part"), ("tcp://two:1", "part")],
+            "",
+        ),
+        (["tcp://hub:1", "tcp://one:1"], [], "nobody hands out the buckets of trainer host 2"),
+        (["tcp://hub:1", "", "tcp://two:1"], [], "nobody hands out the buckets of trainer host 1"),
+        ([], [("tcp://hub:1", "weight_hub")], ""),
+    ],
+)
+def test_a_receiver_asks_each_source_for_the_key_of_what_it_is(
+    monkeypatch: pytest.MonkeyPatch, sources: list[str], asked: list[tuple[str, str]], error: str
+) -> None:
+    connected: list[tuple[str, str]] = []
+    fetched: list[set[int]] = []
+
+    class Source:
+        def __init__(self, *_: Any) -> None: ...
+
+        def connect(self, endpoint: str, server: str) -> None:
+            connected.append((endpoint, server))
+
+        def close(self) -> None: ...
+
+    def run(pairs: list[tuple[Any, Any]]) -> Iterator[int | None]:
+        fetched.extend(set(transfer._gathering.missing) for _, transfer in pairs)
+        return iter(())
+
+    monkeypatch.setattr(tcp, "BucketSource", Source)
+    monkeypatch.setattr(tcp, "run_together", run)
+    memory = memoryview(bytearray(SHARED.total_bytes))
+    receiver = tcp.TcpReceiver("gen-0", SHARED, [memory], 1024)
+    sums = [1] * len(SHARED.buckets)
+    prepare = Prepare(
+        epoch=1, version=0, slot=0, checksums=sums, source="tcp://hub:1", sources=sources
+    )
+    receipt = worker_process.result(receiver.receive(prepare, 0))
+    assert receipt.error == error
+    if not error:
+        assert connected == asked
+        assert fetched == ([{0}, {1}, {2}] if sources else [{0, 1, 2}])

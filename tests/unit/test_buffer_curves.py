@@ -59,4 +59,3 @@ def test_the_histogram_of_staleness_adds_up() -> None:
     assert sum(one.counts) == one.samples
     one.remove(two)
     assert one.counts == [1, 1, 0, 0]
-    assert StalenessStats(**one.sums()) == one

@@ -61,7 +61,7 @@ class Training:
             begun=self.step,
             run="test",
             config={},
-            order=lambda scratch: None,
+            order=lambda step, kept: None,
         )
 
     def save(self, step: int) -> None:

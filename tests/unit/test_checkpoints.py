@@ -81,7 +81,7 @@ class Trainer:
             begun=self.step,
             run="test",
             config=as_dict(self.config),
-            order=lambda scratch: None,
+            order=lambda step, kept: None,
         )
 
     def train(self, until: int) -> Trainer:

@@ -32,6 +32,14 @@ def line_counts(monkeypatch: pytest.MonkeyPatch) -> Any:
     return line_counts
 
 
+@pytest.fixture
+def walks(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / ".ci"))
+    import walks
+
+    return walks
+
+
 def tree(root: Path, files: dict[str, str]) -> Path:
     for name, text in files.items():
         path = root / name
@@ -91,6 +99,37 @@ def test_an_allowed_finding_passes_a_new_one_and_a_stale_entry_do_not(
 
 def test_the_repository_passes(structure: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert structure.main() == 0, capsys.readouterr().out
+
+
+WALK = """
+**A trajectory, from here to there** (on paper): {hops} hops in 2 files.
+
+| # | where | what |
+|---|---|---|
+| 1-2 | `a/one.py` `first`, `Two.second` | |
+| 3 | `b.py` `{last}` (or `c.py` `other`) | in words |
+"""
+
+
+def test_a_walk_is_compared_with_the_code(walks: Any, tmp_path: Path) -> None:
+    code = "def first(): ...\nclass Two:\n    def second(self): ...\n"
+    root = tree(tmp_path, {"services/a/one.py": code, "b.py": "async def last(): ...\n"})
+    assert walks.findings(WALK.format(hops=3, last="last"), root) == ([], 3, 2)
+    assert walks.findings(WALK.format(hops=4, last="lost"), root)[0] == [
+        "b.py: it has no lost",
+        "it is 3 hops in 2 files, which the page does not say",
+    ]
+    skipped = WALK.replace("| 3 |", "| 4 |").replace("b.py", "gone.py").format(hops=4, last="last")
+    assert walks.findings(skipped, root)[0] == [
+        "gone.py: hops 4 to 4 after 2, for 1 names",
+        "gone.py: there is no such file",
+    ]
+
+
+def test_the_walk_in_the_documents_is_that_of_the_code(
+    walks: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert walks.main() == 0, capsys.readouterr().out
 
 
 def git(folder: Path, *words: str) -> None:

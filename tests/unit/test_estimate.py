@@ -299,12 +299,13 @@ def test_rows_of_auto_are_those_of_the_trainer(run_file: Path) -> None:
     assert facts.rows == known.rows and facts.training == known.training
 
 
+@pytest.mark.parametrize("key", ["expert_parallel", "replicas"])
 def test_what_the_sums_do_not_know_is_refused_by_name(
-    run_file: Path, capsys: pytest.CaptureFixture[str]
+    key: str, run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["estimate", str(run_file), "--gpu", "l4-24", "--set", "trainer.expert_parallel=2"]
+    words = ["estimate", str(run_file), "--gpu", "l4-24", "--set", f"trainer.{key}=2"]
     assert main(words) == 2
-    assert "trainer.expert_parallel = 2" in capsys.readouterr().err
+    assert f"trainer.{key} = 2: the estimate" in capsys.readouterr().err
 
 
 def test_what_does_not_fit_ends_with_2(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ from umbra.proto.access import (
     may_send,
 )
 from umbra.proto.errors import UsageError
-from umbra.proto.messages import TYPES, CommitBatch, FinishRun, Publish, RollBack
+from umbra.proto.messages import TYPES, CommitBatch, FinishRun, PartState, Publish, RollBack
 from umbra.services.runtime.config import SecurityConfig as SecurityConfig
 from umbra.services.runtime.net.keys import (
     OPEN,
@@ -262,6 +262,15 @@ def test_a_weight_hub_serves_and_decides_nothing() -> None:
     assert named == READS | {"Ok", "Nack", "Join", "Heartbeat", "Leave", "Event"}
 
 
+def test_a_part_hub_only_states_that_it_is_there() -> None:
+    """It publishes nothing and receives nothing; what it hands out is fetched from it."""
+    named = {kind.__name__ for kind in TYPES.values() if may_send("part", kind)}
+    own = {"PartState"}
+    assert named == READS | own | {"Ok", "Nack", "Join", "Heartbeat", "Leave", "Event"}
+    others = [role for role in KEY_ROLES if role != "part" and may_send(role, PartState)]
+    assert others == []
+
+
 def test_an_operator_gives_orders_and_is_no_member() -> None:
     named = {kind.__name__ for kind in TYPES.values() if may_send("operator", kind)}
     orders = {
@@ -286,6 +295,7 @@ def test_a_trainer_takes_no_samples_and_gives_no_orders() -> None:
         ("generator", {"control", "data", "weights", "buckets", "events_in"}),
         ("trainer", {"control", "data", "weights", "events_in"}),
         ("weight_hub", {"control", "weights", "events_in"}),
+        ("part", {"control", "weights", "events_in"}),
         ("relay", {"control", "weights", "buckets", "events_in"}),
         ("monitor", {"control", "weights", "events_in", "events_out"}),
         ("operator", {"control", "weights", "events_out"}),

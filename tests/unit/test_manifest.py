@@ -10,7 +10,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from umbra.proto.bounds import BUCKETS, DIMENSIONS, TENSORS
+from umbra.proto.bounds import BUCKETS, DIMENSIONS, OWNERS, TENSORS
 from umbra.proto.errors import UsageError, WireError
 from umbra.proto.messages import RegisterManifest
 from umbra.proto.records import Manifest
@@ -21,6 +21,7 @@ from umbra.services.runtime.weights.manifest import (
     check_dtype,
     check_manifest,
     checksums,
+    owned_buckets,
 )
 
 Tensors = list[tuple[str, str, list[int]]]
@@ -65,6 +66,88 @@ def test_buckets_are_cut_between_rows_or_else_between_elements(
                 row = entry.nbytes // entry.shape[0]
                 unit = row if row <= bound - ALIGN_BYTES else ITEM_BYTES[entry.dtype]
                 assert (cut - entry.offset) % unit == 0
+
+
+@st.composite
+def owned_layouts(draw: st.DrawFn) -> tuple[Tensors, dict[str, list[tuple[int, int]]]]:
+    """A layout, and who has which rows of some of its tensors."""
+    tensors = draw(layouts())
+    owners: dict[str, list[tuple[int, int]]] = {}
+    for name, _, shape in tensors:
+        if draw(st.booleans()):
+            rows = shape[0] if shape else 1
+            ends = [*sorted(draw(st.lists(st.integers(0, rows), max_size=3))), rows]
+            owners[name] = [(end, draw(st.integers(0, 3))) for end in ends]
+    return tensors, owners
+
+
+@given(owned_layouts(), st.sampled_from([128, 200, 1024, 1 << 20]))
+def test_every_row_is_in_buckets_of_its_owner(
+    layout: tuple[Tensors, dict[str, list[tuple[int, int]]]], bound: int
+) -> None:
+    tensors, owners = layout
+    manifest = build_manifest(tensors, bound, owners)
+    check_manifest(manifest)
+    assert all(0 < end - start <= bound for start, end in manifest.buckets)
+    plain = build_manifest(tensors, bound)
+    assert (manifest.tensors, manifest.total_bytes) == (plain.tensors, plain.total_bytes)
+    if not any(manifest.owners):
+        assert manifest.owners == []
+    holders = manifest.owners or [0] * len(manifest.buckets)
+    for entry in manifest.tensors:
+        rows = entry.shape[0] if entry.shape else 1
+        row_bytes = entry.nbytes // max(1, rows)
+        begin = 0
+        for end, owner in owners.get(entry.name, [(rows, 0)]):
+            first, last = entry.offset + begin * row_bytes, entry.offset + end * row_bytes
+            for (start, stop), holder in zip(manifest.buckets, holders, strict=True):
+                if max(start, first) < min(stop, last):
+                    assert holder == owner
+            begin = end
+    by_owner = owned_buckets(manifest)
+    assert sorted(b for owned in by_owner.values() for b in owned) == list(range(len(holders)))
+    assert all(holders[b] == owner for owner, owned in by_owner.items() for b in owned)
+
+
+def test_a_bucket_ends_where_another_host_begins_and_goes_on_from_tensor_to_tensor() -> None:
+    tensors: Tensors = [("a", "F32", [16, 4]), ("b", "F32", [16, 4]), ("c", "F32", [16, 4])]
+    halves = {"a": [(8, 0), (16, 1)], "b": [(16, 1)], "c": [(5, 1), (5, 3), (16, 0)]}
+    manifest = build_manifest(tensors, 1024, halves)
+    assert manifest.buckets == [(0, 128), (128, 592), (592, 768)]
+    assert manifest.owners == [0, 1, 0]
+    all_ours = build_manifest(tensors, 1024, {"a": [(16, 0)]})
+    assert all_ours == build_manifest(tensors, 1024)
+    other = build_manifest(tensors, 1024, {**halves, "c": [(5, 1), (16, 2)]})
+    assert other.buckets == manifest.buckets
+    assert other.digest != manifest.digest
+
+
+@pytest.mark.parametrize(
+    ("owners", "reason"),
+    [
+        ({"a": [(3, 0)]}, "has 4"),
+        ({"a": [(5, 0)]}, "has 4"),
+        ({"a": []}, "has 4"),
+        ({"a": [(3, 0), (2, 1), (4, 0)]}, "has 4"),
+        ({"a": [(-1, 0), (4, 1)]}, "has 4"),
+        ({"a": [(4, OWNERS)]}, "owner of a is not one of"),
+        ({"a": [(4, -1)]}, "owner of a is not one of"),
+        ({"x": [(4, 0)]}, "no tensor of this model"),
+    ],
+)
+def test_owners_of_rows_that_there_are_not_are_refused(
+    owners: dict[str, list[tuple[int, int]]], reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        build_manifest([("a", "F32", [4, 4])], 1024, owners)
+
+
+def test_owners_from_the_wire_are_checked() -> None:
+    good = build_manifest([("a", "F32", [4, 64])], 1024, {"a": [(2, 0), (4, 1)]})
+    assert good.owners == [0, 1]
+    for owners in ([0], [0, 1, 1], [0, OWNERS], [0, 0], [1, 0], []):
+        with pytest.raises(WireError, match="manifest"):
+            check_manifest(_changed(good, owners=owners))
 
 
 def test_small_tensors_share_a_bucket_and_large_ones_are_split() -> None:

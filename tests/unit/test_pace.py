@@ -10,18 +10,22 @@ import pytest
 
 from umbra.proto.messages import (
     ArenaReady,
+    ExportVersion,
     Message,
     Ok,
     Prepare,
     Publish,
     RegisterManifest,
     SlotGranted,
+    Versions,
+    VersionsRequest,
 )
 from umbra.proto.records import NcclRound
 from umbra.services.runtime.config import WeightHubConfig
-from umbra.services.runtime.deadline import Pace
+from umbra.services.runtime.deadline import LEAST_RATE, Pace
 from umbra.services.runtime.gpu.worker_process import START_S, GpuWorkerProcess, result
 from umbra.services.runtime.net.channel import Channel
+from umbra.services.runtime.net.io_thread import IoThread
 from umbra.services.runtime.net.keys import OPEN
 from umbra.services.runtime.planes import nccl, tcp
 from umbra.services.runtime.planes.cuda_ipc import IpcHub
@@ -29,6 +33,7 @@ from umbra.services.runtime.planes.tcp import TcpHub, TcpReceiver
 from umbra.services.runtime.weights.arena import Arena
 from umbra.services.runtime.weights.manifest import build_manifest
 from umbra.services.runtime.weights.publisher import Publisher
+from umbra.services.weight_hub.weights_command import HubClient
 
 LAYOUT = build_manifest([("w", "F32", [100, 32])], 4096)
 SIZE = LAYOUT.total_bytes
@@ -210,3 +215,23 @@ def test_pinning_an_arena_may_take_its_bytes_time(
     finally:
         worker.kill()
     assert limits == [START_S + 200.0]
+
+
+def test_an_operator_waits_for_the_copy_of_a_version() -> None:
+    limits: dict[type[Message], float] = {}
+
+    class Hub:
+        def call(self, body: Message, _reply: type[Message], *, timeout_s: float) -> Message:
+            limits[type(body)] = timeout_s
+            if isinstance(body, VersionsRequest):
+                return Versions(held=[], slots=2, slot_bytes=10**9)
+            return Ok()
+
+    class Link:
+        def channel(self, *_args: Any, **_named: Any) -> Hub:
+            return Hub()
+
+    client = HubClient(cast(IoThread, Link()), "", "tcp://hub:1", 60.0)
+    client.move(ExportVersion(version=1, path="/x"), Ok)
+    assert limits[VersionsRequest] == pytest.approx(60.0, abs=5.0)
+    assert limits[ExportVersion] == pytest.approx(60.0 + 1e9 / LEAST_RATE, abs=5.0)

@@ -6,7 +6,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from fakes.clusters import BOTH, HYBRID, PLANS, SEPARATE, plan_of
+from fakes.clusters import BOTH, PLANS, SEPARATE, plan_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -174,22 +174,6 @@ def test_names_are_unique_and_gpus_exist() -> None:
 @pytest.mark.parametrize(
     ("gpus", "stages", "overrides", "settings", "told"),
     [
-        (
-            (8, 8, 8, 8),
-            BOTH,
-            (),
-            {**HYBRID, "ratios": [0.5, 0.25, 0.25]},
-            "group [logp, train] is due 0.5 x 4 nodes = 2, but the trainer's ranks share one "
-            "memory and so one node: give it a ratio below 0.5, or fewer nodes to the run",
-        ),
-        (
-            (4, 4),
-            ("ref_logp",),
-            (),
-            {"groups": ["train", "ref_logp", "generate"], "ratios": [0.75, 0.125, 0.125]},
-            "group [train] gets 6 GPUs (ratio 0.75 x 8 GPUs = 6), but the trainer's ranks share "
-            "one memory and so one node, and the largest node has 4: lower its ratio",
-        ),
         ((2,), BOTH, (), SEPARATE, "4 groups need 4 GPUs at least, and the nodes have 2"),
         (
             (4, 4),

@@ -64,6 +64,12 @@ def test_a_wrong_flag_is_noticed() -> None:
         parse_planned(["buffer", "--prots", "[1, 2, 3]"])
 
 
+FIELDS = (
+    *("--device", "--ranks", "--nodes", "--rendezvous"),
+    *("--ports", "--advertise", "--stage", "--store"),
+)
+
+
 @plans
 def test_the_values_of_planned_flags_are_taken(plan: Plan) -> None:
     """A flag's text fills a key of the configuration; so it must be one that the key allows."""
@@ -75,20 +81,19 @@ def test_the_values_of_planned_flags_are_taken(plan: Plan) -> None:
         overrides = [
             f"{sections.get(section, section)}.{flag[2:].replace('-', '_')}={value}"
             for flag, value in pairs
-            if flag in ("--device", "--ranks", "--ports", "--advertise", "--stage", "--store")
-            or (flag.endswith("listen") and process.task == "weight_hub")
+            if flag in FIELDS or (flag.endswith("listen") and process.task == "weight_hub")
         ]
         overrides += [value for flag, value in pairs if flag == "--set"]
         assert overrides
         load_config(overrides=overrides, environ={})
 
 
-def test_ports_are_the_documented_six() -> None:
+def test_ports_are_the_documented_eight() -> None:
     for plan in PLANS.values():
         for node in plan.nodes:
             used = [port for p in plan.on(node) for port in invocation.ports(plan, p)]
             assert len(used) == len(set(used))
-            assert set(used) <= set(range(5555, 5561))
+            assert set(used) <= set(range(5555, 5563))
     moved = plan_of(1, 1, base_port=7000)
     assert invocation.ports(moved, moved.the("buffer")) == [7000, 7001, 7002, 7003]
     assert invocation.environment(moved, container_paths(moved, "", keys=False))[
@@ -151,7 +156,7 @@ def check_service(plan: Plan, service: dict[str, Any], name: str, volumes: dict[
     reserved = service.get("deploy", {}).get("resources", {}).get("reservations", {})
     ids = [gpu for device in reserved.get("devices", []) for gpu in device["device_ids"]]
     assert ids == [str(gpu) for gpu in process.gpus]
-    if plan.cluster.network == "host":
+    if invocation.on_host_network(plan, process):
         assert service["network_mode"] == "host"
         assert "ports" not in service
         assert "hostname" not in service

@@ -40,6 +40,7 @@ class PushMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.tickets = 0
         self.incarnations = 0
+        self.held_back = False
         self.digest = ""
         self.trainer = HubPeer("trainer", "t0")
         self.registered = False
@@ -96,6 +97,7 @@ class PushMachine(RuleBasedStateMachine):
         model = self.receivers[name]
         match message:
             case Prepare():
+                assert not self.held_back
                 assert self.newest == (message.version, message.slot)
                 assert name not in self.reading
                 self.reading[name] = (message.epoch, message.slot)
@@ -156,6 +158,21 @@ class PushMachine(RuleBasedStateMachine):
         self.contents += 1
         message = Publish(version=version, slot=slot, checksums=[self.contents], snapshot_s=0.0)
         self.apply(self.hub.publish(0, self.trainer, message, self.now))
+
+    @rule()
+    def a_part_goes_or_comes(self) -> None:
+        self.held_back = not self.held_back
+        self.apply(self.hub.hold_back("gone" if self.held_back else "", self.now))
+
+    @rule()
+    def all_is_lost(self) -> None:
+        self.granted = self.waiting = self.newest = None
+        self.held.clear()
+        self.kept.clear()
+        self.filling.clear()
+        self.digest = ""
+        self.registered = False
+        self.apply(self.hub.withdraw("lost", self.now))
 
     @precondition(lambda self: self.registered)
     @rule()
@@ -342,6 +359,8 @@ class PushMachine(RuleBasedStateMachine):
         """From wherever we are: the live reach the newest version, the dead block nobody."""
         if not hasattr(self, "hub"):
             return
+        if self.held_back:
+            self.a_part_goes_or_comes()
         for model in self.receivers.values():
             while model.inbox and model.alive:
                 self.answer(model, model.inbox.pop(0), "")

@@ -16,6 +16,7 @@ from umbra.services.runtime.config.loader import load_config
 from umbra.services.runtime.process import host_memory
 from umbra.services.trainer import row_sizes as module
 from umbra.services.trainer.ranks import Ranks
+from umbra.services.trainer.rendezvous import RankPlace
 from umbra.services.trainer.row_sizes import activation_bytes, row_sizes
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -82,7 +83,12 @@ def test_all_ranks_take_what_the_smallest_has_room_for(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given_memory(monkeypatch, 1000)
-    ranks: Any = SimpleNamespace(world=2, gather=lambda own: torch.stack([own, own * 0 + 777]))
+    ranks: Any = SimpleNamespace(
+        world=2,
+        holders=2,
+        hosts=SimpleNamespace(place=RankPlace(0, 2, 2)),
+        gather=lambda own: torch.stack([own, own * 0 + 777]),
+    )
     assert row_sizes(TrainerConfig(), model, GPU, ranks) == (777, 777)
 
 

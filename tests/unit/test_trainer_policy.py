@@ -170,6 +170,8 @@ def test_devices_and_ranks_that_are_not_there_are_refused(
         told = f"{key} = 3 does not divide the trainer's 2"
         with pytest.raises(UsageError, match=told), join_ranks(shared):
             pass
+    with pytest.raises(UsageError, match="RANK is missing"), join_ranks(TrainerConfig()):
+        pass
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(UsageError, match="--use_fsdp"), join_ranks(TrainerConfig()):
         pass

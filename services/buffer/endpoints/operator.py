@@ -90,7 +90,7 @@ class OperatorRequests:
         if peer is None:
             there = ", ".join(sorted(self._members.peers)) or "nobody"
             reason = f"{body.member!r} is not a member: there is {there}"
-        elif peer.is_single:
+        elif peer.is_needed:
             reason = (
                 f"{body.member} is the {peer.role}, without which the run cannot go on: "
                 "drain the run as a whole"

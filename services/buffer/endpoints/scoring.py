@@ -148,7 +148,7 @@ class Scoring:
             attempt=lease.attempt,
             row=sample.group.prompt.row,
             lease_s=self._lease_s,
-            trajectory=pool.packed(sample),
+            trajectory=pool.trajectory_store.packed(sample.sample_id),
         )
 
     def _find(self, sample_id: str, attempt: int, holder: str) -> Lease | None:

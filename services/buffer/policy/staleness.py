@@ -39,7 +39,6 @@ consume-time sweep for the bound; the split in flight / in queue is prime-rl's.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.figures import staleness as split
@@ -160,18 +159,6 @@ class StalenessStats:
         """Bounded, because staleness is: by `max_staleness`."""
         self.counts += [0] * (staleness + 1 - len(self.counts))
         self.counts[staleness] += samples
-
-    def sums(self) -> dict[str, Any]:
-        """All fields, for the journal; `asdict` would copy count by count."""
-        return {
-            "samples": self.samples,
-            "total": self.total,
-            "in_flight": self.in_flight,
-            "in_queue": self.in_queue,
-            "worst": self.worst,
-            "mixed": self.mixed,
-            "counts": list(self.counts),
-        }
 
     def figures(self) -> dict[str, float]:
         """`mean`, `max`, `in_flight_mean`, `in_queue_mean` and `mixed_fraction`."""

@@ -128,7 +128,9 @@ class SamplePool:
             attempt=sample.attempt,
             row=sample.group.prompt.row,
             lease_s=self._lease_s,
-            partial=None if sample.oldest is None else self.packed(sample),
+            partial=None
+            if sample.oldest is None
+            else self.trajectory_store.packed(sample.sample_id),
         )
 
     def leased(self, sample_id: str, attempt: int, holder: str) -> Sample | None:
@@ -170,10 +172,6 @@ class SamplePool:
         sample.newest = trajectory.newest_version
         sample.tokens = trajectory.response_tokens
         self._touch(sample.group)
-
-    def packed(self, sample: Sample) -> Trajectory:
-        """The stored trajectory of `sample`, to be sent (`TrajectoryStore.packed`)."""
-        return self.trajectory_store.packed([sample.sample_id])[0]
 
     def drop_partial(self, sample: Sample) -> None:
         """Start `sample` from scratch the next time."""

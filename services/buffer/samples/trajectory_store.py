@@ -7,7 +7,7 @@ a batch or to a scorer. The trainer puts trajectory and scores together (`BatchL
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import msgspec
@@ -102,14 +102,13 @@ class TrajectoryStore:
         """
         return _decode(self._store.get(PREFIX + sample_id))
 
-    def packed(self, sample_ids: Iterable[str]) -> list[Trajectory]:
-        """The same of these samples, to be sent: a message may hold it, it serves nothing else.
+    def packed(self, sample_id: str) -> Trajectory:
+        """The same, to be sent: a message may hold it, it serves nothing else.
 
         Raises:
-            KeyError: there is none of one of them.
+            KeyError: there is none.
         """
-        keys = [PREFIX + sample_id for sample_id in sample_ids]
-        return cast("list[Trajectory]", self._raw(keys))
+        return cast(Trajectory, msgspec.Raw(self._store.get(PREFIX + sample_id)))
 
     def batch(self, sample_ids: Sequence[str]) -> PackedBatch:
         """What a batch of these samples is sent as.
@@ -117,15 +116,18 @@ class TrajectoryStore:
         Raises:
             KeyError: there is no trajectory of one of them, or a stage has not scored it.
         """
-        trajectories = self.packed(sample_ids)
-        scores = {
-            stage: cast("list[Score]", self._raw([score_key(one, stage) for one in sample_ids]))
-            for stage in self._stages
-        }
         checksum = xxhash.xxh3_64()
-        for part in (trajectories, *scores.values()):
-            for one in part:
-                checksum.update(memoryview(cast(msgspec.Raw, one)))
+
+        def raw(keys: list[str]) -> list[Any]:
+            values = self._store.get_all(keys)
+            for value in values:
+                checksum.update(value)
+            return list(map(msgspec.Raw, values))
+
+        trajectories = raw([PREFIX + one for one in sample_ids])
+        scores = {
+            stage: raw([score_key(one, stage) for one in sample_ids]) for stage in self._stages
+        }
         return PackedBatch(trajectories, scores, checksum.hexdigest())
 
     def drop(self, sample_id: str) -> None:
@@ -146,9 +148,6 @@ class TrajectoryStore:
                 stages += 1
             found[name] = stages
         return found
-
-    def _raw(self, keys: Sequence[str]) -> list[Any]:
-        return list(map(msgspec.Raw, self._store.get_all(keys)))
 
 
 def score_key(sample_id: str, stage: str) -> str:

@@ -179,7 +179,7 @@ class Archive:
         record = {
             "groups": groups,
             "replays": replays,
-            "staleness": batch.staleness.sums(),
+            "staleness": batch.staleness,
             "is_open": is_open,
         }
         self._journal.write(f"b/{batch.step}", record)

@@ -83,9 +83,10 @@ _decode = msgspec.msgpack.Decoder(RunRecord).decode
 
 
 def pack_run(run: RunState) -> bytes:
-    """The record of `run` as it is now."""
+    """The bytes of the `RunRecord` of `run` as it is now; the record itself need not be made."""
     values: dict[str, Any] = dict(zip(PLACES, _values(run), strict=True))
-    return _encode(RunRecord(**values, prompts=run.prompts.position()))
+    values["prompts"] = run.prompts.position()
+    return _encode(values)
 
 
 def put_back(record: RunRecord, run: RunState) -> None:

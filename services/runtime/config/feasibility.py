@@ -67,6 +67,7 @@ def check_feasible(config: RunConfig) -> None:
         *_sampling(config),
         *_deadlines(config),
         *_sequence_parallel(config),
+        *_hosts(config.trainer),
         *_expert_parallel(config.trainer),
         *_memory(config.trainer),
         *objective_faults(config),
@@ -271,7 +272,7 @@ def _sequence_parallel(config: RunConfig) -> Iterator[str]:
     trainer, shared = config.trainer, config.trainer.sequence_parallel
     if shared == 1:
         return
-    if trainer.ranks % shared:
+    if trainer.nodes == 1 and trainer.ranks % shared:
         yield (
             f"trainer.sequence_parallel = {shared} does not divide trainer.ranks = "
             f"{trainer.ranks}: set trainer.ranks to a multiple of it"
@@ -285,6 +286,37 @@ def _sequence_parallel(config: RunConfig) -> Iterator[str]:
         yield (
             "trainer.compile cannot compile the exchanges of trainer.sequence_parallel: use one of "
             "them"
+        )
+
+
+def _hosts(trainer: TrainerConfig) -> Iterator[str]:
+    ranks, nodes, replicas = trainer.ranks, trainer.nodes, trainer.replicas
+    if ranks % nodes:
+        yield (
+            f"trainer.nodes = {nodes} does not divide trainer.ranks = {ranks}, which are those of "
+            "all hosts: set trainer.ranks to a multiple of it"
+        )
+    for key in ("sequence_parallel", "expert_parallel") if nodes > 1 and not ranks % nodes else ():
+        if (ranks // nodes) % getattr(trainer, key):
+            yield (
+                f"trainer.{key} = {getattr(trainer, key)} does not divide the {ranks // nodes} "
+                "ranks of each host (trainer.ranks / trainer.nodes), and ranks that share rows or "
+                "divide experts have to be on one: change one of them"
+            )
+    if ranks % replicas:
+        yield (
+            f"trainer.replicas = {replicas} does not divide trainer.ranks = {ranks}: change one of "
+            "them"
+        )
+    if replicas > 1 and trainer.expert_parallel > 1:
+        yield (
+            "trainer.expert_parallel divides experts over all ranks, not within each of "
+            f"trainer.replicas = {replicas}: set one of them to 1"
+        )
+    if trainer.rendezvous and nodes == 1:
+        yield (
+            f"trainer.rendezvous = {trainer.rendezvous} has no effect with one host: set "
+            "trainer.nodes, or remove it"
         )
 
 

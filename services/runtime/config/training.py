@@ -89,6 +89,24 @@ class TrainerConfig(ObjectiveKeys, frozen=True, kw_only=True, forbid_unknown_fie
     ranks: Annotated[
         int, Meta(description="processes over which the policy is sharded (FSDP2)", ge=1)
     ] = 1
+    nodes: Annotated[
+        int, Meta(description="hosts that the ranks are on, equally many on each", ge=1)
+    ] = 1
+    replicas: Annotated[
+        int,
+        Meta(
+            description="copies of the policy, each sharded over ranks / replicas neighbouring "
+            "ranks (HSDP)",
+            ge=1,
+        ),
+    ] = 1
+    rendezvous: Annotated[
+        str, Meta(description="HOST:PORT of node 0 where the ranks of several hosts meet")
+    ] = ""
+    rendezvous_timeout_s: Annotated[
+        float,
+        Meta(description="seconds that the hosts wait for each other when they start", gt=0),
+    ] = 600.0
     sequence_parallel: Annotated[
         int,
         Meta(description="ranks that share the tokens of each row (Ulysses); divides ranks", ge=1),

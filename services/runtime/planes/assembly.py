@@ -9,7 +9,7 @@ its own bytes is right.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from umbra.proto.errors import WireError
@@ -42,10 +42,17 @@ class Assembly:
         target: index of the buffer.
         wanted: content of every bucket.
         deltas: whether deltas can be decoded here.
+        buckets: those that it is about; the others are another assembly's. None = all.
     """
 
     def __init__(
-        self, holdings: Holdings, target: int, wanted: Sequence[int], *, deltas: bool
+        self,
+        holdings: Holdings,
+        target: int,
+        wanted: Sequence[int],
+        *,
+        deltas: bool,
+        buckets: Iterable[int] | None = None,
     ) -> None:
         self.manifest = holdings.manifest
         self.corrupted = 0  # buckets that came with a wrong checksum
@@ -58,7 +65,8 @@ class Assembly:
         self._failures = [0] * len(wanted)
         # In the target as far as we know: differs from `_contents` within a chain of deltas.
         self._now = list(holdings.contents[target])
-        self.missing = {bucket for bucket in range(len(wanted)) if not self._have(bucket)}
+        about = range(len(wanted)) if buckets is None else buckets
+        self.missing = {bucket for bucket in about if not self._have(bucket)}
         self.awaited: set[int] = set()  # ordered and neither complete nor failed
 
     def order(self, number: int, frame_bytes: int, credit_bytes: int) -> FetchBuckets:

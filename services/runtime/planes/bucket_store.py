@@ -45,7 +45,7 @@ class Delta:
 class _ServedSlot:
     data: memoryview
     contents: Sequence[int]
-    absent: set[int] = field(default_factory=set[int])  # buckets that have not arrived
+    absent: set[int]  # buckets that have not arrived, or that another host has
 
 
 class BucketStore:
@@ -66,12 +66,11 @@ class BucketStore:
         self._encoding: set[int] = set()
 
     def offer(
-        self, slot: int, data: memoryview, contents: Sequence[int], *, arrived: bool = True
+        self, slot: int, data: memoryview, contents: Sequence[int], absent: Iterable[int] = ()
     ) -> None:
-        """`slot` holds a version of these contents; without `arrived`, no bucket of it yet."""
-        absent = set[int]() if arrived else set(range(len(contents)))
+        """`slot` holds a version of these contents, but for the buckets that are `absent`."""
         with self._lock:
-            self._slots[slot] = _ServedSlot(data, contents, absent)
+            self._slots[slot] = _ServedSlot(data, contents, set(absent))
         self._notify()
 
     def holds(self, slot: int, contents: Sequence[int]) -> bool:

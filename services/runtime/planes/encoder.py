@@ -38,14 +38,15 @@ class DeltaEncoder:
 
     Args:
         store: receives them.
-        manifest: the layout.
+        manifest: the layout. Of buckets that others hold neither copies nor deltas are made: their
+            content is 0 in what `start` is given.
     """
 
     def __init__(self, store: BucketStore, manifest: Manifest) -> None:
         self._store = store
         self._buckets = manifest.buckets
         self._items = item_bytes(manifest)
-        self._last = private_memory(manifest.total_bytes)
+        self._last = private_memory(manifest.total_bytes, touched=not manifest.owners)
         self._held = [0] * len(manifest.buckets)  # contents of `_last`
         self._pauses = [(0, 0)] * len(manifest.buckets)  # versions left, and how many the next time
         self._threads = min(THREADS, os.cpu_count() or 1)

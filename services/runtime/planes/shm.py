@@ -6,10 +6,11 @@ version where it is staged, of one bucket where it is streamed.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 
 from umbra.proto.errors import PeerLostError, StartupError
 from umbra.proto.messages import Prepare, Subscribed
@@ -99,8 +100,8 @@ class ShmStream:
         return Receipt(stage_s=stage_s, parts=lambda: source.buckets(message))
 
     def close(self) -> None:
-        """Unmap the arena; a load under way has mapped it for itself."""
-        self._source.arena.close()
+        """Unmap the arena, as soon as no load is under way."""
+        self._source.close()
 
 
 class _Source:
@@ -110,6 +111,9 @@ class _Source:
         self.manifest: Manifest = reply.manifest
         self._path = reply.path
         self.arena = self._attached()
+        self._lock = threading.Lock()
+        self._loads = 0  # under way
+        self._closed = False
 
     def read(self, arena: Arena, message: Prepare, index: int, lane: memoryview) -> memoryview:
         """A bucket, copied to the beginning of `lane` and verified there.
@@ -133,7 +137,7 @@ class _Source:
         count = len(self.manifest.buckets)
         ring = [private_memory(largest_bucket(self.manifest)) for _ in range(LANES)]
         try:
-            with closing(self._attached()) as arena, ThreadPoolExecutor(1, "umbra-stream") as ahead:
+            with self._loading() as arena, ThreadPoolExecutor(1, "umbra-stream") as ahead:
                 coming = ahead.submit(self.read, arena, message, 0, ring[0])
                 for index in range(count):
                     bucket = coming.result()
@@ -143,6 +147,36 @@ class _Source:
                     yield bucket
         except UNREADABLE as error:
             raise PeerLostError(str(error)) from error
+
+    def close(self) -> None:
+        """Unmap the arena; the last load under way does it, if there is one."""
+        with self._lock:
+            self._closed = True
+            if not self._loads:
+                self.arena.close()
+
+    @contextmanager
+    def _loading(self) -> Iterator[Arena]:
+        """The arena, mapped until the load has ended.
+
+        It is the mapping by which the version was verified: in another one every page would fault
+        once more, in the pause. Only an old version that is loaded again after its end has been
+        closed needs another one.
+        """
+        with self._lock:
+            is_closed = self._closed
+            self._loads += not is_closed
+        if is_closed:
+            with closing(self._attached()) as arena:
+                yield arena
+            return
+        try:
+            yield self.arena
+        finally:
+            with self._lock:
+                self._loads -= 1
+                if self._closed and not self._loads:
+                    self.arena.close()
 
     def _attached(self) -> Arena:
         return Arena.attach(self._path, slot_bytes=self.manifest.total_bytes, populate=False)

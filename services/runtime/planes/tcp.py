@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 
 import msgspec
@@ -29,11 +29,12 @@ from umbra.services.runtime.planes.transfer import (
     DeltaCame,
     SourceLostError,
     Transfer,
+    run_together,
 )
 from umbra.services.runtime.process.host_memory import ask_for
 from umbra.services.runtime.weights import delta
 from umbra.services.runtime.weights.arena import Arena
-from umbra.services.runtime.weights.manifest import checksum
+from umbra.services.runtime.weights.manifest import checksum, owned_buckets
 
 COPY = 'set weight_hub.delta = "off", or use a host with more memory'
 FAST_LINK = 1e9  # bytes per second; encoding on two cores is hardly faster
@@ -103,6 +104,7 @@ class TcpHub(HubEnd):
         endpoint: to bind; port * picks a free one.
         config: the section `weight_hub`.
         security: keys of the hub.
+        owner: trainer host whose buckets lie in its arena, where there are several.
 
     Raises:
         StartupError: the address is taken.
@@ -118,7 +120,11 @@ class TcpHub(HubEnd):
         endpoint: str,
         config: WeightHubConfig,
         security: Security = OPEN,
+        owner: int = 0,
     ) -> None:
+        self.parts: Mapping[int, str] = {}  # endpoints of the other owners of buckets
+        self._owner = owner
+        self._own: frozenset[int] = frozenset()  # buckets
         self._config = config
         self._is_relay = security.keys is not None and security.keys.role == "relay"
         self.server = BucketServer(name, incarnation, endpoint, security)
@@ -156,6 +162,7 @@ class TcpHub(HubEnd):
                 return self._store
         self._close_encoder()
         self._manifest = manifest
+        self._own = frozenset(owned_buckets(manifest).get(self._owner, []))
         self._store = self.server.serve(manifest)
         return self._store
 
@@ -177,29 +184,42 @@ class TcpHub(HubEnd):
 
     def complete(self, name: str, message: Prepare) -> Prepare:
         """`message` so that `name` fetches the version that it is about."""
-        assert self._store is not None and self._arena is not None and self._manifest is not None
-        data = self._arena.slot(message.slot)
-        if not self._store.holds(message.slot, message.checksums):
-            self._store.offer(message.slot, data, message.checksums)
-        version = (message.slot, message.checksums)
-        if self._deltas and self._encoded != version and self._links_are_slow():
-            self._encode(data, version)
+        assert self._manifest is not None
+        self.offer(message.slot, message.checksums, deltas=self.links_are_slow)
         source = self.chain.source(name)
         relayed = self._is_relay or source != self.endpoint
-        return msgspec.structs.replace(message, source=source, relayed=relayed)
+        sources: list[str] = []
+        if source == self.endpoint and self._manifest.owners:
+            others = range(1, max(self._manifest.owners) + 1)
+            sources = [source, *(self.parts.get(owner, "") for owner in others)]
+        return msgspec.structs.replace(message, source=source, relayed=relayed, sources=sources)
+
+    def offer(self, slot: int, checksums: Sequence[int], *, deltas: bool) -> None:
+        """Hand out the version in `slot`, as far as it is ours; with deltas to the one before."""
+        assert self._store is not None and self._arena is not None and self._manifest is not None
+        data, version = self._arena.slot(slot), (slot, checksums)
+        if self._deltas and deltas and self._encoded != version:
+            self._encode(data, version)
+        if not self._store.holds(slot, checksums):
+            absent = set(range(len(checksums))) - self._own
+            self._store.offer(slot, data, checksums, absent)
 
     def _encode(self, data: memoryview, version: tuple[int, Sequence[int]]) -> None:
         assert self._store is not None and self._manifest is not None
         if self._encoder is None:
             try:
-                ask_for(self._manifest.total_bytes, "deltas, for a copy of the last version,", COPY)
+                sizes = [end - start for start, end in self._manifest.buckets]
+                nbytes = sum(sizes[bucket] for bucket in self._own)
+                ask_for(nbytes, "deltas, for a copy of the last version,", COPY)
             except StartupError as error:
                 log.warning("all bytes are sent: %s", error)
                 self._deltas = False
                 return
             self._encoder = DeltaEncoder(self._store, self._manifest)
         self._encoded = version
-        self._encoder.start(data, version[1])
+        # Before the bytes are offered, so that those who wait for them get the deltas.
+        contents = [s if b in self._own else 0 for b, s in enumerate(version[1])]
+        self._encoder.start(data, contents)
 
     def staged(self, name: str, message: Ready) -> None:
         """Where all bytes of a version travelled, the link has shown its rate."""
@@ -211,7 +231,9 @@ class TcpHub(HubEnd):
         if name in self._chained and message.wire_s > 0 and message.wire_bytes >= nbytes:
             self._rates[name] = message.wire_bytes / message.wire_s
 
-    def _links_are_slow(self) -> bool:
+    @property
+    def links_are_slow(self) -> bool:
+        """Whether deltas pay."""
         slow = any(rate < FAST_LINK for rate in self._rates.values())
         return slow or self._config.delta == "always"
 
@@ -265,34 +287,67 @@ class TcpReceiver:
         self._frame_bytes = frame_bytes
         self._delta_came = delta_came
         self._deltas = delta.available()
-        self._source = BucketSource(name, security)
+        self._security = security
+        self._name = name
+        self._sources: dict[int, BucketSource] = {}  # by owner of the buckets
 
     def receive(self, message: Prepare, target: int) -> Receiving:
-        """Fetch what is missing of a version into buffer `target`."""
+        """Fetch what is missing of a version into buffer `target`, of each owner from its source.
+
+        The owners' buckets are apart, so that each has a transfer of its own.
+        """
         began = time.perf_counter()
-        assembly = Assembly(self._holdings, target, message.checksums, deltas=self._deltas)
+        owned = owned_buckets(self.manifest) if message.sources else {0: None}
+        assemblies = {
+            owner: Assembly(
+                self._holdings, target, message.checksums, deltas=self._deltas, buckets=buckets
+            )
+            for owner, buckets in owned.items()
+        }
         held_s = time.perf_counter() - began
-        transfer = Transfer(self._source, assembly, self._frame_bytes, self._delta_came)
+        transfers: list[tuple[BucketSource, Transfer]] = []
         error, lost = "", False
         try:
+            missing = {b for assembly in assemblies.values() for b in assembly.missing}
             for bucket in range(len(message.checksums)):
-                if bucket not in assembly.missing:
+                if bucket not in missing:
                     yield bucket
-            if assembly.missing:
-                self._source.connect(message.source, _server(message))
-                yield from transfer.run()
+            for owner, assembly in assemblies.items():
+                if assembly.missing:
+                    source = self._connected(owner, message)
+                    transfer = Transfer(source, assembly, self._frame_bytes, self._delta_came)
+                    transfers.append((source, transfer))
+            if transfers:
+                yield from run_together(transfers)
         except SourceLostError as problem:
-            error, lost = f"{message.source} is gone: {problem}", True
+            error, lost = str(problem), True
         except (WireError, UsageError) as problem:
             error = str(problem)
-        if assembly.corrupted:
-            log.warning("%d buckets of version %d came wrong", assembly.corrupted, message.version)
-        stage_s = held_s + transfer.stage_s
+        if corrupted := sum(assembly.corrupted for assembly in assemblies.values()):
+            log.warning("%d buckets of version %d came wrong", corrupted, message.version)
+        stage_s = held_s + sum(transfer.stage_s for _, transfer in transfers)
         wire_s = max(0.0, time.perf_counter() - began - stage_s)
+        wire_bytes = sum(transfer.wire_bytes for _, transfer in transfers)
         data = self._holdings.buffers[target]
-        return Receipt(
-            wire_s, stage_s, transfer.wire_bytes, error, lost, parts=lambda: iter((data,))
-        )
+        return Receipt(wire_s, stage_s, wire_bytes, error, lost, parts=lambda: iter((data,)))
+
+    def _connected(self, owner: int, message: Prepare) -> BucketSource:
+        """The source of the buckets of `owner`, connected or about to be.
+
+        Raises:
+            UsageError: its address is none.
+        """
+        if owner not in self._sources:
+            name = self._name if owner == 0 else f"{self._name}/{owner}"
+            self._sources[owner] = BucketSource(name, self._security)
+        source = self._sources[owner]
+        if owner == 0:
+            source.connect(message.source, _server(message))
+        elif owner < len(message.sources) and message.sources[owner]:
+            source.connect(message.sources[owner], "part")
+        else:
+            raise UsageError(f"nobody hands out the buckets of trainer host {owner}")
+        return source
 
     def overwritten(self, target: int) -> None:
         """Buffer `target` is about to be filled in another way."""
@@ -309,7 +364,8 @@ class TcpReceiver:
 
     def close(self) -> None:
         """Close the sockets."""
-        self._source.close()
+        for source in self._sources.values():
+            source.close()
 
 
 class TcpStream:

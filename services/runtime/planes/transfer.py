@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Protocol
 
 import zmq
@@ -48,7 +48,7 @@ class BucketSource:
         self._security = security
         self._encoder = Encoder(name, uuid.uuid4().hex[:12])
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._endpoint = ""
+        self.endpoint = ""
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
         self._number = 0
@@ -61,7 +61,7 @@ class BucketSource:
         Raises:
             UsageError: it is no address.
         """
-        if endpoint == self._endpoint:
+        if endpoint == self.endpoint:
             return
         self._disconnect()
         socket = self._socket = sockets.dealer(
@@ -75,7 +75,7 @@ class BucketSource:
             self._socket = None  # closed already
             self._disconnect()
             raise
-        self._endpoint = endpoint
+        self.endpoint = endpoint
 
     def send(self, body: Message) -> None:
         """Send one message."""
@@ -103,6 +103,11 @@ class BucketSource:
             return self._socket.recv_multipart(zmq.NOBLOCK, copy=False), made
         return None, made
 
+    @property
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        """Those on which something may come."""
+        return [socket for socket in (self._socket, self._monitor) if socket is not None]
+
     def close(self) -> None:
         """Close the sockets."""
         self._disconnect()
@@ -115,7 +120,7 @@ class BucketSource:
         if self._monitor is not None:
             self._monitor.close(linger=0)
         self._socket = self._monitor = None
-        self._endpoint, self.connected = "", False
+        self.endpoint, self.connected = "", False
 
 
 class Gathering(Protocol):
@@ -163,6 +168,7 @@ class Transfer:
     ) -> None:
         self.stage_s = 0.0
         self.wire_bytes = 0
+        self.idle = False  # nothing came in the last step
         self._source = source
         self._gathering = gathering
         self._frame_bytes = frame_bytes
@@ -171,8 +177,8 @@ class Transfer:
         self._used = 0  # bytes for which no new credit was given
         self._spoiled = 0
 
-    def run(self) -> Iterator[int | None]:
-        """Fetch until nothing is missing, step by step; no step waits for longer than `LOOK_S`.
+    def run(self, wait_s: float = LOOK_S) -> Iterator[int | None]:
+        """Fetch until nothing is missing, step by step; no step waits for longer than `wait_s`.
 
         Yields each bucket when it is complete and verified, and None after each step. No more than
         the credit comes while the caller works on a bucket.
@@ -185,8 +191,9 @@ class Transfer:
         if self._source.connected:
             self._order()
         while self._gathering.missing:
-            frames, made = self._source.poll(LOOK_S)
+            frames, made = self._source.poll(wait_s)
             now = time.monotonic()
+            self.idle = frames is None and not made
             if made:
                 self._order()  # whatever was under way on the connection before is lost
             if frames is not None:
@@ -195,7 +202,9 @@ class Transfer:
             if self._source.connected:
                 connected_at = now
             elif now - connected_at > LOST_S:
-                raise SourceLostError(f"no connection for {LOST_S:g} s")
+                raise SourceLostError(
+                    f"{self._source.endpoint} is gone: no connection for {LOST_S:g} s"
+                )
             if now - heard_at > SILENT_S:
                 raise WireError(f"no bucket came within {SILENT_S:g} s")
             yield None
@@ -242,3 +251,28 @@ class Transfer:
             self._used = 0
         if self._gathering.missing and not self._gathering.awaited:
             self._order()  # the buckets that came wrong
+
+
+def run_together(pairs: Sequence[tuple[BucketSource, Transfer]]) -> Iterator[int | None]:
+    """Run transfers from several sources at the same time; as `Transfer.run`.
+
+    Raises:
+        SourceLostError: one of the sources is gone.
+        WireError: one of them sends nonsense, or nothing.
+    """
+    if len(pairs) == 1:
+        yield from pairs[0][1].run()
+        return
+    running = [(source, transfer, transfer.run(wait_s=0.0)) for source, transfer in pairs]
+    while running:
+        for one in list(running):
+            try:
+                step = next(one[2])
+            except StopIteration:
+                running.remove(one)
+            else:
+                if step is not None:
+                    yield step
+        if running and all(transfer.idle for _, transfer, _ in running):
+            zmq.select([s for source, _, _ in running for s in source.sockets], [], [], LOOK_S)
+        yield None

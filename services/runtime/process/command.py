@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import resource
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast, get_type_hints
 
@@ -44,6 +44,7 @@ class ServiceContext:
     log: logging.Logger
     metrics: MetricsFile
     security: Security = OPEN
+    options: Mapping[str, Any] = field(default_factory=dict)  # of this command alone
 
     def join(self, role: Role, endpoints: dict[str, str] | None = None) -> Session:
         """Join the run; see `Session.join`."""
@@ -110,8 +111,13 @@ def service_command(
     run: Callable[[ServiceContext], int],
     *,
     alternative: Alternative | None = None,
+    options: Sequence[click.Option] = (),
 ) -> click.Command:
-    """The command of a service: common flags plus one per field of its configuration section."""
+    """The command of a service: common flags plus one per field of its configuration section.
+
+    What `options` say differs from process to process and is no part of the configuration; `run`
+    finds it in its context.
+    """
     service = section.replace("_", "-")
     role = cast(Role, section)
     cls: type[Any] = get_type_hints(RunConfig)[section]
@@ -120,6 +126,7 @@ def service_command(
     def invoke(**values: Any) -> None:
         overrides = list(values.pop("set"))
         chosen = {field.name: values.pop(field.name) for field in fields}
+        own = {option.name: values.pop(option.name) for option in options if option.name}
         for key, given in chosen.items():
             if isinstance(given, tuple):  # a table: KEY=VALUE, any number of times
                 overrides += [f"{section}.{key}.{text}" for text in given]
@@ -138,8 +145,8 @@ def service_command(
         chosen_run = run
         if alternative is not None and values[alternative.flag]:
             chosen_run = alternative.run
-        code = _run_service(chosen_run, role, config, values["name"] or service, values["run_dir"])
-        raise SystemExit(code)
+        name = values["name"] or service
+        raise SystemExit(_run_service(chosen_run, role, config, name, values["run_dir"], own))
 
     params: list[click.Parameter] = [
         click.Option(["--config"], type=str, help="Run file (TOML, or the resolved JSON)."),
@@ -158,6 +165,7 @@ def service_command(
         click.Option(["--keys"], **KEYS),
         click.Option(["--insecure"], **INSECURE),
         click.Option(["--dry-run"], is_flag=True, help="Check flags and keys, print what counts."),
+        *options,
         *(_flag(field, cls) for field in fields),
     ]
     if alternative is not None:
@@ -181,6 +189,7 @@ def _run_service(
     config: RunConfig,
     name: str,
     run_dir: Path | None,
+    options: Mapping[str, Any],
 ) -> int:
     setup_logging(config.log, name)
     allow_connections()
@@ -208,6 +217,7 @@ def _run_service(
                 log=logging.getLogger(f"umbra.{name}"),
                 metrics=metrics,
                 security=security,
+                options=options,
             )
         )
 

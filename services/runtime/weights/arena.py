@@ -5,6 +5,10 @@ segments that others still use. Pages are allocated when the arena is made, beca
 of a tmpfs page costs 20 to 60 times a copy, and because a full tmpfs must be an error here and not
 a SIGBUS later.
 
+Where the trainer runs on several hosts, each has the file of the whole layout, of which only the
+bytes of its own ranks have memory: so every byte has the same place on all hosts. The rest is a
+hole, which must not be read: it would take memory.
+
 Mappings outlive the file's name, so that an arena may be removed while somebody still reads it.
 """
 
@@ -17,6 +21,7 @@ import mmap
 import os
 import re
 import secrets
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,6 +35,9 @@ TOKEN_CHARS = 32
 SMALLER = (
     'set weight_hub.slots = 2 or weight_hub.dtype = "bfloat16", or use a host with more memory'
 )
+MADV_POPULATE_WRITE = 23  # Linux 5.14; not in Python's `mmap`
+
+Ranges = Sequence[tuple[int, int]]
 
 log = logging.getLogger(__name__)
 
@@ -80,19 +88,33 @@ class Arena:
         self.slot_bytes = slot_bytes
         self.slots = slots
         self._fd = fd
+        size = slots * _stride(slot_bytes)
+        has_holes = os.fstat(fd).st_blocks * 512 < size
         # MAP_POPULATE fills the page table at once; else every page faults at its first write,
-        # and sixteen together at their first read.
+        # and sixteen together at their first read. Holes it would fill with memory.
         self._map = mmap.mmap(
             fd,
-            slots * _stride(slot_bytes),
-            flags=mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0),
+            size,
+            flags=mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate and not has_holes else 0),
             prot=mmap.PROT_READ | mmap.PROT_WRITE,
         )
         self._view = memoryview(self._map)
+        if populate and has_holes:
+            self._populate(_extents(fd, size))
 
     @classmethod
-    def create(cls, run_id: str, suffix: str, *, slot_bytes: int, slots: int) -> Arena:
-        """A new arena at `/dev/shm/umbra-<run_id>-<suffix>`, mode 0600, all of it allocated.
+    def create(
+        cls,
+        run_id: str,
+        suffix: str,
+        *,
+        slot_bytes: int,
+        slots: int,
+        own: Ranges | None = None,
+    ) -> Arena:
+        """A new arena at `/dev/shm/umbra-<run_id>-<suffix>`, mode 0600.
+
+        All of it is allocated, or of each slot the bytes `own` alone.
 
         Raises:
             StartupError: /dev/shm has too little room, or the name is taken.
@@ -101,15 +123,22 @@ class Arena:
         if not re.fullmatch(r"\w+", suffix):
             raise ValueError(f"suffix {suffix!r} of an arena: letters, digits and _ only")
         path = SHM / f"{_prefix(run_id)}{suffix}"
-        size = slots * _stride(slot_bytes)
+        stride = _stride(slot_bytes)
+        ranges = (
+            list(_pages(own or [], slots, stride)) if own is not None else [(0, slots * stride)]
+        )
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise StartupError(f"cannot make shared memory {path}: {error.strerror}") from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)  # for as long as we live: see `remove_leftovers`
-            _allocate(fd, size)
-            return cls(path, fd, slot_bytes, slots)
+            os.ftruncate(fd, slots * stride)
+            _allocate(fd, ranges)
+            arena = cls(path, fd, slot_bytes, slots)
+            if own is not None:
+                arena._populate(ranges)  # they are no extents yet
+            return arena
         except BaseException:
             os.close(fd)
             os.unlink(path)
@@ -219,6 +248,23 @@ class Arena:
         """Remove the file; once is enough, more does no harm."""
         self.path.unlink(missing_ok=True)
 
+    def _populate(self, ranges: Iterable[tuple[int, int]]) -> None:
+        with suppress(OSError):  # an older kernel: they are filled as they are used
+            for start, end in ranges:
+                self._map.madvise(MADV_POPULATE_WRITE, start, end - start)
+
+
+def run_and_suffix(path: str) -> tuple[str, str]:
+    """The run id and the suffix from which `Arena.create` makes `path`.
+
+    Raises:
+        StartupError: it makes no such path.
+    """
+    run_id, _, suffix = path.removeprefix(f"{SHM}/umbra-").rpartition("-")
+    if not re.fullmatch(r"\w+", suffix) or path != f"{SHM}/{_prefix(run_id)}{suffix}":
+        raise StartupError(f"{path} is no arena of Umbra's")
+    return run_id, suffix
+
 
 def remove_leftovers(run_id: str) -> list[str]:
     """Remove the arenas of a run whose hub could not do it (it was killed); their paths.
@@ -249,7 +295,35 @@ def _stride(slot_bytes: int) -> int:
     return -(-slot_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def _allocate(fd: int, size: int) -> None:
+def _pages(own: Ranges, slots: int, stride: int) -> Iterator[tuple[int, int]]:
+    """The pages of the bytes `own` of every slot, in order."""
+    begun: tuple[int, int] | None = None
+    for slot in range(slots):
+        for start, end in own:
+            first = slot * stride + start // PAGE_BYTES * PAGE_BYTES
+            last = slot * stride + _stride(end)
+            if begun is not None and first <= begun[1]:
+                begun = begun[0], last
+                continue
+            if begun is not None:
+                yield begun
+            begun = first, last
+    if begun is not None:
+        yield begun
+
+
+def _extents(fd: int, size: int) -> Iterator[tuple[int, int]]:
+    """Where the file has memory that was written."""
+    end = 0
+    with suppress(OSError):  # no more
+        while end < size:
+            start = os.lseek(fd, end, os.SEEK_DATA)
+            end = os.lseek(fd, start, os.SEEK_HOLE)
+            yield start, end
+
+
+def _allocate(fd: int, ranges: Ranges) -> None:
+    size = sum(end - start for start, end in ranges)
     stats = os.statvfs(fd)
     free = stats.f_bavail * stats.f_frsize
     too_small = StartupError(
@@ -260,7 +334,8 @@ def _allocate(fd: int, size: int) -> None:
         raise too_small
     ask_for(size, "the slots of the weights in /dev/shm", SMALLER)
     try:
-        os.posix_fallocate(fd, 0, size)
+        for start, end in ranges:
+            os.posix_fallocate(fd, start, end - start)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.ENOMEM):
             raise too_small from error

@@ -3,18 +3,22 @@
 Tensors lie in the caller's order (layer by layer), each at a multiple of 64 bytes. Buckets are the
 units of transfer and verification: consecutive byte ranges, cut between tensors and, within a
 tensor that is larger than a bucket, between rows.
+
+Where the trainer runs on several hosts, each bucket has an owner: the host whose ranks write it,
+and whose hub hands it out. No bucket has bytes of two hosts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import TypeVar, cast
 
 import msgspec
 import xxhash
 
-from umbra.proto.bounds import BUCKETS, DIMENSIONS, TENSORS
+from umbra.proto.bounds import BUCKETS, DIMENSIONS, OWNERS, TENSORS
 from umbra.proto.errors import PeerLostError, UsageError, WireError
 from umbra.proto.records import DType, Manifest, TensorEntry
 from umbra.services.runtime.gpu.cuda import DeviceMemory
@@ -29,15 +33,26 @@ Part = memoryview | DeviceMemory
 P = TypeVar("P", bound=Part)
 
 
+RowOwners = Sequence[tuple[int, int]]
+"""Who has the rows of a tensor: `(end, owner)` with ends that ascend up to the number of rows."""
+
+
 def build_manifest(
-    tensors: Iterable[tuple[str, str, Sequence[int]]], bucket_bytes: int
+    tensors: Iterable[tuple[str, str, Sequence[int]]],
+    bucket_bytes: int,
+    owners: Mapping[str, RowOwners] | None = None,
 ) -> Manifest:
     """The manifest of `tensors`, given as `(name, dtype, shape)`, in buckets of at most
     `bucket_bytes`.
 
+    Args:
+        tensors: in the order in which they are to lie.
+        bucket_bytes: of one bucket, at most.
+        owners: by tensor which trainer host has which rows; the others are host 0's.
+
     Raises:
-        ValueError: no tensors or too many, a name twice, an unknown dtype, too many dimensions, or
-            `bucket_bytes` below 128.
+        ValueError: no tensors or too many, a name twice, an unknown dtype, too many dimensions,
+            `bucket_bytes` below 128, or owners of other rows than a tensor has.
         UsageError: `bucket_bytes` is so small that there are too many buckets.
     """
     if bucket_bytes < 2 * ALIGN_BYTES:
@@ -68,14 +83,24 @@ def build_manifest(
         raise ValueError("a manifest needs at least one tensor that is not empty")
     if len(entries) > TENSORS:
         raise ValueError(f"{len(entries)} tensors, at most {TENSORS}")
-    buckets = list(_buckets(entries, offset, bucket_bytes))
-    if len(buckets) > BUCKETS:
+    if unknown := sorted(set(owners or ()) - names):
+        raise ValueError(f"owners of {unknown[0]}, which is no tensor of this model")
+    cut = list(_buckets(_stretches(entries, offset, owners or {}), bucket_bytes))
+    if len(cut) > BUCKETS:
         raise UsageError(
-            f"{len(buckets)} buckets of {bucket_bytes} bytes, at most {BUCKETS}: raise "
+            f"{len(cut)} buckets of {bucket_bytes} bytes, at most {BUCKETS}: raise "
             "weight_hub.bucket_bytes"
+            + (", or spread the trainer over fewer hosts" if owners else "")
         )
+    buckets = [(start, end) for start, end, _ in cut]
+    owned = [owner for _, _, owner in cut]
+    owned = owned if any(owned) else []
     return Manifest(
-        tensors=entries, buckets=buckets, total_bytes=offset, digest=_digest(entries, buckets)
+        tensors=entries,
+        buckets=buckets,
+        total_bytes=offset,
+        digest=_digest(entries, buckets, owned),
+        owners=owned,
     )
 
 
@@ -86,7 +111,8 @@ def check_manifest(manifest: Manifest) -> None:
 
     Raises:
         WireError: tensors that are all empty, overlap, leave the slot or do not have the size
-            of their shape, buckets that do not cover the slot in order, or another layout's digest.
+            of their shape, buckets that do not cover the slot in order, owners of other buckets or
+            beyond `OWNERS`, or another layout's digest.
     """
     end = 0
     names: set[str] = set()
@@ -104,8 +130,44 @@ def check_manifest(manifest: Manifest) -> None:
         covered = stop
     if not 0 < end <= manifest.total_bytes == covered:
         raise WireError("manifest: buckets do not cover the tensors", path="total_bytes")
-    if manifest.digest != _digest(manifest.tensors, manifest.buckets):
+    owners = manifest.owners
+    if owners and (len(owners) != len(manifest.buckets) or not 0 < max(owners) < OWNERS):
+        raise WireError(
+            f"manifest: {len(owners)} owners up to {max(owners)} of {len(manifest.buckets)} "
+            f"buckets; each bucket has one below {OWNERS}",
+            path="owners",
+        )
+    if manifest.digest != _digest(manifest.tensors, manifest.buckets, owners):
         raise WireError("manifest: the digest is not that of the layout", path="digest")
+
+
+def owned_buckets(manifest: Manifest) -> dict[int, list[int]]:
+    """The buckets of each owner that has any, in order."""
+    if not manifest.owners:
+        return {0: list(range(len(manifest.buckets)))}
+    owned: dict[int, list[int]] = {}
+    for bucket, owner in enumerate(manifest.owners):
+        owned.setdefault(owner, []).append(bucket)
+    return owned
+
+
+def owned_ranges(manifest: Manifest, owner: int) -> list[tuple[int, int]]:
+    """The bytes `[start, end)` of a version that trainer host `owner` holds, in order."""
+    ranges: list[tuple[int, int]] = []
+    for bucket in owned_buckets(manifest).get(owner, []):
+        start, end = manifest.buckets[bucket]
+        if ranges and ranges[-1][1] == start:
+            start, _ = ranges.pop()
+        ranges.append((start, end))
+    return ranges
+
+
+def held_whole(manifest: Manifest) -> Manifest:
+    """The same layout for who holds whole versions, as a relay does: without owners."""
+    if not manifest.owners:
+        return manifest
+    digest = _digest(manifest.tensors, manifest.buckets, [])
+    return msgspec.structs.replace(manifest, owners=[], digest=digest)
 
 
 def check_dtype(manifest: Manifest, dtype: str) -> None:
@@ -173,21 +235,57 @@ def item_bytes(manifest: Manifest) -> list[int]:
     return sizes
 
 
-def _buckets(entries: list[TensorEntry], total: int, bound: int) -> Iterator[tuple[int, int]]:
-    start = 0
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """Bytes `[start, end)` of one tensor and one owner, padding included."""
+
+    entry: TensorEntry
+    start: int
+    end: int
+    owner: int
+
+
+def _stretches(
+    entries: list[TensorEntry], total: int, owners: Mapping[str, RowOwners]
+) -> Iterator[_Stretch]:
+    """All bytes of the slot, in order.
+
+    Raises:
+        ValueError: owners of other rows than a tensor has.
+    """
     ends = [*(entry.offset for entry in entries[1:]), total]
     for entry, end in zip(entries, ends, strict=True):
+        rows = entry.shape[0] if entry.shape else 1
+        given = owners.get(entry.name, [(rows, 0)])
+        row_ends = [row for row, _ in given]
+        if row_ends != sorted(row_ends) or row_ends[-1:] != [rows] or row_ends[0] < 0:
+            raise ValueError(f"owners of rows up to {row_ends} of {entry.name}, which has {rows}")
+        if not all(0 <= owner < OWNERS for _, owner in given):
+            raise ValueError(f"an owner of {entry.name} is not one of 0 to {OWNERS - 1}")
+        start, row_bytes = entry.offset, entry.nbytes // max(1, rows)
+        for row, owner in given:
+            stop = entry.offset + row * row_bytes if row < rows else end
+            if start < stop:
+                yield _Stretch(entry, start, stop, owner)
+                start = stop
+
+
+def _buckets(stretches: Iterable[_Stretch], bound: int) -> Iterator[tuple[int, int, int]]:
+    """Start, end and owner of each bucket."""
+    start = end = owner = 0
+    for stretch in stretches:
+        if start < end and (stretch.owner != owner or stretch.end - start > bound):
+            yield start, end, owner
+            start = end
+        end, owner = stretch.end, stretch.owner
         if end - start <= bound:
-            continue  # it still fits into the bucket that is open
-        if start < entry.offset:
-            yield start, entry.offset
-            start = entry.offset
-        step = _step(entry, bound - ALIGN_BYTES)  # room for the padding after the last row
+            continue  # the bucket stays open for what follows
+        step = _step(stretch.entry, bound - ALIGN_BYTES)  # room for the padding after the last row
         while end - start > bound:
-            yield start, start + step
+            yield start, start + step, owner
             start += step
-    if start < total:
-        yield start, total
+    if start < end:
+        yield start, end, owner
 
 
 def _step(entry: TensorEntry, room: int) -> int:
@@ -197,8 +295,9 @@ def _step(entry: TensorEntry, room: int) -> int:
     return room // unit * unit
 
 
-def _digest(entries: list[TensorEntry], buckets: list[tuple[int, int]]) -> str:
-    return xxhash.xxh3_128_hexdigest(msgspec.json.encode([entries, buckets]))
+def _digest(entries: list[TensorEntry], buckets: list[tuple[int, int]], owners: list[int]) -> str:
+    layout = [entries, buckets, owners] if owners else [entries, buckets]
+    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(layout))
 
 
 def _aligned(offset: int) -> int:

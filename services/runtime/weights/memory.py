@@ -8,16 +8,18 @@ from contextlib import suppress
 from typing import Any
 
 
-def private_memory(size: int) -> memoryview:
+def private_memory(size: int, *, touched: bool = True) -> memoryview:
     """`size` writable bytes of this process alone, already faulted in.
 
-    In huge pages where the kernel has them to give: copies and checksums are a fifth faster.
+    Without `touched`, memory is taken only for what is written. In huge pages where the kernel has
+    them to give: copies and checksums are a fifth faster.
     """
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
     view = memoryview(memory)
-    view[:: mmap.PAGESIZE] = bytes(len(view[:: mmap.PAGESIZE]))
+    if touched:
+        view[:: mmap.PAGESIZE] = bytes(len(view[:: mmap.PAGESIZE]))
     return view
 
 

@@ -8,10 +8,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from umbra.proto.errors import DeadlineError, RejectedError, UmbraError
+from umbra.proto.errors import DeadlineError, PeerLostError, RejectedError, UmbraError
 from umbra.proto.messages import (
     AcquireSlot,
     ArenaReady,
+    HubStatus,
+    HubStatusRequest,
     Message,
     Ok,
     Publish,
@@ -28,6 +30,9 @@ from umbra.services.runtime.weights.memory import copy
 
 PACE = Pace(30.0, LEAST_RATE)  # of a hub that answers
 RETRY_S = 1.0  # between attempts to bring a restarted hub up to date
+PARTS_S = 0.5  # between questions whether the part hubs of all trainer hosts are there
+PARTS_BACK_S = 60.0  # that a part hub may take to start again, besides what its arena takes
+CHECK_S = 5.0  # between questions whether the hub still has what lies on several hosts
 FORGOTTEN = ("not_registered", "not_granted")  # how a restarted hub answers
 
 M = TypeVar("M", bound=Message)
@@ -56,6 +61,10 @@ class Publisher:
     receivers get the newest version also while the trainer waits for data. The new hub takes over
     the arena of the old one; where it cannot, the version is copied into the new arena.
 
+    Where the trainer runs on several hosts, nothing is published while a part hub is away, and a
+    version cannot be copied to another arena: only a part of it lies here. If the memory of a host
+    is lost, so is the version, and the trainer has to start again from a checkpoint (`check`).
+
     Args:
         channel: to the weight hub.
         manifest: the layout, from `build_manifest`.
@@ -79,6 +88,7 @@ class Publisher:
         self._granted: _ArenaVersion | None = None
         self._sums: list[Future[int]] = []  # of the first buckets of what is being written
         self._last: tuple[_ArenaVersion, Publish] | None = None
+        self._failure: UmbraError | None = None
         self._lock = threading.Lock()  # one exchange with the hub at a time
         self._moved = threading.Event()
         self._closing = threading.Event()
@@ -114,11 +124,26 @@ class Publisher:
         slots = self._arena.slots if self._arena is not None else 1
         return self._pace.limit_s(slots * self.manifest.total_bytes)
 
+    @property
+    def _parts_back_s(self) -> float:
+        """Seconds that a part hub may be away."""
+        return PARTS_BACK_S + self._answer_s
+
+    def check(self) -> None:
+        """See whether what was published last can still be pushed.
+
+        Raises:
+            PeerLostError: it is lost: see above.
+        """
+        if self._failure is not None:
+            raise self._failure
+
     def register(self, timeout_s: float) -> None:
         """State the layout and attach to the hub's arena.
 
         Raises:
-            RejectedError: the hub refuses, because /dev/shm has too little room, say.
+            RejectedError: the hub refuses, because /dev/shm has too little room, say, or the part
+                hub of a trainer host is still missing after `timeout_s` seconds.
             DeadlineError: no answer within `timeout_s` seconds.
             StartupError: the arena cannot be seen from here.
         """
@@ -136,9 +161,11 @@ class Publisher:
         Raises:
             DeadlineError: no slot became free within `timeout_s` seconds, or before we stop.
             RejectedError: another trainer has registered.
+            PeerLostError: as `check`.
         """
         deadline = Deadline(timeout_s)
         self._join()
+        self.check()
         with self._lock:
             try:
                 slot = self._acquire(version, timeout_s)
@@ -157,7 +184,8 @@ class Publisher:
         """The first `end` bytes of the slot will not change any more.
 
         Their checksums are computed in a thread from now on, while they are still in the cache;
-        `publish` computes those of the rest.
+        `publish` computes those of the rest. Nothing is where the version lies on several hosts,
+        each of which computes its own: to read the others' bytes here would take memory.
 
         Raises:
             ValueError: no slot is acquired.
@@ -165,6 +193,8 @@ class Publisher:
         place, buckets = self._granted, self.manifest.buckets
         if place is None:
             raise ValueError("no slot is acquired")
+        if self.manifest.owners:
+            return
         while len(self._sums) < len(buckets) and buckets[len(self._sums)][1] <= end:
             start, stop = buckets[len(self._sums)]
             self._sums.append(self._executor.submit(checksum, place.data[start:stop]))
@@ -175,12 +205,15 @@ class Publisher:
         Args:
             version: as given to `slot`.
             snapshot_s: seconds that writing took, for the records.
-            sums: checksum of every bucket, if they are known already.
+            sums: checksum of every bucket, if they are known already; they have to be where the
+                version lies on several hosts.
 
         Raises:
-            ValueError: no slot was acquired for `version`.
-            RejectedError: another trainer has registered.
+            ValueError: no slot was acquired for `version`, or checksums of other hosts are missing.
+            RejectedError: another trainer has registered, or a part hub is gone and does not come
+                back within `PARTS_BACK_S` seconds and the time for its arena.
             DeadlineError: the hub does not answer.
+            PeerLostError: as `check`.
         """
         with self._lock:
             place = self._granted
@@ -191,7 +224,7 @@ class Publisher:
                 version=version, slot=place.slot, checksums=sums, snapshot_s=snapshot_s
             )
             try:
-                self._call(message, Ok, self._answer_s)
+                self._insist(message, Ok, self._answer_s, Deadline(self._parts_back_s))
             except RejectedError as error:
                 if error.code not in FORGOTTEN:
                     raise
@@ -212,6 +245,8 @@ class Publisher:
         self._publishing = self._executor.submit(self.publish, version, snapshot_s, sums)
 
     def _all_sums(self, data: memoryview) -> list[int]:
+        if self.manifest.owners:
+            raise ValueError("the version lies on several hosts: each has checksums of its own")
         known = [future.result() for future in self._sums]  # submitted before `publish` was
         rest = self.manifest.buckets[len(known) :]
         return known + [checksum(data[start:end]) for start, end in rest]
@@ -244,12 +279,21 @@ class Publisher:
     def _follow(self) -> None:
         """Bring every restarted hub up to date. What is being written is `publish`'s matter."""
         while True:
-            self._moved.wait()
+            moved = self._moved.wait(CHECK_S if self.manifest.owners else None)
             self._moved.clear()
+            if not moved and self._is_known():
+                continue
             while not self._closing.is_set() and not self._restore():
                 self._closing.wait(RETRY_S)
             if self._closing.is_set():
                 return
+
+    def _is_known(self) -> bool:
+        """Whether the hub still has our layout, or does not answer now."""
+        try:
+            return self._call(HubStatusRequest(), HubStatus, CHECK_S).subscribed
+        except UmbraError:
+            return True  # a restarted one is told of in another way
 
     def _restore(self) -> bool:
         with self._lock:
@@ -261,6 +305,9 @@ class Publisher:
                 if self._arena is not place.arena:
                     self._last = self._move(place, message)
                     place.arena.close()
+            except PeerLostError as error:
+                self._failure = error
+                return True
             except UmbraError as error:
                 log.warning("cannot tell the weight hub of version %d: %s", place.version, error)
                 return False
@@ -268,7 +315,17 @@ class Publisher:
             return True
 
     def _move(self, place: _ArenaVersion, message: Publish) -> tuple[_ArenaVersion, Publish]:
-        """Publish what lies in `place` from where the restarted hub wants it."""
+        """Publish what lies in `place` from where the restarted hub wants it.
+
+        Raises:
+            PeerLostError: only a part of it lies here, and the others have lost theirs.
+        """
+        if self.manifest.owners and self._arena is not place.arena:
+            self._failure = PeerLostError(
+                f"version {place.version} is lost with the shared memory of a trainer host: the "
+                "trainer has to start again from its newest checkpoint"
+            )
+            raise self._failure
         slot = self._acquire(place.version, self._answer_s)
         assert self._arena is not None
         there = _ArenaVersion(self._arena, slot, place.version)
@@ -284,7 +341,7 @@ class Publisher:
         known = str(self._arena.path) if self._arena is not None else ""
         published = self._last[1] if self._last is not None else None
         message = RegisterManifest(manifest=self.manifest, path=known, published=published)
-        ready = self._call(message, ArenaReady, timeout_s)
+        ready = self._insist(message, ArenaReady, timeout_s, Deadline(timeout_s))
         if ready.path != known:
             # The old one stays mapped: what was published last is in it.
             self._arena = Arena.attach(ready.path, slot_bytes=self.manifest.total_bytes)
@@ -294,12 +351,31 @@ class Publisher:
         try:
             return self._call(message, SlotGranted, timeout_s).slot
         except DeadlineError as error:
-            if self._stopping is not None and self._stopping.is_set():
+            if self._is_stopping:
                 raise
             raise DeadlineError(
                 f"no free slot for version {version} within {timeout_s:g} s: receivers are still "
                 "staging the versions before it, or the weight hub is gone"
             ) from error
+
+    def _insist(self, message: Message, reply: type[M], timeout_s: float, deadline: Deadline) -> M:
+        """Ask until `deadline` as long as a part hub is missing, each time for `timeout_s`."""
+        told = ""
+        while True:
+            try:
+                return self._call(message, reply, min(timeout_s, PARTS_S + deadline.left_s))
+            except RejectedError as error:
+                stopping = self._is_stopping or self._closing.is_set()
+                if error.code != "part_missing" or deadline.passed or stopping:
+                    raise
+                if str(error) != told:
+                    told = str(error)
+                    log.warning("%s", told)
+            self._closing.wait(PARTS_S)
+
+    @property
+    def _is_stopping(self) -> bool:
+        return self._stopping is not None and self._stopping.is_set()
 
     def _call(self, message: Message, reply: type[M], timeout_s: float) -> M:
         return self._channel.call(message, reply, timeout_s=timeout_s, stopping=self._stopping)

@@ -39,7 +39,7 @@ def export_checkpoint(checkpoint: Path, out: Path, model: str = "") -> Path:
         raise UsageError(f"{checkpoint} is no checkpoint: name a folder like checkpoints/step-20")
     try:
         index = read_index(checkpoint)
-        check_files(checkpoint, index)
+        paths = check_files(checkpoint, index)
         config = msgspec.convert(index.config, RunConfig)
         source = "--model" if model else f"model.path of {checkpoint}, or --model"
         policy, tokenizer = load_policy(model or config.model.path, source, config.model.checked)
@@ -47,7 +47,7 @@ def export_checkpoint(checkpoint: Path, out: Path, model: str = "") -> Path:
         if config.trainer.lora_rank:
             base = weights_checksum(model or config.model.path)
             add_adapter(policy, config.trainer, config.run.seed)
-        with Saved(checkpoint, index) as saved:
+        with Saved(checkpoint, index, paths) as saved:
             Weights(policy, base).load(saved.part("policy"))
     except (DamagedError, msgspec.ValidationError) as error:
         raise UsageError(f"{checkpoint} cannot be exported: {error}") from error

@@ -14,31 +14,40 @@ import msgspec
 
 from umbra.services.runtime.config import CheckpointConfig
 from umbra.services.runtime.process.disk import DISK, Disk
-from umbra.services.trainer.checkpoints.index import NAME, DamagedError, Index, read_index
+from umbra.services.trainer.checkpoints.index import NAME, NODE, DamagedError, Index, read_index
 
 SCRATCH = ".writing-"
 REPLACED = "replaced-"  # of a life that went on from an earlier one, until the new one is there
 
 
 class CheckpointFolder:
-    """Only one process, rank 0, changes what is in it.
+    """Only one process, the first rank of a host, changes what is in it.
+
+    Each host has one, with the files of its ranks; that of node K is named so, in case that hosts
+    share a disk.
 
     Args:
         path: made when the first checkpoint is.
         config: what is kept.
+        node: the number of this host.
     """
 
-    def __init__(self, path: Path, config: CheckpointConfig, disk: Disk = DISK) -> None:
-        self.path = path
+    def __init__(
+        self, path: Path, config: CheckpointConfig, disk: Disk = DISK, node: int = 0
+    ) -> None:
+        self.root = path
+        self.path = path / f"{NODE}{node}" if node else path
         self.disk = disk
         self._config = config
 
     def steps(self) -> list[int]:
         """The steps that have a checkpoint, in order."""
-        if not self.path.is_dir():
-            return []
-        found = (re.fullmatch(r"step-(\d+)", entry.name) for entry in self.path.iterdir())
-        return sorted(int(match[1]) for match in found if match)
+        return _steps(self.path)
+
+    def seen(self) -> list[tuple[int, Path]]:
+        """Steps and folders of all checkpoints of which this host has files, in order."""
+        places = [self.root, *sorted(self.root.glob(f"{NODE}*"))]
+        return sorted((step, place / f"step-{step}") for place in places for step in _steps(place))
 
     def of(self, step: int) -> Path:
         """The folder of the checkpoint of `step`."""
@@ -61,7 +70,7 @@ class CheckpointFolder:
         """
         self.discard()
         self.disk.make_folders(self.path)
-        scratch = self._scratch(step)
+        scratch = self.scratch(step)
         self.disk.make_folder(scratch)
         return scratch
 
@@ -85,7 +94,7 @@ class CheckpointFolder:
         Raises:
             OSError: it cannot be written.
         """
-        scratch, final = self._scratch(index.step), self.of(index.step)
+        scratch, final = self.scratch(index.step), self.of(index.step)
         older, disk = final.with_name(REPLACED + final.name), self.disk
         with disk.opened(scratch / NAME, new=True) as fd:
             disk.write_all(fd, msgspec.json.format(msgspec.json.encode(index), indent=1) + b"\n", 0)
@@ -105,11 +114,13 @@ class CheckpointFolder:
         keep = {*steps[-self._config.keep :], self.best()}
         for step in steps:
             if step not in keep:
-                gone = self._scratch(step)  # whole or not there, also while it is being removed
-                self._remove(gone)
-                self.disk.rename(self.of(step), gone)
-                self.disk.sync_directory(self.path)
-                self._remove(gone)
+                self._drop(step)
+
+    def keep_only(self, steps: list[int]) -> None:
+        """Remove all but the checkpoints of these steps, which rank 0 keeps."""
+        for step in self.steps():
+            if step not in steps:
+                self._drop(step)
 
     def best(self) -> int | None:
         """The step of the best checkpoint, the newest of equals; None if nothing tells."""
@@ -132,11 +143,26 @@ class CheckpointFolder:
         self.disk.rename(self.of(step), aside)
         return aside
 
+    def _drop(self, step: int) -> None:
+        gone = self.scratch(step)  # whole or not there, also while it is being removed
+        self._remove(gone)
+        self.disk.rename(self.of(step), gone)
+        self.disk.sync_directory(self.path)
+        self._remove(gone)
+
     def _remove(self, path: Path) -> None:
         """Remove it if it is there; what can't be removed now is found again later."""
         with suppress(OSError):
             self.disk.remove_tree(path)
 
-    def _scratch(self, step: int) -> Path:
+    def scratch(self, step: int) -> Path:
+        """The hidden folder in which the checkpoint of `step` is written."""
         # Named by the step: a rank that is late with another checkpoint does not write into this.
         return self.path / f"{SCRATCH}{step}"
+
+
+def _steps(path: Path) -> list[int]:
+    if not path.is_dir():
+        return []
+    found = (re.fullmatch(r"step-(\d+)", entry.name) for entry in path.iterdir())
+    return sorted(int(match[1]) for match in found if match)

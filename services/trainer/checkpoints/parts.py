@@ -142,7 +142,7 @@ class OptimizerState:
                 f"{kind}: go on with the optimizer (and trainer.moments) of before"
             )
         self._optimizer.state.clear()
-        for full in saved.names:
+        for full in sorted(saved.names):  # all ranks in one order
             name, _, key = full.rpartition(".")
             parameter = self._parameters.get(name)
             if parameter is None:

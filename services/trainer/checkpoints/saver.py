@@ -3,6 +3,9 @@
 Rank 0 decides, and has the others join in. All copy their share, which is what training waits for;
 then their threads write. Each of the others leaves a note in the ranks' store when the disk has its
 file. When rank 0 has seen all notes, it writes the index and gives the checkpoint its name.
+
+Every other host has a folder of its own: its first rank makes it, and gets the index from rank 0.
+Rank 0 gives its part a name only when all hosts have done so: what it has, all have.
 """
 
 from __future__ import annotations
@@ -29,28 +32,120 @@ log = logging.getLogger(__name__)
 
 
 class _Note(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What became of a rank's file."""
+    """What became of a rank's file, of its host's folder, or of the checkpoint."""
 
     file: FileInfo | None = None
+    index: Index | None = None
     error: str = ""
 
 
-def join_in(writer: ShardWriter, scratch: Path, ranks: Ranks) -> None:
-    """All ranks but the first: copy now, write later, leave a note."""
-    copy, number = writer.copy(), writer.copies
-    store = ranks.store
-    assert store is not None
+def join_in(
+    folder: CheckpointFolder, writer: ShardWriter, ranks: Ranks, step: int, kept: list[int]
+) -> None:
+    """All ranks but the first: copy now, write later, leave a note.
+
+    Args:
+        folder: of this rank's host.
+        kept: the steps of the checkpoints that rank 0 keeps so far.
+    """
+    copy = writer.copy()
+    notes = _Notes(ranks, writer.copies)
+    place = ranks.hosts.place
+    first = place.ranks_on(ranks.node)[0]
 
     def write() -> None:
-        try:
-            note = _Note(file=copy.write(shard_path(scratch, ranks.rank)))
-        except OSError as error:
-            note = _Note(error=error.strerror or str(error))
-        except Exception as error:  # noqa: BLE001 - rank 0 waits for a note, whatever it is
-            note = _Note(error=f"{type(error).__name__}: {error}")
-        store.set(_key(number, ranks.rank), msgspec.json.encode(note).decode())
+        if ranks.rank == first:
+            notes.leave("folder", _noted(lambda: _make(folder, step, kept)))
+        elif ranks.node and (error := notes.of(first, "folder", "its folder").error):
+            notes.leave("file", _Note(error=error))
+            return
+        path = shard_path(folder.scratch(step), ranks.rank)
+        notes.leave("file", _noted(lambda: _Note(file=copy.write(path, folder.disk))))
+        if ranks.rank == first:
+            notes.leave("named", _noted(lambda: _finish(folder, notes)))
 
     writer.start(write)
+
+
+def _make(folder: CheckpointFolder, step: int, kept: list[int]) -> _Note:
+    if kept:
+        folder.keep_only(kept)
+    folder.begin(step)
+    return _Note()
+
+
+def _finish(folder: CheckpointFolder, notes: _Notes) -> _Note:
+    note = notes.of(0, "index", "the index of a checkpoint")
+    if note.index is None:
+        folder.discard()
+        return note
+    folder.finish(note.index)
+    return _Note()
+
+
+def _noted(work: Callable[[], _Note]) -> _Note:
+    """What `work` says, or why it could not be done."""
+    try:
+        return work()
+    except OSError as error:
+        return _Note(error=error.strerror or str(error))
+    except Exception as error:  # noqa: BLE001 - rank 0 waits for a note, whatever it is
+        return _Note(error=f"{type(error).__name__}: {error}")
+
+
+class _Notes:
+    """What the ranks tell each other of one checkpoint, in their store.
+
+    Args:
+        number: of the copy; all ranks count theirs alike.
+    """
+
+    def __init__(self, ranks: Ranks, number: int) -> None:
+        self._ranks = ranks
+        self._number = number
+
+    def leave(self, what: str, note: _Note) -> None:
+        """Tell something, once."""
+        store = self._ranks.store
+        assert store is not None
+        store.set(self._key(what, self._ranks.rank), msgspec.json.encode(note).decode())
+
+    def of(self, rank: int, what: str, awaited: str) -> _Note:
+        """What `rank` tells.
+
+        Raises:
+            DeadlineError: it is silent.
+        """
+        ask = partial(self._look, self._key(what, rank))
+        return msgspec.json.decode(self._ranks.pulse.wait(rank, ask, awaited), type=_Note)
+
+    def all_of(self, members: list[int], what: str, awaited: str) -> list[_Note]:
+        """What these ranks tell, which is forgotten then.
+
+        Raises:
+            UmbraError: one could not do it, or is silent.
+        """
+        notes = [self.of(rank, what, awaited) for rank in members]
+        self.forget(members, what)
+        for rank, note in zip(members, notes, strict=True):
+            if note.error:
+                raise UmbraError(f"{self._ranks.hosts.describe(rank)}: {note.error}")
+        return notes
+
+    def forget(self, members: list[int], what: str) -> None:
+        """Keep the store small: nobody asks for it any more."""
+        store = self._ranks.store
+        for rank in members:
+            assert store is not None
+            store.delete_key(self._key(what, rank))
+
+    def _look(self, key: str) -> bytes | None:
+        store = self._ranks.store
+        assert store is not None
+        return store.get(key) if store.check([key]) else None
+
+    def _key(self, what: str, rank: int) -> str:
+        return f"{what} of copy {self._number}/{rank}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +167,7 @@ class Saver:
         begun: the step of the checkpoint that training went on from.
         run: id of the run, for the index.
         config: of the run, for the index.
-        order: has the other ranks join in, writing to this folder.
+        order: has the other ranks join in, given the step and those of the checkpoints so far.
     """
 
     def __init__(
@@ -85,7 +180,7 @@ class Saver:
         begun: int,
         run: str,
         config: dict[str, Any],
-        order: Callable[[Path], object],
+        order: Callable[[int, list[int]], object],
     ) -> None:
         self.folder = folder
         self._writer = writer
@@ -160,7 +255,7 @@ class Saver:
             self._writing = Future()
             self._writing.set_result(SaveOutcome(step, reason, 0, 0.0, 0.0))
             return
-        self._order(scratch)
+        self._order(step, self.folder.steps())
         copy = self._writer.copy()
         metrics = {name: value for name, value in row.items() if value is not None}
         self._writing = self._writer.start(
@@ -177,9 +272,15 @@ class Saver:
         began: float,
     ) -> SaveOutcome:
         """In the thread: write, wait for the others, name it, remove old ones."""
+        ranks, notes = self._ranks, _Notes(self._ranks, self._writer.copies)
+        place = ranks.hosts.place
+        others = list(range(1, ranks.world))
+        firsts = [place.ranks_on(node)[0] for node in range(1, place.nodes)]
+        told = False
         try:
             mine = copy.write(shard_path(scratch, 0), self.folder.disk)
-            files = [mine, *self._others()]
+            noted = notes.all_of(others, "file", "its part of a checkpoint")
+            files = [mine, *(note.file for note in noted if note.file is not None)]
             index = Index(
                 step=step,
                 run=self._run,
@@ -188,42 +289,22 @@ class Saver:
                 metrics=dict(metrics),
                 tensors=copy.layout,
                 files=files,
+                holders=ranks.holders,
+                hosts=list(ranks.hosts.names) if place.nodes > 1 else [],
             )
+            if firsts:
+                told = True
+                notes.leave("index", _Note(index=index))
+                notes.all_of(firsts, "named", "its folder of a checkpoint")
+                notes.forget(firsts, "folder")
+                notes.forget([0], "index")
             self.folder.finish(index)
             self.folder.prune()
         except (OSError, UmbraError) as error:
             self.folder.discard()
             reason = getattr(error, "strerror", None) or str(error)
+            if firsts and not told:
+                notes.leave("index", _Note(error=reason))
             return SaveOutcome(step, reason, 0, copy_s, time.perf_counter() - began)
         size = sum(file.size for file in files)
         return SaveOutcome(step, "", size, copy_s, time.perf_counter() - began - copy_s)
-
-    def _others(self) -> list[FileInfo]:
-        """What the other ranks noted.
-
-        Raises:
-            UmbraError: one could not write, or is silent.
-        """
-        notes: list[_Note] = []
-        for rank in range(1, self._ranks.world):
-            ask = partial(self._note, _key(self._writer.copies, rank))
-            content = self._ranks.pulse.wait(rank, ask, "its part of a checkpoint")
-            notes.append(msgspec.json.decode(content, type=_Note))
-        for rank, note in enumerate(notes, start=1):
-            if note.file is None:
-                raise UmbraError(f"trainer rank {rank}: {note.error}")
-        return [note.file for note in notes if note.file is not None]
-
-    def _note(self, key: str) -> bytes | None:
-        store = self._ranks.store
-        assert store is not None
-        if not store.check([key]):
-            return None
-        content = store.get(key)
-        store.delete_key(key)
-        return content
-
-
-def _key(number: int, rank: int) -> str:
-    """Where a rank leaves its note; all ranks count their copies alike."""
-    return f"note of copy {number}/{rank}"

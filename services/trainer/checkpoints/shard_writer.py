@@ -53,14 +53,17 @@ class ShardWriter:
     """Copies and writes the share of this rank, one at a time.
 
     The memory of the copy, as much as all parts need, is used again and again.
+
+    Args:
+        holders: the first so many ranks write all rows; see `Ranks`.
     """
 
-    def __init__(self, parts: Mapping[str, CheckpointPart], rank: int, world: int) -> None:
+    def __init__(self, parts: Mapping[str, CheckpointPart], rank: int, holders: int) -> None:
         self.copy_s = 0.0  # seconds that the last copy took: what training has waited
         self.copies = 0  # made so far
         self._parts = parts
         self._rank = rank
-        self._world = world
+        self._holders = holders
         self._memory: dict[str, Tensor] = {}
         self._writing: Future[Any] | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="umbra-checkpoint")
@@ -78,7 +81,7 @@ class ShardWriter:
             for name, tensor in part.tensors().items():
                 full = f"{part_name}/{name}"
                 layout[full] = TensorInfo(list(tensor.shape), NAMES[tensor.dtype])
-                own, first = own_rows(full, tensor, self._rank, self._world)
+                own, first = own_rows(full, tensor, self._rank, self._holders)
                 if own.numel():
                     begins[full] = first
                     rows[full] = self._room(full, own).copy_(own, non_blocking=True)

@@ -1,0 +1,245 @@
+"""How the ranks of a trainer find each other, on one host or several, at the start and again.
+
+They meet in a store that rank 0 keeps. Each leaves a card there; once rank 0 has those of all, it
+says who is in, and they begin. A rank that comes to the store of an earlier life, which it is not
+in, waits for the next one: a host that was lost and is back finds the others, whoever is first.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import timedelta
+
+import msgspec
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from umbra.proto.errors import DeadlineError, UsageError
+from umbra.services.runtime.deadline import Deadline
+
+KNOCK_S = 2.0  # for one attempt to reach rank 0
+CONNECT_S = 60.0  # for torch, once it has been reached
+RETRY_S = 0.5  # between two
+POLL_S = 0.05
+TELL_S = 30.0  # between two lines about who is awaited
+_IN = "in"  # the key with the cards of all
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Which rank this process is, of how many, and how many of them each host has."""
+
+    rank: int = 0  # -1 if it is not said
+    world: int = 1
+    per_host: int = 1
+
+    @classmethod
+    def of_environment(cls) -> RankPlace:
+        """As torchrun, accelerate or `launch` say.
+
+        Raises:
+            UsageError: hosts have different numbers of ranks.
+        """
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        if world == 1:
+            return cls()
+        per_host = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        if world % per_host:
+            raise UsageError(
+                f"WORLD_SIZE is {world} and LOCAL_WORLD_SIZE {per_host}: start equally many "
+                "trainer ranks on each host"
+            )
+        return cls(int(os.environ.get("RANK", "-1")), world, per_host)
+
+    @property
+    def nodes(self) -> int:
+        """Hosts."""
+        return self.world // self.per_host
+
+    def node(self, rank: int) -> int:
+        """The number of the host that `rank` is on."""
+        return rank // self.per_host
+
+    def ranks_on(self, node: int) -> range:
+        """The ranks of a host."""
+        return range(node * self.per_host, (node + 1) * self.per_host)
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """Which rank is on which host; `Hosts()` are all on one."""
+
+    place: RankPlace = RankPlace()
+    names: tuple[str, ...] = ("",)  # by node
+
+    def describe(self, rank: int) -> str:
+        """The name of a rank in sentences."""
+        if self.place.nodes == 1:
+            return f"trainer rank {rank}"
+        node = self.place.node(rank)
+        return f"trainer rank {rank} on node {node} ({self.names[node]})"
+
+
+class _Card(msgspec.Struct, frozen=True):
+    """What a rank leaves of itself."""
+
+    host: str
+    life: str  # of this process
+
+
+def meet(
+    place: RankPlace,
+    timeout_s: float,
+    key: str,
+    listener: socket.socket | None = None,
+    stopping: Callable[[], bool] = lambda: False,
+) -> tuple[Store, Hosts]:
+    """The store of all ranks, once they are there, and their hosts.
+
+    Args:
+        timeout_s: for all of it.
+        key: that sets it, for the error.
+        listener: where rank 0 is to wait, if `launch` has made it.
+        stopping: whether this process was asked to end.
+
+    Raises:
+        DeadlineError: a host did not come; says which.
+        SystemExit: asked to stop.
+    """
+    deadline = Deadline(timeout_s)
+    card = _Card(socket.gethostname(), secrets.token_hex(8))
+    late, told = "", time.monotonic()
+    while True:
+        if stopping():
+            raise SystemExit(0)
+        try:
+            store = _store(place, deadline, listener)
+            if store is None:
+                late = (
+                    f"no rank 0 at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, where "
+                    "trainer.rendezvous says that node 0 is"
+                )
+            else:
+                found = _gather(PrefixStore("meet", store), place, card, deadline, stopping)
+                if isinstance(found, Hosts):
+                    return store, found
+                late = found
+        except dist.DistError as error:  # rank 0 has ended meanwhile, and will be back
+            late = str(error).strip().splitlines()[0]
+        if deadline.passed or place.rank == 0:
+            raise DeadlineError(
+                f"trainer rank {place.rank} on node {place.node(place.rank)} waited "
+                f"{timeout_s:g} s ({key}) for all ranks: {late}"
+            )
+        if time.monotonic() - told > TELL_S:
+            told = time.monotonic()
+            log.info("not all ranks are there yet: %s", late)
+        time.sleep(RETRY_S)
+
+
+def _store(place: RankPlace, deadline: Deadline, listener: socket.socket | None) -> Store | None:
+    """A connection to the store; None if nobody keeps one yet."""
+    # Within it nobody can ask this process to stop.
+    timeout = timedelta(seconds=max(1.0, min(CONNECT_S, deadline.left_s)))
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return next(rendezvous("env://", timeout=timeout))[0]
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if place.rank == 0:
+        fd = None
+        if listener is not None:
+            host, port = listener.getsockname()[:2]
+            fd = listener.detach()
+        return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+            host,
+            port,
+            place.world,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=fd,
+        )
+    try:
+        # torch would try without an end, and could not be asked to stop.
+        with closing(socket.create_connection((host, port), timeout=KNOCK_S)):
+            pass
+    except OSError:
+        return None
+    return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+        host, port, place.world, is_master=False, timeout=timeout, wait_for_workers=False
+    )
+
+
+def _gather(
+    store: Store, place: RankPlace, card: _Card, deadline: Deadline, stopping: Callable[[], bool]
+) -> Hosts | str:
+    """The hosts of all ranks, or why this one is not among them."""
+    encode = msgspec.json.Encoder().encode
+    if place.rank == 0:
+        store.set(_key(0), encode(card).decode())
+        missing = _missing(store, place)
+        told = time.monotonic()
+        while missing:
+            if stopping():
+                raise SystemExit(0)
+            if deadline.passed:
+                return _absent(place, missing)
+            if time.monotonic() - told > TELL_S:
+                told = time.monotonic()
+                log.info("%s", _absent(place, missing))
+            time.sleep(POLL_S)
+            missing = _missing(store, place)
+        cards = [_decode(store.get(_key(rank))) for rank in range(place.world)]
+        store.set(_IN, encode(cards).decode())
+    else:
+        # Who is late for this life must not spoil it.
+        if not store.check([_IN]):
+            store.set(_key(place.rank), encode(card).decode())
+        while not store.check([_IN]):
+            if stopping():
+                raise SystemExit(0)
+            if deadline.passed:
+                return "other ranks are missing; node 0 says which"
+            time.sleep(POLL_S)
+        cards = msgspec.json.decode(store.get(_IN), type=list[_Card])
+        if cards[place.rank].life != card.life:
+            return (
+                f"rank 0 goes on with another trainer rank {place.rank}, on "
+                f"{cards[place.rank].host}: one that has ended and is not missed yet, or two hosts "
+                "were started with the same --node-rank"
+            )
+    nodes = range(place.nodes)
+    return Hosts(place, tuple(cards[place.ranks_on(node)[0]].host for node in nodes))
+
+
+def _missing(store: Store, place: RankPlace) -> list[int]:
+    return [rank for rank in range(place.world) if not store.check([_key(rank)])]
+
+
+def _absent(place: RankPlace, missing: list[int]) -> str:
+    nodes = sorted({place.node(rank) for rank in missing})
+    ranks = ", ".join(map(str, missing))
+    if place.nodes == 1:
+        return f"ranks {ranks} have not come"
+    named = ", ".join(f"node {node}" for node in nodes)
+    return (
+        f"{named} (ranks {ranks}) has not come: `umbra trainer --node-rank` has to run there, and "
+        "reach trainer.rendezvous"
+    )
+
+
+def _decode(card: bytes) -> _Card:
+    return msgspec.json.decode(card, type=_Card)
+
+
+def _key(rank: int) -> str:
+    return f"card/{rank}"

@@ -1,0 +1,333 @@
+"""Versions that lie on several trainer hosts: whole at every receiver, or not there.
+
+The other hosts are mount namespaces with a /dev/shm of their own, in which real part hubs run. They
+are killed in each phase of a push and started again.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fakes.hub_bench import OTHER_LAYOUT, WAIT_S, Bench, content, publish, take, whole
+from fakes.keys import keys, of
+from fakes.trainer_hosts import Trainer, layout, skip_without_namespaces
+from fakes.waiting import until
+
+from umbra.proto.errors import PeerLostError, RejectedError
+from umbra.proto.messages import ExportVersion, Ok, PinVersion, RollBack, Versions
+from umbra.services.runtime.deadline import LEAST_RATE, Pace
+from umbra.services.runtime.net.keys import OPEN, Security
+from umbra.services.runtime.planes.receiving import StagedPlanes, StreamedPlanes
+from umbra.services.runtime.process.metrics import MetricsFile
+from umbra.services.runtime.weights.manifest import owned_ranges
+from umbra.services.runtime.weights.publisher import Publisher
+from umbra.services.runtime.weights.receiver import Receiver
+from umbra.services.weight_hub.part import PartHub
+from umbra.services.weight_hub.relay import Relay
+
+__all__ = ["keys"]  # a fixture
+
+skip_without_namespaces()
+
+Start = Callable[..., Trainer]
+
+
+@pytest.fixture
+def start(bench: Bench, tmp_path: Path) -> Start:
+    """Starts a trainer on so many hosts."""
+    return lambda hosts=2, **options: Trainer(bench, tmp_path, hosts, **options)
+
+
+def receiver(bench: Bench, name: str, host: str = "", security: Security = OPEN) -> Receiver:
+    planes = StagedPlanes(["shm", "tcp"], frame_bytes=8192)
+    channel = bench.channel(name, security)
+    made = Receiver(channel, planes, host, check_s=0.05, retry_s=0.02)
+    bench.closers.append(made.close)
+    made.subscribe(WAIT_S)
+    return made
+
+
+def load(trainer: Trainer, one: Receiver, version: int) -> None:
+    """Load versions as they come until `version`; each is whole."""
+    while True:
+        staged = take(one)
+        assert whole(staged) == trainer.versions[staged.version]
+        one.committed(staged, 0.0)
+        if staged.version == version:
+            return
+
+
+def test_every_bit_of_every_host_arrives_as_deltas_too(start: Start) -> None:
+    trainer = start(3)
+    receivers = [receiver(trainer.bench, name) for name in ("gen-0", "gen-1")]
+    for version in range(3):
+        trainer.publish(version)
+        for one in receivers:
+            load(trainer, one, version)
+    late = receiver(trainer.bench, "late")
+    load(trainer, late, 2)
+    total = trainer.manifest.total_bytes
+    for host in trainer.hosts:
+        own = sum(end - start for start, end in owned_ranges(trainer.manifest, host.owner))
+        assert own < host.memory / 2 < total / 2, "memory of two slots is for its own alone"
+    here = Path(trainer.publisher.arena[0]).stat().st_blocks * 512
+    assert here < total, "nor has the hub read what others have"
+    trainer.bench.finish()
+    rows = [row for row in trainer.bench.rows() if row["receiver"] == "gen-0"]
+    assert [row["plane"] for row in rows] == ["tcp"] * 3
+    sizes = [int(str(row["wire_bytes"])) for row in rows]
+    assert sizes[0] == total
+    assert 0 < max(sizes[1:]) < total / 4
+
+
+def test_a_relay_has_versions_whole_and_serves_them_by_shared_memory(start: Start) -> None:
+    trainer = start()
+    bench = trainer.bench
+    config = bench.config(plane="tcp", delta="always")
+    path = bench.metrics_path.with_name("relay.jsonl")
+    metrics = MetricsFile(path, "relay")
+    stop = threading.Event()
+    relays: list[threading.Thread] = []
+    for name in ("relay-1", "relay-2"):
+        relay = Relay(name, bench.endpoint, "tcp://127.0.0.1:*", config, metrics, host=name)
+        thread = threading.Thread(target=relay.run, args=(stop, WAIT_S))
+        relays.append(thread)
+        thread.start()
+        until(lambda name=name: name in bench.hub.protocol.serving, f"no {name}")
+
+    def end() -> None:
+        stop.set()
+        for thread in relays:
+            thread.join(WAIT_S)
+        metrics.close()
+
+    bench.closers.append(end)
+    near = [receiver(bench, f"gen-{name}", name) for name in ("relay-1", "relay-2")]
+    for version in range(2):
+        trainer.publish(version)
+        for one in near:
+            load(trainer, one, version)
+    assert '"plane":"shm"' in path.read_text()
+
+
+def test_nothing_is_published_while_a_part_hub_is_away(start: Start) -> None:
+    trainer = start()
+    one = receiver(trainer.bench, "gen-0")
+    trainer.publish(0)
+    load(trainer, one, 0)
+    sums = trainer.write(1)
+    (host,) = trainer.hosts
+    host.signal_part(signal.SIGKILL)
+    assert "trainer host 1 has no part hub" in trainer.until_held_back()
+    assert trainer.bench.hub.stats()["held_back"] == 1
+    publishing = threading.Thread(target=trainer.publisher.publish, args=(1, 0.0, sums))
+    publishing.start()
+    until(lambda: trainer.bench.hub.protocol.counters["published"] == 1, "it was published")
+    host.start_part()  # goes on with what its host has of both versions
+    load(trainer, one, 1)
+    publishing.join(WAIT_S)
+    assert not publishing.is_alive()
+
+
+def test_a_part_hub_dies_while_receivers_fetch(start: Start) -> None:
+    """What they have of it is of no use to an engine; the rest comes when it is back."""
+    trainer = start()
+    one = receiver(trainer.bench, "gen-0")
+    trainer.publish(0)
+    load(trainer, one, 0)
+    (host,) = trainer.hosts
+    sums = trainer.write(1)
+    host.signal_part(signal.SIGSTOP)
+    trainer.publisher.publish(1, 0.0, sums)
+    assert trainer.bench.hub.protocol.newest is not None
+    host.signal_part(signal.SIGKILL)
+    trainer.until_held_back()
+    assert one.poll() is None, "a part of a version is none"
+    host.start_part()
+    load(trainer, one, 1)
+    trainer.publish(2)
+    load(trainer, one, 2)
+
+
+def test_a_part_hub_that_dies_after_a_push_is_needed_by_those_who_come(start: Start) -> None:
+    trainer = start()
+    trainer.publish(0)
+    load(trainer, receiver(trainer.bench, "gen-0"), 0)
+    (host,) = trainer.hosts
+    host.signal_part(signal.SIGKILL)
+    trainer.until_held_back()
+    late = receiver(trainer.bench, "late")
+    assert late.poll() is None
+    host.start_part()
+    load(trainer, late, 0)
+
+
+def test_a_part_hub_that_was_cut_off_comes_back(start: Start) -> None:
+    """It hears of what was published meanwhile, and hands it out."""
+    trainer = start()
+    one = receiver(trainer.bench, "gen-0")
+    trainer.publish(0)
+    load(trainer, one, 0)
+    sums = trainer.write(1)
+    (host,) = trainer.hosts
+    host.signal_part(signal.SIGSTOP)
+    trainer.publisher.publish(1, 0.0, sums)
+    trainer.until_held_back()
+    assert one.poll() is None
+    host.signal_part(signal.SIGCONT)
+    load(trainer, one, 1)
+
+
+def test_a_restarted_hub_goes_on_with_what_the_hosts_hold(start: Start) -> None:
+    trainer = start(3)
+    bench = trainer.bench
+    one = receiver(bench, "gen-0")
+    trainer.publish(0)
+    load(trainer, one, 0)
+    path = bench.kill()
+    bench.start(**trainer.options)
+    for link in bench.channels:
+        link.move(bench.endpoint)
+    late = receiver(bench, "late")
+    load(trainer, late, 0)
+    assert trainer.publisher.arena[0] == str(path)
+    trainer.publish(1)
+    load(trainer, late, 1)
+    load(trainer, one, 1)
+
+
+def test_a_hub_and_a_part_hub_that_die_together(start: Start) -> None:
+    trainer = start()
+    bench = trainer.bench
+    trainer.publish(0)
+    (host,) = trainer.hosts
+    host.signal_part(signal.SIGKILL)
+    bench.kill()
+    bench.start(**trainer.options)
+    for link in bench.channels:
+        link.move(bench.endpoint)
+    host.start_part()
+    load(trainer, receiver(bench, "late"), 0)
+
+
+def test_another_layout_takes_the_place_of_the_one_before(start: Start) -> None:
+    """A trainer that starts again on fewer hosts; the part hub holds nothing any more."""
+    trainer = start()
+    one = receiver(trainer.bench, "gen-0")
+    trainer.publish(0)
+    load(trainer, one, 0)
+    (host,) = trainer.hosts
+    assert host.sh("ls /dev/shm").split()
+    alone = trainer.bench.publisher(OTHER_LAYOUT, "alone")
+    publish(alone, 1)
+    staged = take(one)
+    assert whole(staged) == content(1, OTHER_LAYOUT.total_bytes)
+    until(lambda: not host.sh("ls /dev/shm").split(), "the part hub holds its arena still")
+
+
+@pytest.mark.parametrize("plane", ["shm", "nccl", "cuda_ipc"])
+def test_a_plane_that_takes_weights_from_one_host_is_refused(bench: Bench, plane: str) -> None:
+    bench.start(plane=plane)
+    with pytest.raises(RejectedError, match=rf'plane = "{plane}".*trainer\.nodes > 1'):
+        bench.publisher(layout(2))
+
+
+def test_a_trainer_hears_who_is_missing(bench: Bench) -> None:
+    bench.start()
+    publisher = Publisher(bench.channel("trainer"), layout(2))
+    bench.closers.append(publisher.close)
+    with pytest.raises(RejectedError, match="trainer host 1 has no part hub") as refused:
+        publisher.register(1.0)
+    assert refused.value.code == "part_missing"
+
+
+def test_rank_0_reads_nothing_that_other_hosts_have(start: Start) -> None:
+    """That would take memory here, and its checksum would not be theirs."""
+    trainer = start()
+    trainer.write(0)
+    path, _ = trainer.publisher.place
+    before = Path(path).stat().st_blocks
+    trainer.publisher.wrote(trainer.manifest.total_bytes)
+    with pytest.raises(ValueError, match="each has checksums of its own"):
+        trainer.publisher.publish(0, 0.0)
+    assert Path(path).stat().st_blocks == before
+    assert before * 512 < trainer.manifest.total_bytes * 3 / 2, "two slots of a half each"
+
+
+def test_what_only_a_whole_version_allows_is_refused(start: Start) -> None:
+    trainer = start(slots=3)
+    trainer.publish(0)
+    channel = trainer.bench.channel("operator")
+    held = channel.call(PinVersion(version=0), Versions, timeout_s=WAIT_S)
+    assert [one.place for one in held.held if one.pinned] == ["slot 0"]
+    trainer.publish(1)
+    with pytest.raises(RejectedError, match=r"cannot be copied: raise weight_hub\.slots"):
+        channel.call(PinVersion(version=1), Versions, timeout_s=WAIT_S)
+    with pytest.raises(RejectedError, match="in parts on several trainer hosts: take a checkpoint"):
+        channel.call(ExportVersion(version=0, path="/tmp/out"), Ok, timeout_s=WAIT_S)
+    channel.call(RollBack(version=0), Ok, timeout_s=WAIT_S)
+    load(trainer, receiver(trainer.bench, "gen-0"), 0)
+
+
+def test_with_keys_a_part_hub_needs_its_own(start: Start, bench: Bench, keys: Path) -> None:
+    bench.security = of(keys, "weight_hub")
+    trainer = start(keys=keys)
+    one = receiver(bench, "gen-0", security=of(keys, "generator"))
+    for version in range(2):
+        trainer.publish(version)
+        load(trainer, one, version)
+    posing = PartHub(
+        "part-2", 2, bench.endpoint, "tcp://127.0.0.1:*", bench.config(), "elsewhere",
+        security=of(keys, "relay"),
+    )  # fmt: skip
+    with pytest.raises(RejectedError, match="nothing that the relay key allows"):
+        posing.run(threading.Event(), WAIT_S)
+
+
+def test_a_host_that_lost_its_memory_takes_the_version_with_it(start: Start) -> None:
+    trainer = start()
+    one = receiver(trainer.bench, "gen-0")
+    trainer.publish(0)
+    load(trainer, one, 0)
+    (host,) = trainer.hosts
+    host.signal_part(signal.SIGKILL)
+    host.lose_memory()
+    host.start_part()
+
+    def told() -> bool:
+        try:
+            trainer.publisher.check()
+        except PeerLostError as error:
+            return "start again from its newest checkpoint" in str(error)
+        return False
+
+    until(told, "the trainer was not told")
+    with pytest.raises(PeerLostError):
+        trainer.publisher.slot(1, WAIT_S)
+    trainer.publisher.close()
+    trainer.publisher = trainer.bench.publisher(trainer.manifest, "trainer-again")
+    trainer.publish(0)
+    load(trainer, one, 0)
+
+
+def test_a_part_hub_needs_a_host_of_its_own(start: Start) -> None:
+    trainer = start()
+    config = trainer.bench.config()
+    part = PartHub("part-2", 2, trainer.bench.endpoint, "tcp://127.0.0.1:*", config)
+    with pytest.raises(RejectedError, match="trainer hosts 0 and 2 share /dev/shm"):
+        part.run(threading.Event(), WAIT_S)
+
+
+def test_what_takes_weights_from_one_host_is_refused(start: Start) -> None:
+    trainer = start()
+    planes = StreamedPlanes(["tcp"], 8192, Pace(WAIT_S, LEAST_RATE))
+    streaming = Receiver(trainer.bench.channel("streams"), planes)
+    with pytest.raises(RejectedError, match=r"several trainer hosts.*start a relay"):
+        streaming.subscribe(WAIT_S)
+    alone = Receiver(trainer.bench.channel("alone"), StagedPlanes(["shm"]))
+    with pytest.raises(RejectedError, match="offers no plane tcp"):
+        alone.subscribe(WAIT_S)

@@ -1,0 +1,181 @@
+"""A trainer of two ranks on each of two hosts, against the same in one process (FSDP2, gloo).
+
+The hosts are told apart by what a launcher says, and by folders for their checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes.rank_bench import Trained, make_batches, narrow_model, train
+from integration.test_trainer_ranks import CASES, assert_as_alone, see_through, start
+from safetensors.torch import load_file
+
+from umbra.proto.errors import UsageError
+from umbra.proto.records import Trajectory
+from umbra.services.trainer.checkpoints.export import export_checkpoint
+from umbra.services.trainer.checkpoints.index import read_index
+from umbra.services.trainer.ranks import Ranks
+
+STEPS, SAVED = 3, 2
+ADAM = CASES["adamw"]
+MOMENTS = {**ADAM, "moments": "8bit"}
+LEARNED = ("lora", "critic", "offloaded")
+HERE, SWAPPED, ONE_LOST = [0, 1], [1, 0], [0, 9]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return narrow_model(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def batches() -> list[list[Trajectory]]:
+    return make_batches(STEPS)
+
+
+@pytest.fixture(scope="module")
+def alone(
+    directory: Path, batches: list[list[Trajectory]], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The checkpoint of one rank, as host 0 has it."""
+    path = tmp_path_factory.mktemp("one") / "checkpoints"
+    train(directory, batches, Ranks(), checkpoints=path, until=SAVED, **ADAM)
+    return path
+
+
+def saved(name: str, case: dict[str, Any], hosts: list[int], **more: Any) -> dict[str, Any]:
+    """A case with checkpoints, of which each host has a folder."""
+    return {**case, "checkpoints": name, "hosts": hosts, **more}
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["fsdp", "hsdp"])
+def trained(
+    request: pytest.FixtureRequest,
+    directory: Path,
+    batches: list[list[Trajectory]],
+    alone: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[int, Path]:
+    """Replicas of the policy over the two hosts, and the folder with what the ranks left."""
+    replicas: int = request.param
+    folder = tmp_path_factory.mktemp("hosts")
+    shutil.copytree(alone, folder / "one-0")
+    cases = {
+        **{name: CASES[name] for name in LEARNED},
+        "adamw": ADAM,
+        "8bit": MOMENTS,
+        "half": saved("c", ADAM, HERE, until=SAVED),
+        "half_8bit": saved("d", MOMENTS, HERE, until=SAVED),
+        "half_lost": saved("e", ADAM, HERE, until=SAVED),
+        "half_merged": saved("f", ADAM, HERE, until=SAVED),
+        "again": saved("c", ADAM, HERE),
+        "swapped": saved("d", MOMENTS, SWAPPED),
+        "of_one": saved("one", ADAM, ONE_LOST),
+        "lost": saved("e", ADAM, ONE_LOST, **({"refused": True} if replicas == 1 else {})),
+    }
+    cases = {name: {**case, "replicas": replicas} for name, case in cases.items()}
+    see_through(start(directory, folder, 4, cases, batches, hosts=2))
+    return replicas, folder
+
+
+def learned_alone(directory: Path, folder: Path, batches: Any, case: dict[str, Any]) -> Trained:
+    return train(directory, batches, Ranks(), folder / "alone.critic", **case)
+
+
+def assert_same(folder: Path, case: str, other: str) -> None:
+    """Bit for bit."""
+    expected = load_file(folder / f"{other}.safetensors")
+    for name, tensor in load_file(folder / f"{case}.safetensors").items():
+        assert torch.equal(tensor, expected[name]), (case, name)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", [*LEARNED, "adamw"])
+def test_hosts_and_replicas_do_not_change_what_is_learned(
+    trained: tuple[int, Path], case: str, directory: Path, batches: list[list[Trajectory]]
+) -> None:
+    replicas, folder = trained
+    expected = learned_alone(directory, folder, batches, CASES[case])
+    found = assert_as_alone(folder, case, 4, expected)
+    for name, (_, elements) in found[0]["local"].items():
+        parts = [one["local"][name][0] for one in found]
+        assert sum(parts) == replicas * elements
+        assert sum(parts[: 4 // replicas]) == elements, "the first ranks are a replica"
+
+
+def test_each_host_has_the_files_of_its_ranks_alone(trained: tuple[int, Path]) -> None:
+    replicas, folder = trained
+    for host, part in enumerate((".", "node-1")):
+        root = folder / f"f-{host}"
+        step = root / part / f"step-{SAVED}"
+        names = {path.relative_to(root).as_posix() for path in root.rglob("*.safetensors")}
+        ranks = (2 * host, 2 * host + 1)
+        assert names == {(step / f"rank-0000{r}.safetensors").relative_to(root).as_posix()
+                         for r in ranks}  # fmt: skip
+        index = read_index(step)
+        assert (index.world, len(index.hosts), index.holders) == (4, 2, 4 // replicas)
+    files = [folder / "f-1" / "node-1" / f"step-{SAVED}" / f"rank-0000{r}.safetensors"
+             for r in (2, 3)]  # fmt: skip
+    assert all(bool(load_file(file)) == (replicas == 1) for file in files), "replica 0 has all rows"
+
+
+def test_hosts_go_on_bit_by_bit(trained: tuple[int, Path]) -> None:
+    """1. All train two steps, and save. 2. They go on. Result: as if they had not stopped."""
+    _, folder = trained
+    assert_same(folder, "again", "adamw")
+    assert_same(folder, "swapped", "8bit")
+
+
+@pytest.mark.timeout(300)
+def test_hosts_go_on_from_one_rank(
+    trained: tuple[int, Path], directory: Path, batches: list[list[Trajectory]]
+) -> None:
+    """The other host sees no file: its rows come from the first one."""
+    _, folder = trained
+    expected = learned_alone(directory, folder, batches, ADAM).weights
+    for name, tensor in load_file(folder / "of_one.safetensors").items():
+        torch.testing.assert_close(tensor, expected[name], atol=2e-5, rtol=1e-3)
+
+
+def test_a_host_whose_files_are_lost(trained: tuple[int, Path]) -> None:
+    """Without replicas its files are missed, by name; a replica can be done without."""
+    replicas, folder = trained
+    if replicas == 2:
+        assert_same(folder, "lost", "adamw")
+        return
+    for rank in range(4):
+        error = json.loads((folder / f"lost.{rank}.json").read_text())["error"]
+        assert "none of the checkpoints in" in error
+        assert "rank-00002.safetensors of node 1 (" in error
+        assert "rank-00003.safetensors of node 1 (" in error
+        assert "rank-00000" not in error
+
+
+@pytest.mark.timeout(300)
+def test_one_rank_goes_on_from_what_the_hosts_have_together(
+    trained: tuple[int, Path], directory: Path, batches: list[list[Trajectory]], tmp_path: Path
+) -> None:
+    """1. It has the folder of host 0 alone. 2. That of host 1 is copied into it."""
+    replicas, folder = trained
+    checkpoints = tmp_path / "checkpoints"
+    shutil.copytree(folder / "f-0", checkpoints)
+    if replicas == 1:
+        with pytest.raises(UsageError, match=r"no rank-00002.safetensors of node 1 \("):
+            train(directory, batches, Ranks(), checkpoints=checkpoints, **ADAM)
+        with pytest.raises(UsageError, match=r"no rank-00002.safetensors of node 1 \("):
+            export_checkpoint(checkpoints / f"step-{SAVED}", tmp_path / "hf")
+    shutil.copytree(folder / "f-1" / "node-1", checkpoints / "node-1")
+    whole = export_checkpoint(checkpoints / f"step-{SAVED}", tmp_path / "hf")
+    for name, tensor in load_file(folder / "half_merged.safetensors").items():
+        assert torch.equal(load_file(whole / "model.safetensors")[name], tensor)
+    found = train(directory, batches, Ranks(), checkpoints=checkpoints, **ADAM)
+    assert len(found.rows) == STEPS - SAVED
+    expected = learned_alone(directory, folder, batches, ADAM).weights
+    for name, tensor in found.weights.items():
+        torch.testing.assert_close(tensor, expected[name], atol=2e-5, rtol=1e-3)

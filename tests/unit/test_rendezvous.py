@@ -1,0 +1,221 @@
+"""How ranks of several hosts meet, also after a death, and what is said of who is gone."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from fakes.slowness import seconds
+
+from umbra.deploy.preflight import check_one_machine
+from umbra.proto.errors import DeadlineError, PeerLostError, StartupError, UsageError
+from umbra.services.runtime.config import RunConfig, TrainerConfig
+from umbra.services.runtime.net.interface import interface_towards
+from umbra.services.trainer.launch import launch
+from umbra.services.trainer.pulse import Pulse
+from umbra.services.trainer.ranks import Ranks, end, join_ranks
+from umbra.services.trainer.rendezvous import Hosts, Place, meet
+
+WAIT_S = seconds(20.0)
+KEY = "trainer.rendezvous_timeout_s"
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> int:
+    """A free one, where rank 0 is looked for."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        number: int = free.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(number))
+    return number
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor() as executor:
+        yield executor
+
+
+def come(
+    threads: ThreadPoolExecutor, rank: int, timeout_s: float = WAIT_S, asked: Any = None
+) -> Future[tuple[Any, Hosts]]:
+    """One of two ranks, each on its host, comes to the meeting."""
+    stopping = asked or threading.Event()
+    return threads.submit(meet, Place(rank, 2, 1), timeout_s, KEY, stopping=stopping.is_set)
+
+
+def test_whoever_is_first_waits(port: int, threads: ThreadPoolExecutor) -> None:
+    late = come(threads, 1)
+    first = come(threads, 0)
+    for one in (late, first):
+        _, hosts = one.result()
+        assert hosts.names == (socket.gethostname(),) * 2
+        assert hosts.describe(1) == f"trainer rank 1 on node 1 ({socket.gethostname()})"
+    assert Hosts(Place(0, 4, 4)).describe(3) == "trainer rank 3", "one host is not named"
+
+
+def test_a_host_that_does_not_come_is_named(port: int, threads: ThreadPoolExecutor) -> None:
+    with pytest.raises(DeadlineError, match=rf"0.2 s \({KEY}\).*node 1 \(ranks 1\) has not come"):
+        come(threads, 0, 0.2).result()
+    with pytest.raises(DeadlineError, match=rf"no rank 0 at 127.0.0.1:{port}, where"):
+        come(threads, 1, 0.2).result()
+
+
+def test_a_rank_that_is_asked_to_stop_waits_no_longer(
+    port: int, threads: ThreadPoolExecutor
+) -> None:
+    asked = threading.Event()
+    waiting = come(threads, 1, asked=asked)
+    asked.set()
+    with pytest.raises(SystemExit) as ended:
+        waiting.result()
+    assert ended.value.code == 0
+
+
+def test_one_that_comes_back_waits_for_the_next_life(
+    port: int, threads: ThreadPoolExecutor
+) -> None:
+    """1. Two ranks meet. 2. Rank 1 comes again, while rank 0 knows nothing. 3. Rank 0 starts again.
+
+    Result: the one that came back is in with the new rank 0, and is told why it is not before.
+    """
+    other = come(threads, 1)
+    store, _ = come(threads, 0).result()
+    other.result()
+    with pytest.raises(DeadlineError, match="rank 0 goes on with another trainer rank 1"):
+        come(threads, 1, 1.0).result()
+    again = come(threads, 1)
+    del store, other  # what keeps the store ends with it
+    first = come(threads, 0)
+    _, hosts = again.result()
+    assert hosts.place.rank == 1
+    first.result()
+
+
+def test_who_is_lost_is_told_by_their_pulse() -> None:
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    hosts = Hosts(Place(0, 4, 2), ("alpha", "beta"))
+    living = [Pulse(store, rank, 8.0, hosts.describe) for rank in (0, 1)]
+    try:
+        lost = "trainer rank 2 on node 1 (beta), trainer rank 3 on node 1 (beta)"
+        assert living[0].blame(4) == lost
+        living[0].close()
+        assert living[1].blame(4) == lost, "who ends after the first says the same"
+        with pytest.raises(PeerLostError, match=r"another rank has lost trainer rank 2 on node 1"):
+            living[1].check(4)
+    finally:
+        for one in living:
+            one.close()
+
+
+def test_rank_0_notices_a_silent_rank_while_it_waits_for_something_else() -> None:
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    with closing(Pulse(store, 0, 0.05)) as pulse, pytest.raises(DeadlineError) as caught:
+        while True:
+            pulse.check(2)
+    assert "trainer rank 1 was silent for 0.05 s" in str(caught.value)
+
+
+def test_the_other_hosts_leave_when_rank_0_has_ended_for_good(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Their supervisors would start them again if they took it for lost."""
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    with closing(Pulse(store, 0, 8.0)) as first, closing(Pulse(store, 1, 8.0)) as second:
+        follower = Ranks(1, 2, store, 8.0, pulse=second)
+        with ThreadPoolExecutor() as executor, caplog.at_level(logging.INFO):
+            waiting = executor.submit(follower.broadcast)
+            end(Ranks(0, 2, store, 8.0, pulse=first), "model.path: no such model")
+            with pytest.raises(SystemExit) as ended:
+                waiting.result()
+    assert ended.value.code == 0
+    assert "rank 0 has ended the trainer: model.path: no such model" in caplog.text
+
+
+def test_the_interface_towards_a_host() -> None:
+    assert interface_towards("127.0.0.1") == "lo"
+    assert interface_towards("no-such-host.invalid") == ""
+
+
+def context(tmp_path: Path, node: int | None, **trainer: Any) -> Any:
+    return SimpleNamespace(
+        config=RunConfig(trainer=TrainerConfig(**trainer)),
+        options={"node_rank": node},
+        run_dir=tmp_path,
+        name="trainer",
+        log=logging.getLogger("test"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("node", "keys", "told"),
+    [
+        (None, {}, r"--node-rank is missing .* its number, 0 to 1"),
+        (2, {}, r"--node-rank 2 is no host .* trainer.nodes = 2"),
+        (0, {"rendezvous": ""}, r"trainer.rendezvous = ''.* has to be HOST:PORT"),
+        (1, {"rendezvous": "10.0.0.1"}, r"trainer.rendezvous = '10.0.0.1'.* HOST:PORT"),
+        (1, {"nodes": 1, "rendezvous": ""}, r"--node-rank 1 .* but trainer.nodes = 1"),
+    ],
+)
+def test_hosts_that_are_not_said_are_asked_for(
+    node: int | None, keys: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    keys = {"ranks": 2, "nodes": 2, "rendezvous": "127.0.0.1:29500", **keys}
+    with pytest.raises(UsageError, match=told), launch(context(tmp_path, node, **keys)):
+        pass
+
+
+def test_rank_0_listens_at_the_rendezvous_alone(
+    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "")  # what is set is undone
+        monkeypatch.delenv(name)
+    keys = {"ranks": 2, "nodes": 2, "rendezvous": f"127.0.0.1:{port}"}
+    with launch(context(tmp_path, 0, **keys)) as listener:
+        assert listener is not None
+        assert listener.getsockname() == ("127.0.0.1", port)
+        assert Place.of_environment() == Place(0, 2, 1)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name)
+    elsewhere = {**keys, "rendezvous": "192.0.2.1:29500"}  # none of ours
+    with (
+        pytest.raises(StartupError, match=r"trainer.rendezvous 192.0.2.1:29500: cannot listen"),
+        launch(context(tmp_path, 0, **elsewhere)),
+    ):
+        pass
+    with launch(context(tmp_path, 1, **keys)) as listener:
+        assert listener is None
+        assert Place.of_environment() == Place(1, 2, 1)
+
+
+def test_umbra_up_is_for_one_machine() -> None:
+    check_one_machine(RunConfig())
+    with pytest.raises(UsageError, match=r"trainer.nodes = 2: `umbra up` runs everything on this"):
+        check_one_machine(RunConfig(trainer=TrainerConfig(ranks=2, nodes=2)))
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"nodes": 4}, r"trainer.nodes = 4, but by WORLD_SIZE = 4 and LOCAL_WORLD_SIZE = 2 .* 2"),
+        ({"sequence_parallel": 4}, r"4 does not divide the 2 ranks of each host"),
+        ({"replicas": 3}, r"trainer.replicas = 3 does not divide the trainer's 4 ranks"),
+    ],
+)
+def test_what_a_launcher_started_otherwise_is_refused(
+    keys: dict[str, Any], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2, "RANK": 0}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(UsageError, match=told), join_ranks(TrainerConfig(**keys)):
+        pass
