@@ -25,7 +25,7 @@ from report import Report
 from snapshot_memory import memory, reset_peak
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from umbra.services.modeling.micro_batch import Tokens
+from umbra.services.modeling.micro_batch import MicroBatch, Tokens
 from umbra.services.modeling.packing import pack
 from umbra.services.modeling.scorer import Scorer
 
@@ -34,6 +34,15 @@ METHODS = {"in chunks": 256 * MIB, "all at once": 1 << 60}  # bytes of logits at
 COPIES = 5  # tensors as large as the logits that are there at a time, about
 WIDTH = 64
 REAL_ROW, REAL_VOCABULARY, REAL_GIB = 32768, 151936, 8.0
+
+
+def learned_row(tokens: int, vocabulary: int) -> MicroBatch:
+    """One row of a random sequence, all of whose `tokens` predict a learned one."""
+    ids = torch.randint(vocabulary, (tokens + 1,))
+    learned, owner = torch.arange(1, tokens + 1), torch.zeros(tokens, dtype=torch.int64)
+    row = Tokens(ids, torch.tensor([tokens + 1]), learned, owner)
+    (micro,) = pack(row, pack_tokens=tokens + 1, micro_tokens=tokens + 1)
+    return micro
 
 
 def update(tokens: int, vocabulary: int, chunk_bytes: int) -> dict[str, float]:
@@ -48,10 +57,7 @@ def update(tokens: int, vocabulary: int, chunk_bytes: int) -> dict[str, float]:
     model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    ids = torch.randint(vocabulary, (tokens + 1,))
-    learned, owner = torch.arange(1, tokens + 1), torch.zeros(tokens, dtype=torch.int64)
-    row = Tokens(ids, torch.tensor([tokens + 1]), learned, owner)
-    (micro,) = pack(row, pack_tokens=tokens + 1, micro_tokens=tokens + 1)
+    micro = learned_row(tokens, vocabulary)
     scorer, ones = Scorer(model, chunk_bytes), torch.ones(tokens)
     before, began = reset_peak(), time.perf_counter()
     logprobs, _ = scorer(micro, ones)

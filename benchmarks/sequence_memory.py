@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from logits_memory import learned_row
 from report import Report
 from snapshot_memory import memory, reset_peak
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from umbra.services.modeling.micro_batch import Tokens
-from umbra.services.modeling.packing import pack
 from umbra.services.modeling.scorer import Scorer
 from umbra.services.runtime.config import TrainerConfig
 from umbra.services.trainer.ranks import join_ranks
@@ -48,10 +47,7 @@ def update(tokens: int, ranks: int) -> dict[str, float]:
     model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    ids = torch.randint(VOCABULARY, (tokens + 1,))
-    learned, owner = torch.arange(1, tokens + 1), torch.zeros(tokens, dtype=torch.int64)
-    row = Tokens(ids, torch.tensor([tokens + 1]), learned, owner)
-    (micro,) = pack(row, pack_tokens=tokens + 1, micro_tokens=tokens + 1)
+    micro = learned_row(tokens, VOCABULARY)
     with join_ranks(TrainerConfig(device="cpu", sequence_parallel=ranks)) as joined:
         scorer, ones = Scorer(model, CHUNK, group=joined.sequence), torch.ones(tokens)
         before, began = reset_peak(), time.perf_counter()

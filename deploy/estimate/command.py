@@ -12,7 +12,7 @@ from umbra.deploy.command import load_run, run_file_argument, set_option
 from umbra.deploy.estimate.fit import Estimate, Machine
 from umbra.deploy.estimate.gpus import GIB, GPUS, gpu_bytes
 from umbra.deploy.estimate.here import estimate_on, this_machine
-from umbra.deploy.estimate.needs import PHASES, Item, Need, peak
+from umbra.deploy.estimate.items import PHASES, Item, Need, peak
 from umbra.proto.errors import EXIT_DONE, UsageError
 from umbra.services.runtime.numbers import size
 from umbra.services.runtime.tables import aligned

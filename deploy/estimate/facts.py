@@ -8,26 +8,19 @@ from typing import Any
 import msgspec
 import torch
 
-from umbra.deploy.estimate.needs import Facts, fullest, kind_of
+from umbra.deploy.estimate.items import Facts, kind_of
+from umbra.deploy.estimate.needs import fullest
 from umbra.deploy.estimate.sizes import ModelSizes, PassPeaks, RowShape
 from umbra.deploy.estimate.trace import Outline, pass_peaks
 from umbra.proto.errors import UsageError
 from umbra.services.modeling.models import loading, read_transformers_config
+from umbra.services.modeling.row_sizes import rows_within, scoring_rows
 from umbra.services.runtime.config import RunConfig, TrainerConfig
 from umbra.services.runtime.model.architectures import check_architecture
 from umbra.services.runtime.process.host_memory import host_bytes
-from umbra.services.trainer.row_sizes import fitting_tokens, rows_within
+from umbra.services.trainer.row_sizes import fitting_tokens
 
-_PLAIN = (
-    "weights",
-    "moments",
-    "offload",
-    "replicas",
-    "sequence_parallel",
-    "expert_parallel",
-    "reshard_after_forward",
-    "reduce_gradients",
-)
+_UNKNOWN = ("expert_parallel", "replicas")  # keys of trainer, above 1
 UNKNOWN_GPU = 80 * 10**9  # bytes
 PREFILL_TOKENS = 16384  # that the torch engine reads in a pass
 _COMPUTE = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -43,11 +36,16 @@ def gather_facts(config: RunConfig, *, gpu: int, host: int | None = None) -> Fac
         host: bytes of the host's memory; None: this machine's.
 
     Raises:
-        UsageError: there is no such model, or it is refused.
+        UsageError: there is no such model, it is refused, or a setting is not known here.
     """
     if not config.model.path:
         raise UsageError("model.path is empty: name a directory with the model's config.json")
-    _check_known(config.trainer)
+    for key in _UNKNOWN:
+        if (value := getattr(config.trainer, key)) > 1:
+            raise UsageError(
+                f"trainer.{key} = {value}: the estimate does not know yet what it takes; "
+                f"estimate the run with {key} = 1"
+            )
     directory = Path(config.model.path)
     check_architecture(directory, checked=config.model.checked)
     with loading(directory, "model.path"):
@@ -62,27 +60,12 @@ def gather_facts(config: RunConfig, *, gpu: int, host: int | None = None) -> Fac
         ) from error
 
 
-def _check_known(trainer: TrainerConfig) -> None:
-    """Refuse settings whose memory the sums don't know.
-
-    Raises:
-        UsageError: names the key.
-    """
-    for key in _PLAIN:
-        value, known = getattr(trainer, key), getattr(TrainerConfig(), key)
-        if value != known:
-            raise UsageError(
-                f"trainer.{key} = {value}: the estimate does not know yet what it takes; "
-                f"estimate the run with {key} = {known}"
-            )
-
-
 def _facts(config: RunConfig, model: Any, *, gpu: int, host: int | None) -> Facts:
     trainer = config.trainer
     kind = kind_of(trainer.device, gpu=bool(gpu))
     compute = _COMPUTE[trainer.precision_on(kind)]
-    # Several ranks gather parameters in what they compute in; one has autocast cast them.
-    stored = compute if trainer.ranks > 1 else torch.float32
+    # Several ranks gather parameters in what they compute in; one has autocast cast float32 ones.
+    stored = compute if trainer.ranks > 1 or trainer.weights == "bf16" else torch.float32
     autocast = compute if compute != torch.float32 else None
 
     def make(of: Any) -> Outline:
@@ -90,10 +73,7 @@ def _facts(config: RunConfig, model: Any, *, gpu: int, host: int | None) -> Fact
 
     text: Any = model.get_text_config()
     sizes = make(model).sizes(kv_numbers(text, latent=config.generator.engine == "vllm"))
-    if kind == "cuda":
-        memory = gpu or UNKNOWN_GPU
-    else:
-        memory = (host_bytes() if host is None else host) // trainer.ranks
+    memory = _memory(kind, gpu, host, trainer.ranks)
     fits = fitting_tokens(trainer, model, sizes.parameters // trainer.ranks, memory, kind)
     chosen = rows_within(trainer, fits, kind, config.sampling.max_tokens)._asdict()
     config = msgspec.structs.replace(config, trainer=msgspec.structs.replace(trainer, **chosen))
@@ -106,7 +86,7 @@ def _facts(config: RunConfig, model: Any, *, gpu: int, host: int | None) -> Fact
     return Facts(
         sizes=sizes,
         training=training,
-        scoring=_scoring(config, model, sizes, gpu=bool(gpu)),
+        scoring=_scoring(config, model, sizes, gpu=gpu, host=host),
         prefill=_prefill(config, model, sizes, gpu=bool(gpu)),
         rows=rows,
     )
@@ -130,13 +110,24 @@ def kv_numbers(config: Any, *, latent: bool) -> int:
     return layers * 2 * (getattr(config, "num_key_value_heads", None) or heads) * head
 
 
-def _scoring(config: RunConfig, model: Any, sizes: ModelSizes, *, gpu: bool) -> PassPeaks:
+def _memory(kind: str, gpu: int, host: int | None, processes: int = 1) -> int:
+    """Bytes that a process on such a device has in all."""
+    if kind == "cuda":
+        return gpu or UNKNOWN_GPU
+    return (host_bytes() if host is None else host) // processes
+
+
+def _scoring(
+    config: RunConfig, model: Any, sizes: ModelSizes, *, gpu: int, host: int | None
+) -> PassPeaks:
     scorer = config.scorer
     if not {"ref_logp", "logp"} & set(config.buffer.stages):
         return _NOTHING
-    kind = kind_of(scorer.device, gpu=gpu)
+    kind = kind_of(scorer.device, gpu=bool(gpu))
     settings = TrainerConfig(logits_mib=scorer.logits_mib)
-    keys = {"pack_tokens": scorer.pack_tokens, "micro_tokens": scorer.micro_tokens}
+    each, memory = _served(config, kind).itemsize, _memory(kind, gpu, host)
+    longest = config.sampling.max_tokens
+    keys = scoring_rows(scorer, model, sizes.parameters, each, memory, kind, longest)._asdict()
     trainer = msgspec.structs.replace(config.trainer, **keys)
     rows = fullest(msgspec.structs.replace(config, trainer=trainer))
 

@@ -7,17 +7,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from umbra.deploy.estimate.needs import (
+from umbra.deploy.estimate.items import (
     PHASES,
     VLLM_SHARE,
     VLLM_WORK,
     Facts,
     Item,
     Need,
-    arena,
-    needs,
     peak,
 )
+from umbra.deploy.estimate.needs import arena, needs
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.numbers import size
 

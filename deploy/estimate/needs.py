@@ -6,88 +6,27 @@ needs torch. A run is taken to be on one host, as `umbra up` starts it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
 from typing import Any
 
-from umbra.deploy.estimate.gpus import GIB
-from umbra.deploy.estimate.sizes import ModelSizes, PassPeaks, RowShape
+from umbra.deploy.estimate.items import (
+    AFTER_LOADING,
+    CONTEXT,
+    GPU_PROCESS,
+    ITEM_BYTES,
+    LOADING,
+    PROCESS,
+    VLLM_WORK,
+    Facts,
+    Item,
+    Need,
+    first_gpu,
+    kind_of,
+)
+from umbra.deploy.estimate.rank import trainer_need
+from umbra.deploy.estimate.sizes import ModelSizes, RowShape
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.weights.staging import BUFFERS
-
-LOADING, LOGITS, BACKWARD, EXPORT = "loading", "logits", "backward", "export"
-TRAINING = (LOGITS, BACKWARD)
-PHASES = (LOADING, LOGITS, BACKWARD, EXPORT)
-AFTER_LOADING = (LOGITS, BACKWARD, EXPORT)
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-COMPUTE_BYTES = {"no": 4, "bf16": 2, "fp16": 2}
-PROCESS = int(0.6 * GIB)  # Python with torch and Transformers
-GPU_PROCESS = 2 * GIB  # the same with CUDA's libraries
-CONTEXT = 1 * GIB  # of a GPU: CUDA's context, cuBLAS, and NCCL's buffers
-VLLM_SHARE = 0.92  # vLLM 0.32's gpu_memory_utilization
-VLLM_WORK = 3 * GIB  # of it: CUDA graphs, and the pass that it profiles
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """Bytes for one purpose.
-
-    Attributes:
-        during: the phases in which they are there; a process needs the most of any phase.
-        remedy: what a user can change to need less, as the end of "...: ".
-    """
-
-    name: str
-    bytes: int
-    during: tuple[str, ...] = PHASES
-    remedy: str = ""
-
-
-def peak(items: Iterable[Item]) -> int:
-    """The most that `items` take together in any phase."""
-    items = list(items)
-    return max(sum(item.bytes for item in items if phase in item.during) for phase in PHASES)
-
-
-@dataclass(frozen=True, slots=True)
-class Need:
-    """What each of `count` like processes needs.
-
-    Attributes:
-        gpus: indices of the GPUs of each; empty on a CPU.
-        device: memory of each of these GPUs.
-        host: memory of the host.
-    """
-
-    name: str
-    gpus: tuple[tuple[int, ...], ...]
-    device: tuple[Item, ...]
-    host: tuple[Item, ...]
-    count: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What is known of the model, and of the passes that the run makes over it.
-
-    Attributes:
-        training: a trainer's forward and backward pass over its fullest micro-batch.
-        scoring: a forward pass of a scorer of logprobs.
-        prefill: a forward pass of the torch engine over prompts.
-        rows: of that micro-batch.
-    """
-
-    sizes: ModelSizes
-    training: PassPeaks
-    scoring: PassPeaks
-    prefill: PassPeaks
-    rows: RowShape
-
-
-def kind_of(device: str, *, gpu: bool) -> str:
-    """ "cuda" or "cpu": what a configured device name means on a machine with or without GPUs."""
-    name = device.partition(":")[0]
-    return ("cuda" if gpu else "cpu") if name == "auto" else name
 
 
 def fullest(config: RunConfig) -> list[RowShape]:
@@ -120,7 +59,7 @@ def _filled(tokens: int, width: int, *, packed: bool) -> Iterator[RowShape]:
 
 def needs(config: RunConfig, facts: Facts, *, gpu: bool) -> list[Need]:
     """Of each kind of process of a run that needs much, on a machine with or without GPUs."""
-    found = [_trainer(config, facts, gpu=gpu)]
+    found = [trainer_need(config, facts, gpu=gpu)]
     if config.generator.engine != "replay":
         found.append(_generator(config, facts, gpu=gpu))
     found += _scorers(config, facts, gpu=gpu)
@@ -140,89 +79,6 @@ def arena(config: RunConfig, sizes: ModelSizes, *, gpu: bool) -> Item:
     slots = config.weight_hub.slots
     size = slots * published(config, sizes, gpu=gpu)
     return Item(f"arena, {slots} versions", size, AFTER_LOADING, "set weight_hub.slots = 2")
-
-
-def _trainer(config: RunConfig, facts: Facts, *, gpu: bool) -> Need:
-    trainer, sizes = config.trainer, facts.sizes
-    ranks = trainer.ranks
-    kind = kind_of(trainer.device, gpu=gpu)
-    share, trained = sizes.share(ranks), sizes.share(ranks, trained=True)
-    # Muon keeps 4 bytes of a matrix, and 8 of what AdamW trains: at most as much as AdamW.
-    most = 8 * trained
-    moments = {"adamw": most, "muon": most, "sgd": 4 * trained if trainer.betas[0] else 0}
-    moments_bytes = moments[trainer.optimizer]
-    shard = "raise trainer.ranks, or train an adapter (trainer.lora_rank)"
-    device = [
-        Item("weights, float32", 4 * share, remedy=shard),
-        Item("gradients, float32", 4 * trained, AFTER_LOADING, shard),
-        Item(f"moments, {trainer.optimizer}", moments_bytes, AFTER_LOADING, shard),
-        *_gathered(config, sizes, kind),
-        *_passes(config, facts, kind),
-    ]
-    if config.trainer.pieces.advantage == "gae" and config.critic.kind == "model":
-        # The critic's passes and the policy's may be under way at the same time.
-        critic = [replace(item, name=f"critic: {item.name}") for item in device]
-        device += [item for item in critic if item.bytes]
-    state = 4 * trained + moments_bytes
-    largest = max(tensor.share(ranks) for tensor in sizes.tensors)
-    host = [Item("process", GPU_PROCESS if kind == "cuda" else PROCESS)]
-    # A rank reads its rows of one tensor at a time.
-    host.append(Item("rows of a tensor while it is read", 4 * largest, (LOADING,)))
-    if config.checkpoint.every:
-        host.append(Item("copy for checkpoints", state, AFTER_LOADING, "set checkpoint.every = 0"))
-    if trainer.mismatch_every and config.buffer.run_ahead and config.generator.engine != "replay":
-        host.append(
-            Item("weights kept aside", 4 * trained, TRAINING, "set trainer.mismatch_every = 0")
-        )
-    if kind == "cuda" or ranks > 1 or trainer.lora_rank:
-        whole = 4 * sizes.parameters // ranks  # which rank 0 has for all of them
-        host.append(Item("the whole model for the export, per rank", whole, (EXPORT,)))
-    if kind == "cuda":
-        first = _index(trainer.device)
-        device.append(Item("CUDA and NCCL", CONTEXT))
-        gpus = tuple((first + rank,) for rank in range(ranks))
-        return Need("trainer rank", gpus, tuple(device), tuple(host), ranks)
-    return Need("trainer rank", (), (), (*host, *device), ranks)
-
-
-def _gathered(config: RunConfig, sizes: ModelSizes, kind: str) -> Iterator[Item]:
-    """What FSDP2 has of parameters and gradients that are not shards.
-
-    The root's parameters stay gathered for a pass. Of layers there are the one at work, the buffer
-    that the next one is gathered into, and on GPUs the next one itself. A layer's gradients are
-    reduced in float32, from a buffer that lives until those of the next one are reduced.
-    """
-    if config.trainer.ranks == 1:
-        return
-    each = COMPUTE_BYTES[config.trainer.precision_on(kind)]
-    root, root_trained = sizes.root
-    layer, trained = sizes.largest_layer
-    layers = 3 if kind == "cuda" else 2
-    remedy = "there is no key for it; a GPU with more memory"
-    yield Item("gathered parameters", each * (root + layers * layer), TRAINING, remedy)
-    reduced = trained * (each + 8)
-    last = root_trained * 4
-    yield Item("gathered gradients", each * root_trained + max(reduced, last), (BACKWARD,), remedy)
-
-
-def _passes(config: RunConfig, facts: Facts, kind: str) -> Iterator[Item]:
-    """What a forward and a backward pass take beyond parameters and gradients."""
-    training, trainer = facts.training, config.trainer
-    rows = facts.rows
-    less = "lower trainer.micro_tokens"
-    if not trainer.recomputes_on(kind):
-        less = "set trainer.activation_checkpointing = true"
-    elif rows.count == 1:
-        less = "lower generator.max_context or trainer.pack_tokens"
-    yield Item(
-        f"activations, {rows.count} x {rows.width:,} tokens",
-        training.kept - training.attention,
-        TRAINING,
-        less,
-    )
-    yield Item("masks and scores", training.attention, TRAINING, "lower trainer.pack_tokens")
-    yield Item("logits", training.logits, (LOGITS,), "lower trainer.logits_mib")
-    yield Item("a layer's forward and backward pass", training.working, (BACKWARD,), less)
 
 
 def _generator(config: RunConfig, facts: Facts, *, gpu: bool) -> Need:
@@ -261,7 +117,7 @@ def _generator(config: RunConfig, facts: Facts, *, gpu: bool) -> Need:
     if kind != "cuda":
         return Need("generator", (), (), (*host, *device), count)
     device.append(Item("CUDA and NCCL", CONTEXT))
-    first = _index(generator.device)
+    first = first_gpu(generator.device)
     starts = [first + parallel * replica for replica in range(generator.replicas)]
     gpus = tuple(tuple(range(start, start + parallel)) for start in starts) * generator.count
     return Need("generator", gpus, tuple(device), tuple(host), count)
@@ -289,13 +145,8 @@ def _scorers(config: RunConfig, facts: Facts, *, gpu: bool) -> Iterator[Need]:
             host.append(Item("staging of a version", staged, AFTER_LOADING))
         name = f"scorer {stage}"
         if kind == "cuda":
-            gpus = ((_index(config.scorer.device),),) * count
+            gpus = ((first_gpu(config.scorer.device),),) * count
             items = (*device, Item("CUDA and NCCL", CONTEXT))
             yield Need(name, gpus, items, tuple(host), count)
         else:
             yield Need(name, (), (), (*host, *device), count)
-
-
-def _index(device: str) -> int:
-    number = device.partition(":")[2]
-    return int(number) if number.isdigit() else 0

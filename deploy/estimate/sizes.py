@@ -21,6 +21,11 @@ class Sized:
         """Its numbers."""
         return prod(self.shape)
 
+    @property
+    def width(self) -> int:
+        """Numbers of a row; 0: its rows are numbers."""
+        return prod(self.shape[1:]) if len(self.shape) > 1 else 0
+
     def share(self, ranks: int) -> int:
         """Numbers that the first of `ranks` ranks holds: as many whole rows as any of them."""
         if not self.shape:
@@ -62,6 +67,15 @@ class ModelSizes:
         return self._in({-1})
 
     @property
+    def layers(self) -> int:
+        """Numbers of all layers."""
+        return sum(t.count for t in self.tensors if t.layer >= 0)
+
+    def root_share(self, ranks: int) -> int:
+        """Numbers outside of the layers that are trained, and that one of `ranks` ranks holds."""
+        return sum(t.share(ranks) for t in self.tensors if t.trained and t.layer < 0)
+
+    @property
     def largest_layer(self) -> tuple[int, int]:
         """Numbers of the largest layer, and those of it that are trained."""
         return max(self._in({layer}) for layer in {t.layer for t in self.tensors} - {-1})
@@ -95,6 +109,8 @@ class PassPeaks:
     """Most while the layers compute, before the output layer begins."""
     backward: int
     """Most while the layers' gradients are computed."""
+    offloaded: int = 0
+    """In host memory instead: what recomputed layers keep, with `trainer.offload`."""
 
     @property
     def working(self) -> int:

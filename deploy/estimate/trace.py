@@ -13,14 +13,14 @@ import copy
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -32,6 +32,11 @@ from umbra.services.modeling.lora import add_adapter, is_adapter
 from umbra.services.modeling.micro_batch import MicroBatch, Tokens, Unit, lay_out
 from umbra.services.modeling.models import attention_implementation
 from umbra.services.modeling.scorer import Scorer
+from umbra.services.modeling.sequence_parallel import (
+    SequenceGroup,
+    SequenceParallel,
+    SequenceShare,
+)
 from umbra.services.runtime.config import TrainerConfig
 from umbra.services.trainer.sharding import decoder_layers, prepare_layers
 
@@ -55,8 +60,10 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.now = self.peak = 0
         self.attention = 0  # of `now`
+        self.away = self.most_away = 0  # in host memory
         self._is_attention = is_attention
-        self._sizes = {tensor.untyped_storage()._cdata: (0, False) for tensor in known}
+        self._sizes = {tensor.untyped_storage()._cdata: (0, False, False) for tensor in known}
+        self._is_away = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run `func`, and count what is new in its result."""
@@ -75,16 +82,37 @@ class LiveBytes(TorchDispatchMode):
         if key in self._sizes:
             return
         size, of_pairs = storage.nbytes(), self._is_attention(tensor)
-        self._sizes[key] = size, of_pairs
-        self.now += size
-        self.attention += size * of_pairs
-        self.peak = max(self.peak, self.now)
+        self._sizes[key] = size, of_pairs, self._is_away
+        self._add(size, of_pairs, self._is_away)
         weakref.finalize(storage, self._gone, key).atexit = False
 
     def _gone(self, key: int) -> None:
-        size, of_pairs = self._sizes.pop(key)
-        self.now -= size
-        self.attention -= size * of_pairs
+        size, of_pairs, away = self._sizes.pop(key)
+        self._add(-size, of_pairs, away)
+
+    def _add(self, size: int, of_pairs: bool, away: bool) -> None:
+        if away:
+            self.away += size
+            self.most_away = max(self.most_away, self.away)
+            return
+        self.now += size
+        self.attention += size * of_pairs
+        self.peak = max(self.peak, self.now)
+
+    def keep_away(self) -> AbstractContextManager[Any]:
+        """As torch's `save_on_cpu` of tensors on a GPU: what autograd keeps is copied to the host.
+
+        What is copied counts as `away`, and once more as here when the backward pass needs it.
+        """
+
+        def pack(tensor: Tensor) -> Tensor:
+            self._is_away = True
+            try:
+                return tensor.clone()
+            finally:
+                self._is_away = False
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, torch.clone)
 
 
 def pass_peaks(
@@ -109,9 +137,9 @@ def pass_peaks(
         begin, end = getattr(few, name), getattr(more, name)
         return begin + (count - _FEW[0]) * (end - begin) // (_FEW[1] - _FEW[0])
 
-    grew = [grown(name) for name in ("kept", "attention", "forward", "backward")]
-    kept, attention, forward, backward = grew
-    return PassPeaks(kept, attention, more.logits, forward, backward)
+    names = ("kept", "attention", "forward", "backward", "offloaded")
+    kept, attention, forward, backward, offloaded = map(grown, names)
+    return PassPeaks(kept, attention, more.logits, forward, backward, offloaded)
 
 
 def _first(config: Any, layers: int) -> Any:
@@ -143,6 +171,9 @@ class Outline:
 
     def __init__(self, config: Any, trainer: TrainerConfig, dtype: torch.dtype, kind: str) -> None:
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._live: LiveBytes | None = None  # of the pass that is under way
+        self._kind = kind
+        self._shared_by = trainer.sequence_parallel
         plain = msgspec.structs.replace(trainer, compile=False)  # which would run a compiler
         with torch.device("meta"):
             self.model: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -156,7 +187,7 @@ class Outline:
             add_adapter(self.model, trainer, seed=0)
         with self._fake:
             _without_data(self.model, dtype)
-            prepare_layers(self.model, plain, kind)
+            prepare_layers(self.model, plain, kind, self._keep_away)
             # On GPUs all backends but "sdpa" are linear in the row, as this one is.
             linear = kind == "cuda" and trainer.attention != "sdpa"
             backend = "segments" if linear else trainer.attention
@@ -197,18 +228,23 @@ class Outline:
             autocast: dtype of the computation, if it is not that of the parameters.
             train: with a backward pass, whose gradients are added to those that are there.
         """
-        micro = self._fakes(full_rows(rows))
+        full = full_rows(rows)
+        micro = self._fakes(full)
+        group = _Silent(self._shared_by) if self._shared_by > 1 and train else None
         with ExitStack() as stack:
             stack.enter_context(self._fake)
-            scorer = Scorer(self.model, self._chunk, self._attention).eval()
+            scorer = Scorer(self.model, self._chunk, self._attention, group).eval()
             scorer._compared = True  # it would look at logits
+            if scorer._parallel is not None:
+                scorer._parallel = self._shared(scorer._parallel, full)
             temperature = torch.ones(len(micro.targets))
             known = [*self.model.parameters(), *self.model.buffers()]
             trained = [p for p in self.model.parameters() if p.requires_grad] if train else []
             for parameter in trained:
                 parameter.grad = torch.zeros_like(parameter)
                 known.append(parameter.grad)
-            live = stack.enter_context(LiveBytes(known, partial(_of_pairs, width=rows.width)))
+            live = LiveBytes(known, partial(_of_pairs, width=rows.width))
+            self._live = stack.enter_context(live)
             head = self.model.get_output_embeddings()
             assert head is not None, "the scorer has looked"
             marks = _Marks(head, live)
@@ -224,6 +260,19 @@ class Outline:
                 loss.backward()
             return marks.peaks()
 
+    def _keep_away(self) -> AbstractContextManager[Any]:
+        if self._live is None or self._kind != "cuda":
+            return nullcontext()  # on a CPU what is kept is in host memory already
+        return self._live.keep_away()
+
+    def _shared(self, parallel: SequenceParallel, rows: MicroBatch) -> Any:
+        """`parallel`, which looks at the data of `rows`, with the share that it has found there."""
+        with unset_fake_temporarily():
+            share = parallel.share(rows)
+        share.rows, share.own = self._fakes(share.rows), self._fakes(share.own)
+        share.learned = self._fake.from_tensor(share.learned)
+        return _Known(share)
+
     def _fakes(self, micro: MicroBatch) -> MicroBatch:
         """`micro` with tensors that have no data."""
         tensors = {
@@ -232,6 +281,33 @@ class Outline:
             if isinstance(value := getattr(micro, field.name), Tensor)
         }
         return dataclasses.replace(micro, **tensors)
+
+
+class _Silent(SequenceGroup):
+    """Ranks that share rows, of which there is but this one: nothing is sent."""
+
+    def __init__(self, size: int) -> None:
+        nobody: Any = None
+        super().__init__(nobody, 0, size)
+
+    def exchange(self, sent: Tensor) -> Tensor:
+        return torch.empty_like(sent)
+
+    def sum(self, values: Tensor) -> None:
+        """Nothing to add."""
+
+
+class _Known:
+    """In the place of `SequenceParallel`: a share that is known already."""
+
+    def __init__(self, share: SequenceShare) -> None:
+        self._share = share
+
+    def share(self, _: MicroBatch) -> SequenceShare:
+        return self._share
+
+    def check(self, _: SequenceShare) -> None:
+        """Layers that have no data exchange as others do."""
 
 
 class _Marks:
@@ -271,6 +347,7 @@ class _Marks:
             logits=logits - kept,
             forward=forward,
             backward=backward[0] if backward else 0,
+            offloaded=self._live.most_away,
         )
 
 

@@ -38,6 +38,16 @@ class SequenceGroup:
     rank: int
     size: int
 
+    def exchange(self, sent: Tensor) -> Tensor:
+        """What the ranks give each other: row i of what rank i sent to this one; [size, bytes]."""
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        return received
+
+    def sum(self, values: Tensor) -> None:
+        """Add up `values` of all ranks, in place."""
+        dist.all_reduce(values, group=self.group)
+
 
 class SequenceShare:
     """What one rank has of a micro-batch with N learned tokens.
@@ -233,9 +243,7 @@ class _Exchange(torch.autograd.Function):
 def _exchange(group: SequenceGroup, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """In one message, as bytes: under autocast queries, keys and values may differ in dtype."""
     flat = [x.contiguous().view(group.size, -1).view(torch.uint8) for x in tensors]
-    sent = torch.cat(flat, 1)
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group.group)
+    received = group.exchange(torch.cat(flat, 1))
     parts = received.split([x.shape[1] for x in flat], 1)
     return tuple(
         part.contiguous().view(x.dtype).view(x.shape)
@@ -251,7 +259,7 @@ class _Join(torch.autograd.Function):
         ctx.learned = share.learned
         joined = values.new_zeros(len(share.rows.targets), *values.shape[1:])
         joined[share.learned] = values
-        dist.all_reduce(joined, group=share.group.group)
+        share.group.sum(joined)
         return joined
 
     @staticmethod

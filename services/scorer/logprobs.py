@@ -16,6 +16,7 @@ from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.experts import NO_ROUTERS, chosen_experts
 from umbra.services.modeling.micro_batch import Tokens
 from umbra.services.modeling.packing import pack
+from umbra.services.modeling.row_sizes import memory_of, scoring_rows
 from umbra.services.modeling.scorer import Scorer
 from umbra.services.runtime.config import ScorerConfig as ScorerConfig
 from umbra.services.runtime.trajectories import RunFacts, find_fault
@@ -30,6 +31,7 @@ class LogprobWorker:
         refresh: brings the newest weights into the model and returns their version; -1 for a model
             that stays as it is.
         replay: route tokens to the experts that the generator's engine chose.
+        max_tokens: `sampling.max_tokens`, by which rows of `auto` are sized; 0: unknown.
 
     Raises:
         UsageError: there is nothing to replay with this model.
@@ -42,8 +44,18 @@ class LogprobWorker:
         refresh: Callable[[], int] = lambda: -1,
         *,
         replay: bool = False,
+        max_tokens: int = 0,
     ) -> None:
         self._device: torch.device = model.device
+        self.rows = scoring_rows(
+            config,
+            model.config,
+            sum(parameter.numel() for parameter in model.parameters()),
+            model.dtype.itemsize,
+            memory_of(self._device, 1),
+            self._device.type,
+            max_tokens,
+        )
         attention = Attention.prepare(model, config.attention, self._device, "scorer.attention")
         self._scorer = Scorer(model, int(config.logits_mib * 2**20), attention).eval()
         self._facts = RunFacts(model.get_input_embeddings().num_embeddings)
@@ -52,7 +64,6 @@ class LogprobWorker:
             if self._scorer.routers is None:
                 raise UsageError(NO_ROUTERS)
             self._facts.routing, self._facts.routers = True, self._scorer.routers.kind
-        self._config = config
         self._refresh = refresh
 
     @torch.inference_mode()
@@ -78,8 +89,8 @@ class LogprobWorker:
         logprobs = torch.zeros(len(tokens.learned))
         for micro in pack(
             tokens,
-            pack_tokens=self._config.pack_tokens,
-            micro_tokens=self._config.micro_tokens,
+            pack_tokens=self.rows.pack_tokens,
+            micro_tokens=self.rows.micro_tokens,
         ):
             alive()
             temperature = temperatures[tokens.owner[micro.source]].to(self._device)

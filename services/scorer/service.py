@@ -74,9 +74,10 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
     device = pick_device(scorer.device)
     dtype = config.weight_hub.dtype_on(device.type)
     model = load_model(path, device, getattr(torch, dtype), source, config.model.checked)
+    longest = config.sampling.max_tokens
     if scorer.stage == "ref_logp":
         context.ready({"stage": scorer.stage, "model": path})
-        worker = LogprobWorker(model, scorer)
+        worker = LogprobWorker(model, scorer, max_tokens=longest)
         ScorerLoop(session, scorer.stage, worker, scorer.capacity, context.metrics).run()
         return
     channel = session.weights(deadline_s=HUB_DEADLINE_S)
@@ -104,7 +105,7 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
         refresh()
         context.ready({"stage": scorer.stage, "version": version})
         replay = config.trainer.router_replay  # as the policy that it stands for
-        worker = LogprobWorker(model, scorer, refresh, replay=replay)
+        worker = LogprobWorker(model, scorer, refresh, replay=replay, max_tokens=longest)
         loop = ScorerLoop(session, scorer.stage, worker, scorer.capacity, context.metrics)
         while not session.stopping.is_set():
             refresh()  # also while there is nothing to score, so that the hub need not wait

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from umbra.services.modeling.packing import Cost, pack
+from umbra.services.modeling.row_sizes import RowSizes
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.process.disk import DISK
 from umbra.services.trainer.batch import TrainBatch
@@ -24,7 +25,6 @@ from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.metrics import Row
 from umbra.services.trainer.objectives.values import value_loss
 from umbra.services.trainer.ranks import Ranks
-from umbra.services.trainer.row_sizes import RowSizes
 from umbra.services.trainer.sharding import clip_gradients
 from umbra.services.trainer.value_model import OwnModel, PolicyHead, Values
 

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from umbra.proto.errors import UsageError
 from umbra.services.runtime.config import TrainerConfig
+from umbra.services.runtime.config.feasibility import muon_faults
 from umbra.services.trainer.sharding import decoder_layers
 
 MOMENTUM = 0.95  # of both papers
@@ -128,11 +129,8 @@ def muon(model: PreTrainedModel, config: TrainerConfig) -> Muon:
             "trainer.optimizer = muon does not train an adapter: set trainer.lora_rank = 0, or "
             "trainer.optimizer = adamw"
         )
-    if config.weights == "bf16" or config.offload in ("optimizer", "all"):
-        raise UsageError(
-            "trainer.optimizer = muon updates float32 weights where they are: set trainer.weights "
-            "to float32, and trainer.offload to none or activations"
-        )
+    if fault := next(muon_faults(config), ""):
+        raise UsageError(fault)
     matrices = dict.fromkeys(_matrices(model))
     others = [p for p in model.parameters() if p.requires_grad and p not in matrices]
     return Muon([*matrices], others, config)

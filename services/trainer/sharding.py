@@ -7,6 +7,7 @@ Accelerate shards by FSDP2 only where there are GPUs and falls back to copies (D
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -65,10 +66,20 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return layers
 
 
-def prepare_layers(model: PreTrainedModel, config: TrainerConfig, kind: str) -> None:
+def on_host() -> AbstractContextManager[Any]:
+    """Within it, what is kept for the backward pass is in host memory until then."""
+    return save_on_cpu(pin_memory=torch.cuda.is_available())
+
+
+def prepare_layers(
+    model: PreTrainedModel,
+    config: TrainerConfig,
+    kind: str,
+    keep_away: Callable[[], AbstractContextManager[Any]] = on_host,
+) -> None:
     """Compile, recompute and offload layers as configured; names stay as they are.
 
-    `kind` is that of the device, "cpu" or "cuda".
+    `kind` is that of the device, "cpu" or "cuda"; `keep_away` is how activations are offloaded.
 
     Raises:
         UsageError: layers are to be compiled and recomputed selectively, or to be offloaded
@@ -98,17 +109,19 @@ def prepare_layers(model: PreTrainedModel, config: TrainerConfig, kind: str) -> 
         if how and number % every == 0:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **options)
             if saved:
-                layer.forward = _saved_on_host(layer.forward)
+                layer.forward = _within(keep_away, layer.forward)
 
 
-def _saved_on_host(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward`, what it keeps for the backward pass being in host memory until then.
+def _within(
+    keep_away: Callable[[], AbstractContextManager[Any]], forward: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`forward`, what it keeps for the backward pass being elsewhere until then.
 
     Of a layer that is recomputed that is its input.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with save_on_cpu(pin_memory=torch.cuda.is_available()):
+        with keep_away():
             return forward(*args, **kwargs)
 
     return run

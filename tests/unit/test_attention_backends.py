@@ -66,6 +66,36 @@ def test_segments_are_the_dense_mask(
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize(("cap", "sinks"), [(None, False), (2.0, True)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_segments_are_as_exact_as_the_dense_mask_in_bfloat16(
+    layout: str, window: int | None, cap: float | None, sinks: bool
+) -> None:
+    """Under autocast both round; segments are no farther from float64 than the dense mask is."""
+    micro = rows_of(layout)
+    mask, seen = micro.mask.within(window), fed(micro)
+    where = seen[:, None].expand(-1, 4, -1)
+
+    def found(kind: str, dtype: torch.dtype) -> list[Tensor]:
+        of = [t.detach().to(dtype).requires_grad_() for t in inputs(micro, 4, 2, 16, 16)]
+        sink = None
+        if sinks:
+            sink = torch.linspace(-1, 2, 4, dtype=dtype, requires_grad=True)
+            of.append(sink)
+        form = mask if kind == "segments" else mask.allowed().unsqueeze(1)
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+            q, k, v = (t.to(torch.bfloat16) if dtype == torch.float32 else t for t in of[:3])
+            output = attend(q, k, v, form, scale=0.3, cap=cap, sinks=sink)
+        assert output.dtype == (torch.bfloat16 if dtype == torch.float32 else dtype)
+        return [t.double() for t in (output[where], *gradients(output, of, seen))]
+
+    exact = found("dense", torch.float64)
+    dense, ours = (found(kind, torch.float32) for kind in ("dense", "segments"))
+    for one, other, true in zip(ours, dense, exact, strict=True):
+        assert (one - true).norm() <= 1.5 * (other - true).norm() + 1e-4 * true.norm()
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("window", [None, 7, 200])
 @pytest.mark.parametrize("layout", LAYOUTS)

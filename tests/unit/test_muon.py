@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torch import nn
 from umbra.proto.errors import UsageError
 from umbra.services.modeling.packing import pack
 from umbra.services.runtime.config import TrainerConfig
+from umbra.services.runtime.config.feasibility import check_feasible
+from umbra.services.runtime.config.loader import load_config
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.make_model import make_model
@@ -115,3 +118,18 @@ def test_it_trains_no_adapter(tmp_path: Path) -> None:
     config = TrainerConfig(optimizer="muon", lora_rank=2, device="cpu")
     with pytest.raises(UsageError, match=r"set trainer\.lora_rank = 0, or trainer\.optimizer"):
         Learner(load_policy(tmp_path / "model")[0], config, steps=1)
+
+
+@pytest.mark.parametrize("key", [{"offload": "optimizer"}, {"offload": "all"}])
+def test_it_updates_no_copies(key: dict[str, Any], tmp_path: Path) -> None:
+    make_model(tmp_path / "model", hidden=32, ff=64)
+    keys = {"optimizer": "muon", "activation_checkpointing": True, **key}
+    config = load_config(
+        overrides=[f"trainer.{name}={str(value).lower()}" for name, value in keys.items()],
+        environ={},
+    )
+    with pytest.raises(UsageError, match="muon updates float32 weights where they are"):
+        check_feasible(config)
+    trainer = TrainerConfig(device="cpu", **keys)
+    with pytest.raises(UsageError, match="muon updates float32 weights where they are"):
+        Learner(load_policy(tmp_path / "model")[0], trainer, steps=1)

@@ -14,13 +14,14 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from fakes.slowness import seconds
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from umbra.deploy.estimate.facts import gather_facts
 from umbra.deploy.estimate.fit import Estimate, Machine, estimate, taken, vllm_room
 from umbra.deploy.estimate.gpus import GIB, gpu_bytes
-from umbra.deploy.estimate.needs import peak
+from umbra.deploy.estimate.items import peak
 from umbra.deploy.estimate.sizes import RowShape
 from umbra.deploy.estimate.trace import full_rows
 from umbra.services.runtime.config import RunConfig
@@ -219,9 +220,11 @@ def test_its_settings_train_a_tiny_model_of_that_shape(name: str) -> None:
     config = recipe(name)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny(MODELS[config.model.path][1]))
-    trainer = msgspec.structs.replace(config.trainer, device="cpu", ranks=1)
+    trainer = msgspec.structs.replace(config.trainer, device="cpu", ranks=1, precision="bf16")
+    AcceleratorState._reset_state()  # a process has one precision, but here
     learner = Learner(model, trainer, config.run.steps)
-    named = dict(learner.model.named_parameters())
+    updated = learner._masters.of  # of bf16 weights float32 copies
+    named = {n: updated(p) for n, p in learner.model.named_parameters()}
     trained = {n: p.detach().clone() for n, p in named.items() if p.requires_grad}
     assert all((".lora_" in n) == bool(trainer.lora_rank) for n in trained)
     micro = full_rows(RowShape(2, 32))
@@ -267,6 +270,7 @@ def test_a_whole_run_of_it_on_a_tiny_model(name: str, tmp_path: Path) -> None:
         "trainer.device": "cpu",
         "trainer.ranks": min(2, config.trainer.ranks),
         "trainer.threads": 1,
+        "trainer.precision": "bf16",  # what auto is on GPUs
         # Samples without a reward have an advantage of 0, and would not be trained on.
         "trainer.entropy_coef": 0.001,
     }

@@ -10,13 +10,14 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from umbra.proto.errors import UsageError
-from umbra.services.runtime.config import TrainerConfig
+from umbra.services.modeling.row_sizes import RowSizes, memory_of, scoring_rows
+from umbra.services.runtime.config import ScorerConfig, TrainerConfig
 from umbra.services.runtime.config.loader import load_config
 from umbra.services.runtime.process import host_memory
 from umbra.services.trainer import row_sizes as module
 from umbra.services.trainer.ranks import Ranks
 from umbra.services.trainer.rendezvous import RankPlace
-from umbra.services.trainer.row_sizes import RowSizes, activation_bytes, row_sizes
+from umbra.services.trainer.row_sizes import activation_bytes, row_sizes
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 GIB = 1 << 30
@@ -115,13 +116,15 @@ def test_activations_of_a_small_model_are_about_what_they_say() -> None:
     assert 0.6 < found < 1.2
 
 
+@pytest.mark.parametrize("section", ["trainer", "scorer"])
 @pytest.mark.parametrize("value", ["auto", "512"])
-def test_both_forms_are_read(value: str, tmp_path: Path) -> None:
-    config = load_config(overrides=[f"trainer.pack_tokens={value}"], environ={})
-    assert config.trainer.pack_tokens == (value if value == "auto" else int(value))
+def test_both_forms_are_read(value: str, section: str) -> None:
+    config = load_config(overrides=[f"{section}.pack_tokens={value}"], environ={})
+    expected = value if value == "auto" else int(value)
+    assert getattr(config, section).pack_tokens == expected
     for wrong in ("4", "all"):
         with pytest.raises(UsageError, match="pack_tokens"):
-            load_config(overrides=[f"trainer.pack_tokens={wrong}"], environ={})
+            load_config(overrides=[f"{section}.pack_tokens={wrong}"], environ={})
 
 
 @pytest.mark.parametrize(("text", "limit_bytes"), [("max\n", 0), ("1048576\n", 1 << 20), (None, 0)])
@@ -135,4 +138,22 @@ def test_a_container_has_what_it_may_take(
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     expected = limit_bytes or total
     assert host_memory.host_bytes() == expected
-    assert module.memory_of(torch.device("cpu"), 2) == expected // 2
+    assert memory_of(torch.device("cpu"), 2) == expected // 2
+
+
+def test_a_scorer_keeps_one_layer_at_a_time(model: Any) -> None:
+    """Its passes are longer than a trainer's where memory is short, and no longer than useful."""
+    weights = sum(parameter.numel() for parameter in model.parameters())
+
+    def rows(gib: float, kind: str, max_tokens: int = 0, **keys: Any) -> RowSizes:
+        config, memory = ScorerConfig(**keys), int(gib * GIB)
+        return scoring_rows(config, model.config, weights, 2, memory, kind, max_tokens)
+
+    assert rows(80, "cuda") == (16384, 16384)
+    few = rows(18, "cuda").micro_tokens
+    assert 256 < few < 16384
+    assert rows(18, "cuda", logits_mib=1.0).micro_tokens > few
+    assert rows(8, "cuda") == (256, 256)
+    assert rows(80, "cpu", 3000) == (6000, 6000)
+    assert rows(80, "cuda", 3000, pack_tokens=64) == (64, 16384)
+    assert rows(80, "cuda", micro_tokens=512) == (512, 512)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,27 @@ def test_compiled_layers_change_nothing(
     found = train(directory, batches, Ranks(), compile=True, activation_checkpointing=recomputed)
     assert_same(found, plain)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > before, "something was compiled"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("default")  # those of the compiler are not ours
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_segments_in_compiled_layers_are_the_dense_mask(
+    directory: Path,
+    batches: list[list[Trajectory]],
+    recomputed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Traced and taken apart as for any compiler; kernels are those without one."""
+    keys: dict[str, Any] = {"pack_tokens": 128, "micro_tokens": 512}
+    dense = train(directory, batches, Ranks(), attention="sdpa", **keys)
+    torch.compiler.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    keys |= {"compile": True, "activation_checkpointing": recomputed}
+    found = train(directory, batches, Ranks(), attention="segments", **keys)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > before, "something was compiled"
+    assert_same(found, dense)
 
 
 def test_prompts_shared_or_not_the_update_is_the_same(

@@ -216,11 +216,7 @@ def _memory(trainer: TrainerConfig) -> Iterator[str]:
             f"trainer.moments = {trainer.moments} is for trainer.optimizer = adamw, not for "
             f"{trainer.optimizer}: leave it at float32"
         )
-    if trainer.optimizer == "muon" and (trainer.weights == "bf16" or offloads):
-        yield (
-            "trainer.optimizer = muon updates float32 weights where they are: set trainer.weights "
-            "to float32, and trainer.offload to none or activations"
-        )
+    yield from muon_faults(trainer)
     if trainer.moments == "bf16" and max(trainer.betas) > BF16_BETA:
         yield (
             "trainer.moments = bf16 rounds away what a step changes of a moment if a beta is above "
@@ -233,6 +229,17 @@ def _memory(trainer: TrainerConfig) -> Iterator[str]:
         yield (
             f"trainer.offload = {trainer.offload} moves what recomputed layers keep: set "
             "trainer.activation_checkpointing = true"
+        )
+
+
+def muon_faults(trainer: TrainerConfig) -> Iterator[str]:
+    """Why Muon cannot be the optimizer; the trainer, which may have no run file, asks too."""
+    if trainer.optimizer == "muon" and (
+        trainer.weights == "bf16" or trainer.offload in ("optimizer", "all")
+    ):
+        yield (
+            "trainer.optimizer = muon updates float32 weights where they are: set trainer.weights "
+            "to float32, and trainer.offload to none or activations"
         )
 
 

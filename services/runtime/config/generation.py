@@ -158,8 +158,14 @@ class ScorerConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         str, Meta(description="directory of the reference model; empty = model.path")
     ] = ""
     capacity: Annotated[int, Meta(description="trajectories leased at once", ge=1)] = 32
-    pack_tokens: Annotated[int, Meta(description="tokens per packed row", ge=8)] = 256
-    micro_tokens: Annotated[int, Meta(description="tokens per forward pass", ge=8)] = 4096
+    pack_tokens: Annotated[
+        Annotated[int, Meta(ge=8)] | Literal["auto"],
+        Meta(description="tokens per packed row; auto = room for several samples"),
+    ] = "auto"
+    micro_tokens: Annotated[
+        Annotated[int, Meta(ge=8)] | Literal["auto"],
+        Meta(description="tokens per forward pass; auto = what fits into memory"),
+    ] = "auto"
     attention: Annotated[
         Literal["auto", "sdpa", "segments", "flex", "varlen"],
         Meta(description="backend of attention over packed rows, as of the trainer"),

@@ -1,0 +1,107 @@
+"""How long packed rows and forward passes are, where the run file leaves it to `auto`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+
+from umbra.services.runtime.process.host_memory import host_bytes
+
+SHORT_ROW = 256  # tokens; narrower rows save little
+CPU_PASS, GPU_PASS = 4096, 65536  # tokens at most; more of them make no device faster
+SCORING_PASS = 16384  # the same of a pass without gradient on a GPU, which others may use too
+ACTIVATIONS = 0.5  # of the memory that weights leave: the rest is logits, scratch and fragmentation
+
+
+class RowSizes(NamedTuple):
+    """`pack_tokens` and `micro_tokens` of a trainer or scorer, as numbers."""
+
+    pack_tokens: int
+    micro_tokens: int
+
+
+class SizedRows(Protocol):
+    """The keys of a trainer or scorer that rows depend on."""
+
+    @property
+    def pack_tokens(self) -> int | Literal["auto"]: ...
+    @property
+    def micro_tokens(self) -> int | Literal["auto"]: ...
+    @property
+    def logits_mib(self) -> float: ...
+
+
+def rows_within(
+    config: SizedRows, fits: int, kind: str, max_tokens: int = 0, gpu_pass: int = GPU_PASS
+) -> RowSizes:
+    """The configured numbers; for `auto` what suits the device and the samples.
+
+    A pass has what fits, and at most `gpu_pass` tokens on a GPU and 4096 on a CPU, where more make
+    nothing faster. On a GPU a row is as long as a pass, as a row of many segments costs no more
+    than many rows. On a CPU it has room for two of the longest responses, so that they share a
+    prompt, for which a pass may be longer; it is no longer than that, as short rows have a dense
+    mask.
+
+    Args:
+        fits: tokens that there is memory for.
+        kind: of the device, "cpu" or "cuda".
+        max_tokens: `sampling.max_tokens`, the longest response of a turn; 0: unknown.
+    """
+    pack_tokens, micro_tokens = config.pack_tokens, config.micro_tokens
+    gpu = kind == "cuda"
+    if micro_tokens == "auto":
+        most = gpu_pass if gpu else max(CPU_PASS, 2 * max_tokens)
+        micro_tokens = max(SHORT_ROW, min(fits, most))
+    if pack_tokens == "auto":
+        pack_tokens = micro_tokens if gpu else min(micro_tokens, max(SHORT_ROW, 2 * max_tokens))
+    return RowSizes(pack_tokens, micro_tokens)
+
+
+def scoring_rows(
+    config: SizedRows, model: Any, weights: int, each: int, memory: int, kind: str, max_tokens: int
+) -> RowSizes:
+    """Of passes without gradient, which keep the tensors of one layer at a time.
+
+    Args:
+        config: the scorer's.
+        model: its Transformers config.
+        weights: numbers of the model.
+        each: bytes of a number that is computed with.
+        memory: bytes that the device has in all.
+        kind: as for `rows_within`.
+        max_tokens: as for `rows_within`.
+    """
+    room = room_for_tokens(memory, weights * each, config)
+    fits = room // (each * layer_numbers(model))
+    return rows_within(config, fits, kind, max_tokens, SCORING_PASS)
+
+
+def room_for_tokens(memory: int, weights: int, config: SizedRows) -> int:
+    """Bytes for activations, if weights and what belongs to them take so many; never negative."""
+    return max(0, int(ACTIVATIONS * (memory - weights - 4 * int(config.logits_mib * 2**20))))
+
+
+def memory_of(device: torch.device, per_host: int) -> int:
+    """Bytes that a process has in all: of its GPU, or its share of the host's or container's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return host_bytes() // per_host
+
+
+def layer_numbers(model: Any) -> int:
+    """Numbers of a token in a layer that training keeps, by the shapes in the model's config.
+
+    Ten as wide as the hidden state (two norms, the output projections, the residual stream), three
+    of each query, key and value (projected, normed or rotated, and what attention keeps), four of
+    each unit of the feed-forward part that the token meets. `model` is a Transformers config.
+    """
+    known = model.get_text_config()
+    hidden, heads = known.hidden_size, known.num_attention_heads
+    width = getattr(known, "head_dim", None) or hidden // heads
+    attended = (heads + 2 * (getattr(known, "num_key_value_heads", None) or heads)) * width
+    units = getattr(known, "intermediate_size", None) or 4 * hidden
+    expert = getattr(known, "moe_intermediate_size", None)
+    if expert:
+        units = max(units, expert * (getattr(known, "num_experts_per_tok", None) or 1))
+    return 10 * hidden + 3 * attended + 4 * units

@@ -1,0 +1,140 @@
+"""`umbra estimate`: what a trainer's rank takes is what it is told to need, by every key of memory.
+
+Ranks load a model and train, in processes of their own; the kernel tells what that took.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes.slowness import seconds
+from integration.test_trainer_ranks import TESTS, launch, see_through
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from umbra.deploy.estimate.facts import gather_facts
+from umbra.deploy.estimate.items import LOADING, TRAINING, Item
+from umbra.deploy.estimate.needs import needs
+from umbra.services.runtime.config.loader import load_config
+
+WITHIN = 0.1
+NARROW: dict[str, Any] = {
+    "vocab_size": 4000,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "tie_word_embeddings": False,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Settings of the trainer, and the rows of its fullest micro-batch."""
+
+    trainer: dict[str, Any] = field(default_factory=dict)
+    rows: tuple[int, int] = (2, 256)
+
+
+BF16 = {"precision": "bf16", "weights": "bf16"}
+ALONE = {
+    "float32": Case(),
+    "bf16 weights": Case(BF16),
+    "bf16 moments": Case({"moments": "bf16", "betas": [0.9, 0.95]}),
+    "8 bit moments": Case({"moments": "8bit"}),
+    "host optimizer": Case({"offload": "optimizer"}),
+    "host optimizer, bf16 weights": Case({"offload": "optimizer", **BF16}),
+    "offload all": Case({"offload": "all", "activation_checkpointing": True}, (4, 512)),
+    "adapter of a bf16 base": Case({"lora_rank": 8, **BF16}),
+    "long rows, bf16 weights": Case(BF16, (2, 1024)),
+}
+SHARDED = {
+    "float32": Case(),
+    "bf16": Case({"precision": "bf16"}),
+    "bf16 weights": Case(BF16),
+    "8 bit moments": Case({"moments": "8bit"}),
+    "host optimizer": Case({"offload": "optimizer"}),
+    "offload all": Case({"offload": "all", "activation_checkpointing": True}),
+    "offload all, bf16 weights": Case({"offload": "all", "activation_checkpointing": True, **BF16}),
+    "gathered once": Case({"reshard_after_forward": False}),
+    "gathered once, bf16": Case({"reshard_after_forward": False, "precision": "bf16"}),
+    "reduced once": Case({"reduce_gradients": "update"}),
+    "reduced once, bf16": Case({"reduce_gradients": "update", "precision": "bf16"}),
+    "shared rows": Case({"sequence_parallel": 2}, (1, 2048)),
+    "shared rows, recomputed": Case(
+        {"sequence_parallel": 2, "activation_checkpointing": True}, (2, 1024)
+    ),
+}
+CASES = {1: ALONE, 2: SHARDED}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a model, and one for which libraries make their buffers."""
+    path = tmp_path_factory.mktemp("memory")
+    torch.manual_seed(0)
+    for name, layers in (("model", NARROW["num_hidden_layers"]), ("warm", 1)):
+        config = Qwen3Config(**{**NARROW, "num_hidden_layers": layers})
+        AutoModelForCausalLM.from_config(config).save_pretrained(path / name)
+    return path
+
+
+@pytest.fixture(scope="module")
+def measured(folder: Path) -> dict[tuple[int, str], dict[str, int]]:
+    """Bytes of the rank that takes most, by number of ranks and case."""
+    found: dict[tuple[int, str], dict[str, int]] = {}
+    for world, cases in CASES.items():
+        lines = {name: ("model", case.trainer, case.rows) for name, case in cases.items()}
+        (folder / "cases.json").write_text(json.dumps(lines), encoding="utf-8")
+        see_through(launch(folder, world, [str(TESTS / "programs/memory_rank.py")]))
+        for name in cases:
+            ranks = [
+                json.loads((folder / f"{name}.{rank}.json").read_bytes()) for rank in range(world)
+            ]
+            found[world, name] = {key: max(one[key] for one in ranks) for key in ranks[0]}
+    return found
+
+
+def told(folder: Path, world: int, case: Case) -> dict[str, int]:
+    """What the estimate says of such a rank."""
+    count, width = case.rows
+    keys = {
+        "model.path": str(folder / "model"),
+        "generator.max_context": width + 1,
+        "checkpoint.every": 0,
+        "trainer.mismatch_every": 0,
+        "trainer.device": "cpu",
+        "trainer.ranks": world,
+        "trainer.pack_tokens": width,
+        "trainer.micro_tokens": count * width,
+        **{f"trainer.{key}": value for key, value in case.trainer.items()},
+    }
+    texts = [f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in keys.items()]
+    config = load_config(overrides=texts, environ={})
+    (rank, *_) = needs(config, gather_facts(config, gpu=0, host=1 << 34), gpu=False)
+    items = [item for item in rank.host if item.name != "process"]
+    return {"loading": _at(items, LOADING), "training": max(_at(items, at) for at in TRAINING)}
+
+
+def _at(items: list[Item], phase: str) -> int:
+    return sum(item.bytes for item in items if phase in item.during)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(seconds(600))
+@pytest.mark.parametrize(
+    ("world", "name"), [(w, name) for w, cases in CASES.items() for name in cases]
+)
+def test_a_rank_takes_what_it_is_told_to_need(
+    world: int, name: str, folder: Path, measured: dict[tuple[int, str], dict[str, int]]
+) -> None:
+    expected = told(folder, world, CASES[world][name])
+    found = measured[world, name]
+    assert expected["training"] == pytest.approx(found["training"], rel=WITHIN)
+    assert expected["loading"] == pytest.approx(found["loading"], rel=WITHIN)

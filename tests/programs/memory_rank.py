@@ -1,0 +1,87 @@
+"""What a trainer's rank really takes on a CPU: for each line of `cases.json` in the folder, peaks.
+
+    python memory_rank.py FOLDER
+
+Each of as many processes as torchrun's variables say loads a model by rows, and makes two updates
+of two full micro-batches each, as the trainer does. Written to `FOLDER/NAME.RANK.json`: the growth
+of the resident set (`VmHWM` of the kernel) while it loads and while it trains, in bytes. It does
+not come from the code that is tested with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState
+from programs.memory_peak import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, status
+from transformers import AutoModelForCausalLM
+
+from umbra.deploy.estimate.sizes import RowShape
+from umbra.deploy.estimate.trace import full_rows
+from umbra.services.modeling.models import outline_weights
+from umbra.services.runtime.config import TrainerConfig
+from umbra.services.trainer.learner import Learner
+from umbra.services.trainer.ranks import Ranks, join_ranks
+
+WARM = RowShape(1, 32)
+
+
+def measure(directory: Path, trainer: dict[str, Any], rows: RowShape, ranks: Ranks) -> Any:
+    """Bytes that loading and training take at most, weights and all."""
+    AcceleratorState._reset_state()
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    before = begin()
+    model, files = outline_weights(AutoModelForCausalLM, directory, "model.path")
+    learner = Learner(
+        model, TrainerConfig(device="cpu", threads=1, **trainer), 1, ranks, files=files
+    )
+    loading = status("VmHWM") - before
+    gc.collect()
+    begin()
+    for step in range(2):
+        for last in (False, True):
+            micro = full_rows(rows)
+            logprobs, _ = learner.score(micro, torch.ones(len(micro.targets)), with_entropy=True)
+            learner.backward(logprobs.sum(), last=last)
+            del logprobs
+        learner.update(step)
+    return {"loading": loading, "training": status("VmHWM") - before}
+
+
+def begin() -> int:
+    """Have the peak begin anew; what there is now."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    return status("VmRSS")
+
+
+def main() -> None:
+    libc = ctypes.CDLL(None)
+    # What is freed goes back to the kernel at once.
+    libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)
+    libc.mallopt(M_TRIM_THRESHOLD, 1 << 16)
+    folder = Path(sys.argv[1])
+    cases = json.loads((folder / "cases.json").read_text(encoding="utf-8"))
+    torch.set_num_threads(1)
+    world = int(os.environ["WORLD_SIZE"])
+    with join_ranks(TrainerConfig(device="cpu", sequence_parallel=world)) as sharing:
+        pulse = sharing.pulse if world > 1 else None
+        ranks = Ranks(sharing.rank, world, sharing.store, sharing.timeout_s, pulse=pulse)
+        for name, (model, trainer, rows) in cases.items():
+            among = sharing if trainer.get("sequence_parallel", 1) > 1 else ranks
+            # Libraries make their own buffers at the first time.
+            measure(folder / "warm", trainer, WARM, among)
+            found = measure(folder / model, trainer, RowShape(*rows), among)
+            text = json.dumps(found)
+            (folder / f"{name}.{ranks.rank}.json").write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
