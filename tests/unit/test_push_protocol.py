@@ -3,92 +3,19 @@
 from __future__ import annotations
 
 import pytest
+from fakes.push_hub import DEADLINE_S, PACE, TRAINER, A, B, Hub, granted, prepare, sent
 
 from umbra.proto.messages import (
     Abort,
     Commit,
-    Committed,
-    Message,
     Nack,
     Ok,
-    Prepare,
     Publish,
-    Ready,
     SlotGranted,
 )
-from umbra.services.runtime.deadline import Pace
 from umbra.services.weight_hub.effects import Admit, Effect, Failed, HubPeer, HubReply, Pushed, Send
 from umbra.services.weight_hub.push import RECOVERS_S, PushProtocol
 from umbra.services.weight_hub.push_state import Publication, Slots
-
-TRAINER = HubPeer("trainer", "t1")
-A = HubPeer("a", "a1")
-B = HubPeer("b", "b1")
-DEADLINE_S = 10.0
-PACE = Pace(DEADLINE_S, least_rate=100.0)
-
-
-class Hub:
-    """A protocol with a clock that is set by hand."""
-
-    def __init__(self, slots: int = 2) -> None:
-        self.protocol = PushProtocol(slots, PACE)
-        self.now = 100.0
-
-    def registered(
-        self, digest: str = "d1", publisher: HubPeer = TRAINER, nbytes: int = 0
-    ) -> list[Effect]:
-        return self.protocol.register(publisher, digest, self.now, nbytes=nbytes)
-
-    def acquire(self, version: int, publisher: HubPeer = TRAINER) -> list[Effect]:
-        return self.protocol.acquire(f"acquire {version}", publisher, version, self.now)
-
-    def publish(self, version: int, slot: int, publisher: HubPeer = TRAINER) -> list[Effect]:
-        message = Publish(version=version, slot=slot, checksums=[version], snapshot_s=0.5)
-        return self.protocol.publish("publish", publisher, message, self.now)
-
-    def new_version(self, version: int) -> list[Effect]:
-        """Acquire and publish; the effects of both but the answers."""
-        effects = self.acquire(version)
-        slot = granted(effects)
-        assert slot is not None, effects
-        effects += self.publish(version, slot)
-        return [effect for effect in effects if not isinstance(effect, HubReply)]
-
-    def subscribe(self, peer: HubPeer) -> list[Effect]:
-        return self.protocol.subscribe(f"subscribe {peer.name}", peer, self.now)
-
-    def ready(self, peer: HubPeer, epoch: int, version: int, error: str = "") -> list[Effect]:
-        message = Ready(epoch=epoch, version=version, wire_s=1.0, stage_s=2.0, error=error)
-        return self.protocol.ready(peer, message, self.now)
-
-    def committed(self, peer: HubPeer, epoch: int, version: int, error: str = "") -> list[Effect]:
-        message = Committed(epoch=epoch, version=version, commit_s=3.0, error=error)
-        return self.protocol.committed(peer, message, self.now)
-
-    @property
-    def epoch(self) -> int:
-        """Of the push that began last."""
-        return self.protocol._epoch
-
-    def tick(self, seconds: float) -> list[Effect]:
-        self.now += seconds
-        return self.protocol.tick(self.now)
-
-
-def granted(effects: list[Effect]) -> int | None:
-    for effect in effects:
-        if isinstance(effect, HubReply) and isinstance(effect.message, SlotGranted):
-            return effect.message.slot
-    return None
-
-
-def sent(effects: list[Effect], name: str) -> list[Message]:
-    return [e.message for e in effects if isinstance(e, Send) and e.receiver == name]
-
-
-def prepare(epoch: int, version: int, slot: int) -> Prepare:
-    return Prepare(epoch=epoch, version=version, slot=slot, checksums=[version])
 
 
 def test_a_push_goes_through_all_phases_and_is_measured() -> None:
@@ -542,99 +469,3 @@ def test_a_phase_lasts_longer_the_larger_a_version_is() -> None:
     hub.now += 0.2
     (failed,) = [e for e in hub.protocol.tick(hub.now) if isinstance(e, Failed)]
     assert failed.dropped and failed.reason == "no end of committing within 25 s"
-
-
-# -- part hubs ------------------------------------------------------------------------------------
-
-
-def test_nothing_is_published_while_a_part_is_missing() -> None:
-    hub = Hub()
-    hub.registered()
-    hub.subscribe(A)
-    slot = granted(hub.acquire(0))
-    assert slot is not None
-    assert hub.protocol.hold_back("host 1 is gone", hub.now) == []
-    refused = Nack(code="part_missing", reason="host 1 is gone")
-    assert hub.publish(0, slot) == [HubReply("publish", refused)]
-    assert hub.protocol.newest is None
-    hub.protocol.hold_back("", hub.now)
-    answer, send = hub.publish(0, slot)
-    assert answer == HubReply("publish", Ok())
-    assert isinstance(send, Send)
-
-
-def test_pushes_wait_while_a_part_is_missing_and_go_on_with_the_newest_version() -> None:
-    hub = Hub(slots=3)
-    hub.registered()
-    hub.subscribe(A)
-    hub.new_version(0)
-    hub.protocol.hold_back("gone", hub.now)
-    assert hub.subscribe(B) == [Admit("subscribe b", "b")]
-    failed = hub.ready(A, 1, 0, error="the source is gone")
-    assert [type(effect) for effect in failed] == [Send, Failed]
-    assert sent(failed, "a") == [Abort(epoch=1, version=0, reason="the source is gone")]
-    assert set(hub.protocol.serving) == {"a", "b"}, "it is no fault of theirs"
-    assert granted(hub.acquire(1)) is not None, "the trainer may write meanwhile"
-    effects = hub.protocol.hold_back("", hub.now)
-    assert sent(effects, "a") == [prepare(2, 0, 0)]
-    assert sent(effects, "b") == [prepare(3, 0, 0)]
-
-
-def test_what_is_under_way_may_end_well_without_the_part_that_went_away() -> None:
-    hub = Hub()
-    hub.registered()
-    hub.subscribe(A)
-    hub.new_version(0)
-    hub.protocol.hold_back("gone", hub.now)
-    assert sent(hub.ready(A, 1, 0), "a") == [Commit(epoch=1, version=0)]
-    assert isinstance(hub.committed(A, 1, 0)[0], Pushed)
-    assert hub.tick(DEADLINE_S) == []
-
-
-def test_one_that_fails_its_second_attempt_while_a_part_is_missing_is_not_dropped() -> None:
-    hub = Hub()
-    hub.registered()
-    hub.subscribe(A)
-    hub.new_version(0)
-    hub.ready(A, 1, 0, error="gone")  # before the hub has noticed
-    hub.protocol.hold_back("gone", hub.now)
-    hub.ready(A, 2, 0, error="gone")
-    assert hub.protocol.serving == {"a": -1}
-    assert hub.protocol.next_deadline() is None
-    assert sent(hub.protocol.hold_back("", hub.now), "a") == [prepare(3, 0, 0)]
-
-
-def test_what_is_lost_is_withdrawn_and_has_to_be_registered_again() -> None:
-    hub = Hub()
-    hub.registered()
-    hub.subscribe(A)
-    hub.new_version(0)
-    hub.acquire(1)
-    assert hub.protocol.knows(TRAINER)
-    waiting = hub.acquire(2, HubPeer("trainer", "t1"))
-    assert granted(waiting) is not None
-    effects = hub.protocol.withdraw("host 1 lost its memory", hub.now)
-    (abort,) = sent(effects, "a")
-    assert isinstance(abort, Abort)
-    assert abort.dropped
-    assert hub.protocol.newest is None
-    assert not hub.protocol.slots.held
-    assert not hub.protocol.knows(TRAINER)
-    assert hub.subscribe(A) == []
-    assert hub.protocol.waiting == {"a": "subscribe a"}
-    (nack,) = hub.acquire(3)
-    assert isinstance(nack, HubReply)
-    assert isinstance(nack.message, Nack)
-    assert nack.message.code == "not_registered"
-    assert hub.registered() == [Admit("subscribe a", "a")]
-
-
-def test_whoever_waits_for_a_slot_hears_that_all_is_withdrawn() -> None:
-    hub = Hub()
-    hub.registered()
-    hub.subscribe(A)
-    hub.new_version(0)
-    hub.new_version(1)
-    assert hub.acquire(2) == []
-    answers = [e for e in hub.protocol.withdraw("lost", hub.now) if isinstance(e, HubReply)]
-    assert [a.ticket for a in answers] == ["acquire 2"]

@@ -7,6 +7,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateRequest,
 )
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 
@@ -19,7 +20,12 @@ class AsyncLLM:
     @classmethod
     def from_engine_args(cls, engine_args: AsyncEngineArgs) -> AsyncLLM: ...
     def generate(
-        self, prompt: Mapping[str, Any], sampling_params: SamplingParams, request_id: str
+        self,
+        prompt: Mapping[str, Any],
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput]: ...
     async def abort(self, request_id: str | Iterable[str]) -> None: ...
     async def get_supported_tasks(self) -> tuple[str, ...]: ...

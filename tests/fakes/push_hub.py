@@ -1,0 +1,84 @@
+"""A push protocol with a clock that is set by hand, and words for what it says."""
+
+from __future__ import annotations
+
+from umbra.proto.messages import (
+    Committed,
+    Message,
+    Prepare,
+    Publish,
+    Ready,
+    SlotGranted,
+)
+from umbra.services.runtime.deadline import Pace
+from umbra.services.weight_hub.effects import Effect, HubPeer, HubReply, Send
+from umbra.services.weight_hub.push import PushProtocol
+
+TRAINER = HubPeer("trainer", "t1")
+A = HubPeer("a", "a1")
+B = HubPeer("b", "b1")
+DEADLINE_S = 10.0
+PACE = Pace(DEADLINE_S, least_rate=100.0)
+
+
+class Hub:
+    """A protocol with a clock that is set by hand."""
+
+    def __init__(self, slots: int = 2) -> None:
+        self.protocol = PushProtocol(slots, PACE)
+        self.now = 100.0
+
+    def registered(
+        self, digest: str = "d1", publisher: HubPeer = TRAINER, nbytes: int = 0
+    ) -> list[Effect]:
+        return self.protocol.register(publisher, digest, self.now, nbytes=nbytes)
+
+    def acquire(self, version: int, publisher: HubPeer = TRAINER) -> list[Effect]:
+        return self.protocol.acquire(f"acquire {version}", publisher, version, self.now)
+
+    def publish(self, version: int, slot: int, publisher: HubPeer = TRAINER) -> list[Effect]:
+        message = Publish(version=version, slot=slot, checksums=[version], snapshot_s=0.5)
+        return self.protocol.publish("publish", publisher, message, self.now)
+
+    def new_version(self, version: int) -> list[Effect]:
+        """Acquire and publish; the effects of both but the answers."""
+        effects = self.acquire(version)
+        slot = granted(effects)
+        assert slot is not None, effects
+        effects += self.publish(version, slot)
+        return [effect for effect in effects if not isinstance(effect, HubReply)]
+
+    def subscribe(self, peer: HubPeer) -> list[Effect]:
+        return self.protocol.subscribe(f"subscribe {peer.name}", peer, self.now)
+
+    def ready(self, peer: HubPeer, epoch: int, version: int, error: str = "") -> list[Effect]:
+        message = Ready(epoch=epoch, version=version, wire_s=1.0, stage_s=2.0, error=error)
+        return self.protocol.ready(peer, message, self.now)
+
+    def committed(self, peer: HubPeer, epoch: int, version: int, error: str = "") -> list[Effect]:
+        message = Committed(epoch=epoch, version=version, commit_s=3.0, error=error)
+        return self.protocol.committed(peer, message, self.now)
+
+    @property
+    def epoch(self) -> int:
+        """Of the push that began last."""
+        return self.protocol._epoch
+
+    def tick(self, seconds: float) -> list[Effect]:
+        self.now += seconds
+        return self.protocol.tick(self.now)
+
+
+def granted(effects: list[Effect]) -> int | None:
+    for effect in effects:
+        if isinstance(effect, HubReply) and isinstance(effect.message, SlotGranted):
+            return effect.message.slot
+    return None
+
+
+def sent(effects: list[Effect], name: str) -> list[Message]:
+    return [e.message for e in effects if isinstance(e, Send) and e.receiver == name]
+
+
+def prepare(epoch: int, version: int, slot: int) -> Prepare:
+    return Prepare(epoch=epoch, version=version, slot=slot, checksums=[version])
