@@ -104,7 +104,7 @@ class VllmServer:
         self._routers = routers
         self._adapter = adapter
         # Its path is never read: no request is made before the first version is loaded.
-        self._lora = adapter and LoRARequest("umbra", ADAPTER, "umbra")
+        self._lora = LoRARequest("umbra", ADAPTER, "umbra") if adapter else None
         self.done: queue.SimpleQueue[EngineOutput | Exception] = queue.SimpleQueue()
         self._loads = 0
         self._loading = False  # from the pause until a version is in place
