@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.slowness import seconds
 from integration.test_trainer_ranks import TESTS, launch, see_through
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -85,20 +84,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def measured(folder: Path) -> dict[tuple[int, str], dict[str, int]]:
-    """Bytes of the rank that takes most, by number of ranks and case."""
-    found: dict[tuple[int, str], dict[str, int]] = {}
-    for world, cases in CASES.items():
-        lines = {name: ("model", case.trainer, case.rows) for name, case in cases.items()}
-        (folder / "cases.json").write_text(json.dumps(lines), encoding="utf-8")
-        see_through(launch(folder, world, [str(TESTS / "programs/memory_rank.py")]))
-        for name in cases:
-            ranks = [
-                json.loads((folder / f"{name}.{rank}.json").read_bytes()) for rank in range(world)
-            ]
-            found[world, name] = {key: max(one[key] for one in ranks) for key in ranks[0]}
-    return found
+def measured(folder: Path, world: int, name: str) -> dict[str, int]:
+    """Bytes of the rank that takes most."""
+    case = CASES[world][name]
+    lines = {name: ("model", case.trainer, case.rows)}
+    (folder / "cases.json").write_text(json.dumps(lines), encoding="utf-8")
+    see_through(launch(folder, world, [str(TESTS / "programs/memory_rank.py")]))
+    ranks = [json.loads((folder / f"{name}.{rank}.json").read_bytes()) for rank in range(world)]
+    return {key: max(one[key] for one in ranks) for key in ranks[0]}
 
 
 def told(folder: Path, world: int, case: Case) -> dict[str, int]:
@@ -126,15 +119,22 @@ def _at(items: list[Item], phase: str) -> int:
     return sum(item.bytes for item in items if phase in item.during)
 
 
+# The others take minutes: make test-real.
+ALWAYS = {(1, "host optimizer, bf16 weights"), (2, "bf16")}
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(seconds(600))
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("world", "name"), [(w, name) for w, cases in CASES.items() for name in cases]
+    ("world", "name"),
+    [
+        pytest.param(world, name, marks=() if (world, name) in ALWAYS else pytest.mark.real)
+        for world, cases in CASES.items()
+        for name in cases
+    ],
 )
-def test_a_rank_takes_what_it_is_told_to_need(
-    world: int, name: str, folder: Path, measured: dict[tuple[int, str], dict[str, int]]
-) -> None:
+def test_a_rank_takes_what_it_is_told_to_need(world: int, name: str, folder: Path) -> None:
     expected = told(folder, world, CASES[world][name])
-    found = measured[world, name]
+    found = measured(folder, world, name)
     assert expected["training"] == pytest.approx(found["training"], rel=WITHIN)
     assert expected["loading"] == pytest.approx(found["loading"], rel=WITHIN)
