@@ -135,7 +135,7 @@ def _culprit(supervisor: Supervisor, first: int) -> str:
     while supervisor.poll() and supervisor.failure is None and time.monotonic() < deadline:
         time.sleep(0.05)
     failure = supervisor.failure
-    if failure is not None and failure.exit_code == PeerLostError.exit_code:
+    if failure is not None and failure.code == PeerLostError.exit_code:
         return ""  # it has lost the same one
     if failure is not None:
         return f"{failure.reason}; "

@@ -87,6 +87,7 @@ class Failure:
     reason: str
     program: str
     exit_code: int
+    code: int = 0  # with which the program ended itself; a signal's is negative
 
 
 class Child(Protocol):
@@ -247,7 +248,7 @@ class Supervisor:
             if code not in ASKED_CODES and not slot.killed:
                 reason = f"{name} stopped with {how}{self._said(name)}"
                 self._report(reason)
-                failure = Failure(reason, name, own_exit_code(code))
+                failure = Failure(reason, name, own_exit_code(code), code)
                 self.stopped_badly = self.stopped_badly or failure
         elif code == 0:
             self._reached = self._reached or name == self._goal
@@ -280,7 +281,7 @@ class Supervisor:
 
     def _fail(self, slot: _Slot, reason: str, code: int) -> None:
         name = slot.program.name
-        self.failure = Failure(f"{reason}{self._said(name)}", name, own_exit_code(code))
+        self.failure = Failure(f"{reason}{self._said(name)}", name, own_exit_code(code), code)
         self.drain()
 
     def _said(self, name: str) -> str:
