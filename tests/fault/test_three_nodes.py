@@ -155,6 +155,7 @@ def test_a_node_is_cut_off_and_comes_back(tmp_path: Path) -> None:
 @pytest.mark.e2e
 @pytest.mark.fault
 @pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.timeout(360)
 def test_a_trainer_of_two_nodes_goes_on_when_one_was_cut_off(tmp_path: Path) -> None:
     if reason := why_not():
@@ -176,6 +177,7 @@ def test_a_trainer_of_two_nodes_goes_on_when_one_was_cut_off(tmp_path: Path) -> 
 @pytest.mark.e2e
 @pytest.mark.fault
 @pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.timeout(360)
 def test_a_node_joins_the_run_and_is_drained(tmp_path: Path) -> None:
     if reason := why_not():
