@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -215,13 +216,21 @@ def test_bytes_of_an_adapter_in_the_documentation(name: str, rank: int, modules:
     assert row in (ROOT / "docs" / "training.md").read_text(encoding="utf-8"), row
 
 
+@pytest.fixture
+def precision() -> Iterator[None]:
+    """A process has one precision; whoever takes another here leaves none to the tests after it."""
+    AcceleratorState._reset_state()
+    yield
+    AcceleratorState._reset_state()
+
+
+@pytest.mark.usefixtures("precision")
 @pytest.mark.parametrize("name", RECIPES)
 def test_its_settings_train_a_tiny_model_of_that_shape(name: str) -> None:
     config = recipe(name)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny(MODELS[config.model.path][1]))
     trainer = msgspec.structs.replace(config.trainer, device="cpu", ranks=1, precision="bf16")
-    AcceleratorState._reset_state()  # a process has one precision, but here
     learner = Learner(model, trainer, config.run.steps)
     updated = learner._masters.of  # of bf16 weights float32 copies
     named = {n: updated(p) for n, p in learner.model.named_parameters()}
