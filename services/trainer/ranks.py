@@ -240,6 +240,12 @@ class Ranks:
         rows[self.share] = tensor
         return self.sum(rows)
 
+    def gather_ranks(self, tensor: Tensor) -> Tensor:
+        """What each rank knows, on every rank: [...] on the CPU becomes [world, ...]."""
+        rows = tensor.new_zeros(self.world, *tensor.shape)
+        rows[self.rank] = tensor
+        return self.sum_ranks(rows)
+
 
 @contextmanager
 def join_ranks(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from torch import nn
@@ -22,19 +22,11 @@ from torch import nn
 from umbra.proto.records import Manifest
 from umbra.services.runtime.weights.arena import Arena
 from umbra.services.runtime.weights.manifest import checksum, owned_buckets
+from umbra.services.trainer.notes import Notes, NoteStore
 from umbra.services.trainer.pulse import Pulse
 from umbra.services.trainer.ranks import Ranks
 from umbra.services.trainer.rendezvous import RankPlace
 from umbra.services.trainer.snapshot import write_shards, written_rows
-
-
-class ShardStore(Protocol):
-    """What is needed of a `torch.distributed.Store`."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def delete_key(self, key: str, /) -> bool: ...
 
 
 class ShardSync:
@@ -45,16 +37,15 @@ class ShardSync:
         pulse: how the ranks wait for each other.
     """
 
-    def __init__(self, store: ShardStore, rank: int, world: int, pulse: Pulse) -> None:
+    def __init__(self, store: NoteStore, rank: int, world: int, pulse: Pulse) -> None:
         self.rank = rank
         self.world = world
-        self._store = store
-        self._pulse = pulse
+        self._notes = Notes(store, rank, pulse)
         self._meetings = 0
 
     def set(self, what: str, value: Any) -> None:
         """Leave `value`, which JSON can say, for the other ranks; `what` names it once."""
-        self._store.set(f"{what}/{self.rank}", json.dumps(value))
+        self._notes.leave(what, json.dumps(value))
 
     def get(self, what: str, rank: int) -> Any:
         """What `rank` left.
@@ -62,11 +53,7 @@ class ShardSync:
         Raises:
             DeadlineError: it is silent.
         """
-        key = f"{what}/{rank}"
-        return json.loads(self._pulse.wait(rank, lambda: self._look(key), f"the {what}"))
-
-    def _look(self, key: str) -> bytes | None:
-        return self._store.get(key) if self._store.check([key]) else None
+        return json.loads(self._notes.of(rank, what, f"the {what}"))
 
     def agree(self, place: tuple[str, int] | None) -> tuple[str, int]:
         """Path of the arena and slot, given by rank 0 (None elsewhere), for the next snapshot.
@@ -113,8 +100,7 @@ class ShardSync:
     def _forget(self, meeting: int) -> None:
         """Keep the store small: all ranks are past that meeting when rank 0 begins the next."""
         for what in ("slot", "written", "checksums"):
-            for rank in range(self.world):
-                self._store.delete_key(f"{what} of snapshot {meeting}/{rank}")
+            self._notes.forget(range(self.world), f"{what} of snapshot {meeting}")
 
 
 def own_buckets(manifest: Manifest, place: RankPlace) -> list[int]:

@@ -138,18 +138,16 @@ def _gathered(name: str, tensor: DTensor, ranks: Ranks) -> Tensor:
     Rows go in messages of a bounded size, as the ranks may be on several hosts.
     """
     own, first = own_rows(name, tensor, ranks.rank, ranks.holders)
-    mine = torch.zeros(ranks.world, 2, dtype=torch.int64)
-    mine[ranks.rank] = torch.tensor([first, len(own)])
-    parts: list[list[int]] = ranks.sum_ranks(mine).tolist()
+    parts: list[list[int]] = ranks.gather_ranks(torch.tensor([first, len(own)])).tolist()
     if ranks.rank:
         for some in _pieces(own):
-            dist.send(_as_bytes(some.contiguous().cpu()), 0)
+            dist.send(as_bytes(some.contiguous().cpu()), 0)
         return own[:0]
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
     whole[first : first + len(own)].copy_(own)
     for rank, (begin, count) in enumerate(parts):
         for some in _pieces(whole[begin : begin + count]) if rank else ():
-            dist.recv(_as_bytes(some), rank)
+            dist.recv(as_bytes(some), rank)
     return whole
 
 
@@ -158,7 +156,8 @@ def _pieces(rows: Tensor) -> Iterator[Tensor]:
     return (rows[at : at + step] for at in range(0, len(rows) if rows.numel() else 0, step))
 
 
-def _as_bytes(rows: Tensor) -> Tensor:
+def as_bytes(rows: Tensor) -> Tensor:
+    """The same memory, for messages: not every backend sends every type."""
     return rows.view(-1).view(torch.uint8)
 
 

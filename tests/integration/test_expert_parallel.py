@@ -13,9 +13,9 @@ from fakes.rank_bench import make_batches, train
 from fakes.slowness import seconds
 from integration.test_trainer_ranks import (
     TESTS,
-    WAIT_S,
     assert_as_alone,
     launch,
+    see_the_loss,
     see_through,
     start,
     with_routing,
@@ -23,7 +23,6 @@ from integration.test_trainer_ranks import (
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from umbra.proto.errors import PeerLostError
 from umbra.proto.records import Trajectory
 from umbra.services.trainer.checkpoints.export import export_checkpoint
 from umbra.services.trainer.policy import load_policy
@@ -187,16 +186,8 @@ def test_the_others_end_when_a_rank_is_gone(
     """1. Two ranks divide experts. 2. One is killed in an exchange, or stops. Result: the other
     says so and ends.
     """
-    first, second = start(directory, tmp_path, 2, {case: {"expert_parallel": 2}}, batches)
-    try:
-        _, errors = first.communicate(timeout=WAIT_S)
-        assert first.returncode == PeerLostError.exit_code, errors
-        assert "trainer rank 0 lost another rank" in errors
-        assert told in errors
-    finally:
-        for rank in (first, second):
-            rank.kill()
-            rank.communicate()
+    cases = {case: {"expert_parallel": 2}}
+    see_the_loss(start(directory, tmp_path, 2, cases, batches), told)
 
 
 # -- architectures ---------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from umbra.services.trainer.checkpoints.index import DamagedError, Index
 from umbra.services.trainer.ranks import Ranks
-from umbra.services.trainer.snapshot import chunk, held_rows
+from umbra.services.trainer.snapshot import PIECE_BYTES, as_bytes, chunk, held_rows
 
 # Safetensors' names of what optimizers and models keep.
 DTYPES = {
@@ -30,7 +30,6 @@ DTYPES = {
     "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-PIECE_BYTES = 32 << 20  # of one message between ranks, unless a row has more
 WINDOW_BYTES = 256 << 20  # of a tensor, after which the ranks wait for each other
 
 
@@ -131,9 +130,7 @@ class Saved:
     def _exchange(self, full_name: str, local: Tensor, first: int, end: int) -> None:
         """Give other hosts the rows that they hold, and get ours. All ranks do this together."""
         ranks = self._ranks
-        held = torch.zeros(ranks.world, 2, dtype=torch.int64)
-        held[ranks.rank] = torch.tensor([first, end])
-        ranges: list[list[int]] = ranks.sum_ranks(held).tolist()
+        ranges: list[list[int]] = ranks.gather_ranks(torch.tensor([first, end])).tolist()
         info = self.index.tensors[full_name]
         stored = DTYPES[info.dtype]
         row = max(1, torch.Size(info.shape[1:]).numel() * stored.itemsize)
@@ -146,10 +143,10 @@ class Saved:
                     for begin, stop in _pieces(*_common(window, wanted), PIECE_BYTES // row):
                         if ranks.rank == source:
                             rows = self._read(number, full_name, begin, stop).contiguous()
-                            dist.send(_as_bytes(rows), reader)
+                            dist.send(as_bytes(rows), reader)
                         elif ranks.rank == reader:
                             rows = torch.empty(stop - begin, *info.shape[1:], dtype=stored)
-                            dist.recv(_as_bytes(rows), source)
+                            dist.recv(as_bytes(rows), source)
                             local[begin - first : stop - first].copy_(rows)
                 # Whoever has nothing to do with it waits no longer than for one window at a time.
                 ranks.sum_ranks(torch.zeros(1))
@@ -218,7 +215,3 @@ def _common(one: tuple[int, int], other: Sequence[int]) -> tuple[int, int]:
 def _pieces(begin: int, stop: int, most: int) -> Iterator[tuple[int, int]]:
     step = max(1, most)
     return ((at, min(at + step, stop)) for at in range(begin, stop, step))
-
-
-def _as_bytes(rows: Tensor) -> Tensor:
-    return rows.view(-1).view(torch.uint8)

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from umbra.services.trainer.checkpoints.folder import CheckpointFolder
 from umbra.services.trainer.checkpoints.index import FileInfo, Index
 from umbra.services.trainer.checkpoints.shard_writer import ShardCopy, ShardWriter, shard_path
 from umbra.services.trainer.metrics import Row
+from umbra.services.trainer.notes import Notes
 from umbra.services.trainer.ranks import Ranks
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ def join_in(
         kept: the steps of the checkpoints that rank 0 keeps so far.
     """
     copy = writer.copy()
-    notes = _Notes(ranks, writer.copies)
+    notes = _CopyNotes(ranks, writer.copies)
     place = ranks.hosts.place
     first = place.ranks_on(ranks.node)[0]
 
@@ -74,7 +74,7 @@ def _make(folder: CheckpointFolder, step: int, kept: list[int]) -> _Note:
     return _Note()
 
 
-def _finish(folder: CheckpointFolder, notes: _Notes) -> _Note:
+def _finish(folder: CheckpointFolder, notes: _CopyNotes) -> _Note:
     note = notes.of(0, "index", "the index of a checkpoint")
     if note.index is None:
         folder.discard()
@@ -93,7 +93,7 @@ def _noted(work: Callable[[], _Note]) -> _Note:
         return _Note(error=f"{type(error).__name__}: {error}")
 
 
-class _Notes:
+class _CopyNotes:
     """What the ranks tell each other of one checkpoint, in their store.
 
     Args:
@@ -106,9 +106,7 @@ class _Notes:
 
     def leave(self, what: str, note: _Note) -> None:
         """Tell something, once."""
-        store = self._ranks.store
-        assert store is not None
-        store.set(self._key(what, self._ranks.rank), msgspec.json.encode(note).decode())
+        self._notes.leave(self._named(what), msgspec.json.encode(note).decode())
 
     def of(self, rank: int, what: str, awaited: str) -> _Note:
         """What `rank` tells.
@@ -116,8 +114,7 @@ class _Notes:
         Raises:
             DeadlineError: it is silent.
         """
-        ask = partial(self._look, self._key(what, rank))
-        return msgspec.json.decode(self._ranks.pulse.wait(rank, ask, awaited), type=_Note)
+        return msgspec.json.decode(self._notes.of(rank, self._named(what), awaited), type=_Note)
 
     def all_of(self, members: list[int], what: str, awaited: str) -> list[_Note]:
         """What these ranks tell, which is forgotten then.
@@ -134,18 +131,18 @@ class _Notes:
 
     def forget(self, members: list[int], what: str) -> None:
         """Keep the store small: nobody asks for it any more."""
-        store = self._ranks.store
-        for rank in members:
-            assert store is not None
-            store.delete_key(self._key(what, rank))
+        if members:
+            self._notes.forget(members, self._named(what))
 
-    def _look(self, key: str) -> bytes | None:
-        store = self._ranks.store
-        assert store is not None
-        return store.get(key) if store.check([key]) else None
+    @property
+    def _notes(self) -> Notes:
+        """Only asked for where there are other ranks, and so a store."""
+        ranks = self._ranks
+        assert ranks.store is not None
+        return Notes(ranks.store, ranks.rank, ranks.pulse)
 
-    def _key(self, what: str, rank: int) -> str:
-        return f"{what} of copy {self._number}/{rank}"
+    def _named(self, what: str) -> str:
+        return f"{what} of copy {self._number}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +269,7 @@ class Saver:
         began: float,
     ) -> SaveOutcome:
         """In the thread: write, wait for the others, name it, remove old ones."""
-        ranks, notes = self._ranks, _Notes(self._ranks, self._writer.copies)
+        ranks, notes = self._ranks, _CopyNotes(self._ranks, self._writer.copies)
         place = ranks.hosts.place
         others = list(range(1, ranks.world))
         firsts = [place.ranks_on(node)[0] for node in range(1, place.nodes)]
