@@ -21,6 +21,8 @@ from typing import Any, Protocol
 
 from umbra.proto.errors import UsageError
 
+WORK = "/sandbox"  # where commands run
+USER = 65534  # nobody
 OUTPUT_BYTES = 32 << 10  # of a command that are kept; the rest is read and dropped
 LIFETIME_S = 4 * 3600.0  # of a container whose sample nobody ends, since its process was killed
 _START_S = 300.0  # for the image to come
@@ -95,18 +97,22 @@ class ContainerLimits:
                 "run's sockets: name another network, or leave it at none"
             )
 
-    def run_arguments(self, name: str) -> list[str]:
+    def run_arguments(self, name: str, *, podman: bool) -> list[str]:
         """What makes a container called `name`, which waits for commands."""
         memory = f"{self.memory_mb}m"
+        memory_files = f"rw,size={self.disk_mb}m,mode=1777"
+        if not podman:
+            # Docker may set the mode of the directory below it, so that only its owner can write.
+            memory_files += f",uid={USER},gid={USER}"
         return [
             "run", "--detach", "--rm", "--init", "--name", name, "--label", "umbra.sandbox=1",
             "--network", self.network, "--memory", memory, "--memory-swap", memory,
             "--cpus", f"{self.cpus:g}", "--pids-limit", str(self.processes),
-            "--read-only", "--tmpfs", f"/work:rw,exec,size={self.disk_mb}m,mode=1777",
-            "--tmpfs", f"/tmp:rw,size={self.disk_mb}m,mode=1777",
-            "--workdir", "/work", "--user", "65534:65534",
+            "--read-only", "--tmpfs", f"{WORK}:exec,{memory_files}",
+            "--tmpfs", f"/tmp:{memory_files}",
+            "--workdir", WORK, "--user", f"{USER}:{USER}",
             "--cap-drop", "ALL", "--security-opt", "no-new-privileges",
-            "--env", "HOME=/work", *self.arguments,
+            "--env", f"HOME={WORK}", *self.arguments,
             "--entrypoint", "sleep", self.image, f"{LIFETIME_S:.0f}",
         ]  # fmt: skip
 
@@ -152,7 +158,9 @@ class Container:
         name = f"umbra-{uuid.uuid4().hex}"
         self._name = name  # removed even if the start is broken off
         try:
-            code, output = await self._call(self._limits.run_arguments(name), b"", _START_S)
+            podman = os.path.basename(self._runtime) == "podman"
+            arguments = self._limits.run_arguments(name, podman=podman)
+            code, output = await self._call(arguments, b"", _START_S)
         except asyncio.TimeoutError:  # noqa: UP041
             code, output = 1, f"it did not start within {_START_S:g} s"
         if code:
