@@ -104,7 +104,7 @@ def _look_from(folder: Path, named: str, listen: bool, wait_s: float) -> list[Di
         if listen:
             meets = here in ranks and len(ranks) > 1
             listener = stack.enter_context(nodes.Listener(here, versions, ports, meets))
-            own_ports = [port(f"port {p}", listener.taken.get(p, "")) for p in ports]
+            own_ports = [port(f"tcp://0.0.0.0:{p}", listener.taken.get(p, "")) for p in ports]
         network = partial(_network, plan, here, versions, ranks, until)
         checks = [*machine_checks(gpus, keys, used), *room_checks(gpus, None, ())]
         found = examine([*checks, Check("network", network, 2 * wait_s + 2 * NETWORK_S)])
@@ -139,7 +139,7 @@ def _network(
     findings = examine([check for target, check in checks.items() if target.port])
     findings += examine([check for target, check in checks.items() if not target.port])
     others = {t.node: greeted.get(t.node, nodes.Reached("")) for t in wanted}
-    told = {node: one.greeting.versions for node, one in greeted.items() if one.greeting}
+    told = {node: one.greeting.versions for node, one in others.items() if one.greeting}
     return [
         *findings,
         *nodes.judge_clocks(here, others),

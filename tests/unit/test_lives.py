@@ -15,8 +15,15 @@ from msgspec.structs import replace
 
 from umbra.deploy.report.command import write_report
 from umbra.deploy.run_folder import RunFolder
-from umbra.proto.messages import Event, ReturnedSample
-from umbra.proto.records import SampleTask
+from umbra.proto.messages import (
+    Event,
+    LeaseScoring,
+    ReturnedSample,
+    ScoringLeases,
+    SubmitAck,
+    SubmitScores,
+)
+from umbra.proto.records import SampleTask, Score
 from umbra.services.generator.rollout import Phase
 from umbra.services.generator.turn_log import TurnLog
 from umbra.services.monitor import feed as feeds
@@ -95,6 +102,29 @@ def test_a_sample_that_comes_back_is_queued_again() -> None:
     assert [one["attempt"] for one in leases if one["sample"] == tasks[0].sample_id] == [1, 2]
     (group,) = (row.fields for row in made.lives if row.fields["stage"] == "group")
     assert (group["outcome"], group["step"]) == ("failed", 0)
+
+
+def test_each_scoring_stage_is_one() -> None:
+    made = world(traced_share=1.0, stages=["reward", "ref_logp"], group_size=1, batch_groups=1)
+    made.join("scorer", "r")
+    (task,) = made.lease("a", 1, 0)
+    answer = trajectory(task, 0)
+    assert not made.submit("a", answer).refused
+    for stage in ("reward", "ref_logp"):
+        made.pass_time(1.0)
+        ask = LeaseScoring(stage=stage, capacity=1, wait_s=0)
+        (work,) = made.get("r", ask, ScoringLeases).tasks
+        made.pass_time(1.0)
+        score = Score(sample_id=work.sample_id, attempt=work.attempt)
+        if stage == "ref_logp":
+            score = replace(score, logprobs=answer.logprobs)
+        assert not made.get("r", SubmitScores(stage=stage, scores=[score]), SubmitAck).refused
+    made.batch(1)
+    made.commit(1)
+    assert stages(made)[task.sample_id][2:] == [
+        ("scoring reward", 0.0, 2.0), ("scoring ref_logp", 2.0, 4.0), ("ready", 4.0, 4.0),
+        ("training", 4.0, 4.0), ("sample", 0.0, 4.0),
+    ]  # fmt: skip
 
 
 def test_after_a_restart_of_the_buffer_a_life_begins_with_it() -> None:
