@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -43,6 +44,8 @@ class Pushed:
     changed: float
     cast_floor_s: float
     copy_floor_s: float
+    hub_cpu_s: float = 0.0
+    receiver_cpu_s: float = 0.0  # of the first one
 
 
 class Role:
@@ -66,6 +69,12 @@ class Role:
         assert self._process.stdin is not None
         self._process.stdin.write(f"{text}\n")
         self._process.stdin.flush()
+
+    @property
+    def cpu_s(self) -> float:
+        """Its CPU time so far."""
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def close(self) -> None:
         """End it."""
@@ -125,7 +134,7 @@ def push_umbra(
             receivers.append(stack.enter_context(closing(role(*command, prefix=prefix))))
             receivers[-1].hear()
         versions = range(passes + WARM_UPS)
-        runs = [_push(model, publisher, receivers, version, lr) for version in versions]
+        runs = [_push(model, publisher, hub, receivers, version, lr) for version in versions]
         rows = [json.loads(line) for line in metrics.read_text().splitlines()]
         sent = {r["version"]: r["wire_bytes"] for r in rows if r["receiver"].endswith("-0")}
         return [
@@ -136,10 +145,11 @@ def push_umbra(
 
 
 def _push(
-    model: Model, publisher: Publisher, receivers: list[Role], version: int, lr: float
+    model: Model, publisher: Publisher, hub: Role, receivers: list[Role], version: int, lr: float
 ) -> Pushed:
     """One push, all but its bytes on the wire."""
     changed = model.learn(lr) if version else 0.0
+    hub_s, receiver_s = hub.cpu_s, receivers[0].cpu_s
     began = time.monotonic()
     slot = publisher.slot(version, DEADLINE_S)
     model.write(publisher.manifest, slot, publisher.wrote)
@@ -157,4 +167,6 @@ def _push(
         changed=changed,
         cast_floor_s=model.cast_seconds(),
         copy_floor_s=model.copy_seconds(),
+        hub_cpu_s=hub.cpu_s - hub_s,
+        receiver_cpu_s=receivers[0].cpu_s - receiver_s,
     )
