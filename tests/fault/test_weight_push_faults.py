@@ -152,10 +152,10 @@ class Detour(StagedPlanes):
         source = self._real._sources[0, 0] = BucketSource(name, security)
         connect = source.open
 
-        def detour(place: BucketPort, key: bytes) -> BucketConnection:
+        def detour(place: BucketPort, key: bytes, credit_bytes: int) -> BucketConnection:
             assert self._apart
             port = self._through(f"127.0.0.1:{place.port}")
-            return connect(msgspec.structs.replace(place, port=port), key)
+            return connect(msgspec.structs.replace(place, port=port), key, credit_bytes)
 
         source.open = detour  # type: ignore[method-assign]
         return self

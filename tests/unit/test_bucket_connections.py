@@ -73,7 +73,7 @@ def ordered(
     )
     outbox.order(who, message)
     seal = seal_of(key, keyed=keyed, encrypted=encrypted)
-    door.expect(key, Errand(who, outbox, 1, seal))
+    door.expect(key, Errand(who, outbox, 1, seal, 1 << 20))
     return store
 
 
@@ -81,7 +81,7 @@ def connected(
     door: BucketDoor, key: bytes = KEY, *, keyed: bool = True, encrypted: bool = True
 ) -> BucketConnection:
     seal = seal_of(key, keyed=keyed, encrypted=encrypted)
-    return BucketConnection("127.0.0.1", door.port, key, seal, 0.05)
+    return BucketConnection("127.0.0.1", door.port, key, seal, 0.05, 1 << 20)
 
 
 def next_of(connection: BucketConnection, room: Callable[[Piece, int], memoryview | None]) -> Came:
@@ -168,7 +168,7 @@ def opened(encrypted: bool, sent: Sequence[bytes], key: bytes = KEY) -> list[Cam
     with socket.create_server(("127.0.0.1", 0)) as listening:
         seal = seal_of(key, keyed=True, encrypted=encrypted)
         port = listening.getsockname()[1]
-        with closing(BucketConnection("127.0.0.1", port, key, seal, 0.05)) as connection:
+        with closing(BucketConnection("127.0.0.1", port, key, seal, 0.05, 1 << 20)) as connection:
             there, _ = listening.accept()
             with there:
                 assert there.recv(TICKET_BYTES, socket.MSG_WAITALL) == ticket(key)
@@ -334,7 +334,9 @@ def test_who_does_not_read_is_given_up(refusals: Refusals) -> None:
             number=1, wanted=[0, 1], contents=[1, 2], frame_bytes=16 << 20, credit_bytes=1
         )
         outbox.order(b"me", order)
-        door.expect(KEY, Errand(b"me", outbox, 1, seal_of(KEY, keyed=False, encrypted=False)))
+        door.expect(
+            KEY, Errand(b"me", outbox, 1, seal_of(KEY, keyed=False, encrypted=False), 1 << 20)
+        )
         with socket.socket() as idle:
             idle.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             idle.connect(("127.0.0.1", door.port))

@@ -9,7 +9,13 @@ from dataclasses import dataclass
 
 from umbra.proto.errors import WireError
 from umbra.proto.records import Piece
-from umbra.services.runtime.planes.bucket_records import HEAD, Seal, ticket, unpack_head
+from umbra.services.runtime.planes.bucket_records import (
+    HEAD,
+    KERNELS_BYTES,
+    Seal,
+    ticket,
+    unpack_head,
+)
 
 CONNECT_S = 2.0
 
@@ -38,18 +44,23 @@ class BucketConnection:
         key: of the order.
         seal: this end of it.
         look_s: seconds that a read waits at most.
+        credit_bytes: that may be under way.
 
     Raises:
         OSError: nobody answers there.
     """
 
-    def __init__(self, host: str, port: int, key: bytes, seal: Seal, look_s: float) -> None:
+    def __init__(
+        self, host: str, port: int, key: bytes, seal: Seal, look_s: float, credit_bytes: int
+    ) -> None:
         self._seal = seal
         self._socket = socket.create_connection((host, port), CONNECT_S)
         try:
             self._socket.settimeout(None)  # reads of the kernel are bounded, see below
             bound = struct.pack("ll", int(look_s), round(look_s % 1 * 1e6))
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, bound)
+            if credit_bytes < KERNELS_BYTES:
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, credit_bytes)
             self._socket.sendall(ticket(key))
         except OSError:
             self._socket.close()

@@ -23,6 +23,7 @@ from umbra.proto.sockets import HANDSHAKE_MS
 from umbra.services.runtime.deadline import Deadline, Pace
 from umbra.services.runtime.net.zap import Refusals
 from umbra.services.runtime.planes.bucket_records import (
+    KERNELS_BYTES,
     TICKET_BYTES,
     Seal,
     pack_head,
@@ -51,6 +52,7 @@ class Errand:
     outbox: Outbox  # with this order alone
     number: int  # of the order
     seal: Seal
+    credit_bytes: int  # that may be under way
     valid_until: float = 0.0
     connection: socket.socket | None = None
     ended: bool = False
@@ -229,6 +231,8 @@ class BucketDoor:
         self._release(stranger)
         connection = errand.connection = stranger.connection
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if errand.credit_bytes < KERNELS_BYTES:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, errand.credit_bytes)
         thread = service_thread(lambda: self._run(errand, connection), "umbra-bucket-sender")
         self._threads.add(thread)
         thread.start()
@@ -288,6 +292,7 @@ class _Sending:
         self._pace = pace
         self._waiting = bytearray()
         self._block = memoryview(bytearray(0))
+        self._together_bytes = min(TOGETHER_BYTES, errand.credit_bytes)
 
     def add(self, head: bytes, raw: bytes | memoryview) -> None:
         """Send a record, or keep it for a moment.
@@ -298,13 +303,13 @@ class _Sending:
         if self._seal.hides and len(self._block) < len(raw) + self._seal.trailer_bytes:
             self._block = memoryview(bytearray(len(raw) + self._seal.trailer_bytes))
         for part in self._seal.seal(head, raw, self._block):
-            if len(part) < TOGETHER_BYTES:
+            if len(part) < self._together_bytes:
                 self._waiting += part
             else:
                 self._send(self._waiting, more=True)
                 self._waiting.clear()
                 self._send(part)
-        if len(self._waiting) >= TOGETHER_BYTES:
+        if len(self._waiting) >= self._together_bytes:
             self.flush()
 
     def flush(self) -> None:

@@ -29,6 +29,7 @@ from umbra.proto.sizes import RAW_BYTES
 HEAD = struct.Struct("<IQQQI")
 TAG_BYTES = 16
 TICKET_BYTES = 32
+KERNELS_BYTES = 1 << 20  # of credit; with more the kernel chooses the buffers of a connection
 TICKET = b"umbra connection for buckets"
 
 

@@ -21,7 +21,7 @@ from umbra.services.runtime.net.keys import OPEN, Security
 from umbra.services.runtime.net.server import Request, Server
 from umbra.services.runtime.planes.bucket_door import BucketDoor, Errand
 from umbra.services.runtime.planes.bucket_records import seal_of
-from umbra.services.runtime.planes.bucket_store import BucketStore, Outbox, Part
+from umbra.services.runtime.planes.bucket_store import SMALLEST_FRAME, BucketStore, Outbox, Part
 from umbra.services.runtime.process.threads import service_thread
 from umbra.services.runtime.weights.malloc_tuning import keep_freed_memory
 
@@ -154,7 +154,8 @@ class BucketServer:
             message = msgspec.structs.replace(message, frame_bytes=RECORD_BYTES)
         outbox = Outbox(self._count, self._find)
         outbox.order(receiver, message)
-        self._door.expect(key, Errand(receiver, outbox, message.number, seal))
+        credit = max(message.credit_bytes, SMALLEST_FRAME)
+        self._door.expect(key, Errand(receiver, outbox, message.number, seal, credit))
         place = BucketPort(number=message.number, port=self.port, encrypted=encrypted)
         self._server.push(CHANNEL, receiver, place)  # who is away asks again
 

@@ -95,7 +95,7 @@ class BucketSource:
             raise
         self.endpoint, self.apart = endpoint, True
 
-    def open(self, place: BucketPort, key: bytes) -> BucketConnection:
+    def open(self, place: BucketPort, key: bytes, credit_bytes: int) -> BucketConnection:
         """A connection for what was ordered with `key`.
 
         Raises:
@@ -108,7 +108,7 @@ class BucketSource:
             )
         keyed = self._security.keys is not None
         seal = seal_of(key, keyed=keyed, encrypted=place.encrypted)
-        return BucketConnection(self._host, place.port, key, seal, LOOK_S)
+        return BucketConnection(self._host, place.port, key, seal, LOOK_S, credit_bytes)
 
     def unreachable(self, place: BucketPort, error: OSError) -> None:
         """Connections for buckets cannot be made: they come over the socket from now on."""
@@ -297,7 +297,8 @@ class Transfer:
     def _connect(self, place: BucketPort, key: bytes) -> None:
         self._disconnect()
         try:
-            self._connection = self._source.open(place, key)
+            credit = FRAMES_UNDER_WAY * self._frame_bytes
+            self._connection = self._source.open(place, key, credit)
         except OSError as error:
             self._source.unreachable(place, error)
             self._order()
