@@ -130,7 +130,7 @@ def rows_of(name: str, load: Any) -> tuple[list[Row], Row]:
             return [STORE | {"store": store} for store in ("append log", "sqlite")], {}
         case "security_cost":
             return [
-                {"what": f"{n}", "plain": 1.0, "CURVE": 2.0, "ratio": 2.0} for n in range(3)
+                {"what": f"{n}", "plain": 1.0, "CURVE": 2.0, "ratio": 2.0} for n in range(11)
             ], {}
         case "snapshot_memory":
             methods = load("snapshot_memory").METHODS
