@@ -18,7 +18,7 @@ PACKAGES = "python3,python3-venv,python3-pip,ca-certificates"
 DAEMON = """\
 mount -t tmpfs tmpfs /run
 mkdir /run/exec
-dockerd --bridge=none --iptables=false --data-root data --exec-root /run/exec \\
+dockerd --bridge=none --iptables=false --data-root "$PWD/data" --exec-root /run/exec \\
     --pidfile /run/dockerd.pid -H unix:///run/docker.sock >dockerd.log 2>&1 &
 export DOCKER_HOST=unix:///run/docker.sock
 until docker info >/dev/null 2>&1; do sleep 0.2; done
