@@ -6,8 +6,9 @@
 Each pod has a network namespace of its own on one bridge, and a host name. Each of its containers
 has a process namespace, the user of the pod without any capability, and a file system of its own:
 this machine's Python, read-only, in place of an image, and the volumes that its manifest mounts.
-Claims are folders of FOLDER/claims. SETTINGS is JSON: `keys`, the folder that the Secret was made
-of; `run`, whether the containers are started, or only looked into. Prints one JSON object: what
+Claims are folders of FOLDER/claims. SETTINGS is JSON: `image`, the folders that stand in for it;
+`keys`, the one that the Secret was made of; `run`, whether the containers are started, or only
+looked into. Prints one JSON object: what
 each container sees before it is started, whether its probe was content after the fifth step, and
 its exit code.
 
@@ -29,15 +30,15 @@ from typing import Any
 import yaml
 from slurm_cluster import BRIDGE, CONTROLLER, NETWORK, sh
 
-from umbra.services.runtime.process.parent import PARENT_PID_VARIABLE
-
 POLL_S = 0.2
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 PATH = f"{Path(sys.executable).parent}:/usr/bin:/bin"
 # Every file that is not of the image; the rest of the arguments are the folders to leave out.
 LOOK = """\
 import os, sys
-for top, folders, files in os.walk("/"):
+def refuse(error):
+    raise error
+for top, folders, files in os.walk("/", onerror=refuse):
     folders[:] = [f for f in folders if os.path.join(top, f) not in sys.argv[1:] and f[:2] != ".."]
     for file in files:
         path = os.path.join(top, file)
@@ -167,8 +168,6 @@ class Container:
         assert not security["allowPrivilegeEscalation"]
         environ = {variable["name"]: variable["value"] for variable in self._spec["env"]}
         environ["PATH"], environ["HOME"] = PATH, "/tmp"
-        # Not of this machine's processes, which are the parents of all.
-        assert PARENT_PID_VARIABLE not in environ
         user, group = self._pod.user, self._pod.group
         last = [
             *("chroot", "/mnt", "setpriv", f"--reuid={user}", f"--regid={group}"),

@@ -229,6 +229,8 @@ def test_a_machine_joins_the_run_and_is_drained(project: Path) -> None:
     (project / "late.toml").write_text(LATE, encoding="utf-8")
     grow = """
     reach 3
+    operate() { umbra "$@" --broker tcp://10.88.0.1:5555 --keys plan/keys; }
+    operate pause  # or the others might be done before it has started
     cat late.toml >> cluster.toml
     umbra plan cluster.toml run.toml --add c $SET
     compose c up -d
@@ -236,8 +238,9 @@ def test_a_machine_joins_the_run_and_is_drained(project: Path) -> None:
         if ! on a docker ps --quiet | grep -q .; then echo "the run ended" >&2; exit 1; fi
         sleep 0.5
     done
+    operate resume
     at=$(steps); reach $((at + 3))
-    umbra drain --node c --broker tcp://10.88.0.1:5555 --keys plan/keys
+    operate drain --node c
     ended c
     compose c down
     echo "left at $(steps)"
