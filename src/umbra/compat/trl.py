@@ -137,7 +137,7 @@ class GRPOTrainer:
     def __init__(
         self,
         model: str,
-        reward_funcs: Callable[..., Any] | Sequence[Callable[..., Any]],
+        reward_funcs: Callable[..., Any],
         args: Any = None,
         train_dataset: Iterable[Any] | None = None,
         eval_dataset: Iterable[Any] | None = None,
