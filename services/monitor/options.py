@@ -11,8 +11,9 @@ import click
 from umbra.proto.access import KeyRole
 from umbra.proto.errors import UsageError
 from umbra.services.monitor.run_address import find_address
+from umbra.services.runtime.config import SecurityConfig
 from umbra.services.runtime.net.keys import open_security
-from umbra.services.runtime.process.command import KEYS, SecurityConfig
+from umbra.services.runtime.process.command import KEYS
 
 timeout_option = click.option(
     "--timeout",
