@@ -68,7 +68,9 @@ NAMES = tuple(TYPES)
 VOCABULARY = 64
 _kept: list[TemporaryDirectory[str]] = []
 OF_RUN = ("origin.json", "config.json", "buffer.json", "summary.json")
-ROLES = ("generator", "scorer", "trainer", "weight_hub", "part", "relay", "monitor")
+ROLES = (
+    "generator", "scorer", "env_worker", "trainer", "weight_hub", "part", "relay", "monitor",
+)  # fmt: skip
 TRAJECTORIES = msgspec.msgpack.Decoder(Trajectory)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from umbra.services.environments.protocol import Message, Row, StepResult, reward_result
+from umbra.services.environments.sandbox import Sandbox
 
 
 class AgentProgram:
@@ -24,15 +25,26 @@ class AgentProgram:
     Args:
         function: the agent, plain or async.
         name: what the user calls it, for errors.
+        sandbox: goes to the function as `sandbox`, and is closed when the sample is over.
         options: more arguments of the function.
     """
 
-    def __init__(self, function: Callable[..., Any], name: str, **options: Any) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        name: str,
+        *,
+        sandbox: Sandbox | None = None,
+        **options: Any,
+    ) -> None:
+        if sandbox is not None:
+            options["sandbox"] = sandbox
         inspect.signature(function).bind({}, {}, **options)
         self.concurrent = inspect.iscoroutinefunction(function)
         self._function = function
         self._name = name
         self._options = options
+        self._sandbox = sandbox
         self._row: Row = {}
 
     def reset(self, row: Row) -> list[Message]:
@@ -46,6 +58,11 @@ class AgentProgram:
             os.environ["OPENAI_API_KEY"] = endpoint["api_key"]
         value = self._function(self._row, endpoint, **self._options)
         return self._later(value) if inspect.isawaitable(value) else self._result(value)
+
+    async def close(self) -> None:
+        """The sample is over."""
+        if self._sandbox is not None:
+            await self._sandbox.close()
 
     async def _later(self, value: Awaitable[Any]) -> StepResult:
         return self._result(await value)

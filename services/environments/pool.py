@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from umbra.services.environments.environment_host import EnvironmentHost, Result
 from umbra.services.environments.loading import load_environment, runs_inline
 from umbra.services.environments.protocol import EnvironmentFactory, Row, SampleError
-from umbra.services.environments.turn_request import Ask
+from umbra.services.environments.turn_request import Ask, Begun
 from umbra.services.environments.worker_pool import START_S, WorkerPool
 from umbra.services.runtime.config import EnvironmentConfig as EnvironmentConfig
 from umbra.services.runtime.process.loop_thread import LoopThread
@@ -26,7 +26,7 @@ class EpisodeOutcome:
     """What a play ended with: an answer, or the reason why there is none. Agents ask in between."""
 
     key: str
-    value: Result | Ask | None = None
+    value: Result | Ask | Begun | None = None
     error: str = ""
 
 

@@ -23,6 +23,7 @@ from umbra.services.environments.protocol import (
     expected_answer,
     prompt_messages,
 )
+from umbra.services.environments.sandbox import SandboxTools
 from umbra.services.environments.single_turn import last_number, same_number
 
 BUILT_IN: dict[str, Callable[..., Any]] = {"calculator": calculator}
@@ -96,17 +97,21 @@ class ToolUse:
 
     Args:
         tools: what may be called; the functions' names are the tools' names.
+        sandbox: has the tools of `SandboxTools` besides, those of them that are named in `tools`.
         calls: turns with tool calls until the sample ends without a reward.
         tolerance: difference of numbers that still counts as equal, relative to the answer.
     """
 
     def __init__(
         self,
-        tools: Sequence[Callable[..., Any]] = (calculator,),
+        tools: Sequence[Callable[..., Any] | str] = (calculator,),
         calls: int = 8,
         tolerance: float = 1e-6,
+        sandbox: SandboxTools | None = None,
     ) -> None:
-        self._tools = {tool.__name__: tool for tool in tools}
+        found = [getattr(sandbox, tool) if isinstance(tool, str) else tool for tool in tools]
+        self._tools = {tool.__name__: tool for tool in found}
+        self._sandbox = sandbox
         self._calls = calls
         self._left = calls
         self._tolerance = tolerance
@@ -143,6 +148,11 @@ class ToolUse:
             reward_parts=parts,
             tool_calls=told if whole else [],
         )
+
+    async def close(self) -> None:
+        """The sample is over."""
+        if self._sandbox is not None:
+            await self._sandbox.close()
 
     def _right(self, response: str) -> bool:
         wanted = last_number(self._answer)

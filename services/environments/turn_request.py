@@ -39,6 +39,11 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
+class Begun:
+    """An agent works on the sample from now on; what it asks for comes when it likes."""
+
+
+@dataclass(frozen=True, slots=True)
 class Ask:
     """An agent's wish for one turn of the model.
 

@@ -106,6 +106,11 @@ class WorkerPool:
         self._queue: deque[_PendingPlay] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
 
+    @property
+    def room(self) -> int:
+        """Plays at once in all processes that there may be; known once the first has started."""
+        return self._config.workers * self._workers[0].room
+
     async def start(self) -> None:
         """Start the first process.
 

@@ -68,6 +68,7 @@ class Rollout:
         self.task = task
         self.phase = Phase.RESET
         self.ask: Ask | None = None  # what an agent asked for last
+        self.begun = False  # an agent works on it
         self._opening = Opening([])
         self._settings = settings
         self._prompt: list[int] = []
@@ -371,6 +372,7 @@ class Rollout:
         self._prompt, self._tokens, self._replay = [], ResponseTokens(), []
         self._turn_start = self._turns = 0
         self._reward, self._parts, self._heard, self.ask = 0.0, {}, [], None
+        self.begun = False
         self.phase = Phase.RESET
 
 

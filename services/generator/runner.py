@@ -12,7 +12,7 @@ from umbra.proto.messages import ReturnedSample
 from umbra.proto.records import SampleTask, Trajectory
 from umbra.services.environments.pool import EnvironmentPool, EpisodeOutcome
 from umbra.services.environments.protocol import Opening, SampleError, StepResult
-from umbra.services.environments.turn_request import Ask, RefusedError
+from umbra.services.environments.turn_request import Ask, Begun, RefusedError
 from umbra.services.generator.engine import Engine, EngineOutput
 from umbra.services.generator.rollout import Phase, Rollout, RolloutSettings
 from umbra.services.generator.turn_log import TurnLog
@@ -63,8 +63,14 @@ class RolloutRunner:
 
     @property
     def wanting(self) -> int:
-        """Of those, the ones that take a slot of the engine, or will at once."""
-        return sum(r.phase in (Phase.RESET, Phase.GENERATE) for r in self._rollouts.values())
+        """Of those, the ones that take a slot of the engine, or will at once.
+
+        One whose agent has begun asks for a turn when it likes, as between two turns.
+        """
+        return sum(
+            r.phase is Phase.GENERATE or (r.phase is Phase.RESET and not r.begun)
+            for r in self._rollouts.values()
+        )
 
     @property
     def pinned(self) -> bool:
@@ -239,6 +245,9 @@ class RolloutRunner:
             match rollout.phase, outcome.value:
                 case _, None:
                     raise SampleError(outcome.error)
+                case _, Begun():
+                    rollout.begun = True
+                    return
                 case Phase.RESET, Opening() as opening:
                     rollout.reset_done(opening)
                 case Phase.STEP, StepResult() as result:

@@ -16,6 +16,7 @@ from umbra.proto.messages import ReturnedSample
 from umbra.proto.records import SampleTask, Trajectory
 from umbra.services.generator.agents.address import bind
 from umbra.services.generator.agents.calls import CallRules
+from umbra.services.generator.agents.offers import SessionOffers
 from umbra.services.generator.agents.pool import AgentPool, AgentSettings
 from umbra.services.generator.engine import Engine
 from umbra.services.generator.rollout import RolloutSettings
@@ -31,6 +32,7 @@ class AgentWorld:
 
     Args:
         between: called in the driving thread after every step, for what happens between tokens.
+        offers: has the agents run elsewhere.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class AgentWorld:
         key: str = "",
         stop_tokens: tuple[str, ...] = (),
         between: Callable[[RolloutRunner], object] = lambda runner: None,
+        offers: SessionOffers | None = None,
     ) -> None:
         self.failure: Exception | None = None
         self._wake = threading.Event()
@@ -52,6 +55,7 @@ class AgentWorld:
             AgentSettings(rules, "tiny", key),
             bind("", key),
             wake=self._wake.set,
+            offers=offers,
         )
         self.url = self.pool.url
         self.runner = RolloutRunner(engine, self.pool, settings)

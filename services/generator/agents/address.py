@@ -42,6 +42,14 @@ def url_of(bound: socket.socket) -> str:
     return url_at(host, port)
 
 
+def url_for_others(bound: socket.socket) -> str:
+    """The URL at which other machines reach the socket, if any do."""
+    host, port = bound.getsockname()[:2]
+    if ipaddress.ip_address(host).is_unspecified:
+        host = socket.gethostname()
+    return url_at(host, port)
+
+
 def read_key(file: str, environ: Mapping[str, str]) -> str:
     """The key that agents have to give: what `file` holds, else the environment variable's.
 

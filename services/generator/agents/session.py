@@ -178,6 +178,10 @@ class AgentSession:
         self.over = why
         self.deadline = math.inf
         self._tell(why)
+        # It is remembered for late requests, what was said in it is not.
+        self.row, self._history, self._text = {}, [], ""
+        self._call = self._answer = None
+        self._before = None, None
 
     def _check_open(self) -> None:
         if self.over is not None:
