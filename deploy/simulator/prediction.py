@@ -13,7 +13,7 @@ from umbra.deploy.simulator.failures import Failures
 from umbra.deploy.simulator.generator import SimGenerator
 from umbra.deploy.simulator.scorer import SimScorer
 from umbra.deploy.simulator.timeline import Shares, Timeline
-from umbra.deploy.simulator.trainer import SimTrainer, SimStep
+from umbra.deploy.simulator.trainer import SimStep, SimTrainer
 from umbra.proto.records import Ledger
 from umbra.services.buffer.policy.staleness import StalenessStats
 
