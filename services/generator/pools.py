@@ -47,9 +47,16 @@ def open_environments(
     from umbra.services.generator.agents.calls import CallRules
     from umbra.services.generator.agents.pool import AgentPool, AgentSettings
 
-    stops = [*config.sampling.stop_tokens, *map(chat.piece, sorted(chat.stop_ids))]
+    rules = CallRules(
+        sampling,
+        [*config.sampling.stop_tokens, *map(chat.piece, sorted(chat.stop_ids))],
+        override=environment.sampling == "override",
+        template_options=config.model.chat_template_kwargs,
+        reads_calls=chat.dialect.calls or config.model.dialect == "none",
+    )
     key = read_key(config.generator.serve_key, os.environ)
-    settings = AgentSettings(CallRules(sampling, stops), Path(config.model.path).name, key)
+    advertise = config.generator.serve_advertise
+    settings = AgentSettings(rules, Path(config.model.path).name, key, advertise)
     pool = AgentPool(environment, settings, bind(config.generator.serve, key), wake=wake)
     log.info("agents are served at %s", pool.url)
     return pool
