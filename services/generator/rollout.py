@@ -164,9 +164,7 @@ class Rollout:
 
         What comes after a stop string is dropped: nobody has asked for it.
         """
-        if (end := self._stopped(output)) is not None:
-            output = shortened(output, end, len(self._prompt) + len(self._tokens.ids))
-        self._tokens.add_model(output)
+        self._tokens.add_model(self._cut(output))
         self._continue_turn()
 
     @property
@@ -255,7 +253,7 @@ class Rollout:
         task, tokens = self.task, self._tokens
         if under_way is not None:
             tokens = tokens.copy()
-            tokens.add_model(under_way)
+            tokens.add_model(self._cut(under_way))
         return Trajectory(
             sample_id=task.sample_id,
             group_id=task.group_id,
@@ -350,6 +348,13 @@ class Rollout:
         chat = self._settings.chat
         end = chat.stopped_at([*turn, *output.token_ids], stops, len(turn))
         return None if end is None else end - len(turn)
+
+    def _cut(self, output: EngineOutput) -> EngineOutput:
+        """`output` up to a stop string."""
+        end = self._stopped(output)
+        if end is None:
+            return output
+        return shortened(output, end, len(self._prompt) + len(self._tokens.ids))
 
     def _said(self, ids: list[int], start: int) -> Said:
         """The turn `ids`, which begins at response token `start`."""
