@@ -1,6 +1,7 @@
 """Requests for completions: what is served, what is refused and how; replies in OpenAI's format."""
 
 import json
+import logging
 from typing import Any
 
 import pytest
@@ -214,3 +215,34 @@ def test_usage_and_logprobs_are_those_of_the_tokens() -> None:
         "text_offset": [0, 1],
         "top_logprobs": None,
     }
+
+
+def test_a_sampling_of_its_own_is_overridden_if_the_run_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    rules = CallRules(Sampling(), override=True)
+    fields = {
+        "temperature": 0.0,
+        "presence_penalty": 1,
+        "seed": 3,
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    for _ in range(3):
+        call = read_chat(json.dumps({"messages": [USER], **fields}).encode(), rules)
+        assert call == Call(messages=[USER])
+    assert dict(rules.overridden.counts) == dict.fromkeys(fields, 3)
+    assert len(caplog.records) == 2 * len(fields)  # the first and the second time
+    for name, value in (("n", 2), ("tool_choice", "none"), ("response_format", {"type": "json"})):
+        with pytest.raises(ApiError, match=name):
+            read_chat(json.dumps({"messages": [USER], name: value}).encode(), rules)
+
+
+def test_tools_whose_calls_nothing_reads_are_refused() -> None:
+    with pytest.raises(ApiError, match=r"nothing here reads the tool calls.*model\.dialect"):
+        read_chat(
+            json.dumps({"messages": [USER], "tools": TOOLS}).encode(),
+            CallRules(Sampling(), reads_calls=False),
+        )

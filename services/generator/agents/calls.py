@@ -49,6 +49,8 @@ DRAWING: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
 }
 """Fields that ask for other tokens than the run draws: as of `CallRules.settle`."""
+_UNFORCED: dict[str, tuple[Any, ...]] = {"tool_choice": ("required", {"type": "any"})}
+"""The same of fields with other values that are refused: the model is free to call no tool."""
 
 
 class Overridden:
@@ -237,7 +239,7 @@ def decoded(
         why = f"{name} is not supported here: leave it out"
         if wanted:
             why = f"{name} = {given} is not supported: use {wanted}"
-        if name in neutral:
+        if name in neutral and value not in _UNFORCED.get(name, ()):
             raise ApiError(why, param=name)
         rules.settle(name, given, why)
     _agree(asked, rules)
