@@ -44,6 +44,8 @@ from umbra.services.buffer.store.segments import Replay, segment_path
 from umbra.services.environments.tools import parse_tool_calls
 from umbra.services.generator.agents.calls import CallRules, read_chat, read_text
 from umbra.services.generator.agents.errors import ApiError
+from umbra.services.generator.agents.messages_api import read_messages
+from umbra.services.generator.agents.responses_api import read_responses
 from umbra.services.monitor.feed import Feed
 from umbra.services.runtime.planes.assembly import Assembly, Holdings, SequentialAssembly
 from umbra.services.runtime.process.jsonl import read_jsonl
@@ -328,7 +330,7 @@ def files(data: bytes) -> None:
 def chat(data: bytes) -> None:
     """The body of a request to the agents' endpoint."""
     rules = CallRules(Sampling(), ("</s>",))
-    for read_call in (read_chat, read_text):
+    for read_call in (read_chat, read_text, read_responses, read_messages):
         try:
             read_call(data, rules)
         except ApiError:

@@ -20,7 +20,8 @@ class AgentProgram:
     The function is called as `function(row, endpoint, **options)`; `endpoint` has `base_url` and
     `api_key`, as the `openai` client's constructor takes them. It returns a number, a `StepResult`
     or, if it has posted its reward to the endpoint, None. A plain function has its process to
-    itself, and finds the same in OPENAI_BASE_URL and OPENAI_API_KEY.
+    itself, and finds the same in OPENAI_BASE_URL and OPENAI_API_KEY, and for the `anthropic` client
+    in ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY.
 
     Args:
         function: the agent, plain or async.
@@ -55,7 +56,8 @@ class AgentProgram:
         endpoint: dict[str, str] = json.loads(response)
         if not self.concurrent:
             os.environ["OPENAI_BASE_URL"] = endpoint["base_url"]
-            os.environ["OPENAI_API_KEY"] = endpoint["api_key"]
+            os.environ["ANTHROPIC_BASE_URL"] = endpoint["base_url"].removesuffix("/v1")
+            os.environ["OPENAI_API_KEY"] = os.environ["ANTHROPIC_API_KEY"] = endpoint["api_key"]
         value = self._function(self._row, endpoint, **self._options)
         return self._later(value) if inspect.isawaitable(value) else self._result(value)
 

@@ -18,6 +18,7 @@ from umbra.services.environments.protocol import (
     SampleError,
     StepResult,
 )
+from umbra.services.environments.response import Response, Said
 
 Result = Opening | StepResult
 
@@ -42,7 +43,7 @@ class EnvironmentHost:
         self._sessions: dict[str, _Episode] = {}
         self._closing: set[asyncio.Future[None]] = set()
 
-    async def play(self, key: str, row: Row, responses: Sequence[str]) -> list[Result]:
+    async def play(self, key: str, row: Row, responses: Sequence[Said | str]) -> list[Result]:
         """What the environment of sample `key` answers to the last of `responses`.
 
         Without responses the conversation is opened, anew if there is one. If this process has not
@@ -86,8 +87,8 @@ class EnvironmentHost:
             opened = Opening(opened)
         return Opening(self._messages(opened.messages, "reset"), opened.tools)
 
-    async def _step(self, session: _Episode, response: str) -> StepResult:
-        result: Any = session.environment.step(response)
+    async def _step(self, session: _Episode, said: Said | str) -> StepResult:
+        result: Any = session.environment.step(Response.of(said))
         if inspect.isawaitable(result):
             result = await result
         if not isinstance(result, StepResult):

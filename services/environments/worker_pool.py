@@ -18,6 +18,7 @@ import msgspec
 from umbra.proto.errors import DeadlineError, UsageError
 from umbra.services.environments.environment_host import Result
 from umbra.services.environments.loading import name_of
+from umbra.services.environments.response import Said
 from umbra.services.environments.worker import (
     Forget,
     FromWorker,
@@ -120,7 +121,7 @@ class WorkerPool:
         """
         self._workers.append(await self._hire())
 
-    def play(self, key: str, row: dict[str, object], responses: Sequence[str]) -> None:
+    def play(self, key: str, row: dict[str, object], responses: Sequence[Said | str]) -> None:
         """Ask for the answer to the last of `responses`; it is delivered."""
         session = self._sessions.setdefault(key, _Conversation())
         self._number += 1

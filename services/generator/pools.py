@@ -50,18 +50,25 @@ def open_environments(
     if environment.kind != "agent":
         return open_pool(environment, wake=wake)
     # No other environment needs an HTTP server.
-    from umbra.services.generator.agents.address import bind, read_key, url_for_others
+    from umbra.services.generator.agents.address import bind, read_key, url_for_others, url_of
     from umbra.services.generator.agents.calls import CallRules
     from umbra.services.generator.agents.pool import AgentPool, AgentSettings
 
-    stops = [*config.sampling.stop_tokens, *map(chat.piece, sorted(chat.stop_ids))]
+    rules = CallRules(
+        sampling,
+        [*config.sampling.stop_tokens, *map(chat.piece, sorted(chat.stop_ids))],
+        override=environment.sampling == "override",
+        template_options=config.model.chat_template_kwargs,
+        reads_calls=chat.dialect.calls or config.model.dialect == "none",
+    )
     key = read_key(config.generator.serve_key, os.environ)
     if offers is not None and not key:
         key = secrets.token_urlsafe(24)  # which env-workers are told
-    settings = AgentSettings(CallRules(sampling, stops), Path(config.model.path).name, key)
+    advertise = config.generator.serve_advertise
+    settings = AgentSettings(rules, Path(config.model.path).name, key, advertise)
     bound = bind(config.generator.serve, key)
     if offers is not None:
-        offers.at(url_for_others(bound), key)
+        offers.at(url_of(bound, advertise) if advertise else url_for_others(bound), key)
     pool = AgentPool(environment, settings, bound, wake=wake, offers=offers)
     log.info("agents are served at %s", pool.url)
     return pool

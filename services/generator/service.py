@@ -56,6 +56,7 @@ def run(
         sampling=sampling,
         max_context=config.generator.max_context,
         limits=limits_of(environment),
+        stops=tuple(config.sampling.stop),
         generator=ctx.name,
         agents=environment.kind == "agent",
     )

@@ -56,7 +56,8 @@ def reward_worker(config: RunConfig) -> StageWorker:
         wake.clear()
 
     pool = open_pool(config.environment, wake=wake.set)
-    return RewardWorker(Chat(tokenizer, stops), pool, wait)
+    chat = Chat.configured(config.model, tokenizer, stops)
+    return RewardWorker(chat, pool, wait, config.sampling.stop)
 
 
 def _score_logprobs(context: ServiceContext, session: Session) -> None:

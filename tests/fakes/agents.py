@@ -43,16 +43,20 @@ class AgentWorld:
         *,
         key: str = "",
         stop_tokens: tuple[str, ...] = (),
+        override: bool = False,
+        advertise: str = "",
         between: Callable[[RolloutRunner], object] = lambda runner: None,
         offers: SessionOffers | None = None,
     ) -> None:
         self.failure: Exception | None = None
         self._wake = threading.Event()
         self._settings = settings
-        rules = CallRules(settings.sampling, stop_tokens)
+        calls = settings.chat.dialect.calls
+        rules = CallRules(settings.sampling, stop_tokens, override=override, reads_calls=calls)
+        self.rules = rules
         self.pool = AgentPool(
             environment,
-            AgentSettings(rules, "tiny", key),
+            AgentSettings(rules, "tiny", key, advertise),
             bind("", key),
             wake=self._wake.set,
             offers=offers,

@@ -26,6 +26,7 @@ from umbra.proto.messages import (
     SubmitTrajectories,
 )
 from umbra.services.environments.pool import InlinePool
+from umbra.services.environments.response import Said
 from umbra.services.environments.single_turn import ExactMatch
 from umbra.services.generator.engine import EngineError
 
@@ -63,7 +64,7 @@ def test_samples_become_trajectories(bench: Bench) -> None:
 class NeverAnswers(InlinePool):
     """Opens conversations, and then waits for a tool for good."""
 
-    def play(self, key: str, row: dict[str, Any], responses: Sequence[str]) -> None:
+    def play(self, key: str, row: dict[str, Any], responses: Sequence[Said | str]) -> None:
         if not responses:
             super().play(key, row, responses)
 

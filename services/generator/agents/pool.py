@@ -23,14 +23,15 @@ from umbra.proto.records import SessionOffer
 from umbra.services.environments.environment_host import Result
 from umbra.services.environments.pool import EpisodeOutcome, taken
 from umbra.services.environments.protocol import Row, StepResult
+from umbra.services.environments.response import Said
 from umbra.services.environments.turn_request import Ask, Begun, Turn
 from umbra.services.environments.worker_pool import START_S, WorkerPool
-from umbra.services.generator.agents.address import url_of
+from umbra.services.generator.agents.address import host_of, url_of
 from umbra.services.generator.agents.calls import Call, CallRules
 from umbra.services.generator.agents.errors import ApiError
 from umbra.services.generator.agents.offers import SessionOffers
 from umbra.services.generator.agents.replies import Answer
-from umbra.services.generator.agents.server import MAX_BODY, Edge
+from umbra.services.generator.agents.server import MAX_BODY, Edge, Hear
 from umbra.services.generator.agents.session import AgentSession
 from umbra.services.generator.agents.session_registry import SessionRegistry
 from umbra.services.runtime.config import EnvironmentConfig
@@ -55,6 +56,7 @@ class AgentSettings:
     rules: CallRules
     model: str  # name in replies
     key: str = ""
+    advertise: str = ""  # HOST or HOST:PORT that agents are told
 
 
 class AgentPool:
@@ -81,7 +83,7 @@ class AgentPool:
         wake: Callable[[], None] = lambda: None,
         offers: SessionOffers | None = None,
     ) -> None:
-        self.url = url_of(bound)
+        self.url = url_of(bound, settings.advertise)
         self._config = config
         self._clock = time.monotonic
         self._key = settings.key
@@ -95,9 +97,15 @@ class AgentPool:
         self._offer_at = 0.0  # when they are told again of those that still wait
         self._workers = self._hire(config) if config.agent and offers is None else None
         self._idle_since = self._clock()
-        edge = Edge(self, settings.rules, settings.model, int(time.time()))
+        told = self.url if settings.advertise else ""
+        edge = Edge(self, settings.rules, settings.model, int(time.time()), told)
         self._server = HttpServer(
-            edge.app(), bound, key=settings.key, max_body=MAX_BODY, connections=_CONNECTIONS
+            edge.app(),
+            bound,
+            key=settings.key,
+            max_body=MAX_BODY,
+            connections=_CONNECTIONS,
+            name=host_of(settings.advertise),
         )
         self._watch: asyncio.Task[None] | None = None
         self._thread = LoopThread("agents")
@@ -109,7 +117,7 @@ class AgentPool:
 
     # -- as an environment pool, from the generator's thread --------------------------------------
 
-    def play(self, key: str, row: Row, responses: Sequence[str]) -> None:
+    def play(self, key: str, row: Row, responses: Sequence[Said | str]) -> None:
         """Open a session for sample `key`; what the model says goes to whoever asked for it."""
         assert not responses, "agents are answered through their Ask"
         self._thread.call(self._open, key, row)
@@ -158,7 +166,9 @@ class AgentPool:
         session.begin(self._clock())
         self._taken(session)
 
-    async def ask(self, session: AgentSession, call: Call, *, repeated: bool) -> Answer:
+    async def ask(
+        self, session: AgentSession, call: Call, *, repeated: bool, hear: Hear | None = None
+    ) -> Answer:
         told: asyncio.Future[Answer | ApiError] = asyncio.get_running_loop().create_future()
         news = session.ask(call, told.set_result, repeated=repeated)
         if news is not None:
@@ -170,6 +180,8 @@ class AgentPool:
                 text=news.text,
                 max_tokens=call.max_tokens,
                 pieces=call.logprobs,
+                stops=call.stops,
+                hear=hear and (lambda pieces: self._thread.call(hear, pieces)),
             )
             self._deliver(EpisodeOutcome(session.key, ask))
         answer = await told

@@ -67,6 +67,13 @@ class EnvironmentConfig(Section, frozen=True, kw_only=True, forbid_unknown_field
         dict[str, Any],
         Meta(description="image and limits of its containers, or the class's arguments"),
     ] = {}
+    sampling: Annotated[
+        Literal["override", "refuse"],
+        Meta(
+            description="an agent that asks for another sampling than the run's gets the run's, "
+            "which is counted, or is refused"
+        ),
+    ] = "override"
     options: Annotated[
         dict[str, Any], Meta(description="passed to the environment's constructor")
     ] = {}
@@ -83,6 +90,10 @@ class SamplingConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     stop_tokens: Annotated[
         list[str],
         Meta(description="tokens, as text, that end a turn besides those the model names"),
+    ] = []
+    stop: Annotated[
+        list[Annotated[str, Meta(min_length=1)]],
+        Meta(description="texts that end a turn, of any number of tokens"),
     ] = []
 
 
@@ -161,6 +172,13 @@ class GeneratorConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=
         str,
         Meta(
             description="file of the key that agents have to give; empty = variable UMBRA_AGENT_KEY"
+        ),
+    ] = ""
+    serve_advertise: Annotated[
+        str,
+        Meta(
+            description="HOST or HOST:PORT that agents are told instead, if they reach this "
+            "generator by another name (containers, a proxy); without a port: the one it has"
         ),
     ] = ""
     receive: Annotated[
