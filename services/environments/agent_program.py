@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import msgspec
-
 from umbra.services.environments.protocol import Message, Row, StepResult, reward_result
+
+Program = Callable[..., Any]
+"""Called as `program(row, endpoint, **options)`; returns what `AgentProgram` says."""
 
 
 class AgentProgram:
@@ -24,12 +26,16 @@ class AgentProgram:
     Args:
         function: the agent, plain or async.
         name: what the user calls it, for errors.
+        lasting: whether it keeps something that is closed with its process only.
         options: more arguments of the function.
     """
 
-    def __init__(self, function: Callable[..., Any], name: str, **options: Any) -> None:
+    def __init__(
+        self, function: Program, name: str, *, lasting: bool = False, **options: Any
+    ) -> None:
         inspect.signature(function).bind({}, {}, **options)
         self.concurrent = inspect.iscoroutinefunction(function)
+        self.lasting = lasting
         self._function = function
         self._name = name
         self._options = options
@@ -54,5 +60,5 @@ class AgentProgram:
         if value is None:
             return StepResult(done=False)  # it has posted its reward
         if isinstance(value, StepResult):
-            return msgspec.structs.replace(value, done=True)
+            return dataclasses.replace(value, done=True)
         return reward_result(value, self._name)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import (
@@ -27,7 +28,8 @@ from umbra.services.environments.turn_request import Ask, RefusedError, Turn
 from umbra.services.generator.engine import EngineOutput, EngineRequest
 from umbra.services.generator.tokens import ResponseTokens, tokens_of
 from umbra.services.modeling.chat import Chat
-from umbra.services.runtime.config import EnvironmentConfig as EnvironmentConfig
+from umbra.services.runtime.config import EnvironmentConfig, RunConfig
+from umbra.services.runtime.config.generation import ENVIRONMENT
 
 
 class Phase(enum.Enum):
@@ -59,6 +61,23 @@ class RolloutSettings:
     generator: str = ""
     agents: bool = False  # the environments are agents, which begin when they like
     clock: Callable[[], float] = time.time
+    several: Mapping[str, RolloutSettings] = field(default_factory=dict)  # by environment's name
+
+    def of(self, row: dict[str, Any]) -> RolloutSettings:
+        """Those of the environment that the prompt `row` is for.
+
+        Raises:
+            SampleError: there is none of that name.
+        """
+        if not self.several:
+            return self
+        name = row.get(ENVIRONMENT)
+        found = self.several.get(name) if isinstance(name, str) else None
+        if found is None:
+            raise SampleError(
+                f'"{ENVIRONMENT}" of a row is {name!r}, which is none of [[environments]]'
+            )
+        return found
 
 
 class Rollout:
@@ -383,6 +402,12 @@ def _templated(what: str, encode: Callable[[], list[int]]) -> list[int]:
         raise SampleError(f"the chat template failed on {what}: {error}") from error
 
 
-def limits_of(config: EnvironmentConfig) -> Limits:
-    """The configured limits of a sample."""
-    return Limits(turns=config.max_turns, tokens=config.max_tokens, seconds=config.max_s)
+def for_environments(settings: RolloutSettings, config: RunConfig) -> RolloutSettings:
+    """`settings` with the limits of the configured environment, or of each of several."""
+
+    def one(environment: EnvironmentConfig) -> RolloutSettings:
+        limits = Limits(environment.max_turns, environment.max_tokens, environment.max_s)
+        return replace(settings, limits=limits, agents=environment.asks)
+
+    several = {each.name: one(each) for each in config.environments}
+    return replace(one(config.environment), several=several)

@@ -16,7 +16,7 @@ from umbra.services.generator.buffer_client import BufferClient
 from umbra.services.generator.engines import OpenEngine, open_engine
 from umbra.services.generator.loop import GeneratorLoop
 from umbra.services.generator.pools import open_environments
-from umbra.services.generator.rollout import RolloutSettings, limits_of
+from umbra.services.generator.rollout import RolloutSettings, for_environments
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.sample_log import SampleLog
 from umbra.services.generator.stall import StallWatch, watching
@@ -41,9 +41,10 @@ def run(
     `make_engine` makes the engine of the generator of that name.
     """
     config = ctx.config
-    environment = config.environment
     if "reward" in config.buffer.stages:
-        environment = msgspec.structs.replace(environment, kind=UNREWARDED, options={})
+        unrewarded = msgspec.structs.replace(config.environment, kind=UNREWARDED, options={})
+        config = msgspec.structs.replace(config, environment=unrewarded)
+    environment = config.environment
     opened = make_engine(config, ctx.name)
     wake = threading.Event()
     sampling = sampling_of(config.sampling)
@@ -51,10 +52,9 @@ def run(
         chat=opened.chat,
         sampling=sampling,
         max_context=config.generator.max_context,
-        limits=limits_of(environment),
         generator=ctx.name,
-        agents=environment.kind == "agent",
     )
+    settings = for_environments(settings, config)
     # An eighth early: so much is decoded at most while what is flushed is on its way.
     flush_tokens = config.generator.partial_flush_tokens
     flush_tokens -= flush_tokens // 8

@@ -23,7 +23,7 @@ from umbra.services.environments.environment_host import Result
 from umbra.services.environments.pool import EpisodeOutcome, taken
 from umbra.services.environments.protocol import Row, StepResult
 from umbra.services.environments.turn_request import Ask, Turn
-from umbra.services.environments.worker_pool import START_S, WorkerPool
+from umbra.services.environments.worker_pool import END_S, WorkerPool
 from umbra.services.generator.agents.address import url_of
 from umbra.services.generator.agents.calls import Call, CallRules
 from umbra.services.generator.agents.errors import ApiError
@@ -36,7 +36,7 @@ from umbra.services.runtime.deadline import Deadline
 from umbra.services.runtime.http.server import HttpServer
 from umbra.services.runtime.process.loop_thread import LoopThread, ends_with_it
 
-_WAIT_S = START_S + 10.0
+_SLACK_S = 10.0
 _LOOK_S = 0.2
 _LONELY_S = 60.0  # samples that nobody takes for so long are worth a warning
 _CONNECTIONS = 4096  # an agent that waits for the model holds one
@@ -85,7 +85,7 @@ class AgentPool:
         self._registry = SessionRegistry(config.timeout_s)
         self._arrivals: set[asyncio.Future[None]] = set()  # agents that wait for a sample
         self._stopping = False
-        self._workers = self._hire(config) if config.agent else None
+        self._workers = self._hire(config) if config.starts_agents else None
         self._idle_since = self._clock()
         edge = Edge(self, settings.rules, settings.model, int(time.time()))
         self._server = HttpServer(
@@ -94,7 +94,7 @@ class AgentPool:
         self._watch: asyncio.Task[None] | None = None
         self._thread = LoopThread("agents")
         try:
-            self._thread.wait(self._start(), _WAIT_S)
+            self._thread.wait(self._start(), config.setup_s + _SLACK_S)
         except BaseException:
             self.close()
             raise
@@ -117,7 +117,7 @@ class AgentPool:
     def close(self) -> None:
         """End all sessions, the server and our agents."""
         if not self._thread.closed:
-            self._thread.wait(self._stop(), _WAIT_S)
+            self._thread.wait(self._stop(), END_S)
             self._thread.close()
 
     # -- sessions, within the event loop ----------------------------------------------------------
