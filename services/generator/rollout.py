@@ -280,14 +280,16 @@ class Rollout:
 
     # -- turns ------------------------------------------------------------------------------------
 
+    # Agents know that a context is full by the words "context length" in an error, not by its code.
+
     def _asked_first(self, ask: Ask) -> None:
         prompt = self._asked_ids(ask, None)
         if not prompt:
             raise RefusedError("the prompt has no tokens", "empty_prompt")
         if len(prompt) >= self._settings.max_context:
             raise RefusedError(
-                f"the prompt has {len(prompt)} tokens, which leaves no room for an answer in "
-                f"generator.max_context = {self._settings.max_context}",
+                f"the prompt has {len(prompt)} tokens, which leaves no room for an answer in the "
+                f"context length, generator.max_context = {self._settings.max_context}",
                 "context_length_exceeded",
             )
         if self._prompt and prompt != self._prompt:
@@ -298,7 +300,8 @@ class Rollout:
     def _asked_more(self, ask: Ask) -> None:
         if not self._turn_complete():
             raise RefusedError(
-                "the model's last turn was cut before its end: only the reward can follow",
+                "the model's last turn was cut before its end, where its tokens or the context "
+                "length ended: only the reward can follow",
                 "context_length_exceeded",
             )
         if self._turns + 1 == self._settings.limits.turns:
@@ -311,8 +314,8 @@ class Rollout:
         total = len(self._tokens.ids) + len(ids)
         if total >= self._most():
             raise RefusedError(
-                f"{len(self._prompt)} prompt tokens and {total} more leave no room for an answer: "
-                "only the reward can follow",
+                f"{len(self._prompt)} prompt tokens and {total} more leave no room for an answer "
+                "in the context length: only the reward can follow",
                 "context_length_exceeded",
             )
         self._turns += 1

@@ -78,6 +78,7 @@ class Environment:
             "metrics": {"length": len(said), "broken": None},
             "is_truncated": said == "cut",
             "stop_condition": "max_turns_reached" if said == "turns" else None,
+            "error": None if said else {"error": "EmptyModelResponseError"},
         }
 
 

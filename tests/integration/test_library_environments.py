@@ -102,7 +102,7 @@ V0_ROW = {"prompt": [{"role": "user", "content": "go"}], "example_id": 1, "envir
 
 def test_rollouts_of_verifiers_v0_end_as_it_says(tmp_path: Path, library_play: LibraryPlay) -> None:
     name = write_verifiers(tmp_path)
-    ends = {"fine": "stop", "cut": "length", "turns": "turns"}
+    ends = {"fine": "stop", "cut": "length", "turns": "turns", "": "stop"}
     for said, reason in ends.items():
         world = library_play("verifiers", "", said, id=name)
         world.add(sample(V0_ROW))

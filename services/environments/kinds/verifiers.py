@@ -20,6 +20,9 @@ from umbra.services.environments.protocol import Row, SampleError, StepResult
 
 _KEY_VARIABLE = "UMBRA_SESSION_KEY"  # verifiers reads keys from variables only
 _CONNECT_S = 60.0
+# v0's error for a turn without words. It is the policy's own doing, so the sample counts, with the
+# reward that the rubric has for it; dropping it would hide from training that saying nothing fails.
+_SAID_NOTHING = "EmptyModelResponseError"
 _MOST_PARTS, _LONGEST_NAME = 64, 100  # of a reward, as `runtime/trajectories.py` has them
 TASK_DATA = "task_data"  # the column with a task of v1
 _CONTROL = ("environment",)  # columns that are not the task's
@@ -134,7 +137,8 @@ def _v0_program(environment: Any, said: str) -> Program:
             outcome = await environment.run_rollout(task, client, "policy", {})
         finally:
             await client.close()
-        if error := outcome.get("error"):
+        error = outcome.get("error")
+        if error and error.get("error") != _SAID_NOTHING:
             raise SampleError(f"{said}: {_worded(error)}")
         return StepResult(
             reward=_number(outcome["reward"], said),
