@@ -20,6 +20,7 @@ from umbra.services.generator.rollout import RolloutSettings, for_environments
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.sample_log import SampleLog
 from umbra.services.generator.stall import StallWatch, watching
+from umbra.services.generator.turn_log import TurnLog
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.net.session import Session
 from umbra.services.runtime.planes.gpu import gpu_for, host_planes
@@ -66,6 +67,7 @@ def run(
         ctx.join("generator") as session,
     ):
         ctx.ready({"role": "generator", "name": ctx.name})
+        turn_log = TurnLog(ctx.metrics, config.log.traced_share)
         receiver = _subscribe(session, _planes(config, opened), opened.dtype)
         if receiver is None:
             return _end(session)
@@ -75,7 +77,7 @@ def run(
                 session=session,
                 receiver=receiver,
                 buffer=BufferClient(session.data, wake, grace_s=config.run.broker_grace_s),
-                runner=RolloutRunner(engine, pool, settings, flush_tokens),
+                runner=RolloutRunner(engine, pool, settings, flush_tokens, turn_log),
                 config=config.generator,
                 sample_log=SampleLog(ctx.metrics, settings.chat),
                 watch=watch,
@@ -103,6 +105,7 @@ def _planes(config: RunConfig, opened: OpenEngine) -> ReceiverPlanes:
         host_planes(hub.plane),
         gpu=gpu_for(hub, opened.device),
         frame_bytes=hub.receive_bucket_bytes,
+        connections=hub.connections,
         allocate=opened.allocate,
     )
 
