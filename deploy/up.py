@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from umbra.deploy.live import View
 from umbra.deploy.preflight import check_one_machine, check_run
 from umbra.deploy.programs import BUFFER, TRAINER, buffer_program, other_programs
@@ -26,6 +28,7 @@ from umbra.deploy.stage import (
 )
 from umbra.deploy.summary import RunOutcome, read_status, summarise, write_summary
 from umbra.proto.errors import EXIT_DONE, StartupError, UmbraError
+from umbra.services.buffer.data.sources import first_rows
 from umbra.services.monitor.run_address import RunAddress
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config.loader import to_json
@@ -124,14 +127,20 @@ class Up:
         check_one_machine(self.config)
         check_run(self.config)
         DISK.replace(self.folder.config, to_json(self.config), mode=READABLE_MODE)
-        run_stage(
-            "environment-check",
-            (str(self.folder.config),),
-            folder=self.folder,
-            environ=self.environ,
-            interrupts=self._interrupts,
-            module="umbra.services.generator.environment_check",
-        )
+        first = first_rows(self.config.data, self.config.environments)
+        rows = self.folder.path / "first-rows.json"
+        rows.write_bytes(msgspec.json.encode(first))
+        try:
+            run_stage(
+                "environment-check",
+                (str(self.folder.config), str(rows)),
+                folder=self.folder,
+                environ=self.environ,
+                interrupts=self._interrupts,
+                module="umbra.services.generator.environment_check",
+            )
+        finally:
+            rows.unlink()
 
     def _phases(self) -> tuple[str, int]:
         remove_leftovers(self.folder.id)  # of a life of this run that was killed

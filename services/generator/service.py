@@ -17,7 +17,7 @@ from umbra.services.generator.buffer_client import BufferClient
 from umbra.services.generator.engines import OpenEngine, open_engine
 from umbra.services.generator.loop import GeneratorLoop
 from umbra.services.generator.pools import open_environments
-from umbra.services.generator.rollout import RolloutSettings, limits_of
+from umbra.services.generator.rollout import RolloutSettings, for_environments
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.sample_log import SampleLog
 from umbra.services.generator.stall import StallWatch, watching
@@ -43,9 +43,10 @@ def run(
     `make_engine` makes the engine of the generator of that name.
     """
     config = ctx.config
-    environment = config.environment
     if "reward" in config.buffer.stages:
-        environment = msgspec.structs.replace(environment, kind=UNREWARDED, options={})
+        unrewarded = msgspec.structs.replace(config.environment, kind=UNREWARDED, options={})
+        config = msgspec.structs.replace(config, environment=unrewarded)
+    environment = config.environment
     opened = make_engine(config, ctx.name)
     wake = threading.Event()
     remote = environment.run_on == "env_worker"
@@ -55,11 +56,10 @@ def run(
         chat=opened.chat,
         sampling=sampling,
         max_context=config.generator.max_context,
-        limits=limits_of(environment),
         stops=tuple(config.sampling.stop),
         generator=ctx.name,
-        agents=environment.kind == "agent",
     )
+    settings = for_environments(settings, config)
     # An eighth early: so much is decoded at most while what is flushed is on its way.
     flush_tokens = config.generator.partial_flush_tokens
     flush_tokens -= flush_tokens // 8
