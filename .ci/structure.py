@@ -24,7 +24,6 @@ ALLOWED: dict[str, str] = {
     "proto/messages.py: names": "all messages have one door, whichever file holds them",
     "services/environments/guess.py": "one environment a file, to copy from",
     "services/generator/vllm_engine.py: VllmEngine": "what an engine is told at its start, by name",
-    "services/runtime/process/clock.py": "an estimator without I/O",
 }
 
 

@@ -115,10 +115,15 @@ def check_ports_free(config: RunConfig) -> None:
     Raises:
         StartupError: another process does.
     """
-    host = config.run.broker.rpartition(":")[0]
-    others = (f"{host}:{port}" for port in config.buffer.ports)
-    for endpoint in (config.run.broker, *others, config.weight_hub.listen):
+    for endpoint in run_endpoints(config):
         check_port_free(endpoint)
+
+
+def run_endpoints(config: RunConfig) -> list[str]:
+    """The addresses that the run binds on one machine."""
+    host = config.run.broker.rpartition(":")[0]
+    others = [f"{host}:{port}" for port in config.buffer.ports]
+    return [config.run.broker, *others, config.weight_hub.listen]
 
 
 def _check_security(config: RunConfig) -> None:

@@ -202,8 +202,8 @@ class Bundle:
         return to_toml(as_dict(replace(config, security=replace(config.security, keys=""))))
 
 
-def read_plan(out: Path) -> dict[str, Any]:
-    """The plan that was written to the folder `out`.
+def read_plan(out: Path, flag: str = "--add") -> dict[str, Any]:
+    """The plan that was written to the folder `out`, for `flag`.
 
     Raises:
         UsageError: there is none.
@@ -213,8 +213,8 @@ def read_plan(out: Path) -> dict[str, Any]:
         return {"run": str(found["run"]), "nodes": list(found["nodes"]), **found}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
-            f"--add: {out / PLAN_FILE} is no plan ({error}): name the folder of the plan of the "
-            "run that is under way (--out)"
+            f"{flag}: {out / PLAN_FILE} is no plan ({error}): name the folder that `umbra plan` "
+            "has written for the run (--out)"
         ) from error
 
 

@@ -12,7 +12,7 @@ import click
 from umbra.deploy.report.figures import gather
 from umbra.deploy.report.page import page
 from umbra.deploy.report.recording import Recording
-from umbra.deploy.report.trace import write_trace
+from umbra.deploy.report.trace import write_lives, write_trace
 from umbra.deploy.run_folder import RunFolder
 from umbra.deploy.summary import read_status, summary_rows, warning_rows
 from umbra.proto.errors import EXIT_DONE, UNREADABLE, UsageError
@@ -27,15 +27,16 @@ from umbra.proto.errors import EXIT_DONE, UNREADABLE, UsageError
 def command(run: Path, others: tuple[Path, ...]) -> int:
     """Write RUN/report.html, a page that needs nothing else, and RUN/trace.json for Perfetto.
 
-    RUN is the folder of a run, which may still be going on.
+    With log.traced_share also RUN/lives.jsonl, lines of OTLP. RUN is the folder of a run, which may
+    still be going on.
     """
     for path in write_report(RunFolder(run), others):
         click.echo(str(path))
     return EXIT_DONE
 
 
-def write_report(folder: RunFolder, others: Sequence[Path] = ()) -> tuple[Path, Path]:
-    """Write the page and the trace of the run in `folder`; where they are.
+def write_report(folder: RunFolder, others: Sequence[Path] = ()) -> list[Path]:
+    """Write the page, the timeline and the traced lives of the run in `folder`; where they are.
 
     Raises:
         UsageError: a folder is not that of a run.
@@ -54,7 +55,9 @@ def write_report(folder: RunFolder, others: Sequence[Path] = ()) -> tuple[Path, 
         skews=recording.clocks.worst,
     )
     report.write_text(text, encoding="utf-8")
-    return report, trace
+    lives = folder.path / "lives.jsonl"
+    found = write_lives(recording, folder.path.resolve().name, lives)
+    return [report, trace, *([lives] if found else [])]
 
 
 def _read(path: Path) -> dict[str, Any]:

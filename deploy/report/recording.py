@@ -9,8 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from umbra.deploy.run_folder import RunFolder, read_rows
 from umbra.proto.errors import UsageError
+from umbra.services.monitor.traces import LifeRow, LifeSpan, LifeSpans
 from umbra.services.runtime.process.metrics import span_name
 
 
@@ -89,6 +92,25 @@ class Recording:
                 yield {**row, "start": begin, "end": end}
             else:
                 yield row
+
+    def lives(self, run_id: str) -> Iterator[LifeSpan]:
+        """The spans of the lives of traced groups."""
+        found: list[tuple[float, dict[str, Any]]] = []
+        for row in self.rows():
+            if row["kind"] in ("life", "push"):
+                end = row["end"] if row["kind"] == "life" else row["time"]
+                found.append((self.clocks.align(row["service"], end), row))
+        spans = LifeSpans(run_id)
+        for end, row in sorted(found, key=lambda one: one[0]):
+            service = row["service"]
+            if row["kind"] == "life":
+                start = self.clocks.align(service, row["start"])
+                moved = row | {"start": start, "end": end}
+                yield from spans.lived(service, msgspec.convert(moved, LifeRow))
+            else:
+                begin = end - row["total_s"]
+                yield from spans.pushed(service, row["version"], row["receiver"], begin, end)
+        yield from spans.rest()
 
     def spans(self, row: Mapping[str, Any]) -> Iterator[ReportSpan]:
         """What `row` says that a service did."""

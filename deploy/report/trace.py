@@ -1,4 +1,5 @@
-"""The timeline of a run in the Trace Event Format, which Perfetto and chrome://tracing open.
+"""The timeline of a run in the Trace Event Format, which Perfetto and chrome://tracing open; and
+the lives of traced groups for OpenTelemetry.
 
 Format: "Trace Event Format" of the Chromium project; times are in microseconds.
 """
@@ -11,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from umbra.deploy.report.recording import Recording, ReportSpan
+from umbra.services.monitor.traces import LifeSpan, otlp_json
+
+LINE_SPANS = 512  # of a line of OTLP
 
 
 def write_trace(recording: Recording, path: Path) -> int:
@@ -27,6 +31,20 @@ def write_trace(recording: Recording, path: Path) -> int:
         file.write("\n]}\n")
     part.replace(path)
     return count
+
+
+def write_lives(recording: Recording, run_id: str, path: Path) -> int:
+    """Write the lives of traced groups as lines of OTLP in JSON; how many spans. None, no file."""
+    spans = list(recording.lives(run_id))
+    if not spans:
+        return 0
+    part = path.with_suffix(".part")
+    with part.open("w", encoding="utf-8") as file:
+        for at in range(0, len(spans), LINE_SPANS):
+            some: list[LifeSpan] = spans[at : at + LINE_SPANS]
+            file.write(json.dumps(otlp_json(run_id, some), separators=(",", ":")) + "\n")
+    part.replace(path)
+    return len(spans)
 
 
 def _events(recording: Recording) -> Iterator[dict[str, Any]]:

@@ -174,6 +174,7 @@ class Broker:
 
     def handle(self, request: Request, now: float) -> list[Effect]:
         """The effects of `request`."""
+        self.run.lives.now = now
         kind = type(request.body)
         handler = self._handlers.get(kind, self._unexpected)
         if not needs_membership(kind) or self._may_ask(request, now):
@@ -182,6 +183,7 @@ class Broker:
 
     def tick(self, now: float) -> list[Effect]:
         """The effects of time: expired leases, dead members, waits that are over."""
+        self.run.lives.now = now
         for peer in self.members.silent(now, self._patience()):
             log.warning("%s is dead: silent for %.1f s", peer.name, now - peer.heard_at)
             self.counters["dead_members"] += 1
@@ -202,6 +204,7 @@ class Broker:
 
     def drain(self, reason: str, now: float) -> list[Effect]:
         """Ask everyone to hand back what they have and to leave."""
+        self.run.lives.now = now
         self._stop(reason, now)
         return self._settle(now)
 
@@ -213,6 +216,7 @@ class Broker:
 
     def close(self, now: float) -> list[Effect]:
         """End what is still in flight; the final ledger."""
+        self.run.lives.now = now
         for peer in self.members.working:
             log.warning("%s has not left in time", peer.name)
         self.run.cancel()
@@ -229,6 +233,7 @@ class Broker:
 
     def _resume(self, now: float) -> None:
         """Go on with the run in the store, if there is one."""
+        self.run.lives.now = now
         if not self._recovery.restore(now):
             return
         self.counters["restarts"] += 1

@@ -34,7 +34,16 @@ class Measure:
     fields: dict[str, Any]
 
 
-Effect: TypeAlias = Reply | Notify | Measure
+@dataclass(frozen=True, slots=True)
+class Lived:
+    """A row of kind "life": something that took from `start` to `end` of the broker's clock."""
+
+    start: float
+    end: float
+    fields: dict[str, Any]
+
+
+Effect: TypeAlias = Reply | Notify | Measure | Lived
 
 
 class Effects:
@@ -54,6 +63,10 @@ class Effects:
     def measure(self, kind: str, **fields: Any) -> None:
         """Write a row of metrics."""
         self._effects.append(Measure(kind, fields))
+
+    def lived(self, start: float, end: float, **fields: Any) -> None:
+        """Write a row of kind "life"."""
+        self._effects.append(Lived(start, end, fields))
 
     def take(self) -> list[Effect]:
         """All effects since the last call."""

@@ -7,17 +7,18 @@ import time
 import uuid
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
 
 from umbra.proto.errors import EXIT_DONE, FailedSamplesError, UsageError
-from umbra.proto.messages import CONTROL, DATA, Welcome
+from umbra.proto.messages import CONTROL, DATA, Event, Welcome
 from umbra.services.buffer.addresses import Addresses
 from umbra.services.buffer.broker import Broker, Endpoints
 from umbra.services.buffer.data.dataset_readers import read_source
 from umbra.services.buffer.data.sources import open_prompts
-from umbra.services.buffer.effects import Effect, Measure, Notify, Reply
+from umbra.services.buffer.effects import Effect, Lived, Measure, Notify, Reply
 from umbra.services.buffer.state import RunState
 from umbra.services.buffer.store.api import MemoryStore, Store, StoreFullError
 from umbra.services.buffer.store.committer import Committer
@@ -26,6 +27,8 @@ from umbra.services.runtime.config import BufferConfig
 from umbra.services.runtime.config.feasibility import check_feasible
 from umbra.services.runtime.net.address import reachable
 from umbra.services.runtime.net.server import Server
+from umbra.services.runtime.net.session import WATCHED
+from umbra.services.runtime.process.clock import monotonic_to_epoch
 from umbra.services.runtime.process.command import ServiceContext
 from umbra.services.runtime.process.disk import DISK, READABLE_MODE
 from umbra.services.runtime.weights.malloc_tuning import Freed
@@ -159,6 +162,7 @@ class Service:
         self._held: list[Effect] = []  # what may leave only once the store has it
         self._leaving: list[Effect] = []  # the part of it that the commit under way is for
         self._committer = Committer(server.waker())
+        context.metrics.on_row = self._tell
 
     def run(self) -> None:
         """Serve until the run is over."""
@@ -233,6 +237,16 @@ class Service:
                     self._server.push(channel, identity, body)
                 case Measure(kind, fields):
                     self._context.metrics.write(kind, **fields)
+                case Lived(start, end, fields):
+                    epoch = monotonic_to_epoch()  # the broker's clock is monotonic
+                    self._context.metrics.write(
+                        "life", **fields, start=epoch + start, end=epoch + end
+                    )
+
+    def _tell(self, kind: str, fields: dict[str, Any]) -> None:
+        """Rows go to those who watch, as they do from members."""
+        if kind in WATCHED:
+            self._server.publish(Event(kind=kind, fields=fields))
 
 
 def _promises(effect: Effect) -> bool:

@@ -24,6 +24,7 @@ from umbra.services.buffer.policy.run_ahead import RunAhead
 from umbra.services.buffer.policy.selection import BatchRules
 from umbra.services.buffer.policy.staleness import StalenessPolicy
 from umbra.services.buffer.samples.groups import GroupRules
+from umbra.services.buffer.samples.lives import Lives
 from umbra.services.buffer.samples.pool import SamplePool
 from umbra.services.buffer.samples.trajectory_store import TrajectoryStore
 from umbra.services.buffer.store.api import Store
@@ -65,7 +66,9 @@ class RunState:
         self.policy = StalenessPolicy.of(config)
         self.facts = RunFacts.of(config)
         self.facts.sampling = sampling_of(config.sampling)
+        self.lives = Lives(config.log.traced_share, self.outbox)
         self.pool = self._make_pool(store, GroupRules.of(buffer), buffer.stages)
+        self.pool.lives = self.lives if config.log.traced_share else None
         self.journal = Journal(store, self.pool)
         rules = BatchRules.of(buffer)
         replays = Replays(self.journal, self.policy, rules.times)

@@ -15,6 +15,7 @@ from umbra.services.environments.protocol import Opening, SampleError, StepResul
 from umbra.services.environments.turn_request import Ask, RefusedError
 from umbra.services.generator.engine import Engine, EngineOutput
 from umbra.services.generator.rollout import Phase, Rollout, RolloutSettings
+from umbra.services.generator.turn_log import TurnLog
 
 
 class RolloutRunner:
@@ -25,6 +26,7 @@ class RolloutRunner:
         pool: where environments run.
         settings: what all rollouts share.
         flush_tokens: tokens by which a sample grows until `flush` gives a partial of it; 0 = never.
+        turn_log: hears where samples are.
     """
 
     def __init__(
@@ -33,11 +35,13 @@ class RolloutRunner:
         pool: EnvironmentPool,
         settings: RolloutSettings,
         flush_tokens: int = 0,
+        turn_log: TurnLog | None = None,
     ) -> None:
         self.engine = engine
         self._pool = pool
         self._settings = settings
         self._flush_tokens = flush_tokens
+        self._turn_log = turn_log
         self._rollouts: dict[str, Rollout] = {}
         self._flushed: dict[str, int] = {}  # by sample: its tokens when it was flushed last
         self._due: dict[str, int] = {}  # by sample in the engine: tokens there when it is due again
@@ -185,10 +189,14 @@ class RolloutRunner:
         del self._rollouts[rollout.task.sample_id]
         del self._flushed[rollout.task.sample_id]
         self._due.pop(rollout.task.sample_id, None)
+        if self._turn_log is not None:
+            self._turn_log.gone(rollout.task)
         self._pool.forget(_key(rollout))
 
     def _advance(self, rollout: Rollout) -> None:
         """Do what the rollout waits for."""
+        if self._turn_log is not None:
+            self._turn_log.advanced(rollout.task, rollout.phase)
         match rollout.phase:
             case Phase.RESET:
                 self._pool.play(_key(rollout), rollout.task.row, [])

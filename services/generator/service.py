@@ -20,6 +20,7 @@ from umbra.services.generator.rollout import RolloutSettings, limits_of
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.sample_log import SampleLog
 from umbra.services.generator.stall import StallWatch, watching
+from umbra.services.generator.turn_log import TurnLog
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.model.directory import weights_bytes
 from umbra.services.runtime.net.session import Session
@@ -65,6 +66,7 @@ def run(
         ctx.join("generator") as session,
     ):
         ctx.ready({"role": "generator", "name": ctx.name})
+        turn_log = TurnLog(ctx.metrics, config.log.traced_share)
         receiver = _subscribe(session, config, opened)
         if receiver is None:
             return _end(session)
@@ -75,7 +77,7 @@ def run(
                 session=session,
                 receiver=receiver,
                 buffer=BufferClient(session.data, wake, grace_s=config.run.broker_grace_s),
-                runner=RolloutRunner(engine, pool, settings, flush_tokens),
+                runner=RolloutRunner(engine, pool, settings, flush_tokens, turn_log),
                 config=config.generator,
                 sample_log=SampleLog(ctx.metrics, settings.chat),
                 watch=watch,

@@ -1,21 +1,29 @@
-"""Export to OpenTelemetry by its own SDK: what members did as spans, figures as metrics."""
+"""Export to OpenTelemetry by its own SDK: what members did and groups went through as spans,
+figures as metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
+from msgspec.structs import replace
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.metrics import CallbackOptions, Observation
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import SpanContext, TraceFlags
 
-from umbra.services.monitor.feed import SpanSeen
-from umbra.services.monitor.watch import Look
+from umbra.services.monitor.feed import LifeSeen, PushSeen, SpanSeen
+from umbra.services.monitor.traces import LifeRow, LifeSpan, LifeSpans, nanoseconds
+from umbra.services.monitor.watch import Look, clock_offsets
+
+log = logging.getLogger(__name__)
 
 GAUGES: dict[str, Callable[[Look], Iterable[tuple[float, dict[str, str]]]]] = {
     "umbra.version": lambda look: [(look.status.version, {})],
@@ -59,7 +67,12 @@ class Telemetry:
 
     def __init__(self, run_id: str, exporter: SpanExporter, reader: MetricReader) -> None:
         self._run_id = run_id
-        self._processor = BatchSpanProcessor(exporter)
+        self._exporter = _Counting(exporter)
+        self._processor = BatchSpanProcessor(self._exporter)
+        self._given = 0  # spans
+        self._lost = 0  # rows of lives, before they came here
+        self._life_spans = LifeSpans(run_id)
+        self._resources: dict[str, Resource] = {}
         self._tracers: dict[str, TracerProvider] = {}
         self._sent: dict[str, float] = {}  # by member: end of its last span that was sent
         self._look: Look | None = None
@@ -85,10 +98,44 @@ class Telemetry:
                     self._send(member, span)
             if spans:
                 self._sent[member] = max(sent, spans[-1].end)
+        offsets, self._lost = clock_offsets(look.status), look.lives_lost
+        for seen in look.lives:
+            self._send_lives(life_spans(self._life_spans, seen, offsets.get(seen.sender, 0.0)))
 
     def close(self) -> None:
+        """Send the rest, for half a minute at most, and say what did not arrive."""
+        self._send_lives(self._life_spans.rest())
         self._processor.shutdown()
         self._meters.shutdown()
+        if self.dropped:
+            log.warning(
+                "%d of %d spans did not reach the OpenTelemetry receiver",
+                self.dropped,
+                self._given + self._lost,
+            )
+
+    @property
+    def dropped(self) -> int:
+        """Spans that were lost: on the way here, because too many waited, or not taken by the
+        receiver. Exact once this is closed; before, it counts those that wait too."""
+        return self._lost + self._given - self._exporter.taken
+
+    def _send_lives(self, spans: Iterable[LifeSpan]) -> None:
+        for span in spans:
+            context = _context(span.trace, span.id)
+            self._given += 1
+            self._processor.on_end(
+                ReadableSpan(
+                    span.name,
+                    context=context,
+                    parent=_context(span.trace, span.parent) if span.parent else None,
+                    resource=self._resource(span.service),
+                    attributes=span.attributes,
+                    start_time=nanoseconds(span.start),
+                    end_time=nanoseconds(span.end),
+                    instrumentation_scope=InstrumentationScope("umbra"),
+                )
+            )
 
     def _send(self, member: str, span: SpanSeen) -> None:
         provider = self._tracers.get(member)
@@ -97,12 +144,15 @@ class Telemetry:
             provider.add_span_processor(self._processor)
             self._tracers[member] = provider
         tracer = provider.get_tracer("umbra")
-        made = tracer.start_span(span.name, start_time=_nanoseconds(span.start))
-        made.end(_nanoseconds(span.end))
+        made = tracer.start_span(span.name, start_time=nanoseconds(span.start))
+        self._given += 1
+        made.end(nanoseconds(span.end))
 
     def _resource(self, service: str) -> Resource:
-        attributes = {"service.name": service, "service.namespace": self._run_id}
-        return Resource.create(attributes)
+        if service not in self._resources:
+            attributes = {"service.name": service, "service.namespace": self._run_id}
+            self._resources[service] = Resource.create(attributes)
+        return self._resources[service]
 
     def _observer(
         self, read: Callable[[Look], Iterable[tuple[float, dict[str, str]]]]
@@ -114,5 +164,35 @@ class Telemetry:
         return observe
 
 
-def _nanoseconds(seconds: float) -> int:
-    return round(seconds * 1e9)
+class _Counting(SpanExporter):
+    """Counts the spans that the receiver has taken."""
+
+    def __init__(self, exporter: SpanExporter) -> None:
+        self.taken = 0
+        self._exporter = exporter
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        result = self._exporter.export(spans)
+        if result is SpanExportResult.SUCCESS:
+            self.taken += len(spans)
+        return result
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
+
+
+def _context(trace: int, own: int) -> SpanContext:
+    flags = TraceFlags(TraceFlags.SAMPLED)
+    return SpanContext(trace, own, is_remote=False, trace_flags=flags)
+
+
+def life_spans(spans: LifeSpans, seen: LifeSeen, offset_s: float) -> list[LifeSpan]:
+    """The spans that `seen` makes known, of a sender whose clock is `offset_s` behind."""
+    match seen.row:
+        case LifeRow() as row:
+            moved = replace(row, start=row.start + offset_s, end=row.end + offset_s)
+            return spans.lived(seen.sender, moved)
+        case PushSeen() as push:
+            end = seen.sent_at + offset_s
+            begin = end - push.total_s
+            return spans.pushed(seen.sender, push.version, push.receiver, begin, end)

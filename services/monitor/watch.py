@@ -9,7 +9,14 @@ import msgspec
 
 from umbra.proto.messages import Status
 from umbra.services.monitor.client import StatusClient
-from umbra.services.monitor.feed import TOPICS, Feed, PushSeen, SampleSeen, SpanSeen
+from umbra.services.monitor.feed import (
+    TOPICS,
+    Feed,
+    LifeSeen,
+    PushSeen,
+    SampleSeen,
+    SpanSeen,
+)
 from umbra.services.monitor.view import status_dict
 from umbra.services.runtime.net.keys import OPEN, Security
 
@@ -23,6 +30,8 @@ class Look:
     samples: list[SampleSeen] = field(default_factory=list[SampleSeen])
     slow: list[SampleSeen] = field(default_factory=list[SampleSeen])
     spans: dict[str, list[SpanSeen]] = field(default_factory=dict[str, list[SpanSeen]])
+    lives: list[LifeSeen] = field(default_factory=list[LifeSeen])  # since the look before
+    lives_lost: int = 0
 
 
 class Watch:
@@ -53,6 +62,8 @@ class Watch:
             samples=self._feed.samples(),
             slow=self._feed.slow(),
             spans=aligned(self._feed.spans(), status),
+            lives=self._feed.take_lives(),
+            lives_lost=self._feed.lives_lost,
         )
 
     def __enter__(self) -> Watch:
@@ -64,7 +75,7 @@ class Watch:
 
 def aligned(spans: dict[str, list[SpanSeen]], status: Status) -> dict[str, list[SpanSeen]]:
     """`spans` by the buffer's clock, as far as members have measured how far theirs is off."""
-    offsets = {m.name: m.clock_offset_s for m in status.members if m.clock_error_s >= 0}
+    offsets = clock_offsets(status)
     return {
         name: [
             SpanSeen(span.name, span.start + offsets[name], span.end + offsets[name])
@@ -74,6 +85,12 @@ def aligned(spans: dict[str, list[SpanSeen]], status: Status) -> dict[str, list[
         else own
         for name, own in spans.items()
     }
+
+
+def clock_offsets(status: Status) -> dict[str, float]:
+    """What to add to times of members, by name, to get the buffer's; of those that have measured
+    it."""
+    return {m.name: m.clock_offset_s for m in status.members if m.clock_error_s >= 0}
 
 
 def look_dict(look: Look) -> dict[str, Any]:

@@ -74,6 +74,9 @@ COMMANDS: dict[str, SubCommand] = {
     "env": SubCommand(
         "umbra.deploy.env_command:command", "Show versions, devices and what is available."
     ),
+    "doctor": SubCommand(
+        "umbra.deploy.doctor.command:command", "Say what is in the way of a run, and what to do."
+    ),
     "pause": SubCommand("umbra.services.monitor.operate:pause", "Hand out no more work."),
     "resume": SubCommand("umbra.services.monitor.operate:resume", "Go on after a pause."),
     "checkpoint": SubCommand(

@@ -31,10 +31,10 @@ from umbra.proto.messages import (
 from umbra.proto.records import SampleTask, Trajectory, VersionSpan, pack_float32, pack_int32
 from umbra.services.buffer.broker import Broker, Endpoints
 from umbra.services.buffer.data.prompts import GroupEnd, Prompt
-from umbra.services.buffer.effects import Effect, Measure, Notify, Reply
+from umbra.services.buffer.effects import Effect, Lived, Measure, Notify, Reply
 from umbra.services.buffer.state import RunState
 from umbra.services.buffer.store.api import MemoryStore
-from umbra.services.runtime.config import BufferConfig, EvalConfig, RunConfig, RunSection
+from umbra.services.runtime.config import BufferConfig, EvalConfig, LogConfig, RunConfig, RunSection
 from umbra.services.runtime.net.server import Request
 
 M = TypeVar("M", bound=Message)
@@ -105,6 +105,7 @@ class World:
         durable: bool = False,
         eval_config: EvalConfig | None = None,
         eval_prompts: Sequence[Prompt] = (),
+        traced_share: float = 0.0,
         **buffer: Any,
     ) -> None:
         sizes = {"group_size": 2, "batch_groups": 2, **buffer}
@@ -112,6 +113,7 @@ class World:
             run=RunSection(steps=steps),
             buffer=BufferConfig(**sizes),
             eval=eval_config or EvalConfig(),
+            log=LogConfig(traced_share=traced_share),
         )
         self.eval_prompts = eval_prompts
         self.now = 0.0
@@ -120,6 +122,7 @@ class World:
         self.late: defaultdict[str, list[Message]] = defaultdict(list)  # replies to parked requests
         self.pushes: list[tuple[str, Message]] = []
         self.rows: list[Measure] = []
+        self.lives: list[Lived] = []
         self.incarnations: dict[str, str] = {}
         self._ids = count(1)
 
@@ -232,6 +235,8 @@ class World:
                 self.pushes.append((identity.decode(), body))
             case Measure():
                 self.rows.append(effect)
+            case Lived():
+                self.lives.append(effect)
 
 
 def world(**options: Any) -> World:

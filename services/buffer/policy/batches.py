@@ -106,7 +106,7 @@ class Batches:
         batch = self.formed.pop(self.next_step)
         self.archive.close(batch)
         keep = self.archive.is_kept or self.replays.enabled
-        self._pool.finish_training(batch.groups, keep=keep)
+        self._pool.finish_training(batch.groups, batch.step, keep=keep)
         self._pool.ledger.replayed += sum(len(group.samples) for group in batch.replays)
         self.replays.used(batch.all_groups, batch.step)
         self.version = batch.step

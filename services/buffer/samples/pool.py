@@ -24,6 +24,7 @@ from umbra.services.buffer.data.prompts import GroupEnd, Prompt
 from umbra.services.buffer.health import SampleFailure
 from umbra.services.buffer.samples.groups import Group, GroupRules, Sample, SampleOutcome, State
 from umbra.services.buffer.samples.ledger import RunningLedger
+from umbra.services.buffer.samples.lives import Lives
 from umbra.services.buffer.samples.queueing import Deadlines, Queue
 from umbra.services.buffer.samples.trajectory_store import Packed, TrajectoryStore
 
@@ -71,6 +72,7 @@ class SamplePool:
         self.over: OrderedDict[str, SampleOutcome] = OrderedDict()
         self.group_ends: list[GroupEnd] = []  # since they were taken
         self.failures: list[SampleFailure] = []  # so with these
+        self.lives: Lives | None = None  # hears of all moves
         self.openings = 0  # counts whatever may let a waiting generator have work
         self._rules = rules
         self.stages = tuple(stages)
@@ -96,6 +98,8 @@ class SamplePool:
             self.samples[sample.sample_id] = sample
             self._queue.add(sample)
         self.groups[group.group_id] = group
+        if self.lives is not None:
+            self.lives.issued(group)
         self.ledger.issue(self._rules.size)
         self._touch(group)
         return group
@@ -271,6 +275,7 @@ class SamplePool:
             for sample in group.samples:
                 self.ledger.move(sample.state, State.TRAINING)
                 sample.state = State.TRAINING
+                self._lived(sample)
             del self.groups[group.group_id], self.complete[group.group_id]
 
     def stop_training(self, groups: list[Group]) -> None:
@@ -296,12 +301,12 @@ class SamplePool:
         self.complete.pop(group.group_id, None)
         self.cut(group, [sample], "rejected")
 
-    def finish_training(self, groups: list[Group], *, keep: bool) -> None:
-        """The batch of `groups` was committed; its trajectories go, unless they are to be kept."""
+    def finish_training(self, groups: list[Group], step: int, *, keep: bool) -> None:
+        """The batch of `step` was committed; its trajectories go, unless they are to be kept."""
         for group in groups:
             for sample in group.samples:
                 self.ledger.train()
-                self._finish(sample, "trained")
+                self._finish(sample, "trained", step)
                 if not keep:
                     self.trajectory_store.drop(sample.sample_id)
         self.openings += 1
@@ -334,6 +339,10 @@ class SamplePool:
                     sample.deadline = now + self._lease_s
                     self.held[sample.holder][sample.sample_id] = sample
                     self._deadlines.add(sample, self.ledger.count("generating"))
+            if self.lives is not None:
+                self.lives.issued(group)
+                for sample in group.samples:
+                    self._lived(sample)
             if not any(sample.state is State.TRAINING for sample in group.samples):
                 self.groups[group.group_id] = group
                 if group.ready and not group.completed:
@@ -352,6 +361,8 @@ class SamplePool:
         if sample.stage < len(self.stages):
             if sample.state is not State.SCORING:
                 self._move(sample, State.SCORING)
+            else:
+                self._lived(sample)
             sample.unscored_since = now
             self.unscored[self.stages[sample.stage]].append(sample)
             return
@@ -397,7 +408,16 @@ class SamplePool:
     def _move(self, sample: Sample, target: State) -> None:
         self.ledger.move(sample.state, target)
         sample.state = target
+        self._lived(sample)
         self._touch(sample.group)
+
+    def _lived(self, sample: Sample) -> None:
+        """`sample` is in another state, or scoring stage."""
+        if self.lives is not None:
+            scored = sample.state is State.SCORING
+            self.lives.moved(
+                sample, f"scoring {self.stage_of(sample)}" if scored else sample.state.value
+            )
 
     def _release(self, sample: Sample) -> None:
         if sample.holder:
@@ -407,9 +427,11 @@ class SamplePool:
                 del self.held[sample.holder]
             sample.holder = ""
 
-    def _finish(self, sample: Sample, end: str) -> None:
+    def _finish(self, sample: Sample, end: str, step: int = 0) -> None:
         answered = sample.state in (State.SCORING, State.READY, State.TRAINING)
         self._release(sample)
+        if self.lives is not None:
+            self.lives.over(sample, end, step)
         sample.state = State.OVER
         self._touch(sample.group)
         del self.samples[sample.sample_id]

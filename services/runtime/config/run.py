@@ -97,3 +97,7 @@ class LogConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     format: Annotated[Literal["console", "json"], Meta(description="one line or one object")] = (
         "console"
     )
+    traced_share: Annotated[
+        float,
+        Meta(description="share of all groups whose lives are traced; 0 = none", ge=0, le=1),
+    ] = 0.0

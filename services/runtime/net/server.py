@@ -24,7 +24,7 @@ from umbra.proto import sockets
 from umbra.proto.access import QUESTIONS, KeyRole
 from umbra.proto.codec import Encoder, decode_body, decode_header, kind_of, nack
 from umbra.proto.errors import WireError
-from umbra.proto.messages import ANY, Header, Message, Ok
+from umbra.proto.messages import ANY, Event, Header, Message, Ok
 from umbra.proto.sizes import allowed_bytes, socket_bytes
 from umbra.services.runtime.net.keys import OPEN, Security
 from umbra.services.runtime.net.zap import Refusals, ZapGate, role_of
@@ -187,6 +187,18 @@ class Server:
         self._register("events_in", inward)
         self._register("events_out", outward)
         return actual_in, actual_out
+
+    def publish(self, event: Event) -> None:
+        """Tell those who watch; it may be lost."""
+        if self._relay is None:
+            return
+        try:
+            _, frames = self._encoder.encode(event)
+            self._relay[1].send_multipart([event.kind.encode(), *frames], zmq.NOBLOCK)
+        except zmq.Again:
+            pass  # the gap in Header.id shows it
+        except WireError:
+            log.exception("an event stays unsent")
 
     def poll(self, timeout_s: float) -> list[Request]:
         """Requests that arrived within `timeout_s` seconds, already validated."""

@@ -46,7 +46,12 @@ GRACE_S = 60.0  # without a sign of the broker: it is gone, or cut off from us
 LEAVE_TIMEOUT_S = 3.0
 SKEW_S = 1.0  # clocks that differ by more are warned of
 OFFSET_CHANGE_S = 0.001  # a smaller one is not noted down
-WATCHED = ("push", "sample", "slow_sample")  # rows of the metrics that go to the watchers, too
+WATCHED = (
+    "push",
+    "sample",
+    "slow_sample",
+    "life",
+)  # rows of the metrics that go to the watchers, too
 
 log = logging.getLogger(__name__)
 
