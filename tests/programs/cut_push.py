@@ -148,6 +148,7 @@ def cut(world: World, who: str, phase: str) -> None:
         for version in (2, 3):  # nobody waits for it
             trainer.publish(version)
             world.load(version)
+        assert protocol.serving.get("far", -1) <= 1, "it was not cut off"
     else:
         trainer.until_held_back()
         far.go_on()
