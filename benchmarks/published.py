@@ -46,7 +46,7 @@ class Publication:
 PUBLISHED: dict[str, Publication] = {
     "demo_runs": Publication("demo_runs", (), 9),
     "long_tail": Publication("long_tail", ("--passes", "3"), 4),
-    "weight_push": Publication("weight_push", (), 8, "root's rights (shaped links)"),
+    "weight_push": Publication("weight_push", (), 12, "root's rights (shaped links)"),
     "buffer_throughput": Publication(
         "buffer_throughput", ("--ray", "--seconds", "6"), 6, "redis-server, redis, ray"
     ),

@@ -65,6 +65,7 @@ from umbra.proto.weights import (
     Abort,
     AcquireSlot,
     ArenaReady,
+    BucketPort,
     Buckets,
     Commit,
     Committed,
@@ -397,7 +398,7 @@ WEIGHTS: tuple[type[Message], ...] = (
     Prepare, Ready, Commit, Committed, Abort, HubStatusRequest, HubStatus,
     VersionsRequest, Versions, PinVersion, UnpinVersion, RollBack, ExportVersion,
 )  # fmt: skip
-BUCKETS: tuple[type[Message], ...] = (FetchBuckets, Credit, Buckets)
+BUCKETS: tuple[type[Message], ...] = (FetchBuckets, Credit, Buckets, BucketPort)
 TELEMETRY: tuple[type[Message], ...] = (Event,)
 ANY: tuple[type[Message], ...] = (Ok, Nack)
 

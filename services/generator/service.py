@@ -105,6 +105,7 @@ def _planes(config: RunConfig, opened: OpenEngine) -> ReceiverPlanes:
         host_planes(hub.plane),
         gpu=gpu_for(hub, opened.device),
         frame_bytes=hub.receive_bucket_bytes,
+        connections=hub.connections,
         allocate=opened.allocate,
     )
 

@@ -87,6 +87,7 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
         host_planes(config.weight_hub.plane),
         gpu=gpu_for(config.weight_hub, str(device)),
         frame_bytes=config.weight_hub.receive_bucket_bytes,
+        connections=config.weight_hub.connections,
     )
     expected = config.weight_hub.expected_on(device.type)
     with closing(Receiver(channel, planes, dtype=expected)) as receiver:

@@ -86,6 +86,13 @@ class SecurityConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     insecure: Annotated[
         bool, Meta(description="let sockets that other machines can reach be bound without keys")
     ] = False
+    encrypt_weights: Annotated[
+        bool,
+        Meta(
+            description="with keys: encrypt weights on their way over plane tcp; false = only "
+            "authenticate them, which costs less. All else is encrypted always"
+        ),
+    ] = True
 
 
 class LogConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
