@@ -10,6 +10,7 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fakes.hub_bench import OTHER_LAYOUT, WAIT_S, Bench, content, publish, take, whole
@@ -21,14 +22,15 @@ from umbra.proto.errors import PeerLostError, RejectedError
 from umbra.proto.messages import ExportVersion, Ok, PinVersion, RollBack, Versions
 from umbra.services.runtime.deadline import LEAST_RATE, Pace
 from umbra.services.runtime.net.keys import OPEN, Security
+from umbra.services.runtime.planes import tcp
 from umbra.services.runtime.planes.receiving import StagedPlanes, StreamedPlanes
+from umbra.services.runtime.planes.transfer import BucketSource, Transfer
 from umbra.services.runtime.process.metrics import MetricsFile
 from umbra.services.runtime.weights.manifest import owned_ranges
 from umbra.services.runtime.weights.publisher import Publisher
 from umbra.services.runtime.weights.receiver import Receiver
 from umbra.services.weight_hub.part import PartHub
 from umbra.services.weight_hub.relay import Relay
-from umbra.services.weight_hub.service import WeightHub
 
 __all__ = ["keys"]  # a fixture
 
@@ -101,23 +103,29 @@ class RunningRelay:
         bench.closers.append(self.end)
         until(lambda: name in bench.hub.protocol.serving, f"no {name}")
 
-    @property
-    def sent_bytes(self) -> int:
-        """What others have fetched from it."""
-        return sent_bytes(self.relay._hub)
-
     def end(self) -> None:
         self._stop.set()
         self._thread.join(WAIT_S)
         self._metrics.close()
 
 
-def sent_bytes(hub: WeightHub) -> int:
-    """Of plane `tcp`."""
-    return hub.planes.open_tcp().server.sent_bytes
+@pytest.fixture
+def fetched(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], int]:
+    """How many bytes were fetched in this process from a source, by its endpoint."""
+    made: list[tuple[str, Transfer]] = []
+
+    class Noted(Transfer):
+        def __init__(self, source: BucketSource, *args: Any, **named: Any) -> None:
+            super().__init__(source, *args, **named)
+            made.append((source.endpoint, self))
+
+    monkeypatch.setattr(tcp, "Transfer", Noted)
+    return lambda endpoint: sum(one.wire_bytes for source, one in made if source == endpoint)
 
 
-def test_each_host_sends_its_bytes_once_for_a_chain_of_relays(start: Start) -> None:
+def test_each_host_sends_its_bytes_once_for_a_chain_of_relays(
+    start: Start, fetched: Callable[[str], int]
+) -> None:
     """The first relay fetches from all hosts, and has versions whole; the next one from it."""
     trainer = start(3)
     bench = trainer.bench
@@ -127,9 +135,12 @@ def test_each_host_sends_its_bytes_once_for_a_chain_of_relays(start: Start) -> N
     for one in near:
         load(trainer, one, 0)
     total = trainer.manifest.total_bytes
-    own = sum(end - start for start, end in owned_ranges(trainer.manifest, 0))
-    assert sent_bytes(bench.hub) == own
-    assert [relay.sent_bytes for relay in chain] == [total, total, 0]
+    hosts = {0: bench.hub.planes.open_tcp().endpoint, **bench.hub._parts.endpoints}
+    assert len(hosts) == 3
+    for owner, endpoint in hosts.items():
+        own = sum(end - start for start, end in owned_ranges(trainer.manifest, owner))
+        assert fetched(endpoint) == own > 0
+    assert [fetched(one.relay.buckets) for one in chain] == [total, total, 0]
     trainer.publish(1)
     for one in near:
         load(trainer, one, 1)
@@ -139,13 +150,15 @@ def test_each_host_sends_its_bytes_once_for_a_chain_of_relays(start: Start) -> N
     rows = bench.rows()
     wire = {(row["receiver"], row["version"]): int(str(row["wire_bytes"])) for row in rows}
     names = ("relay-1", "relay-2", "relay-3")
-    assert [wire[name, 0] for name in names] == [total] * 3, "so the others sent the rest, once"
+    assert [wire[name, 0] for name in names] == [total] * 3
     deltas = [wire[name, 1] for name in names]
     assert 0 < deltas[0] < total / 4
     assert deltas == [deltas[0]] * 3, "they are handed on as they come"
 
 
-def test_who_loses_the_relay_before_it_fetches_from_all_hosts(start: Start) -> None:
+def test_who_loses_the_relay_before_it_fetches_from_all_hosts(
+    start: Start, fetched: Callable[[str], int]
+) -> None:
     """1. The first relay has half of a version, which the second has from it. 2. The first ends."""
     trainer = start()
     bench = trainer.bench
@@ -154,17 +167,17 @@ def test_who_loses_the_relay_before_it_fetches_from_all_hosts(start: Start) -> N
     trainer.publish(0)
     load(trainer, near, 0)
     (host,) = trainer.hosts
-    sums, before = trainer.write(1), first.sent_bytes
+    sums, before = trainer.write(1), fetched(first.relay.buckets)
     host.signal_part(signal.SIGSTOP)
     trainer.publisher.publish(1, 0.0, sums)
-    until(lambda: first.sent_bytes > before, "the second relay got nothing")
+    until(lambda: fetched(first.relay.buckets) > before, "the second relay got nothing")
     first.end()
     assert near.poll() is None
     host.signal_part(signal.SIGCONT)
     load(trainer, near, 1)
     trainer.publish(2)
     load(trainer, near, 2)
-    assert second.sent_bytes == 0
+    assert fetched(second.relay.buckets) == 0
 
 
 def test_nothing_is_published_while_a_part_hub_is_away(start: Start) -> None:

@@ -33,7 +33,7 @@ def score(prompt, completion, row):
 RUN = f"""
 [run]
 name = "hosts"
-broker_grace_s = 120
+broker_grace_s = {seconds(120.0)}
 [model]
 path = "FOLDER/base"
 [data]
