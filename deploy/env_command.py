@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from umbra import __version__
+from umbra._version import __version__
 from umbra.proto.errors import EXIT_DONE
 from umbra.proto.version import PROTOCOL_MAJOR, PROTOCOL_MINOR
 from umbra.services.runtime.planes.choice import PLANES

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from umbra import __version__
+from umbra._version import __version__
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
