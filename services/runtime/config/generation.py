@@ -214,8 +214,9 @@ class GeneratorConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=
     stall_s: Annotated[
         float,
         Meta(
-            description="seconds that the engine may be busy without a token, or load one version, "
-            "until this generator ends with exit code 6",
+            description="seconds that the engine may be busy without a token, or load one version "
+            "(besides those for its bytes, weight_hub.least_rate), until this generator ends with "
+            "exit code 6",
             gt=0,
         ),
     ] = 600.0
