@@ -55,6 +55,7 @@ from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_model, load_tokenizer, outline_model
 from umbra.services.modeling.weights import tensors_in
 from umbra.services.runtime.config import EnvironmentConfig, GeneratorConfig
+from umbra.services.runtime.deadline import LEAST_RATE, Pace
 from umbra.services.runtime.process.metrics import MetricsFile
 from umbra.services.runtime.weights.manifest import build_manifest
 from umbra.services.runtime.weights.memory import private_memory
@@ -176,7 +177,7 @@ def through_the_loop(
         runner=RolloutRunner(engine, pool, settings, flush_tokens=448),
         config=GeneratorConfig(kv_policy="keep", prefetch=32),
         sample_log=SampleLog(metrics, chat),
-        watch=StallWatch("bare", 600.0),
+        watch=StallWatch("bare", Pace(600.0, LEAST_RATE)),
         activity=Activity(metrics),
     )
     began = time.perf_counter()

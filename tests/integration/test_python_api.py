@@ -138,3 +138,41 @@ def test_mistakes_are_sentences_and_leave_no_folder(
         umbra.train("model", "prompts.jsonl", "tiny_reward:scores", **SMALL)
     assert caught.value.exit_code == 2
     assert not list(project.glob("runs/*"))
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(3 * DEADLINE_S)
+def test_trls_quick_start_runs_with_another_import(project: Path) -> None:
+    done = python(project, QUICK_START)
+    assert done.returncode == 0, done
+    assert "trained 2 steps" in done.stdout
+    assert (project / "trained" / "config.json").is_file()
+
+
+# TRL's own quick start, but for the import, the model, the data set and settings of its size.
+QUICK_START = """
+from datasets import Dataset
+from trl import GRPOConfig
+from umbra.compat.trl import GRPOTrainer
+
+dataset = Dataset.from_list([{"prompt": f"say {n}", "word": "a"} for n in range(8)])
+
+def reward_letters(prompts, completions, word, **kwargs):
+    return [completion.count(letter) / 12 for completion, letter in zip(completions, word)]
+
+if __name__ == "__main__":
+    trainer = GRPOTrainer(
+        model="model",
+        reward_funcs=reward_letters,
+        args=GRPOConfig(
+            output_dir="trl", max_steps=2, learning_rate=1e-3, num_generations=4,
+            per_device_train_batch_size=16, max_completion_length=12, report_to="none",
+            use_cpu=True,
+        ),
+        train_dataset=dataset,
+        umbra={"generator": {"threads": 1, "slots": 16, "max_context": 64}},
+    )
+    output = trainer.train()
+    print("trained", output.global_step, "steps")
+    trainer.save_model("trained")
+"""
