@@ -79,7 +79,11 @@ def batches() -> list[list[Trajectory]]:
     ]
 
 
-@pytest.fixture(scope="module", params=[(2, 2), (4, 2)], ids=["2", "2x2"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param((2, 2), marks=pytest.mark.real), (4, 2)],  # 2x2 is that, twice
+    ids=["2", "2x2"],
+)
 def divided(
     request: pytest.FixtureRequest,
     directory: Path,
@@ -179,7 +183,11 @@ def test_ranks_that_share_rows_divide_experts(
 
 @pytest.mark.fault
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("case", "told"), [("dies", "lost another rank"), ("hangs", "silent for")])
+@pytest.mark.parametrize(
+    ("case", "told"),
+    # In the suite a rank dies in an exchange of test_sequence_parallel.py.
+    [pytest.param("dies", "lost another rank", marks=pytest.mark.real), ("hangs", "silent for")],
+)
 def test_the_others_end_when_a_rank_is_gone(
     case: str, told: str, directory: Path, batches: list[list[Trajectory]], tmp_path: Path
 ) -> None:
