@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fakes.architectures import ARCHITECTURES
-from fakes.rank_bench import make_batches, train
+from fakes.rank_bench import Alone, make_batches, train
 from fakes.slowness import seconds
 from integration.test_trainer_ranks import (
     TESTS,
@@ -79,6 +79,13 @@ def batches() -> list[list[Trajectory]]:
     ]
 
 
+@pytest.fixture(scope="module")
+def alone(
+    directory: Path, batches: list[list[Trajectory]], tmp_path_factory: pytest.TempPathFactory
+) -> Alone:
+    return Alone(directory, batches, CASES, tmp_path_factory.mktemp("alone"))
+
+
 @pytest.fixture(
     scope="module",
     params=[pytest.param((2, 2), marks=pytest.mark.real), (4, 2)],  # 2x2 is that, twice
@@ -101,12 +108,11 @@ def divided(
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_learned_does_not_depend_on_who_has_the_experts(
-    divided: tuple[int, Path], case: str, directory: Path, batches: list[list[Trajectory]]
+    divided: tuple[int, Path], case: str, alone: Alone
 ) -> None:
     world, folder = divided
-    alone = train(directory, batches, Ranks(), folder / "alone.critic", **CASES[case])
-    found = assert_as_alone(folder, case, world, alone)
-    for row, expected in zip(found[0]["rows"], alone.rows, strict=True):
+    found = assert_as_alone(folder, case, world, alone[case])
+    for row, expected in zip(found[0]["rows"], alone[case].rows, strict=True):
         assert row["operations"] == pytest.approx(expected["operations"]), "counted once"
         for key in (key for key in expected if key.startswith("experts/")):
             assert row[key] == pytest.approx(expected[key]), key
