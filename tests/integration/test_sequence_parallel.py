@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fakes.architectures import ARCHITECTURES
-from fakes.rank_bench import make_batches, narrow_model, train
+from fakes.rank_bench import Alone, make_batches, narrow_model, train
 from integration.test_trainer_ranks import (
     TESTS,
     assert_as_alone,
@@ -61,6 +61,13 @@ def batches() -> list[list[Trajectory]]:
     return make_batches(3)
 
 
+@pytest.fixture(scope="module")
+def alone(
+    directory: Path, batches: list[list[Trajectory]], tmp_path_factory: pytest.TempPathFactory
+) -> Alone:
+    return Alone(directory, batches, CASES, tmp_path_factory.mktemp("alone"))
+
+
 @pytest.fixture(
     scope="module",
     params=[
@@ -87,12 +94,11 @@ def shared(
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_learned_does_not_depend_on_who_has_the_tokens(
-    shared: tuple[int, Path], case: str, directory: Path, batches: list[list[Trajectory]]
+    shared: tuple[int, Path], case: str, alone: Alone
 ) -> None:
     world, folder = shared
-    alone = train(directory, batches, Ranks(), folder / "alone.critic", **CASES[case])
-    found = assert_as_alone(folder, case, world, alone)
-    for row, expected in zip(found[0]["rows"], alone.rows, strict=True):
+    found = assert_as_alone(folder, case, world, alone[case])
+    for row, expected in zip(found[0]["rows"], alone[case].rows, strict=True):
         assert row["operations"] == pytest.approx(expected["operations"]), "counted once"
 
 
