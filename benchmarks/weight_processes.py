@@ -60,6 +60,12 @@ class Role:
         """A line to its stdin."""
         self._socket.sendall(f"{text}\n".encode())
 
+    @property
+    def cpu_s(self) -> float:
+        """Its CPU time so far."""
+        fields = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
     def close(self) -> None:
         """End it."""
         try:

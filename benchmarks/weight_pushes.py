@@ -40,6 +40,8 @@ class Pushed:
     cast_floor_s: float
     copy_floor_s: float
     load_floor_s: float | None = None
+    hub_cpu_s: float = 0.0
+    receiver_cpu_s: float = 0.0  # of the first one
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,8 @@ def push_umbra(
         def listen(node: int) -> str:
             return f"tcp://{links.address(node) if links else '127.0.0.1'}:*"
 
-        endpoint = on_node(0, "hub", plane, delta, listen(0), metrics).hear()["endpoint"]
+        hub = on_node(0, "hub", plane, delta, listen(0), metrics)
+        endpoint = hub.hear()["endpoint"]
         link = IoThread("trainer", uuid.uuid4().hex, security=security_of("trainer"))
         stack.callback(link.close)
         manifest = model.manifest(BUCKET_BYTES)
@@ -111,7 +114,7 @@ def push_umbra(
         for receiver in receivers:
             receiver.hear()
         versions = range(passes + WARM_UPS)
-        runs = [_push(model, publisher, receivers, version, lr) for version in versions]
+        runs = [_push(model, publisher, hub, receivers, version, lr) for version in versions]
         rows = [json.loads(line) for line in metrics.read_text().splitlines()]
         sent = {r["version"]: r["wire_bytes"] for r in rows if r["receiver"].endswith("-0")}
         return [
@@ -130,10 +133,16 @@ def step(model: Model, lr: float | None) -> float:
 
 
 def _push(
-    model: Model, publisher: Publisher, receivers: list[Role], version: int, lr: float | None
+    model: Model,
+    publisher: Publisher,
+    hub: Role,
+    receivers: list[Role],
+    version: int,
+    lr: float | None,
 ) -> Pushed:
     """One push, all but its bytes on the wire."""
     changed = step(model, lr) if version else 0.0
+    hub_s, receiver_s = hub.cpu_s, receivers[0].cpu_s
     began = time.monotonic()
     slot = publisher.slot(version, DEADLINE_S)
     model.write(publisher.manifest, slot, publisher.wrote)
@@ -155,4 +164,6 @@ def _push(
         cast_floor_s=model.cast_seconds(),
         copy_floor_s=model.copy_seconds(),
         load_floor_s=max(loads),
+        hub_cpu_s=hub.cpu_s - hub_s,
+        receiver_cpu_s=receivers[0].cpu_s - receiver_s,
     )

@@ -7,6 +7,7 @@ processes of a machine share.
 from __future__ import annotations
 
 import json
+import os
 import queue
 import socket
 import sys
@@ -19,13 +20,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import zmq
-from bench_keys import security_of
+from bench_keys import SOCKET, security_of
 from safetensors.torch import load_file
 from weight_model import Model
 
 from umbra.services.runtime.config import WeightHubConfig as HubConfig
 from umbra.services.runtime.net.io_thread import IoThread
 from umbra.services.runtime.net.server import Server
+from umbra.services.runtime.planes.bucket_server import BucketServer
 from umbra.services.runtime.planes.receiving import StagedPlanes
 from umbra.services.runtime.process.metrics import MetricsFile
 from umbra.services.runtime.weights.receiver import Receiver
@@ -35,6 +37,7 @@ from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
 DEADLINE_S = 600.0
 GLOO_BUCKET = 64 << 20
 SOCKET_PIECE = 1 << 20
+NO_PORT = 1  # nobody listens there
 
 
 def say(**fields: Any) -> None:
@@ -63,6 +66,8 @@ class Told:
 
 def hub(plane: str, delta: str, listen: str, metrics: str) -> None:
     """A weight hub without a broker, until stdin ends."""
+    if os.environ.get(SOCKET):
+        BucketServer.port = property(lambda _self: NO_PORT)  # type: ignore[assignment]
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     server = Server(context, "weight-hub", uuid.uuid4().hex, security_of("weight_hub"))
     endpoint = server.bind(CHANNEL, listen, ACCEPTS)

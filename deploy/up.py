@@ -9,12 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from umbra.deploy.live import View
 from umbra.deploy.preflight import check_one_machine, check_run
 from umbra.deploy.programs import BUFFER, TRAINER, buffer_program, other_programs
 from umbra.deploy.progress import Progress
 from umbra.deploy.report.command import write_report
 from umbra.deploy.run_folder import RunFolder, last_lines
+from umbra.deploy.shown import shown_command, shown_path
 from umbra.deploy.stage import (
     FORESEEN_CODES,
     StageInterrupted,
@@ -25,6 +28,8 @@ from umbra.deploy.stage import (
 )
 from umbra.deploy.summary import RunOutcome, read_status, summarise, write_summary
 from umbra.proto.errors import EXIT_DONE, StartupError, UmbraError
+from umbra.services.buffer.data.sources import first_rows
+from umbra.services.monitor.run_address import RunAddress
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config.loader import to_json
 from umbra.services.runtime.deadline import Deadline
@@ -122,14 +127,20 @@ class Up:
         check_one_machine(self.config)
         check_run(self.config)
         DISK.replace(self.folder.config, to_json(self.config), mode=READABLE_MODE)
-        run_stage(
-            "environment-check",
-            (str(self.folder.config),),
-            folder=self.folder,
-            environ=self.environ,
-            interrupts=self._interrupts,
-            module="umbra.services.generator.environment_check",
-        )
+        first = first_rows(self.config.data, self.config.environments)
+        rows = self.folder.path / "first-rows.json"
+        rows.write_bytes(msgspec.json.encode(first))
+        try:
+            run_stage(
+                "environment-check",
+                (str(self.folder.config), str(rows)),
+                folder=self.folder,
+                environ=self.environ,
+                interrupts=self._interrupts,
+                module="umbra.services.generator.environment_check",
+            )
+        finally:
+            rows.unlink()
 
     def _phases(self) -> tuple[str, int]:
         remove_leftovers(self.folder.id)  # of a life of this run that was killed
@@ -216,8 +227,9 @@ class Up:
             self._turn(supervisor, progress)
         broker = str(facts["broker"])
         progress.watch(broker, open_security(self.config.security, ["monitor"]))
-        keys = f" --keys {self.config.security.keys}" if self.config.security.keys else ""
-        self._view.say(f"run {self.folder.id}: umbra monitor --broker {broker}{keys}")
+        RunAddress(broker, self.config.security.keys).write(self.folder.path)
+        self._view.say(f"run {self.folder.id}, its buffer at {broker}; to watch it:")
+        self._view.say(f"  {shown_command()} monitor {shown_path(self.folder.path)}")
         for program in self._programs(self.config, self.folder, broker):
             supervisor.start(program)
 
@@ -235,6 +247,7 @@ class Up:
     def _end_all(self, supervisor: Supervisor) -> None:
         """Whatever happened, nothing stays: no process and no shared memory."""
         supervisor.close()
+        RunAddress.forget(self.folder.path)
         remove_leftovers(self.folder.id)
 
     def _verdict(self, supervisor: Supervisor) -> tuple[str, int]:

@@ -15,9 +15,9 @@ from umbra.services.runtime.net.keys import PUBLIC, SECRET
 # The ports of what serves others, which needs no torch unless it broadcasts from GPUs.
 PORTS: dict[Task, tuple[Port, ...]] = {
     "buffer": (Port.CONTROL, Port.DATA, Port.EVENTS_IN, Port.EVENTS_OUT),
-    "weight_hub": (Port.WEIGHTS, Port.BUCKETS),
-    "relay": (Port.WEIGHTS, Port.BUCKETS),
-    "part": (Port.PART,),
+    "weight_hub": (Port.WEIGHTS, Port.BUCKETS, Port.CONNECTIONS),
+    "relay": (Port.WEIGHTS, Port.BUCKETS, Port.CONNECTIONS),
+    "part": (Port.PART, Port.PART_CONNECTIONS),
 }
 # Whose key a process has; besides, all have the monitor's, for their health checks.
 KEYS: dict[Task, KeyRole] = {
@@ -63,13 +63,16 @@ def command(plan: Plan, process: Process, paths: Paths) -> list[str]:
         case "weight_hub":
             own = ["weight-hub", "--listen", everywhere[Port.WEIGHTS], "--advertise", advertise]
             own += ["--buckets-listen", everywhere[Port.BUCKETS]]
+            own += ["--connections-listen", everywhere[Port.CONNECTIONS]]
         case "relay":
             own = ["weight-hub", "relay", "--hub", _hub(plan), "--listen", everywhere[Port.WEIGHTS]]
             own += ["--set", f"weight_hub.advertise={advertise}"]
             own += ["--set", f"weight_hub.buckets_listen={everywhere[Port.BUCKETS]}"]
+            own += ["--set", f"weight_hub.connections_listen={everywhere[Port.CONNECTIONS]}"]
         case "part":
             own = ["weight-hub", "part", "--hub", _hub(plan), "--listen", everywhere[Port.PART]]
             own += ["--owner", str(process.node_rank)]
+            own += ["--set", f"weight_hub.connections_listen={everywhere[Port.PART_CONNECTIONS]}"]
             own += ["--set", f"weight_hub.advertise={advertise}"]
         case "train":
             own = ["trainer", "--device", device, "--ranks", str(plan.config.trainer.ranks)]
@@ -176,7 +179,12 @@ def inputs(plan: Plan, process: Process, paths: Paths) -> list[str]:
     """Files and folders that `process` reads, which lie at the same place on every node."""
     config = plan.config
     found: dict[Task, list[str]] = {
-        "buffer": [config.data.prompts, *config.data.sources, config.eval.prompts],
+        "buffer": [
+            config.data.prompts,
+            *config.data.sources,
+            *(one.prompts for one in config.environments),
+            config.eval.prompts,
+        ],
         "relay": [],
         "part": [],
         "train": [config.model.path, config.critic.path],
@@ -191,8 +199,9 @@ def inputs(plan: Plan, process: Process, paths: Paths) -> list[str]:
 
 def modules_of(config: RunConfig, run_file: Path) -> str:
     """The folder of the user's own modules; empty if the run names none."""
-    environment = config.environment
-    named = (environment.kind, environment.reward, environment.agent, config.data.curriculum)
+    named = [config.data.curriculum]
+    for one in config.all_environments:
+        named += [one.kind, one.reward, *one.rewards, one.agent, one.id]
     return str(run_file.resolve().parent) if any(":" in name for name in named) else ""
 
 

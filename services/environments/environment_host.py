@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +17,22 @@ from umbra.services.environments.protocol import (
     SampleError,
     StepResult,
 )
+from umbra.services.environments.response import Response, Said
 
 Result = Opening | StepResult
+
+
+def close_of(environment: Environment) -> Callable[[], Any] | None:
+    """Its method `close`, plain or async, if it has one."""
+    close = getattr(environment, "close", None)
+    return close if callable(close) else None
 
 
 @dataclass(slots=True)
 class _Episode:
     environment: Environment
     heard: int = 0  # responses so far
+    broken: bool = False  # it raised, and answers no more
 
 
 class EnvironmentHost:
@@ -40,7 +48,7 @@ class EnvironmentHost:
         self._name = name
         self._sessions: dict[str, _Episode] = {}
 
-    async def play(self, key: str, row: Row, responses: Sequence[str]) -> list[Result]:
+    async def play(self, key: str, row: Row, responses: Sequence[Said | str]) -> list[Result]:
         """What the environment of sample `key` answers to the last of `responses`.
 
         Without responses the conversation is opened, anew if there is one. If this process has not
@@ -53,23 +61,42 @@ class EnvironmentHost:
         session = self._sessions.get(key)
         results: list[Result] = []
         try:
-            if session is None or session.heard != len(responses) - 1:
+            if session is None or session.broken or session.heard != len(responses) - 1:
+                await self.forget(key)
                 session = self._sessions[key] = _Episode(self._make())
                 results.append(await self._reset(session, row))
             for response in responses[session.heard :]:
                 results.append(await self._step(session, response))
                 session.heard += 1
         except SampleError:
-            self.forget(key)
+            self._break(key)
             raise
         except (Exception, SystemExit) as error:
-            self.forget(key)
+            self._break(key)
             raise SampleError(f"{self._name} raised {type(error).__name__}: {error}") from error
         return results
 
-    def forget(self, key: str) -> None:
-        """The sample is over."""
-        self._sessions.pop(key, None)
+    async def forget(self, key: str) -> None:
+        """The sample is over: its environment is closed."""
+        session = self._sessions.pop(key, None)
+        close = close_of(session.environment) if session is not None else None
+        if close is None:
+            return
+        try:
+            closed = close()
+            if inspect.isawaitable(closed):
+                await closed
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - its sample is over already
+            print(f"{self._name}: close raised {type(error).__name__}: {error}")
+
+    async def close(self) -> None:
+        """All samples are over."""
+        for key in list(self._sessions):
+            await self.forget(key)
+
+    def _break(self, key: str) -> None:
+        if key in self._sessions:
+            self._sessions[key].broken = True
 
     async def _reset(self, session: _Episode, row: Row) -> Opening:
         opened: Any = session.environment.reset(row)
@@ -79,8 +106,8 @@ class EnvironmentHost:
             opened = Opening(opened)
         return Opening(self._messages(opened.messages, "reset"), opened.tools)
 
-    async def _step(self, session: _Episode, response: str) -> StepResult:
-        result: Any = session.environment.step(response)
+    async def _step(self, session: _Episode, said: Said | str) -> StepResult:
+        result: Any = session.environment.step(Response.of(said))
         if inspect.isawaitable(result):
             result = await result
         if not isinstance(result, StepResult):

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 import re
-from collections.abc import Awaitable, Callable
-from typing import Any
 
 from umbra.proto.errors import UsageError
 from umbra.services.environments.protocol import (
@@ -17,8 +14,8 @@ from umbra.services.environments.protocol import (
     StepResult,
     expected_answer,
     prompt_messages,
-    reward_result,
 )
+from umbra.services.environments.response import content_of
 
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
@@ -43,10 +40,11 @@ class Unrewarded(SingleTurn):
 
 
 class ExactMatch(SingleTurn):
-    """Reward 1 if the response, stripped, is the row's "answer"."""
+    """Reward 1 if the response, stripped, is the row's "answer"; its reasoning does not count."""
 
     def step(self, response: str) -> StepResult:
-        return StepResult(reward=float(response.strip() == expected_answer(self.row, "exact")))
+        said = content_of(response).strip()
+        return StepResult(reward=float(said == expected_answer(self.row, "exact")))
 
 
 class NumericMatch(SingleTurn):
@@ -68,7 +66,8 @@ class NumericMatch(SingleTurn):
             raise SampleError(
                 f'environment "numeric" needs a number as "answer", not {self.row["answer"]!r}'
             )
-        return StepResult(reward=float(same_number(last_number(response), wanted, self._tolerance)))
+        given = last_number(content_of(response))
+        return StepResult(reward=float(same_number(given, wanted, self._tolerance)))
 
 
 class MathVerify(SingleTurn):
@@ -89,27 +88,8 @@ class MathVerify(SingleTurn):
     def step(self, response: str) -> StepResult:
         library = self._library
         wanted = library.parse(expected_answer(self.row, "math"), parsing_timeout=0)
-        given = library.parse(response, parsing_timeout=0)
+        given = library.parse(content_of(response), parsing_timeout=0)
         return StepResult(reward=float(library.verify(wanted, given, timeout_seconds=0)))
-
-
-class RewardFunction(SingleTurn):
-    """The reward is what `function(prompt=..., completion=..., row=...)` returns."""
-
-    def __init__(self, function: Callable[..., Any], name: str) -> None:
-        super().__init__()
-        self._function = function
-        self._name = name
-        self.concurrent = inspect.iscoroutinefunction(function)
-
-    def step(self, response: str) -> StepResult | Awaitable[StepResult]:
-        value = self._function(prompt=self.row["prompt"], completion=response, row=self.row)
-        return (
-            self._later(value) if inspect.isawaitable(value) else reward_result(value, self._name)
-        )
-
-    async def _later(self, value: Awaitable[Any]) -> StepResult:
-        return reward_result(await value, self._name)
 
 
 def last_number(text: str) -> float | None:

@@ -1,26 +1,30 @@
-"""Tries a run's environment on its first prompt, before anything of the run is started.
+"""Tries each environment of a run on its first prompt, before anything of the run is started.
 
-    python -m umbra.services.generator.environment_check CONFIG
+    python -m umbra.services.generator.environment_check CONFIG ROWS
 
 A process of its own, because it runs the user's code: that may hang, or pull in all of torch.
 """
 
 from __future__ import annotations
 
-import asyncio
+import json
 import sys
+import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from umbra.proto.errors import UmbraError, UsageError
-from umbra.services.environments.environment_host import EnvironmentHost
-from umbra.services.environments.loading import load_environment
+from umbra.services.environments.pool import EnvironmentPool, EpisodeOutcome, open_pool
 from umbra.services.environments.protocol import Opening, StepResult
 from umbra.services.generator.template_check import check_play
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config.loader import load_config
-from umbra.services.runtime.process.jsonl import read_jsonl
 from umbra.services.runtime.process.parent import die_with_parent
+
+_LOOK_S = 0.01
 
 
 def check_environment(config: RunConfig, row: dict[str, Any]) -> None:
@@ -33,33 +37,48 @@ def check_environment(config: RunConfig, row: dict[str, Any]) -> None:
         UsageError: the environment cannot be loaded, fails on that response, or goes on in a way
             that the chat template can't.
     """
-    kind = config.environment.kind
-    if kind == "agent" and not config.environment.agent:
+    environment = config.environment
+    if environment.kind == "agent" and not environment.agent:
         return  # its agents come from outside
-    make = load_environment(config.environment)
-    if kind == "agent":
-        return  # it asks a model, and there is none yet
-    what = config.environment.reward if kind == "reward" else kind
-    key = "environment.reward" if kind == "reward" else "environment.kind"
-    try:
-        opening, answer = asyncio.run(EnvironmentHost(make, what).play("first", row, [""]))
-    except UmbraError as error:
-        raise UsageError(f"{key}: an empty response to the first prompt failed: {error}") from error
-    if isinstance(opening, Opening) and isinstance(answer, StepResult):
-        check_play(config, opening, answer)
+    asks = environment.asks  # it asks a model, and there is none yet
+    key = "environment.reward" if environment.kind == "reward" else "environment.kind"
+    with closing(open_pool(environment)) as pool:
+        plays = [] if asks else [_played(pool, row, said) for said in ([], [""])]
+    for outcome in plays:
+        if outcome.error:
+            raise UsageError(
+                f"{key}: an empty response to the first prompt failed: {outcome.error}"
+            )
+    match [outcome.value for outcome in plays]:
+        case [Opening() as opening, StepResult() as answer]:
+            check_play(config, opening, answer)
 
 
-def main(path: str) -> int:
-    """Check the environment of the resolved configuration at `path`."""
+def _played(pool: EnvironmentPool, row: dict[str, Any], responses: list[str]) -> EpisodeOutcome:
+    """What comes of a play; the pool sees to it that something does."""
+    pool.play("first", row, responses)
+    while not (outcomes := pool.collect()):
+        time.sleep(_LOOK_S)
+    return outcomes[0]
+
+
+def main(path: str, rows: str) -> int:
+    """Check the environments of the configuration at `path`, each with its first row.
+
+    `rows` is a JSON file with the rows by the environments' names, of which one has none.
+    """
     die_with_parent()
+    config = load_config(Path(path), environ={})
+    name, named = "", {one.name: one for one in config.environments}
     try:
-        config = load_config(Path(path), environ={})
-        check_environment(config, read_jsonl(config.data.prompts)[0])
+        for name, row in json.loads(Path(rows).read_bytes()).items():
+            one = named.get(name, config.environment)
+            check_environment(msgspec.structs.replace(config, environment=one), row)
     except UmbraError as error:
-        print(error, file=sys.stderr)
+        print(f"environment {name}: {error}" if named else error, file=sys.stderr)
         return error.exit_code
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(*sys.argv[1:]))

@@ -20,7 +20,7 @@ from umbra.proto.messages import (
     SampleLeases,
 )
 from umbra.proto.records import Manifest, Sampling, TensorEntry
-from umbra.services.environments.pool import InlinePool
+from umbra.services.environments.pool import EnvironmentPool, InlinePool
 from umbra.services.environments.single_turn import ExactMatch
 from umbra.services.generator.activity import Activity
 from umbra.services.generator.buffer_client import BufferClient
@@ -32,6 +32,7 @@ from umbra.services.generator.stall import StallWatch
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer
 from umbra.services.runtime.config import GeneratorConfig
+from umbra.services.runtime.deadline import LEAST_RATE, Pace
 from umbra.services.runtime.process.metrics import MetricsFile
 
 STOP = 3
@@ -167,7 +168,14 @@ class Bench:
 
 
 @contextmanager
-def open_bench(folder: Path, model_dir: Path, *, drains: bool = False) -> Iterator[Bench]:
+def open_bench(
+    folder: Path,
+    model_dir: Path,
+    *,
+    drains: bool = False,
+    sessions: int = 0,
+    pool: EnvironmentPool | None = None,
+) -> Iterator[Bench]:
     """A bench whose engine says "1", ten times, then ends."""
     tokenizer = load_tokenizer(model_dir)
     one = tokenizer("1", add_special_tokens=False)["input_ids"]
@@ -183,10 +191,12 @@ def open_bench(folder: Path, model_dir: Path, *, drains: bool = False) -> Iterat
             session=cast(Any, session),
             receiver=cast(Any, receiver),
             buffer=BufferClient(cast(Any, channel), wake, clock=lambda: now[0]),
-            runner=RolloutRunner(engine, InlinePool(ExactMatch), settings, flush_tokens=4),
-            config=GeneratorConfig(kv_policy="drain" if drains else "keep", prefetch=2),
+            runner=RolloutRunner(engine, pool or InlinePool(ExactMatch), settings, flush_tokens=4),
+            config=GeneratorConfig(
+                kv_policy="drain" if drains else "keep", prefetch=2, sessions=sessions
+            ),
             sample_log=SampleLog(metrics, settings.chat, clock=lambda: now[0]),
-            watch=StallWatch("scripted", 60.0, clock=lambda: now[0]),
+            watch=StallWatch("scripted", Pace(60.0, LEAST_RATE), clock=lambda: now[0]),
             activity=Activity(metrics, clock=lambda: now[0]),
         )
         yield Bench(channel, session, receiver, engine, loop, path, now, wake)

@@ -126,13 +126,15 @@ def test_an_answer_comes_as_events_too(world: World) -> None:
             logprobs=True,
         )
         chunks = list(stream)
-    first, last, usage = chunks
-    assert first.choices[0].delta.content == "well"
-    assert first.choices[0].delta.tool_calls is not None
-    function = first.choices[0].delta.tool_calls[0].function
+    *pieces, calls, last, usage = chunks
+    # As they were sampled, one by one; what may become a call is held back.
+    assert [piece.choices[0].delta.content for piece in pieces] == ["w", "e", "l", "l", " "]
+    assert pieces[0].choices[0].delta.role == "assistant"
+    assert calls.choices[0].delta.tool_calls is not None
+    function = calls.choices[0].delta.tool_calls[0].function
     assert function is not None
     assert (function.name, function.arguments) == ("add", '{"a": 1}')
-    assert first.choices[0].logprobs is not None
+    assert calls.choices[0].logprobs is not None
     assert last.choices[0].finish_reason == "tool_calls"
     assert usage.usage is not None
     assert usage.usage.completion_tokens == len("well " + CALL) + 1
@@ -288,11 +290,13 @@ def test_what_is_too_long_is_refused_and_the_reward_still_counts(world: World) -
     work = endpoint.lease()
     status, refused = ask(work, user("x" * 70))
     assert (status, refused["error"]["code"]) == (400, "context_length_exceeded")
+    assert "context length" in refused["error"]["message"], "which agents look for"
     status, said = ask(work, user("go"))
     assert status == 200
     answer = said["choices"][0]["message"]
     status, refused = ask(work, user("go"), answer, user("x" * 70))
     assert (status, refused["error"]["code"]) == (400, "context_length_exceeded")
+    assert "context length" in refused["error"]["message"], "which agents look for"
     assert "only the reward can follow" in refused["error"]["message"]
     assert reward(work, 0.25)[0] == 200
     trajectory = endpoint.trajectory()
@@ -308,6 +312,7 @@ def test_a_turn_that_is_cut_is_the_last(world: World) -> None:
     assert said["usage"]["completion_tokens"] == 6
     status, refused = ask(work, user("go"), said["choices"][0]["message"], user("on"))
     assert (status, refused["error"]["code"]) == (400, "context_length_exceeded")
+    assert "context length" in refused["error"]["message"], "which agents look for"
     assert reward(work, 0.0)[0] == 200
     trajectory = endpoint.trajectory()
     assert (trajectory.response_tokens, trajectory.finish_reason) == (6, "length")

@@ -11,7 +11,9 @@ from umbra.services.runtime.config.base import Section
 from umbra.services.runtime.config.buffer import BufferConfig
 from umbra.services.runtime.config.generation import (
     EnvironmentConfig,
+    EnvWorkerConfig,
     GeneratorConfig,
+    NamedEnvironment,
     SamplingConfig,
     ScorerConfig,
 )
@@ -36,12 +38,14 @@ __all__ = [
     "CheckpointConfig",
     "CriticConfig",
     "DataConfig",
+    "EnvWorkerConfig",
     "EnvironmentConfig",
     "EvalConfig",
     "GeneratorConfig",
     "LogConfig",
     "MetricsConfig",
     "ModelConfig",
+    "NamedEnvironment",
     "RunConfig",
     "RunSection",
     "SamplingConfig",
@@ -60,6 +64,7 @@ class RunConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
+    environments: tuple[NamedEnvironment, ...] = ()
     sampling: SamplingConfig = SamplingConfig()
     buffer: BufferConfig = BufferConfig()
     generator: GeneratorConfig = GeneratorConfig()
@@ -68,7 +73,13 @@ class RunConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     checkpoint: CheckpointConfig = CheckpointConfig()
     weight_hub: WeightHubConfig = WeightHubConfig()
     scorer: ScorerConfig = ScorerConfig()
+    env_worker: EnvWorkerConfig = EnvWorkerConfig()
     eval: EvalConfig = EvalConfig()
     metrics: MetricsConfig = MetricsConfig()
     security: SecurityConfig = SecurityConfig()
     log: LogConfig = LogConfig()
+
+    @property
+    def all_environments(self) -> tuple[EnvironmentConfig, ...]:
+        """The several environments, or the one."""
+        return self.environments or (self.environment,)

@@ -8,6 +8,18 @@ from msgspec import Meta
 
 from umbra.services.runtime.config.base import Section
 
+ENVIRONMENT = "environment"
+"""The field of a prompt row that names its environment, in a run with several."""
+
+
+def environment_prefix(name: str) -> str:
+    """What the ids of an environment's prompts begin with, in a run with several."""
+    return f"{name}/"
+
+
+LIBRARIES = ("verifiers", "openenv", "trl")
+"""Kinds of environments that other libraries define; programs of ours play them."""
+
 
 class EnvironmentConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a rollout interacts with, and what rewards it."""
@@ -16,11 +28,25 @@ class EnvironmentConfig(Section, frozen=True, kw_only=True, forbid_unknown_field
         str,
         Meta(
             description='"exact", "numeric", "math", "guess", "tools", "reasoning-gym", "reward", '
-            '"agent" or a class as "module:Class"'
+            '"agent", "verifiers", "openenv", "trl" or a class as "module:Class"'
         ),
     ] = "exact"
     reward: Annotated[
-        str, Meta(description='reward function as "module:function", for kind "reward"')
+        str, Meta(description='reward function as "module:function", for kinds "reward" and "trl"')
+    ] = ""
+    rewards: Annotated[
+        dict[str, float],
+        Meta(
+            description="several such functions, each with its weight, for kinds reward and trl; "
+            "their values are parts of the reward"
+        ),
+    ] = {}
+    id: Annotated[
+        str,
+        Meta(
+            description='for kind "verifiers": name of the environment or taskset; "openenv": URL '
+            'of a server, or its app as "module:app"; "trl": class as "module:Class"'
+        ),
     ] = ""
     agent: Annotated[
         str,
@@ -29,6 +55,10 @@ class EnvironmentConfig(Section, frozen=True, kw_only=True, forbid_unknown_field
             "generator.serve"
         ),
     ] = ""
+    run_on: Annotated[
+        Literal["generator", "env_worker"],
+        Meta(description="whose host runs the agents: the generator's, or that of an env-worker"),
+    ] = "generator"
     timeout_s: Annotated[
         float,
         Meta(
@@ -37,6 +67,14 @@ class EnvironmentConfig(Section, frozen=True, kw_only=True, forbid_unknown_field
             gt=0,
         ),
     ] = 30.0
+    setup_s: Annotated[
+        float,
+        Meta(
+            description="seconds that a process for user code may take to start: its imports, and "
+            "what it loads",
+            gt=0,
+        ),
+    ] = 120.0
     max_turns: Annotated[int, Meta(description="turns of the model; 0 = any number", ge=0)] = 0
     max_tokens: Annotated[
         int,
@@ -46,14 +84,73 @@ class EnvironmentConfig(Section, frozen=True, kw_only=True, forbid_unknown_field
         float, Meta(description="seconds that a sample may take on one generator; 0 = any", ge=0)
     ] = 0.0
     workers: Annotated[
-        int, Meta(description="processes that run user code, per generator or scorer", ge=1)
+        int,
+        Meta(description="processes that run user code, per generator, scorer or env-worker", ge=1),
     ] = 4
     memory_mb: Annotated[
         int, Meta(description="MiB of address space of such a process; 0 = any", ge=0)
     ] = 4096
-    options: Annotated[
-        dict[str, Any], Meta(description="passed to the environment's constructor")
+    sandbox: Annotated[
+        str,
+        Meta(
+            description='where a model\'s code runs: "docker", "podman" or a class as '
+            '"module:Class"; empty = there are no tools that run code'
+        ),
+    ] = ""
+    sandbox_options: Annotated[
+        dict[str, Any],
+        Meta(description="image and limits of its containers, or the class's arguments"),
     ] = {}
+    sampling: Annotated[
+        Literal["override", "refuse"],
+        Meta(
+            description="an agent that asks for another sampling than the run's gets the run's, "
+            "which is counted, or is refused"
+        ),
+    ] = "override"
+    python: Annotated[
+        str,
+        Meta(
+            description="Python (3.10 or newer) of those processes, of an environment of its own "
+            "in which Umbra need not be installed; empty = this one"
+        ),
+    ] = ""
+    concurrency: Annotated[
+        int, Meta(description="conversations at once, per generator; 0 = any", ge=0)
+    ] = 0
+    options: Annotated[
+        dict[str, Any],
+        Meta(description="arguments of the environment's constructor, agent or loader"),
+    ] = {}
+
+    @property
+    def asks(self) -> bool:
+        """Whether programs lead its conversations, which ask the model for turns as agents do."""
+        return self.kind == "agent" or self.kind in LIBRARIES
+
+    @property
+    def starts_agents(self) -> bool:
+        """Whether we start these programs; else they come from outside."""
+        return self.asks and bool(self.kind != "agent" or self.agent)
+
+
+class NamedEnvironment(EnvironmentConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One of several environments in a run; its prompt rows have its name as "environment"."""
+
+    name: Annotated[
+        str,
+        Meta(description="its name in rows and metrics", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"),
+    ] = ""
+    weight: Annotated[
+        float, Meta(description="share of the groups, relative to the others'", gt=0)
+    ] = 1.0
+    prompts: Annotated[
+        str,
+        Meta(
+            description="source of its prompts, as data.prompts; empty = the rows of data.prompts "
+            "with its name"
+        ),
+    ] = ""
 
 
 class SamplingConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -67,6 +164,10 @@ class SamplingConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     stop_tokens: Annotated[
         list[str],
         Meta(description="tokens, as text, that end a turn besides those the model names"),
+    ] = []
+    stop: Annotated[
+        list[Annotated[str, Meta(min_length=1)]],
+        Meta(description="texts that end a turn, of any number of tokens"),
     ] = []
 
 
@@ -94,6 +195,14 @@ class GeneratorConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=
     prefetch: Annotated[
         int, Meta(description="samples leased ahead of free slots, so that none stays empty", ge=0)
     ] = 32
+    sessions: Annotated[
+        int,
+        Meta(
+            description="samples under way at once, those that wait for tools included, which take "
+            "no slot; 0 = 4 x slots + prefetch",
+            ge=0,
+        ),
+    ] = 0
     partial_flush_tokens: Annotated[
         int,
         Meta(
@@ -105,8 +214,9 @@ class GeneratorConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=
     stall_s: Annotated[
         float,
         Meta(
-            description="seconds that the engine may be busy without a token, or load one version, "
-            "until this generator ends with exit code 6",
+            description="seconds that the engine may be busy without a token, or load one version "
+            "(besides those for its bytes, weight_hub.least_rate), until this generator ends with "
+            "exit code 6",
             gt=0,
         ),
     ] = 600.0
@@ -137,6 +247,13 @@ class GeneratorConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=
         str,
         Meta(
             description="file of the key that agents have to give; empty = variable UMBRA_AGENT_KEY"
+        ),
+    ] = ""
+    serve_advertise: Annotated[
+        str,
+        Meta(
+            description="HOST or HOST:PORT that agents are told instead, if they reach this "
+            "generator by another name (containers, a proxy); without a port: the one it has"
         ),
     ] = ""
     receive: Annotated[
@@ -173,3 +290,23 @@ class ScorerConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     logits_mib: Annotated[float, Meta(description="MiB of float32 logits at a time", gt=0)] = 256.0
     device: Annotated[str, Meta(description="cpu, cuda, cuda:1, ... or auto")] = "auto"
     threads: Annotated[int, Meta(description="CPU threads; 0 = torch's choice", ge=0)] = 0
+
+
+class EnvWorkerConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Runs the agents of a run on a machine of their own."""
+
+    count: Annotated[
+        int,
+        Meta(
+            description='env-workers that `umbra up` starts, if environment.run_on = "env_worker"',
+            ge=0,
+        ),
+    ] = 1
+    sessions: Annotated[
+        int,
+        Meta(
+            description="sessions of an env-worker at once; 0 = as many as its processes "
+            "(environment.workers) take",
+            ge=0,
+        ),
+    ] = 0
