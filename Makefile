@@ -104,7 +104,8 @@ demo: $(RUN_STAMP) ## Train a tiny model on the CPU (TASK=sort SEED=0)
 
 .PHONY: test
 test: $(DEV_STAMP) ## Run the tests (PYTEST_OPTIONS="-k name")
-	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(PYTEST_OPTIONS)
+	@# In the order of the folders: the long tests begin first, and none keeps the others waiting in the end.
+	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(PYTEST_OPTIONS)
 
 .PHONY: test-real
 test-real: $(DEV_STAMP) ## Run the tests on real things and the long ones: every architecture on vLLM, SLURM, Docker, other libraries (an hour)

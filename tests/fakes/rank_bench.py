@@ -63,6 +63,36 @@ class Trained:
     rows: list[dict[str, Any]]
     weights: dict[str, Tensor]
     local: dict[str, tuple[int, int]]  # elements of each parameter here, and in all
+    critic: Path | None = None  # where it was written
+
+
+class Alone:
+    """What one rank learns from batches in each case, which it is trained in once.
+
+    Args:
+        cases: settings by name.
+        folder: for what is written of critics.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        batches: list[list[Trajectory]],
+        cases: dict[str, dict[str, Any]],
+        folder: Path,
+    ) -> None:
+        self._directory = directory
+        self._batches = batches
+        self._cases = cases
+        self._folder = folder
+        self._found: dict[str, Trained] = {}
+
+    def __getitem__(self, case: str) -> Trained:
+        if case not in self._found:
+            out = self._folder / f"{case}.critic"
+            settings = self._cases[case]
+            self._found[case] = train(self._directory, self._batches, Ranks(), out, **settings)
+        return self._found[case]
 
 
 def train(
@@ -124,7 +154,7 @@ def train(
     }
     weights = learner.weights()
     AcceleratorState._reset_state()
-    return Trained(rows, weights, local)
+    return Trained(rows, weights, local, out)
 
 
 def aged(made: Trajectory, version: int) -> Trajectory:

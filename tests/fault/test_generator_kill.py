@@ -69,6 +69,7 @@ def test_little_is_lost_of_samples_under_way(project: Path, up: Callable[..., Up
 
 @pytest.mark.e2e
 @pytest.mark.fault
+@pytest.mark.real  # in the suite: the same on torch, and a vLLM that is killed in test_vllm_run.py
 @pytest.mark.timeout(560)
 def test_nor_is_more_of_those_on_vllm(
     project: Path, up: Callable[..., UpProcess], monkeypatch: pytest.MonkeyPatch
@@ -119,6 +120,7 @@ def check_what_is_lost(project: Path, up: Callable[..., UpProcess], *overrides: 
     summary = process.finish()
     assert process.popen.returncode == 0, process.lines
     assert summary["restarts"] == {"generator-0": 1}
+    assert "generator-0 ended (killed by SIGKILL): restart 1 in 0.5 s" in process.lines
     assert (summary["steps"], summary["ledger"]["balance"]) == (3, 0)
     assert summary["ledger"]["trained"] == 3 * 8
     *_, after = said(project).values()

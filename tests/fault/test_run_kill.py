@@ -1,4 +1,7 @@
-"""Whole runs by `umbra up`, in which the buffer or the trainer is killed on the way."""
+"""Whole runs by `umbra up`, in which the buffer or the trainer is killed on the way.
+
+By `make test-real`: `test_demo_kill.py` sees the same, and more, of the demo.
+"""
 
 import os
 import signal
@@ -27,6 +30,7 @@ def kill(process: UpProcess, service: str) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.fault
+@pytest.mark.real
 @pytest.mark.timeout(180)
 def test_a_run_outlives_its_buffer(up: Callable[..., UpProcess]) -> None:
     process = up(f"run.steps={STEPS}")
@@ -44,6 +48,7 @@ def test_a_run_outlives_its_buffer(up: Callable[..., UpProcess]) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.fault
+@pytest.mark.real
 @pytest.mark.timeout(180)
 def test_a_trainer_that_starts_again_gets_the_same_batches(up: Callable[..., UpProcess]) -> None:
     """It has no checkpoint, so it begins at step 1 again; what it learns from is the same."""

@@ -32,6 +32,7 @@ SAVING = {**CASES["adamw"], "checkpoints": "checkpoints", "hosts": [0, 1]}
 
 @pytest.mark.fault
 @pytest.mark.slow
+@pytest.mark.real  # in the suite: a host that is killed in a whole run
 @pytest.mark.timeout(LIMIT_S + 60)
 def test_a_host_is_cut_off_in_a_step(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fakes.rank_bench import make_batches, narrow_model, train
+from fakes.rank_bench import Alone, make_batches, narrow_model, train
 from integration.test_trainer_ranks import see_through, start
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -41,6 +42,25 @@ def batches() -> list[list[Trajectory]]:
     return make_batches(STEPS)
 
 
+@pytest.fixture(scope="module")
+def alone(
+    directory: Path, batches: list[list[Trajectory]], tmp_path_factory: pytest.TempPathFactory
+) -> Alone:
+    return Alone(directory, batches, CASES, tmp_path_factory.mktemp("alone"))
+
+
+@pytest.fixture(scope="module")
+def of_two(
+    directory: Path, batches: list[list[Trajectory]], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """What two ranks leave that train to the end (`NAME-whole`), and halfway (`NAME`)."""
+    folder = tmp_path_factory.mktemp("two")
+    whole = {f"{name}-whole": case for name, case in CASES.items()}
+    half = {name: {**case, "checkpoints": name, "until": SAVED} for name, case in CASES.items()}
+    run_ranks(directory, folder, 2, {**whole, **half}, batches)
+    return folder
+
+
 def assert_same(case: str, tensor: torch.Tensor, expected: torch.Tensor) -> None:
     """Up to the rounding of the case: FSDP and autocast round to bf16 in different places."""
     atol, rtol = (5e-4, 1e-2) if case == "masters" else (2e-5, 1e-3)
@@ -55,11 +75,10 @@ def run_ranks(
 
 @pytest.mark.timeout(220)
 def test_two_ranks_save_one_goes_on(
-    directory: Path, batches: list[list[Trajectory]], tmp_path: Path
+    of_two: Path, alone: Alone, directory: Path, batches: list[list[Trajectory]], tmp_path: Path
 ) -> None:
     """1. Two ranks train two steps. 2. One goes on. Result: as one would have from the start."""
-    cases = {name: {**case, "checkpoints": name, "until": SAVED} for name, case in CASES.items()}
-    run_ranks(directory, tmp_path, 2, cases, batches)
+    shutil.copytree(of_two, tmp_path, dirs_exist_ok=True)
     for name, case in CASES.items():
         saved = tmp_path / name / f"step-{SAVED}"
         assert read_index(saved).world == 2
@@ -71,13 +90,12 @@ def test_two_ranks_save_one_goes_on(
         whole = export_checkpoint(saved, tmp_path / f"{name}-hf") / "model.safetensors"
         for key, tensor in load_file(tmp_path / f"{name}.safetensors").items():
             assert torch.equal(load_file(whole)[key], tensor), "the export is what was trained"
-        alone = train(directory, batches, Ranks(), tmp_path / "critic-alone", **case)
         after = train(
             directory, batches, Ranks(), tmp_path / "c", checkpoints=tmp_path / name, **case
         )
         assert len(after.rows) == STEPS - SAVED
         for key, tensor in after.weights.items():
-            assert_same(name, tensor, alone.weights[key])
+            assert_same(name, tensor, alone[name].weights[key])
 
 
 def sizes(path: Path) -> dict[str, int]:
@@ -89,7 +107,7 @@ def sizes(path: Path) -> dict[str, int]:
 
 @pytest.mark.timeout(220)
 def test_one_rank_saves_three_go_on(
-    directory: Path, batches: list[list[Trajectory]], tmp_path: Path
+    alone: Alone, directory: Path, batches: list[list[Trajectory]], tmp_path: Path
 ) -> None:
     for name, case in CASES.items():
         train(
@@ -103,21 +121,18 @@ def test_one_rank_saves_three_go_on(
         )
     cases = {name: {**case, "checkpoints": name} for name, case in CASES.items()}
     run_ranks(directory, tmp_path, 3, cases, batches)
-    for name, case in CASES.items():
-        alone = train(directory, batches, Ranks(), tmp_path / "critic-alone", **case)
+    for name in CASES:
         for key, tensor in load_file(tmp_path / f"{name}.safetensors").items():
-            assert_same(name, tensor, alone.weights[key])
+            assert_same(name, tensor, alone[name].weights[key])
         assert read_index(tmp_path / name / f"step-{STEPS}").world == 3
 
 
 @pytest.mark.timeout(220)
 def test_as_many_ranks_go_on_bit_by_bit(
-    directory: Path, batches: list[list[Trajectory]], tmp_path: Path
+    of_two: Path, directory: Path, batches: list[list[Trajectory]], tmp_path: Path
 ) -> None:
     """1. Two ranks train to the end. 2. Two train halfway. 3. Two others go on. Result: equal."""
-    whole = {f"{name}-whole": case for name, case in CASES.items()}
-    half = {name: {**case, "checkpoints": name, "until": SAVED} for name, case in CASES.items()}
-    run_ranks(directory, tmp_path, 2, {**whole, **half}, batches)
+    shutil.copytree(of_two, tmp_path, dirs_exist_ok=True)
     rest = {name: {**case, "checkpoints": name} for name, case in CASES.items()}
     run_ranks(directory, tmp_path, 2, rest, batches)
     for name in CASES:

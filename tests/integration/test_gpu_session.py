@@ -24,6 +24,7 @@ def gpu_session(out: Path, *arguments: str, **variables: str) -> tuple[int, str]
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.real  # it imports torch in a dozen processes; the next one runs the session itself
 @pytest.mark.timeout(180)
 def test_each_step_of_the_gpu_session_would_begin(tmp_path: Path) -> None:
     code, said = gpu_session(tmp_path, "--dry-run")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.rank_bench import Trained, make_batches, narrow_model, train
+from fakes.rank_bench import Alone, make_batches, narrow_model, train
 from integration.test_trainer_ranks import CASES, assert_as_alone, see_through, start
 from safetensors.torch import load_file
 
@@ -40,7 +40,7 @@ def batches() -> list[list[Trajectory]]:
 
 
 @pytest.fixture(scope="module")
-def alone(
+def checkpoint_of_one(
     directory: Path, batches: list[list[Trajectory]], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     """The checkpoint of one rank, as host 0 has it."""
@@ -54,18 +54,25 @@ def saved(name: str, case: dict[str, Any], hosts: list[int], **more: Any) -> dic
     return {**case, "checkpoints": name, "hosts": hosts, **more}
 
 
+@pytest.fixture(scope="module")
+def alone(
+    directory: Path, batches: list[list[Trajectory]], tmp_path_factory: pytest.TempPathFactory
+) -> Alone:
+    return Alone(directory, batches, CASES, tmp_path_factory.mktemp("alone"))
+
+
 @pytest.fixture(scope="module", params=[1, 2], ids=["fsdp", "hsdp"])
 def trained(
     request: pytest.FixtureRequest,
     directory: Path,
     batches: list[list[Trajectory]],
-    alone: Path,
+    checkpoint_of_one: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[int, Path]:
     """Replicas of the policy over the two hosts, and the folder with what the ranks left."""
     replicas: int = request.param
     folder = tmp_path_factory.mktemp("hosts")
-    shutil.copytree(alone, folder / "one-0")
+    shutil.copytree(checkpoint_of_one, folder / "one-0")
     cases = {
         **{name: CASES[name] for name in LEARNED},
         "adamw": ADAM,
@@ -84,10 +91,6 @@ def trained(
     return replicas, folder
 
 
-def learned_alone(directory: Path, folder: Path, batches: Any, case: dict[str, Any]) -> Trained:
-    return train(directory, batches, Ranks(), folder / "alone.critic", **case)
-
-
 def assert_same(folder: Path, case: str, other: str) -> None:
     """Bit for bit."""
     expected = load_file(folder / f"{other}.safetensors")
@@ -98,11 +101,10 @@ def assert_same(folder: Path, case: str, other: str) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", [*LEARNED, "adamw"])
 def test_hosts_and_replicas_do_not_change_what_is_learned(
-    trained: tuple[int, Path], case: str, directory: Path, batches: list[list[Trajectory]]
+    trained: tuple[int, Path], case: str, alone: Alone
 ) -> None:
     replicas, folder = trained
-    expected = learned_alone(directory, folder, batches, CASES[case])
-    found = assert_as_alone(folder, case, 4, expected)
+    found = assert_as_alone(folder, case, 4, alone[case])
     for name, (_, elements) in found[0]["local"].items():
         parts = [one["local"][name][0] for one in found]
         assert sum(parts) == replicas * elements
@@ -133,12 +135,10 @@ def test_hosts_go_on_bit_by_bit(trained: tuple[int, Path]) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_hosts_go_on_from_one_rank(
-    trained: tuple[int, Path], directory: Path, batches: list[list[Trajectory]]
-) -> None:
+def test_hosts_go_on_from_one_rank(trained: tuple[int, Path], alone: Alone) -> None:
     """The other host sees no file: its rows come from the first one."""
     _, folder = trained
-    expected = learned_alone(directory, folder, batches, ADAM).weights
+    expected = alone["adamw"].weights
     for name, tensor in load_file(folder / "of_one.safetensors").items():
         torch.testing.assert_close(tensor, expected[name], atol=2e-5, rtol=1e-3)
 
@@ -159,7 +159,11 @@ def test_a_host_whose_files_are_lost(trained: tuple[int, Path]) -> None:
 
 @pytest.mark.timeout(300)
 def test_one_rank_goes_on_from_what_the_hosts_have_together(
-    trained: tuple[int, Path], directory: Path, batches: list[list[Trajectory]], tmp_path: Path
+    trained: tuple[int, Path],
+    alone: Alone,
+    directory: Path,
+    batches: list[list[Trajectory]],
+    tmp_path: Path,
 ) -> None:
     """1. It has the folder of host 0 alone. 2. That of host 1 is copied into it."""
     replicas, folder = trained
@@ -176,6 +180,6 @@ def test_one_rank_goes_on_from_what_the_hosts_have_together(
         assert torch.equal(load_file(whole / "model.safetensors")[name], tensor)
     found = train(directory, batches, Ranks(), checkpoints=checkpoints, **ADAM)
     assert len(found.rows) == STEPS - SAVED
-    expected = learned_alone(directory, folder, batches, ADAM).weights
+    expected = alone["adamw"].weights
     for name, tensor in found.weights.items():
         torch.testing.assert_close(tensor, expected[name], atol=2e-5, rtol=1e-3)

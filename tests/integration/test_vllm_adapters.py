@@ -105,6 +105,7 @@ def test_architectures_with_adapters(name: str, tmp_path: Path) -> None:
         assert worst(logprobs_recomputing_cache, models, outputs) < TOLERANCE
 
 
+@pytest.mark.real
 def test_layers_that_vllm_has_no_adapters_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,6 @@
 """vLLM after a publish = vLLM from disk = Transformers, architecture by architecture.
 
-A few are tried always, the rest by `make test-real`: each starts a vLLM of its own.
+One is tried always, the rest by `make test-real`: each starts a vLLM of its own.
 """
 
 from pathlib import Path

@@ -1,6 +1,7 @@
 """Python imports this at its start, where it is on the path: a generator's engine hangs, once.
 
-The file that the variable `HANG_PLAN` names says how; the first generator to come there removes it:
+The file that the variable `HANG_PLAN` names has a way per line. Each life of the generator
+takes the first line away and hangs so:
 
     blocks    a step never comes back
     holds     nor does it let other threads of Python run
@@ -29,17 +30,22 @@ def prepare(file: Path) -> None:
     from umbra.services.runtime.weights.receiver import Receiver
 
     poll, load = TorchEngine.poll, TorchEngine.load
-    hanging: list[str] = []
+    hanging: list[str] = []  # one way at most
+    lock = threading.Lock()
 
-    def hangs(engine: TorchEngine, *kinds: str) -> str:
-        if not hanging and engine.decoded_tokens > TOKENS and file.exists():
-            if (kind := file.read_text()) in kinds:
-                file.unlink()
-                hanging.append(kind)
-        return next((kind for kind in hanging if kind in kinds), "")
+    def hangs(now: bool, *kinds: str) -> str:
+        with lock:
+            lines = file.read_text().splitlines() if now and not hanging else []
+            if lines and lines[0] in kinds:
+                hanging.append(lines[0])
+                file.write_text("\n".join(lines[1:]))
+            return next((kind for kind in hanging if kind in kinds), "")
+
+    def late(engine: TorchEngine) -> bool:
+        return engine.decoded_tokens > TOKENS
 
     def polling(self: TorchEngine, timeout_s: float = 0.0) -> Any:
-        match hangs(self, "blocks", "holds", "idles", "fails") if self.busy else "":
+        match hangs(late(self), "blocks", "holds", "idles", "fails") if self.busy else "":
             case "blocks":
                 threading.Event().wait()
             case "holds":
@@ -53,15 +59,14 @@ def prepare(file: Path) -> None:
         return poll(self, timeout_s)
 
     def loading(self: TorchEngine, manifest: Any, parts: Any, version: int, kv_policy: Any) -> Any:
-        if hangs(self, "loads"):
+        if hangs(late(self), "loads"):
             threading.Event().wait()
         return load(self, manifest, parts, version, kv_policy)
 
     begin = Receiver._begin
 
     def staging(self: Receiver, message: Prepare) -> None:
-        if message.version >= 2 and file.exists() and file.read_text() == "receives":
-            file.unlink()
+        if hangs(message.version >= 2, "receives"):
             raise KeyError(7)
         begin(self, message)
 
