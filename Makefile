@@ -44,7 +44,7 @@ endef
 
 .PHONY: help
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
 $(VENV_STAMP):
 	@found=""; \
@@ -109,6 +109,10 @@ test: $(DEV_STAMP) ## Run the tests (PYTEST_OPTIONS="-k name")
 .PHONY: test-real
 test-real: $(DEV_STAMP) ## Run the tests on real things and the long ones: every architecture on vLLM, SLURM, Docker (an hour)
 	@$(BIN)/python -m pytest -m real $(PYTEST_OPTIONS)
+
+.PHONY: test-cluster
+test-cluster: $(DEV_STAMP) ## Run a plan on SLURM, on Docker and in pods, where their programs are installed
+	@$(BIN)/python -m pytest -m cluster tests/real $(PYTEST_OPTIONS)
 
 .PHONY: lint
 lint: $(DEV_STAMP) ## Check style, formatting, file lengths and structure

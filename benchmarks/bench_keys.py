@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from umbra.proto.access import KeyRole
 from umbra.services.runtime.config.loader import load_config
 from umbra.services.runtime.net.keys import Security, open_security
 
 VARIABLE = "UMBRA_SECURITY__KEYS"
+AUTHENTICATE = "UMBRA_SECURITY__ENCRYPT_WEIGHTS"
+SOCKET = "UMBRA_BENCH_SOCKET"  # set: hubs have no port for connections, so orders' socket is used
 
 
 def security_of(role: KeyRole) -> Security:
     """With the keys that `VARIABLE` names, if it does; shaped links are bound in any case."""
-    return Security(open_security(load_config().security, [role]).keys, insecure=True)
+    return replace(open_security(load_config().security, [role]), insecure=True)

@@ -46,7 +46,7 @@ class Publication:
 PUBLISHED: dict[str, Publication] = {
     "demo_runs": Publication("demo_runs", (), 9),
     "long_tail": Publication("long_tail", ("--passes", "3"), 4),
-    "weight_push": Publication("weight_push", (), 8, "root's rights (shaped links)"),
+    "weight_push": Publication("weight_push", (), 12, "root's rights (shaped links)"),
     "buffer_throughput": Publication(
         "buffer_throughput", ("--ray", "--seconds", "6"), 6, "redis-server, redis, ray"
     ),
@@ -58,6 +58,7 @@ PUBLISHED: dict[str, Publication] = {
     "chaos": Publication("chaos", ("--every", "1.5", "--seed", "7"), 16),
     "hostile": Publication("hostile", (), 13),
     "broker_scale": Publication("broker_scale", ("--generators", "1000"), 6),
+    "agent_sessions": Publication("agent_sessions", ("--sessions", "1000", "--factor", "0.5"), 14),
     "generator_overhead": Publication("generator_overhead", ("--passes", "3"), 6, "vLLM"),
     "store": Publication("store", (), 2, "lmdb"),
     "snapshot_memory": Publication("snapshot_memory", (), 1),

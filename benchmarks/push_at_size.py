@@ -33,7 +33,7 @@ def measured() -> PushTables:
     """The unit costs of this machine."""
     costs = measured_costs(RESULTS / "weight_push.json")
     rows = json.loads((RESULTS / "security_cost.json").read_text(encoding="utf-8"))["rows"]
-    (push,) = (row for row in rows if row["what"].startswith("push"))
+    push = next(row for row in rows if row["what"].startswith("push"))  # the default: encrypted
     costs["tcp_keys"] = costs["tcp"] * push["ratio"]
     return msgspec.convert({"costs": costs}, PushTables)
 

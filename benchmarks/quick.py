@@ -35,7 +35,6 @@ QUICK: dict[str, tuple[str, ...]] = {
     "staleness": (*FEW, "--staleness", "1", "--minibatches", "1"),
     "store": ("--records", "2000", "--rounds", "1"),
     "trainer_speed": ("--groups", "2", "--passes", "1", "--longest", "500", "--rows", "1024"),
-    "weight_push": ("--size-mib", "32", "--chain-mib", "32", "--passes", "2", "--receivers", "1"),
 }
 
 

@@ -81,7 +81,7 @@ def buffer_costs(tree: Tree, _: Path) -> Costs:
 
 def push_costs(tree: Tree, _: Path) -> Costs:
     """A push of 384 MiB, from the trainer's tensors to the receiver's."""
-    for plane in ("shm", "tcp"):
+    for plane in ("`shm`", "`tcp`"):
         for row in tree.benchmark(*PUSH, "--only", plane):
             if row["link"] == "same host" and row["method"] in ("`shm`", "`tcp`, all bytes"):
                 yield f"push over {row['method']}", "s", row["push_s"]

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 
 PREFIX = "umbra"
+BURST_S = 0.002  # what a link lets pass at once
 
 
 def why_not() -> str:
@@ -20,7 +21,7 @@ def why_not() -> str:
         if shutil.which(tool) is None:
             return f"{tool} is not installed (package iproute2)"
     try:
-        with Links(1, rate="1gbit"):
+        with Links(1):
             return ""
     except subprocess.CalledProcessError as error:
         return f"{' '.join(error.cmd)}: {error.stderr.strip()}"
@@ -29,28 +30,38 @@ def why_not() -> str:
 class Links:
     """Nodes 0 to `count` - 1, each a namespace with one interface shaped both ways.
 
-    This process reaches them too, without a limit of its own.
+    This process reaches them too, by `gateway` on `bridge`, without a limit of its own.
     """
 
-    def __init__(self, count: int, rate: str) -> None:
+    def __init__(self, count: int, gbit: float = 1) -> None:
         self._count = count
-        self._rate = rate
+        self._rate = gbit * 1e9  # bit/s
         self._bridge = f"{PREFIX}{os.getpid()}"
         self._network = f"10.77.{100 + os.getpid() % 100}"
+
+    @property
+    def bridge(self) -> str:
+        """The interface of this process."""
+        return self._bridge
+
+    @property
+    def gateway(self) -> str:
+        """The address of this process."""
+        return f"{self._network}.254"
 
     def address(self, node: int) -> str:
         """Of a node, on the bridge's network."""
         return f"{self._network}.{node + 1}"
 
-    def enter(self, node: int) -> list[str]:
-        """What to put before a command so that it runs on a node."""
-        return ["ip", "netns", "exec", self._name(node)]
+    def namespace(self, node: int) -> str:
+        """The network namespace of a node."""
+        return f"{self._bridge}-{node}"
 
     def __enter__(self) -> Links:
         _clear()
         try:
             _run("ip", "link", "add", self._bridge, "type", "bridge")
-            _run("ip", "addr", "add", f"{self._network}.254/24", "dev", self._bridge)
+            _run("ip", "addr", "add", f"{self.gateway}/24", "dev", self._bridge)
             _run("ip", "link", "set", self._bridge, "up")
             for node in range(self._count):
                 self._add(node)
@@ -68,7 +79,7 @@ class Links:
         self._remove()
 
     def _add(self, node: int) -> None:
-        name, outer = self._name(node), f"{self._bridge}-{node}"
+        name, outer = self.namespace(node), f"{self._bridge}-{node}"
         inside = ("ip", "netns", "exec", name)
         _run("ip", "netns", "add", name)
         _run("ip", "link", "add", outer, "type", "veth", "peer", "name", "eth0", "netns", name)
@@ -76,15 +87,13 @@ class Links:
         _run(*inside, "ip", "link", "set", "lo", "up")
         _run(*inside, "ip", "addr", "add", f"{self.address(node)}/24", "dev", "eth0")
         _run(*inside, "ip", "link", "set", "eth0", "up")
-        shape = ("root", "tbf", "rate", self._rate, "burst", "256kb", "latency", "50ms")
+        rate, burst = f"{self._rate:.0f}bit", f"{max(256e3, BURST_S * self._rate / 8):.0f}b"
+        shape = ("root", "tbf", "rate", rate, "burst", burst, "latency", "50ms")
         _run("tc", "qdisc", "add", "dev", outer, *shape)
         _run(*inside, "tc", "qdisc", "add", "dev", "eth0", *shape)
 
     def _remove(self) -> None:
-        _delete([self._name(node) for node in range(self._count)], self._bridge)
-
-    def _name(self, node: int) -> str:
-        return f"{self._bridge}-{node}"
+        _delete([self.namespace(node) for node in range(self._count)], self._bridge)
 
 
 def _clear() -> None:

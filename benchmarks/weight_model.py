@@ -7,8 +7,9 @@ engine does.
 
 from __future__ import annotations
 
+import ctypes
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from umbra.services.trainer.snapshot import tensor_layout, write_shards
 TENSORS = 300
 SERVED = "bfloat16"
 NOISE = 1 << 22
+TOUCHED = 1 << 15  # of so many values one changes where nothing is learned
 STEP = 0.35  # |step| / lr of Adam with noisy gradients: half-normal, mean 0.28
 
 
@@ -31,24 +33,45 @@ class Model(nn.Module):
 
     Args:
         learns: float32 parameters that can learn; else bf16 ones that are filled.
+        share: the parameters lie in memory for this part of them (1 in `share`), one over the
+            other: a version is as large, and its two ends fit into a small machine. 8 at most.
     """
 
-    def __init__(self, total_bytes: int, *, learns: bool = False, seed: int = 0) -> None:
+    def __init__(
+        self, total_bytes: int, *, learns: bool = False, share: int = 1, seed: int = 0
+    ) -> None:
         super().__init__()
-        self.size = total_bytes
+        self.size, self.share = total_bytes, share
         torch.manual_seed(seed)
         weights = [24.0 if i == 0 else (0.002 if i % 3 == 0 else 1.0) for i in range(TENSORS)]
         unit = total_bytes / 2 / sum(weights) / 256
-        dtype = torch.float32 if learns else torch.bfloat16
-        for index, weight in enumerate(weights):
-            tensor = torch.zeros(max(1, round(unit * weight)), 256, dtype=dtype)
-            if learns:
-                tensor.normal_().mul_(0.02)
+        self._shapes = [(max(1, round(unit * weight)), 256) for weight in weights]
+        tensors, self._memory = self._allocate(torch.float32 if learns else torch.bfloat16)
+        for index, tensor in enumerate(tensors):
             self.register_parameter(f"layer{index}", nn.Parameter(tensor, requires_grad=False))
+        if learns:
+            for memory in self._memory:
+                memory.normal_().mul_(0.02)
         self._noise = torch.randn(2 * NOISE) * STEP if learns else torch.empty(0)
         self._table = WeightTable(self)
-        self._served: list[torch.Tensor] = []
-        self._twins: list[torch.Tensor] = []
+        self._served: Sequence[torch.Tensor] = ()
+        self._twins: Sequence[torch.Tensor] = ()
+
+    def _allocate(
+        self, dtype: torch.dtype
+    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """Memory for all tensors, flat, and the tensors that lie in it."""
+        if self.share == 1:
+            tensors = [torch.zeros(shape, dtype=dtype) for shape in self._shapes]
+            return tensors, [tensor.view(-1) for tensor in tensors]
+        sizes = [rows * columns for rows, columns in self._shapes]
+        memory = torch.zeros(max(sum(sizes) // self.share, max(sizes)), dtype=dtype)
+        tensors, used = list[torch.Tensor](), 0
+        for shape, size in zip(self._shapes, sizes, strict=True):
+            used = used if used + size <= len(memory) else 0
+            tensors.append(memory[used : used + size].view(shape))
+            used += size
+        return tensors, [memory]
 
     def manifest(self, bucket_bytes: int) -> Manifest:
         """The layout of its versions."""
@@ -62,8 +85,7 @@ class Model(nn.Module):
     def learn(self, lr: float) -> float:
         """One optimizer step; the share of bf16 values that it changed."""
         changed = 0
-        for tensor in self.parameters():
-            flat = tensor.view(-1)
+        for flat in self._memory:
             for start in range(0, flat.numel(), NOISE):
                 part = flat[start : start + NOISE]
                 old = part.to(torch.bfloat16)
@@ -71,7 +93,14 @@ class Model(nn.Module):
                 part.sub_(self._noise[shift : shift + part.numel()], alpha=lr)
                 new = part.to(torch.bfloat16)
                 changed += int((new.view(torch.int16) != old.view(torch.int16)).sum())
-        return changed / (self.nbytes / 2)
+        return changed / sum(len(flat) for flat in self._memory)
+
+    def touch(self) -> None:
+        """Change a value in every bucket, to what no version before had: enough where all bytes
+        are sent, and faster than to learn.
+        """
+        for flat in self._memory:
+            flat[::TOUCHED].mul_(1.02)  # more than half a unit of bf16's last place
 
     def write(self, manifest: Manifest, slot: memoryview, wrote: Callable[[int], None]) -> None:
         """Cast all tensors to their places, as the trainer does; `wrote` is told how far it is."""
@@ -98,20 +127,20 @@ class Model(nn.Module):
         does at the least. Measured beside each, because a shared machine is slower at one moment
         than at another.
         """
-        return self._copy_seconds(self.parameters(), self._served)
+        self._served = self._served or self._allocate(torch.bfloat16)[0]
+        began = time.perf_counter()
+        for target, source in zip(self._served, self.parameters(), strict=True):
+            target.copy_(source)
+        return time.perf_counter() - began
 
     def copy_seconds(self) -> float:
-        """Seconds of copying a version, likewise: what a commit does at the least."""
+        """Seconds of the C library's copies of a version, likewise: what a commit does at the
+        least.
+        """
         if not self._served:
             self.cast_seconds()
-        return self._copy_seconds(iter(self._served), self._twins)
-
-    @staticmethod
-    def _copy_seconds(sources: Iterator[torch.Tensor], targets: list[torch.Tensor]) -> float:
-        given = list(sources)
-        if not targets:
-            targets += [torch.zeros(one.shape, dtype=torch.bfloat16) for one in given]
+        self._twins = self._twins or self._allocate(torch.bfloat16)[0]
         began = time.perf_counter()
-        for target, source in zip(targets, given, strict=True):
-            target.copy_(source)
+        for target, source in zip(self._twins, self._served, strict=True):
+            ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
         return time.perf_counter() - began

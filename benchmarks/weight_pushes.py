@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from bench_keys import security_of
 from weight_links import Links
 from weight_model import Model
+from weight_processes import Role
 
 from umbra.services.runtime.net.io_thread import IoThread
 from umbra.services.runtime.weights.publisher import Publisher
 
-SCRIPT = Path(__file__).with_name("weight_push.py")
 DEADLINE_S = 600.0
 WARM_UPS = 2  # versions before those that count, of every method
 BUCKET_BYTES = 4 << 20
@@ -31,8 +27,8 @@ BUCKET_BYTES = 4 << 20
 class Pushed:
     """One push: seconds, and bytes on the wire to the first receiver.
 
-    Its floors were measured beside it: a cast of the same tensors for the snapshot, a copy for the
-    commit.
+    Its floors were measured beside it: a cast of the same tensors for the snapshot; for the commit
+    a copy, and the receivers' own loads from memory, all at once (None for others' methods).
     """
 
     push_s: float
@@ -43,67 +39,58 @@ class Pushed:
     changed: float
     cast_floor_s: float
     copy_floor_s: float
+    load_floor_s: float | None = None
+    hub_cpu_s: float = 0.0
+    receiver_cpu_s: float = 0.0  # of the first one
 
 
-class Role:
-    """A process of the benchmark; lines of JSON come out of it. It ends when its stdin does."""
+@dataclass(frozen=True)
+class Relays:
+    """Relays between the hub and the receivers, one on each node but the hub's.
 
-    def __init__(self, command: Sequence[str]) -> None:
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+    Attributes:
+        above: by relay whom it asks: another one's number, or -1 for the hub, which makes a chain
+            of those that ask it.
+        engines: receivers of each.
+    """
 
-    def hear(self) -> dict[str, Any]:
-        """Its next line."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"{self._process.args} ended with {self._process.wait()}")
-        return json.loads(line)
-
-    def tell(self, text: str) -> None:
-        """A line to its stdin."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{text}\n")
-        self._process.stdin.flush()
-
-    def close(self) -> None:
-        """End it."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
+    above: tuple[int, ...]
+    engines: int = 1
 
 
-def role(*arguments: object, prefix: Sequence[str] = ()) -> Role:
-    """Start a role of `weight_push.py`."""
-    return Role([*prefix, sys.executable, str(SCRIPT), *map(str, arguments)])
+def chain(count: int, engines: int = 1) -> Relays:
+    """`count` relays that all ask the hub."""
+    return Relays((-1,) * count, engines)
 
 
 def push_umbra(
     model: Model,
     plane: str,
     delta: str,
-    lr: float,
+    lr: float | None,
     count: int,
     passes: int,
     *,
     links: Links | None = None,
-    relays: bool = False,
+    relays: Relays | None = None,
 ) -> list[Pushed]:
-    """Push `passes` versions, after those that warm up, to `count` receivers."""
+    """Push `passes` versions, after those that warm up, to `count` receivers.
+
+    Between versions the model learns with the rate `lr`; without one each bucket changes a little.
+    With `relays`, which need `links`, `count` is the number of all their engines.
+    """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         metrics = folder / "metrics.jsonl"
-        listen = f"tcp://{links.address(0)}:*" if links else "tcp://127.0.0.1:*"
-        prefix = links.enter(0) if links else ()
-        hub = stack.enter_context(
-            closing(role("hub", plane, delta, listen, metrics, prefix=prefix))
-        )
+
+        def on_node(node: int, *arguments: object) -> Role:
+            namespace = links.namespace(node) if links else ""
+            return stack.enter_context(closing(Role(*arguments, namespace=namespace)))
+
+        def listen(node: int) -> str:
+            return f"tcp://{links.address(node) if links else '127.0.0.1'}:*"
+
+        hub = on_node(0, "hub", plane, delta, listen(0), metrics)
         endpoint = hub.hear()["endpoint"]
         link = IoThread("trainer", uuid.uuid4().hex, security=security_of("trainer"))
         stack.callback(link.close)
@@ -111,21 +98,23 @@ def push_umbra(
         publisher = Publisher(link.channel(endpoint, "weight hub", server="weight_hub"), manifest)
         stack.callback(publisher.close)
         publisher.register(DEADLINE_S)
+        served: list[str] = []  # whom each relay's engines ask
+        for index, above in enumerate(relays.above if relays else ()):
+            asked = endpoint if above < 0 else served[above]
+            made = on_node(index + 1, "relay", f"relay-{index}", asked, listen(index + 1))
+            served.append(made.hear()["endpoint"])
         receivers: list[Role] = []
         for index in range(count):
-            prefix = links.enter(index + 1) if links else ()
-            source, way = endpoint, plane
+            node, asked, way = index + 1 if links else 0, endpoint, plane
             if relays:
-                assert links is not None
-                listen = f"tcp://{links.address(index + 1)}:*"
-                command = ["relay", f"relay-{index}", endpoint, listen]
-                relay = stack.enter_context(closing(role(*command, prefix=prefix)))
-                source, way = relay.hear()["endpoint"], "shm"
-            command = ["receiver", f"gen-{index}", source, way, model.size]
-            receivers.append(stack.enter_context(closing(role(*command, prefix=prefix))))
-            receivers[-1].hear()
+                node = 1 + index // relays.engines
+                asked, way = served[node - 1], "shm"
+            name = f"gen-{index}"
+            receivers.append(on_node(node, "receiver", name, asked, way, model.size, model.share))
+        for receiver in receivers:
+            receiver.hear()
         versions = range(passes + WARM_UPS)
-        runs = [_push(model, publisher, receivers, version, lr) for version in versions]
+        runs = [_push(model, publisher, hub, receivers, version, lr) for version in versions]
         rows = [json.loads(line) for line in metrics.read_text().splitlines()]
         sent = {r["version"]: r["wire_bytes"] for r in rows if r["receiver"].endswith("-0")}
         return [
@@ -135,11 +124,25 @@ def push_umbra(
         ]
 
 
+def step(model: Model, lr: float | None) -> float:
+    """What changes the model between two versions; the share of values that changed."""
+    if lr is not None:
+        return model.learn(lr)
+    model.touch()
+    return 0.0
+
+
 def _push(
-    model: Model, publisher: Publisher, receivers: list[Role], version: int, lr: float
+    model: Model,
+    publisher: Publisher,
+    hub: Role,
+    receivers: list[Role],
+    version: int,
+    lr: float | None,
 ) -> Pushed:
     """One push, all but its bytes on the wire."""
-    changed = model.learn(lr) if version else 0.0
+    changed = step(model, lr) if version else 0.0
+    hub_s, receiver_s = hub.cpu_s, receivers[0].cpu_s
     began = time.monotonic()
     slot = publisher.slot(version, DEADLINE_S)
     model.write(publisher.manifest, slot, publisher.wrote)
@@ -148,6 +151,9 @@ def _push(
     heard = [receiver.hear() for receiver in receivers]
     assert all(line["version"] == version and line["whole"] for line in heard), heard
     push_s = max(line["done_at"] for line in heard) - began
+    for receiver in receivers:
+        receiver.tell("load")
+    loads = [receiver.hear()["load_s"] for receiver in receivers]
     return Pushed(
         push_s=push_s,
         snapshot_s=snapshot_s,
@@ -157,4 +163,7 @@ def _push(
         changed=changed,
         cast_floor_s=model.cast_seconds(),
         copy_floor_s=model.copy_seconds(),
+        load_floor_s=max(loads),
+        hub_cpu_s=hub.cpu_s - hub_s,
+        receiver_cpu_s=receivers[0].cpu_s - receiver_s,
     )

@@ -1,4 +1,4 @@
-"""The processes of the benchmark of weight pushes, each started as `weight_push.py ROLE ...`.
+"""What the processes of the benchmark of weight pushes do (`weight_processes.py` starts them).
 
 They talk to the benchmark in lines of JSON on stdout. Times are `time.monotonic`, which all
 processes of a machine share.
@@ -7,6 +7,9 @@ processes of a machine share.
 from __future__ import annotations
 
 import json
+import os
+import queue
+import socket
 import sys
 import threading
 import time
@@ -17,13 +20,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import zmq
-from bench_keys import security_of
+from bench_keys import SOCKET, security_of
 from safetensors.torch import load_file
 from weight_model import Model
 
 from umbra.services.runtime.config import WeightHubConfig as HubConfig
 from umbra.services.runtime.net.io_thread import IoThread
 from umbra.services.runtime.net.server import Server
+from umbra.services.runtime.planes.bucket_server import BucketServer
 from umbra.services.runtime.planes.receiving import StagedPlanes
 from umbra.services.runtime.process.metrics import MetricsFile
 from umbra.services.runtime.weights.receiver import Receiver
@@ -32,6 +36,8 @@ from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
 
 DEADLINE_S = 600.0
 GLOO_BUCKET = 64 << 20
+SOCKET_PIECE = 1 << 20
+NO_PORT = 1  # nobody listens there
 
 
 def say(**fields: Any) -> None:
@@ -39,8 +45,29 @@ def say(**fields: Any) -> None:
     print(json.dumps(fields), flush=True)
 
 
+class Told:
+    """What the benchmark says on stdin, line by line, and whether it has ended."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def line(self) -> str:
+        """The next line; "" at the end."""
+        return self._lines.get()
+
+    def _read(self) -> None:
+        for line in sys.stdin:
+            self._lines.put(line)
+        self.ended.set()
+        self._lines.put("")
+
+
 def hub(plane: str, delta: str, listen: str, metrics: str) -> None:
     """A weight hub without a broker, until stdin ends."""
+    if os.environ.get(SOCKET):
+        BucketServer.port = property(lambda _self: NO_PORT)  # type: ignore[assignment]
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     server = Server(context, "weight-hub", uuid.uuid4().hex, security_of("weight_hub"))
     endpoint = server.bind(CHANNEL, listen, ACCEPTS)
@@ -49,28 +76,30 @@ def hub(plane: str, delta: str, listen: str, metrics: str) -> None:
         server, f"bench-{uuid.uuid4().hex[:6]}", config, MetricsFile(Path(metrics), "hub")
     )
     say(endpoint=endpoint)
-    ended = threading.Event()
-    threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
-    while not ended.is_set():
+    told = Told()
+    while not told.ended.is_set():
         served.step(0.05)
     served.close()
     server.close()
     context.term()
 
 
-def receiver(name: str, endpoint: str, plane: str, size: str) -> None:
-    """A generator without an engine: its model is `size` bytes, loaded at each commit."""
+def receiver(name: str, endpoint: str, plane: str, size: str, share: str = "1") -> None:
+    """A generator without an engine: its model is `size` bytes, loaded at each commit.
+
+    After each version it waits for a line, and then loads the same bytes once more while nothing
+    else goes on: what the commit takes at the least, with as many engines at once.
+    """
     torch.set_num_threads(1)
-    model = Model(int(size))
+    model = Model(int(size), share=int(share))
     link = IoThread(name, uuid.uuid4().hex, security=security_of("generator"))
     channel = link.channel(endpoint, "weight hub", server="weight_hub")
     taker = Receiver(channel, StagedPlanes([plane]))
     taker.subscribe(DEADLINE_S)
     say(subscribed=name)
-    ended = threading.Event()
-    threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
-    while not ended.is_set():
-        staged = taker.wait_first(DEADLINE_S, ended)
+    told = Told()
+    while not told.ended.is_set():
+        staged = taker.wait_first(DEADLINE_S, told.ended)
         if staged is None:
             break
         (data,) = staged.parts()
@@ -80,13 +109,12 @@ def receiver(name: str, endpoint: str, plane: str, size: str) -> None:
         done = time.monotonic()
         taker.committed(staged, done - began)
         whole = model.equals(staged.manifest, data)
-        say(
-            version=staged.version,
-            staged_at=began,
-            done_at=done,
-            commit_s=done - began,
-            whole=whole,
-        )
+        say(version=staged.version, done_at=done, commit_s=done - began, whole=whole)
+        if not told.line():
+            break
+        began = time.monotonic()
+        model.load(staged.manifest, data)
+        say(load_s=time.monotonic() - began)
     taker.close()
     link.close()
 
@@ -97,17 +125,15 @@ def relay(name: str, endpoint: str, listen: str) -> None:
     security = security_of("weight_hub")
     served = Relay(name, endpoint, listen, config, MetricsFile(None, name), security=security)
     say(endpoint=served.endpoint)
-    ended = threading.Event()
-    threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
-    served.run(ended, DEADLINE_S)
+    served.run(Told().ended, DEADLINE_S)
 
 
-def gloo(rank: str, world: str, port: str, size: str) -> None:
+def gloo(rank: str, world: str, address: str, size: str, share: str = "1") -> None:
     """A receiver of gloo broadcasts: 64 MiB buckets, unpacked into the tensors of a model."""
     torch.set_num_threads(1)
-    model = Model(int(size))
+    model = Model(int(size), share=int(share))
     dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=int(rank), world_size=int(world)
+        "gloo", init_method=f"tcp://{address}", rank=int(rank), world_size=int(world)
     )
     bucket = torch.zeros(GLOO_BUCKET // 2, dtype=torch.bfloat16)
     say(subscribed=rank)
@@ -117,7 +143,7 @@ def gloo(rank: str, world: str, port: str, size: str) -> None:
         if command.item() < 0:
             break
         broadcast_model(model, bucket, source=False)
-        say(version=int(command.item()), done_at=time.monotonic(), staged_at=0.0, commit_s=0.0)
+        say(version=int(command.item()), done_at=time.monotonic())
     dist.destroy_process_group()
 
 
@@ -161,7 +187,31 @@ def files(size: str) -> None:
         loaded = load_file(line.strip())
         for name, tensor in model.named_parameters():
             tensor.copy_(loaded[name])
-        say(version=0, done_at=time.monotonic(), staged_at=0.0, commit_s=0.0)
+        say(version=0, done_at=time.monotonic())
 
 
-ROLES = {"hub": hub, "receiver": receiver, "relay": relay, "gloo": gloo, "files": files}
+def sink(host: str) -> None:
+    """Take bytes from one plain socket into memory that is in use, until it ends."""
+    into = memoryview(bytearray(SOCKET_PIECE))
+    with socket.create_server((host, 0)) as listening:
+        say(port=listening.getsockname()[1])
+        peer, _ = listening.accept()
+        with peer:
+            while peer.recv_into(into):
+                pass
+        say(done_at=time.monotonic())
+
+
+def source(host: str, port: str, size: str) -> None:
+    """Send `size` bytes over a plain socket, from memory that is in use."""
+    piece, left = memoryview(bytearray(SOCKET_PIECE)), int(size)
+    with socket.create_connection((host, int(port))) as peer:
+        say(began=time.monotonic())
+        while left > 0:
+            left -= peer.send(piece[:left])
+
+
+ROLES = {
+    "hub": hub, "receiver": receiver, "relay": relay, "gloo": gloo, "files": files,
+    "sink": sink, "source": source,
+}  # fmt: skip

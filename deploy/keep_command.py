@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import click
 
 from umbra.proto.errors import UsageError
-from umbra.services.runtime.process.child import describe_exit, own_exit_code
+from umbra.services.runtime.process.child import describe_exit, own_exit_code, with_fast_copies
 from umbra.services.runtime.process.parent import PARENT_PID_VARIABLE, READY_FD_VARIABLE
 from umbra.services.runtime.process.signals import SignalCounter
 from umbra.services.runtime.process.supervisor import FINAL_CODES, RestartPolicy
@@ -76,7 +76,7 @@ def _run(argv: Sequence[str], signals: SignalCounter) -> int:
     try:
         # In a session of its own: Ctrl-C in a terminal would reach it twice.
         child = subprocess.Popen(
-            argv, env=environ, stdin=subprocess.DEVNULL, start_new_session=True
+            argv, env=with_fast_copies(environ), stdin=subprocess.DEVNULL, start_new_session=True
         )
     except OSError as error:
         raise UsageError(f"{argv[0]} cannot be started: {error.strerror}") from error

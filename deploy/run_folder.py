@@ -161,6 +161,11 @@ class RunFolder:
             path.unlink(missing_ok=True)
 
     @property
+    def inputs(self) -> Path:
+        """What a run that was begun from Python was given: prompts, and functions as source."""
+        return self.path / "inputs"
+
+    @property
     def model(self) -> Path:
         return self.path / "model"
 

@@ -17,6 +17,7 @@ from umbra.deploy.programs import BUFFER, TRAINER, buffer_program, other_program
 from umbra.deploy.progress import Progress
 from umbra.deploy.report.command import write_report
 from umbra.deploy.run_folder import RunFolder, last_lines
+from umbra.deploy.shown import shown_command, shown_path
 from umbra.deploy.stage import (
     FORESEEN_CODES,
     StageInterrupted,
@@ -27,6 +28,7 @@ from umbra.deploy.stage import (
 from umbra.deploy.summary import RunOutcome, read_status, summarise, write_summary
 from umbra.deploy.trial import try_environment
 from umbra.proto.errors import EXIT_DONE, StartupError, UmbraError
+from umbra.services.monitor.run_address import RunAddress
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.deadline import Deadline
 from umbra.services.runtime.net.keys import open_security
@@ -216,8 +218,9 @@ class Up:
             self._turn(supervisor, progress)
         broker = str(facts["broker"])
         progress.watch(broker, open_security(self.config.security, ["monitor"]))
-        keys = f" --keys {self.config.security.keys}" if self.config.security.keys else ""
-        self._view.say(f"run {self.folder.id}: umbra monitor --broker {broker}{keys}")
+        RunAddress(broker, self.config.security.keys).write(self.folder.path)
+        self._view.say(f"run {self.folder.id}, its buffer at {broker}; to watch it:")
+        self._view.say(f"  {shown_command()} monitor {shown_path(self.folder.path)}")
         for program in self._programs(self.config, self.folder, broker):
             supervisor.start(program)
 
@@ -235,6 +238,7 @@ class Up:
     def _end_all(self, supervisor: Supervisor) -> None:
         """Whatever happened, nothing stays: no process and no shared memory."""
         supervisor.close()
+        RunAddress.forget(self.folder.path)
         remove_leftovers(self.folder.id)
 
     def _verdict(self, supervisor: Supervisor) -> tuple[str, int]:

@@ -77,8 +77,8 @@ def main() -> None:
         assert demo.stdout is not None
         for line in demo.stdout:
             print(line, end="")
-            if "--broker " in line:
-                watch(line.split("--broker ")[1].split()[0], chromium)
+            if "its buffer at " in line:
+                watch(line.split("its buffer at ")[1].split(";")[0], chromium)
         if demo.wait():
             sys.exit(demo.returncode)
         (run,) = Path(folder).iterdir()

@@ -22,6 +22,7 @@ from umbra.proto.messages import (
     Committed,
     Credit,
     DrainRequest,
+    EndSessions,
     EvalRequest,
     Event,
     ExportVersion,
@@ -35,8 +36,10 @@ from umbra.proto.messages import (
     LeaseBatch,
     LeaseSamples,
     LeaseScoring,
+    LeaseSessions,
     Leave,
     Nack,
+    OfferSessions,
     Ok,
     PartState,
     PauseRequest,
@@ -64,7 +67,7 @@ KeyRole = Role | Literal["operator"]
 KEY_ROLES: tuple[KeyRole, ...] = (*get_args(Role), "operator")
 
 MEMBERS: tuple[KeyRole, ...] = (
-    "generator", "scorer", "trainer", "weight_hub", "part", "relay", "monitor",
+    "generator", "scorer", "env_worker", "trainer", "weight_hub", "part", "relay", "monitor",
 )  # fmt: skip
 ANYONE: tuple[KeyRole, ...] = (*MEMBERS, "operator")
 RECEIVERS: tuple[KeyRole, ...] = ("generator", "scorer", "relay")
@@ -86,10 +89,13 @@ SENDERS: dict[type[Message], tuple[KeyRole, ...]] = {
     LeaseSamples: ("generator",),
     SubmitTrajectories: ("generator",),
     ReturnSamples: ("generator",),
-    RenewLeases: ("generator", "scorer"),
+    RenewLeases: ("generator", "scorer", "env_worker"),
     FlushPartials: ("generator",),
     LeaseScoring: ("scorer",),
     SubmitScores: ("scorer",),
+    OfferSessions: ("generator",),
+    LeaseSessions: ("env_worker",),
+    EndSessions: ("env_worker",),
     LeaseBatch: ("trainer",),
     PeekBatch: ("trainer",),
     RejectSamples: ("trainer",),

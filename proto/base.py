@@ -7,7 +7,10 @@ from typing import Literal
 from umbra.proto.bounds import Name, Number, keep_to_bounds
 from umbra.proto.records import Record
 
-Role = Literal["buffer", "generator", "scorer", "trainer", "weight_hub", "part", "relay", "monitor"]
+Role = Literal[
+    "buffer", "generator", "scorer", "env_worker", "trainer", "weight_hub", "part", "relay",
+    "monitor",
+]  # fmt: skip
 State = Literal["starting", "joining", "ready", "draining", "stopped", "failed"]
 
 

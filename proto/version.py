@@ -3,4 +3,4 @@
 from __future__ import annotations
 
 PROTOCOL_MAJOR = 4
-PROTOCOL_MINOR = 1
+PROTOCOL_MINOR = 2

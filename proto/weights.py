@@ -7,7 +7,18 @@ from typing import Annotated
 from msgspec import Meta
 
 from umbra.proto.base import Message, Order
-from umbra.proto.bounds import BATCH, BUCKETS, COPIES, OWNERS, Blob, Name, Number, Size, Text
+from umbra.proto.bounds import (
+    BATCH,
+    BUCKETS,
+    COPIES,
+    KEY_BYTES,
+    OWNERS,
+    Blob,
+    Name,
+    Number,
+    Size,
+    Text,
+)
 from umbra.proto.records import GpuFacts, HeldVersion, Manifest, NcclRound, Piece
 
 # -- weights socket (hub: ROUTER) ---------------------------------------------------------------
@@ -252,6 +263,17 @@ class FetchBuckets(Message, frozen=True, kw_only=True):
     ] = []
     frame_bytes: int  # at most, in one message
     credit_bytes: int  # that may be under way unacknowledged
+    # Of a connection of their own, on which they are sent as records; None = on this socket.
+    key: Annotated[bytes, Meta(max_length=KEY_BYTES)] | None = None
+    encrypt: bool = True
+
+
+class BucketPort(Message, frozen=True, kw_only=True):
+    """To a receiver that gave a key: connect to this port of the same host for what it ordered."""
+
+    number: int
+    port: int
+    encrypted: bool = True
 
 
 class Credit(Message, frozen=True, kw_only=True):

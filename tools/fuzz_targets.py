@@ -44,6 +44,8 @@ from umbra.services.buffer.store.segments import Replay, segment_path
 from umbra.services.environments.tools import parse_tool_calls
 from umbra.services.generator.agents.calls import CallRules, read_chat, read_text
 from umbra.services.generator.agents.errors import ApiError
+from umbra.services.generator.agents.messages_api import read_messages
+from umbra.services.generator.agents.responses_api import read_responses
 from umbra.services.monitor.feed import Feed
 from umbra.services.runtime.planes.assembly import Assembly, Holdings, SequentialAssembly
 from umbra.services.runtime.process.jsonl import read_jsonl
@@ -68,7 +70,9 @@ NAMES = tuple(TYPES)
 VOCABULARY = 64
 _kept: list[TemporaryDirectory[str]] = []
 OF_RUN = ("origin.json", "config.json", "buffer.json", "summary.json")
-ROLES = ("generator", "scorer", "trainer", "weight_hub", "part", "relay", "monitor")
+ROLES = (
+    "generator", "scorer", "env_worker", "trainer", "weight_hub", "part", "relay", "monitor",
+)  # fmt: skip
 TRAJECTORIES = msgspec.msgpack.Decoder(Trajectory)
 
 
@@ -326,7 +330,7 @@ def files(data: bytes) -> None:
 def chat(data: bytes) -> None:
     """The body of a request to the agents' endpoint."""
     rules = CallRules(Sampling(), ("</s>",))
-    for read_call in (read_chat, read_text):
+    for read_call in (read_chat, read_text, read_responses, read_messages):
         try:
             read_call(data, rules)
         except ApiError:

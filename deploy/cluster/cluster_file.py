@@ -57,6 +57,8 @@ class Port(IntEnum):
     BUCKETS = 5
     RENDEZVOUS = 6  # where the ranks of a trainer over several nodes meet
     PART = 7
+    CONNECTIONS = 8  # for buckets, of the hub and of relays
+    PART_CONNECTIONS = 9
 
 
 Text = Annotated[str, Meta(pattern=LINE)]
@@ -138,7 +140,7 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = "auto"
     broker: Annotated[str, Meta(description="node of the buffer; empty = the first one")] = ""
     base_port: Annotated[
-        int, Meta(description="first of the eight ports that the run uses", ge=1024, le=65528)
+        int, Meta(description="first of the ten ports that the run uses", ge=1024, le=65526)
     ] = 5555
     image: Annotated[
         str, Meta(description="images are called IMAGE-broker:TAG and so on", min_length=1)

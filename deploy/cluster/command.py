@@ -65,19 +65,22 @@ def command(
         run_id = read_plan(out)["run"]
     plan = make_plan(cluster, config, run_id or new_run_id(config.run.name))
     check_feasible(plan.config)
-    bundle = Bundle(plan, modules_of(config, run_file), out.resolve(), _keys(config, out))
+    modules, keys = modules_of(config, run_file), _keys(config, out)
+    bundle = Bundle(plan, modules, out.resolve(), keys)
     files = bundle.render_added(added, formats) if added else bundle.render(formats)
     files |= bundle.plan_file()
     click.echo(json.dumps(plan_as_json(plan), indent=2) if as_json else table(plan), nl=as_json)
     if not dry_run:
         bundle.write(files)
         if not added:
-            _make_missing_keys(config, out)
+            _make_missing_keys(config, keys)
         if "compose" in formats:
             bundle.copy_keys(added)
         click.echo(f"{len(files)} files written to {out}", err=as_json)
-        if "kubernetes" in formats and not added and (keys := _keys(config, out)):
+        if "kubernetes" in formats and not added and keys:
             click.echo(f"the keys: {keys_command(plan, str(keys))}", err=as_json)
+        if modules and keys and set(formats) != {"slurm"}:
+            _note_keys_in_sight(Path(modules), (keys, out.resolve()))
     return EXIT_DONE
 
 
@@ -88,8 +91,17 @@ def _keys(config: RunConfig, out: Path) -> Path | None:
     return Path(config.security.keys) if config.security.keys else out.resolve() / FOLDER
 
 
-def _make_missing_keys(config: RunConfig, out: Path) -> None:
+def _make_missing_keys(config: RunConfig, keys: Path | None) -> None:
     """Make the plan's own keys, if it needs any and does not have them from before."""
-    keys = _keys(config, out)
     if keys is not None and not config.security.keys and not keys.exists():
         make_keys(keys)
+
+
+def _note_keys_in_sight(modules: Path, places: tuple[Path, ...]) -> None:
+    """Say so if one of the folders that have secret keys is where the containers import from."""
+    if seen := next((str(place) for place in places if place.is_relative_to(modules)), ""):
+        click.echo(
+            f"note: containers that import your modules see all of {modules}, and with it secret "
+            f"keys of other roles in {seen}: choose another --out or security.keys",
+            err=True,
+        )

@@ -15,9 +15,9 @@ from umbra.services.runtime.net.keys import PUBLIC, SECRET
 # The ports of what serves others, which needs no torch unless it broadcasts from GPUs.
 PORTS: dict[Task, tuple[Port, ...]] = {
     "buffer": (Port.CONTROL, Port.DATA, Port.EVENTS_IN, Port.EVENTS_OUT),
-    "weight_hub": (Port.WEIGHTS, Port.BUCKETS),
-    "relay": (Port.WEIGHTS, Port.BUCKETS),
-    "part": (Port.PART,),
+    "weight_hub": (Port.WEIGHTS, Port.BUCKETS, Port.CONNECTIONS),
+    "relay": (Port.WEIGHTS, Port.BUCKETS, Port.CONNECTIONS),
+    "part": (Port.PART, Port.PART_CONNECTIONS),
 }
 # Whose key a process has; besides, all have the monitor's, for their health checks.
 KEYS: dict[Task, KeyRole] = {
@@ -63,13 +63,16 @@ def command(plan: Plan, process: Process, paths: Paths) -> list[str]:
         case "weight_hub":
             own = ["weight-hub", "--listen", everywhere[Port.WEIGHTS], "--advertise", advertise]
             own += ["--buckets-listen", everywhere[Port.BUCKETS]]
+            own += ["--connections-listen", everywhere[Port.CONNECTIONS]]
         case "relay":
             own = ["weight-hub", "relay", "--hub", _hub(plan), "--listen", everywhere[Port.WEIGHTS]]
             own += ["--set", f"weight_hub.advertise={advertise}"]
             own += ["--set", f"weight_hub.buckets_listen={everywhere[Port.BUCKETS]}"]
+            own += ["--set", f"weight_hub.connections_listen={everywhere[Port.CONNECTIONS]}"]
         case "part":
             own = ["weight-hub", "part", "--hub", _hub(plan), "--listen", everywhere[Port.PART]]
             own += ["--owner", str(process.node_rank)]
+            own += ["--set", f"weight_hub.connections_listen={everywhere[Port.PART_CONNECTIONS]}"]
             own += ["--set", f"weight_hub.advertise={advertise}"]
         case "train":
             own = ["trainer", "--device", device, "--ranks", str(plan.config.trainer.ranks)]

@@ -193,7 +193,7 @@ class SimGenerator:
         wanting = self._decoder.live + self._decoder.queued
         room = min(
             config.slots + config.prefetch - wanting,
-            MOST_ACTIVE * config.slots + config.prefetch - len(self._rows),
+            (config.sessions or MOST_ACTIVE * config.slots + config.prefetch) - len(self._rows),
         )
         if room <= 0 or self.version < 0 or self.version in self._asked:
             return

@@ -13,7 +13,7 @@ from umbra.deploy.simulator.failures import Failures
 from umbra.deploy.simulator.generator import SimGenerator
 from umbra.deploy.simulator.scorer import SimScorer
 from umbra.deploy.simulator.timeline import Shares, Timeline
-from umbra.deploy.simulator.trainer import SimTrainer, Step
+from umbra.deploy.simulator.trainer import SimStep, SimTrainer
 from umbra.proto.records import Ledger
 from umbra.services.buffer.policy.staleness import StalenessStats
 
@@ -100,13 +100,13 @@ class Window:
         self._since = 0.0
         self._made = (0, 0.0)
         self._staleness = StalenessStats()
-        self._steps: dict[int, Step] = {}
+        self._steps: dict[int, SimStep] = {}
         self._commits: dict[int, float] = {}
         self._made_last = self._made
         self._staleness_last = self._staleness
         self._broker = (0.0, 0, 0.0)
 
-    def stepped(self, step: Step) -> None:
+    def stepped(self, step: SimStep) -> None:
         """A step was committed; one that is repeated counts once."""
         self._commits[step.step] = step.at
         if step.step in self._counted:

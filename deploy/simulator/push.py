@@ -198,7 +198,7 @@ def measured_costs(path: Path) -> dict[str, float]:
     """
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-        found = {r["method"]: r for r in rows if r["link"] == "same host" and r["receivers"] == 1}
+        found = {r["method"]: r for r in rows if r["part"] == "one host" and r["receivers"] == 1}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path} is no file of results of benchmarks/weight_push.py") from error
     shm, tcp = _row(found, "`shm`", path), _row(found, "`tcp`, all bytes", path)

@@ -28,7 +28,7 @@ LEASE_SLICE_S = 1.0  # how long a question for a batch stays open, as the traine
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class SimStep:
     """A step that was committed. Tokens are those of responses."""
 
     step: int
@@ -57,7 +57,7 @@ class SimTrainer:
         hub: Hub,
         config: RunConfig,
         speed: TrainingSpeed,
-        stepped: Callable[[Step], None],
+        stepped: Callable[[SimStep], None],
         expelled: Callable[[], object],
     ) -> None:
         self.version = 0
@@ -137,7 +137,7 @@ class SimTrainer:
 
         def committed(ack: CommitAck) -> None:
             self.version = ack.version
-            self._stepped(Step(self.version, self._timeline.now, samples, tokens))
+            self._stepped(SimStep(self.version, self._timeline.now, samples, tokens))
             self._next("switch", self._speed.switch_s, self._after_step)
 
         self.client.ask(CommitBatch(step=self.version + 1), CommitAck, committed)

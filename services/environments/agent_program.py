@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from umbra.services.environments.protocol import Message, Row, StepResult, reward_result
+from umbra.services.environments.sandbox import Sandbox
 
 
 class AgentProgram:
@@ -19,20 +20,32 @@ class AgentProgram:
     The function is called as `function(row, endpoint, **options)`; `endpoint` has `base_url` and
     `api_key`, as the `openai` client's constructor takes them. It returns a number, a `StepResult`
     or, if it has posted its reward to the endpoint, None. A plain function has its process to
-    itself, and finds the same in OPENAI_BASE_URL and OPENAI_API_KEY.
+    itself, and finds the same in OPENAI_BASE_URL and OPENAI_API_KEY, and for the `anthropic` client
+    in ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY.
 
     Args:
         function: the agent, plain or async.
         name: what the user calls it, for errors.
+        sandbox: goes to the function as `sandbox`, and is closed when the sample is over.
         options: more arguments of the function.
     """
 
-    def __init__(self, function: Callable[..., Any], name: str, **options: Any) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        name: str,
+        *,
+        sandbox: Sandbox | None = None,
+        **options: Any,
+    ) -> None:
+        if sandbox is not None:
+            options["sandbox"] = sandbox
         inspect.signature(function).bind({}, {}, **options)
         self.concurrent = inspect.iscoroutinefunction(function)
         self._function = function
         self._name = name
         self._options = options
+        self._sandbox = sandbox
         self._row: Row = {}
 
     def reset(self, row: Row) -> list[Message]:
@@ -43,9 +56,15 @@ class AgentProgram:
         endpoint: dict[str, str] = json.loads(response)
         if not self.concurrent:
             os.environ["OPENAI_BASE_URL"] = endpoint["base_url"]
-            os.environ["OPENAI_API_KEY"] = endpoint["api_key"]
+            os.environ["ANTHROPIC_BASE_URL"] = endpoint["base_url"].removesuffix("/v1")
+            os.environ["OPENAI_API_KEY"] = os.environ["ANTHROPIC_API_KEY"] = endpoint["api_key"]
         value = self._function(self._row, endpoint, **self._options)
         return self._later(value) if inspect.isawaitable(value) else self._result(value)
+
+    async def close(self) -> None:
+        """The sample is over."""
+        if self._sandbox is not None:
+            await self._sandbox.close()
 
     async def _later(self, value: Awaitable[Any]) -> StepResult:
         return self._result(await value)

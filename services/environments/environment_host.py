@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from umbra.services.environments.protocol import (
     SampleError,
     StepResult,
 )
+from umbra.services.environments.response import Response, Said
 
 Result = Opening | StepResult
 
@@ -39,8 +41,9 @@ class EnvironmentHost:
         self._make = make
         self._name = name
         self._sessions: dict[str, _Episode] = {}
+        self._closing: set[asyncio.Future[None]] = set()
 
-    async def play(self, key: str, row: Row, responses: Sequence[str]) -> list[Result]:
+    async def play(self, key: str, row: Row, responses: Sequence[Said | str]) -> list[Result]:
         """What the environment of sample `key` answers to the last of `responses`.
 
         Without responses the conversation is opened, anew if there is one. If this process has not
@@ -68,8 +71,13 @@ class EnvironmentHost:
         return results
 
     def forget(self, key: str) -> None:
-        """The sample is over."""
-        self._sessions.pop(key, None)
+        """The sample is over; its environment is closed, by a method `close` if it has one."""
+        session = self._sessions.pop(key, None)
+        close = getattr(session.environment, "close", None) if session is not None else None
+        if callable(close):
+            closing = asyncio.ensure_future(_close(close))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
 
     async def _reset(self, session: _Episode, row: Row) -> Opening:
         opened: Any = session.environment.reset(row)
@@ -79,8 +87,8 @@ class EnvironmentHost:
             opened = Opening(opened)
         return Opening(self._messages(opened.messages, "reset"), opened.tools)
 
-    async def _step(self, session: _Episode, response: str) -> StepResult:
-        result: Any = session.environment.step(response)
+    async def _step(self, session: _Episode, said: Said | str) -> StepResult:
+        result: Any = session.environment.step(Response.of(said))
         if inspect.isawaitable(result):
             result = await result
         if not isinstance(result, StepResult):
@@ -132,3 +140,12 @@ class EnvironmentHost:
             f'{self._name}: {method} gave {messages!r} instead of a list of {{"role": ..., '
             '"content": ...}'
         )
+
+
+async def _close(close: Callable[[], Any]) -> None:
+    try:
+        closed = close()
+        if inspect.isawaitable(closed):
+            await closed
+    except Exception as error:  # noqa: BLE001 - the sample is over already
+        print(f"close() raised {type(error).__name__}: {error}")

@@ -14,6 +14,8 @@ from umbra.services.environments.agent_program import AgentProgram
 from umbra.services.environments.guess import Guess
 from umbra.services.environments.gym import ReasoningGym
 from umbra.services.environments.protocol import Environment, EnvironmentFactory
+from umbra.services.environments.sandbox import TOOLS as SANDBOXED
+from umbra.services.environments.sandbox import SandboxTools, sandbox_factory
 from umbra.services.environments.single_turn import (
     ExactMatch,
     MathVerify,
@@ -64,6 +66,9 @@ def load_environment(config: EnvironmentConfig) -> EnvironmentFactory:
         UsageError: unknown kind, module or name, or options the constructor does not take.
     """
     options = dict(config.options)
+    make_sandbox = (
+        sandbox_factory(config.sandbox, config.sandbox_options, _load) if config.sandbox else None
+    )
     if config.kind == "reward":
         if not config.reward:
             raise UsageError(
@@ -79,9 +84,29 @@ def load_environment(config: EnvironmentConfig) -> EnvironmentFactory:
                 'environment.kind = "agent" needs environment.agent = "module:function" here'
             )
         agent = _load(config.agent, "environment.agent")
-        return _checked(lambda: AgentProgram(agent, name_of(config), **options), config)
+        if make_sandbox is None:
+            return _checked(lambda: AgentProgram(agent, name_of(config), **options), config)
+        return _checked(
+            lambda: AgentProgram(agent, name_of(config), sandbox=make_sandbox(), **options), config
+        )
     if config.kind == "tools" and "tools" in options:
-        options["tools"] = [_tool(name) for name in _names(options["tools"])]
+        names = _names(options["tools"])
+        options["tools"] = [_tool(name) for name in names]
+        if needing := [name for name in names if name in SANDBOXED]:
+            if make_sandbox is None:
+                raise UsageError(
+                    f"environment.options.tools: {needing[0]!r} runs what a model writes: set "
+                    'environment.sandbox to "docker", "podman" or a class as "module:Class"'
+                )
+            return _checked(lambda: ToolUse(**options, sandbox=SandboxTools(make_sandbox)), config)
+    if make_sandbox is not None and ":" in config.kind:
+        made = _load(config.kind, "environment.kind")
+        return _checked(lambda: made(sandbox=make_sandbox(), **options), config)
+    if make_sandbox is not None:
+        raise UsageError(
+            f"environment.sandbox = {config.sandbox} has no effect: kind {config.kind!r} runs no "
+            "code of the model's; remove it, or name a tool that does in environment.options.tools"
+        )
     if config.kind in _KINDS:
         make: Callable[..., Any] = _KINDS[config.kind]
     elif ":" in config.kind:
@@ -109,13 +134,16 @@ def _names(tools: Any) -> list[str]:
     )
 
 
-def _tool(name: str) -> Callable[..., Any]:
+def _tool(name: str) -> Callable[..., Any] | str:
     if name in BUILT_IN:
         return BUILT_IN[name]
+    if name in SANDBOXED:
+        return name  # of each sample's own
     if ":" not in name:
+        known = [*BUILT_IN, *SANDBOXED]
         raise UsageError(
-            f"environment.options.tools: {name!r} is unknown{_nearest(name, BUILT_IN)}; use "
-            f'{", ".join(BUILT_IN)}, or a function as "module:function"'
+            f"environment.options.tools: {name!r} is unknown{_nearest(name, known)}; use "
+            f'{", ".join(known)}, or a function as "module:function"'
         )
     return _load(name, "environment.options.tools")
 

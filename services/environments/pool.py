@@ -13,7 +13,8 @@ from typing import Any, Protocol
 from umbra.services.environments.environment_host import EnvironmentHost, Result
 from umbra.services.environments.loading import load_environment, runs_inline
 from umbra.services.environments.protocol import EnvironmentFactory, Row, SampleError
-from umbra.services.environments.turn_request import Ask
+from umbra.services.environments.response import Said
+from umbra.services.environments.turn_request import Ask, Begun
 from umbra.services.environments.worker_pool import START_S, WorkerPool
 from umbra.services.runtime.config import EnvironmentConfig as EnvironmentConfig
 from umbra.services.runtime.process.loop_thread import LoopThread
@@ -26,7 +27,7 @@ class EpisodeOutcome:
     """What a play ended with: an answer, or the reason why there is none. Agents ask in between."""
 
     key: str
-    value: Result | Ask | None = None
+    value: Result | Ask | Begun | None = None
     error: str = ""
 
 
@@ -43,7 +44,7 @@ def taken(outcomes: queue.SimpleQueue[EpisodeOutcome]) -> list[EpisodeOutcome]:
 class EnvironmentPool(Protocol):
     """Plays many conversations at once."""
 
-    def play(self, key: str, row: Row, responses: Sequence[str]) -> None:
+    def play(self, key: str, row: Row, responses: Sequence[Said | str]) -> None:
         """Ask sample `key`'s environment to answer the last of `responses`, or to open.
 
         At most one play of a sample at a time.
@@ -91,7 +92,7 @@ class InlinePool:
         self._plays = EnvironmentHost(make, name)
         self._outcomes: list[EpisodeOutcome] = []
 
-    def play(self, key: str, row: Row, responses: Sequence[str]) -> None:
+    def play(self, key: str, row: Row, responses: Sequence[Said | str]) -> None:
         try:
             answers = _at_once(self._plays.play(key, row, responses))
             self._outcomes.append(EpisodeOutcome(key, answers[-1]))
@@ -125,7 +126,7 @@ class ProcessPool:
             self.close()
             raise
 
-    def play(self, key: str, row: Row, responses: Sequence[str]) -> None:
+    def play(self, key: str, row: Row, responses: Sequence[Said | str]) -> None:
         self._thread.call(self._workers.play, key, row, list(responses))
 
     def forget(self, key: str) -> None:

@@ -19,6 +19,7 @@ from umbra.services.environments.protocol import (
     prompt_messages,
     reward_result,
 )
+from umbra.services.environments.response import content_of
 
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
@@ -43,10 +44,11 @@ class Unrewarded(SingleTurn):
 
 
 class ExactMatch(SingleTurn):
-    """Reward 1 if the response, stripped, is the row's "answer"."""
+    """Reward 1 if the response, stripped, is the row's "answer"; its reasoning does not count."""
 
     def step(self, response: str) -> StepResult:
-        return StepResult(reward=float(response.strip() == expected_answer(self.row, "exact")))
+        said = content_of(response).strip()
+        return StepResult(reward=float(said == expected_answer(self.row, "exact")))
 
 
 class NumericMatch(SingleTurn):
@@ -68,7 +70,8 @@ class NumericMatch(SingleTurn):
             raise SampleError(
                 f'environment "numeric" needs a number as "answer", not {self.row["answer"]!r}'
             )
-        return StepResult(reward=float(same_number(last_number(response), wanted, self._tolerance)))
+        given = last_number(content_of(response))
+        return StepResult(reward=float(same_number(given, wanted, self._tolerance)))
 
 
 class MathVerify(SingleTurn):
@@ -89,7 +92,7 @@ class MathVerify(SingleTurn):
     def step(self, response: str) -> StepResult:
         library = self._library
         wanted = library.parse(expected_answer(self.row, "math"), parsing_timeout=0)
-        given = library.parse(response, parsing_timeout=0)
+        given = library.parse(content_of(response), parsing_timeout=0)
         return StepResult(reward=float(library.verify(wanted, given, timeout_seconds=0)))
 
 

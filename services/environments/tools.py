@@ -1,7 +1,8 @@
 """Tool use: the model calls functions until it answers in plain text.
 
-A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes and Qwen models
-write it. What is wrong with a call is told to the model in one sentence, and costs a turn.
+Calls are read as the model's chat template writes them. A model whose template knows no tools is
+told to write `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. What is wrong with a call
+is told to the model in one sentence, and costs a turn.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from umbra.services.environments.protocol import (
     expected_answer,
     prompt_messages,
 )
+from umbra.services.environments.response import Response, content_of
+from umbra.services.environments.sandbox import SandboxTools
 from umbra.services.environments.single_turn import last_number, same_number
 
 BUILT_IN: dict[str, Callable[..., Any]] = {"calculator": calculator}
@@ -50,6 +53,11 @@ class ToolCall:
 
 def parse_tool_calls(response: str) -> list[ToolCall | ToolCallError]:
     """The calls in `response`, in order; a malformed one as its error."""
+    if isinstance(response, Response) and response.read:
+        if response.problem:
+            return [ToolCallError(response.problem)]
+        functions = [call["function"] for call in response.tool_calls]
+        return [ToolCall(function["name"], function["arguments"]) for function in functions]
     return [_parse(text, bool(closed)) for text, closed in _CALL.findall(response)]
 
 
@@ -96,17 +104,21 @@ class ToolUse:
 
     Args:
         tools: what may be called; the functions' names are the tools' names.
+        sandbox: has the tools of `SandboxTools` besides, those of them that are named in `tools`.
         calls: turns with tool calls until the sample ends without a reward.
         tolerance: difference of numbers that still counts as equal, relative to the answer.
     """
 
     def __init__(
         self,
-        tools: Sequence[Callable[..., Any]] = (calculator,),
+        tools: Sequence[Callable[..., Any] | str] = (calculator,),
         calls: int = 8,
         tolerance: float = 1e-6,
+        sandbox: SandboxTools | None = None,
     ) -> None:
-        self._tools = {tool.__name__: tool for tool in tools}
+        found = [getattr(sandbox, tool) if isinstance(tool, str) else tool for tool in tools]
+        self._tools = {tool.__name__: tool for tool in found}
+        self._sandbox = sandbox
         self._calls = calls
         self._left = calls
         self._tolerance = tolerance
@@ -144,11 +156,16 @@ class ToolUse:
             tool_calls=told if whole else [],
         )
 
+    async def close(self) -> None:
+        """The sample is over."""
+        if self._sandbox is not None:
+            await self._sandbox.close()
+
     def _right(self, response: str) -> bool:
-        wanted = last_number(self._answer)
+        wanted, said = last_number(self._answer), content_of(response).strip()
         if wanted is None:
-            return response.strip() == self._answer
-        return same_number(last_number(response), wanted, self._tolerance)
+            return said == self._answer
+        return same_number(last_number(said), wanted, self._tolerance)
 
     async def _call(self, call: ToolCall | ToolCallError) -> str | ToolCallError:
         if isinstance(call, ToolCallError):

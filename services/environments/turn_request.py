@@ -12,6 +12,7 @@ from typing import Any
 
 from umbra.proto.errors import UmbraError
 from umbra.services.environments.protocol import Message
+from umbra.services.environments.response import Said
 
 
 class RefusedError(UmbraError):
@@ -29,7 +30,7 @@ class Turn:
     `complete` is whether the model ended it itself; `version` is that of the newest token.
     """
 
-    text: str
+    said: Said
     token_ids: list[int]
     logprobs: list[float]
     pieces: list[str]  # the tokens as text, if they were asked for
@@ -39,12 +40,19 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
+class Begun:
+    """An agent works on the sample from now on; what it asks for comes when it likes."""
+
+
+@dataclass(frozen=True, slots=True)
 class Ask:
     """An agent's wish for one turn of the model.
 
     `messages` are those since the model's last turn, in the first ask all of them, and `calls` the
     tools that this turn called, as the agent was told; with `text` the model goes on from plain
-    text instead. `reply` is called once, from any thread.
+    text instead. `reply` is called once, from any thread; before it `hear`, if there is one, with
+    what the model says piece by piece, as `(kind, text)` where `kind` is "content" or "reasoning".
+    `stops` are texts that end the turn, besides those of the run.
     """
 
     reply: Callable[[Turn | UmbraError], None]
@@ -54,3 +62,5 @@ class Ask:
     text: str | None = None
     max_tokens: int = 0  # of the turn, at most; 0 = as configured
     pieces: bool = False
+    stops: tuple[str, ...] = ()
+    hear: Callable[[list[tuple[str, str]]], None] | None = None

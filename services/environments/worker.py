@@ -23,6 +23,7 @@ from umbra.services.environments.protocol import (
     SampleError,
     StepResult,
 )
+from umbra.services.environments.response import Said
 from umbra.services.runtime.config import EnvironmentConfig
 from umbra.services.runtime.process.parent import die_with_parent
 from umbra.services.runtime.process.pipe import AsyncPipe, parents_end
@@ -49,7 +50,7 @@ class Play(msgspec.Struct, tag="play"):
     number: int
     key: str
     row: dict[str, Any]
-    responses: list[str]
+    responses: list[Said | str]
 
 
 class Forget(msgspec.Struct, tag="forget"):

@@ -18,6 +18,7 @@ import msgspec
 from umbra.proto.errors import DeadlineError, UsageError
 from umbra.services.environments.environment_host import Result
 from umbra.services.environments.loading import name_of
+from umbra.services.environments.response import Said
 from umbra.services.environments.worker import (
     Forget,
     FromWorker,
@@ -106,6 +107,11 @@ class WorkerPool:
         self._queue: deque[_PendingPlay] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
 
+    @property
+    def room(self) -> int:
+        """Plays at once in all processes that there may be; known once the first has started."""
+        return self._config.workers * self._workers[0].room
+
     async def start(self) -> None:
         """Start the first process.
 
@@ -115,7 +121,7 @@ class WorkerPool:
         """
         self._workers.append(await self._hire())
 
-    def play(self, key: str, row: dict[str, object], responses: Sequence[str]) -> None:
+    def play(self, key: str, row: dict[str, object], responses: Sequence[Said | str]) -> None:
         """Ask for the answer to the last of `responses`; it is delivered."""
         session = self._sessions.setdefault(key, _Conversation())
         self._number += 1

@@ -88,7 +88,8 @@ def _vllm(config: RunConfig, name: str) -> OpenEngine:
         tell_routing=config.trainer.router_replay,
         adapter=put_adapter(outline, config),
     )
-    return OpenEngine(engine, Chat(tokenizer, stops), "cpu", engine.memory.allocate, expected)
+    chat = Chat.configured(config.model, tokenizer, stops)
+    return OpenEngine(engine, chat, "cpu", engine.memory.allocate, expected)
 
 
 def _seed(config: RunConfig, name: str) -> int:
@@ -116,7 +117,8 @@ def _torch(config: RunConfig, name: str) -> OpenEngine:
         weights=weight_table(model, config),
     )
     expected = config.weight_hub.expected_on(device.type)
-    return OpenEngine(engine, Chat(tokenizer, stops), str(device), dtype=expected)
+    chat = Chat.configured(config.model, tokenizer, stops)
+    return OpenEngine(engine, chat, str(device), dtype=expected)
 
 
 def open_replay(config: RunConfig, kind: type[ReplayEngine] = ReplayEngine) -> OpenEngine:
@@ -142,4 +144,4 @@ def open_replay(config: RunConfig, kind: type[ReplayEngine] = ReplayEngine) -> O
         max_context=config.generator.max_context,
         seed=config.run.seed,
     )
-    return OpenEngine(engine, Chat(tokenizer, stops), "cpu")
+    return OpenEngine(engine, Chat.configured(config.model, tokenizer, stops), "cpu")

@@ -78,7 +78,7 @@ def evaluate_model(
         version=0,
     )
     sampling = sampling_of(config.sampling, greedy=greedy)
-    chat = Chat(tokenizer, stops)
+    chat = Chat.configured(config.model, tokenizer, stops)
     # Agents may name the run's sampling, however their answers are drawn here.
     pool = open_environments(config, config.environment, chat, sampling_of(config.sampling))
     settings = RolloutSettings(
@@ -86,6 +86,7 @@ def evaluate_model(
         sampling,
         max_context,
         limits_of(config.environment),
+        tuple(config.sampling.stop),
         agents=config.environment.kind == "agent",
     )
     runner = RolloutRunner(engine, pool, settings)

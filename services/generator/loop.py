@@ -30,7 +30,7 @@ _IDLE_WAIT_S = 0.005  # new weights are noticed within this time
 _STATS_EVERY_S = 1.0
 _FAILURES_LOGGED = 20
 # Samples that wait for slow environments take no slot; more than this many times the slots are not
-# leased, or an environment that is too slow for good would pile them up.
+# leased unless `generator.sessions` says so, or an environment that is too slow would pile them up.
 _MOST_ACTIVE = 4
 
 log = logging.getLogger(__name__)
@@ -72,6 +72,7 @@ class GeneratorLoop:
         self._kv_policy: KvPolicy = "keep" if config.kv_policy == "drain" else config.kv_policy
         self._staged: StagedVersion | None = None  # to be loaded once all samples have ended
         self._prefetch = config.prefetch
+        self._most = config.sessions or _MOST_ACTIVE * runner.engine.slots + config.prefetch
         self._sample_log = sample_log
         self._watch = watch
         self._loader = WeightLoader(runner.engine, receiver, watch.moved)
@@ -229,7 +230,7 @@ class GeneratorLoop:
 
     def _capacity(self) -> int:
         room = self._engine.slots + self._prefetch - self._runner.wanting
-        return min(room, _MOST_ACTIVE * self._engine.slots + self._prefetch - self._runner.active)
+        return min(room, self._most - self._runner.active)
 
     def _deliver(self) -> None:
         finished, failed = self._runner.results()

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from umbra.proto.records import Sampling
 from umbra.services.environments.pool import EnvironmentPool, open_pool
 from umbra.services.generator.template_check import check_template
 from umbra.services.modeling.chat import Chat
 from umbra.services.runtime.config import EnvironmentConfig, RunConfig
+
+if TYPE_CHECKING:
+    from umbra.services.generator.agents.offers import SessionOffers
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +28,7 @@ def open_environments(
     sampling: Sampling,
     *,
     wake: Callable[[], None] = lambda: None,
+    offers: SessionOffers | None = None,
 ) -> EnvironmentPool:
     """The pool for `environment`; agents find an endpoint at `generator.serve`.
 
@@ -32,6 +38,7 @@ def open_environments(
         chat: knows the tokens that end turns.
         sampling: how tokens are drawn, which no agent may change.
         wake: called, from any thread, whenever there may be something to do.
+        offers: leads to env-workers, who then run the agents; None: agents run beside the engine.
 
     Raises:
         UsageError: environment or agent can't be loaded, the model's chat template can't write its
@@ -43,13 +50,25 @@ def open_environments(
     if environment.kind != "agent":
         return open_pool(environment, wake=wake)
     # No other environment needs an HTTP server.
-    from umbra.services.generator.agents.address import bind, read_key
+    from umbra.services.generator.agents.address import bind, read_key, url_for_others, url_of
     from umbra.services.generator.agents.calls import CallRules
     from umbra.services.generator.agents.pool import AgentPool, AgentSettings
 
-    stops = [*config.sampling.stop_tokens, *map(chat.piece, sorted(chat.stop_ids))]
+    rules = CallRules(
+        sampling,
+        [*config.sampling.stop_tokens, *map(chat.piece, sorted(chat.stop_ids))],
+        override=environment.sampling == "override",
+        template_options=config.model.chat_template_kwargs,
+        reads_calls=chat.dialect.calls or config.model.dialect == "none",
+    )
     key = read_key(config.generator.serve_key, os.environ)
-    settings = AgentSettings(CallRules(sampling, stops), Path(config.model.path).name, key)
-    pool = AgentPool(environment, settings, bind(config.generator.serve, key), wake=wake)
+    if offers is not None and not key:
+        key = secrets.token_urlsafe(24)  # which env-workers are told
+    advertise = config.generator.serve_advertise
+    settings = AgentSettings(rules, Path(config.model.path).name, key, advertise)
+    bound = bind(config.generator.serve, key)
+    if offers is not None:
+        offers.at(url_of(bound, advertise) if advertise else url_for_others(bound), key)
+    pool = AgentPool(environment, settings, bound, wake=wake, offers=offers)
     log.info("agents are served at %s", pool.url)
     return pool

@@ -23,10 +23,12 @@ from umbra.proto.records import (
     unpack_int32,
 )
 from umbra.services.environments.protocol import Opening, SampleError, StepResult
+from umbra.services.environments.response import Said
 from umbra.services.environments.turn_request import Ask, RefusedError, Turn
 from umbra.services.generator.engine import EngineOutput, EngineRequest
-from umbra.services.generator.tokens import ResponseTokens, tokens_of
+from umbra.services.generator.tokens import ResponseTokens, shortened, tokens_of
 from umbra.services.modeling.chat import Chat
+from umbra.services.modeling.turn_reader import TurnReader
 from umbra.services.runtime.config import EnvironmentConfig as EnvironmentConfig
 
 
@@ -56,6 +58,7 @@ class RolloutSettings:
     sampling: Sampling
     max_context: int
     limits: Limits = Limits()
+    stops: tuple[str, ...] = ()  # texts that end a turn
     generator: str = ""
     agents: bool = False  # the environments are agents, which begin when they like
     clock: Callable[[], float] = time.time
@@ -68,6 +71,7 @@ class Rollout:
         self.task = task
         self.phase = Phase.RESET
         self.ask: Ask | None = None  # what an agent asked for last
+        self.begun = False  # an agent works on it
         self._opening = Opening([])
         self._settings = settings
         self._prompt: list[int] = []
@@ -77,7 +81,8 @@ class Rollout:
         self._reward = 0.0
         self._parts: dict[str, float] = {}
         self._reason = "partial"
-        self._heard: list[str] = []  # what the environment was told so far
+        self._heard: list[Said] = []  # what the environment was told so far
+        self._reader: TurnReader | None = None  # of a turn that an agent listens to
         self._began = self._started = settings.clock()
         # Turns of a partial, model's and environment's, that the environment has to see again.
         self._replay: list[tuple[list[int], list[int]]] = []
@@ -123,7 +128,7 @@ class Rollout:
                 return
         else:
             self._asked_more(ask)
-        self.ask = ask
+        self.ask, self._reader = ask, None
         self._continue_turn()
 
     def turn(self) -> Turn:
@@ -137,12 +142,12 @@ class Rollout:
         chat = self._settings.chat
         wants_pieces = self.ask is not None and self.ask.pieces
         return Turn(
-            text=chat.response_text(ids),
+            said=self._reader.end(ids) if self._reader is not None else self._said(ids, start),
             token_ids=ids,
             logprobs=self._tokens.logprobs[start:end],
             pieces=[chat.piece(token) for token in ids] if wants_pieces else [],
             prompt_tokens=len(self._prompt) + start,
-            complete=ids[-1] in chat.stop_ids,
+            complete=self._ends(ids),
             version=versions[-1],
         )
 
@@ -156,14 +161,32 @@ class Rollout:
         )
 
     def generated(self, output: EngineOutput) -> None:
-        """The engine stopped; an aborted turn goes on with the tokens it has."""
-        self._tokens.add_model(output)
+        """The engine stopped; an aborted turn goes on with the tokens it has.
+
+        What comes after a stop string is dropped: nobody has asked for it.
+        """
+        self._tokens.add_model(self._cut(output))
         self._continue_turn()
 
-    def responses(self) -> list[str]:
+    @property
+    def watched(self) -> bool:
+        """Whether somebody wants to know of the turn's tokens while it is made."""
+        listens = self.ask is not None and self.ask.hear is not None
+        return listens or bool(self._stops())
+
+    def under_way(self, output: EngineOutput) -> bool:
+        """The turn has got so far; an agent that listens is told. Whether it ends here."""
+        end = self._stopped(output)
+        if end is None and self.ask is not None and self.ask.hear is not None:
+            self._hear([*self._tokens.ids[self._turn_start :], *output.token_ids])
+        return end is not None
+
+    def responses(self) -> list[Said]:
         """All that the model said, turn by turn; the last is new to the environment."""
-        turn = self._replay[0][0] if self._replay else self._tokens.ids[self._turn_start :]
-        return [*self._heard, self._settings.chat.response_text(turn)]
+        heard = sum(len(said) + len(heard) for said, heard in self._replay)
+        start = self._turn_start - heard
+        turn = self._replay[0][0] if self._replay else self._tokens.ids[start:]
+        return [*self._heard, self._said(turn, start)]
 
     def stepped(self, result: StepResult) -> None:
         """The environment answered; its messages are appended as tokens.
@@ -231,7 +254,7 @@ class Rollout:
         task, tokens = self.task, self._tokens
         if under_way is not None:
             tokens = tokens.copy()
-            tokens.add_model(under_way)
+            tokens.add_model(self._cut(under_way))
         return Trajectory(
             sample_id=task.sample_id,
             group_id=task.group_id,
@@ -313,6 +336,56 @@ class Rollout:
             lambda: chat.turn_ids(ask.messages, last_token, ask.calls, self._opening),
         )
 
+    def _stops(self) -> tuple[str, ...]:
+        """Texts that end the current turn."""
+        return self._settings.stops + (self.ask.stops if self.ask is not None else ())
+
+    def _stopped(self, output: EngineOutput) -> int | None:
+        """How many tokens of `output` there are until a stop string is complete; None: none is."""
+        stops = self._stops()
+        if not stops:
+            return None
+        turn = self._tokens.ids[self._turn_start :]
+        chat = self._settings.chat
+        end = chat.stopped_at([*turn, *output.token_ids], stops, len(turn))
+        return None if end is None else end - len(turn)
+
+    def _cut(self, output: EngineOutput) -> EngineOutput:
+        """`output` up to a stop string."""
+        end = self._stopped(output)
+        if end is None:
+            return output
+        return shortened(output, end, len(self._prompt) + len(self._tokens.ids))
+
+    def _said(self, ids: list[int], start: int) -> Said:
+        """The turn `ids`, which begins at response token `start`."""
+        before = [*self._prompt, *self._tokens.ids[:start]]
+        tools, chat = self._opening.tools, self._settings.chat
+        return chat.said(ids, before, tools, self._stops(), words=self._is_text())
+
+    def _is_text(self) -> bool:
+        """Whether an agent continues plain text, without the chat template."""
+        return self.ask is not None and self.ask.text is not None
+
+    def _hear(self, ids: list[int]) -> None:
+        assert self.ask is not None
+        assert self.ask.hear is not None
+        if self._reader is None:
+            before = [*self._prompt, *self._tokens.ids[: self._turn_start]]
+            chat = self._settings.chat
+            tools, words = self._opening.tools, self._is_text()
+            self._reader = TurnReader(chat, before, tools, self._stops(), words=words)
+        if pieces := self._reader.feed(ids):
+            self.ask.hear(pieces)
+
+    def _ends(self, ids: list[int]) -> bool:
+        """Whether the model ended the turn `ids` itself."""
+        chat = self._settings.chat
+        if not ids:
+            return False
+        stopped = chat.stopped_at(ids, self._stops(), len(ids) - 1) is not None
+        return ids[-1] in chat.stop_ids or stopped
+
     def _continue_turn(self) -> None:
         """The model speaks on, or the environment answers what it said."""
         over = bool(self._replay) or self._turn_complete() or self._room() <= 0
@@ -333,8 +406,7 @@ class Rollout:
 
     def _turn_complete(self) -> bool:
         """Whether the model ended its turn itself."""
-        ids = self._tokens.ids
-        return len(ids) > self._turn_start and ids[-1] in self._settings.chat.stop_ids
+        return self._ends(self._tokens.ids[self._turn_start :])
 
     def _finish(self, reason: str) -> None:
         self._reason = reason
@@ -370,7 +442,9 @@ class Rollout:
     def _restart(self) -> None:
         self._prompt, self._tokens, self._replay = [], ResponseTokens(), []
         self._turn_start = self._turns = 0
-        self._reward, self._parts, self._heard, self.ask = 0.0, {}, [], None
+        self._reward, self._parts, self._heard = 0.0, {}, []
+        self.ask = self._reader = None
+        self.begun = False
         self.phase = Phase.RESET
 
 

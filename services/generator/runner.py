@@ -12,7 +12,7 @@ from umbra.proto.messages import ReturnedSample
 from umbra.proto.records import SampleTask, Trajectory
 from umbra.services.environments.pool import EnvironmentPool, EpisodeOutcome
 from umbra.services.environments.protocol import Opening, SampleError, StepResult
-from umbra.services.environments.turn_request import Ask, RefusedError
+from umbra.services.environments.turn_request import Ask, Begun, RefusedError
 from umbra.services.generator.engine import Engine, EngineOutput
 from umbra.services.generator.rollout import Phase, Rollout, RolloutSettings
 from umbra.services.generator.turn_log import TurnLog
@@ -46,6 +46,7 @@ class RolloutRunner:
         self._flushed: dict[str, int] = {}  # by sample: its tokens when it was flushed last
         self._due: dict[str, int] = {}  # by sample in the engine: tokens there when it is due again
         self._grown: list[str] = []  # samples that ended a turn and are due
+        self._watched: dict[str, int] = {}  # by sample in the engine: tokens there to look at next
         self._prompt_tokens = 0
         self._turn_lengths: list[int] = []
         self._finished: list[Trajectory] = []
@@ -63,8 +64,14 @@ class RolloutRunner:
 
     @property
     def wanting(self) -> int:
-        """Of those, the ones that take a slot of the engine, or will at once."""
-        return sum(r.phase in (Phase.RESET, Phase.GENERATE) for r in self._rollouts.values())
+        """Of those, the ones that take a slot of the engine, or will at once.
+
+        One whose agent has begun asks for a turn when it likes, as between two turns.
+        """
+        return sum(
+            r.phase is Phase.GENERATE or (r.phase is Phase.RESET and not r.begun)
+            for r in self._rollouts.values()
+        )
 
     @property
     def pinned(self) -> bool:
@@ -102,6 +109,7 @@ class RolloutRunner:
         self._expire()
         if self.engine.busy:
             self.take(self.engine.poll(timeout_s))
+            self._look()
             self.collect()
 
     def take(self, outputs: Iterable[EngineOutput]) -> None:
@@ -110,8 +118,9 @@ class RolloutRunner:
             rollout = self._rollouts.get(output.request_id)
             if rollout is not None:
                 self._due.pop(output.request_id, None)
+                self._watched.pop(output.request_id, None)
                 rollout.generated(output)
-                if output.finish_reason != "abort":
+                if output.finish_reason != "abort" or rollout.phase is not Phase.GENERATE:
                     self._turn_lengths.append(rollout.turn_tokens)
                 if self._may_flush(rollout) and self._unsaved(rollout) >= self._flush_tokens:
                     self._grown.append(output.request_id)
@@ -189,6 +198,7 @@ class RolloutRunner:
         del self._rollouts[rollout.task.sample_id]
         del self._flushed[rollout.task.sample_id]
         self._due.pop(rollout.task.sample_id, None)
+        self._watched.pop(rollout.task.sample_id, None)
         if self._turn_log is not None:
             self._turn_log.gone(rollout.task)
         self._pool.forget(_key(rollout))
@@ -219,9 +229,22 @@ class RolloutRunner:
             self._fail(rollout.task, f"prompt {rollout.task.prompt_id}: {error}")
         else:
             self._prompt_tokens += len(request.prompt_ids)
+            if rollout.watched:
+                self._watched[request.request_id] = 1
             if self._may_flush(rollout):
                 due = self._flush_tokens - self._unsaved(rollout)
                 self._due[request.request_id] = max(1, due)
+
+    def _look(self) -> None:
+        """Pass on what is said, and end the turns in which a stop string was said."""
+        ended: list[str] = []
+        for output in self.engine.peek(self._watched) if self._watched else ():
+            if self._rollouts[output.request_id].under_way(output):
+                ended.append(output.request_id)
+            else:
+                self._watched[output.request_id] = len(output.token_ids) + 1
+        if ended:
+            self.take(self.engine.abort(ended))
 
     def _may_flush(self, rollout: Rollout) -> bool:
         """Pinned samples are made by one version at one go."""
@@ -239,6 +262,9 @@ class RolloutRunner:
             match rollout.phase, outcome.value:
                 case _, None:
                     raise SampleError(outcome.error)
+                case _, Begun():
+                    rollout.begun = True
+                    return
                 case Phase.RESET, Opening() as opening:
                     rollout.reset_done(opening)
                 case Phase.STEP, StepResult() as result:

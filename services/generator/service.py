@@ -10,8 +10,9 @@ from functools import partial
 
 import msgspec
 
-from umbra.services.environments.loading import UNREWARDED
+from umbra.services.environments.loading import UNREWARDED, name_of
 from umbra.services.generator.activity import Activity
+from umbra.services.generator.agents.offers import SessionOffers
 from umbra.services.generator.buffer_client import BufferClient
 from umbra.services.generator.engines import OpenEngine, open_engine
 from umbra.services.generator.loop import GeneratorLoop
@@ -47,12 +48,15 @@ def run(
         environment = msgspec.structs.replace(environment, kind=UNREWARDED, options={})
     opened = make_engine(config, ctx.name)
     wake = threading.Event()
+    remote = environment.run_on == "env_worker"
+    offers = SessionOffers(name_of(environment)) if remote else None
     sampling = sampling_of(config.sampling)
     settings = RolloutSettings(
         chat=opened.chat,
         sampling=sampling,
         max_context=config.generator.max_context,
         limits=limits_of(environment),
+        stops=tuple(config.sampling.stop),
         generator=ctx.name,
         agents=environment.kind == "agent",
     )
@@ -62,10 +66,14 @@ def run(
     with (
         closing(opened.engine) as engine,
         closing(
-            open_environments(config, environment, opened.chat, sampling, wake=wake.set)
+            open_environments(
+                config, environment, opened.chat, sampling, wake=wake.set, offers=offers
+            )
         ) as pool,
         ctx.join("generator") as session,
     ):
+        if offers is not None:
+            offers.connect(session.data)
         ctx.ready({"role": "generator", "name": ctx.name})
         turn_log = TurnLog(ctx.metrics, config.log.traced_share)
         receiver = _subscribe(session, _planes(config, opened), opened.dtype)
@@ -105,6 +113,7 @@ def _planes(config: RunConfig, opened: OpenEngine) -> ReceiverPlanes:
         host_planes(hub.plane),
         gpu=gpu_for(hub, opened.device),
         frame_bytes=hub.receive_bucket_bytes,
+        connections=hub.connections,
         allocate=opened.allocate,
     )
 

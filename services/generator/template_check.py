@@ -12,12 +12,17 @@ from collections.abc import Sequence
 from umbra.proto.errors import UsageError
 from umbra.services.environments.calculator import calculator
 from umbra.services.environments.protocol import Opening, StepResult
-from umbra.services.environments.tools import ToolCall, parse_tool_calls, schema
+from umbra.services.environments.tools import schema
 from umbra.services.modeling.chat import Chat
 from umbra.services.runtime.config import EnvironmentConfig, RunConfig
 
 _TOOLS = Opening([], [schema(calculator)])
-_EXAMPLE = ToolCall("calculator", {"expression": "1+1"})
+
+UNREAD = "nothing here reads the tool calls that the model's chat template writes"
+REMEDY = (
+    "set model.dialect to what does (docs/agents.md, Dialects), or model.chat_template to a "
+    "template whose calls are read"
+)
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +43,9 @@ def open_chat(config: RunConfig) -> Chat:
     tokenizer = load_tokenizer(config.model.path)
     named = named_tokens(tokenizer, config.sampling.stop_tokens)
     if config.generator.engine == "replay":
-        return Chat(tokenizer, named | {tokenizer.eos_token_id})
-    return Chat(tokenizer, named | stop_ids(outline_model(config.model.path), tokenizer))
+        return Chat.configured(config.model, tokenizer, named | {tokenizer.eos_token_id})
+    stops = named | stop_ids(outline_model(config.model.path), tokenizer)
+    return Chat.configured(config.model, tokenizer, stops)
 
 
 def check_template(environment: EnvironmentConfig, chat: Chat) -> None:
@@ -65,6 +71,8 @@ def check_template(environment: EnvironmentConfig, chat: Chat) -> None:
                 _check(chat, roles, opening)
             except UsageError as error:
                 log.warning("a sample fails if it needs this: %s", error)
+        if not chat.dialect.calls:
+            log.warning("%s: agents that name tools are refused; %s", UNREAD, REMEDY)
 
 
 def check_play(config: RunConfig, opening: Opening, answer: StepResult) -> None:
@@ -98,10 +106,10 @@ def _check(chat: Chat, roles: Sequence[str], opening: Opening | None = None) -> 
 
 
 def _check_readable(chat: Chat) -> None:
-    """The environment "tools" reads one way of writing calls; the model must be told that one."""
-    text = chat.call_text(_EXAMPLE.name, _EXAMPLE.arguments)
-    if text is not None and parse_tool_calls(text) != [_EXAMPLE]:
-        raise UsageError(
-            'environment.kind = "tools" reads calls in <tool_call>, as JSON; the chat template of '
-            f"this model writes them as {text!r}: use a class of yours that reads these"
-        )
+    """The environment "tools" must understand the calls of this model.
+
+    Raises:
+        UsageError: nothing here reads them.
+    """
+    if not chat.dialect.calls:
+        raise UsageError(f"{UNREAD}: {REMEDY}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from dataclasses import dataclass, field
 
@@ -67,6 +68,23 @@ class ResponseTokens:
         """The tokens of model turn, environment turn, model turn, ... in order."""
         ids = iter(self.ids)
         return [[next(ids) for _ in run] for _, run in itertools.groupby(self.mask)]
+
+
+def shortened(output: EngineOutput, count: int, before: int) -> EngineOutput:
+    """`output` without the tokens after its first `count`; `before` were there before it."""
+    routing = output.routing
+    if routing is not None:
+        kept = (before + count - 1) * routing.token_bytes
+        routing = replace(routing, chosen=routing.chosen[:kept])
+    return dataclasses.replace(
+        output,
+        token_ids=output.token_ids[:count],
+        logprobs=output.logprobs[:count],
+        spans=[
+            replace(span, end=min(span.end, count)) for span in output.spans if span.start < count
+        ],
+        routing=routing,
+    )
 
 
 def _kind(routing: Routing) -> tuple[int, int, int]:

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from umbra.proto.errors import UsageError
 from umbra.services.environments.protocol import Message, Opening
+from umbra.services.environments.response import Said
 from umbra.services.modeling.chat_template import ChatTemplate, Finding, Kind, TurnsError
+from umbra.services.modeling.dialect import PLAIN, Dialect, Reading, Tools, read
+from umbra.services.modeling.dialect_search import find_dialect
+from umbra.services.runtime.config import ModelConfig
 
 _PLAIN = Opening([])  # no system message, no tools
 _CACHED_CHARS = 16_384  # what tools read out may be long, and is not read twice
+_CUE_TOKENS = 256  # at the end of a prompt, in which a template may have begun the model's turn
+_SPARE = 8  # tokens before those that may hold a stop string, for characters of several tokens
+
+
+log = logging.getLogger(__name__)
 
 
 class Chat:
@@ -21,17 +34,45 @@ class Chat:
     Args:
         tokenizer: a Hugging Face tokenizer; one without a chat template takes plain-text prompts.
         stop_ids: the tokens that end a model's turn.
+        options: more variables of the template (`model.chat_template_kwargs`).
+        dialect: how turns are read, as in `model.dialect`.
     """
 
-    def __init__(self, tokenizer: Any, stop_ids: Iterable[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop_ids: Iterable[int],
+        options: Mapping[str, Any] | None = None,
+        dialect: str = "auto",
+    ) -> None:
         self._tokenizer = tokenizer
         self.stop_ids = frozenset(stop_ids)
         self._template: ChatTemplate | None = None
         if tokenizer.chat_template is not None:
-            self._template = ChatTemplate(tokenizer, self.stop_ids)
+            self._template = ChatTemplate(tokenizer, self.stop_ids, options)
+        self._dialect = dialect
         # The samples of a group have one prompt, and environments say few different things.
         self._prompt = functools.lru_cache(maxsize=4096)(self._encode_prompt)
         self._tail = functools.lru_cache(maxsize=4096)(self._encode_tail)
+
+    @classmethod
+    def configured(cls, config: ModelConfig, tokenizer: Any, stop_ids: Iterable[int]) -> Chat:
+        """The chat of the run's model, with the chat template that `config` names.
+
+        Raises:
+            UsageError: the file of the template can't be read, or there is no such dialect.
+        """
+        if config.chat_template:
+            try:
+                text = Path(config.chat_template).read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise UsageError(
+                    f"model.chat_template: {config.chat_template} cannot be read: {error}"
+                ) from error
+            tokenizer.chat_template = text
+        chat = cls(tokenizer, stop_ids, config.chat_template_kwargs, config.dialect)
+        log.info("the model's turns are read as dialect %s", chat.dialect.name)
+        return chat
 
     def prompt_ids(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()
@@ -93,14 +134,14 @@ class Chat:
         self._require(found)
         return found.exact
 
-    def call_text(self, name: str, arguments: dict[str, Any]) -> str | None:
-        """How the template writes a call, as `response_text` gives it; None if it writes none."""
-        template = self._needs_template()
-        try:
-            text = template.call_text(name, arguments)
-        except TurnsError as error:
-            raise UsageError(f"{template.name} {error}") from error
-        return None if text is None else self.response_text(self._encode(text))
+    @functools.cached_property
+    def dialect(self) -> Dialect:
+        """How the model's turns are read.
+
+        Raises:
+            UsageError: `model.dialect` names none, or one that this machine does not have.
+        """
+        return find_dialect(self._dialect, self._tokenizer, self._template)
 
     def text_ids(self, text: str) -> list[int]:
         """Tokens of plain text, without a template."""
@@ -110,16 +151,73 @@ class Chat:
         """The text of one token, special or not."""
         return self._tokenizer.decode([token], clean_up_tokenization_spaces=False)
 
-    def response_text(self, token_ids: Sequence[int]) -> str:
-        """What the model said in one turn, without the stop token and other special tokens."""
-        ids = token_ids[:-1] if token_ids and token_ids[-1] in self.stop_ids else token_ids
-        return self._tokenizer.decode(
-            list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+    def said(
+        self,
+        token_ids: Sequence[int],
+        before: Sequence[int] = (),
+        tools: Tools = (),
+        stops: Sequence[str] = (),
+        *,
+        words: bool = False,
+    ) -> Said:
+        """What the model said in one turn.
+
+        Args:
+            token_ids: the turn, with the token that ended it if there is one.
+            before: the tokens before it, of which the last few matter.
+            tools: those that the model was told of.
+            stops: texts that end a turn; they are no part of what was said.
+            words: whether all of it is words, as in a conversation without a chat template.
+        """
+        ids, stop = self.split_stop(token_ids)
+        text, found = cut(self._decode(ids), stops)
+        dialect = PLAIN if words else self.dialect
+        said = read(dialect, self._cue(before), text, tools, stop)
+        return replace(said, stop=found) if found else said
+
+    def begin(self, before: Sequence[int], tools: Tools, *, words: bool = False) -> Reading:
+        """Read a turn while it is made; arguments as of `said`."""
+        return (PLAIN if words else self.dialect).begin(self._cue(before), tools)
+
+    def split_stop(self, token_ids: Sequence[int]) -> tuple[list[int], str]:
+        """A turn without its end token, and the text of that; "" if there is none."""
+        if token_ids and token_ids[-1] in self.stop_ids:
+            return list(token_ids[:-1]), self.piece(token_ids[-1])
+        return list(token_ids), ""
+
+    def pieces(self, token_ids: Sequence[int]) -> str:
+        """The text of a part of a turn, as it is read."""
+        return self._decode(token_ids)
+
+    def stopped_at(
+        self, token_ids: Sequence[int], stops: Sequence[str], seen: int = 0
+    ) -> int | None:
+        """How many tokens there are until their text has one of `stops`; None if it has none.
+
+        The first `seen` are known to have none.
+        """
+        if not stops:
+            return None
+        window = max(len(stop.encode()) for stop in stops) + _SPARE
+        for end in range(seen + 1, len(token_ids) + 1):
+            text = self._decode(token_ids[max(0, end - window) : end])
+            if any(stop in text for stop in stops):
+                return end
+        return None
 
     def text(self, token_ids: Sequence[int]) -> str:
         """All of `token_ids` as text, special tokens included, for people to read."""
         return self._tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(
+            list(token_ids),
+            skip_special_tokens=not self.dialect.marked,
+            clean_up_tokenization_spaces=False,
+        )
+
+    def _cue(self, before: Sequence[int]) -> str:
+        return self.text(before[-_CUE_TOKENS:])
 
     def _encode_prompt(self, text: str, tools_text: str) -> tuple[int, ...]:
         messages: list[Message] = json.loads(text)
@@ -156,6 +254,13 @@ class Chat:
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def cut(text: str, stops: Sequence[str]) -> tuple[str, str]:
+    """`text` up to the first of `stops`, and which one it is; "" if there is none in it."""
+    found = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
+    at, stop = min(found, default=(len(text), ""))
+    return text[:at], stop
 
 
 def _kind(roles: tuple[str, ...], calls: int, opening: Opening) -> Kind:

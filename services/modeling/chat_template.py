@@ -12,9 +12,10 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from umbra.services.environments.protocol import Message
@@ -82,16 +83,23 @@ class ChatTemplate:
     Args:
         tokenizer: a Hugging Face tokenizer that has one.
         stop_ids: the tokens that end a model's turn.
+        options: more variables of the template (`model.chat_template_kwargs`).
     """
 
-    def __init__(self, tokenizer: Any, stop_ids: Iterable[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop_ids: Iterable[int],
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._options = dict(options or {})
         self._stops = {tokenizer.decode([token]): token for token in sorted(stop_ids)}
         self.name = f"the chat template of {tokenizer.name_or_path}"
         # Templates take reasoning in one of these fields; else it is part of the text.
         source = re.sub(r"{#.*?#}", "", str(tokenizer.chat_template), flags=re.DOTALL)
         named = re.search(r"[.'\"](reasoning_content|thinking)\b", source)
-        self._reasoning = named[1] if named else "content"
+        self.reasoning_field = named[1] if named else "content"
         self.find = functools.lru_cache(maxsize=256)(self._find)
 
     @functools.cached_property
@@ -137,7 +145,7 @@ class ChatTemplate:
             messages = as_text(messages)
             messages = with_tools(messages, tools) if tools else messages
             tools = ()
-        return self._apply(messages, tools, cue=cue)
+        return self._apply([self._reasoned(m) for m in messages], tools, cue=cue)
 
     def tail(self, messages: Sequence[Message], calls: Sequence[dict[str, Any]] = ()) -> list[int]:
         """The tokens from the end of a model's turn on, its end token being the first.
@@ -152,22 +160,33 @@ class ChatTemplate:
         _, ids = self._tail(messages, calls)
         return ids
 
-    def call_text(self, name: str, arguments: dict[str, Any]) -> str | None:
-        """How it writes an assistant's message that is a call; None if it writes no calls."""
-        if not self.writes_calls:
-            return None
-        function = {"name": name, "arguments": arguments}
-        said = {**_said(0, ()), "content": "", "tool_calls": [_call(0, function)]}
-        before = self.render([_user()], [_SCHEMA], cue=False)
-        after = self.render([_user(), said], [_SCHEMA], cue=False)
-        return after.removeprefix(before)
+    def turn_text(
+        self, said: Message, tools: Sequence[dict[str, Any]] = ()
+    ) -> tuple[str, str, str]:
+        """How it writes the model's turn `said`: what stands before it, the turn, its end token.
+
+        Raises:
+            TurnsError: the template fails on it.
+        """
+        history = [_user()]
+        prompt = self.render(history, tools)
+        whole = self.render([*history, said], tools, cue=False)
+        if not whole.startswith(prompt):  # the cue is not what it writes before this turn
+            both = zip(prompt, whole, strict=False)
+            prompt = prompt[: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))]
+        text = whole[len(prompt) :]
+        ends = [(text.rfind(stop), stop) for stop in self._stops if stop in text]
+        if not ends:
+            return prompt, text, ""
+        position, stop = max(ends)
+        return prompt, text[:position], stop
 
     # -- trying -----------------------------------------------------------------------------------
 
     def _find(self, kind: Kind) -> Finding:
         try:
             plain = self._try(kind, "")
-            reasoned = self._try(kind, self._reasoning)
+            reasoned = self._try(kind, self.reasoning_field)
         except TurnsError as error:
             return Finding(refusal=str(error))
         # A cue that ends the reasoning at once fits only a turn that has none.
@@ -232,6 +251,16 @@ class ChatTemplate:
         rest = rest[position + len(stop) :]
         return rest, self._encode(stop + rest)
 
+    def _reasoned(self, message: Message) -> Message:
+        """`message` with its reasoning where this template looks for it."""
+        if "reasoning_content" not in message or self.reasoning_field == "reasoning_content":
+            return message
+        rest = {key: value for key, value in message.items() if key != "reasoning_content"}
+        thought = message["reasoning_content"]
+        if self.reasoning_field == "content":
+            return {**rest, "content": f"<think>\n{thought}\n</think>\n\n{rest['content']}"}
+        return {**rest, self.reasoning_field: thought}
+
     def _apply(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, cue: bool
     ) -> str:
@@ -251,6 +280,7 @@ class ChatTemplate:
                 tools=list(tools) or None,
                 tokenize=False,
                 add_generation_prompt=cue,
+                **self._options,
             )
         except Exception as error:
             roles = ", ".join(str(message.get("role")) for message in messages)

@@ -16,12 +16,7 @@ from umbra.proto.errors import EXIT_DONE, PeerLostError, UsageError
 from umbra.proto.messages import Role
 from umbra.services.monitor.client import StatusClient
 from umbra.services.monitor.live import LiveView
-from umbra.services.monitor.options import (
-    broker_option,
-    operating_keys,
-    timeout_option,
-    watching_keys,
-)
+from umbra.services.monitor.options import operated_run, pinged_run, timeout_option, watched_run
 from umbra.services.monitor.view import NewWarnings, headline, plain, status_dict
 from umbra.services.monitor.watch import Look, Watch, look_dict
 from umbra.services.monitor.web.board import Board, Resource
@@ -32,10 +27,9 @@ json_option = click.option("--json", "as_json", is_flag=True, help="One JSON obj
 
 
 @click.command()
-@click.option("--broker", envvar="UMBRA_BROKER", help="Address of the buffer: tcp://host:port.")
 @click.option("--hub", help="Address of a weight hub, to check that instead.")
 @click.option("--relay", help="Address of a relay, to check that instead.")
-@watching_keys
+@pinged_run
 @timeout_option
 @click.option("--member", metavar="NAME", help="Check that the buffer hears a member instead.")
 def ping(
@@ -48,12 +42,10 @@ def ping(
 ) -> int:
     """Check that the buffer, a hub, a relay or a member is there: exit code 0 if so, 5 if not."""
     started = time.monotonic()
-    address = hub or relay or broker
-    if address is None:
-        raise UsageError("whom to ask? Give --broker tcp://host:port, or --hub tcp://host:port")
     if sum(given is not None for given in (hub, relay, member)) > 1:
         raise UsageError("a hub knows no members: give --hub, --relay or --member")
     server: Role = "weight_hub" if hub is not None else "relay" if relay is not None else "buffer"
+    address = hub or relay or broker or ""
     with StatusClient(address, security, server=server) as client:
         if member is not None:
             click.echo(_hear(client, member, timeout_s))
@@ -82,8 +74,7 @@ def _hear(client: StatusClient, name: str, timeout_s: float) -> str:
 
 
 @click.command()
-@broker_option
-@watching_keys
+@watched_run
 @timeout_option
 @json_option
 def status(broker: str, security: Security, timeout_s: float, as_json: bool) -> int:
@@ -95,8 +86,7 @@ def status(broker: str, security: Security, timeout_s: float, as_json: bool) -> 
 
 
 @click.command()
-@broker_option
-@operating_keys
+@operated_run
 @timeout_option
 @json_option
 @click.option("--once", is_flag=True, help="Print the state once and exit.")

@@ -6,7 +6,7 @@ import click
 
 from umbra.proto.errors import EXIT_DONE, UsageError
 from umbra.services.monitor.client import StatusClient
-from umbra.services.monitor.options import broker_option, operating_keys, timeout_option
+from umbra.services.monitor.options import operated_run, timeout_option
 from umbra.services.runtime.net.keys import Security
 
 reason_option = click.option(
@@ -15,8 +15,7 @@ reason_option = click.option(
 
 
 @click.command()
-@broker_option
-@operating_keys
+@operated_run
 @timeout_option
 @reason_option
 def pause(broker: str, security: Security, timeout_s: float, reason: str) -> int:
@@ -32,8 +31,7 @@ def pause(broker: str, security: Security, timeout_s: float, reason: str) -> int
 
 
 @click.command()
-@broker_option
-@operating_keys
+@operated_run
 @timeout_option
 def resume(broker: str, security: Security, timeout_s: float) -> int:
     """Go on after `umbra pause`."""
@@ -44,22 +42,21 @@ def resume(broker: str, security: Security, timeout_s: float) -> int:
 
 
 @click.command()
-@broker_option
-@operating_keys
+@operated_run
 @timeout_option
 @reason_option
 @click.option("--node", default="", metavar="HOST", help="All members on this host.")
-@click.argument("member", default="")
+@click.option("--member", default="", metavar="NAME", help="Only this one.")
 def drain(
     broker: str, security: Security, timeout_s: float, reason: str, node: str, member: str
 ) -> int:
-    """End the run in order, or have one MEMBER (generator, scorer, relay) leave it.
+    """End the run in order, or have one member (generator, scorer, relay) leave it.
 
     Who leaves hands back what it holds, unfinished samples included; no sample is lost. A run with
     a durable store can go on later.
     """
     if node and member:
-        raise UsageError("--node and MEMBER are two ways to say who leaves: use one of them")
+        raise UsageError("--node and --member are two ways to say who leaves: use one of them")
     with StatusClient(broker, security) as client:
         if node:
             leaving = client.drain_node(node, reason, timeout_s)
@@ -72,8 +69,7 @@ def drain(
 
 
 @click.command()
-@broker_option
-@operating_keys
+@operated_run
 @click.option(
     "--timeout",
     "timeout_s",
@@ -92,8 +88,7 @@ def checkpoint(broker: str, security: Security, timeout_s: float) -> int:
 
 
 @click.command()
-@broker_option
-@operating_keys
+@operated_run
 @timeout_option
 @click.option("--sample", "samples", multiple=True, metavar="ID", help="Only this one.")
 def interrupt(broker: str, security: Security, timeout_s: float, samples: tuple[str, ...]) -> int:

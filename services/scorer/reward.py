@@ -19,6 +19,7 @@ class RewardWorker:
         chat: turns tokens into text.
         pool: where environments run.
         wait: waits up to so many seconds for an outcome.
+        stops: texts that end a turn.
     """
 
     def __init__(
@@ -26,10 +27,12 @@ class RewardWorker:
         chat: Chat,
         pool: EnvironmentPool,
         wait: Callable[[float], object],
+        stops: Sequence[str] = (),
     ) -> None:
         self._chat = chat
         self._pool = pool
         self._wait = wait
+        self._stops = stops
 
     def score(self, tasks: Sequence[ScoringTask], alive: Callable[[], None]) -> Iterator[Score]:
         """A reward for each of `tasks`, as the environments answer."""
@@ -50,8 +53,10 @@ class RewardWorker:
         self._pool.close()
 
     def _submit(self, task: ScoringTask) -> None:
-        text = self._chat.response_text(unpack_int32(task.trajectory.response_ids))
-        self._pool.play(task.sample_id, task.row, [text])
+        made = task.trajectory
+        response, prompt = unpack_int32(made.response_ids), unpack_int32(made.prompt_ids)
+        said = self._chat.said(response, prompt, stops=self._stops)
+        self._pool.play(task.sample_id, task.row, [said])
 
 
 def _score(task: ScoringTask, outcome: EpisodeOutcome) -> Score:

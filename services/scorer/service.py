@@ -56,7 +56,8 @@ def reward_worker(config: RunConfig) -> StageWorker:
         wake.clear()
 
     pool = open_pool(config.environment, wake=wake.set)
-    return RewardWorker(Chat(tokenizer, stops), pool, wait)
+    chat = Chat.configured(config.model, tokenizer, stops)
+    return RewardWorker(chat, pool, wait, config.sampling.stop)
 
 
 def _score_logprobs(context: ServiceContext, session: Session) -> None:
@@ -87,6 +88,7 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
         host_planes(config.weight_hub.plane),
         gpu=gpu_for(config.weight_hub, str(device)),
         frame_bytes=config.weight_hub.receive_bucket_bytes,
+        connections=config.weight_hub.connections,
     )
     expected = config.weight_hub.expected_on(device.type)
     with closing(Receiver(channel, planes, dtype=expected)) as receiver:

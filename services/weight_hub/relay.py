@@ -158,6 +158,7 @@ class RelayPlanes:
             self._config.receive_bucket_bytes,
             delta_came,
             security,
+            self._config.connections,
         )
         end: ReceiverEnd = pull
         if self._gpu is not None and reply.plane == "nccl":

@@ -25,6 +25,7 @@ def serve(context: ServiceContext) -> int:
     config = context.config.weight_hub
     check_plane(config.plane)
     context.security.check_bind(config.buckets_listen or config.listen)
+    context.security.check_bind(config.connections_listen or config.listen)
     zmq_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     server = Server(zmq_context, context.name, uuid.uuid4().hex[:12], context.security)
     try:

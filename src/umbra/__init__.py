@@ -1,5 +1,63 @@
-"""Umbra: asynchronous RL post-training of language models without Ray."""
+"""Umbra: asynchronous RL post-training of language models without Ray.
 
-__version__ = "0.1.0"
+What is listed in `__all__` is the public interface (docs/api.md); everything else may change.
+"""
 
-__all__ = ["__version__"]
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from umbra._version import __version__
+
+if TYPE_CHECKING:
+    from umbra.deploy.python.operated import RemoteRun
+    from umbra.deploy.python.run import Run, Step, attach
+    from umbra.deploy.python.train import train
+    from umbra.proto.errors import UmbraError, UsageError
+    from umbra.services.environments.protocol import (
+        Environment,
+        Opening,
+        SampleError,
+        StepResult,
+    )
+
+__all__ = [
+    "Environment",
+    "Opening",
+    "RemoteRun",
+    "Run",
+    "SampleError",
+    "Step",
+    "StepResult",
+    "UmbraError",
+    "UsageError",
+    "__version__",
+    "attach",
+    "train",
+]
+
+_HOMES = {
+    "Environment": "umbra.services.environments.protocol",
+    "Opening": "umbra.services.environments.protocol",
+    "RemoteRun": "umbra.deploy.python.operated",
+    "Run": "umbra.deploy.python.run",
+    "SampleError": "umbra.services.environments.protocol",
+    "Step": "umbra.deploy.python.run",
+    "StepResult": "umbra.services.environments.protocol",
+    "UmbraError": "umbra.proto.errors",
+    "UsageError": "umbra.proto.errors",
+    "attach": "umbra.deploy.python.run",
+    "train": "umbra.deploy.python.train",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name when it is first used, so that `import umbra` stays light."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from umbra import __version__
+from umbra._version import __version__
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -65,6 +65,9 @@ COMMANDS: dict[str, SubCommand] = {
     ),
     "scorer": SubCommand(
         "umbra.services.scorer.command:command", "Serve a scoring stage of a run."
+    ),
+    "env-worker": SubCommand(
+        "umbra.services.env_worker.command:command", "Run a run's agents on a machine of their own."
     ),
     "monitor": SubCommand("umbra.services.monitor.command:monitor", "Watch a run live."),
     "status": SubCommand("umbra.services.monitor.command:status", "Print the state of a run once."),

@@ -16,6 +16,7 @@ from umbra.proto.messages import ReturnedSample
 from umbra.proto.records import SampleTask, Trajectory
 from umbra.services.generator.agents.address import bind
 from umbra.services.generator.agents.calls import CallRules
+from umbra.services.generator.agents.offers import SessionOffers
 from umbra.services.generator.agents.pool import AgentPool, AgentSettings
 from umbra.services.generator.engine import Engine
 from umbra.services.generator.rollout import RolloutSettings
@@ -31,6 +32,7 @@ class AgentWorld:
 
     Args:
         between: called in the driving thread after every step, for what happens between tokens.
+        offers: has the agents run elsewhere.
     """
 
     def __init__(
@@ -41,17 +43,23 @@ class AgentWorld:
         *,
         key: str = "",
         stop_tokens: tuple[str, ...] = (),
+        override: bool = False,
+        advertise: str = "",
         between: Callable[[RolloutRunner], object] = lambda runner: None,
+        offers: SessionOffers | None = None,
     ) -> None:
         self.failure: Exception | None = None
         self._wake = threading.Event()
         self._settings = settings
-        rules = CallRules(settings.sampling, stop_tokens)
+        calls = settings.chat.dialect.calls
+        rules = CallRules(settings.sampling, stop_tokens, override=override, reads_calls=calls)
+        self.rules = rules
         self.pool = AgentPool(
             environment,
-            AgentSettings(rules, "tiny", key),
+            AgentSettings(rules, "tiny", key, advertise),
             bind("", key),
             wake=self._wake.set,
+            offers=offers,
         )
         self.url = self.pool.url
         self.runner = RolloutRunner(engine, self.pool, settings)

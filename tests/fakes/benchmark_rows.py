@@ -45,7 +45,7 @@ ACT: Row = {"kind": "kill", "service": "buffer", "name": "buffer", "at": 0.0, "r
 PUSH: Row = {
     name: 1.0
     for name in ("push_s", "best_s", "snapshot_s", "commit_s", "cast_floor_s", "copy_floor_s",
-                 "wire_bytes", "changed", "nbytes")
+                 "load_floor_s", "wire_bytes", "changed", "nbytes")
 }  # fmt: skip
 DEMO: Row = {
     "accuracy_before": 0.2, "accuracy_after": 0.9, "greedy_after": 1.0, "steps": 9, "samples": 99,
@@ -85,14 +85,11 @@ def rows_of(name: str, load: Any) -> tuple[list[Row], Row]:
             return [speeds | {"load": mix, "engine": e} for mix in mixes for e in engines], {}
         case "weight_push":
             push = load("weight_push")
-            chain = f"{push.DENSE}, relays in a chain"
-            link = [(method, 1) for method in (push.DENSE, push.DELTA_6, push.DELTA_5, chain)]
-            here = [(method, count) for count in (1, 3) for method in [*push.OURS, *push.PEERS]]
-            places = [(push.LOCAL, *one) for one in here]
-            places += [(push.LINK, *one) for one in [*link, (chain, 4)]]
             return [
-                PUSH | {"link": place, "method": method, "receivers": count, "pushes": 5}
-                for place, method, count in places
+                PUSH
+                | {"part": form.part, "method": form.method, "link": form.link, "pushes": 5}
+                | {"receivers": form.count, "relays": len(form.relays.above) if form.relays else 0}
+                for form in push.forms(push.parse([]))
             ], {}
         case "buffer_throughput":
             peers, ours = load("peers"), load("buffer_throughput").OURS
@@ -133,7 +130,7 @@ def rows_of(name: str, load: Any) -> tuple[list[Row], Row]:
             return [STORE | {"store": store} for store in ("append log", "sqlite")], {}
         case "security_cost":
             return [
-                {"what": f"{n}", "plain": 1.0, "CURVE": 2.0, "ratio": 2.0} for n in range(3)
+                {"what": f"{n}", "plain": 1.0, "CURVE": 2.0, "ratio": 2.0} for n in range(11)
             ], {}
         case "snapshot_memory":
             methods = load("snapshot_memory").METHODS
@@ -177,5 +174,12 @@ def rows_of(name: str, load: Any) -> tuple[list[Row], Row]:
             spent = {"seconds": 1.0, "tokens_s": 1.0}
             updates = [spent | {"load": one, "who": name} for one in loads for name in who]
             return [*updates, spent | {"row": 2048, "who": speed.OURS, "mib": 1.0}], {}
+        case "agent_sessions":
+            asked = {"sessions": 2, "waves": 2, "turns": 3}
+            outcome = {"full": 1.0, "trained": 4, "balance": 0, "killed": 1, "sessions_lost": 1}
+            times = {"start": 0.0, "end": 2.0, "turns_per_s": 1.0, "load": asked}
+            sizes = {"buffer": 1.0, "generator": 2.0, "env-worker": 3.0}
+            looks = [{"part": "memory", "time": at, **sizes} for at in (0.5, 1.5)]
+            return [{"part": "run", **outcome, **times}, *looks], {}
         case _:
             raise LookupError(name)

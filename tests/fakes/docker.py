@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+ROOT = Path(__file__).parents[2]
 INSTALLED = Path("/opt/umbra-docker")  # where setup.sh puts it beside a system without Compose
 SPACES = ("unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc")
 NEEDED = ("dockerd", "docker", "containerd", "runc", "docker-init", "iptables", "ip", "unshare")
@@ -17,6 +18,13 @@ ENVIRON = {
     "PATH": f"{INSTALLED}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}",
     **({"DOCKER_CONFIG": str(INSTALLED)} if INSTALLED.exists() else {}),
 }
+
+
+def python_places() -> list[str]:
+    """Folders that hold this machine's Python, its packages and the source: an image's stand-in."""
+    places = {sys.prefix, sys.base_prefix, str(ROOT), "/usr", "/bin", "/lib", "/lib64"}
+    places |= {path for path in sys.path if path.endswith("site-packages")}
+    return sorted(place for place in places if Path(place).exists())
 
 
 def why_no_docker(*more: str) -> str:

@@ -20,7 +20,7 @@ from umbra.proto.messages import (
     SampleLeases,
 )
 from umbra.proto.records import Manifest, Sampling, TensorEntry
-from umbra.services.environments.pool import InlinePool
+from umbra.services.environments.pool import EnvironmentPool, InlinePool
 from umbra.services.environments.single_turn import ExactMatch
 from umbra.services.generator.activity import Activity
 from umbra.services.generator.buffer_client import BufferClient
@@ -167,7 +167,14 @@ class Bench:
 
 
 @contextmanager
-def open_bench(folder: Path, model_dir: Path, *, drains: bool = False) -> Iterator[Bench]:
+def open_bench(
+    folder: Path,
+    model_dir: Path,
+    *,
+    drains: bool = False,
+    sessions: int = 0,
+    pool: EnvironmentPool | None = None,
+) -> Iterator[Bench]:
     """A bench whose engine says "1", ten times, then ends."""
     tokenizer = load_tokenizer(model_dir)
     one = tokenizer("1", add_special_tokens=False)["input_ids"]
@@ -183,8 +190,10 @@ def open_bench(folder: Path, model_dir: Path, *, drains: bool = False) -> Iterat
             session=cast(Any, session),
             receiver=cast(Any, receiver),
             buffer=BufferClient(cast(Any, channel), wake, clock=lambda: now[0]),
-            runner=RolloutRunner(engine, InlinePool(ExactMatch), settings, flush_tokens=4),
-            config=GeneratorConfig(kv_policy="drain" if drains else "keep", prefetch=2),
+            runner=RolloutRunner(engine, pool or InlinePool(ExactMatch), settings, flush_tokens=4),
+            config=GeneratorConfig(
+                kv_policy="drain" if drains else "keep", prefetch=2, sessions=sessions
+            ),
             sample_log=SampleLog(metrics, settings.chat, clock=lambda: now[0]),
             watch=StallWatch("scripted", 60.0, clock=lambda: now[0]),
             activity=Activity(metrics, clock=lambda: now[0]),

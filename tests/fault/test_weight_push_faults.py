@@ -19,11 +19,14 @@ from fakes.generating import Generating, Policy, publisher_of
 from fakes.hub_bench import PROGRAMS, WAIT_S, Bench
 from fakes.slowness import seconds
 
-from umbra.proto.messages import Prepare, Subscribed
+from umbra.proto.messages import BucketPort, Prepare, Subscribed
 from umbra.services.runtime.net.io_thread import IoThread
 from umbra.services.runtime.net.keys import Security
+from umbra.services.runtime.planes.bucket_connection import BucketConnection
 from umbra.services.runtime.planes.plane import Receipt, ReceiverEnd, Receiving
 from umbra.services.runtime.planes.receiving import StagedPlanes
+from umbra.services.runtime.planes.tcp import TcpReceiver
+from umbra.services.runtime.planes.transfer import BucketSource
 from umbra.services.runtime.weights.arena import SHM, Arena
 from umbra.services.runtime.weights.publisher import Publisher
 from umbra.services.runtime.weights.receiver import Receiver
@@ -129,32 +132,55 @@ class _WatchedEnd:
 
 
 class Detour(StagedPlanes):
-    """A `TcpReceiver` that reaches its source through a proxy which spoils one byte."""
+    """A `TcpReceiver` whose buckets come through a proxy which spoils one byte.
 
-    def __init__(self, mode: str, at: int) -> None:
-        super().__init__(["tcp"], frame_bytes=8192)
-        self._mode, self._at = mode, at
+    Without `apart` they come over the socket, as from a hub that knows no connections for them.
+    """
+
+    def __init__(self, mode: str, at: int, apart: bool) -> None:
+        super().__init__(["tcp"], frame_bytes=8192, connections=1)
+        self._mode, self._at, self._apart = mode, at, apart
         self.taken: list[Receipt] = []
         self._proxy: subprocess.Popen[str] | None = None
-        self._port = ""
+        self._port = 0
 
     def open(self, reply: Subscribed, name: str, security: Security) -> ReceiverEnd:
-        self._real = super().open(reply, name, security)
+        real = super().open(reply, name, security)
+        assert isinstance(real, TcpReceiver)
+        self._real = real
         self.versions = self._real.versions
+        source = self._real._sources[0, 0] = BucketSource(name, security)
+        connect = source.open
+
+        def detour(place: BucketPort, key: bytes, credit_bytes: int) -> BucketConnection:
+            assert self._apart
+            port = self._through(f"127.0.0.1:{place.port}")
+            return connect(msgspec.structs.replace(place, port=port), key, credit_bytes)
+
+        source.open = detour  # type: ignore[method-assign]
         return self
 
     def receive(self, message: Prepare, target: int) -> Receiving:
+        if not self._apart:
+            port = self._through(message.source.removeprefix("tcp://"))
+            message = msgspec.structs.replace(message, source=f"tcp://127.0.0.1:{port}")
+            source = self._real._sources[0, 0]
+            source.connect(message.source)
+            source.apart = False
+        self.taken.append((yield from self._real.receive(message, target)))
+        return self.taken[-1]
+
+    def _through(self, target: str) -> int:
+        """The port of the proxy to `target`."""
         if self._proxy is None:
             command = [
                 sys.executable, str(PROGRAMS / "spoiling_proxy.py"),
-                message.source.removeprefix("tcp://"), self._mode, str(self._at),
+                target, self._mode, str(self._at),
             ]  # fmt: skip
             self._proxy = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
             assert self._proxy.stdout is not None
-            self._port = self._proxy.stdout.readline().strip()
-        message = msgspec.structs.replace(message, source=f"tcp://127.0.0.1:{self._port}")
-        self.taken.append((yield from self._real.receive(message, target)))
-        return self.taken[-1]
+            self._port = int(self._proxy.stdout.readline())
+        return self._port
 
     def close(self) -> None:
         """As the planes of a receiver, and as their end."""
@@ -281,13 +307,14 @@ def test_a_bucket_that_is_wrong_in_shared_memory_is_never_served(
     generator.until(one.publish())
 
 
+@pytest.mark.parametrize("apart", [True, False])
 @pytest.mark.parametrize("mode", ["flip", "cut"])
 def test_what_is_spoiled_on_the_wire_is_fetched_again(
-    world: Callable[..., World], mode: str
+    world: Callable[..., World], mode: str, apart: bool
 ) -> None:
     one = world("tcp")
     size = one.policy.manifest.total_bytes
-    detour = Detour(mode, size // 2)
+    detour = Detour(mode, size // 2, apart)
     generator = one.generator("gen-0", detour)
     for _ in range(3):
         generator.until(one.publish())

@@ -126,13 +126,15 @@ def test_an_answer_comes_as_events_too(world: World) -> None:
             logprobs=True,
         )
         chunks = list(stream)
-    first, last, usage = chunks
-    assert first.choices[0].delta.content == "well"
-    assert first.choices[0].delta.tool_calls is not None
-    function = first.choices[0].delta.tool_calls[0].function
+    *pieces, calls, last, usage = chunks
+    # As they were sampled, one by one; what may become a call is held back.
+    assert [piece.choices[0].delta.content for piece in pieces] == ["w", "e", "l", "l", " "]
+    assert pieces[0].choices[0].delta.role == "assistant"
+    assert calls.choices[0].delta.tool_calls is not None
+    function = calls.choices[0].delta.tool_calls[0].function
     assert function is not None
     assert (function.name, function.arguments) == ("add", '{"a": 1}')
-    assert first.choices[0].logprobs is not None
+    assert calls.choices[0].logprobs is not None
     assert last.choices[0].finish_reason == "tool_calls"
     assert usage.usage is not None
     assert usage.usage.completion_tokens == len("well " + CALL) + 1

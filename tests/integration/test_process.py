@@ -218,5 +218,25 @@ def test_children_do_not_see_what_is_resolved_already(monkeypatch: pytest.Monkey
     assert environ["PYTHONPATH"] == "/here:before"
 
 
+COPIES = "glibc.cpu.x86_non_temporal_threshold"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, f"{COPIES}=0x100000"),
+        ("glibc.malloc.check=1", f"glibc.malloc.check=1:{COPIES}=0x100000"),
+        (f"{COPIES}=0x5000000", f"{COPIES}=0x5000000"),
+    ],
+)
+def test_children_copy_past_the_cache_unless_told_otherwise(
+    given: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    if given is not None:
+        monkeypatch.setenv("GLIBC_TUNABLES", given)
+    assert child_environ()["GLIBC_TUNABLES"] == expected
+
+
 def test_usage_adds_up() -> None:
     assert Usage(1.0, 0.5) + Usage(2.0, 0.25) == Usage(3.0, 0.75)

@@ -85,7 +85,7 @@ def test_a_part_hub_ends_with_the_run_too(
     try:
         (member,) = members(buffer.broker, lambda found: "part-1" in found).values()
         assert member.role == "part"
-        drain = ("drain", "part-1", "--broker", buffer.broker)
+        drain = ("drain", "--member", "part-1", "--broker", buffer.broker)
         done = subprocess.run(
             [*UMBRA, *drain], check=False, capture_output=True, text=True, timeout=WAIT_S
         )
@@ -101,7 +101,7 @@ def test_a_part_hub_ends_with_the_run_too(
 
 def test_a_relay_is_drained_alone(buffer: BufferProcess, relay: subprocess.Popen[bytes]) -> None:
     members(buffer.broker, lambda found: "relay-b" in found)
-    drain = ("drain", "relay-b", "--broker", buffer.broker)
+    drain = ("drain", "--member", "relay-b", "--broker", buffer.broker)
     subprocess.run([*UMBRA, *drain], check=True, capture_output=True, timeout=WAIT_S)
     assert relay.wait(WAIT_S) == 0
     members(buffer.broker, lambda found: not found)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,13 @@ from fakes.hub_bench import OTHER_LAYOUT, WAIT_S, Bench, content, load, publish,
 from fakes.keys import of
 from fakes.slowness import seconds
 
+from umbra.proto.access import KeyRole
 from umbra.proto.messages import Ready
 from umbra.proto.records import Manifest
 from umbra.services.runtime.net.keys import OPEN, Security
+from umbra.services.runtime.planes.bucket_door import BucketDoor, Errand
+from umbra.services.runtime.planes.bucket_records import Authenticated, Encrypted, Seal
+from umbra.services.runtime.planes.bucket_server import BucketServer
 from umbra.services.runtime.planes.receiving import StagedPlanes
 from umbra.services.runtime.process.metrics import MetricsFile
 from umbra.services.runtime.weights.manifest import build_manifest
@@ -226,6 +232,100 @@ def test_relays_have_a_key_of_their_own(bench: Bench, keys: Path, planes: list[s
     finally:
         for node in nodes:
             node.stop()
+
+
+@pytest.fixture
+def seals(monkeypatch: pytest.MonkeyPatch) -> list[Seal]:
+    """Of all orders that are sent on a connection of their own."""
+    found: list[Seal] = []
+    expect = BucketDoor.expect
+
+    def noted(door: BucketDoor, key: bytes, errand: Errand) -> None:
+        found.append(errand.seal)
+        expect(door, key, errand)
+
+    monkeypatch.setattr(BucketDoor, "expect", noted)
+    return found
+
+
+@pytest.mark.parametrize("hub_encrypts", [True, False])
+@pytest.mark.parametrize("receiver_encrypts", [True, False])
+def test_weights_are_sealed_on_their_way_through_a_relay(
+    bench: Bench, keys: Path, seals: list[Seal], hub_encrypts: bool, receiver_encrypts: bool
+) -> None:
+    """Hub, relay and a generator that fetches from it, whole and by deltas: as either end wants."""
+
+    def secured(role: KeyRole, encrypt: bool) -> Security:
+        return replace(of(keys, role), encrypt_weights=encrypt)
+
+    bench.security = secured("weight_hub", hub_encrypts)
+    bench.start(plane="tcp", delta="always")
+    publisher = bench.publisher(LAYOUT, channel=bench.channel("trainer", of(keys, "trainer")))
+    weights = Weights(LAYOUT)
+    weights.publish(publisher, 0.0)
+    node = Node("node-0", bench.endpoint, secured("relay", receiver_encrypts))
+    try:
+        while "node-0" not in bench.hub.protocol.serving:
+            node.thread.join(0.01)
+            assert node.thread.is_alive()
+        channel = bench.channel("gen", secured("generator", receiver_encrypts))
+        receiver = Receiver(channel, StagedPlanes(["tcp"]), "node-0", check_s=0.05, retry_s=0.02)
+        bench.closers.append(receiver.close)
+        receiver.subscribe(WAIT_S)
+        weights.load(receiver, 0)
+        for _ in range(3):
+            weights.load(receiver, weights.publish(publisher, 0.01))
+        to_relay = Encrypted if hub_encrypts or receiver_encrypts else Authenticated
+        to_generator = Encrypted if receiver_encrypts else Authenticated
+        assert {type(seal) for seal in seals} == {to_relay, to_generator}
+        assert bench.hub.stats()["refused"] == 0
+    finally:
+        node.stop()
+    sizes = wire_bytes(bench, "node-0")
+    assert sizes[0] == LAYOUT.total_bytes
+    assert max(sizes[2:]) < LAYOUT.total_bytes / 5
+
+
+def test_without_keys_nothing_is_sealed(bench: Bench, seals: list[Seal]) -> None:
+    bench.start(plane="tcp", delta="off")
+    publisher = bench.publisher()
+    publish(publisher, 0)
+    load(tcp_receiver(bench, "gen-0"), 0)
+    assert {type(seal) for seal in seals} == {Seal}
+
+
+@pytest.mark.parametrize("keyed", [True, False])
+def test_where_the_port_is_closed_buckets_come_over_the_socket(
+    bench: Bench,
+    keys: Path,
+    keyed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # nobody listens there
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(BucketServer, "port", property(lambda _self: port))
+
+        def security(role: KeyRole) -> Security:
+            return of(keys, role) if keyed else OPEN
+
+        bench.security = security("weight_hub")
+        bench.start(plane="tcp", delta="off")
+        publisher = bench.publisher(channel=bench.channel("trainer", security("trainer")))
+        receiver = Receiver(
+            bench.channel("gen-0", security("generator")),
+            StagedPlanes(["tcp"], connections=1),
+            check_s=0.05,
+            retry_s=0.02,
+        )
+        bench.closers.append(receiver.close)
+        receiver.subscribe(WAIT_S)
+        for version in range(2):
+            publish(publisher, version)
+            load(receiver, version)
+    (told,) = [r for r in caplog.records if f"127.0.0.1:{port} cannot be reached" in r.getMessage()]
+    assert told.levelname == "WARNING"
 
 
 def test_relays_hand_on_what_they_get(bench: Bench, nodes: list[Node]) -> None:

@@ -49,8 +49,8 @@ class UpProcess:
         """Where its buffer listens, once it has said so."""
         assert self.popen.stdout is not None
         for line in self.popen.stdout:
-            if "--broker " in line:
-                return line.split("--broker ")[1].strip()
+            if "its buffer at " in line:
+                return line.split("its buffer at ")[1].split(";")[0]
         raise AssertionError("no address was printed")
 
     def steps(self) -> list[dict[str, Any]]:

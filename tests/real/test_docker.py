@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from fakes.docker import ENVIRON, SPACES, why_no_docker
+from fakes.docker import ENVIRON, SPACES, python_places, why_no_docker
 from fakes.slowness import seconds
 
 from umbra.proto.messages import Status
@@ -45,9 +45,20 @@ name = "b"
 address = "10.88.0.2"
 """
 
+# A machine that joins the run.
+LATE = """\
+
+[[nodes]]
+name = "c"
+address = "10.88.0.3"
+joins = true
+"""
+SETTINGS = {"run.steps": STEPS, "checkpoint.every": 2, "run.broker_grace_s": 120}
+SET = [part for name, value in SETTINGS.items() for part in ("--set", f"{name}={value}")]
+
 # What the scripts of all tests begin with.
 BEGIN = """\
-for node in a b; do
+for node in $MACHINES; do
     for image in broker cpu; do
         tar -C light -c . | on $node docker import --change 'ENTRYPOINT ["umbra"]' \\
             --change "ENV PATH=$BIN:/usr/bin:/bin HOME=/tmp PYTHONDONTWRITEBYTECODE=1" \\
@@ -79,27 +90,22 @@ compose b up -d
 """
 
 
-def project_in(folder: Path, *overrides: str) -> None:
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
     """The sort task, its plan on two nodes, and what is mounted into the light images."""
+    folder = tmp_path
     shutil.copy(ROOT / "examples" / "sort.toml", folder / "run.toml")
     (folder / "cluster.toml").write_text(CLUSTER, encoding="utf-8")
-    settings = (f"run.steps={STEPS}", "checkpoint.every=2", "run.broker_grace_s=120", *overrides)
     for command in (
         ("make-model", "sort/base"),
         ("make-task", "sort", "--out", "sort", "--prompts", "512", "--heldout", "64"),
-        (
-            *("plan", "cluster.toml", "run.toml", "--run-id", "real"),
-            *(part for setting in settings for part in ("--set", setting)),
-        ),
+        ("plan", "cluster.toml", "run.toml", "--run-id", "real", *SET),
     ):
         umbra = (sys.executable, "-m", "umbra")
         subprocess.run([*umbra, *command], cwd=folder, check=True, timeout=LIMIT_S)
     for name in ("tmp", "etc", "srv/umbra/results", "srv/umbra/store"):
         (folder / "light" / name).mkdir(parents=True)
         (folder / "light" / name).chmod(0o1777)  # as in the Dockerfile, which volumes begin as
-    places = {sys.prefix, sys.base_prefix, str(ROOT), "/usr", "/bin", "/lib", "/lib64"}
-    places |= {path for path in sys.path if path.endswith("site-packages")}
-    mounts = [f"{place}:{place}:ro" for place in sorted(places) if Path(place).exists()]
     for node in ("a", "b"):
         config = subprocess.run(
             ["docker", "compose", "config", "--services"],
@@ -109,25 +115,33 @@ def project_in(folder: Path, *overrides: str) -> None:
             text=True,
             check=True,
         )
-        services = {name: {"volumes": mounts} for name in config.stdout.split()}
-        override = folder / "plan" / node / "compose.override.yaml"
-        override.write_text(json.dumps({"services": services}), encoding="utf-8")
+        mount_python(folder / "plan" / node, config.stdout.split())
+    return folder
 
 
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
-    project_in(tmp_path)
-    return tmp_path
+def mount_python(node: Path, services: list[str]) -> None:
+    """Mount what the light images lack into the `services` of the node's folder."""
+    mounts = [f"{place}:{place}:ro" for place in python_places()]
+    node.mkdir(exist_ok=True)
+    (node / "compose.override.yaml").write_text(
+        json.dumps({"services": {name: {"volumes": mounts} for name in services}}),
+        encoding="utf-8",
+    )
 
 
-def on_docker(folder: Path, script: str) -> str:
-    """Run `script` beside two machines; what it prints."""
+def on_docker(folder: Path, script: str, machines: str = "a b") -> str:
+    """Run `script` beside `machines`; on a and b the run is started before. What it prints."""
     (folder / "script.sh").write_text(BEGIN + script, encoding="utf-8")
-    argv = [sys.executable, str(PROGRAM), str(folder / "docker"), '["a", "b"]']
+    argv = [sys.executable, str(PROGRAM), str(folder / "docker"), json.dumps(machines.split())]
     done = subprocess.run(
         [*SPACES, *argv, str(folder / "script.sh")],
         cwd=folder,
-        env={**ENVIRON, "BIN": str(Path(sys.executable).parent)},
+        env={
+            **ENVIRON,
+            "BIN": str(Path(sys.executable).parent),
+            "MACHINES": machines,
+            "SET": " ".join(SET),
+        },
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
@@ -157,6 +171,7 @@ def check(project: Path, ended: str) -> list[int]:
     return [row["step"] for row in map(json.loads, lines) if row["kind"] == "step"]
 
 
+@pytest.mark.cluster
 def test_two_machines_start_by_compose_and_end_by_themselves(project: Path) -> None:
     watch = """
     reach 3
@@ -170,13 +185,17 @@ def test_two_machines_start_by_compose_and_end_by_themselves(project: Path) -> N
     if umbra monitor --broker tcp://10.88.0.1:5555 --once --json >/dev/null 2>&1; then
         echo "answered without keys"
     fi
+    # A machine that is taken away and brought back by hand.
+    compose b down
+    compose b up -d
+    at=$(steps); reach $((at + 3))
     finish
     """
     printed = on_docker(project, watch)
     assert "healthy\n" in printed
     assert "answered without keys" not in printed
     open_ports = {line.split()[1] for line in printed.splitlines() if line.startswith("open ")}
-    assert open_ports == {f"10.88.0.1:{port}" for port in range(5555, 5561)}
+    assert open_ports == {f"10.88.0.1:{port}" for port in (*range(5555, 5561), 5563)}
     assert check(project, printed) == list(range(1, STEPS + 1))
 
 
@@ -185,9 +204,6 @@ def test_a_machine_that_is_lost_comes_back(project: Path) -> None:
     reach 3
     daemon_down b
     daemon_up b
-    at=$(steps); reach $((at + 3))
-    compose b down
-    compose b up -d
     at=$(steps); reach $((at + 3))
     finish
     """
@@ -206,3 +222,34 @@ def test_the_machine_of_buffer_and_trainer_is_lost(project: Path) -> None:
     steps = check(project, on_docker(project, lose))
     assert steps[-1] == STEPS
     assert steps.count(1) == 1, "it began again"
+
+
+def test_a_machine_joins_the_run_and_is_drained(project: Path) -> None:
+    mount_python(project / "plan" / "c", ["relay-c", "generator-c-0"])
+    (project / "late.toml").write_text(LATE, encoding="utf-8")
+    grow = """
+    reach 3
+    operate() { umbra "$@" --broker tcp://10.88.0.1:5555 --keys plan/keys; }
+    operate pause  # or the others might be done before it has started
+    cat late.toml >> cluster.toml
+    umbra plan cluster.toml run.toml --add c $SET
+    compose c up -d
+    until [ "$(on c docker ps --format '{{.Status}}' | grep -c '(healthy)')" = 2 ]; do
+        if ! on a docker ps --quiet | grep -q .; then echo "the run ended" >&2; exit 1; fi
+        sleep 0.5
+    done
+    operate resume
+    at=$(steps); reach $((at + 3))
+    operate drain --node c
+    ended c
+    compose c down
+    echo "left at $(steps)"
+    cp "$(on c docker volume inspect umbra-c_results --format '{{.Mountpoint}}')"/*/metrics.jsonl \\
+        joined.jsonl
+    finish
+    """
+    printed = on_docker(project, grow, "a b c")
+    assert check(project, printed) == list(range(1, STEPS + 1))
+    assert int(printed.split("left at ")[1].split()[0]) < STEPS, "it was there to the run's end"
+    rows = [json.loads(line) for line in (project / "joined.jsonl").read_text().splitlines()]
+    assert {row["receiver"] for row in rows if row["kind"] == "push"} == {"generator-c-0"}

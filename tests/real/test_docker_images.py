@@ -1,28 +1,39 @@
-"""Images built from the Dockerfile on a bare Debian; `tests/real/setup.sh` installs Docker."""
+"""Images built from the Dockerfile on a bare Debian; `tests/real/setup.sh` installs Docker.
+
+And a run on two machines with these images, by the words of docs/cluster.md.
+"""
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
+import msgspec
 import pytest
-from fakes.docker import ENVIRON, why_no_docker
+from fakes.docker import ENVIRON, SPACES, why_no_docker
 from fakes.slowness import seconds
 
+from umbra.proto.messages import Status
+
 ROOT = Path(__file__).parents[2]
+NODES = ROOT / "tests" / "programs" / "docker_nodes.py"
 LIMIT_S = seconds(1500.0)
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 PACKAGES = "python3,python3-venv,python3-pip,ca-certificates"
+BASE = re.findall(r"^ARG BASE=(.*)", (ROOT / "deploy/images/Dockerfile").read_text(), re.M)[0]
 # A daemon that leaves this machine's network as it is; images are built and run on it directly.
 DAEMON = """\
 mount -t tmpfs tmpfs /run
 mkdir /run/exec
-dockerd --bridge=none --iptables=false --data-root data --exec-root /run/exec \\
+dockerd --bridge=none --iptables=false --data-root "$PWD/data" --exec-root /run/exec \\
     --pidfile /run/dockerd.pid -H unix:///run/docker.sock >dockerd.log 2>&1 &
 export DOCKER_HOST=unix:///run/docker.sock
 until docker info >/dev/null 2>&1; do sleep 0.2; done
 tar -C base -c . | docker import - base >/dev/null
+docker tag base "$BASE"
 build() { docker build --quiet --network=host --build-arg BASE=base \\
     --file "$SOURCE/deploy/images/Dockerfile" --target "$1" --tag "umbra-$1" "$SOURCE" >/dev/null; }
 """
@@ -58,7 +69,7 @@ def docker(folder: Path, script: str) -> str:
     done = subprocess.run(
         [*spaces, "bash", "-euo", "pipefail", "-c", DAEMON + script],
         cwd=folder,
-        env={**ENVIRON, "SOURCE": str(ROOT)},
+        env={**ENVIRON, "SOURCE": str(ROOT), "BASE": BASE},
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
@@ -85,3 +96,66 @@ def test_the_broker_image_has_what_it_runs_and_no_torch(folder: Path) -> None:
     assert "torch             not installed" in printed
     assert "\n10001\n" in printed
     assert int(printed.split("bytes ")[1]) < 200e6
+
+
+# -- two machines, by the page --------------------------------------------------------------------
+
+# Another index of packages may be the one that is reached from here.
+BUILD = """\
+docker() {
+    if [ "$1" != build ]; then command docker "$@"; return; fi
+    shift
+    command docker build --quiet --network=host "$@" \\
+        ${PIP_OPTIONS:+--build-arg "PIP_OPTIONS=$PIP_OPTIONS"}
+}
+cd umbra
+"""
+# What is typed at machine a, by a user who is in its group docker; both have the same disk, so that
+# nothing has to be copied.
+AT_A = """\
+on a docker load --quiet <images.tar
+docker() { on a docker "$@"; }
+ssh() { shift; on b bash -c "$*"; }
+rsync() { :; }
+id() { echo 1000; }
+chown -R 1000:1000 umbra
+cd umbra
+sed -i 's/192.0.2/10.88.0/' examples/cluster/two-cpus.toml
+"""
+
+
+def words() -> tuple[str, str]:
+    """The commands of the page: those that build images, and all that follow."""
+    page = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
+    section = page.split("## Two machines, from the beginning\n")[1].split("\n## ")[0]
+    (commands,) = re.findall(r"```sh\n(.*?)```", section, re.S)
+    building, save, rest = commands.partition("docker save")
+    assert save and "docker build" in building and "docker build" not in rest
+    return building, save + rest.replace("192.0.2", "10.88.0")
+
+
+def test_two_machines_by_the_words_of_the_page(folder: Path) -> None:
+    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
+    for name in files.stdout.decode().split("\0")[:-1]:
+        (folder / "umbra" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, folder / "umbra" / name, follow_symlinks=False)
+    building, rest = words()
+    save = "command docker save umbra-broker umbra-cpu >../images.tar\n"
+    docker(folder, BUILD + building + save)
+    (folder / "rest.sh").write_text(AT_A + rest, encoding="utf-8")
+    done = subprocess.run(
+        [*SPACES, sys.executable, NODES, folder / "nodes", '["a", "b"]', folder / "rest.sh"],
+        cwd=folder,
+        env=ENVIRON,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    print(done.stdout[-6000:], done.stderr[-6000:])
+    assert done.returncode == 0
+    (results,) = (folder / "umbra" / "results").glob("**/buffer.json")
+    status = msgspec.json.decode(results.read_bytes(), type=Status)
+    assert status.ledger.balance == 0
+    assert status.ledger.trained == 100 * 8 * 32
+    assert (results.parent / "model" / "model.safetensors").exists()

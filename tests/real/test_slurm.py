@@ -267,6 +267,7 @@ def check_ledger(project: Path) -> None:
     assert sum(status.ledger.in_flight.values()) == 0
 
 
+@pytest.mark.cluster
 def test_a_run_that_is_requeued_goes_on_from_its_checkpoint(project: Path) -> None:
     # SLURM holds a requeued job back for two minutes, unless it is told otherwise.
     requeue = """

@@ -1,6 +1,7 @@
 """Requests for completions: what is served, what is refused and how; replies in OpenAI's format."""
 
 import json
+import logging
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from umbra.services.generator.agents.calls import (
     read_text,
 )
 from umbra.services.generator.agents.errors import ApiError
-from umbra.services.generator.agents.replies import Form, answer_of
+from umbra.services.generator.agents.replies import Completions, Head, answer_of
+from umbra.services.modeling.dialect import TOLD, ResponseTemplateDialect, read
 
 RULES = CallRules(Sampling(temperature=0.7, top_k=20), ["<|end|>"])
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
@@ -30,10 +32,11 @@ def text(**fields: Any) -> Call:
     return read_text(json.dumps({"model": "m", "prompt": "hi", **fields}).encode(), RULES)
 
 
-def turn(said: str, *, complete: bool = True) -> Turn:
+def turn(said: str, *, complete: bool = True, tools: Any = TOOLS) -> Turn:
     pieces = list(said)
     ids = list(range(len(said)))
-    return Turn(said, ids, [-0.5] * len(ids), pieces, 7, complete, 3)
+    reader = ResponseTemplateDialect("told", TOLD, told=True)
+    return Turn(read(reader, "", said, tools), ids, [-0.5] * len(ids), pieces, 7, complete, 3)
 
 
 def test_what_agrees_with_the_run_is_served() -> None:
@@ -76,7 +79,8 @@ def test_what_agrees_with_the_run_is_served() -> None:
         ({"top_p": 0.9}, "top_p", "sampling.top_p = 1"),
         ({"top_k": 0}, "top_k", "sampling.top_k = 20"),
         ({"min_p": 0.1}, "min_p", "sampling.min_p = 0"),
-        ({"stop": ["\n"]}, "stop", "sampling.stop_tokens"),
+        ({"stop": [""]}, "stop", "empty"),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs", "the run's"),
         ({"n": 2}, "n", "n = 2 is not supported: use 1"),
         ({"seed": 1}, "seed", "seed is not supported here: leave it out"),
         ({"logit_bias": {"5": 1}}, "logit_bias", 'logit_bias = {"5":1} is not supported: use {}'),
@@ -187,14 +191,14 @@ def test_tool_calls_become_objects_only_if_all_are_well_formed() -> None:
             {"role": "assistant", "content": said},
             "stop",
         )
-    untold = answer_of(turn(tool_call("add")), chat(), 0)
+    untold = answer_of(turn(tool_call("add"), tools=()), chat(), 0)
     assert untold.message["content"] == tool_call("add")
     assert answer_of(turn("cut", complete=False), call, 0).finish_reason == "length"
 
 
 def test_usage_and_logprobs_are_those_of_the_tokens() -> None:
     call = chat(logprobs=True)
-    whole = Form("session", "m", 5).whole(call, answer_of(turn("ab"), call, 0))
+    whole = Completions(Head("session", "m", 5)).whole(call, answer_of(turn("ab"), call, 0))
     assert whole["usage"] == {"prompt_tokens": 7, "completion_tokens": 2, "total_tokens": 9}
     assert whole["system_fingerprint"] == "version-3"
     content = whole["choices"][0]["logprobs"]["content"]
@@ -203,7 +207,7 @@ def test_usage_and_logprobs_are_those_of_the_tokens() -> None:
         ("b", -0.5, [98]),
     ]
     call = text(logprobs=0)
-    whole = Form("session", "m", 5).whole(call, answer_of(turn("ab"), call, 0))
+    whole = Completions(Head("session", "m", 5)).whole(call, answer_of(turn("ab"), call, 0))
     assert whole["choices"][0]["text"] == "ab"
     assert whole["choices"][0]["logprobs"] == {
         "tokens": ["a", "b"],
@@ -211,3 +215,34 @@ def test_usage_and_logprobs_are_those_of_the_tokens() -> None:
         "text_offset": [0, 1],
         "top_logprobs": None,
     }
+
+
+def test_a_sampling_of_its_own_is_overridden_if_the_run_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    rules = CallRules(Sampling(), override=True)
+    fields = {
+        "temperature": 0.0,
+        "presence_penalty": 1,
+        "seed": 3,
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    for _ in range(3):
+        call = read_chat(json.dumps({"messages": [USER], **fields}).encode(), rules)
+        assert call == Call(messages=[USER])
+    assert dict(rules.overridden.counts) == dict.fromkeys(fields, 3)
+    assert len(caplog.records) == 2 * len(fields)  # the first and the second time
+    for name, value in (("n", 2), ("tool_choice", "none"), ("response_format", {"type": "json"})):
+        with pytest.raises(ApiError, match=name):
+            read_chat(json.dumps({"messages": [USER], name: value}).encode(), rules)
+
+
+def test_tools_whose_calls_nothing_reads_are_refused() -> None:
+    with pytest.raises(ApiError, match=r"nothing here reads the tool calls.*model\.dialect"):
+        read_chat(
+            json.dumps({"messages": [USER], "tools": TOOLS}).encode(),
+            CallRules(Sampling(), reads_calls=False),
+        )

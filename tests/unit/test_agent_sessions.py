@@ -12,12 +12,14 @@ from umbra.services.generator.agents.errors import ApiError
 from umbra.services.generator.agents.replies import Answer
 from umbra.services.generator.agents.session import AgentSession, News
 from umbra.services.generator.agents.session_registry import SessionRegistry
+from umbra.services.modeling.dialect import TOLD, ResponseTemplateDialect, read
 
 TIMEOUT_S = 10.0
 
 
 def turn(text: str) -> Turn:
-    return Turn(text, [1], [0.0], [], 4, True, 0)
+    said = read(ResponseTemplateDialect("told", TOLD, told=True), "", text, [{}])
+    return Turn(said, [1], [0.0], [], 4, True, 0)
 
 
 def user(text: str) -> dict[str, Any]:

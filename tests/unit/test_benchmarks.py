@@ -339,3 +339,51 @@ def test_a_pushed_model_is_cast_by_the_trainers_code_and_loaded_by_the_engines()
     assert 0 < trained.learn(1e-3) < 1
     trained.write(manifest, slot, told.append)
     assert not served.equals(manifest, slot)
+
+
+@pytest.mark.parametrize("share", [1, 8])
+def test_no_bucket_of_a_pushed_model_is_what_it_was_before(share: int) -> None:
+    """Otherwise it would not be sent again."""
+    from weight_model import Model
+
+    from umbra.services.runtime.weights.manifest import checksums
+
+    trained, served = Model(1 << 20, learns=True, share=share), Model(1 << 20, share=share)
+    own = sum(tensor.untyped_storage().nbytes() for tensor in list(trained.parameters())[:1])
+    assert share == 1 or own <= 2 * trained.nbytes / share  # float32
+    manifest = trained.manifest(1 << 17)
+    slot = memoryview(bytearray(manifest.total_bytes))
+    seen: set[int] = set()
+    for version in range(1, 4):
+        trained.touch()
+        trained.write(manifest, slot, lambda _: None)
+        seen |= set(checksums(manifest, slot))
+        assert len(seen) == version * len(manifest.buckets)
+    served.load(manifest, slot)
+    assert served.equals(manifest, slot)
+
+
+def test_the_quick_push_has_every_form() -> None:
+    import weight_push
+    from weight_tables import PARTS
+
+    def kinds(*argv: str) -> set[tuple[str, str, str]]:
+        options = weight_push.parse(list(argv))
+        return {(form.part, form.method, form.link) for form in weight_push.forms(options)}
+
+    assert kinds("--quick") == kinds()
+    assert len({part for part, _, _ in kinds()}) == len(PARTS)
+
+
+def test_a_version_that_is_too_large_for_the_machine_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import weight_push
+    from weight_tables import LARGE
+
+    form = list(weight_push.forms(weight_push.parse([])))[-1]
+    assert form.part == LARGE
+    monkeypatch.setattr(weight_push, "available_bytes", lambda: 8 << 30)
+    assert weight_push.lacking(form) == "it needs 15.5 GiB of memory, and 8.0 are free"
+    monkeypatch.setattr(weight_push, "available_bytes", lambda: 16 << 30)
+    assert weight_push.lacking(form) == ""

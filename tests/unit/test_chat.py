@@ -79,9 +79,9 @@ def test_without_a_template_prompts_are_text(tokenizer: Any) -> None:
 def test_what_was_said_ends_before_its_stop_token(tokenizer: Any) -> None:
     chat = Chat(tokenizer, {tokenizer.eos_token_id})
     ids = chat.text_ids("how")
-    assert chat.response_text(ids) == "how"
-    assert chat.response_text([*ids, tokenizer.eos_token_id]) == "how"
-    assert chat.response_text([]) == ""
+    assert chat.said(ids).text == "how"
+    assert chat.said([*ids, tokenizer.eos_token_id]).text == "how"
+    assert chat.said([]).text == ""
     plain = Chat(tokenizer, {ids[-1]})  # a stop token that is ordinary text
-    assert plain.response_text(ids) == "ho"
+    assert plain.said(ids).text == "ho"
     assert "".join(map(chat.piece, ids)) == "how"

@@ -6,6 +6,7 @@
 """
 
 import functools
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from fakes.chat_templates import chat_tokenizer, template_names, training_names
 
 from umbra.proto.errors import UsageError
 from umbra.services.environments.protocol import Message, Opening
-from umbra.services.environments.tools import ToolCall, parse_tool_calls
+from umbra.services.environments.response import Said
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.chat_template import as_text, with_tools
 
@@ -196,31 +197,71 @@ def not_reasoning(name: str) -> bool:
     return chat.text(chat.prompt_ids([ASKED])).rstrip().endswith("</think>")
 
 
+def read_back(name: str, message: Message) -> Said | None:
+    """What is read of a turn as the template writes it; None if it does not write all of it."""
+    whole, (tokenizer, chat) = Whole(name), tokenizer_of(name)
+    tools = whole.tells_tools
+    prompt = chat.prompt_ids([ASKED], [WEATHER])
+    written = message if whole.writes_calls else as_text([message])[0]
+    ids = whole.ids([ASKED, written], tools=True, cue=False)
+    if ids[: len(prompt)] != prompt:  # the cue is another one for this turn
+        same = [a == b for a, b in zip(ids, prompt, strict=False)]
+        prompt = prompt[: same.index(False)]
+    turn = ids[len(prompt) :]
+    ends = [index for index, token in enumerate(turn) if token in chat.stop_ids]
+    turn = turn[: ends[-1] + 1] if ends else turn
+    text = tokenizer.decode(turn)
+    wanted = [c["function"]["arguments"]["city"] for c in message.get("tool_calls", ())]
+    if not all(word in text for word in wanted) or (tools and not whole.writes_calls and wanted):
+        return None
+    return chat.said(turn, prompt, [WEATHER])
+
+
 def calls_read(name: str) -> str:
-    """Whether a call as the template writes it is one to the tools of agents and environments."""
+    """What reads a call as the template writes it, with the words or reasoning around it."""
     _, chat = tokenizer_of(name)
-    if "weather" not in chat.text(chat.prompt_ids([ASKED], [WEATHER])):
+    try:
+        found = read_back(name, said(0, 1, ""))
+    except UsageError:
         return "no"
-    if not Whole(name).tells_tools:
-        return "as text"
-    wanted = ToolCall("weather", {"city": "Lund"})
-    text = chat.call_text(wanted.name, wanted.arguments)
-    return "yes" if text is not None and parse_tool_calls(text) == [wanted] else "no"
+    if found is None or not chat.dialect.calls:
+        return "no"
+    wanted = call(0, 0)["function"]
+    assert [called["function"] for called in found.tool_calls] == [wanted]
+    assert (found.content, found.problem) == ("", "")
+    words = read_back(name, said(0, 0, ""))
+    assert words is not None
+    assert (words.content.strip(), words.tool_calls) == ("Words0.", [])
+    return "as text" if not Whole(name).tells_tools else chat.dialect.name
+
+
+def reasoning_read(name: str) -> str:
+    """Whether reasoning is told apart from words and calls, where the template writes it."""
+    outcomes: set[bool] = set()
+    for calls in (0, 1):
+        try:
+            found = read_back(name, said(0, calls, field_of(name)))
+        except UsageError:
+            continue
+        if found is not None and "Doubts0" in found.text:
+            words = "" if calls and found.tool_calls else "Words0."
+            outcomes.add((found.reasoning, found.content.strip()) == ("Doubts0", words))
+    if outcomes and all(outcomes):
+        return "yes"
+    # Templates that know no field for it, or drop it, do not show how their models write it.
+    return "no" if outcomes and field_of(name) != "content" else "-"
 
 
 @functools.cache
 def row(name: str) -> dict[str, str]:
     outcomes = {column: outcome(name, kinds) for column, kinds in CONVERSATIONS.items()}
-    try:
-        return {**outcomes, "calls are read": calls_read(name)}
-    except UsageError:
-        return {**outcomes, "calls are read": "no"}
+    return {**outcomes, "calls are read by": calls_read(name), "reasoning": reasoning_read(name)}
 
 
 def table() -> str:
     """The table of `docs/agents.md`."""
     rows = {name: row(name) for name in template_names()}
-    columns = [*CONVERSATIONS, "calls are read"]
+    columns = [*CONVERSATIONS, "calls are read by", "reasoning"]
     reasons: list[str] = []
 
     def cell(text: str) -> str:
@@ -262,6 +303,7 @@ def test_what_is_appended_is_what_the_template_writes(name: str) -> None:
     }.get(family, set())
 
 
+@pytest.mark.skipif(find_spec("vllm") is None, reason="some rows name parsers of vLLM")
 def test_the_document_has_the_outcome() -> None:
     _, begin, rest = DOC.read_text(encoding="utf-8").partition(BEGIN)
     assert begin

@@ -69,7 +69,9 @@ def test_a_wrong_name_is_refused(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ([], "whom to ask? Give --broker tcp://host:port, or --hub"),
+        ([], "is under way: name a run's folder, or its buffer by --broker tcp://host:port"),
+        (["nothing"], "nothing is no run: neither nothing nor runs/nothing is a folder"),
+        (["nothing", "--broker", "tcp://h:1"], "RUN nothing and --broker tcp://h:1 both name"),
         (["--hub", "nowhere"], "--hub nowhere: write it as tcp://host:port"),
         (["--hub", "tcp://h:1", "--member", "trainer"], "a hub knows no members"),
     ],
@@ -79,8 +81,10 @@ def test_a_ping_to_nobody(
     told: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.delenv("UMBRA_BROKER", raising=False)
+    monkeypatch.chdir(tmp_path)
     assert cli.main(["ping", *words]) == 2
     assert told in capsys.readouterr().err
 

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 
 import click
 import pytest
@@ -64,8 +65,12 @@ def test_python_dash_m_prints_the_version() -> None:
 
 
 def test_public_names() -> None:
-    assert umbra.__all__ == ["__version__"]
-    assert all(hasattr(umbra, name) for name in umbra.__all__)
+    page = (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
+    for name in umbra.__all__:
+        assert hasattr(umbra, name)
+        assert name == "__version__" or f"umbra.{name}" in page, f"docs/api.md lacks {name}"
+    with pytest.raises(AttributeError, match="has no attribute 'trains'"):
+        _ = umbra.trains  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_targets_name_a_module_and_an_attribute() -> None:

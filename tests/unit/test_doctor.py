@@ -276,12 +276,12 @@ def test_what_a_node_has_to_reach() -> None:
     """A trainer of two nodes, a and b, and generators on c and d; the buffer is on a."""
     plan = plan_json(2, 2, 2, 2)
     buffer = {("a", "buffer", port) for port in (5555, 5556, 5557)}
-    hub = {("a", "weight-hub", port) for port in (5559, 5560)}
+    hub = {("a", "weight-hub", port) for port in (5559, 5560, 5563)}
     ranks = "ranks (gloo, NCCL)"
     meet = {("a", "trainer", 5561), ("a", ranks, nodes.ANY_PORT)}
     assert reached(plan, "a") == {("b", ranks, nodes.ANY_PORT)}
     assert reached(plan, "b") == buffer | hub | meet
-    assert reached(plan, "c") == buffer | hub | {("b", "part-b", 5562)}
+    assert reached(plan, "c") == buffer | hub | {("b", "part-b", 5562), ("b", "part-b", 5564)}
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from umbra.proto.errors import UsageError
@@ -203,3 +204,15 @@ def test_what_has_no_one_translation_is_explained(text: str, said: str, tmp_path
     file.write_text(text)
     with pytest.raises(UsageError, match=said):
         load_config(file, environ={})
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"environment": {"run_on": "env_worker"}}, "is for agents that the run starts"),
+        ({"generator": {"sessions": 4, "slots": 8}}, "leaves some of generator.slots = 8 empty"),
+    ],
+)
+def test_sessions_of_agents_elsewhere(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        check_feasible(msgspec.convert(changes, RunConfig))

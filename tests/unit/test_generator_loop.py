@@ -1,7 +1,7 @@
 """The generator's loop with a fake buffer, receiver and engine: leases, weights, drain."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,9 @@ from umbra.proto.messages import (
     SubmitAck,
     SubmitTrajectories,
 )
+from umbra.services.environments.pool import InlinePool
+from umbra.services.environments.response import Said
+from umbra.services.environments.single_turn import ExactMatch
 from umbra.services.generator.engine import EngineError
 
 
@@ -56,6 +59,34 @@ def test_samples_become_trajectories(bench: Bench) -> None:
     (submitted,) = bench.channel.asked(SubmitTrajectories)
     assert [t.sample_id for t in submitted.trajectories] == ["a", "b"]
     assert {t.response_tokens for t in submitted.trajectories} == {11}
+
+
+class NeverAnswers(InlinePool):
+    """Opens conversations, and then waits for a tool for good."""
+
+    def play(self, key: str, row: dict[str, Any], responses: Sequence[Said | str]) -> None:
+        if not responses:
+            super().play(key, row, responses)
+
+
+@pytest.mark.parametrize(("sessions", "most"), [(0, 4 * 4 + 2), (4, 4), (40, 40)])
+def test_samples_that_wait_for_tools_take_no_slot(
+    tmp_path: Path, tiny_model_dir: Path, sessions: int, most: int
+) -> None:
+    pool = NeverAnswers(ExactMatch)
+    with open_bench(tmp_path, tiny_model_dir, sessions=sessions, pool=pool) as bench:
+        bench.serve()
+        leased = 0
+        for _ in range(40):
+            while bench.channel.asked(LeaseSamples):
+                (asked,) = bench.channel.asked(LeaseSamples)
+                assert 0 < asked.capacity <= min(6, most - leased)
+                bench.lease(*(f"s{leased + index}" for index in range(asked.capacity)))
+                leased += asked.capacity
+                bench.turns(1)
+            bench.turns(15)  # all in the engine end their turns
+        assert leased == most
+        assert bench.engine.live == 0
 
 
 def test_one_question_at_a_time_but_a_new_one_for_new_weights(bench: Bench) -> None:

@@ -109,6 +109,33 @@ def test_keys_of_the_user_s_own(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert f"No such file or directory: {tmp_path / 'mine' / name}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("project", "more", "seen"),
+    [
+        (".", (), "out/keys"),
+        ("project", (), ""),
+        (".", ("--set", "environment.kind=exact"), ""),
+        (".", ("--format", "slurm"), ""),
+    ],
+)
+def test_keys_that_the_user_s_modules_can_read_are_named(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    project: str,
+    more: tuple[str, ...],
+    seen: str,
+) -> None:
+    (tmp_path / project).mkdir(exist_ok=True)
+    (tmp_path / "cluster.toml").write_text(CLUSTER, encoding="utf-8")
+    run_file = tmp_path / project / "run.toml"
+    text = '[model]\npath = "m"\n[environment]\nkind = "mine:Game"\n'
+    run_file.write_text(text, encoding="utf-8")
+    files = [str(tmp_path / "cluster.toml"), str(run_file), "--out", str(tmp_path / "out")]
+    assert cli.main(["plan", *files, *more]) == 0
+    said = capsys.readouterr().err
+    assert (f"keys of other roles in {tmp_path / seen}: choose another --out" in said) == bool(seen)
+
+
 def test_a_run_without_keys_has_to_ask_for_it(tmp_path: Path) -> None:
     assert plan_command(tmp_path, "--set", "security.insecure=true") == 0
     assert not list(tmp_path.rglob("keys"))

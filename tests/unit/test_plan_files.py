@@ -88,12 +88,12 @@ def test_the_values_of_planned_flags_are_taken(plan: Plan) -> None:
         load_config(overrides=overrides, environ={})
 
 
-def test_ports_are_the_documented_eight() -> None:
+def test_ports_are_the_documented_ten() -> None:
     for plan in PLANS.values():
         for node in plan.nodes:
             used = [port for p in plan.on(node) for port in invocation.ports(plan, p)]
             assert len(used) == len(set(used))
-            assert set(used) <= set(range(5555, 5563))
+            assert set(used) <= set(range(5555, 5565))
     moved = plan_of(1, 1, base_port=7000)
     assert invocation.ports(moved, moved.the("buffer")) == [7000, 7001, 7002, 7003]
     assert invocation.environment(moved, container_paths(moved, "", keys=False))[

@@ -94,7 +94,7 @@ def test_a_group_that_shares_the_trainer_s_nodes() -> None:
     on_b = [process.task for process in SHARED.on(SHARED.nodes[1])]
     assert on_b == ["relay", "part", "train", *["logp"] * 4]
     ports = [port for p in SHARED.on(SHARED.nodes[1]) for port in invocation.ports(SHARED, p)]
-    assert ports == [5559, 5560, 5562]
+    assert ports == [5559, 5560, 5563, 5562, 5564]
 
 
 def test_the_table_and_json_show_it() -> None:
@@ -216,6 +216,9 @@ def test_a_part_finds_the_hub_and_says_where_it_is_found() -> None:
     assert found["--listen"] == "tcp://0.0.0.0:5562"
     assert found["--owner"] == "1"
     assert found["--set"] == "weight_hub.advertise=10.0.0.2"
+    (part,) = (process for process in TWO.processes if process.task == "part")
+    own = invocation.command(TWO, part, container_paths(TWO, "", keys=False))
+    assert "weight_hub.connections_listen=tcp://0.0.0.0:5564" in own
 
 
 def test_all_trainers_come_again_as_often_as_others() -> None:
@@ -250,7 +253,8 @@ def test_compose_gives_the_ranks_the_host_s_network_and_publishes_the_parts() ->
     part = files["b"]["part-b"]
     assert "network_mode" not in part
     assert [(port["host_ip"], port["published"]) for port in part["ports"]] == [
-        ("10.0.0.2", "5562")
+        ("10.0.0.2", "5562"),
+        ("10.0.0.2", "5564"),
     ]
     assert "/dev/shm" in {volume["target"] for volume in part["volumes"]}
     assert part["image"] == "umbra-broker:latest"
@@ -277,8 +281,8 @@ def test_pods_meet_at_the_name_of_the_first_node_s_service() -> None:
         assert services[host]["clusterIP"] == "None"  # all other ports of the pod are reached too
     assert services[host]["selector"]["umbra/node"] == "a"
     arguments = containers["part-b"]["args"]
-    own = arguments[arguments.index("--set") + 1].removeprefix("weight_hub.advertise=")
-    assert 5562 in {entry["port"] for entry in services[own]["ports"]}
+    (own,) = (word.split("=")[1] for word in arguments if word.startswith("weight_hub.advertise="))
+    assert {5562, 5564} <= {entry["port"] for entry in services[own]["ports"]}
 
 
 def test_a_script_for_slurm_ends_with_rank_0_and_meets_on_its_host() -> None:

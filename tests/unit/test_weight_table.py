@@ -64,6 +64,28 @@ def test_pieces_are_all_of_all_tensors(
         assert torch.equal(found[name].view(tensor.shape), tensor), name
 
 
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Who copies: the C library, or torch's threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_place_that_is_no_plain_memory_is_filled_all_the_same() -> None:
+    model = Tied(2)
+    model.norm = nn.Parameter(torch.rand(14)[::2])
+    model.head = nn.Linear(7, 11, bias=False).to(torch.bfloat16)
+    source = {**version(Tied(1)), "head.weight": torch.rand(11, 7)}
+    manifest, data = in_memory(source)
+    WeightTable(model).load(manifest, [data])
+    assert torch.equal(model.norm, source["norm"])
+    assert torch.equal(model.head.weight, source["head.weight"].bfloat16())
+
+
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("parts", ["one", "buckets"])
 @pytest.mark.parametrize("left_out", [(), ("head.weight",), ("embed.weight", "table")])
 def test_a_version_fills_the_model(parts: str, left_out: tuple[str, ...]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from umbra.proto.bounds import LEASES
 from umbra.proto.messages import Interrupt, Interrupted, InterruptRequest
@@ -48,13 +48,13 @@ class Cancellations:
 
     def requested(self, request: Request, body: InterruptRequest) -> None:
         """Somebody asks for it by hand."""
-        count = self._interrupt(self._under_way(body.samples), body.reason or "on request")
+        count = self.interrupt(self._under_way(body.samples), body.reason or "on request")
         self._outbox.reply(request, Interrupted(samples=count))
 
     def batch_formed(self) -> None:
         """A batch is full: what is still under way may be stopped."""
         if self._on_batch == "interrupt":
-            self._interrupt(self._under_way(), "the batch is full")
+            self.interrupt(self._under_way(), "the batch is full")
         elif self._on_batch == "cut":
             self._cut_spare()
 
@@ -66,7 +66,8 @@ class Cancellations:
             if not sample_ids or sample.sample_id in sample_ids
         ]
 
-    def _interrupt(self, samples: list[Sample], reason: str) -> int:
+    def interrupt(self, samples: Sequence[Sample], reason: str) -> int:
+        """Ask the holders of these samples to hand them back; how many they are."""
         leases: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
         for sample in samples:
             leases[sample.holder].append((sample.sample_id, sample.attempt))
@@ -87,6 +88,6 @@ class Cancellations:
         behind = [group for group in self._pool.groups.values() if not group.completed]
         for group in behind[: max(spare, 0)]:
             under_way = [sample for sample in group.samples if sample.holder]
-            self._interrupt(under_way, "the group is not needed any more")
+            self.interrupt(under_way, "the group is not needed any more")
             self._counters["groups_cut"] += 1
             self._pool.end(group, "cancelled")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ipaddress
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from umbra.proto.errors import UsageError
 from umbra.services.runtime.http.address import is_local, listen, url_at
@@ -34,12 +36,45 @@ def bind(address: str, key: str) -> socket.socket:
     return bound
 
 
-def url_of(bound: socket.socket) -> str:
-    """The URL at which programs of this host reach the socket."""
+def url_of(bound: socket.socket, advertise: str = "") -> str:
+    """The URL at which agents reach the socket.
+
+    Args:
+        bound: listens.
+        advertise: HOST or HOST:PORT to tell them instead of its own; the port is its own if there
+            is none.
+
+    Raises:
+        UsageError: `advertise` is neither.
+    """
     host, port = bound.getsockname()[:2]
+    if advertise:
+        name, told = _split(advertise)
+        return url_at(name, told or port)
     if ipaddress.ip_address(host).is_unspecified:
         host = "127.0.0.1" if bound.family == socket.AF_INET else "::1"
     return url_at(host, port)
+
+
+def url_for_others(bound: socket.socket) -> str:
+    """The URL at which other machines reach the socket, if any do."""
+    host, port = bound.getsockname()[:2]
+    if ipaddress.ip_address(host).is_unspecified:
+        host = socket.gethostname()
+    return url_at(host, port)
+
+
+def host_of(advertise: str) -> str:
+    """The HOST of `generator.serve_advertise`; "" if that is empty."""
+    return _split(advertise)[0] if advertise else ""
+
+
+def _split(advertise: str) -> tuple[str, int]:
+    parts = urlsplit(f"//{advertise}")
+    with suppress(ValueError):
+        if parts.hostname and parts.netloc == advertise and "@" not in advertise:
+            return parts.hostname, parts.port or 0
+    raise UsageError(f"generator.serve_advertise = {advertise}: write it as HOST or HOST:PORT")
 
 
 def read_key(file: str, environ: Mapping[str, str]) -> str:

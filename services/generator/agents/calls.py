@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -12,38 +14,88 @@ from umbra.proto.errors import UNREADABLE
 from umbra.proto.records import Sampling
 from umbra.services.environments.protocol import Message
 from umbra.services.generator.agents.errors import ApiError
+from umbra.services.generator.template_check import REMEDY, UNREAD
+
+log = logging.getLogger(__name__)
 
 # Those that say how to answer, not what: they have no meaning here, and change no token.
-_IGNORED = (
+IGNORED = (
     "user",
     "metadata",
     "store",
     "service_tier",
     "prompt_cache_key",
+    "prompt_cache_retention",
     "safety_identifier",
 )
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
     "tool_choice": ("auto",),
-    "parallel_tool_calls": (True,),
     "response_format": ({"type": "text"},),
     "top_logprobs": (0,),
     "echo": (False,),
     "suffix": ("",),
 }
 """Fields of OpenAI's that are served with these values only."""
+DRAWING: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "seed": (),
+    "parallel_tool_calls": (True,),
+    "reasoning_effort": (),
+    "verbosity": (),
+}
+"""Fields that ask for other tokens than the run draws: as of `CallRules.settle`."""
+_UNFORCED: dict[str, tuple[Any, ...]] = {"tool_choice": ("required", {"type": "any"})}
+"""The same of fields with other values that are refused: the model is free to call no tool."""
+
+
+class Overridden:
+    """How often agents asked for a sampling that they did not get, by field."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def add(self, name: str, given: Any) -> None:
+        """Count one; it is logged the 1st, 2nd, 4th, ... time."""
+        self.counts[name] += 1
+        count = self.counts[name]
+        if not count & (count - 1):
+            log.info(
+                "an agent asked for %s = %s and got the run's sampling (%d so far)",
+                name,
+                str(given)[:80],
+                count,
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class CallRules:
-    """What the run has decided, and calls may repeat but not change."""
+    """What the run has decided, and calls may repeat but not change.
+
+    With `override` a call that asks for another sampling gets the run's, which is counted; without
+    it such a call is refused.
+    """
 
     sampling: Sampling
     stop_tokens: Sequence[str] = ()
+    override: bool = False
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    reads_calls: bool = True
+    overridden: Overridden = field(default_factory=Overridden)
+
+    def settle(self, name: str, given: Any, why: str) -> None:
+        """A call has asked for a sampling that is not the run's.
+
+        Raises:
+            ApiError: such calls are refused.
+        """
+        if not self.override:
+            raise ApiError(why, param=name)
+        self.overridden.add(name, given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,21 +106,29 @@ class Call:
     tools: list[dict[str, Any]] = field(default_factory=list)
     text: str | None = None
     max_tokens: int = 0  # 0 = as configured
+    stops: tuple[str, ...] = ()
     logprobs: bool = False
     stream: bool = False
     stream_usage: bool = False
+    follows: str = ""  # the id of the response that `messages` go on from; "" = they are all
 
 
-class _Body(msgspec.Struct, kw_only=True):
+class Body(msgspec.Struct, kw_only=True):
+    """What requests of all kinds have in common."""
+
     model: str = ""
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    stream: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class _Body(Body, kw_only=True):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     stop: str | list[str] | None = None
-    stream: bool | None = None
     stream_options: dict[str, Any] | None = None
 
 
@@ -83,7 +143,7 @@ class _TextBody(_Body, kw_only=True):
     logprobs: int | None = None
 
 
-B = TypeVar("B", bound=_Body)
+B = TypeVar("B", bound=Body)
 
 
 def read_chat(body: bytes, rules: CallRules) -> Call:
@@ -92,16 +152,17 @@ def read_chat(body: bytes, rules: CallRules) -> Call:
     Raises:
         ApiError: it is not one, or not one that this run can serve; names the field.
     """
-    asked = _decoded(body, _ChatBody, rules)
+    asked = decoded(body, _ChatBody, rules)
     if not asked.messages:
         raise ApiError("messages is empty", param="messages")
     tools = asked.tools or []
     if not all(isinstance(tool.get("function"), dict) for tool in tools):
         raise ApiError('every entry of tools needs "function"', param="tools")
     return Call(
-        messages=[_message(message, i) for i, message in enumerate(asked.messages)],
-        tools=tools,
+        messages=[read_message(message, i) for i, message in enumerate(asked.messages)],
+        tools=readable(tools, rules),
         max_tokens=_max_tokens(asked),
+        stops=stops_of(asked.stop, rules),
         logprobs=bool(asked.logprobs),
         stream=bool(asked.stream),
         stream_usage=bool((asked.stream_options or {}).get("include_usage")),
@@ -110,7 +171,7 @@ def read_chat(body: bytes, rules: CallRules) -> Call:
 
 def read_text(body: bytes, rules: CallRules) -> Call:
     """The call in the body of `/v1/completions`; errors as of `read_chat`."""
-    asked = _decoded(body, _TextBody, rules)
+    asked = decoded(body, _TextBody, rules)
     prompts = [asked.prompt] if isinstance(asked.prompt, str) else asked.prompt
     if len(prompts) != 1:
         raise ApiError(f"prompt has {len(prompts)} texts: a session is one", param="prompt")
@@ -122,75 +183,130 @@ def read_text(body: bytes, rules: CallRules) -> Call:
     return Call(
         text=prompts[0],
         max_tokens=_max_tokens(asked),
+        stops=stops_of(asked.stop, rules),
         logprobs=asked.logprobs is not None,
         stream=bool(asked.stream),
         stream_usage=bool((asked.stream_options or {}).get("include_usage")),
     )
 
 
-def comparable(message: Message) -> Message:
-    """`message` in the form in which histories are compared: white space around it is no edit."""
-    return {**message, "content": message["content"].strip()}
+def continues(old: Message, new: Message) -> bool:
+    """Whether `new` is `old` as it comes back: white space around it is no edit, and reasoning,
+    which many clients don't keep, may be missing.
+    """
+    if "reasoning_content" not in new:
+        old = {name: value for name, value in old.items() if name != "reasoning_content"}
+    return _stripped(old) == _stripped(new)
+
+
+def _stripped(message: Message) -> Message:
+    return {k: v.strip() if isinstance(v, str) else v for k, v in message.items()}
 
 
 def read_reply(message: Message) -> Message:
     """An assistant's message that we have sent, as it reads when it comes back."""
-    return _message(message, 0)
+    return read_message(message, 0)
 
 
-def _decoded(body: bytes, kind: type[B], rules: CallRules) -> B:
+def decoded(
+    body: bytes,
+    kind: type[B],
+    rules: CallRules,
+    ignored: Collection[str] = IGNORED,
+    neutral: Mapping[str, tuple[Any, ...]] = _NEUTRAL,
+) -> B:
+    """The request in `body`; fields besides those of `kind` must be `ignored` or `neutral`.
+
+    Raises:
+        ApiError: it is none, or asks for what is not served; names the field.
+    """
     try:
         fields = msgspec.json.decode(body, type=dict[str, Any])
         asked = msgspec.convert(fields, kind)
     except UNREADABLE as error:
         raise ApiError(f"the body is not a valid request: {error}", param=_path(error)) from error
-    served = {*kind.__struct_fields__, *_IGNORED}
+    served = {*kind.__struct_fields__, *ignored}
     for name, value in fields.items():
         if name in served or value is None:
             continue
-        if name not in _NEUTRAL:
+        if name not in neutral and name not in DRAWING:
             raise ApiError(f"{name} is not supported here: leave it out", param=name)
-        if value not in _NEUTRAL[name]:
-            wanted = " or ".join(msgspec.json.encode(v).decode() for v in _NEUTRAL[name])
-            given = msgspec.json.encode(value).decode()[:80]
-            raise ApiError(f"{name} = {given} is not supported: use {wanted}", param=name)
+        values = neutral.get(name) or DRAWING.get(name) or ()
+        if value in values:
+            continue
+        wanted = " or ".join(msgspec.json.encode(v).decode() for v in values)
+        given = msgspec.json.encode(value).decode()[:80]
+        why = f"{name} is not supported here: leave it out"
+        if wanted:
+            why = f"{name} = {given} is not supported: use {wanted}"
+        if name in neutral and value not in _UNFORCED.get(name, ()):
+            raise ApiError(why, param=name)
+        rules.settle(name, given, why)
     _agree(asked, rules)
     return asked
 
 
-def _agree(asked: _Body, rules: CallRules) -> None:
+def _agree(asked: Body, rules: CallRules) -> None:
     """What is trained on must have been drawn as the run says, so no call may draw otherwise."""
     for name in ("temperature", "top_p", "top_k", "min_p"):
         given, wanted = getattr(asked, name), getattr(rules.sampling, name)
         if given is not None and given != wanted:
-            raise ApiError(
+            why = (
                 f"{name} = {given:g}, but the run samples with sampling.{name} = {wanted:g}: leave "
-                "it out, or change the run",
-                param=name,
+                'it out, change the run, or set environment.sampling = "override"'
             )
-    stops = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
-    for stop in stops:
-        if stop not in rules.stop_tokens:
-            raise ApiError(
-                f"stop = {stop!r} is not among the run's sampling.stop_tokens: add it there, or "
-                "leave it out",
-                param="stop",
-            )
+            rules.settle(name, given, why)
+    for name, given in (asked.chat_template_kwargs or {}).items():
+        if name not in rules.template_options or given != rules.template_options[name]:
+            why = f"chat_template_kwargs.{name} is not that of the run's model.chat_template_kwargs"
+            rules.settle("chat_template_kwargs", f"{name}={given}", why)
+
+
+def stops_of(given: str | list[str] | None, rules: CallRules) -> tuple[str, ...]:
+    """The stop strings of a call, without the tokens that end the model's turns anyway."""
+    texts = [given] if isinstance(given, str) else given or []
+    if not all(texts):
+        raise ApiError("a stop string is empty", param="stop")
+    return tuple(text for text in texts if text not in rules.stop_tokens)
+
+
+def readable(tools: list[dict[str, Any]], rules: CallRules) -> list[dict[str, Any]]:
+    """`tools`, if their calls can be read.
+
+    Raises:
+        ApiError: nothing here reads the calls that this model writes.
+    """
+    if tools and not rules.reads_calls:
+        raise ApiError(f"{UNREAD}: {REMEDY}", code="tools_unread", param="tools")
+    return tools
 
 
 def _max_tokens(asked: _Body) -> int:
     given = [
         limit for limit in (asked.max_tokens, asked.max_completion_tokens) if limit is not None
     ]
-    if any(limit < 1 for limit in given):
-        raise ApiError(f"max_tokens = {min(given)}: use 1 or more", param="max_tokens")
-    return min(given, default=0)
+    return limit_of(min(given, default=None), "max_tokens")
 
 
-_KNOWN = {"role", "content", "name", "tool_call_id", "tool_calls"}
+def limit_of(given: int | None, name: str) -> int:
+    """The most tokens that a call wants, 0 if it doesn't say."""
+    if given is not None and given < 1:
+        raise ApiError(f"{name} = {given}: use 1 or more", param=name)
+    return given or 0
 
 
-def _message(message: dict[str, Any], index: int) -> Message:
+_KNOWN = {
+    "role",
+    "content",
+    "name",
+    "tool_call_id",
+    "tool_calls",
+    "reasoning_content",
+    "reasoning",
+}
+
+
+def read_message(message: dict[str, Any], index: int) -> Message:
     """A message as chat templates take it: text, and arguments of tool calls as objects."""
     where = f"messages[{index}]"
     role = message.get("role")
@@ -201,8 +317,11 @@ def _message(message: dict[str, Any], index: int) -> Message:
             raise ApiError(f"{where}.{name} is not supported", param=f"{where}.{name}")
     clean: Message = {
         "role": "system" if role == "developer" else role,
-        "content": _text(message.get("content"), f"{where}.content"),
+        "content": read_content(message.get("content"), f"{where}.content"),
     }
+    thought = message.get("reasoning_content") or message.get("reasoning")
+    if thought and role == "assistant":
+        clean["reasoning_content"] = read_content(thought, f"{where}.reasoning_content")
     for name in ("name", "tool_call_id"):
         if message.get(name) is not None:
             clean[name] = str(message[name])
@@ -211,7 +330,8 @@ def _message(message: dict[str, Any], index: int) -> Message:
     return clean
 
 
-def _text(content: Any, where: str) -> str:
+def read_content(content: Any, where: str) -> str:
+    """The text of a message, whole or in parts."""
     if content is None or isinstance(content, str):
         return content or ""
     if isinstance(content, list):
@@ -229,7 +349,7 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
                 "type": "function",
                 "function": {
                     "name": str(call["function"]["name"]),
-                    "arguments": _arguments(call["function"]["arguments"]),
+                    "arguments": read_arguments(call["function"]["arguments"]),
                 },
             }
             for call in calls
@@ -238,7 +358,8 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
         raise ApiError(f"{where} is malformed: {error!r}", param=where) from error
 
 
-def _arguments(arguments: Any) -> dict[str, Any]:
+def read_arguments(arguments: Any) -> dict[str, Any]:
+    """Arguments of a call as an object, which clients send as JSON."""
     text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments)
     return msgspec.json.decode(text, type=dict[str, Any])
 

@@ -19,16 +19,19 @@ from dataclasses import dataclass
 import msgspec
 
 from umbra.proto.errors import UmbraError
+from umbra.proto.records import SessionOffer
 from umbra.services.environments.environment_host import Result
 from umbra.services.environments.pool import EpisodeOutcome, taken
 from umbra.services.environments.protocol import Row, StepResult
-from umbra.services.environments.turn_request import Ask, Turn
+from umbra.services.environments.response import Said
+from umbra.services.environments.turn_request import Ask, Begun, Turn
 from umbra.services.environments.worker_pool import START_S, WorkerPool
-from umbra.services.generator.agents.address import url_of
+from umbra.services.generator.agents.address import host_of, url_of
 from umbra.services.generator.agents.calls import Call, CallRules
 from umbra.services.generator.agents.errors import ApiError
+from umbra.services.generator.agents.offers import SessionOffers
 from umbra.services.generator.agents.replies import Answer
-from umbra.services.generator.agents.server import MAX_BODY, Edge
+from umbra.services.generator.agents.server import MAX_BODY, Edge, Hear
 from umbra.services.generator.agents.session import AgentSession
 from umbra.services.generator.agents.session_registry import SessionRegistry
 from umbra.services.runtime.config import EnvironmentConfig
@@ -38,6 +41,7 @@ from umbra.services.runtime.process.loop_thread import LoopThread, ends_with_it
 
 _WAIT_S = START_S + 10.0
 _LOOK_S = 0.2
+_OFFER_AGAIN_S = 10.0  # sessions that wait for an env-worker: a buffer may have forgotten them
 _LONELY_S = 60.0  # samples that nobody takes for so long are worth a warning
 _CONNECTIONS = 4096  # an agent that waits for the model holds one
 _NO_KEY = "none"  # the client insists on one
@@ -52,6 +56,7 @@ class AgentSettings:
     rules: CallRules
     model: str  # name in replies
     key: str = ""
+    advertise: str = ""  # HOST or HOST:PORT that agents are told
 
 
 class AgentPool:
@@ -62,6 +67,7 @@ class AgentPool:
         settings: the rest.
         bound: where to listen; closed in the end.
         wake: called, from any thread, whenever an outcome is there.
+        offers: tells env-workers of sessions, whose agents they run; None: nobody but us is told.
 
     Raises:
         UsageError: the agent can't be loaded.
@@ -75,8 +81,9 @@ class AgentPool:
         bound: socket.socket,
         *,
         wake: Callable[[], None] = lambda: None,
+        offers: SessionOffers | None = None,
     ) -> None:
-        self.url = url_of(bound)
+        self.url = url_of(bound, settings.advertise)
         self._config = config
         self._clock = time.monotonic
         self._key = settings.key
@@ -85,11 +92,20 @@ class AgentPool:
         self._registry = SessionRegistry(config.timeout_s)
         self._arrivals: set[asyncio.Future[None]] = set()  # agents that wait for a sample
         self._stopping = False
-        self._workers = self._hire(config) if config.agent else None
+        self._offers = offers
+        self._fresh: list[SessionOffer] = []  # sessions that env-workers are to be told of
+        self._offer_at = 0.0  # when they are told again of those that still wait
+        self._workers = self._hire(config) if config.agent and offers is None else None
         self._idle_since = self._clock()
-        edge = Edge(self, settings.rules, settings.model, int(time.time()))
+        told = self.url if settings.advertise else ""
+        edge = Edge(self, settings.rules, settings.model, int(time.time()), told)
         self._server = HttpServer(
-            edge.app(), bound, key=settings.key, max_body=MAX_BODY, connections=_CONNECTIONS
+            edge.app(),
+            bound,
+            key=settings.key,
+            max_body=MAX_BODY,
+            connections=_CONNECTIONS,
+            name=host_of(settings.advertise),
         )
         self._watch: asyncio.Task[None] | None = None
         self._thread = LoopThread("agents")
@@ -101,7 +117,7 @@ class AgentPool:
 
     # -- as an environment pool, from the generator's thread --------------------------------------
 
-    def play(self, key: str, row: Row, responses: Sequence[str]) -> None:
+    def play(self, key: str, row: Row, responses: Sequence[Said | str]) -> None:
         """Open a session for sample `key`; what the model says goes to whoever asked for it."""
         assert not responses, "agents are answered through their Ask"
         self._thread.call(self._open, key, row)
@@ -126,7 +142,7 @@ class AgentPool:
         return self._registry.find(session_id)
 
     async def lease(self, wait_s: float) -> AgentSession | None:
-        if self._workers is not None:
+        if self._workers is not None or self._offers is not None:
             raise ApiError(
                 "this run starts its own agents (environment.agent)", status=404, code="no_work"
             )
@@ -138,10 +154,21 @@ class AgentPool:
             self._arrivals.add(arrival)
             await asyncio.wait([arrival], timeout=deadline.left_s)
             self._arrivals.discard(arrival)
-        self._idle_since = self._clock()
+        self._taken(session)
         return session
 
-    async def ask(self, session: AgentSession, call: Call, *, repeated: bool) -> Answer:
+    def begin(self, session: AgentSession) -> None:
+        """The agent of an env-worker begins on `session`; raises ApiError if one has."""
+        if session.over is not None:
+            raise session.over
+        if self._offers is None or session.begun:
+            raise ApiError("this session has an agent", code="session_begun")
+        session.begin(self._clock())
+        self._taken(session)
+
+    async def ask(
+        self, session: AgentSession, call: Call, *, repeated: bool, hear: Hear | None = None
+    ) -> Answer:
         told: asyncio.Future[Answer | ApiError] = asyncio.get_running_loop().create_future()
         news = session.ask(call, told.set_result, repeated=repeated)
         if news is not None:
@@ -153,6 +180,8 @@ class AgentPool:
                 text=news.text,
                 max_tokens=call.max_tokens,
                 pieces=call.logprobs,
+                stops=call.stops,
+                hear=hear and (lambda pieces: self._thread.call(hear, pieces)),
             )
             self._deliver(EpisodeOutcome(session.key, ask))
         answer = await told
@@ -168,15 +197,36 @@ class AgentPool:
             session.linger(self._clock())
 
     def give_up(self, session: AgentSession, reason: str) -> None:
+        if session.over is None and session.reward is not None:
+            raise ApiError("this session has its reward", code="rewarded")
         session.abandon(f"its agent gave up: {reason}")
         self._deliver(EpisodeOutcome(session.key, error=session.verdict))
 
+    def _taken(self, session: AgentSession) -> None:
+        self._idle_since = self._clock()
+        self._deliver(EpisodeOutcome(session.key, Begun()))
+
     def _open(self, key: str, row: Row) -> None:
         session = self._registry.open(key, row)
+        if self._offers is not None:
+            if not self._fresh:
+                asyncio.get_running_loop().call_soon(self._offer)
+            self._fresh.append(_offer_of(session))
         if self._workers is not None:
             self._workers.forget(key)  # of the same sample, begun anew
             self._workers.play(key, row, [json.dumps(self._endpoint(session))])
         self._rouse()
+
+    def _offer(self) -> None:
+        assert self._offers is not None
+        fresh, self._fresh = self._fresh, []
+        self._offers.send(fresh)
+
+    def _offer_again(self) -> None:
+        now = self._clock()
+        if self._offers is not None and now >= self._offer_at:
+            self._offer_at = now + _OFFER_AGAIN_S
+            self._offers.send([_offer_of(session) for session in self._registry.unbegun()])
 
     def _rouse(self) -> None:
         for arrival in self._arrivals:
@@ -228,6 +278,7 @@ class AgentPool:
             error = "the process of its agent ended because of another agent in it"
             self._deliver(EpisodeOutcome(key, error=error))
         session.begin(self._clock())
+        self._deliver(EpisodeOutcome(key, Begun()))
 
     def _left(self, key: str, value: Result | None, error: str) -> None:
         """An agent's function has returned."""
@@ -276,6 +327,7 @@ class AgentPool:
                 else:
                     session.abandon(self._silence(session))
                     self._deliver(EpisodeOutcome(session.key, error=session.verdict))
+            self._offer_again()
             self._warn_if_lonely()
 
     def _silence(self, session: AgentSession) -> str:
@@ -291,9 +343,16 @@ class AgentPool:
             self._idle_since = now
         elif now - self._idle_since > _LONELY_S:
             log.warning(
-                "%d samples wait for an agent: none has asked %s/sessions for work in %.0f s",
+                "%d samples wait for an agent: none has %s in %.0f s",
                 self._registry.waiting,
-                self.url,
+                f"asked {self.url}/sessions for work"
+                if self._offers is None
+                else f"come from an env-worker (`umbra env-worker`) to {self.url}",
                 _LONELY_S,
             )
             self._idle_since = now
+
+
+def _offer_of(session: AgentSession) -> SessionOffer:
+    sample_id, _, attempt = session.key.rpartition("/")
+    return SessionOffer(sample_id=sample_id, attempt=int(attempt), session=session.id)

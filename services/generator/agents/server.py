@@ -2,31 +2,54 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from umbra.proto.errors import UNREADABLE
 from umbra.services.environments.protocol import StepResult
 from umbra.services.generator.agents.calls import Call, CallRules, read_chat, read_text
 from umbra.services.generator.agents.errors import ApiError
-from umbra.services.generator.agents.replies import Answer, Form, model_entry, model_list
+from umbra.services.generator.agents.messages_api import Messages, read_messages
+from umbra.services.generator.agents.replies import (
+    Answer,
+    Completions,
+    Form,
+    Head,
+    Pieces,
+    Stream,
+    model_entry,
+    model_list,
+)
+from umbra.services.generator.agents.responses_api import Responses, read_responses
 from umbra.services.generator.agents.session import AgentSession
 from umbra.services.runtime.http.address import url_at
 from umbra.services.runtime.http.door import too_large
 
 MAX_BODY = 32 << 20
 _MAX_WAIT_S = 60.0
+_EVENTS = "text/event-stream"
 _REPEATED = "x-stainless-retry-count"  # what the openai clients send; not "0" in a repetition
 
 Handler = Callable[[Request], Awaitable[Response]]
+Hear = Callable[[Pieces], None]
+Read = Callable[[bytes, CallRules], Call]
+_COMPLETIONS: dict[str, tuple[Read, Callable[[Head], Form]]] = {
+    "/v1/chat/completions": (read_chat, Completions),
+    "/v1/completions": (read_text, Completions),
+    "/v1/responses": (read_responses, Responses),
+    "/v1/messages": (read_messages, Messages),
+}
+"""How the model is asked: by path, what reads a request and how its reply looks."""
 
 
 class Sessions(Protocol):
@@ -40,8 +63,17 @@ class Sessions(Protocol):
         """A session for an agent from outside, as soon as there is one."""
         ...
 
-    async def ask(self, session: AgentSession, call: Call, *, repeated: bool) -> Answer:
-        """The model's answer; raises ApiError if there is none for this call."""
+    def begin(self, session: AgentSession) -> None:
+        """An env-worker's agent begins on it; raises ApiError if one has."""
+        ...
+
+    async def ask(
+        self, session: AgentSession, call: Call, *, repeated: bool, hear: Hear | None = None
+    ) -> Answer:
+        """The model's answer; raises ApiError if there is none for this call.
+
+        `hear` is told what the model says while it says it.
+        """
         ...
 
     def reward(self, session: AgentSession, result: StepResult) -> None:
@@ -74,9 +106,13 @@ class Edge:
         rules: what calls must agree with.
         model: the name that replies carry.
         created: seconds since the epoch, for replies.
+        url: what agents are told instead of the address at which they came; "" = that.
     """
 
-    def __init__(self, sessions: Sessions, rules: CallRules, model: str, created: int) -> None:
+    def __init__(
+        self, sessions: Sessions, rules: CallRules, model: str, created: int, url: str = ""
+    ) -> None:
+        self._url = url
         self._sessions = sessions
         self._rules = rules
         self._model = model
@@ -87,16 +123,16 @@ class Edge:
         routes: list[tuple[str, str, Handler]] = [
             ("POST", "/sessions", self._lease),
             ("DELETE", base, self._give_up),
+            ("POST", base + "/begin", self._begin),
             ("POST", base + "/reward", self._reward),
             ("POST", base + "/v1/reward", self._reward),
-            ("POST", base + "/v1/chat/completions", self._chat),
-            ("POST", base + "/v1/completions", self._text),
         ]
+        for path, (read, form) in _COMPLETIONS.items():
+            routes.append(("POST", base + path, partial(self._complete, read, form)))
+            routes.append(("POST", path, self._no_session))
         for prefix in ("", base):
             routes.append(("GET", prefix + "/v1/models", self._models))
             routes.append(("GET", prefix + "/v1/models/{model}", self._one_model))
-        routes.append(("POST", "/v1/chat/completions", self._no_session))
-        routes.append(("POST", "/v1/completions", self._no_session))
         return Starlette(
             routes=[Route(path, self._guarded(run), methods=[m]) for m, path, run in routes],
             exception_handlers={HTTPException: _http_error},
@@ -121,7 +157,16 @@ class Edge:
                 f"there is no sample to work on within {wait_s:g} s", status=503, code="no_work"
             )
             return _refusal(error, {"retry-after": "1"})
-        here = url_at(*request.scope["server"])  # where it came in, and never what it says of that
+        return self._work(request, session)
+
+    async def _begin(self, request: Request) -> Response:
+        session = self._session(request)
+        self._sessions.begin(session)
+        return self._work(request, session)
+
+    def _work(self, request: Request, session: AgentSession) -> Response:
+        # Where it came in, and never what it says of that.
+        here = self._url or url_at(*request.scope["server"])
         url = f"{here}/sessions/{session.id}"
         return JSONResponse(
             {
@@ -134,23 +179,38 @@ class Edge:
             201,
         )
 
-    async def _chat(self, request: Request) -> Response:
-        return await self._complete(request, read_chat)
-
-    async def _text(self, request: Request) -> Response:
-        return await self._complete(request, read_text)
-
     async def _complete(
-        self, request: Request, read: Callable[[bytes, CallRules], Call]
+        self, read: Read, form_of: Callable[[Head], Form], request: Request
     ) -> Response:
-        session = self._session(request)
-        call = read(await _body(request), self._rules)
-        repeated = request.headers.get(_REPEATED, "0") != "0"
-        answer = await self._sessions.ask(session, call, repeated=repeated)
-        form = Form(session.id, self._model, self._created)
-        if call.stream:
-            return Response(form.events(call, answer), media_type="text/event-stream")
+        form = form_of(Head(request.path_params["session"], self._model, self._created))
+        try:
+            session = self._session(request)
+            call = read(await _body(request), self._rules)
+            repeated = request.headers.get(_REPEATED, "0") != "0"
+            if call.stream:
+                return await self._stream(form, session, call, repeated)
+            answer = await self._sessions.ask(session, call, repeated=repeated)
+        except ApiError as error:
+            return JSONResponse(form.error(error), error.status)
         return JSONResponse(form.whole(call, answer))
+
+    async def _stream(
+        self, form: Form, session: AgentSession, call: Call, repeated: bool
+    ) -> Response:
+        """The reply as events, once it is known that there will be one."""
+        heard: asyncio.Queue[Pieces | None] = asyncio.Queue()
+        number = session.turns
+        asked = asyncio.ensure_future(
+            self._sessions.ask(session, call, repeated=repeated, hear=heard.put_nowait)
+        )
+        asked.add_done_callback(lambda _: heard.put_nowait(None))
+        first = await heard.get()
+        if first is None and (error := asked.exception()) is not None:
+            raise error
+        if first is None:
+            number = asked.result().number  # of a repeated request it is the one before
+        stream = form.stream(call, number)
+        return StreamingResponse(_events(stream, first, heard, asked), media_type=_EVENTS)
 
     async def _reward(self, request: Request) -> Response:
         given = _read(await _body(request), _Reward)
@@ -192,6 +252,21 @@ class Edge:
     def _in_session(self, request: Request) -> None:
         if "session" in request.path_params:
             self._session(request)
+
+
+async def _events(
+    stream: Stream,
+    pieces: Pieces | None,
+    heard: asyncio.Queue[Pieces | None],
+    asked: asyncio.Future[Answer],
+) -> AsyncIterator[bytes]:
+    while pieces is not None:
+        yield stream.pieces(pieces)
+        pieces = await heard.get()
+    try:
+        yield stream.end(await asked)
+    except ApiError as error:
+        yield stream.broken(error)
 
 
 async def _body(request: Request) -> bytes:

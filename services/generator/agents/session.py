@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from umbra.proto.errors import UmbraError
 from umbra.services.environments.protocol import Message, StepResult
 from umbra.services.environments.turn_request import RefusedError, Turn
-from umbra.services.generator.agents.calls import Call, comparable, read_reply
+from umbra.services.generator.agents.calls import Call, continues, read_reply
 from umbra.services.generator.agents.errors import ApiError
 from umbra.services.generator.agents.replies import Answer, answer_of
+from umbra.services.generator.agents.responses_api import response_id
 
 Listener = Callable[[Answer | ApiError], None]
 
@@ -54,9 +55,10 @@ class AgentSession:
         self.left = False  # the agent's program has ended
         self.verdict = ""  # why nothing more is expected of the agent
         self._begun = False
-        self._call: Call | None = None  # the last one
+        self._asked: Call | None = None  # the last one, as it came
+        self._call: Call | None = None  # with all that it follows
         self._answer: Answer | None = None  # to it; None while the model speaks
-        self._history: list[Message] = []  # up to that answer, in comparable form
+        self._history: list[Message] = []  # up to that answer
         self._text = ""
         self._before: tuple[Call | None, Answer | None] = None, None
         self._turns = 0
@@ -92,7 +94,8 @@ class AgentSession:
             ApiError: the call does not continue the conversation, or comes while another is open.
         """
         self._check_open()
-        if repeated and call == self._call:
+        asked = call
+        if repeated and call == self._asked:
             if self._answer is not None:
                 listener(self._answer)
             else:
@@ -104,8 +107,10 @@ class AgentSession:
                 "work on several samples in a session each",
                 code="request_under_way",
             )
+        call = self._joined(call)
         news = self._news(call)
         self._before = self._call, self._answer
+        self._asked = asked
         self._call, self._answer, self.refusal = call, None, ""
         self._listeners.append(listener)
         self.deadline = math.inf
@@ -118,9 +123,8 @@ class AgentSession:
         call = self._call
         self._answer = answer_of(turn, call, self._turns)
         self._turns += 1
-        self._history = [comparable(message) for message in call.messages]
-        self._history.append(comparable(read_reply(self._answer.message)))
-        self._text = (call.text or "") + turn.text
+        self._history = [*call.messages, read_reply(self._answer.message)]
+        self._text = (call.text or "") + turn.said.text
         self.deadline = now + self.timeout_s
         self._tell(self._answer)
 
@@ -178,6 +182,10 @@ class AgentSession:
         self.over = why
         self.deadline = math.inf
         self._tell(why)
+        # It is remembered for late requests, what was said in it is not.
+        self.row, self._history, self._text = {}, [], ""
+        self._call = self._answer = None
+        self._before = None, None
 
     def _check_open(self) -> None:
         if self.over is not None:
@@ -187,6 +195,18 @@ class AgentSession:
         listeners, self._listeners = self._listeners, []
         for listener in listeners:
             listener(answer)
+
+    def _joined(self, call: Call) -> Call:
+        """A call that names the response that it follows, with what was before."""
+        if not call.follows:
+            return call
+        if call.follows != response_id(self.id, self._turns - 1) or self._answer is None:
+            raise _edited("previous_response_id is not that of the last response")
+        messages, known = call.messages, self._history
+        if messages[0] == known[0] and messages[0]["role"] == "system":
+            messages = messages[1:]  # instructions are sent each time
+        tools = call.tools or (self._call.tools if self._call is not None else [])
+        return replace(call, messages=[*known, *messages], tools=tools)
 
     def _news(self, call: Call) -> News:
         if self.reward is not None:
@@ -199,6 +219,8 @@ class AgentSession:
             if not call.text.startswith(self._text):
                 raise _edited("prompt does not begin with the last prompt and its completion")
             text = call.text.removeprefix(self._text)
+            # What stopped the model stands in its tokens already, and in most prompts again.
+            text = text.removeprefix(self._answer.turn.said.stop)
             if not text:
                 raise _edited("prompt adds nothing to the last completion")
             return News(text=text)
@@ -206,7 +228,7 @@ class AgentSession:
             raise _edited("tools are not those of the first request")
         known = self._history
         for index, (old, new) in enumerate(zip(known, call.messages, strict=False)):
-            if old != comparable(new):
+            if not continues(old, new):
                 raise _edited(f"messages[{index}] is not what it was")
         if len(call.messages) <= len(known):
             raise _edited(

@@ -11,6 +11,7 @@ from umbra.services.runtime.config.base import Section
 from umbra.services.runtime.config.buffer import BufferConfig
 from umbra.services.runtime.config.generation import (
     EnvironmentConfig,
+    EnvWorkerConfig,
     GeneratorConfig,
     SamplingConfig,
     ScorerConfig,
@@ -36,6 +37,7 @@ __all__ = [
     "CheckpointConfig",
     "CriticConfig",
     "DataConfig",
+    "EnvWorkerConfig",
     "EnvironmentConfig",
     "EvalConfig",
     "GeneratorConfig",
@@ -68,6 +70,7 @@ class RunConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     checkpoint: CheckpointConfig = CheckpointConfig()
     weight_hub: WeightHubConfig = WeightHubConfig()
     scorer: ScorerConfig = ScorerConfig()
+    env_worker: EnvWorkerConfig = EnvWorkerConfig()
     eval: EvalConfig = EvalConfig()
     metrics: MetricsConfig = MetricsConfig()
     security: SecurityConfig = SecurityConfig()

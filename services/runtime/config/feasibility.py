@@ -64,6 +64,7 @@ def check_feasible(config: RunConfig) -> None:
         *_staleness(config),
         *_stages(config),
         *_agents(config),
+        *_sessions(config),
         *_sampling(config),
         *_deadlines(config),
         *_sequence_parallel(config),
@@ -196,9 +197,23 @@ def _agents(config: RunConfig) -> Iterator[str]:
             "environment.kind = agent has no agent: set environment.agent to module:function, or "
             "generator.serve to the HOST:PORT that agents come to"
         )
+    if environment.run_on == "env_worker" and not environment.agent:
+        yield (
+            "environment.run_on = env_worker is for agents that the run starts: set "
+            'environment.kind = "agent" and environment.agent to module:function'
+        )
     for key, value in (("environment.agent", environment.agent), ("generator.serve", serve)):
         if value and environment.kind != "agent":
             yield f"{key} = {value} has no effect: set environment.kind to agent, or remove it"
+
+
+def _sessions(config: RunConfig) -> Iterator[str]:
+    sessions, slots = config.generator.sessions, config.generator.slots
+    if 0 < sessions < slots:
+        yield (
+            f"generator.sessions = {sessions} leaves some of generator.slots = {slots} empty: "
+            "raise it, or set it to 0"
+        )
 
 
 def _sampling(config: RunConfig) -> Iterator[str]:

@@ -29,6 +29,10 @@ class EnvironmentConfig(Section, frozen=True, kw_only=True, forbid_unknown_field
             "generator.serve"
         ),
     ] = ""
+    run_on: Annotated[
+        Literal["generator", "env_worker"],
+        Meta(description="whose host runs the agents: the generator's, or that of an env-worker"),
+    ] = "generator"
     timeout_s: Annotated[
         float,
         Meta(
@@ -46,11 +50,30 @@ class EnvironmentConfig(Section, frozen=True, kw_only=True, forbid_unknown_field
         float, Meta(description="seconds that a sample may take on one generator; 0 = any", ge=0)
     ] = 0.0
     workers: Annotated[
-        int, Meta(description="processes that run user code, per generator or scorer", ge=1)
+        int,
+        Meta(description="processes that run user code, per generator, scorer or env-worker", ge=1),
     ] = 4
     memory_mb: Annotated[
         int, Meta(description="MiB of address space of such a process; 0 = any", ge=0)
     ] = 4096
+    sandbox: Annotated[
+        str,
+        Meta(
+            description='where a model\'s code runs: "docker", "podman" or a class as '
+            '"module:Class"; empty = there are no tools that run code'
+        ),
+    ] = ""
+    sandbox_options: Annotated[
+        dict[str, Any],
+        Meta(description="image and limits of its containers, or the class's arguments"),
+    ] = {}
+    sampling: Annotated[
+        Literal["override", "refuse"],
+        Meta(
+            description="an agent that asks for another sampling than the run's gets the run's, "
+            "which is counted, or is refused"
+        ),
+    ] = "override"
     options: Annotated[
         dict[str, Any], Meta(description="passed to the environment's constructor")
     ] = {}
@@ -67,6 +90,10 @@ class SamplingConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     stop_tokens: Annotated[
         list[str],
         Meta(description="tokens, as text, that end a turn besides those the model names"),
+    ] = []
+    stop: Annotated[
+        list[Annotated[str, Meta(min_length=1)]],
+        Meta(description="texts that end a turn, of any number of tokens"),
     ] = []
 
 
@@ -94,6 +121,14 @@ class GeneratorConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=
     prefetch: Annotated[
         int, Meta(description="samples leased ahead of free slots, so that none stays empty", ge=0)
     ] = 32
+    sessions: Annotated[
+        int,
+        Meta(
+            description="samples under way at once, those that wait for tools included, which take "
+            "no slot; 0 = 4 x slots + prefetch",
+            ge=0,
+        ),
+    ] = 0
     partial_flush_tokens: Annotated[
         int,
         Meta(
@@ -139,6 +174,13 @@ class GeneratorConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=
             description="file of the key that agents have to give; empty = variable UMBRA_AGENT_KEY"
         ),
     ] = ""
+    serve_advertise: Annotated[
+        str,
+        Meta(
+            description="HOST or HOST:PORT that agents are told instead, if they reach this "
+            "generator by another name (containers, a proxy); without a port: the one it has"
+        ),
+    ] = ""
     receive: Annotated[
         Literal["staged", "streamed"],
         Meta(description="hold new weights beside the old ones, or load them from the hub's host"),
@@ -173,3 +215,23 @@ class ScorerConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     logits_mib: Annotated[float, Meta(description="MiB of float32 logits at a time", gt=0)] = 256.0
     device: Annotated[str, Meta(description="cpu, cuda, cuda:1, ... or auto")] = "auto"
     threads: Annotated[int, Meta(description="CPU threads; 0 = torch's choice", ge=0)] = 0
+
+
+class EnvWorkerConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Runs the agents of a run on a machine of their own."""
+
+    count: Annotated[
+        int,
+        Meta(
+            description='env-workers that `umbra up` starts, if environment.run_on = "env_worker"',
+            ge=0,
+        ),
+    ] = 1
+    sessions: Annotated[
+        int,
+        Meta(
+            description="sessions of an env-worker at once; 0 = as many as its processes "
+            "(environment.workers) take",
+            ge=0,
+        ),
+    ] = 0

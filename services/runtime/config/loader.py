@@ -40,7 +40,7 @@ def load_config(
     """
     tree: dict[str, dict[str, Any]] = {}
     if file is not None:
-        tree = _check(_read(Path(file)), str(file))
+        tree = _check(read_run_file(Path(file)), str(file))
     for name, text in sorted(environ.items()):
         if name.startswith(ENV_PREFIX) and "__" in name:
             path = name.removeprefix(ENV_PREFIX).lower().replace("__", ".")
@@ -74,7 +74,12 @@ def to_json(config: RunConfig) -> bytes:
     return msgspec.json.format(msgspec.json.encode(config), indent=2)
 
 
-def _read(path: Path) -> Any:
+def read_run_file(path: Path) -> Any:
+    """What is written in a run file, unchecked.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
     try:
         text = path.read_text(encoding="utf-8-sig")
         return msgspec.json.decode(text) if path.suffix == ".json" else tomllib.loads(text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
@@ -47,6 +47,22 @@ class ModelConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True
             "check-model found right"
         ),
     ] = []
+    chat_template: Annotated[
+        str, Meta(description="file of a chat template instead of the model's own")
+    ] = ""
+    chat_template_kwargs: Annotated[
+        dict[str, Any],
+        Meta(description="variables of the chat template, such as enable_thinking = false"),
+    ] = {}
+    dialect: Annotated[
+        str,
+        Meta(
+            description="how reasoning and tool calls are read: auto (found from the chat "
+            "template), none, trl/NAME, vllm/TOOLS, vllm/TOOLS+REASONING or a .json file with a "
+            "response template of Transformers",
+            min_length=1,
+        ),
+    ] = "auto"
 
 
 class DataConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -86,6 +102,13 @@ class SecurityConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     insecure: Annotated[
         bool, Meta(description="let sockets that other machines can reach be bound without keys")
     ] = False
+    encrypt_weights: Annotated[
+        bool,
+        Meta(
+            description="with keys: encrypt weights on their way over plane tcp; false = only "
+            "authenticate them, which costs less. All else is encrypted always"
+        ),
+    ] = True
 
 
 class LogConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

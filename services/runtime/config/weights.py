@@ -9,6 +9,8 @@ from msgspec import Meta
 from umbra.services.runtime.config.base import Section
 from umbra.services.runtime.deadline import LEAST_RATE, Pace
 
+CONNECTIONS = 2
+
 
 class WeightHubConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Versions, arena and pushes."""
@@ -36,6 +38,21 @@ class WeightHubConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=
     buckets_listen: Annotated[
         str,
         Meta(description="address for plane tcp; empty = any port of the listen address's host"),
+    ] = ""
+    connections: Annotated[
+        int,
+        Meta(
+            description="connections over which a receiver fetches from one source over plane tcp, "
+            "each with a thread at both ends",
+            ge=1,
+            le=16,
+        ),
+    ] = CONNECTIONS
+    connections_listen: Annotated[
+        str,
+        Meta(
+            description="address for these connections; empty = any port of the host of plane tcp"
+        ),
     ] = ""
     delta: Annotated[
         Literal["auto", "always", "off"],

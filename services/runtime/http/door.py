@@ -30,19 +30,27 @@ class Door:
         local: whether only this machine reaches the server. Then requests must call it by a
             loopback name, so that no page whose name was made to lead here can ask through a
             browser (DNS rebinding).
-        key: what clients have to give as bearer token; "" = nothing.
+        key: what clients have to give as bearer token, or in the header X-Api-Key; "" = nothing.
         max_body: bytes that the body of a request may have.
         refusals: counts them.
+        name: one more that this machine may be called by, in lower case.
     """
 
     def __init__(
-        self, app: ASGIApp, local: bool, key: str, max_body: int, refusals: Refusals
+        self,
+        app: ASGIApp,
+        local: bool,
+        key: str,
+        max_body: int,
+        refusals: Refusals,
+        name: str = "",
     ) -> None:
         self._app = app
         self._local = local
         self._key = key.encode()
         self._max_body = max_body
         self._refusals = refusals
+        self._own_name = name
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         objection = self.objection(Headers(scope=scope))
@@ -57,12 +65,14 @@ class Door:
     def objection(self, headers: Headers) -> Objection | None:
         """What speaks against a request with these headers."""
         host = headers.get("host", "").lower()
-        if self._local and not is_loopback(_name(host)):
+        called = _name(host)
+        if self._local and not is_loopback(called) and called != (self._own_name or None):
             return Objection(403, "wrong_host", "the Host header is no name of this machine")
         for origin in headers.getlist("origin"):
             if origin.lower() not in (f"http://{host}", f"https://{host}"):
                 return Objection(403, "wrong_origin", "the request comes from another page")
-        given = headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")
+        given = headers.get("authorization") or headers.get("x-api-key", "")
+        given = given.removeprefix("Bearer ").encode("latin-1")
         if self._key and not hmac.compare_digest(given, self._key):
             return Objection(401, "invalid_api_key", "the API key is wrong or missing")
         length = int(headers.get("content-length", 0))

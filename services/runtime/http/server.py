@@ -42,6 +42,7 @@ class HttpServer:
         key: what clients have to give as bearer token; "" = nothing.
         max_body: bytes that the body of a request may have.
         connections: how many there may be; half the process's files at most.
+        name: another name that clients may call this server by (`Door`).
     """
 
     def __init__(
@@ -52,10 +53,11 @@ class HttpServer:
         key: str = "",
         max_body: int = 0,
         connections: int,
+        name: str = "",
     ) -> None:
         self.refusals = Refusals()
         self._bound = bound
-        door = Door(app, is_local(bound), key, max_body, self.refusals)
+        door = Door(app, is_local(bound), key, max_body, self.refusals, name)
         self._server = uvicorn.Server(_Config(door, _affordable(connections), self.refusals))
         self._task: asyncio.Task[None] | None = None
 

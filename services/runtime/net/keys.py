@@ -46,10 +46,12 @@ class Security:
     Args:
         keys: of this process; without them nothing is encrypted and nobody is asked for a key.
         insecure: bind where other machines can connect nevertheless.
+        encrypt_weights: hide the bytes of weights on their way too, not only authenticate them.
     """
 
     keys: Keys | None = None
     insecure: bool = False
+    encrypt_weights: bool = True
 
     def connecting(self, server: Role) -> Curve | None:
         """Options of a socket that connects to a server of role `server`."""
@@ -174,9 +176,10 @@ def open_security(
     if where is None and run_dir is not None and (run_dir / FOLDER).is_dir():
         where = run_dir / FOLDER
     if where is None:
-        return Security(insecure=config.insecure)
+        return Security(insecure=config.insecure, encrypt_weights=config.encrypt_weights)
     held: list[KeyRole] = [one for one in roles if (where / f"{one}{SECRET}").exists()]
-    return Security(load_keys(where, (held or roles)[0]), config.insecure)
+    keys = load_keys(where, (held or roles)[0])
+    return Security(keys, config.insecure, config.encrypt_weights)
 
 
 def _check_private(path: Path) -> None:

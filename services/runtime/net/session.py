@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-import umbra
+from umbra._version import __version__
 from umbra.proto.errors import (
     DeadlineError,
     PeerLostError,
@@ -142,7 +142,7 @@ class Session:
             name=name,
             pid=os.getpid(),
             host=socket.gethostname(),
-            package_version=umbra.__version__,
+            package_version=__version__,
             endpoints=endpoints or {},
         )
         try:

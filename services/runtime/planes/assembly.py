@@ -89,35 +89,59 @@ class Assembly:
             credit_bytes=credit_bytes,
         )
 
+    def room(self, piece: Piece, nbytes: int) -> memoryview | None:
+        """Where the next bytes of a bucket belong; None for a delta, or where nothing is awaited.
+
+        They may be written there at once; then `placed` is called.
+
+        Raises:
+            WireError: they are not the next ones.
+        """
+        bucket = piece.bucket
+        if piece.base or bucket not in self.awaited:
+            return None  # a repetition, or what follows a piece that was bad
+        start, end = self.manifest.buckets[bucket]
+        until = piece.offset + nbytes
+        if piece.offset != self._filled[bucket] or until > end - start or not nbytes:
+            raise WireError(f"piece [{piece.offset}, {until}) of bucket {bucket} is out of order")
+        self._contents[self._target][bucket] = 0
+        return self._buffers[self._target][start + piece.offset : start + until]
+
+    def placed(self, piece: Piece, nbytes: int) -> bool:
+        """The bytes of a piece are where `room` said; True when they complete its bucket.
+
+        Raises:
+            WireError: the bucket has come wrong too often.
+        """
+        bucket = piece.bucket
+        start, end = self.manifest.buckets[bucket]
+        self._filled[bucket] += nbytes
+        if self._filled[bucket] < end - start:
+            return False
+        return self._complete(bucket, checksum(self._buffers[self._target][start:end]))
+
     def take(self, piece: Piece, raw: bytes | memoryview) -> bool:
-        """Add a piece; True when it completes its bucket.
+        """Add a piece that lies elsewhere; True when it completes its bucket.
 
         Raises:
             WireError: it does not belong here, or a bucket has come wrong too often.
         """
         bucket = piece.bucket
+        if not piece.base:
+            if (room := self.room(piece, len(raw))) is None:
+                return False
+            copy(raw, room)
+            return self.placed(piece, len(raw))
         if bucket not in self.awaited:
-            return False  # a repetition, or what follows a piece that was bad
+            return False
         start, end = self.manifest.buckets[bucket]
         area = self._buffers[self._target][start:end]
-        if piece.base:
-            try:
-                self._apply(piece, raw, area)
-            except WireError:
-                return self._failed(bucket)
-            if piece.result != self._wanted[bucket]:
-                return False
-        else:
-            until = piece.offset + len(raw)
-            if piece.offset != self._filled[bucket] or until > len(area) or not raw:
-                raise WireError(
-                    f"piece [{piece.offset}, {until}) of bucket {bucket} is out of order"
-                )
-            self._contents[self._target][bucket] = 0
-            copy(raw, area[piece.offset : until])
-            self._filled[bucket] = until
-            if until < len(area):
-                return False
+        try:
+            self._apply(piece, raw, area)
+        except WireError:
+            return self._failed(bucket)
+        if piece.result != self._wanted[bucket]:
+            return False
         return self._complete(bucket, checksum(area))
 
     def _complete(self, bucket: int, actual: int) -> bool:
@@ -220,29 +244,40 @@ class SequentialAssembly:
             credit_bytes=credit_bytes,
         )
 
-    def take(self, piece: Piece, raw: bytes | memoryview) -> bool:
-        """Add a piece; True when it completes its bucket.
-
-        Raises:
-            WireError: it is not the next one, or a bucket has come wrong too often.
-        """
+    def room(self, piece: Piece, nbytes: int) -> memoryview | None:
+        """See `Assembly.room`."""
         if not self._ordered:
-            return False  # what follows a bucket that was bad
-        until = piece.offset + len(raw)
+            return None  # what follows a bucket that was bad
+        until = piece.offset + nbytes
         area = self.bucket(piece.bucket) if piece.bucket == self._next else memoryview(b"")
-        if piece.base or piece.offset != self._filled or until > len(area) or not raw:
+        if piece.base or piece.offset != self._filled or until > len(area) or not nbytes:
             raise WireError(
                 f"piece [{piece.offset}, {until}) of bucket {piece.bucket} is out of order"
             )
-        area[piece.offset : until] = raw
-        self._filled = until
-        if until < len(area):
+        return area[piece.offset : until]
+
+    def placed(self, piece: Piece, nbytes: int) -> bool:
+        """See `Assembly.placed`."""
+        area = self.bucket(piece.bucket)
+        self._filled += nbytes
+        if self._filled < len(area):
             return False
         if checksum(area) != self._wanted[self._next]:
             return self._failed()
         self._next += 1
         self._filled = self._failures = 0
         return True
+
+    def take(self, piece: Piece, raw: bytes | memoryview) -> bool:
+        """Add a piece that lies elsewhere; True when it completes its bucket.
+
+        Raises:
+            WireError: it is not the next one, or a bucket has come wrong too often.
+        """
+        if (room := self.room(piece, len(raw))) is None:
+            return False
+        copy(raw, room)
+        return self.placed(piece, len(raw))
 
     def _failed(self) -> bool:
         self._failures += 1

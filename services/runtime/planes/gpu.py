@@ -75,7 +75,14 @@ class GpuReceiving:
             return IpcReceiver(manifest, self._device)
         arena = Arena.anonymous(slot_bytes=manifest.total_bytes, slots=BUFFERS)
         buffers = [arena.slot(index) for index in range(BUFFERS)]
-        pull = TcpReceiver(name, manifest, buffers, frame_bytes, security=security)
+        pull = TcpReceiver(
+            name,
+            manifest,
+            buffers,
+            frame_bytes,
+            security=security,
+            connections=self._config.connections,
+        )
         return self.broadcasts(arena, pull, Device(self._device))
 
     def _check_share(self, nbytes: int) -> None:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from umbra.proto.messages import Subscribed
 from umbra.proto.records import GpuFacts
+from umbra.services.runtime.config.weights import CONNECTIONS as CONNECTIONS
 from umbra.services.runtime.deadline import Pace
 from umbra.services.runtime.net.keys import Security
 from umbra.services.runtime.planes.gpu import GpuReceiving
@@ -60,6 +61,7 @@ class StagedPlanes:
         planes: to be offered besides those of `gpu`, which come first.
         gpu: for planes `nccl` and `cuda_ipc`; closed with this.
         frame_bytes: of one message, at most, where weights come over a socket.
+        connections: at a time to each source, there.
         allocate: gives the memory to hold them, so many writable bytes.
     """
 
@@ -71,12 +73,14 @@ class StagedPlanes:
         *,
         gpu: GpuReceiving | None = None,
         frame_bytes: int = FRAME_BYTES,
+        connections: int = CONNECTIONS,
         allocate: Callable[[int], memoryview] = private_memory,
     ) -> None:
         self.offered = [*(gpu.planes if gpu else ()), *planes]
         self.facts = gpu.facts if gpu else None
         self._gpu = gpu
         self._frame_bytes = frame_bytes
+        self._connections = connections
         self._allocate = allocate
 
     def open(self, reply: Subscribed, name: str, security: Security) -> ReceiverEnd:
@@ -87,7 +91,14 @@ class StagedPlanes:
         ask_for(BUFFERS * manifest.total_bytes, STAGED, REMEDY)
         buffers = [self._allocate(manifest.total_bytes) for _ in range(BUFFERS)]
         if reply.plane == "tcp":
-            return TcpReceiver(name, manifest, buffers, self._frame_bytes, security=security)
+            return TcpReceiver(
+                name,
+                manifest,
+                buffers,
+                self._frame_bytes,
+                security=security,
+                connections=self._connections,
+            )
         return ShmReceiver(reply, buffers)
 
     def close(self) -> None:

@@ -127,7 +127,9 @@ class TcpHub(HubEnd):
         self._own: frozenset[int] = frozenset()  # buckets
         self._config = config
         self._is_relay = security.keys is not None and security.keys.role == "relay"
-        self.server = BucketServer(name, incarnation, endpoint, security)
+        self.server = BucketServer(
+            name, incarnation, endpoint, security, config.connections_listen, config.pace
+        )
         self.endpoint = reachable(self.server.endpoint, config.advertise)
         self.chain = RelayChain(self.endpoint)
         self._lock = threading.Lock()  # guards the layout: a relay sets it from another thread
@@ -270,6 +272,7 @@ class TcpReceiver:
         frame_bytes: in one message, at most.
         delta_came: called with each delta that led to a bucket, before that is yielded.
         security: keys of this process.
+        connections: at a time to each source.
     """
 
     def __init__(
@@ -280,6 +283,7 @@ class TcpReceiver:
         frame_bytes: int,
         delta_came: DeltaCame | None = None,
         security: Security = OPEN,
+        connections: int = 1,
     ) -> None:
         self.manifest = manifest
         self.versions = len(buffers)
@@ -289,20 +293,28 @@ class TcpReceiver:
         self._deltas = delta.available()
         self._security = security
         self._name = name
-        self._sources: dict[int, BucketSource] = {}  # by owner of the buckets
+        self._connections = connections
+        self._sources: dict[tuple[int, int], BucketSource] = {}  # by owner of the buckets, and lane
 
     def receive(self, message: Prepare, target: int) -> Receiving:
         """Fetch what is missing of a version into buffer `target`, of each owner from its source.
 
-        The owners' buckets are apart, so that each has a transfer of its own.
+        Each lane to an owner has every so manieth of its buckets, and a transfer of its own.
         """
         began = time.perf_counter()
-        owned = owned_buckets(self.manifest) if message.sources else {0: None}
+        everything = {0: range(len(self.manifest.buckets))}
+        owned = owned_buckets(self.manifest) if message.sources else everything
+        lanes = range(self._connections)
         assemblies = {
-            owner: Assembly(
-                self._holdings, target, message.checksums, deltas=self._deltas, buckets=buckets
+            (owner, lane): Assembly(
+                self._holdings,
+                target,
+                message.checksums,
+                deltas=self._deltas,
+                buckets=buckets[lane :: self._connections],
             )
             for owner, buckets in owned.items()
+            for lane in lanes
         }
         held_s = time.perf_counter() - began
         transfers: list[tuple[BucketSource, Transfer]] = []
@@ -312,9 +324,9 @@ class TcpReceiver:
             for bucket in range(len(message.checksums)):
                 if bucket not in missing:
                     yield bucket
-            for owner, assembly in assemblies.items():
+            for (owner, lane), assembly in assemblies.items():
                 if assembly.missing:
-                    source = self._connected(owner, message)
+                    source = self._connected(owner, lane, message)
                     transfer = Transfer(source, assembly, self._frame_bytes, self._delta_came)
                     transfers.append((source, transfer))
             if transfers:
@@ -325,22 +337,23 @@ class TcpReceiver:
             error = str(problem)
         if corrupted := sum(assembly.corrupted for assembly in assemblies.values()):
             log.warning("%d buckets of version %d came wrong", corrupted, message.version)
-        stage_s = held_s + sum(transfer.stage_s for _, transfer in transfers)
+        # The transfers verified at the same time.
+        stage_s = held_s + sum(one.stage_s for _, one in transfers) / max(1, len(transfers))
         wire_s = max(0.0, time.perf_counter() - began - stage_s)
         wire_bytes = sum(transfer.wire_bytes for _, transfer in transfers)
         data = self._holdings.buffers[target]
         return Receipt(wire_s, stage_s, wire_bytes, error, lost, parts=lambda: iter((data,)))
 
-    def _connected(self, owner: int, message: Prepare) -> BucketSource:
+    def _connected(self, owner: int, lane: int, message: Prepare) -> BucketSource:
         """The source of the buckets of `owner`, connected or about to be.
 
         Raises:
             UsageError: its address is none.
         """
-        if owner not in self._sources:
-            name = self._name if owner == 0 else f"{self._name}/{owner}"
-            self._sources[owner] = BucketSource(name, self._security)
-        source = self._sources[owner]
+        if (owner, lane) not in self._sources:
+            name = self._name if owner == lane == 0 else f"{self._name}/{owner}.{lane}"
+            self._sources[owner, lane] = BucketSource(name, self._security)
+        source = self._sources[owner, lane]
         if owner == 0:
             source.connect(message.source, _server(message))
         elif owner < len(message.sources) and message.sources[owner]:

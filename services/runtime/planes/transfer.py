@@ -1,21 +1,34 @@
-"""Buckets over a socket: the connection to who hands them out, orders, credit, what comes wrong."""
+"""Fetching buckets: the socket of who hands them out, orders, what comes of them, what goes wrong.
+
+Orders go over the socket, and what was ordered comes on a connection of its own. Where that cannot
+be made, or the source speaks a protocol without it, buckets come over the socket, within a credit.
+"""
 
 from __future__ import annotations
 
+import logging
+import queue
+import secrets
+import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from contextlib import closing
 from typing import Protocol
 
+import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from umbra.proto import sockets
+from umbra.proto.bounds import KEY_BYTES
 from umbra.proto.codec import Encoder, decode
 from umbra.proto.errors import PeerLostError, UsageError, WireError
-from umbra.proto.messages import Buckets, Credit, FetchBuckets, Message, Nack, Role
+from umbra.proto.messages import BucketPort, Buckets, Credit, FetchBuckets, Message, Nack, Role
 from umbra.proto.records import Piece
 from umbra.services.runtime.net.keys import OPEN, Security
+from umbra.services.runtime.planes.bucket_connection import BrokenError, BucketConnection, Came
+from umbra.services.runtime.planes.bucket_records import seal_of
 from umbra.services.runtime.weights.malloc_tuning import keep_freed_memory
 
 CONNECTIONS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
@@ -24,9 +37,13 @@ LOST_S = 2.0  # without a connection: the source is gone
 SILENT_S = 60.0  # connected, and yet nothing came
 FRAMES_UNDER_WAY = 8
 FRAMES_PER_CREDIT = 2
-SPOILED = 3  # messages that cannot be decoded, until a version is given up
+# Messages and records that make no sense, or connections in a row that break before a bucket has
+# come, until a version is given up.
+SPOILED = 3
 
 DeltaCame = Callable[[Piece, bytes], None]
+
+log = logging.getLogger(__name__)
 
 
 class SourceLostError(PeerLostError):
@@ -44,6 +61,7 @@ class BucketSource:
     def __init__(self, name: str, security: Security = OPEN) -> None:
         keep_freed_memory()
         self.connected = False
+        self.apart = True  # whether connections for buckets can be made to it, as far as we know
         self._identity = sockets.unguessable(name)
         self._security = security
         self._encoder = Encoder(name, uuid.uuid4().hex[:12])
@@ -75,7 +93,42 @@ class BucketSource:
             self._socket = None  # closed already
             self._disconnect()
             raise
-        self.endpoint = endpoint
+        self.endpoint, self.apart = endpoint, True
+
+    def open(self, place: BucketPort, key: bytes, credit_bytes: int) -> BucketConnection:
+        """A connection for what was ordered with `key`.
+
+        Raises:
+            OSError: nobody answers there.
+            WireError: the weights would not be encrypted, and we insist.
+        """
+        if self._security.encrypt_weights and not place.encrypted:
+            raise WireError(
+                f"{self.endpoint} does not encrypt weights, and security.encrypt_weights is set"
+            )
+        keyed = self._security.keys is not None
+        seal = seal_of(key, keyed=keyed, encrypted=place.encrypted)
+        return BucketConnection(self._host, place.port, key, seal, LOOK_S, credit_bytes)
+
+    def unreachable(self, place: BucketPort, error: OSError) -> None:
+        """Connections for buckets cannot be made: they come over the socket from now on."""
+        self.apart = False
+        log.warning(
+            "tcp://%s:%d cannot be reached (%s): buckets come over %s, which is slower; open that "
+            "port, or set weight_hub.connections_listen to one that is open",
+            self._host, place.port, error, self.endpoint,
+        )  # fmt: skip
+
+    @property
+    def encrypt(self) -> bool:
+        """Whether weights are to be encrypted."""
+        return self._security.encrypt_weights
+
+    @property
+    def _host(self) -> str:
+        if not self.endpoint.startswith("tcp://"):
+            return "127.0.0.1"
+        return self.endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
 
     def send(self, body: Message) -> None:
         """Send one message."""
@@ -102,11 +155,6 @@ class BucketSource:
         if self._socket.poll(0):
             return self._socket.recv_multipart(zmq.NOBLOCK, copy=False), made
         return None, made
-
-    @property
-    def sockets(self) -> list[zmq.Socket[bytes]]:
-        """Those on which something may come."""
-        return [socket for socket in (self._socket, self._monitor) if socket is not None]
 
     def close(self) -> None:
         """Close the sockets."""
@@ -140,8 +188,24 @@ class Gathering(Protocol):
         """A request for all that is missing."""
         ...
 
+    def room(self, piece: Piece, nbytes: int) -> memoryview | None:
+        """Where the next bytes of a bucket belong, to be written there; None if nowhere.
+
+        Raises:
+            WireError: they are not the next ones.
+        """
+        ...
+
+    def placed(self, piece: Piece, nbytes: int) -> bool:
+        """Bytes are where `room` said; True when they complete their bucket.
+
+        Raises:
+            WireError: a bucket has come wrong too often.
+        """
+        ...
+
     def take(self, piece: Piece, raw: bytes | memoryview) -> bool:
-        """Add a piece; True when it completes its bucket.
+        """Add a piece that lies elsewhere; True when it completes its bucket.
 
         Raises:
             WireError: it does not belong here, or a bucket has come wrong too often.
@@ -168,20 +232,23 @@ class Transfer:
     ) -> None:
         self.stage_s = 0.0
         self.wire_bytes = 0
-        self.idle = False  # nothing came in the last step
         self._source = source
         self._gathering = gathering
         self._frame_bytes = frame_bytes
         self._delta_came = delta_came
         self._number = 0
+        self._key: bytes | None = None
+        self._connection: BucketConnection | None = None
+        self._steps: Generator[None, None, Came] | None = None  # towards its next piece
+        self._chain: list[tuple[Piece, memoryview]] = []  # deltas of the bucket that comes now
         self._used = 0  # bytes for which no new credit was given
-        self._spoiled = 0
+        self._spoiled = self._broken = 0
 
-    def run(self, wait_s: float = LOOK_S) -> Iterator[int | None]:
-        """Fetch until nothing is missing, step by step; no step waits for longer than `wait_s`.
+    def run(self) -> Generator[int | None, None, None]:
+        """Fetch until nothing is missing, step by step; no step waits for much longer than LOOK_S.
 
         Yields each bucket when it is complete and verified, and None after each step. No more than
-        the credit comes while the caller works on a bucket.
+        the credit, or what the kernel holds, comes while the caller works on a bucket.
 
         Raises:
             SourceLostError: the source is gone.
@@ -190,30 +257,75 @@ class Transfer:
         heard_at = connected_at = time.monotonic()
         if self._source.connected:
             self._order()
-        while self._gathering.missing:
-            frames, made = self._source.poll(wait_s)
-            now = time.monotonic()
-            self.idle = frames is None and not made
-            if made:
-                self._order()  # whatever was under way on the connection before is lost
-            if frames is not None:
-                yield from self._receive(frames)
-                now = heard_at = time.monotonic()
-            if self._source.connected:
-                connected_at = now
-            elif now - connected_at > LOST_S:
-                raise SourceLostError(
-                    f"{self._source.endpoint} is gone: no connection for {LOST_S:g} s"
-                )
-            if now - heard_at > SILENT_S:
-                raise WireError(f"no bucket came within {SILENT_S:g} s")
-            yield None
+        try:
+            while self._gathering.missing:
+                came = False
+                if self._connection is not None:
+                    came = yield from self._next(self._connection)
+                frames = None
+                if not came:
+                    frames, made = self._source.poll(LOOK_S if self._connection is None else 0.0)
+                    if made:
+                        self._order()  # whatever was under way on the connection before is lost
+                if frames is not None:
+                    yield from self._receive(frames)
+                now = time.monotonic()
+                if came or frames is not None:
+                    heard_at = now
+                if came or self._source.connected:
+                    connected_at = now
+                elif now - connected_at > LOST_S:
+                    raise SourceLostError(
+                        f"{self._source.endpoint} is gone: no connection for {LOST_S:g} s"
+                    )
+                if now - heard_at > SILENT_S:
+                    raise WireError(f"no bucket came within {SILENT_S:g} s")
+                yield None
+        finally:
+            self._disconnect()
 
     def _order(self) -> None:
+        self._disconnect()
         self._number = self._source.next_number()
         self._used = 0
         frame = self._frame_bytes
-        self._source.send(self._gathering.order(self._number, frame, FRAMES_UNDER_WAY * frame))
+        order = self._gathering.order(self._number, frame, FRAMES_UNDER_WAY * frame)
+        self._key = secrets.token_bytes(KEY_BYTES) if self._source.apart else None
+        encrypt = self._source.encrypt
+        self._source.send(msgspec.structs.replace(order, key=self._key, encrypt=encrypt))
+
+    def _connect(self, place: BucketPort, key: bytes) -> None:
+        self._disconnect()
+        try:
+            credit = FRAMES_UNDER_WAY * self._frame_bytes
+            self._connection = self._source.open(place, key, credit)
+        except OSError as error:
+            self._source.unreachable(place, error)
+            self._order()
+
+    def _disconnect(self) -> None:
+        self._chain = []
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = self._steps = None
+
+    def _next(self, connection: BucketConnection) -> Generator[int | None, None, bool]:
+        """Wait for the next piece of the connection; returns whether it came."""
+        if self._steps is None:
+            self._steps = connection.next(self._gathering.room)
+        try:
+            next(self._steps)
+            return False
+        except StopIteration as end:
+            came: Came = end.value
+            self._steps = None
+        except WireError as error:
+            self._failed(error)
+            return False
+        self.wire_bytes += len(came.data)
+        yield from self._took(came.piece, came.data, placed=came.placed)
+        self._order_again()
+        return True
 
     def _receive(self, frames: list[zmq.Frame]) -> Iterator[int]:
         raw = [frame.buffer for frame in frames[2:]]
@@ -221,40 +333,66 @@ class Transfer:
         self.wire_bytes += size
         try:
             body = decode([frame.bytes for frame in frames[:2]], raw=raw).body
-        except WireError:
-            self._spoiled += 1
-            if self._spoiled >= SPOILED:
-                raise
-            self._order()
+        except WireError as error:
+            self._failed(error)
             return
         if isinstance(body, Nack):
             raise WireError(f"the source refuses: {body.reason}")
+        if isinstance(body, BucketPort) and body.number == self._number and self._key is not None:
+            self._connect(body, self._key)
         if not isinstance(body, Buckets) or body.number != self._number:
             return  # of an order before
-        chain: list[tuple[Piece, memoryview]] = []
+        self._chain = []
         for piece, data in zip(body.pieces, raw, strict=True):
-            if chain and chain[-1][0].bucket != piece.bucket:
-                chain.clear()
-            if piece.base:
-                chain.append((piece, data))
-            began = time.perf_counter()
-            complete = self._gathering.take(piece, data)
-            self.stage_s += time.perf_counter() - began
-            if complete:
-                if self._delta_came is not None:
-                    for link, content in chain:
-                        self._delta_came(link, bytes(content))
-                yield piece.bucket
+            yield from self._took(piece, data, placed=False)
         self._used += size
         if self._used >= FRAMES_PER_CREDIT * self._frame_bytes:
             self._source.send(Credit(number=self._number, credit_bytes=self._used))
             self._used = 0
+        self._order_again()
+
+    def _took(self, piece: Piece, data: memoryview, *, placed: bool) -> Iterator[int]:
+        """A piece has come; yields its bucket if that is complete."""
+        if self._chain and self._chain[-1][0].bucket != piece.bucket:
+            self._chain.clear()
+        if piece.base:
+            self._chain.append((piece, data))
+        began = time.perf_counter()
+        if placed:
+            complete = self._gathering.placed(piece, len(data))
+        else:
+            complete = self._gathering.take(piece, data)
+        self.stage_s += time.perf_counter() - began
+        if complete:
+            self._broken = 0
+            if self._delta_came is not None:
+                for link, content in self._chain:
+                    self._delta_came(link, bytes(content))
+            yield piece.bucket
+
+    def _order_again(self) -> None:
+        """Order what came wrong, when all else has come."""
         if self._gathering.missing and not self._gathering.awaited:
-            self._order()  # the buckets that came wrong
+            self._order()
+
+    def _failed(self, error: WireError) -> None:
+        """What came was of no use: order again, but not for ever."""
+        if isinstance(error, BrokenError):
+            self._broken += 1
+        else:
+            self._spoiled += 1
+        if SPOILED in (self._broken, self._spoiled):
+            raise error
+        log.info("%s: %s", self._source.endpoint, error)
+        self._disconnect()
+        if self._source.connected:
+            self._order()
 
 
 def run_together(pairs: Sequence[tuple[BucketSource, Transfer]]) -> Iterator[int | None]:
-    """Run transfers from several sources at the same time; as `Transfer.run`.
+    """Run transfers at the same time, each on a thread of its own; as `Transfer.run`.
+
+    When it is closed, nothing is written any more.
 
     Raises:
         SourceLostError: one of the sources is gone.
@@ -263,16 +401,42 @@ def run_together(pairs: Sequence[tuple[BucketSource, Transfer]]) -> Iterator[int
     if len(pairs) == 1:
         yield from pairs[0][1].run()
         return
-    running = [(source, transfer, transfer.run(wait_s=0.0)) for source, transfer in pairs]
-    while running:
-        for one in list(running):
+    came: queue.SimpleQueue[int | BaseException | None] = queue.SimpleQueue()  # None: one is done
+    stopping = threading.Event()
+
+    def work(transfer: Transfer) -> None:
+        try:
+            with closing(transfer.run()) as steps:
+                for step in steps:
+                    if stopping.is_set():
+                        return
+                    if step is not None:
+                        came.put(step)
+            came.put(None)
+        except BaseException as error:  # noqa: BLE001 - raised below
+            came.put(error)
+
+    threads = [
+        threading.Thread(target=work, args=(transfer,), name="umbra-fetch", daemon=True)
+        for _, transfer in pairs
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        left = len(threads)
+        while left:
             try:
-                step = next(one[2])
-            except StopIteration:
-                running.remove(one)
+                step = came.get(timeout=LOOK_S)
+            except queue.Empty:
+                yield None
+                continue
+            if isinstance(step, BaseException):
+                raise step
+            if step is None:
+                left -= 1
             else:
-                if step is not None:
-                    yield step
-        if running and all(transfer.idle for _, transfer, _ in running):
-            zmq.select([s for source, _, _ in running for s in source.sockets], [], [], LOOK_S)
-        yield None
+                yield step
+    finally:
+        stopping.set()
+        for thread in threads:
+            thread.join()

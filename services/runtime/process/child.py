@@ -21,6 +21,9 @@ from umbra.services.runtime.deadline import Deadline
 from umbra.services.runtime.process.parent import PARENT_PID_VARIABLE, READY_FD_VARIABLE
 
 Output: TypeAlias = Path | int | None  # a file to append to, a file descriptor, or as ours
+TUNABLES = "GLIBC_TUNABLES"
+_PAST_THE_CACHE = "glibc.cpu.x86_non_temporal_threshold"
+_LARGE_COPY_BYTES = 1 << 20
 _LOOK_S = 0.01
 
 
@@ -227,7 +230,21 @@ def child_environ(search: Sequence[Path] = ()) -> dict[str, str]:
         paths.append(before)
     if paths:
         environ["PYTHONPATH"] = os.pathsep.join(paths)
-    return environ
+    return with_fast_copies(environ)
+
+
+def with_fast_copies(environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ`, by which the C library writes copies of 1 MiB and more past the cache.
+
+    Otherwise each line of the target is read before it is written, and weights are copied at half
+    the speed. glibc does so beyond a part of the largest cache, which on virtual machines is that
+    of the whole host: larger than any tensor. What a user has set stays.
+    """
+    given = environ.get(TUNABLES, "")
+    if _PAST_THE_CACHE in given:
+        return dict(environ)
+    ours = f"{_PAST_THE_CACHE}={_LARGE_COPY_BYTES:#x}"
+    return {**environ, TUNABLES: f"{given}:{ours}" if given else ours}
 
 
 def umbra_argv(*arguments: str) -> tuple[str, ...]:

@@ -1,0 +1,1 @@
+"""Runs started and watched from Python: `umbra.train`, `umbra.attach`, `umbra.Run`."""

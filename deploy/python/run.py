@@ -1,0 +1,227 @@
+"""A run as an object: its steps as they come, its samples, and what can be done to it."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from umbra.deploy.python.child import RunChild
+from umbra.deploy.python.operated import Operated, RemoteRun
+from umbra.deploy.run_folder import LineFollower, RunFolder, read_rows
+from umbra.proto.errors import UsageError
+from umbra.services.monitor.run_address import RunAddress, find_run
+from umbra.services.runtime.deadline import Deadline
+from umbra.services.runtime.process.child import ChildError, child_environ
+from umbra.services.runtime.process.folder_lock import is_held
+from umbra.services.runtime.process.metrics import parse_row
+
+LOOK_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One optimizer step. `metrics` has all that was measured in it, by the names of the docs."""
+
+    number: int
+    reward: float  # mean of the samples that were trained on
+    metrics: dict[str, Any]
+
+
+class Run(Operated):
+    """A run in its folder, under way or over. Made by `umbra.train` and `umbra.attach`.
+
+    Iterating gives its steps from the first on, and waits for further ones until the run ends.
+    """
+
+    def __init__(self, path: str | Path, child: RunChild | None = None) -> None:
+        self._folder = RunFolder(Path(path).resolve())
+        self._child = child
+
+    @property
+    def id(self) -> str:
+        return self._folder.id
+
+    @property
+    def path(self) -> Path:
+        """The folder with everything about the run."""
+        return self._folder.path
+
+    def __repr__(self) -> str:
+        return f"<umbra.Run {self.id}: {'under way' if self.under_way else 'over'}>"
+
+    # -- what it has done -------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Step]:
+        follower, last = LineFollower(self._folder.metrics), 0
+        while True:
+            running = self.under_way  # before the look, so that the last steps are seen
+            for line in follower.lines():
+                row = parse_row(line) if '"kind":"step"' in line else None
+                # A trainer that started again repeats the steps since its checkpoint.
+                if row is not None and row["step"] > last:
+                    last = row["step"]
+                    yield Step(last, float(row.get("reward/mean") or 0.0), row)
+            if not running:
+                return
+            time.sleep(LOOK_S)
+
+    @property
+    def metrics(self) -> Any:
+        """A row for each step so far: a pandas DataFrame if pandas is installed, else dicts."""
+        steps = [row for row in read_rows(self._folder.metrics) if row["kind"] == "step"]
+        rows = list({row["step"]: row for row in steps}.values())
+        try:
+            import pandas  # pyright: ignore[reportMissingImports, reportMissingModuleSource]
+        except ModuleNotFoundError:
+            return rows
+        return pandas.DataFrame(rows)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+
+    def samples(self) -> list[dict[str, Any]]:
+        """Finished samples as text, oldest first: each generator tells one every 10 seconds."""
+        return [row for row in read_rows(self._folder.metrics) if row["kind"] == "sample"]
+
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """The outcome, as in summary.json; None while the run is under way."""
+        try:
+            return json.loads(self._folder.summary.read_bytes())
+        except FileNotFoundError:
+            return None
+
+    @property
+    def model(self) -> Path:
+        """The trained model, a Hugging Face directory.
+
+        Raises:
+            UsageError: there is none yet.
+        """
+        if not (self._folder.model / "config.json").is_file():
+            raise UsageError(f"run {self.id} has no trained model yet: wait() for its end")
+        return self._folder.model
+
+    def evaluate(
+        self, prompts: str | Path | None = None, *, samples: int | None = None, greedy: bool = False
+    ) -> dict[str, Any]:
+        """Measure the trained model: accuracy (the mean reward) and more.
+
+        Args:
+            prompts: a prompts file; the run's `eval.prompts` if not given.
+            samples: how many to draw; one per prompt if not given.
+            greedy: take the most likely token instead of sampling.
+
+        Raises:
+            UsageError: there is no trained model yet, or there are no prompts.
+            ChildError: the evaluation failed.
+        """
+        model = self.model
+        config = json.loads(self._folder.config.read_bytes())
+        chosen = str(prompts or config["eval"]["prompts"])
+        if not chosen:
+            raise UsageError("evaluate: give prompts, or begin the run with eval_prompts")
+        argv = [sys.executable, "-m", "umbra", "eval", str(model), "--json"]
+        argv += ["--config", str(self._folder.config), "--prompts", str(Path(chosen).resolve())]
+        argv += ["--samples", str(samples)] if samples else []
+        argv += ["--greedy"] if greedy else []
+        search = [Path(path) for path in self._folder.read_origin().get("search", [])]
+        done = subprocess.run(argv, capture_output=True, text=True, env=child_environ(search))
+        if done.returncode:
+            said = (done.stderr.strip() or "no reason given").splitlines()[-1]
+            raise ChildError(said.removeprefix("umbra: error: "), done.returncode)
+        return json.loads(done.stdout.splitlines()[-1])
+
+    # -- while it is under way --------------------------------------------------------------------
+
+    @property
+    def under_way(self) -> bool:
+        """Whether it goes on."""
+        if self._child is not None:
+            return self._child.poll() is None
+        return is_held(self._folder.path)
+
+    def wait(self, timeout_s: float = math.inf) -> dict[str, Any]:
+        """The summary, when the run has ended.
+
+        Raises:
+            DeadlineError: it has not within `timeout_s` seconds.
+            UmbraError: it ended badly; `exit_code` and the sentence are those of `umbra up`.
+        """
+        deadline = Deadline(timeout_s, f"run {self.id} has not ended")
+        while self.under_way:
+            deadline.check()
+            time.sleep(LOOK_S)
+        summary = self.summary
+        if summary is None:
+            why = self._child.said if self._child is not None else ""
+            code = self._child.poll() if self._child is not None else None
+            raise ChildError(
+                why or f"run {self.id} ended without a summary: see {self._folder.logs}", code or 6
+            )
+        if summary["exit_code"]:
+            raise ChildError(summary["exit_reason"], int(summary["exit_code"]))
+        return summary
+
+    def stop(self, timeout_s: float = math.inf) -> None:
+        """End the run in order and wait for that; `umbra up` with its folder goes on later.
+
+        Raises:
+            DeadlineError: it has not ended within `timeout_s` seconds.
+        """
+        if self._child is not None:
+            self._child.terminate()
+        elif self.under_way:
+            self.drain("stopped from Python")
+        deadline = Deadline(timeout_s, f"run {self.id} has not ended")
+        while self.under_way:
+            deadline.check()
+            time.sleep(LOOK_S)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_raised: object) -> None:
+        if self.under_way:
+            self.stop()
+
+    @property
+    def address(self) -> RunAddress:
+        """Where its buffer is.
+
+        Raises:
+            UsageError: the run is not under way.
+        """
+        if (found := RunAddress.read(self._folder.path)) is None:
+            raise UsageError(f"run {self.id} is not under way, or its buffer is not up yet")
+        return found
+
+    # -- in a notebook ----------------------------------------------------------------------------
+
+    def _repr_html_(self) -> str:
+        from umbra.deploy.python.notebook import run_html
+
+        return run_html(self.id, self._rewards(), self.summary)
+
+    def _rewards(self) -> list[float]:
+        rows = read_rows(self._folder.metrics)
+        return [float(row.get("reward/mean") or 0.0) for row in rows if row["kind"] == "step"]
+
+
+def attach(run: str | Path = "", *, keys: str = "") -> Run | RemoteRun:
+    """A run: its folder, its id in `runs/`, the address of its buffer, or the newest one here.
+
+    Args:
+        run: nothing for the newest run in `runs/`.
+        keys: folder of the keys of a run at an address; those of a run here are known.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if "://" in str(run):
+        return RemoteRun(str(run), keys)
+    return Run(find_run(str(run)))

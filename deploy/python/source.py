@@ -1,0 +1,210 @@
+"""Functions of a program, named so that other processes find them: by module, or by their source.
+
+What lies in a module is named `module:name`. What a notebook cell or the program itself
+(`__main__`) defines cannot be imported by others: its source is copied into a module, together with
+what it uses there (imports, other functions, constants). Nothing is pickled, so the run's folder
+says in plain Python what was rewarded, and `umbra up` can go on with it later.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any, cast
+
+from umbra.proto.errors import UsageError
+
+MODULE = "umbra_main"
+"""The module that receives what was copied."""
+
+_HEADING = '"""Copied from the program that began this run, with what it uses."""\n'
+_FUTURE = "from __future__ import annotations\n"
+_LITERALS = (type(None), bool, int, float, complex, str, bytes, list, tuple, dict, set)
+
+
+class CopiedSource:
+    """Collects the functions and classes that a run needs of its program.
+
+    `search` has the folders in which their modules lie; `text` is the module with what was copied,
+    empty if nothing was.
+    """
+
+    def __init__(self) -> None:
+        self.search: list[Path] = []
+        self._pieces: dict[str, str] = {}  # by the name that it binds, in order
+        self._bound: dict[str, Any] = {}
+
+    @property
+    def copied(self) -> list[str]:
+        """The names of what was copied."""
+        return list(self._pieces)
+
+    @property
+    def text(self) -> str:
+        if not self._pieces:
+            return ""
+        return "\n".join([_HEADING, _FUTURE, *self._pieces.values()])
+
+    def target(self, found: Callable[..., Any], argument: str) -> str:
+        """ "module:name" of `found`, which was given as `argument`; its source is copied if needed.
+
+        Raises:
+            UsageError: it has no name, no source, or uses what cannot be written as source.
+        """
+        if not inspect.isfunction(found) and not inspect.isclass(found):
+            raise UsageError(
+                f"{argument}: {found!r} is a {type(found).__name__}; give a function or a class "
+                'that is made by def or class, or "module:name"'
+            )
+        if "<lambda>" in found.__qualname__:
+            raise UsageError(f"{argument}: a lambda has no name: write it with def")
+        if (where := _importable(found)) is not None:
+            module, name = where
+            folder = _folder(sys.modules[module])
+            if folder is not None and folder not in self.search:
+                self.search.append(folder)
+            return f"{module}:{name}"
+        self._copy(found, argument)
+        return f"{MODULE}:{found.__name__}"
+
+    def _copy(self, found: Any, argument: str) -> None:
+        """Copy a function or class of the program, after what it uses."""
+        name = found.__name__
+        if name in self._bound:
+            if self._bound[name] is not found:
+                raise UsageError(f"{argument}: two things are called {name!r}; rename one of them")
+            return
+        self._bound[name] = found
+        try:
+            source = textwrap.dedent(inspect.getsource(found))
+            tree = ast.parse(source)
+        except (OSError, TypeError, SyntaxError) as error:
+            raise UsageError(
+                f"{argument}: the source of {name!r} cannot be read ({error}): put it into a "
+                f'module of its own and give "module:{name}"'
+            ) from error
+        scope = _scope(found)
+        for used, needed in _names(tree):
+            if used in scope and used != name:
+                self._bind(used, scope[used], argument, name, needed=needed)
+        self._pieces[name] = f"\n{source}"
+
+    def _bind(self, used: str, value: Any, argument: str, user: str, *, needed: bool) -> None:
+        """Have the module bind `used` to `value`; what is not `needed` may be left out."""
+        if used in self._bound and self._bound[used] is value:
+            return
+        if used in self._bound:
+            raise UsageError(f"{argument}: two things are called {used!r}; rename one of them")
+        if (line := _line(used, value)) is not None:
+            self._bound[used] = value
+            self._pieces[used] = line
+        elif inspect.isfunction(value) or inspect.isclass(value):
+            self._copy(value, argument)
+            if value.__name__ != used:
+                self._bound[used] = value
+                self._pieces[used] = f"{used} = {value.__name__}"
+        elif needed:
+            raise UsageError(
+                f"{argument}: {user!r} uses {used!r}, a {type(value).__name__}, which cannot be "
+                f"copied as source: make it inside of {user!r}, or put both into a module of their "
+                f'own and give "module:{user}"'
+            )
+
+
+def _importable(found: Any) -> tuple[str, str] | None:
+    """Module and name by which any process finds `found`; None if it is the program's own."""
+    module_name = getattr(found, "__module__", None)
+    name = getattr(found, "__qualname__", None) or getattr(found, "_name", None)
+    module = sys.modules.get(module_name or "")
+    if module is None or module_name == "__main__" or not name:
+        return None
+    value: Any = module
+    for part in str(name).split("."):
+        value = getattr(value, part, None)
+    return (str(module_name), str(name)) if value is found else None
+
+
+def _folder(module: ModuleType) -> Path | None:
+    """The folder from which `module` is imported; None if every Python has it."""
+    file = getattr(module, "__file__", None)
+    if file is None:
+        return None
+    path = Path(file).resolve()
+    above = module.__name__.count(".") + (path.name == "__init__.py")
+    return path.parents[above]
+
+
+def _scope(found: Any) -> dict[str, Any]:
+    """What the names in a function, or in the methods of a class, mean beside its own ones."""
+    scope = dict(vars(sys.modules[found.__module__]))
+    if inspect.isclass(found):
+        scope |= {base.__name__: base for base in found.__bases__ if base is not object}
+    functions = [found] if inspect.isfunction(found) else _methods(found)
+    for function in functions:
+        scope |= function.__globals__ | _closure(function)
+    return scope
+
+
+def _methods(cls: type) -> list[FunctionType]:
+    """The functions in the body of `cls`, below descriptors and decorators that wrap them."""
+    members = (getattr(value, "__func__", value) for value in vars(cls).values())
+    return [
+        cast(FunctionType, one) for one in map(inspect.unwrap, members) if inspect.isfunction(one)
+    ]
+
+
+def _closure(function: Callable[..., Any]) -> dict[str, Any]:
+    variables: dict[str, Any] = dict(inspect.getclosurevars(function).nonlocals)
+    variables.pop("__class__", None)
+    return variables
+
+
+def _names(tree: ast.AST) -> Iterator[tuple[str, bool]]:
+    """The names that are read in `tree`, and whether they are needed: annotations' are not."""
+    optional = {
+        id(inner)
+        for node in ast.walk(tree)
+        for inner in _annotations(node)
+        for inner in ast.walk(inner)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            yield node.id, id(node) not in optional
+
+
+def _annotations(node: ast.AST) -> list[ast.expr]:
+    match node:
+        case ast.arg(annotation=found) if found is not None:
+            return [found]
+        case ast.AnnAssign(annotation=found):
+            return [found]
+        case ast.FunctionDef(returns=found) | ast.AsyncFunctionDef(returns=found) if found:
+            return [found]
+        case _:
+            return []
+
+
+def _line(name: str, value: Any) -> str | None:
+    """The line that binds `name` to `value`; None if there is none."""
+    if isinstance(value, ModuleType):
+        return f"import {value.__name__} as {name}"
+    if (where := _importable(value)) is not None:
+        module, inner = where
+        if "." not in inner:
+            return f"from {module} import {inner} as {name}"
+        return f"import {module}\n{name} = {module}.{inner}"
+    if isinstance(value, re.Pattern):
+        return f"import re\n{name} = re.compile({value.pattern!r}, {value.flags})"
+    if isinstance(value, _LITERALS):
+        try:
+            if ast.literal_eval(repr(value)) == value:
+                return f"{name} = {value!r}"
+        except (ValueError, SyntaxError):
+            return None
+    return None

@@ -1,0 +1,223 @@
+"""`umbra.train`: a run from a few lines of Python, by the same processes as `umbra up`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import msgspec
+
+from umbra.deploy.preflight import check_one_machine, check_run, resolve_paths
+from umbra.deploy.python.child import RunChild
+from umbra.deploy.python.notebook import notebook_display
+from umbra.deploy.python.run import LOOK_S, Run
+from umbra.deploy.python.source import MODULE, CopiedSource
+from umbra.deploy.run_folder import RunFolder
+from umbra.deploy.shown import shown_path
+from umbra.proto.errors import UmbraError, UsageError
+from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.config.loader import config_of, read_run_file, to_json
+from umbra.services.runtime.process.disk import DISK, READABLE_MODE
+
+Prompts: TypeAlias = str | Path | Iterable[str | Mapping[str, Any]]
+"""A file or "datasets:NAME:SPLIT", as `data.prompts`; or rows: texts, or mappings with "prompt"."""
+
+Reward: TypeAlias = str | Callable[..., Any]
+"""A function, or "module:function"; called with `prompt=`, `completion=` and `row=`."""
+
+SHOW_EVERY_S = 1.0
+
+
+def train(
+    model: str | Path,
+    prompts: Prompts,
+    reward: Reward | None = None,
+    *,
+    environment: str | type[Any] | None = None,
+    eval_prompts: Prompts | None = None,
+    steps: int | None = None,
+    name: str | None = None,
+    config: str | Path | Mapping[str, Mapping[str, Any]] | None = None,
+    wait: bool = True,
+    show: bool = True,
+    evaluate: bool = True,
+    **sections: Mapping[str, Any],
+) -> Run:
+    """Train `model` on `prompts` with reinforcement learning, on this machine.
+
+    Starts the processes of `umbra up`, shows how the run gets on, and returns it when it has ended.
+    The run's folder (`runs/ID`) has all that the run was given, so `umbra up runs/ID` goes on with
+    one that was stopped. Ctrl-C (in a notebook: interrupt) ends the run in order.
+
+    Args:
+        model: a Hugging Face model directory.
+        prompts: a file, "datasets:NAME:SPLIT", or rows.
+        reward: what an answer is worth. A function from a notebook cell or from the program itself
+            is copied as source into the run's folder, with what it uses there.
+        environment: instead of `reward`: "exact", "guess", ... or a class of your own.
+        eval_prompts: held-out prompts; the model is measured on them before and after.
+        steps: optimizer steps (`run.steps`).
+        name: of the run; its id begins with it (`run.name`).
+        config: a run file, or its sections as mappings; the other arguments go before it.
+        wait: return at the end of the run; else at once, and it goes on while this program does.
+        show: a live screen on a terminal, lines and a curve in a notebook.
+        evaluate: measure the model before and after, if there are held-out prompts.
+        **sections: keys of the run file by section, as `trainer={"learning_rate": 1e-6}`.
+
+    Raises:
+        UsageError: what was given cannot work; nothing was started, and no folder is left.
+        UmbraError: the run ended badly; `exit_code` and the sentence are those of `umbra up`.
+        KeyboardInterrupt: it was interrupted and has ended in order.
+    """
+    source = CopiedSource()
+    tree = _sections(config, sections)
+    _put(tree, "model", path=str(model))
+    _put(tree, "run", steps=steps, name=name)
+    _put(tree, "environment", **_environment(reward, environment, source))
+    folder = RunFolder.create(str(tree.get("run", {}).get("dir", "runs")), _name(tree))
+    try:
+        _put(tree, "data", prompts=_write_prompts(prompts, folder, "prompts"))
+        if eval_prompts is not None:
+            written = _write_prompts(eval_prompts, folder, "eval_prompts")
+            _put(tree, "eval", prompts=written)
+        resolved = resolve_paths(config_of(tree, "umbra.train"), Path.cwd() / "run.toml")
+        check_one_machine(resolved)
+        check_run(resolved)
+        _write(folder, resolved, source)
+    except BaseException:
+        shutil.rmtree(folder.path)
+        raise
+    if source.text and show:
+        names = ", ".join(source.copied)
+        print(f"{names}: copied as source to {shown_path(folder.inputs / f'{MODULE}.py')}")
+    run = Run(folder.path, RunChild(folder.path, *(() if evaluate else ("--no-eval",)), show=show))
+    if wait:
+        _see_through(run, folder, show)
+    return run
+
+
+def _see_through(run: Run, folder: RunFolder, show: bool) -> None:
+    """Wait for the end of `run`; a folder in which nothing was begun goes."""
+    display, due = notebook_display() if show else None, 0.0
+    try:
+        while run.under_way:
+            if display is not None and time.monotonic() >= due:
+                due = time.monotonic() + SHOW_EVERY_S
+                display(run)
+            time.sleep(LOOK_S)
+    except KeyboardInterrupt:
+        _end(run)
+        raise
+    if display is not None:
+        display(run)
+    try:
+        run.wait()
+    except UmbraError:
+        if run.summary is None and not folder.metrics.exists():
+            shutil.rmtree(folder.path)
+        raise
+
+
+def _end(run: Run) -> None:
+    """End the run in order, and at once when interrupted again."""
+    while run.under_way:
+        try:
+            run.stop()
+        except KeyboardInterrupt:
+            continue
+
+
+def _sections(
+    config: str | Path | Mapping[str, Mapping[str, Any]] | None,
+    sections: Mapping[str, Mapping[str, Any]],
+) -> dict[str, dict[str, Any]]:
+    """The sections of `config`, with those that were given as arguments over them."""
+    tree = read_run_file(Path(config)) if isinstance(config, str | Path) else dict(config or {})
+    merged = {name: dict(values) for name, values in tree.items()}
+    for name, values in sections.items():
+        if not isinstance(values, Mapping):
+            raise UsageError(
+                f"umbra.train has no argument {name!r}; a section of the run file is given as a "
+                "mapping, such as trainer={'learning_rate': 1e-6}"
+            )
+        merged.setdefault(name, {}).update(values)
+    return merged
+
+
+def _put(tree: dict[str, dict[str, Any]], section: str, **values: Any) -> None:
+    """Set the keys of `section` whose values are given."""
+    given = {key: value for key, value in values.items() if value is not None}
+    if given:
+        tree.setdefault(section, {}).update(given)
+
+
+def _name(tree: Mapping[str, Mapping[str, Any]]) -> str:
+    return str(tree.get("run", {}).get("name") or RunConfig().run.name)
+
+
+def _environment(
+    reward: Reward | None, environment: str | type[Any] | None, source: CopiedSource
+) -> dict[str, Any]:
+    """Keys of `[environment]`."""
+    if reward is not None and environment is not None:
+        raise UsageError(
+            "umbra.train: give reward or environment, not both: an environment rewards"
+        )
+    if isinstance(reward, str) and ":" not in reward:  # "exact", "math", ...
+        environment, reward = reward, None
+    if reward is not None:
+        target = reward if isinstance(reward, str) else source.target(reward, "reward")
+        return {"kind": "reward", "reward": target}
+    if environment is None:
+        return {}
+    if isinstance(environment, str):
+        return {"kind": environment}
+    return {"kind": source.target(environment, "environment")}
+
+
+def _write_prompts(prompts: Prompts, folder: RunFolder, argument: str) -> str:
+    """The value of `data.prompts`; rows are written to the run's folder."""
+    if isinstance(prompts, str | Path):
+        return str(prompts)
+    if not isinstance(prompts, Iterable):
+        raise UsageError(
+            f"{argument}: give a file, a dataset or rows, not a {type(prompts).__name__}"
+        )
+    rows = [_row(row, number, argument) for number, row in enumerate(prompts)]
+    if not rows:
+        raise UsageError(f"{argument} has no rows")
+    folder.inputs.mkdir(exist_ok=True)
+    path = folder.inputs / f"{argument}.jsonl"
+    DISK.replace(path, b"\n".join(rows) + b"\n", mode=READABLE_MODE)
+    return str(path)
+
+
+def _row(row: Any, number: int, argument: str) -> bytes:
+    if isinstance(row, str):
+        row = {"prompt": row}
+    if not isinstance(row, Mapping):
+        raise UsageError(
+            f"{argument}: row {number} is a {type(row).__name__}; a row is a text, or a mapping "
+            'with "prompt"'
+        )
+    try:
+        return msgspec.json.encode(dict(row))
+    except TypeError as error:
+        raise UsageError(f"{argument}: row {number} cannot be written as JSON: {error}") from error
+
+
+def _write(folder: RunFolder, config: RunConfig, source: CopiedSource) -> None:
+    """Leave in `folder` what `umbra up` begins with."""
+    search: Sequence[Path] = source.search
+    if source.text:
+        folder.inputs.mkdir(exist_ok=True)
+        module = folder.inputs / f"{MODULE}.py"
+        DISK.replace(module, source.text.encode(), mode=READABLE_MODE)
+        search = [folder.inputs, *search]
+    DISK.replace(folder.config, to_json(config), mode=READABLE_MODE)
+    origin = {"search": [str(path) for path in search]}
+    DISK.replace(folder.origin, json.dumps(origin).encode() + b"\n", mode=READABLE_MODE)

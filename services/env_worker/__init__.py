@@ -1,0 +1,1 @@
+"""Runs the agents of a run on a machine of their own."""

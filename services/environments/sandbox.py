@@ -1,0 +1,297 @@
+"""Where code that a model wrote runs: a container per sample, or a class of the user's.
+
+A container has no network, no file of the host, no environment variable of the run, a file system
+in memory that ends with it, and limits of memory, CPU and processes of its own, which are the
+sandbox's and not those of the process that runs the environment.
+
+The standard library only, of Python 3.10 or newer: an environment's process may have no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from umbra.proto.errors import UsageError
+
+WORK = "/sandbox"  # where commands run
+USER = 65534  # nobody
+OUTPUT_BYTES = 32 << 10  # of a command that are kept; the rest is read and dropped
+LIFETIME_S = 4 * 3600.0  # of a container whose sample nobody ends, since its process was killed
+_START_S = 300.0  # for the image to come
+_END_S = 30.0
+_PIECE = 1 << 16
+# What the command line of the runtime needs of our environment; the container gets none of it.
+_PASSED = ("PATH", "HOME", "DOCKER_HOST", "DOCKER_CONFIG", "XDG_RUNTIME_DIR", "CONTAINER_HOST")
+
+
+@dataclass(frozen=True)
+class CommandOutcome:
+    """What a command did: its exit code, and what it wrote to stdout and stderr."""
+
+    code: int
+    output: str
+
+
+class SandboxError(Exception):
+    """A command has no outcome: it took too long, or the sandbox broke."""
+
+
+class Sandbox(Protocol):
+    """A place for the code of one sample. It is made for it, and closed at its end."""
+
+    async def run(self, command: Sequence[str], stdin: str = "") -> CommandOutcome:
+        """Run `command`, with `stdin` as its input.
+
+        Files that it leaves in its working directory are there for the next command.
+
+        Raises:
+            SandboxError: it took too long; processes and files of the sample are gone.
+        """
+        ...
+
+    async def close(self) -> None:
+        """End whatever still runs, and remove what the sample has written."""
+        ...
+
+
+@dataclass(frozen=True)
+class ContainerLimits:
+    """`environment.sandbox_options` of a container.
+
+    Attributes:
+        image: with the tools that commands need (`sh`, `python3`).
+        memory_mb: MiB of all processes in it together, its files included; without swap.
+        cpus: of the host, as a share.
+        processes: that may be there at once.
+        disk_mb: MiB of files in the working directory, which is in memory.
+        command_s: seconds of one command.
+        network: "none", or the name of a network of the runtime; "host" is refused.
+        arguments: more arguments of `docker run`, for what is not named here.
+    """
+
+    image: str = "python:3.12-slim"
+    memory_mb: int = 512
+    cpus: float = 1.0
+    processes: int = 128
+    disk_mb: int = 128
+    command_s: float = 30.0
+    network: str = "none"
+    arguments: Sequence[str] = field(default_factory=tuple)
+
+    def __post_init__(self) -> None:
+        for name in ("memory_mb", "cpus", "processes", "disk_mb", "command_s"):
+            value: Any = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+                raise UsageError(f"environment.sandbox_options.{name} = {value!r} must be above 0")
+        if self.network == "host":
+            raise UsageError(
+                'environment.sandbox_options.network = "host" would let a model\'s code reach the '
+                "run's sockets: name another network, or leave it at none"
+            )
+
+    def run_arguments(self, name: str, *, podman: bool) -> list[str]:
+        """What makes a container called `name`, which waits for commands."""
+        memory = f"{self.memory_mb}m"
+        memory_files = f"rw,size={self.disk_mb}m,mode=1777"
+        if not podman:
+            # Docker may set the mode of the directory below it, so that only its owner can write.
+            memory_files += f",uid={USER},gid={USER}"
+        return [
+            "run", "--detach", "--rm", "--init", "--name", name, "--label", "umbra.sandbox=1",
+            "--network", self.network, "--memory", memory, "--memory-swap", memory,
+            "--cpus", f"{self.cpus:g}", "--pids-limit", str(self.processes),
+            "--read-only", "--tmpfs", f"{WORK}:exec,{memory_files}",
+            "--tmpfs", f"/tmp:{memory_files}",
+            "--workdir", WORK, "--user", f"{USER}:{USER}",
+            "--cap-drop", "ALL", "--security-opt", "no-new-privileges",
+            "--env", f"HOME={WORK}", *self.arguments,
+            "--entrypoint", "sleep", self.image, f"{LIFETIME_S:.0f}",
+        ]  # fmt: skip
+
+
+class Container:
+    """A container, started by the first command and removed at the end.
+
+    Args:
+        runtime: the command line, "docker" or "podman" or a path.
+        limits: of it.
+    """
+
+    def __init__(self, runtime: str, limits: ContainerLimits) -> None:
+        self._runtime = runtime
+        self._limits = limits
+        self._name = ""
+
+    async def run(self, command: Sequence[str], stdin: str = "") -> CommandOutcome:
+        """As of `Sandbox`."""
+        if not self._name:
+            await self._start()
+        inside = ["exec", "--interactive", self._name, *command]
+        try:
+            code, output = await self._call(inside, stdin.encode(), self._limits.command_s)
+        except asyncio.TimeoutError:  # noqa: UP041 - not the built-in one before Python 3.11
+            await self.close()
+            raise SandboxError(
+                f"the command took longer than {self._limits.command_s:g} s; the sandbox begins "
+                "anew, without its files"
+            ) from None
+        if code == 137:
+            output += "\n(killed: it may have needed more memory than there is)"
+        return CommandOutcome(code, output)
+
+    async def close(self) -> None:
+        """As of `Sandbox`."""
+        name, self._name = self._name, ""
+        if name:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await self._call(["rm", "--force", "--volumes", name], b"", _END_S)
+
+    async def _start(self) -> None:
+        name = f"umbra-{uuid.uuid4().hex}"
+        self._name = name  # removed even if the start is broken off
+        try:
+            podman = os.path.basename(self._runtime) == "podman"
+            arguments = self._limits.run_arguments(name, podman=podman)
+            code, output = await self._call(arguments, b"", _START_S)
+        except asyncio.TimeoutError:  # noqa: UP041
+            code, output = 1, f"it did not start within {_START_S:g} s"
+        if code:
+            await self.close()
+            raise SandboxError(f"no sandbox: {self._runtime}: {output.strip()[-500:]}")
+
+    async def _call(
+        self, arguments: Sequence[str], stdin: bytes, limit_s: float
+    ) -> tuple[int, str]:
+        """Exit code and output of a command of the runtime, which is killed when time is over."""
+        process = await asyncio.create_subprocess_exec(
+            self._runtime,
+            *arguments,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=client_environ(os.environ),
+            start_new_session=True,  # so that whatever it starts can be killed with it
+        )
+        try:
+            return await asyncio.wait_for(_outcome(process, stdin), limit_s)
+        finally:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+
+
+async def _outcome(process: asyncio.subprocess.Process, stdin: bytes) -> tuple[int, str]:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    feeding = asyncio.ensure_future(_feed(process.stdin, stdin))
+    kept = bytearray()
+    dropped = 0
+    try:
+        while piece := await process.stdout.read(_PIECE):
+            fits = piece[: OUTPUT_BYTES - len(kept)]
+            kept += fits
+            dropped += len(piece) - len(fits)
+        code = await process.wait()
+    finally:
+        feeding.cancel()
+    output = kept.decode(errors="replace")
+    return code, output + (f"\n({dropped} more bytes)" if dropped else "")
+
+
+async def _feed(writer: asyncio.StreamWriter, data: bytes) -> None:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        writer.write(data)
+        await writer.drain()
+    writer.close()
+
+
+def client_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """What of our environment the runtime's command line gets: no key is in it."""
+    return {name: environ[name] for name in _PASSED if name in environ}
+
+
+def sandbox_factory(
+    kind: str, options: Mapping[str, Any], load: Callable[[str, str], Callable[..., Any]]
+) -> Callable[[], Sandbox]:
+    """What makes the sandbox of a sample.
+
+    Args:
+        kind: `environment.sandbox`.
+        options: `environment.sandbox_options`.
+        load: finds "module:Class", for the key that names it.
+
+    Raises:
+        UsageError: no such runtime here, or options that it does not know.
+    """
+    if ":" in kind:
+        make = load(kind, "environment.sandbox")
+        missing = [name for name in ("run", "close") if not callable(getattr(make, name, None))]
+        if missing:
+            raise UsageError(
+                f"environment.sandbox {kind!r} has no method {' and no '.join(missing)}"
+            )
+        return lambda: make(**options)
+    if kind not in ("docker", "podman"):
+        raise UsageError(
+            f"environment.sandbox {kind!r} is unknown: use docker, podman, or a class as "
+            '"module:Class"'
+        )
+    try:
+        limits = ContainerLimits(**options)
+    except TypeError as error:
+        known = ", ".join(ContainerLimits.__dataclass_fields__)
+        raise UsageError(
+            f"environment.sandbox_options do not fit {kind!r} ({error}): it knows {known}"
+        ) from error
+    if shutil.which(kind) is None:
+        raise UsageError(f"environment.sandbox = {kind}: there is no such command on this machine")
+    return lambda: Container(kind, limits)
+
+
+# -- tools ----------------------------------------------------------------------------------------
+
+
+class SandboxTools:
+    """The tools `python` and `shell` of one sample.
+
+    Args:
+        make: its sandbox, which is made when it is first needed.
+    """
+
+    def __init__(self, make: Callable[[], Sandbox]) -> None:
+        self._make = make
+        self._sandbox: Sandbox | None = None
+
+    async def python(self, code: str) -> str:
+        """Run a Python program, and return what it prints; files stay for the next call."""
+        return await self._told(["python3", "-"], code)
+
+    async def shell(self, command: str) -> str:
+        """Run a command in a shell, and return what it prints; files stay for the next call."""
+        return await self._told(["sh", "-c", command], "")
+
+    async def close(self) -> None:
+        """The sample is over."""
+        sandbox, self._sandbox = self._sandbox, None
+        if sandbox is not None:
+            await sandbox.close()
+
+    async def _told(self, command: Sequence[str], stdin: str) -> str:
+        if self._sandbox is None:
+            self._sandbox = self._make()
+        outcome = await self._sandbox.run(command, stdin)
+        code = f"(exit code {outcome.code})" if outcome.code else ""
+        return "\n".join(filter(None, (outcome.output.rstrip("\n"), code))) or "(no output)"
+
+
+TOOLS = ("python", "shell")
+"""Names of the tools that need a sandbox."""

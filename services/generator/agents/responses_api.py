@@ -1,0 +1,350 @@
+"""`/v1/responses`: OpenAI's newer protocol, spoken by its agents and by coding agents."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from umbra.services.environments.protocol import Message
+from umbra.services.generator.agents.calls import (
+    IGNORED,
+    Body,
+    Call,
+    CallRules,
+    decoded,
+    limit_of,
+    read_arguments,
+    read_content,
+    read_message,
+    readable,
+)
+from umbra.services.generator.agents.errors import ApiError
+from umbra.services.generator.agents.replies import Answer, Head, Pieces, Stream, event, rest, usage
+
+_IGNORED = (
+    *IGNORED,
+    "include",
+    "truncation",
+    "stream_options",
+    "client_metadata",
+    "max_tool_calls",
+)
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "tool_choice": ("auto",),
+    "background": (False,),
+    "top_logprobs": (0,),
+}
+
+
+class _Body(Body, kw_only=True):
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    max_output_tokens: int | None = None
+    previous_response_id: str | None = None
+    reasoning: dict[str, Any] | None = None
+    text: dict[str, Any] | None = None
+
+
+def read_responses(body: bytes, rules: CallRules) -> Call:
+    """The call in the body of `/v1/responses`.
+
+    Raises:
+        ApiError: it is not one, or not one that this run can serve; names the field.
+    """
+    asked = decoded(body, _Body, rules, _IGNORED, _NEUTRAL)
+    _settle(asked, rules)
+    messages: list[Message] = []
+    if asked.instructions:
+        messages.append({"role": "system", "content": asked.instructions})
+    if isinstance(asked.input, str):
+        messages.append({"role": "user", "content": asked.input})
+    else:
+        messages += _messages(asked.input)
+    if not messages:
+        raise ApiError("input is empty", param="input")
+    return Call(
+        messages=messages,
+        tools=readable([_tool(tool, i) for i, tool in enumerate(asked.tools or [])], rules),
+        max_tokens=limit_of(asked.max_output_tokens, "max_output_tokens"),
+        stream=bool(asked.stream),
+        follows=asked.previous_response_id or "",
+    )
+
+
+def _settle(asked: _Body, rules: CallRules) -> None:
+    for name, value in (asked.reasoning or {}).items():
+        if value is not None:
+            field_name = f"reasoning.{name}"
+            rules.settle(field_name, value, f"{field_name} is not supported here: leave it out")
+    for name, value in (asked.text or {}).items():
+        if name == "format" and (value or {}).get("type", "text") != "text":
+            raise ApiError("text.format must be text", param="text.format")
+        if name != "format" and value is not None:
+            rules.settle(f"text.{name}", value, f"text.{name} is not supported: leave it out")
+
+
+def _tool(tool: dict[str, Any], index: int) -> dict[str, Any]:
+    if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
+        raise ApiError(
+            f"tools[{index}] is of type {tool.get('type')!r}: only functions can be called here",
+            param=f"tools[{index}]",
+        )
+    named = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name)}
+    return {"type": "function", "function": named}
+
+
+def _messages(items: list[dict[str, Any]]) -> list[Message]:
+    """The items of an input as messages: what the model said in one turn is one message."""
+    messages: list[Message] = []
+    said: Message | None = None  # the model's turn that goes on
+    for index, item in enumerate(items):
+        where = f"input[{index}]"
+        kind = item.get("type") or "message"
+        is_said = kind in ("function_call", "reasoning") or item.get("role") == "assistant"
+        if is_said and said is None:
+            said = {"role": "assistant", "content": ""}
+            messages.append(said)
+        if not is_said:
+            said = None
+            messages.append(_heard(item, kind, where, index))
+            continue
+        assert said is not None
+        if kind == "function_call":
+            said.setdefault("tool_calls", []).append(_call(item, where))
+        elif kind == "reasoning":
+            text = _thought(item, where)
+            if text:
+                said["reasoning_content"] = text
+        else:
+            said["content"] += read_content(item.get("content"), f"{where}.content")
+    return messages
+
+
+def _heard(item: dict[str, Any], kind: str, where: str, index: int) -> Message:
+    if kind == "function_call_output":
+        return {
+            "role": "tool",
+            "tool_call_id": str(item.get("call_id")),
+            "content": read_content(item.get("output"), f"{where}.output"),
+        }
+    if kind != "message":
+        raise ApiError(f"{where} is of type {kind!r}, which is not supported", param=where)
+    fields = {name: item[name] for name in ("role", "content") if name in item}
+    return read_message(fields, index)
+
+
+def _call(item: dict[str, Any], where: str) -> dict[str, Any]:
+    try:
+        arguments = read_arguments(item["arguments"])
+        function = {"name": str(item["name"]), "arguments": arguments}
+        return {"id": str(item["call_id"]), "type": "function", "function": function}
+    except (KeyError, TypeError, ValueError, msgspec.MsgspecError) as error:
+        raise ApiError(f"{where} is malformed: {error!r}", param=where) from error
+
+
+def _thought(item: dict[str, Any], where: str) -> str:
+    """The reasoning that we have sent; what others sent is encrypted, or left out."""
+    return read_content(item.get("content"), f"{where}.content") if item.get("content") else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Responses:
+    """The form of responses."""
+
+    head: Head
+
+    def whole(self, call: Call, answer: Answer) -> dict[str, Any]:
+        name = response_id(self.head.session, answer.number)
+        fields = self._response(call, name)
+        return _ended(fields, answer, _items(name, answer))
+
+    def stream(self, call: Call, number: int) -> Stream:
+        name = response_id(self.head.session, number)
+        return _Events(name, self._response(call, name))
+
+    def error(self, error: ApiError) -> dict[str, Any]:
+        return error.body()
+
+    def _response(self, call: Call, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "response",
+            "created_at": self.head.created,
+            "model": self.head.model,
+            "status": "in_progress",
+            "error": None,
+            "incomplete_details": None,
+            "instructions": None,
+            "metadata": {},
+            "output": [],
+            "parallel_tool_calls": True,
+            "tool_choice": "auto",
+            "tools": [{"type": "function", **tool["function"]} for tool in call.tools],
+            "previous_response_id": call.follows or None,
+        }
+
+
+def response_id(session: str, number: int) -> str:
+    """The id of the response that is turn `number` of a session."""
+    return f"resp_{session[:12]}_{number}"
+
+
+def _ended(fields: dict[str, Any], answer: Answer, items: list[dict[str, Any]]) -> dict[str, Any]:
+    cut = answer.finish_reason == "length"
+    tokens = usage(answer)
+    return {
+        **fields,
+        "status": "incomplete" if cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "output": items,
+        "metadata": {"version": str(answer.turn.version)},
+        "usage": {
+            "input_tokens": tokens["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": tokens["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": tokens["total_tokens"],
+        },
+    }
+
+
+def _items(name: str, answer: Answer) -> list[dict[str, Any]]:
+    message = answer.message
+    items: list[dict[str, Any]] = []
+    if thought := message.get("reasoning_content"):
+        items.append(_item("reasoning", name, thought))
+    if message["content"] or "tool_calls" not in message:
+        items.append(_item("content", name, message["content"] or ""))
+    items += [
+        {
+            "type": "function_call",
+            "id": f"fc_{name}_{index}",
+            "call_id": call["id"],
+            "name": call["function"]["name"],
+            "arguments": call["function"]["arguments"],
+            "status": "completed",
+        }
+        for index, call in enumerate(message.get("tool_calls", ()))
+    ]
+    return items
+
+
+def _item(kind: str, name: str, text: str, status: str = "completed") -> dict[str, Any]:
+    content = [_part(kind, text)] if status == "completed" else []
+    if kind == "reasoning":
+        thought = {"type": "reasoning", "id": f"rs_{name}", "summary": [], "content": content}
+        return {**thought, "status": status}
+    said = {"type": "message", "id": f"msg_{name}", "role": "assistant", "content": content}
+    return {**said, "status": status}
+
+
+def _part(kind: str, text: str) -> dict[str, Any]:
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+@dataclass(slots=True)
+class _Events:
+    name: str
+    response: dict[str, Any]
+    number: int = 0  # of events
+    items: list[dict[str, Any]] = field(default_factory=list)  # that are complete
+    kind: str = ""  # of the item that goes on
+    said: dict[str, str] = field(default_factory=lambda: {"content": "", "reasoning": ""})
+
+    def pieces(self, pieces: Pieces) -> bytes:
+        return b"".join(
+            [*self._begin(), *(e for kind, text in pieces for e in self._go(kind, text))]
+        )
+
+    def end(self, answer: Answer) -> bytes:
+        message = answer.message
+        events = self._begin()
+        for kind, whole in (
+            ("reasoning", message.get("reasoning_content")),
+            ("content", message["content"]),
+        ):
+            if more := rest(whole, self.said[kind]):
+                events += self._go(kind, more)
+        events += self._close()
+        for item in _items(self.name, answer)[len(self.items) :]:
+            events += self._whole(item)
+        kind = "incomplete" if answer.finish_reason == "length" else "completed"
+        ended = _ended(self.response, answer, self.items)
+        events.append(self._event(f"response.{kind}", response=ended))
+        return b"".join(events)
+
+    def broken(self, error: ApiError) -> bytes:
+        return self._event("error", code=error.code, message=str(error), param=error.param)
+
+    def _begin(self) -> list[bytes]:
+        if self.number:
+            return []
+        return [
+            self._event(f"response.{kind}", response=self.response)
+            for kind in ("created", "in_progress")
+        ]
+
+    def _go(self, kind: str, text: str) -> list[bytes]:
+        events: list[bytes] = []
+        if self.kind != kind:
+            events += self._close()
+            self.kind = kind
+            item = _item(kind, self.name, "", "in_progress")
+            at = len(self.items)
+            events.append(self._event("response.output_item.added", output_index=at, item=item))
+            part = _part(kind, "")
+            events.append(self._in_part("response.content_part.added", part=part))
+        self.said[kind] += text
+        more = {"logprobs": []} if kind == "content" else {}
+        events.append(self._in_part(f"response.{_TEXT[kind]}.delta", delta=text, **more))
+        return events
+
+    def _close(self) -> list[bytes]:
+        if not self.kind:
+            return []
+        kind, text = self.kind, self.said[self.kind]
+        item = _item(kind, self.name, text)
+        more = {"logprobs": []} if kind == "content" else {}
+        events = [
+            self._in_part(f"response.{_TEXT[kind]}.done", text=text, **more),
+            self._in_part("response.content_part.done", part=_part(kind, text)),
+            self._event("response.output_item.done", output_index=len(self.items), item=item),
+        ]
+        self.items.append(item)
+        self.kind = ""
+        return events
+
+    def _whole(self, item: dict[str, Any]) -> list[bytes]:
+        at = len(self.items)
+        self.items.append(item)
+        events: list[bytes] = []
+        begun = {**item, "status": "in_progress"}
+        if item["type"] == "function_call":
+            begun["arguments"] = ""
+        events.append(self._event("response.output_item.added", output_index=at, item=begun))
+        if item["type"] == "function_call":
+            where = {"output_index": at, "item_id": item["id"]}
+            kind = "response.function_call_arguments"
+            given = item["arguments"]
+            events.append(self._event(f"{kind}.delta", delta=given, **where))
+            done = {"arguments": given, "name": item["name"], **where}
+            events.append(self._event(f"{kind}.done", **done))
+        events.append(self._event("response.output_item.done", output_index=at, item=item))
+        return events
+
+    def _in_part(self, name: str, /, **fields: Any) -> bytes:
+        prefix = "rs" if self.kind == "reasoning" else "msg"
+        where = {"output_index": len(self.items), "content_index": 0}
+        return self._event(name, item_id=f"{prefix}_{self.name}", **where, **fields)
+
+    def _event(self, name: str, /, **fields: Any) -> bytes:
+        self.number += 1
+        return event(name, sequence_number=self.number - 1, **fields)
+
+
+_TEXT = {"content": "output_text", "reasoning": "reasoning_text"}

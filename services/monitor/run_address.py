@@ -1,0 +1,93 @@
+"""Where a run on this machine can be asked: `umbra up` leaves its address in the run's folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from umbra.proto.errors import UNREADABLE, UsageError
+from umbra.services.runtime.config import RunSection
+from umbra.services.runtime.process.disk import DISK, READABLE_MODE
+
+FILE = "address.json"
+
+
+@dataclass(frozen=True, slots=True)
+class RunAddress:
+    """The buffer of a run under way, and the folder of its keys; empty: it has none."""
+
+    broker: str
+    keys: str = ""
+
+    def write(self, folder: Path) -> None:
+        """Leave it in the run's `folder`, where the others look for it."""
+        DISK.replace(folder / FILE, json.dumps(asdict(self)).encode() + b"\n", mode=READABLE_MODE)
+
+    @classmethod
+    def read(cls, folder: Path) -> RunAddress | None:
+        """What the run in `folder` left; None if it is not under way."""
+        try:
+            return cls(**json.loads((folder / FILE).read_bytes()))
+        except (OSError, TypeError, *UNREADABLE):
+            return None
+
+    @staticmethod
+    def forget(folder: Path) -> None:
+        """The run in `folder` is over."""
+        (folder / FILE).unlink(missing_ok=True)
+
+
+def find_run(run: str = "") -> Path:
+    """The folder of `run`: a path, an id in `runs/` here, or if it is empty the newest run here.
+
+    Raises:
+        UsageError: there is none; says where it was looked for.
+    """
+    here = Path(RunSection().dir)
+    if run:
+        for folder in (Path(run), here / run):
+            if (folder / "config.json").is_file():
+                return folder.resolve()
+        raise UsageError(
+            f"{run} is no run: neither {Path(run)} nor {here / run} is a folder with a config.json"
+        )
+    if (newest := max(_runs(here), key=_begun, default=None)) is None:
+        raise UsageError(
+            f"no run is in {here.resolve()}: name a run's folder, or its buffer by "
+            "--broker tcp://host:port"
+        )
+    return newest.resolve()
+
+
+def find_address(run: str = "") -> RunAddress:
+    """The address of `run` (see `find_run`); of those here, the newest that is under way.
+
+    Raises:
+        UsageError: there is no such run, or it is over.
+    """
+    if not run:
+        here = Path(RunSection().dir)
+        live = [folder for folder in _runs(here) if RunAddress.read(folder) is not None]
+        if not live:
+            raise UsageError(
+                f"no run in {here.resolve()} is under way: name a run's folder, or its buffer by "
+                "--broker tcp://host:port"
+            )
+        run = str(max(live, key=_begun))
+    folder = find_run(run)
+    address = RunAddress.read(folder)
+    if address is None:
+        raise UsageError(
+            f"the run in {folder} is not under way; `umbra up {folder}` goes on with it"
+        )
+    return address
+
+
+def _runs(parent: Path) -> Iterator[Path]:
+    return (file.parent for file in parent.glob("*/config.json"))
+
+
+def _begun(folder: Path) -> float:
+    return (folder / "config.json").stat().st_mtime

@@ -1,0 +1,157 @@
+"""What travels on a connection for buckets: a ticket, then records, sealed where a run has keys.
+
+The receiver draws a key for each order and sends it over CURVE. It begins the connection with a
+ticket, which only the key leads to and which opens one connection. Each record is one piece of a
+bucket: a head, the bytes, and what proves that both come from who has the key. The nonce is the
+number of the record, so that none can be left out, repeated or put elsewhere unnoticed. No socket,
+no thread.
+
+    head    u32 bucket | u64 result | u64 base | u64 offset | u32 bytes     little-endian
+    sealed  head | AES-256-GCM(bytes), with the head as associated data, and its tag
+    signed  head | bytes | AES-256-GCM(head), with the bytes as associated data, and its tag
+    open    head | bytes
+"""
+
+from __future__ import annotations
+
+import hmac
+import struct
+from collections.abc import Sequence
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from umbra.proto.bounds import KEY_BYTES
+from umbra.proto.errors import WireError
+from umbra.proto.records import Piece
+from umbra.proto.sizes import RAW_BYTES
+
+HEAD = struct.Struct("<IQQQI")
+TAG_BYTES = 16
+TICKET_BYTES = 32
+KERNELS_BYTES = 1 << 20  # of credit; with more the kernel chooses the buffers of a connection
+TICKET = b"umbra connection for buckets"
+
+
+def ticket(key: bytes) -> bytes:
+    """What a connection for the order with this key begins with."""
+    return hmac.digest(key, TICKET, "sha256")
+
+
+def pack_head(piece: Piece, nbytes: int) -> bytes:
+    """The head of a record."""
+    return HEAD.pack(piece.bucket, piece.result, piece.base, piece.offset, nbytes)
+
+
+def unpack_head(head: bytes | bytearray) -> tuple[Piece, int]:
+    """The piece that a head is of, and how many bytes it has.
+
+    Raises:
+        WireError: more than a record may have.
+    """
+    bucket, result, base, offset, nbytes = HEAD.unpack(head)
+    if nbytes > RAW_BYTES:
+        raise WireError(f"a record of {nbytes} bytes", code="too_large")
+    return Piece(bucket=bucket, result=result, base=base, offset=offset), nbytes
+
+
+class Seal:
+    """One end of a connection without keys: nothing is sealed.
+
+    Those of the others count records, so that each end of a connection has one of its own.
+    """
+
+    trailer_bytes = 0
+    """How many follow the bytes of a record."""
+    hides = False
+    """Whether the bytes on the wire are others than those of the piece, though as many."""
+
+    def seal(
+        self, head: bytes, raw: bytes | memoryview, block: memoryview
+    ) -> Sequence[bytes | memoryview]:
+        """The next record, in pieces; `block`, of `raw` and a trailer, may be used for it."""
+        return head, raw
+
+    def open(self, head: bytes, sealed: memoryview, place: memoryview) -> None:
+        """Check the next record. `place`: where its bytes lie, or where to if the seal `hides`.
+
+        `sealed` is the trailer, or all that followed the head if it `hides`.
+
+        Raises:
+            WireError: it is not what the other end sealed as its next record.
+        """
+
+
+class _Counted(Seal):
+    def __init__(self, key: bytes) -> None:
+        self._aes = AESGCM(key)
+        self._count = 0
+
+    def _nonce(self) -> bytes:
+        self._count += 1
+        return self._count.to_bytes(12, "little")
+
+
+class Encrypted(_Counted):
+    """Secret and authenticated."""
+
+    trailer_bytes = TAG_BYTES
+    hides = True
+
+    def seal(
+        self, head: bytes, raw: bytes | memoryview, block: memoryview
+    ) -> Sequence[bytes | memoryview]:
+        """See `Seal.seal`."""
+        sealed = block[: len(raw) + TAG_BYTES]
+        self._aes.encrypt_into(self._nonce(), raw, head, sealed)
+        return head, sealed
+
+    def open(self, head: bytes, sealed: memoryview, place: memoryview) -> None:
+        """See `Seal.open`."""
+        try:
+            self._aes.decrypt_into(self._nonce(), sealed, head, place)
+        except InvalidTag:
+            raise _wrong() from None
+
+
+class Authenticated(_Counted):
+    """Authenticated only: who sees the connection sees the bytes."""
+
+    trailer_bytes = HEAD.size + TAG_BYTES
+
+    def seal(
+        self, head: bytes, raw: bytes | memoryview, block: memoryview
+    ) -> Sequence[bytes | memoryview]:
+        """See `Seal.seal`."""
+        return head, raw, self._aes.encrypt(self._nonce(), head, raw)
+
+    def open(self, head: bytes, sealed: memoryview, place: memoryview) -> None:
+        """See `Seal.open`."""
+        try:
+            signed = self._aes.decrypt(self._nonce(), sealed, place)
+        except InvalidTag:
+            raise _wrong() from None
+        if signed != head:
+            raise _wrong()
+
+
+def _wrong() -> WireError:
+    return WireError("a record is not what was sealed with the key of its order")
+
+
+def seal_of(key: bytes, *, keyed: bool, encrypted: bool) -> Seal:
+    """One end of the connection for the order with `key`.
+
+    Args:
+        key: `[KEY_BYTES]`.
+        keyed: whether the run has keys; without them everyone on the way knows this one too.
+        encrypted: as the source has said.
+
+    Raises:
+        WireError: it is no key.
+    """
+    if len(key) != KEY_BYTES:
+        raise WireError(f"a key has {KEY_BYTES} bytes, not {len(key)}", path="key")
+    if not keyed:
+        return Seal()
+    return Encrypted(key) if encrypted else Authenticated(key)

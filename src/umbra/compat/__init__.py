@@ -1,0 +1,1 @@
+"""Other systems' interfaces over Umbra's runs."""

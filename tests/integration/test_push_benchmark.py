@@ -1,0 +1,29 @@
+"""The benchmark of weight pushes runs: its processes are forked, push and end."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from fakes.slowness import seconds
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "weight_push.py"
+
+
+def test_toy_pushes_by_us_and_by_gloo(tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    only = "`shm`,gloo,receivers: `tcp`"
+    subprocess.run(
+        [sys.executable, str(SCRIPT), "--quick", "--only", only, "--json", str(file)],
+        check=True,
+        timeout=seconds(120),
+    )
+    found = json.loads(file.read_text())
+    rows = [(row["part"], row["method"].split()[0], row["receivers"]) for row in found["rows"]]
+    assert rows == [("one host", "`shm`", 1), ("one host", "gloo", 1), ("receivers", "`tcp`,", 2)]
+    shm, gloo, tcp = found["rows"]
+    assert shm["load_floor_s"] > 0 and tcp["load_floor_s"] > 0 and gloo["load_floor_s"] is None
+    assert tcp["wire_bytes"] >= tcp["nbytes"]  # nothing was left out as known
+    assert found["tables"]["receivers"]["rows"]

@@ -1,0 +1,140 @@
+"""Runs from Python: a script of a few lines, a run that is watched and operated, mistakes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes.slowness import seconds
+
+import umbra
+from umbra.deploy.python.child import RunChild
+from umbra.services.monitor.run_address import find_address
+
+DEADLINE_S = seconds(60.0)
+SMALL: dict[str, Any] = {
+    "sampling": {"max_tokens": 12},
+    "buffer": {"group_size": 4, "batch_groups": 4},
+    "generator": {"device": "cpu", "threads": 1, "slots": 16, "prefetch": 4, "max_context": 64},
+    "trainer": {"device": "cpu", "threads": 1, "learning_rate": 1e-3},
+}
+SCRIPT = """
+import re
+import umbra
+{imports}
+VOWEL = re.compile("[aeiou]")
+
+def score(prompt, completion, row):
+    return len(VOWEL.findall(completion)) / (1 + len(completion))
+
+if __name__ == "__main__":
+    rows = [{{"prompt": f"say {{n}}", "n": n}} for n in range(8)]
+    run = umbra.train("model", rows, score, steps=2, **{small!r})
+    print("rewards", [step.reward for step in run], run.model)
+"""
+
+
+def python(project: Path, script: str) -> subprocess.CompletedProcess[str]:
+    (project / "script.py").write_text(script)
+    return subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=project, capture_output=True, text=True, timeout=2 * DEADLINE_S,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(3 * DEADLINE_S)
+def test_a_script_of_a_few_lines_trains(project: Path) -> None:
+    done = python(project, SCRIPT.format(imports="", small=SMALL))
+    assert done.returncode == 0, done
+    (folder,) = (project / "runs").iterdir()
+    assert f"copied as source to runs/{folder.name}/inputs/umbra_main.py" in done.stdout
+    assert "its buffer at tcp://127.0.0.1:" in done.stdout and "balanced" in done.stdout
+    assert f"] {folder / 'model'}" in done.stdout
+    assert len(json.loads(done.stdout.split("rewards ")[1].split("]")[0] + "]")) == 2
+    assert (folder / "inputs" / "prompts.jsonl").read_text().count('"n":') == 8
+    assert not (folder / "address.json").exists()
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(4 * DEADLINE_S)
+def test_a_run_is_watched_operated_stopped_and_goes_on(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(project)
+    worth = {"a": 1.0}
+
+    class Vowels:
+        def reset(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+            return [{"role": "user", "content": row["prompt"]}]
+
+        def step(self, response: str) -> umbra.StepResult:
+            return umbra.StepResult(reward=sum(worth.get(letter, 0.1) for letter in response))
+
+    with umbra.train(
+        "model", "prompts.jsonl", environment=Vowels, steps=100_000, wait=False, **SMALL
+    ) as run:
+        steps = iter(run)
+        assert [next(steps).number for _ in range(3)] == [1, 2, 3]
+        run.pause("to look at it")
+        again = umbra.attach(run.id)
+        assert isinstance(again, umbra.Run) and again.under_way
+        assert again.status()["paused"]
+        assert umbra.attach(run.address.broker).address == find_address() == run.address
+        again.resume()
+        assert not run.status()["paused"]
+        assert run.checkpoint() >= 3
+        with pytest.raises(umbra.UsageError, match="has no trained model yet"):
+            run.evaluate()
+        run.stop(DEADLINE_S)
+    summary = run.summary
+    assert summary is not None and summary["ledger"]["balance"] == 0
+    assert summary["exit_code"] == 143
+    with pytest.raises(umbra.UmbraError) as caught:
+        run.wait()
+    assert caught.value.exit_code == 143
+    assert len(run.metrics) == summary["steps"]
+    with pytest.raises(umbra.UsageError, match=r"no run in .* is under way"):
+        find_address()
+    # The folder has all that it was given.
+    goal = str(summary["steps"] + 1)
+    child = RunChild(run.path, "--set", f"run.steps={goal}")
+    on = umbra.Run(run.path, child)
+    assert on.wait(2 * DEADLINE_S)["steps"] == int(goal)
+    assert on.evaluate("prompts.jsonl", samples=4)["samples"] == 4
+    assert "Vowels" in repr(on._repr_html_()) or run.id in on._repr_html_()
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(3 * DEADLINE_S)
+def test_mistakes_are_sentences_and_leave_no_folder(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(project)
+    for given, named in (
+        ({"model": "nowhere"}, "nowhere"),
+        ({"prompts": []}, "prompts has no rows"),
+        ({"prompts": [1]}, "row 0 is a int"),
+        ({"prompts": [{"prompt": object()}]}, "row 0 cannot be written as JSON"),
+        ({"reward": lambda completion: 0.0}, "a lambda has no name"),
+        ({"reward": "exact", "environment": "guess"}, "give reward or environment, not both"),
+        ({"learning_rate": 1.0}, "umbra.train has no argument 'learning_rate'"),
+        ({"trainer": {"learning_rat": 1.0}}, "learning_rate"),
+        ({"config": "nothing.toml"}, "nothing.toml does not exist"),
+        ({"steps": 0}, "run.steps"),
+    ):
+        arguments: dict[str, Any] = {
+            "model": "model", "prompts": "prompts.jsonl", "reward": "tiny_reward:score", **given
+        }  # fmt: skip
+        with pytest.raises(umbra.UsageError, match=named):
+            umbra.train(**arguments)
+        assert not list(project.glob("runs/*")), given
+    # What only the processes can find out.
+    with pytest.raises(umbra.UmbraError, match="tiny_reward has no callable 'scores'") as caught:
+        umbra.train("model", "prompts.jsonl", "tiny_reward:scores", **SMALL)
+    assert caught.value.exit_code == 2
+    assert not list(project.glob("runs/*"))

@@ -1,0 +1,150 @@
+"""Manifests of a plan in pods made of namespaces: what each container sees, and a whole run.
+
+There is no Kubernetes here: `tests/programs/pods.py` does as its nodes would.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from fakes.docker import SPACES, python_places
+from fakes.slowness import seconds
+
+from umbra.proto.access import KEY_ROLES
+from umbra.proto.messages import Status
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = ROOT / "tests" / "programs" / "pods.py"
+NEEDED = ("unshare", "nsenter", "setpriv", "chroot", "ip")
+LIMIT_S = seconds(300.0)
+STEPS = 40
+PLACE = "/srv/umbra"  # of all files in the containers
+
+
+def why_not() -> str:
+    """Why no pods can be made here; empty if they can."""
+    missing = [program for program in NEEDED if shutil.which(program) is None]
+    if missing:
+        return f"{', '.join(missing)} not installed: tests/real/setup.sh installs what is needed"
+    if os.geteuid() != 0:
+        return "pods with users of their own need root"
+    tried = subprocess.run([*SPACES, "true"], capture_output=True, text=True, check=False)
+    return f"no namespaces: {tried.stderr.strip()}" if tried.returncode else ""
+
+
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.cluster,
+    pytest.mark.timeout(660),
+    pytest.mark.skipif(bool(why_not()), reason=why_not()),
+]
+
+CLUSTER = """\
+[cluster]
+groups = ["train", "generate"]
+shm_gib = 1
+[[nodes]]
+name = "a.rack-1"
+address = "10.0.0.1"
+[[nodes]]
+name = "b.rack-1"
+address = "10.0.0.2"
+[cluster.kubernetes]
+"""
+# The role of each container, whose secret key it has, and what it reads and writes.
+CONTAINERS = {
+    "buffer": ("buffer", ["heldout.jsonl", "prompts.jsonl"]),
+    "weight-hub": ("weight_hub", ["base"]),
+    "trainer": ("trainer", ["base"]),
+    "relay-b-rack-1": ("relay", []),
+    "generator-b-rack-1-0": ("generator", ["base"]),
+}
+
+
+def umbra(folder: Path, *arguments: str) -> None:
+    argv = (sys.executable, "-m", "umbra", *arguments)
+    subprocess.run(argv, cwd=folder, check=True, timeout=LIMIT_S)
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sort task, with a file that is nobody's."""
+    folder = tmp_path_factory.mktemp("project")
+    shutil.copy(ROOT / "examples" / "sort.toml", folder / "run.toml")
+    umbra(folder, "make-model", "sort/base")
+    umbra(folder, "make-task", "sort", "--out", "sort", "--prompts", "512", "--heldout", "64")
+    (folder / "sort" / "secrets.txt").write_text("nobody's", encoding="utf-8")
+    return folder
+
+
+def pods(project: Path, folder: Path, settings: str, *, run: bool) -> dict[str, Any]:
+    """Plan the run with `settings` of Kubernetes, and do as the nodes would with it."""
+    folder.mkdir(exist_ok=True)
+    (folder / "cluster.toml").write_text(CLUSTER + settings, encoding="utf-8")
+    overrides = (f"run.steps={STEPS}", "run.broker_grace_s=120")
+    umbra(
+        project,
+        *("plan", str(folder / "cluster.toml"), "run.toml", "--format", "kubernetes"),
+        *("--out", str(folder / "plan"), "--run-id", "pods"),
+        *(part for override in overrides for part in ("--set", override)),
+    )
+    wanted = {"keys": str(folder / "plan" / "keys"), "image": python_places(), "run": run}
+    manifests = folder / "plan" / "kubernetes.yaml"
+    done = subprocess.run(
+        [*SPACES, sys.executable, PROGRAM, manifests, folder, json.dumps(wanted)],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    logs = "".join(f"\n== {p.name}\n{p.read_text()[-1500:]}" for p in sorted(folder.rglob("*.log")))
+    assert done.returncode == 0, done.stderr + logs
+    return json.loads(done.stdout) | {"claims": folder / "claims"}
+
+
+def expected(project: Path) -> dict[str, list[str]]:
+    """What each container sees before it is started, with `r` or `w`."""
+    found: dict[str, list[str]] = {}
+    for name, (role, inputs) in CONTAINERS.items():
+        keys = {f"{role}.key_secret", "monitor.key_secret", *(f"{one}.key" for one in KEY_ROLES)}
+        files = {f"{PLACE}/keys/{key}" for key in keys} | {f"{PLACE}/run.toml"}
+        for entry in (project / "sort" / one for one in inputs):
+            files |= {str(p) for p in ([entry] if entry.is_file() else entry.rglob("*"))}
+        found[name] = sorted(f"{file} r" for file in files)
+    return found
+
+
+@pytest.fixture(scope="module")
+def outcome(project: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A whole run, with model and prompts from the nodes' own paths."""
+    return pods(project, tmp_path_factory.mktemp("pods"), "", run=True)
+
+
+def test_each_container_sees_its_files_and_no_others(
+    project: Path, outcome: dict[str, Any]
+) -> None:
+    assert outcome["sees"] == expected(project)
+
+
+def test_the_same_from_a_claim(project: Path, tmp_path: Path) -> None:
+    shutil.copytree(project / "sort", tmp_path / "claims" / "lake" / "sort")
+    settings = f'inputs_claim = "lake"\ninputs_root = "{project}"\n'
+    assert pods(project, tmp_path, settings, run=False)["sees"] == expected(project)
+
+
+def test_the_run_ends_with_every_sample_trained_once(outcome: dict[str, Any]) -> None:
+    assert outcome["probes"] == dict.fromkeys(CONTAINERS, "")
+    assert outcome["codes"] == dict.fromkeys(CONTAINERS, 0)
+    (file,) = outcome["claims"].glob("*/pods/buffer.json")
+    status = msgspec.json.decode(file.read_bytes(), type=Status)
+    assert status.ledger.balance == 0
+    assert status.ledger.trained == STEPS * 8 * 32
+    assert sum(status.ledger.in_flight.values()) == 0

@@ -1,0 +1,361 @@
+"""Connections for buckets: who gets in, what of a record counts, what strangers cost."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+
+import pytest
+from fakes.hub_bench import WAIT_S
+from fakes.waiting import until
+
+from umbra.proto.errors import StartupError, UsageError, WireError
+from umbra.proto.messages import FetchBuckets
+from umbra.proto.records import Piece
+from umbra.services.runtime.deadline import LEAST_RATE, Pace
+from umbra.services.runtime.net.zap import Refusals
+from umbra.services.runtime.planes import bucket_door
+from umbra.services.runtime.planes.bucket_connection import BrokenError, BucketConnection, Came
+from umbra.services.runtime.planes.bucket_door import BucketDoor, Errand
+from umbra.services.runtime.planes.bucket_records import (
+    HEAD,
+    TICKET_BYTES,
+    pack_head,
+    seal_of,
+    ticket,
+    unpack_head,
+)
+from umbra.services.runtime.planes.bucket_store import BucketStore, Outbox
+from umbra.services.runtime.weights.manifest import build_manifest, checksums
+
+LAYOUT = build_manifest([("a", "BF16", [300, 1024])], 1 << 18)
+COUNT = len(LAYOUT.buckets)
+DATA = memoryview(os.urandom(LAYOUT.total_bytes))
+SUMS = checksums(LAYOUT, DATA)
+PACE = Pace(WAIT_S, LEAST_RATE)
+KEY = bytes(range(32))
+WAYS = pytest.mark.parametrize(
+    ("keyed", "encrypted"), [(True, True), (True, False), (False, True)], ids=str
+)
+SEALED = pytest.mark.parametrize("encrypted", [True, False])
+
+
+@pytest.fixture
+def refusals() -> Refusals:
+    return Refusals()
+
+
+@pytest.fixture
+def door(refusals: Refusals) -> Iterator[BucketDoor]:
+    door = BucketDoor("tcp://127.0.0.1:*", PACE, refusals)
+    yield door
+    door.close()
+
+
+def ordered(
+    door: BucketDoor,
+    key: bytes = KEY,
+    *,
+    keyed: bool = True,
+    encrypted: bool = True,
+    who: bytes = b"me",
+    offered: bool = True,
+) -> BucketStore:
+    """An order for all buckets, of which there are none if they are not `offered`."""
+    store = BucketStore(LAYOUT, door.look)
+    if offered:
+        store.offer(0, DATA, SUMS)
+    outbox = Outbox(COUNT, store.parts)
+    message = FetchBuckets(
+        number=1, wanted=list(range(COUNT)), contents=SUMS, frame_bytes=1 << 17, credit_bytes=1
+    )
+    outbox.order(who, message)
+    seal = seal_of(key, keyed=keyed, encrypted=encrypted)
+    door.expect(key, Errand(who, outbox, 1, seal, 1 << 20))
+    return store
+
+
+def connected(
+    door: BucketDoor, key: bytes = KEY, *, keyed: bool = True, encrypted: bool = True
+) -> BucketConnection:
+    seal = seal_of(key, keyed=keyed, encrypted=encrypted)
+    return BucketConnection("127.0.0.1", door.port, key, seal, 0.05, 1 << 20)
+
+
+def next_of(connection: BucketConnection, room: Callable[[Piece, int], memoryview | None]) -> Came:
+    steps = connection.next(room)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+
+
+def nowhere(_piece: Piece, _nbytes: int) -> None:
+    return None
+
+
+class Memory:
+    """Where a version is put together."""
+
+    def __init__(self) -> None:
+        self.data = memoryview(bytearray(LAYOUT.total_bytes))
+
+    def room(self, piece: Piece, nbytes: int) -> memoryview:
+        start = LAYOUT.buckets[piece.bucket][0] + piece.offset
+        return self.data[start : start + nbytes]
+
+    def fill(self, connection: BucketConnection) -> None:
+        left = LAYOUT.total_bytes
+        while left:
+            left -= len(next_of(connection, self.room).data)
+
+
+@WAYS
+def test_all_that_was_ordered_comes_and_then_the_end(
+    door: BucketDoor, refusals: Refusals, keyed: bool, encrypted: bool
+) -> None:
+    ordered(door, keyed=keyed, encrypted=encrypted)
+    with closing(connected(door, keyed=keyed, encrypted=encrypted)) as connection:
+        memory = Memory()
+        memory.fill(connection)
+        assert memory.data == DATA
+        with pytest.raises(BrokenError, match="was closed"):
+            next_of(connection, memory.room)
+    assert not refusals.counts
+
+
+@WAYS
+def test_what_comes_later_is_sent_then(door: BucketDoor, keyed: bool, encrypted: bool) -> None:
+    store = ordered(door, keyed=keyed, encrypted=encrypted, offered=False)
+    with closing(connected(door, keyed=keyed, encrypted=encrypted)) as connection:
+        assert next(connection.next(nowhere)) is None, "nothing came, and nobody waits for ever"
+        store.offer(0, DATA, SUMS, absent=range(1, COUNT))
+        for bucket in range(1, COUNT):
+            store.arrived(0, bucket)
+        memory = Memory()
+        memory.fill(connection)
+    assert memory.data == DATA
+
+
+@SEALED
+def test_sealed_bytes_are_seen_by_nobody_or_by_all(door: BucketDoor, encrypted: bool) -> None:
+    ordered(door, encrypted=encrypted)
+    with socket.create_connection(("127.0.0.1", door.port)) as seen:
+        seen.sendall(ticket(KEY))
+        head = seen.recv(HEAD.size, socket.MSG_WAITALL)
+        piece, nbytes = unpack_head(head)
+        sent = seen.recv(nbytes, socket.MSG_WAITALL)
+    assert (piece.bucket, nbytes) == (0, 1 << 17)
+    assert (sent == bytes(DATA[:nbytes])) is not encrypted
+
+
+def records(encrypted: bool, count: int = 3) -> list[bytes]:
+    """The first records of a connection, as they are on the wire."""
+    seal = seal_of(KEY, keyed=True, encrypted=encrypted)
+    found: list[bytes] = []
+    for bucket in range(count):
+        raw = bytes([bucket]) * 100
+        head = pack_head(Piece(bucket=bucket, result=7), len(raw))
+        found.append(b"".join(seal.seal(head, raw, memoryview(bytearray(1000)))))
+    return found
+
+
+def opened(encrypted: bool, sent: Sequence[bytes], key: bytes = KEY) -> list[Came]:
+    """What a receiver takes of what it is sent."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        seal = seal_of(key, keyed=True, encrypted=encrypted)
+        port = listening.getsockname()[1]
+        with closing(BucketConnection("127.0.0.1", port, key, seal, 0.05, 1 << 20)) as connection:
+            there, _ = listening.accept()
+            with there:
+                assert there.recv(TICKET_BYTES, socket.MSG_WAITALL) == ticket(key)
+                there.sendall(b"".join(sent))
+            return [next_of(connection, nowhere) for _ in sent]
+
+
+@SEALED
+def test_records_in_their_order_are_taken(encrypted: bool) -> None:
+    came = opened(encrypted, records(encrypted))
+    assert [bytes(one.data) for one in came] == [bytes([n]) * 100 for n in range(3)]
+    assert [one.piece.bucket for one in came] == [0, 1, 2]
+
+
+@SEALED
+@pytest.mark.parametrize("chosen", [[0, 0], [1], [0, 2]], ids=["repeated", "late", "left out"])
+def test_no_record_is_repeated_or_left_out_unnoticed(encrypted: bool, chosen: list[int]) -> None:
+    sent = records(encrypted)
+    with pytest.raises(WireError, match="not what was sealed"):
+        opened(encrypted, [sent[index] for index in chosen])
+
+
+@SEALED
+@pytest.mark.parametrize("place", [0, 4, 12, 20, HEAD.size, HEAD.size + 99, -1])
+def test_a_spoiled_byte_spoils_its_record(encrypted: bool, place: int) -> None:
+    (sent,) = records(encrypted, 1)
+    spoiled = bytearray(sent)
+    spoiled[place] ^= 1
+    with pytest.raises(WireError, match="not what was sealed"):
+        opened(encrypted, [bytes(spoiled)])
+
+
+@SEALED
+def test_a_record_under_another_key_is_not_taken(encrypted: bool) -> None:
+    with pytest.raises(WireError, match="not what was sealed"):
+        opened(encrypted, records(encrypted, 1), key=bytes(32))
+
+
+@SEALED
+@pytest.mark.parametrize("kept", [1, HEAD.size, HEAD.size + 50, -1])
+def test_a_record_that_ends_early_is_a_broken_connection(encrypted: bool, kept: int) -> None:
+    (sent,) = records(encrypted, 1)
+    with pytest.raises(BrokenError):
+        opened(encrypted, [sent[:kept]])
+
+
+def test_a_head_cannot_ask_for_more_memory_than_a_record_has() -> None:
+    with pytest.raises(WireError, match="a record of 67108865 bytes"):
+        unpack_head(pack_head(Piece(bucket=0, result=1), (64 << 20) + 1))
+
+
+def test_a_key_is_as_long_as_keys_are() -> None:
+    with pytest.raises(WireError, match="a key has 32 bytes, not 31"):
+        seal_of(bytes(31), keyed=True, encrypted=True)
+
+
+def ended(connection: socket.socket) -> bool:
+    """Whether the door closes the connection."""
+    connection.settimeout(WAIT_S)
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+@pytest.mark.parametrize(
+    "shown", [bytes(TICKET_BYTES), ticket(bytes(32)), b"GET / HTTP/1.1\r\n" * 2]
+)
+def test_a_stranger_gets_nothing(door: BucketDoor, refusals: Refusals, shown: bytes) -> None:
+    ordered(door)
+    with socket.create_connection(("127.0.0.1", door.port)) as stranger:
+        stranger.sendall(shown)
+        assert ended(stranger)
+    assert refusals.counts == {
+        "a connection with a ticket of no order, from 127.0.0.1 on buckets": 1
+    }
+    with closing(connected(door)) as connection:
+        Memory().fill(connection)  # whose order it is, is not disturbed
+
+
+def test_a_ticket_opens_one_connection(door: BucketDoor, refusals: Refusals) -> None:
+    ordered(door)
+    with closing(connected(door)) as connection:
+        Memory().fill(connection)
+    with closing(connected(door)) as again, pytest.raises(BrokenError):
+        next_of(again, nowhere)
+    assert refusals.counts.total() == 1
+
+
+def test_a_silent_stranger_is_sent_away(
+    monkeypatch: pytest.MonkeyPatch, refusals: Refusals
+) -> None:
+    monkeypatch.setattr(bucket_door, "SHOW_S", 0.05)
+    monkeypatch.setattr(bucket_door, "LOOK_S", 0.01)
+    with closing(BucketDoor("tcp://127.0.0.1:*", PACE, refusals)) as door:
+        with socket.create_connection(("127.0.0.1", door.port)) as stranger:
+            stranger.sendall(ticket(KEY)[:-1])
+            assert ended(stranger)
+    assert refusals.counts == {
+        "a connection that showed no ticket in time, from 127.0.0.1 on buckets": 1
+    }
+
+
+def test_a_ticket_that_nobody_shows_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bucket_door, "VALID_S", 0.0)
+    monkeypatch.setattr(bucket_door, "LOOK_S", 0.01)
+    with closing(BucketDoor("tcp://127.0.0.1:*", PACE, Refusals())) as door:
+        ordered(door)
+        until(lambda: not door._errands and not door._expected, "it is still valid")
+
+
+def test_strangers_crowd_out_only_one_another(
+    monkeypatch: pytest.MonkeyPatch, door: BucketDoor, refusals: Refusals
+) -> None:
+    """Of the address with the most connections the oldest goes; who shows its ticket is no more."""
+    monkeypatch.setattr(bucket_door, "STRANGERS", 3)
+    ordered(door)
+    with closing(socket.socket()) as other:
+        other.bind(("127.0.0.2", 0))
+        other.connect(("127.0.0.1", door.port))
+        crowd = [socket.create_connection(("127.0.0.1", door.port)) for _ in range(6)]
+        assert all(ended(stranger) for stranger in crowd[:4])
+        other.sendall(ticket(KEY))
+        other.settimeout(WAIT_S)
+        assert len(other.recv(HEAD.size, socket.MSG_WAITALL)) == HEAD.size
+        for stranger in crowd:
+            stranger.close()
+    (what,) = (text for text in refusals.counts if text.startswith("one too many"))
+    assert refusals.counts[what] == 4
+
+
+def test_no_more_connections_than_there_may_be(
+    monkeypatch: pytest.MonkeyPatch, door: BucketDoor
+) -> None:
+    monkeypatch.setattr(bucket_door, "ORDERS", 1)
+    ordered(door)
+    ordered(door, bytes(32))  # of the same receiver: it replaces its order
+    with pytest.raises(WireError, match="1 connections fetch already"):
+        ordered(door, who=b"another")
+
+
+def test_a_new_order_ends_the_connection_of_the_one_before(door: BucketDoor) -> None:
+    ordered(door, offered=False)
+    with closing(connected(door)) as before:
+        assert next(before.next(nowhere)) is None
+        until(lambda: door._threads, "nobody was let in")
+        ordered(door, bytes(32))
+        with pytest.raises(BrokenError):
+            next_of(before, nowhere)
+    with closing(connected(door, bytes(32))) as after:
+        Memory().fill(after)
+
+
+def test_who_does_not_read_is_given_up(refusals: Refusals) -> None:
+    """Its thread ends when its time for the bytes is over."""
+    with closing(BucketDoor("tcp://127.0.0.1:*", Pace(0.05, 1e9), refusals)) as door:
+        big = build_manifest([("a", "BF16", [16 << 20])], 16 << 20)
+        data = memoryview(bytes(big.total_bytes))
+        store = BucketStore(big, door.look)
+        store.offer(0, data, [1, 2])
+        outbox = Outbox(2, store.parts)
+        order = FetchBuckets(
+            number=1, wanted=[0, 1], contents=[1, 2], frame_bytes=16 << 20, credit_bytes=1
+        )
+        outbox.order(b"me", order)
+        door.expect(
+            KEY, Errand(b"me", outbox, 1, seal_of(KEY, keyed=False, encrypted=False), 1 << 20)
+        )
+        with socket.socket() as idle:
+            idle.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            idle.connect(("127.0.0.1", door.port))
+            idle.sendall(ticket(KEY))
+            until(lambda: not door._errands and not door._threads, "it still waits")
+
+
+def test_who_has_gone_leaves_no_thread(monkeypatch: pytest.MonkeyPatch, door: BucketDoor) -> None:
+    monkeypatch.setattr(bucket_door, "LOOK_S", 0.01)
+    ordered(door, offered=False)
+    with closing(connected(door)):
+        until(lambda: door._threads, "nobody was let in")
+    until(lambda: not door._threads, "its thread is there still")
+    assert not door._errands
+
+
+def test_an_address_that_is_taken_or_none(door: BucketDoor, refusals: Refusals) -> None:
+    with pytest.raises(StartupError, match="is in use"):
+        BucketDoor(f"tcp://127.0.0.1:{door.port}", PACE, refusals)
+    for endpoint in ("tcp://192.0.2.1:*", "tcp://127.0.0.1:many"):
+        with pytest.raises(UsageError, match="cannot bind"):
+            BucketDoor(endpoint, PACE, refusals)

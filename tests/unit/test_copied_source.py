@@ -1,0 +1,150 @@
+"""Functions of a program as source: with what they use, or refused with the reason."""
+
+import importlib.util
+import json
+import math
+import re
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from umbra.deploy.python.source import MODULE, CopiedSource
+from umbra.proto.errors import UsageError
+
+FACTOR = 2.5
+WORDS = {"good": 1.0, "bad": -1.0}
+DIGITS = re.compile(r"\d+", re.IGNORECASE)
+HANDLE = object()
+
+
+def loaded(source: CopiedSource, folder: Path) -> ModuleType:
+    """The copied module, imported from a file as another process would."""
+    path = folder / f"{MODULE}.py"
+    path.write_text(source.text)
+    spec = importlib.util.spec_from_file_location(MODULE, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def copied(function: Any, folder: Path) -> Any:
+    """`function` after it was copied."""
+    source = CopiedSource()
+    target = source.target(function, "reward")
+    assert target == f"{MODULE}:{function.__name__}"
+    return getattr(loaded(source, folder), function.__name__)
+
+
+def test_what_lies_in_a_module_is_named_and_not_copied() -> None:
+    source = CopiedSource()
+    assert source.target(json.loads, "reward") == "json:loads"
+    assert source.target(test_what_lies_in_a_module_is_named_and_not_copied, "reward") == (
+        f"{__name__}:test_what_lies_in_a_module_is_named_and_not_copied"
+    )
+    assert source.text == "" and source.copied == []
+    assert Path(__file__).resolve().parent in source.search
+
+
+def test_a_function_is_copied_with_all_that_it_uses(tmp_path: Path) -> None:
+    offset = 0.25
+
+    def weigh(text: str) -> float:
+        return sum(WORDS.get(word, 0.0) for word in text.split())
+
+    def score(prompt: str, completion: str, row: "dict[str, Any]") -> float:
+        digits = Counter(DIGITS.findall(completion))
+        return FACTOR * weigh(completion) + math.sqrt(len(digits)) + offset
+
+    again = copied(score, tmp_path)
+    for text in ("good 1 2 3", "bad", "", "A1 a1"):
+        assert again("", text, {}) == score("", text, {})
+    assert again.__module__ == MODULE
+
+
+def test_a_class_is_copied_with_its_base_and_what_its_methods_use(tmp_path: Path) -> None:
+    class Base:
+        def reset(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+            return [{"role": "user", "content": row["prompt"] * int(FACTOR)}]
+
+    class Echo(Base):
+        limit = len(WORDS)
+
+        @staticmethod
+        def _worth(text: str) -> float:
+            return WORDS.get(text, 0.0)
+
+        def step(self, response: str) -> float:
+            return self._worth(response) + super().__class__.__name__.count("E")
+
+    again = copied(Echo, tmp_path)()
+    assert again.reset({"prompt": "ab"}) == [{"role": "user", "content": "abab"}]
+    assert again.step("good") == Echo().step("good")
+    assert again.limit == 2
+
+
+def test_functions_that_call_each_other_are_copied_once(tmp_path: Path) -> None:
+    def even(n: int) -> bool:
+        return n == 0 or odd(n - 1)
+
+    def odd(n: int) -> bool:
+        return n != 0 and even(n - 1)
+
+    assert copied(even, tmp_path)(10) is True
+
+
+def test_another_name_for_a_function_is_kept(tmp_path: Path) -> None:
+    def worth(text: str) -> int:
+        return len(text)
+
+    alias = worth
+
+    def score(completion: str) -> int:
+        return alias(completion)
+
+    assert copied(score, tmp_path)("four") == 4
+
+
+def test_what_cannot_be_copied_is_refused_with_its_name() -> None:
+    def opens(completion: str) -> bool:
+        return HANDLE is not None
+
+    with pytest.raises(UsageError, match="'opens' uses 'HANDLE', a object, which cannot be copied"):
+        CopiedSource().target(opens, "reward")
+    with pytest.raises(UsageError, match="a lambda has no name: write it with def"):
+        CopiedSource().target(lambda completion: 0.0, "reward")
+    with pytest.raises(UsageError, match="is a int; give a function or a class"):
+        CopiedSource().target(3, "reward")  # pyright: ignore[reportArgumentType]
+
+
+def test_code_without_a_file_is_refused() -> None:
+    space: dict[str, Any] = {"__name__": "__main__"}
+    exec("def score(completion): return 0.0", space)
+    with pytest.raises(UsageError, match="the source of 'score' cannot be read"):
+        CopiedSource().target(space["score"], "reward")
+
+
+def test_two_things_of_one_name_are_refused() -> None:
+    def made(worth: float) -> Any:
+        def score(completion: str) -> float:
+            return worth
+
+        return score
+
+    source = CopiedSource()
+    source.target(made(1.0), "reward")
+    with pytest.raises(UsageError, match="two things are called 'score'"):
+        source.target(made(2.0), "reward")
+
+
+def test_a_value_that_source_would_not_give_back_is_refused() -> None:
+    endless = float("inf")
+
+    def score(completion: str) -> float:
+        return endless
+
+    with pytest.raises(UsageError, match="uses 'endless', a float"):
+        CopiedSource().target(score, "reward")

@@ -1,0 +1,218 @@
+"""How turns are read: calls, reasoning, what is broken, and the same piece by piece as at once."""
+
+import json
+import string
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes.chat_templates import chat_tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from umbra.proto.errors import UsageError
+from umbra.services.environments.response import Response, Said
+from umbra.services.environments.tools import ToolCall, ToolCallError, parse_tool_calls
+from umbra.services.modeling.chat import Chat
+from umbra.services.modeling.turn_reader import TurnReader
+from umbra.services.runtime.config import ModelConfig
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "zip": {"type": "string", "description": "its code"},
+                "days": {"type": "integer", "description": "from now"},
+            },
+        },
+    },
+}
+USER = [{"role": "user", "content": "How warm is it?"}]
+
+
+def read(name: str, text: str, tools: Any = (WEATHER,), **options: Any) -> Said:
+    chat = Chat(*chat_tokenizer(name), **options)
+    return chat.said(chat.text_ids(text), chat.prompt_ids(USER, list(tools)), list(tools))
+
+
+def arguments(said: Said) -> list[Any]:
+    return [call["function"]["arguments"] for call in said.tool_calls]
+
+
+def test_arguments_have_the_types_of_the_tool() -> None:
+    text = (
+        "<tool_call>\n<function=weather>\n<parameter=zip>\n75001\n</parameter>\n<parameter=days>\n"
+        "3\n</parameter>\n</function>\n</tool_call><|im_end|>"
+    )
+    assert arguments(read("qwen3_8", f"so</think>\n\n{text}")) == [{"zip": "75001", "days": 3}]
+
+
+def test_special_tokens_that_mark_calls_are_not_lost() -> None:
+    said = read(
+        "gemma4_v5", '<|tool_call>call:weather{zip:<|"|>1<|"|>}<tool_call|><|tool_response>'
+    )
+    assert arguments(said) == [{"zip": "1"}]
+    assert said.text.startswith("<|tool_call>")
+
+
+def test_reasoning_that_the_prompt_has_begun() -> None:
+    said = read("qwen3_5_think", "hm\n</think>\n\nyes<|im_end|>", ())
+    assert (said.reasoning, said.content) == ("hm", "yes")
+    cut = read("qwen3_5_think", "hm and", ())
+    assert (cut.reasoning, cut.content) == ("hm and", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('<tool_call>\n{"name": "weather", "arguments": {}<|im_end|>', "not closed"),
+        ('<tool_call>\n{"name": "weather", "arguments": {}}<|im_end|>', "not closed"),
+        ('<tool_call>\n{"name": "weather", "arguments": {}}', "not closed"),
+        ("<tool_call>\n{]\n</tool_call><|im_end|>", "Expecting property name"),
+        ('<tool_call>\n{"name": "weather", "arguments": 3}\n</tool_call><|im_end|>', "an object"),
+        ('<tool_call>\n{"arguments": {}}\n</tool_call><|im_end|>', "a name and arguments"),
+        ("<tool_call>\n[]\n</tool_call><|im_end|>", "a name and arguments"),
+    ],
+)
+def test_a_broken_call_is_words_and_says_why(text: str, problem: str) -> None:
+    said = read("qwen3", f"<think>\nhm\n</think>\n\nWell. {text}")
+    assert problem in said.problem
+    assert said.tool_calls == []
+    assert said.reasoning == "hm"
+    assert said.content == "Well. " + text.removesuffix("<|im_end|>")
+    (error,) = parse_tool_calls(Response.of(said))
+    assert isinstance(error, ToolCallError)
+
+
+def test_words_between_calls_are_kept() -> None:
+    call = '<tool_call>\n{"name": "weather", "arguments": {"days": 1}}\n</tool_call>'
+    said = read("qwen3", f"First {call} and {call} done.<|im_end|>")
+    assert arguments(said) == [{"days": 1}, {"days": 1}]
+    assert said.content == "First and done."
+    assert parse_tool_calls(Response.of(said)) == [ToolCall("weather", {"days": 1})] * 2
+
+
+def test_without_tools_nothing_is_a_call() -> None:
+    call = '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
+    said = read("qwen3", f"{call}<|im_end|>", ())
+    assert (said.tool_calls, said.content, said.problem) == ([], call, "")
+
+
+def test_a_turn_in_no_known_form_is_not_lost() -> None:
+    assert read("gptoss", "just words").content == "just words"
+
+
+def test_what_a_template_that_knows_no_tools_is_told() -> None:
+    said = read(
+        "llama3", 'so <tool_call>{"name": "weather", "arguments": {}}</tool_call><|eot_id|>'
+    )
+    assert arguments(said) == [{}]
+    assert not said.read  # environments may look for the call in the text as before
+
+
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"zip": "1"}}\n</tool_call>'
+
+
+@given(
+    thought=st.text(string.ascii_letters + " é世\n", max_size=12),
+    words=st.text(string.ascii_letters + " <é世.", max_size=20),
+    end=st.sampled_from(["", CALL, CALL + "\n" + CALL, CALL[:-3], "<tool_call>{</tool_call>"]),
+    stop=st.sampled_from(["<|im_end|>", ""]),
+    sizes=st.lists(st.integers(1, 7), min_size=1),
+)
+def test_piece_by_piece_it_is_the_same_as_at_once(
+    thought: str, words: str, end: str, stop: str, sizes: list[int]
+) -> None:
+    chat = Chat(*chat_tokenizer("qwen3"))
+    prompt = chat.prompt_ids(USER, [WEATHER])
+    ids = chat.text_ids(f"<think>\n{thought}\n</think>\n\n{words}{end}{stop}")
+    whole = chat.said(ids, prompt, [WEATHER])
+    reader = TurnReader(chat, prompt, [WEATHER])
+    heard = {"content": "", "reasoning": ""}
+    at = 0
+    for index in range(len(ids)):
+        at += sizes[index % len(sizes)]
+        if at >= len(ids):
+            break
+        for kind, text in reader.feed(ids[:at]):
+            heard[kind] += text
+    said = reader.end(ids)
+    assert said == whole
+    # What was passed on is what is there in the end.
+    assert said.content.strip().startswith(heard["content"].strip())
+    assert said.reasoning.startswith(heard["reasoning"].strip())
+
+
+@given(
+    words=st.text("ab. \né", max_size=12),
+    stops=st.lists(st.sampled_from(["b.", "a\n", "é", "ab.ab", " "]), min_size=1, max_size=2),
+)
+def test_a_stop_string_is_found_at_its_first_token(words: str, stops: list[str]) -> None:
+    chat = Chat(*chat_tokenizer("qwen3"))
+    ids = chat.text_ids(words)
+    end = chat.stopped_at(ids, stops)
+    first = next(
+        (n for n in range(1, len(ids) + 1) if any(s in chat.pieces(ids[:n]) for s in stops)), None
+    )
+    assert end == first
+    if end is not None:
+        said = chat.said(ids[:end], (), (), stops)
+        assert said.stop in stops
+        assert not any(stop in said.content for stop in stops)
+        assert words.startswith(said.content + said.stop)
+
+
+def test_a_dialect_is_named(tmp_path: Path) -> None:
+    call = '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call><|im_end|>'
+    assert read("qwen3", call, dialect="none").tool_calls == []
+    assert arguments(read("qwen3", call, dialect="trl/qwen3")) == [{}]
+    own = {
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {
+            "tool_calls": {
+                "open_pattern": r"@(?P<name>\w+)",
+                "close": ";",
+                "content": "json",
+                "repeats": True,
+                "transform": {
+                    "type": "function",
+                    "function": {"name": "{name}", "arguments": "{content}"},
+                },
+            },
+            "content": {"content": "text"},
+        },
+    }
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(own))
+    assert arguments(read("qwen3", '@weather{"days": 1};<|im_end|>', dialect=str(file))) == [
+        {"days": 1}
+    ]
+    file.write_text("{}")
+    for dialect, why in (
+        ("hermes", "use auto, none, trl/NAME"),
+        ("trl/qwen9", "TRL has trl/"),
+        ("vllm/nobody", "model.dialect = vllm/nobody"),
+        (str(file), "is no response template"),
+        (str(tmp_path / "none.json"), "cannot be read"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            Chat(*chat_tokenizer("qwen3"), dialect=dialect).dialect  # noqa: B018
+
+
+def test_variables_and_files_of_chat_templates(tmp_path: Path) -> None:
+    tokenizer, stops = chat_tokenizer("qwen3")
+    thinks = Chat.configured(ModelConfig(), tokenizer, stops)
+    quick = ModelConfig(chat_template_kwargs={"enable_thinking": False})
+    told = Chat.configured(quick, tokenizer, stops)
+    assert thinks.text(thinks.prompt_ids(USER)).endswith("assistant\n")
+    assert told.text(told.prompt_ids(USER)).endswith("<think>\n\n</think>\n\n")
+    file = tmp_path / "mine.jinja"
+    file.write_text("{% for m in messages %}{{ m['content'] }}!{% endfor %}")
+    own = Chat.configured(ModelConfig(chat_template=str(file)), tokenizer, stops)
+    assert own.text(own.prompt_ids(USER)) == "How warm is it?!"
+    with pytest.raises(UsageError, match=r"model\.chat_template: .*none cannot be read"):
+        Chat.configured(ModelConfig(chat_template=str(tmp_path / "none")), tokenizer, stops)

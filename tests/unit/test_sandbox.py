@@ -1,0 +1,253 @@
+"""Sandboxes, with a command in the place of docker; the real one is in tests/real."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes.slowness import seconds
+
+from umbra.proto.errors import UsageError
+from umbra.services.environments.environment_host import EnvironmentHost
+from umbra.services.environments.loading import load_environment
+from umbra.services.environments.protocol import Opening, StepResult
+from umbra.services.environments.sandbox import (
+    OUTPUT_BYTES,
+    CommandOutcome,
+    Container,
+    ContainerLimits,
+    SandboxError,
+)
+from umbra.services.runtime.config import EnvironmentConfig
+
+DOCKER = """#!/bin/sh
+here=$(dirname "$0")
+echo "$*" >> "$here/log"
+case $1 in
+    run) [ ! -e "$here/broken" ] || { echo "no such image"; exit 125; };;
+    exec) shift 3; exec "$@";;
+esac
+"""
+
+
+@pytest.fixture
+def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a docker that runs commands right here, and writes down how it was called."""
+    command = tmp_path / "docker"
+    command.write_text(DOCKER)
+    command.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    return tmp_path
+
+
+def calls(docker: Path) -> list[list[str]]:
+    return [line.split() for line in (docker / "log").read_text().splitlines()]
+
+
+def tools(docker: Path, *names: str, **limits: Any) -> EnvironmentConfig:
+    del docker
+    return EnvironmentConfig(
+        kind="tools",
+        options={"tools": list(names)},
+        sandbox="docker",
+        sandbox_options=limits,
+    )
+
+
+def called(name: str, **arguments: str) -> str:
+    import json
+
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+async def converse(config: EnvironmentConfig, *responses: str) -> list[Any]:
+    """What the environment answers, and then the sample is over."""
+    host = EnvironmentHost(load_environment(config), "tools")
+    answers = [*await host.play("s", {"prompt": "go", "answer": "3"}, [])]
+    for count in range(1, len(responses) + 1):
+        answers += await host.play("s", {}, responses[:count])
+    forgotten: Any = host.forget("s")
+    if forgotten is not None:
+        await forgotten
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    await asyncio.gather(*others)
+    return answers
+
+
+def test_code_runs_in_a_container_of_its_sample(docker: Path) -> None:
+    opening, first, second, last = asyncio.run(
+        converse(
+            tools(docker, "python", "shell", "calculator", memory_mb=64, image="an-image"),
+            called("python", code="print(1 + 1)"),
+            called("shell", command="echo hello; exit 3"),
+            "3",
+        )
+    )
+    assert isinstance(opening, Opening)
+    assert [tool["function"]["name"] for tool in opening.tools] == ["python", "shell", "calculator"]
+    assert opening.tools[0]["function"]["parameters"]["required"] == ["code"]
+    assert [m["content"] for m in first.messages] == ["2"]
+    assert [m["content"] for m in second.messages] == ["hello\n(exit code 3)"]
+    assert isinstance(last, StepResult) and last.reward == 1.0
+    run, python, shell, rm = calls(docker)
+    name = run[run.index("--name") + 1]
+    assert python == ["exec", "--interactive", name, "python3", "-"]
+    assert shell[:5] == ["exec", "--interactive", name, "sh", "-c"]
+    assert rm == ["rm", "--force", "--volumes", name]
+    given = " ".join(run)
+    for part in (
+        "--network none", "--memory 64m", "--memory-swap 64m", "--pids-limit 128", "--read-only",
+        "--cap-drop ALL", "--security-opt no-new-privileges", "--user 65534:65534", "an-image",
+    ):  # fmt: skip
+        assert part in given, part
+    assert not {"--volume", "-v", "--mount", "--privileged", "-e"} & set(run)
+
+
+def test_podman_is_told_in_its_own_words() -> None:
+    limits = ContainerLimits(arguments=["--volume", "/data:/data:ro"])
+    docker, podman = (limits.run_arguments("x", podman=one) for one in (False, True))
+    assert [part.replace(",uid=65534,gid=65534", "") for part in docker] == podman
+    assert docker != podman and "/data:/data:ro" in podman
+
+
+def test_without_a_command_there_is_no_container(docker: Path) -> None:
+    asyncio.run(converse(tools(docker, "python"), "3"))
+    assert not (docker / "log").exists()
+
+
+def test_what_the_command_line_gets_of_our_environment(
+    docker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    monkeypatch.setenv("UMBRA_AGENT_KEY", "secret")
+    container = Container("docker", ContainerLimits())
+    outcome = asyncio.run(container.run(["env"]))
+    assert "secret" not in outcome.output
+    assert "PATH=" in outcome.output
+
+
+def test_a_command_that_takes_too_long_costs_its_container(docker: Path) -> None:
+    async def slow() -> None:
+        container = Container("docker", ContainerLimits(command_s=0.2))
+        with pytest.raises(SandboxError, match=r"took longer than 0\.2 s"):
+            await container.run(["sleep", "600"])
+
+    asyncio.run(slow())
+    assert [call[0] for call in calls(docker)] == ["run", "exec", "rm"]
+    limit = seconds(10.0)
+    (told,) = asyncio.run(
+        converse(tools(docker, "shell", command_s=0.2), called("shell", command="sleep 600"))
+    )[1:]
+    assert "error: shell: the command took longer than 0.2 s" in told.messages[0]["content"], limit
+
+
+def test_what_is_printed_without_end_is_cut_off(docker: Path) -> None:
+    container = Container("docker", ContainerLimits(command_s=seconds(60.0)))
+    many = 4 * OUTPUT_BYTES
+    outcome = asyncio.run(container.run(["head", "-c", str(many), "/dev/zero"]))
+    assert outcome == CommandOutcome(0, "\0" * OUTPUT_BYTES + f"\n({3 * OUTPUT_BYTES} more bytes)")
+
+
+def test_a_sandbox_that_does_not_start_is_told(docker: Path) -> None:
+    (docker / "broken").touch()
+    (told,) = asyncio.run(converse(tools(docker, "python"), called("python", code="1")))[1:]
+    assert told.messages[0]["content"] == "error: python: no sandbox: docker: no such image"
+    assert [call[0] for call in calls(docker)] == ["run", "rm"]
+
+
+OWN = """
+from umbra.services.environments.protocol import StepResult
+from umbra.services.environments.sandbox import CommandOutcome
+
+CLOSED = []
+
+class Box:
+    def __init__(self, colour="red"):
+        self.colour = colour
+    async def run(self, command, stdin=""):
+        return CommandOutcome(0, f"{self.colour} {stdin}")
+    async def close(self):
+        CLOSED.append(self.colour)
+
+class Coding:
+    def __init__(self, sandbox):
+        self.sandbox = sandbox
+    def reset(self, row):
+        return [{"role": "user", "content": "go"}]
+    async def step(self, response):
+        outcome = await self.sandbox.run(["python3", "-"], response)
+        return StepResult(reward=float(len(outcome.output)))
+    async def close(self):
+        await self.sandbox.close()
+
+async def agent(row, endpoint, sandbox):
+    return float(len((await sandbox.run(["x"])).output))
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    (tmp_path / "own_box.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    import own_box  # type: ignore[import-not-found]
+
+    own_box.CLOSED.clear()
+    return own_box
+
+
+def test_a_sandbox_of_the_users_own(own: Any) -> None:
+    config = EnvironmentConfig(
+        kind="tools",
+        options={"tools": ["python"]},
+        sandbox="own_box:Box",
+        sandbox_options={"colour": "blue"},
+    )
+    (told,) = asyncio.run(converse(config, called("python", code="1")))[1:]
+    assert told.messages[0]["content"] == "blue 1"
+    assert own.CLOSED == ["blue"]
+
+
+def test_environments_and_agents_get_a_sandbox(own: Any) -> None:
+    config = EnvironmentConfig(kind="own_box:Coding", sandbox="own_box:Box")
+    (answer,) = asyncio.run(converse(config, "12345"))[1:]
+    assert answer.reward == len("red 12345")
+    assert own.CLOSED == ["red"]
+    config = EnvironmentConfig(kind="agent", agent="own_box:agent", sandbox="own_box:Box")
+    endpoint = '{"base_url": "http://h", "api_key": "k"}'
+    (answer,) = asyncio.run(converse(config, endpoint))[1:]
+    assert answer.reward == len("red ")
+    assert own.CLOSED == ["red", "red"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"sandbox": "dokcer"}, "use docker, podman, or a class"),
+        ({"sandbox": ""}, "'python' runs what a model writes: set environment.sandbox"),
+        ({"sandbox_options": {"memory": 1}}, "sandbox_options do not fit 'docker'"),
+        ({"sandbox_options": {"memory_mb": 0}}, "memory_mb = 0 must be above 0"),
+        ({"sandbox_options": {"network": "host"}}, "would let a model's code reach"),
+        ({"sandbox": "pathlib:Path"}, "has no method run and no close"),
+        ({"kind": "exact", "options": {}}, "environment.sandbox = docker has no effect"),
+        ({"options": {"tools": ["pyhton"]}}, "did you mean 'python'"),
+    ],
+)
+def test_settings_that_cannot_be(docker: Path, changes: dict[str, Any], says: str) -> None:
+    values: dict[str, Any] = {
+        "kind": "tools", "options": {"tools": ["python"]}, "sandbox": "docker"
+    }  # fmt: skip
+    with pytest.raises(UsageError, match=says):
+        load_environment(EnvironmentConfig(**{**values, **changes}))
+
+
+def test_a_runtime_that_is_not_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    config = EnvironmentConfig(kind="tools", options={"tools": ["python"]}, sandbox="podman")
+    with pytest.raises(
+        UsageError, match=r"environment\.sandbox = podman: there is no such command"
+    ):
+        load_environment(config)
