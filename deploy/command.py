@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import sys
 from contextlib import ExitStack
@@ -25,6 +24,7 @@ from umbra.deploy.preflight import (
 )
 from umbra.deploy.programs import buffer_program, other_programs
 from umbra.deploy.run_folder import RunFolder
+from umbra.deploy.shown import shown_command, shown_path
 from umbra.deploy.summary import summary_rows
 from umbra.deploy.toml import to_toml
 from umbra.deploy.trial import try_aside
@@ -201,9 +201,7 @@ def _how_to_go_on(code: int, folder: RunFolder) -> list[tuple[str, str]]:
         return []
     if load_config(folder.config, environ={}).buffer.store == "memory":
         return [("to go on", "it can't: buffer.store = memory; begin another run")]
-    here = Path(os.path.relpath(folder.path))
-    path = folder.path if here.parts[:1] == ("..",) else here
-    return [("to go on", f"umbra up {shlex.quote(str(path))}")]
+    return [("to go on", f"{shown_command()} up {shown_path(folder.path)}")]
 
 
 def _print_table(rows: list[tuple[str, str]]) -> None:

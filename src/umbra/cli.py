@@ -130,7 +130,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Watch": ("monitor", "status", "ping"),
     "Steer": ("pause", "resume", "checkpoint", "interrupt", "drain", "rollback"),
     "Look back": ("report", "eval", "export", "weights", "store"),
-    "Services": ("buffer", "weight-hub", "trainer", "generator", "scorer"),
+    "Services": ("buffer", "weight-hub", "trainer", "generator", "scorer", "env-worker"),
 }
 
 # Optional packages, by the extra of this distribution that installs them.
