@@ -6,16 +6,27 @@ service or a signal to go wrong is in tests/integration/test_refusals.py and tes
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from fakes.slowness import seconds
+from fakes.waiting import until
 
 from umbra import cli
-from umbra.deploy.preflight import check_packages
+from umbra.deploy.command import check_extension, load_run
+from umbra.deploy.preflight import check_packages, first_row
+from umbra.deploy.run_folder import RunFolder
+from umbra.deploy.trial import try_aside
 from umbra.proto.errors import UsageError
-from umbra.services.runtime.config.loader import load_config
+from umbra.services.generator.start_check import check_chat, check_devices
+from umbra.services.runtime.config.cautions import cautions
+from umbra.services.runtime.config.loader import load_config, to_json
+from umbra.services.runtime.process.child import ChildError
 
 REWARDS = """
 import os, time
@@ -103,7 +114,7 @@ MISTAKES = {
     "an objective misspelt": wrong("trainer.objective=grop", told="did you mean grpo?"),
     "an engine misspelt": wrong("generator.engine=vlm", told="did you mean vllm?"),
     "a plane misspelt": wrong("weight_hub.plane=ncll", told="did you mean nccl?"),
-    "a list for a text": wrong("model.path=[1]", "run.name=", told="run.name must be text"),
+    "a name that is empty": wrong("run.name=", told="run.name must be text that is not empty"),
     # what contradicts itself
     "more minibatches than samples": wrong(
         "trainer.minibatches=100", told=("trainer.minibatches = 100", "16 samples")
@@ -249,3 +260,112 @@ def test_a_gym_task_misspelt() -> None:
     pytest.importorskip("reasoning_gym")
     with pytest.raises(UsageError, match=r"did you mean 'chain_sum'"):
         gym.gym_rows("chain_sums", 1, 0)
+
+
+def test_ctrl_c_before_anything_has_begun(here: Path) -> None:
+    """1. The reward blocks. 2. Ctrl-C. Result: a sentence, exit code 130, no folder."""
+    words = ["up", "run.toml", "--set", "environment.reward=user_rewards:blocks"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "umbra", *words],
+        stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    try:
+        until(lambda: list(here.glob("runs/*/logs/environment-check.log")), "the check")
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=seconds(50))
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130
+    assert said == "umbra: error: interrupted before anything was started\n"
+    assert not list((here / "runs").iterdir())
+
+
+def ended(here: Path, *settings: str) -> RunFolder:
+    """The folder of a run of four steps that has reached its end."""
+    folder = RunFolder(here / "runs" / "run-1")
+    (folder.checkpoints / "step-4").mkdir(parents=True)
+    folder.config.write_bytes(to_json(load_run(here / "run.toml", settings)))
+    folder.summary.write_text('{"exit_code": 0}')
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked", "told"),
+    [
+        ((), (), "--set run.steps=N"),
+        ((), ("run.steps=4",), "reached its end, step 4: run.steps = 4 must be more"),
+        (("buffer.store=memory",), ("run.steps=9",), "left no store (buffer.store)"),
+    ],
+)
+def test_a_run_that_cannot_be_trained_on(
+    settings: tuple[str, ...],
+    asked: tuple[str, ...],
+    told: str,
+    here: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = ended(here, *settings)
+    sets = [word for setting in asked for word in ("--set", setting)]
+    assert cli.main(["up", str(folder.path), *sets]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert told in line
+
+
+def test_what_the_rate_of_a_longer_run_does(here: Path) -> None:
+    folder = ended(here)
+    linear = ("run.steps=8", "trainer.schedule=linear", "trainer.warmup_steps=0")
+    told = check_extension(folder, load_run(here / "run.toml", linear))
+    assert "from 5e-05, where the run ended, to 0.000457, and falls to 5e-05" in told
+    told = check_extension(folder, load_run(here / "run.toml", linear[:1]))
+    assert told == "4 steps are done; the learning rate stays at 0.001"
+    (folder.checkpoints / "step-4").rmdir()
+    with pytest.raises(UsageError, match="left no checkpoint"):
+        check_extension(folder, load_run(here / "run.toml", linear))
+
+
+@pytest.mark.parametrize(
+    ("setting", "name"),
+    [
+        ("buffer.group_size=1", "lone_groups"),
+        ("trainer.learning_rate=0.1", "learning_rate"),
+        ("trainer.learning_rate=1e-9", "learning_rate"),
+        ("trainer.warmup_steps=100", "warmup"),
+        ("sampling.max_tokens=1024", "max_tokens"),
+        ("trainer.minibatches=3", "minibatches"),
+    ],
+)
+def test_what_is_seldom_meant_is_a_warning(setting: str, name: str) -> None:
+    assert list(cautions(load_config(environ={}))) == []
+    config = load_config(overrides=[setting, "trainer.objective=ppo"], environ={})
+    assert [found for found, _ in cautions(config)] == [name]
+
+
+def test_a_first_prompt_that_is_too_long_and_a_device_that_is_not_here(here: Path) -> None:
+    row = {"prompt": "say a"}
+    config = load_run(here / "run.toml", ())
+    check_devices(config)
+    assert check_chat(config, row) == ""
+    short = load_run(here / "run.toml", ("generator.max_context=16",))
+    assert "of sampling.max_tokens = 12: longer answers are cut off" in check_chat(short, row)
+    with pytest.raises(UsageError, match="leaves no room for an answer"):
+        check_chat(short, {"prompt": "say a" * 10})
+    with pytest.raises(UsageError, match=r"trainer\.device: device 'gpu': use cpu, cuda"):
+        check_devices(load_run(here / "run.toml", ("trainer.device=gpu",)))
+    with pytest.raises(UsageError, match=r"generator\.device: device 'cuda:99': this machine has"):
+        check_devices(load_run(here / "run.toml", ("generator.device=cuda:99",)))
+
+
+def test_rows_of_a_parquet_file_and_of_several_sources(here: Path) -> None:
+    """The environment is tried on a row of whatever the prompts are in."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pytest.importorskip("pyarrow").Table.from_pylist([{"prompt": "say b", "word": "b"}])
+    parquet.write_table(table, here / "prompts.parquet")
+    for setting in ("data.prompts=prompts.parquet", 'data.sources={"prompts.parquet" = 1.0}'):
+        settings = (setting, *(() if "prompts=" in setting else ("data.prompts=",)))
+        config = load_run(here / "run.toml", settings)
+        assert first_row(config)["word"] == "b"
+        try_aside(config, [here])
+        with pytest.raises(ChildError, match="no such thing"):
+            bad = (*settings, "environment.reward=tiny_reward:raises")
+            try_aside(load_run(here / "run.toml", bad), [here])
