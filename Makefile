@@ -107,7 +107,7 @@ test: $(DEV_STAMP) ## Run the tests (PYTEST_OPTIONS="-k name")
 	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(PYTEST_OPTIONS)
 
 .PHONY: test-real
-test-real: $(DEV_STAMP) ## Run the tests on real things and the long ones: every architecture on vLLM, SLURM, Docker (an hour)
+test-real: $(DEV_STAMP) ## Run the tests on real things and the long ones: every architecture on vLLM, SLURM, Docker, other libraries (an hour)
 	@$(BIN)/python -m pytest -m real $(PYTEST_OPTIONS)
 
 .PHONY: test-cluster

@@ -18,7 +18,6 @@ from umbra.deploy.preflight import (
     check_packages,
     check_ports_free,
     check_run,
-    first_row,
     resolve_paths,
     search_path,
 )
@@ -30,6 +29,7 @@ from umbra.deploy.toml import to_toml
 from umbra.deploy.trial import try_aside
 from umbra.deploy.up import Up
 from umbra.proto.errors import EXIT_DONE, UsageError
+from umbra.services.buffer.data.sources import first_rows
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config.cautions import cautions
 from umbra.services.runtime.config.feasibility import implied_staleness
@@ -135,7 +135,8 @@ def _try_all(config: RunConfig, search: list[Path]) -> list[tuple[str, str]]:
     from umbra.services.generator.start_check import check_chat, check_devices  # bring torch
 
     check_devices(config)
-    cut = check_chat(config, first_row(config))
+    row = next(iter(first_rows(config.data, config.environments).values()))
+    cut = check_chat(config, row)
     return [*cautions(config), *([("max_tokens", cut)] if cut else [])]
 
 

@@ -17,7 +17,8 @@ HEAD = """# Every key of a run file
 Made from the schema by `umbra config keys`; a test compares. A run file is TOML, with a table per
 section. The environment variable `UMBRA_SECTION__KEY` is stronger than the file, and `--set
 section.key=value` stronger than both. `umbra config show RUN.toml` prints a run file with all
-defaults, `umbra config check RUN.toml` tries it. Objectives, and the keys that they set:
+defaults; `[[environments]]` has the keys of `[environment]`, and a name each.
+`umbra config check RUN.toml` tries it. Objectives, and the keys that they set:
 [algorithms.md](algorithms.md). Settings for staleness: [staleness.md](staleness.md).
 """
 

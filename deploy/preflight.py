@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import msgspec
 
@@ -17,6 +17,7 @@ from umbra.services.buffer.data.dataset_readers import DATASETS, read_source
 from umbra.services.buffer.data.sources import open_prompts
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config.feasibility import check_feasible
+from umbra.services.runtime.config.generation import ENVIRONMENT
 from umbra.services.runtime.model.architectures import (
     check_architecture,
     check_experts,
@@ -38,8 +39,20 @@ def resolve_paths(config: RunConfig, run_file: Path) -> RunConfig:
         return str(chosen.resolve())
 
     replace = msgspec.structs.replace
+
+    def program(python: str) -> str:
+        """One by a path is looked up as files are, but no link of it is followed."""
+        beside = run_file.parent / python
+        found = "/" in python and not Path(python).exists() and beside.exists()
+        return str((beside if found else Path(python)).absolute()) if "/" in python else python
+
     return replace(
         config,
+        environment=replace(config.environment, python=program(config.environment.python)),
+        environments=tuple(
+            replace(one, python=program(one.python), prompts=resolve(one.prompts))
+            for one in config.environments
+        ),
         model=replace(config.model, path=resolve(config.model.path)),
         data=replace(
             config.data,
@@ -83,9 +96,9 @@ def check_run(config: RunConfig) -> None:
     check_architecture(model, checked=config.model.checked)
     check_heads(read_config(model), config.trainer.sequence_parallel)
     check_experts(read_config(model), config.trainer.expert_parallel)
-    open_prompts(config.data, seed=config.run.seed)
+    open_prompts(config.data, seed=config.run.seed, environments=config.environments)
     if config.eval.prompts:
-        _check_eval(config.eval.prompts)
+        _check_eval(config)
     if "ref_logp" in config.buffer.stages and config.scorer.model:
         directory = check_model_dir(config.scorer.model, "scorer.model")
         check_architecture(directory, "scorer.model", config.model.checked)
@@ -106,12 +119,13 @@ def check_packages(
     Raises:
         UsageError: one is not; names the setting and the extra.
     """
-    trainer, metrics, kind = config.trainer, config.metrics, config.environment.kind
+    trainer, metrics = config.trainer, config.metrics
+    kinds = {config.environment.kind, *(one.kind for one in config.environments)}
     needs = (
         ("trainer.lora_rank", trainer.lora_rank > 0, "peft", "lora"),
         ('generator.engine = "vllm"', config.generator.engine == "vllm", "vllm", "vllm"),
-        ('environment.kind = "math"', kind == "math", "math_verify", "tasks"),
-        ('environment.kind = "reasoning-gym"', kind == "reasoning-gym", "reasoning_gym", "tasks"),
+        ('environment.kind = "math"', "math" in kinds, "math_verify", "tasks"),
+        ('environment.kind = "reasoning-gym"', "reasoning-gym" in kinds, "reasoning_gym", "tasks"),
         ("metrics.tensorboard", metrics.tensorboard, "tensorboard", "tensorboard"),
         ("metrics.wandb", metrics.wandb != "off", "wandb", "wandb"),
     )
@@ -121,16 +135,6 @@ def check_packages(
                 f"{setting} needs {package.replace('_', '-')}, which is not installed: "
                 f"pip install 'umbra-rl[{extra}]'"
             )
-
-
-def first_row(config: RunConfig) -> dict[str, Any]:
-    """The row that a run's environment is tried on.
-
-    Raises:
-        UsageError: its prompts cannot be read.
-    """
-    sources = config.data.sources or {config.data.prompts: 1.0}
-    return read_source(next(iter(sources)))[0].row
 
 
 def check_one_machine(config: RunConfig) -> None:
@@ -180,8 +184,15 @@ def _check_security(config: RunConfig) -> None:
             security.check_bind(endpoint)
 
 
-def _check_eval(path: str) -> None:
+def _check_eval(config: RunConfig) -> None:
     try:
-        read_source(path)
+        prompts = read_source(config.eval.prompts)
     except UsageError as error:
         raise UsageError(str(error).replace("data.prompts", "eval.prompts")) from error
+    names = [one.name for one in config.environments]
+    for prompt in prompts if names else ():
+        if prompt.row.get(ENVIRONMENT) not in names:
+            raise UsageError(
+                f'eval.prompts, row {prompt.prompt_id}: "{ENVIRONMENT}" must be one of '
+                f"[[environments]]: {', '.join(names)}"
+            )

@@ -9,7 +9,7 @@ import tomli_w
 
 
 def to_toml(
-    tree: Mapping[str, Mapping[str, Any]],
+    tree: Mapping[str, Any],
     remarks: Mapping[str, tuple[str, Mapping[str, Any]]] | None = None,
 ) -> str:
     """A tree of sections as TOML text; keys without a value (None) are left out.
@@ -18,6 +18,10 @@ def to_toml(
     """
     sections: list[str] = []
     for section, values in tree.items():
+        if isinstance(values, list | tuple):  # of tables
+            kept = [{k: v for k, v in entry.items() if v is not None} for entry in values]
+            sections += [tomli_w.dumps({section: kept})] if kept else []
+            continue
         text = tomli_w.dumps({section: {k: v for k, v in values.items() if v is not None}})
         if remarks and section in remarks:
             heading, implied = remarks[section]

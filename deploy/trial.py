@@ -8,9 +8,9 @@ from pathlib import Path
 
 import msgspec
 
-from umbra.deploy.preflight import first_row
 from umbra.deploy.run_folder import CHECK, RunFolder
 from umbra.deploy.stage import StageInterrupted, run_stage
+from umbra.services.buffer.data.sources import first_rows
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config.loader import to_json
 from umbra.services.runtime.process.child import ChildError, child_environ
@@ -31,11 +31,11 @@ def try_environment(
         StageInterrupted: a signal came.
     """
     DISK.replace(folder.config, to_json(config), mode=READABLE_MODE)
-    row = folder.logs / f"{CHECK}.row"
-    row.write_bytes(msgspec.msgpack.encode(first_row(config)))
+    rows = folder.logs / f"{CHECK}.rows"
+    rows.write_bytes(msgspec.json.encode(first_rows(config.data, config.environments)))
     run_stage(
         CHECK,
-        (str(folder.config), str(row)),
+        (str(folder.config), str(rows)),
         folder=folder,
         environ=environ,
         interrupts=interrupts,

@@ -21,7 +21,7 @@ settings.load_profile("umbra")
 
 TERM_DEADLINE_S = seconds(5.0)
 QUIET_TIMEOUT_S = 60.0  # of a test without a mark of its own
-pytest_plugins = ["fakes.fixtures", "fakes.gpu_world", "fakes.keys"]
+pytest_plugins = ["fakes.fixtures", "fakes.gpu_world", "fakes.keys", "fakes.library_worlds"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

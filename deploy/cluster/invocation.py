@@ -179,7 +179,12 @@ def inputs(plan: Plan, process: Process, paths: Paths) -> list[str]:
     """Files and folders that `process` reads, which lie at the same place on every node."""
     config = plan.config
     found: dict[Task, list[str]] = {
-        "buffer": [config.data.prompts, *config.data.sources, config.eval.prompts],
+        "buffer": [
+            config.data.prompts,
+            *config.data.sources,
+            *(one.prompts for one in config.environments),
+            config.eval.prompts,
+        ],
         "relay": [],
         "part": [],
         "train": [config.model.path, config.critic.path],
@@ -194,8 +199,9 @@ def inputs(plan: Plan, process: Process, paths: Paths) -> list[str]:
 
 def modules_of(config: RunConfig, run_file: Path) -> str:
     """The folder of the user's own modules; empty if the run names none."""
-    environment = config.environment
-    named = (environment.kind, environment.reward, environment.agent, config.data.curriculum)
+    named = [config.data.curriculum]
+    for one in config.all_environments:
+        named += [one.kind, one.reward, *one.rewards, one.agent, one.id]
     return str(run_file.resolve().parent) if any(":" in name for name in named) else ""
 
 

@@ -51,7 +51,10 @@ def serve(context: ServiceContext) -> int:
     config = context.config
     check_feasible(config)
     prompts = open_prompts(
-        config.data, seed=config.run.seed, attempts=config.buffer.prompt_attempts
+        config.data,
+        seed=config.run.seed,
+        attempts=config.buffer.prompt_attempts,
+        environments=config.environments,
     )
     eval_prompts = read_source(config.eval.prompts) if config.eval.prompts else []
     zmq_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -22,14 +22,14 @@ from umbra.proto.records import SessionTask
 from umbra.services.env_worker.endpoint import SessionClient
 from umbra.services.environments.environment_host import Result
 from umbra.services.environments.protocol import StepResult
-from umbra.services.environments.worker_pool import START_S, WorkerPool
+from umbra.services.environments.worker_pool import END_S, WorkerPool
 from umbra.services.runtime.config import EnvironmentConfig
 from umbra.services.runtime.process.loop_thread import LoopThread, ends_with_it
 
 Lease = tuple[str, int]
 """`(sample_id, attempt)`."""
 
-_WAIT_S = START_S + 10.0
+_SLACK_S = 10.0
 _NO_KEY = "none"  # the client insists on one
 _NO_REWARD = "its agent returned no reward, and has posted none"
 _TWICE = "the process of its agent ended because of another agent in it"
@@ -72,7 +72,7 @@ class AgentHost:
         self._workers = WorkerPool(lasting, self._left, self._began, end_forgotten=True)
         self._thread = LoopThread("agents")
         try:
-            self._thread.wait(self._workers.start(), _WAIT_S)
+            self._thread.wait(self._workers.start(), config.setup_s + _SLACK_S)
         except BaseException:
             self.close()
             raise
@@ -99,7 +99,7 @@ class AgentHost:
     def close(self) -> None:
         """End all agents."""
         if not self._thread.closed:
-            self._thread.wait(self._stop(), _WAIT_S)
+            self._thread.wait(self._stop(), END_S)
             self._thread.close()
         self._client.close()
 

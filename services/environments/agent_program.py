@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import msgspec
-
 from umbra.services.environments.protocol import Message, Row, StepResult, reward_result
 from umbra.services.environments.sandbox import Sandbox
+
+Program = Callable[..., Any]
+"""Called as `program(row, endpoint, **options)`; returns what `AgentProgram` says."""
 
 
 class AgentProgram:
@@ -26,15 +28,17 @@ class AgentProgram:
     Args:
         function: the agent, plain or async.
         name: what the user calls it, for errors.
+        lasting: whether it keeps something that is closed with its process only.
         sandbox: goes to the function as `sandbox`, and is closed when the sample is over.
         options: more arguments of the function.
     """
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: Program,
         name: str,
         *,
+        lasting: bool = False,
         sandbox: Sandbox | None = None,
         **options: Any,
     ) -> None:
@@ -42,6 +46,7 @@ class AgentProgram:
             options["sandbox"] = sandbox
         inspect.signature(function).bind({}, {}, **options)
         self.concurrent = inspect.iscoroutinefunction(function)
+        self.lasting = lasting
         self._function = function
         self._name = name
         self._options = options
@@ -73,5 +78,5 @@ class AgentProgram:
         if value is None:
             return StepResult(done=False)  # it has posted its reward
         if isinstance(value, StepResult):
-            return msgspec.structs.replace(value, done=True)
+            return dataclasses.replace(value, done=True)
         return reward_result(value, self._name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
 from collections.abc import Callable, Sequence
@@ -23,10 +22,17 @@ from umbra.services.environments.response import Response, Said
 Result = Opening | StepResult
 
 
+def close_of(environment: Environment) -> Callable[[], Any] | None:
+    """Its method `close`, plain or async, if it has one."""
+    close = getattr(environment, "close", None)
+    return close if callable(close) else None
+
+
 @dataclass(slots=True)
 class _Episode:
     environment: Environment
     heard: int = 0  # responses so far
+    broken: bool = False  # it raised, and answers no more
 
 
 class EnvironmentHost:
@@ -41,7 +47,6 @@ class EnvironmentHost:
         self._make = make
         self._name = name
         self._sessions: dict[str, _Episode] = {}
-        self._closing: set[asyncio.Future[None]] = set()
 
     async def play(self, key: str, row: Row, responses: Sequence[Said | str]) -> list[Result]:
         """What the environment of sample `key` answers to the last of `responses`.
@@ -56,28 +61,42 @@ class EnvironmentHost:
         session = self._sessions.get(key)
         results: list[Result] = []
         try:
-            if session is None or session.heard != len(responses) - 1:
+            if session is None or session.broken or session.heard != len(responses) - 1:
+                await self.forget(key)
                 session = self._sessions[key] = _Episode(self._make())
                 results.append(await self._reset(session, row))
             for response in responses[session.heard :]:
                 results.append(await self._step(session, response))
                 session.heard += 1
         except SampleError:
-            self.forget(key)
+            self._break(key)
             raise
         except (Exception, SystemExit) as error:
-            self.forget(key)
+            self._break(key)
             raise SampleError(f"{self._name} raised {type(error).__name__}: {error}") from error
         return results
 
-    def forget(self, key: str) -> None:
-        """The sample is over; its environment is closed, by a method `close` if it has one."""
+    async def forget(self, key: str) -> None:
+        """The sample is over: its environment is closed."""
         session = self._sessions.pop(key, None)
-        close = getattr(session.environment, "close", None) if session is not None else None
-        if callable(close):
-            closing = asyncio.ensure_future(_close(close))
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
+        close = close_of(session.environment) if session is not None else None
+        if close is None:
+            return
+        try:
+            closed = close()
+            if inspect.isawaitable(closed):
+                await closed
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - its sample is over already
+            print(f"{self._name}: close raised {type(error).__name__}: {error}")
+
+    async def close(self) -> None:
+        """All samples are over."""
+        for key in list(self._sessions):
+            await self.forget(key)
+
+    def _break(self, key: str) -> None:
+        if key in self._sessions:
+            self._sessions[key].broken = True
 
     async def _reset(self, session: _Episode, row: Row) -> Opening:
         opened: Any = session.environment.reset(row)
@@ -140,12 +159,3 @@ class EnvironmentHost:
             f'{self._name}: {method} gave {messages!r} instead of a list of {{"role": ..., '
             '"content": ...}'
         )
-
-
-async def _close(close: Callable[[], Any]) -> None:
-    try:
-        closed = close()
-        if inspect.isawaitable(closed):
-            await closed
-    except Exception as error:  # noqa: BLE001 - the sample is over already
-        print(f"close() raised {type(error).__name__}: {error}")

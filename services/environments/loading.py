@@ -7,24 +7,29 @@ import importlib
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from umbra.proto.errors import UsageError
-from umbra.services.environments.agent_program import AgentProgram
+from umbra.services.environments.agent_program import AgentProgram, Program
 from umbra.services.environments.guess import Guess
 from umbra.services.environments.gym import ReasoningGym
+from umbra.services.environments.kinds.openenv import openenv_program
+from umbra.services.environments.kinds.trl import trl_program
+from umbra.services.environments.kinds.verifiers import verifiers_program
 from umbra.services.environments.protocol import Environment, EnvironmentFactory
+from umbra.services.environments.rewards import Rewarded, RewardFunction, Rewards
 from umbra.services.environments.sandbox import TOOLS as SANDBOXED
 from umbra.services.environments.sandbox import SandboxTools, sandbox_factory
 from umbra.services.environments.single_turn import (
     ExactMatch,
     MathVerify,
     NumericMatch,
-    RewardFunction,
     Unrewarded,
 )
 from umbra.services.environments.tools import BUILT_IN, ToolUse
-from umbra.services.runtime.config import EnvironmentConfig as EnvironmentConfig
+
+if TYPE_CHECKING:
+    from umbra.services.runtime.config import EnvironmentConfig
 
 UNREWARDED = "none"
 """The kind that a generator runs while a scoring stage gives the rewards."""
@@ -43,6 +48,8 @@ _INSTANT = {"exact", "numeric", "guess", UNREWARDED}
 
 def runs_inline(config: EnvironmentConfig) -> bool:
     """Whether all that runs is ours and takes microseconds: then it needs no process of its own."""
+    if config.python:
+        return False
     if config.kind == "tools":
         return set(config.options.get("tools", BUILT_IN)) <= set(BUILT_IN)
     return config.kind in _INSTANT
@@ -52,9 +59,11 @@ def name_of(config: EnvironmentConfig) -> str:
     """What the user calls the environment, for errors."""
     match config.kind:
         case "reward":
-            return f"environment {config.reward}"
+            return f"environment {config.reward or ', '.join(config.rewards)}"
         case "agent":
             return f"agent {config.agent}"
+        case kind if kind in _PROGRAMS:
+            return f"environment {kind}:{config.id}"
         case kind:
             return f"environment {kind}"
 
@@ -70,14 +79,16 @@ def load_environment(config: EnvironmentConfig) -> EnvironmentFactory:
         sandbox_factory(config.sandbox, config.sandbox_options, _load) if config.sandbox else None
     )
     if config.kind == "reward":
-        if not config.reward:
+        rewards = _rewards(config)
+        if not rewards.any:
             raise UsageError(
-                'environment.kind = "reward" needs environment.reward = "module:function"'
+                'environment.kind = "reward" needs environment.reward = "module:function", or '
+                "environment.rewards with the weights of several"
             )
-        function = _load(config.reward, "environment.reward")
-        return _checked(
-            lambda: RewardFunction(function, f"reward {config.reward}", **options), config
-        )
+        return _checked(lambda: Rewarded(rewards, **options), config)
+    if config.kind in _PROGRAMS:
+        program = _program(config)
+        return lambda: AgentProgram(program, name_of(config), lasting=True)
     if config.kind == "agent":
         if not config.agent:
             raise UsageError(
@@ -117,12 +128,57 @@ def load_environment(config: EnvironmentConfig) -> EnvironmentFactory:
                 f"environment.kind {config.kind!r} has no method {' and no '.join(missing)}"
             )
     else:
-        known = [*(kind for kind in _KINDS if kind != UNREWARDED), "reward", "agent"]
+        known = [*(kind for kind in _KINDS if kind != UNREWARDED), "reward", "agent", *_PROGRAMS]
         raise UsageError(
             f"environment.kind {config.kind!r} is unknown{_nearest(config.kind, known)}; use "
             f'{", ".join(known)}, or a class as "module:Class"'
         )
     return _checked(lambda: make(**options), config)
+
+
+def _rewards(config: EnvironmentConfig) -> Rewards:
+    functions = [
+        RewardFunction(_load(target, "environment.rewards"), target, weight)
+        for target, weight in config.rewards.items()
+    ]
+    if config.reward:
+        functions.insert(
+            0, RewardFunction(_load(config.reward, "environment.reward"), config.reward)
+        )
+    return Rewards(functions, named=bool(config.rewards))
+
+
+def _program(config: EnvironmentConfig) -> Program:
+    """What plays a sample of another library's environment."""
+    if not config.id:
+        raise UsageError(f'environment.kind = "{config.kind}" needs environment.id')
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)  # what it names may lie there instead of being installed
+    try:
+        return _PROGRAMS[config.kind](config)
+    except TypeError as error:
+        raise UsageError(f"environment.options do not fit {config.kind!r}: {error}") from error
+
+
+def _trl(config: EnvironmentConfig) -> Program:
+    make = _load(config.id, "environment.id")
+    return trl_program(make, _rewards(config), name_of(config), **config.options)
+
+
+def _openenv(config: EnvironmentConfig) -> Program:
+    return openenv_program(config.id, name_of(config), **config.options)
+
+
+def _verifiers(config: EnvironmentConfig) -> Program:
+    return verifiers_program(config.id, config.options, name_of(config))
+
+
+_PROGRAMS: dict[str, Callable[[EnvironmentConfig], Program]] = {
+    "verifiers": _verifiers,
+    "openenv": _openenv,
+    "trl": _trl,
+}
 
 
 def _names(tools: Any) -> list[str]:

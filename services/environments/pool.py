@@ -8,18 +8,20 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from umbra.services.environments.environment_host import EnvironmentHost, Result
 from umbra.services.environments.loading import load_environment, runs_inline
 from umbra.services.environments.protocol import EnvironmentFactory, Row, SampleError
 from umbra.services.environments.response import Said
 from umbra.services.environments.turn_request import Ask, Begun
-from umbra.services.environments.worker_pool import START_S, WorkerPool
+from umbra.services.environments.worker_pool import END_S, WorkerPool
 from umbra.services.runtime.config import EnvironmentConfig as EnvironmentConfig
 from umbra.services.runtime.process.loop_thread import LoopThread
 
-_WAIT_S = START_S + 10.0
+_SLACK_S = 10.0
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,7 @@ class InlinePool:
             self._outcomes.append(EpisodeOutcome(key, error=str(error)))
 
     def forget(self, key: str) -> None:
-        self._plays.forget(key)
+        _at_once(self._plays.forget(key))
 
     def collect(self) -> list[EpisodeOutcome]:
         found, self._outcomes = self._outcomes, []
@@ -121,7 +123,7 @@ class ProcessPool:
         self._thread = LoopThread("environments")
         self._workers = WorkerPool(config, self._deliver)
         try:
-            self._thread.wait(self._workers.start(), _WAIT_S)
+            self._thread.wait(self._workers.start(), config.setup_s + _SLACK_S)
         except BaseException:
             self.close()
             raise
@@ -137,7 +139,7 @@ class ProcessPool:
 
     def close(self) -> None:
         if not self._thread.closed:
-            self._thread.wait(self._workers.close(), _WAIT_S)
+            self._thread.wait(self._workers.close(), END_S)
             self._thread.close()
 
     def _deliver(self, key: str, value: Result | None, error: str) -> None:
@@ -145,7 +147,7 @@ class ProcessPool:
         self._wake()
 
 
-def _at_once(play: Coroutine[Any, Any, list[Result]]) -> list[Result]:
+def _at_once(play: Coroutine[Any, Any, T]) -> T:
     """The result of a coroutine that never waits."""
     try:
         play.send(None)

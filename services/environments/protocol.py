@@ -1,17 +1,20 @@
 """What an environment is: one conversation with the model, and what it is worth.
 
 An environment is an object per sample: `reset(row)` opens the conversation, `step(response)`
-answers the model's turn. Both may be plain or async methods. A user's class runs in processes of
-its own (`pool.py`), where it may block, for `environment.timeout_s` seconds.
+answers the model's turn. Both may be plain or async methods. `close()`, if there is one, is called
+when the sample is over. A user's class runs in processes of its own (`pool.py`), where it may
+block, for `environment.timeout_s` seconds.
+
+What a worker process imports, this module included, needs the standard library and msgpack only,
+of Python 3.10 or newer: it may run in a Python environment without Umbra (`run_module.py`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Any, Protocol
-
-import msgspec
 
 from umbra.proto.errors import UmbraError
 
@@ -22,14 +25,16 @@ Row = dict[str, Any]
 """A line of the prompts file."""
 
 
-class Opening(msgspec.Struct, frozen=True, tag="opening"):
+@dataclass(frozen=True)
+class Opening:
     """What the model is told first: `messages`, and the JSON schemas of the `tools` it may call."""
 
     messages: list[Message]
-    tools: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    tools: list[dict[str, Any]] = field(default_factory=list)
 
 
-class StepResult(msgspec.Struct, frozen=True, tag="step"):
+@dataclass(frozen=True)
+class StepResult:
     """The answer to one turn of the model: the end (`done`), or `messages` to go on from.
 
     Rewards of the turns add up. `reason` is the finish reason of a finished sample: "turns" if the
@@ -40,10 +45,10 @@ class StepResult(msgspec.Struct, frozen=True, tag="step"):
 
     reward: float = 0.0
     done: bool = True
-    messages: list[Message] = msgspec.field(default_factory=list)
-    reward_parts: dict[str, float] = msgspec.field(default_factory=dict)
+    messages: list[Message] = field(default_factory=list)
+    reward_parts: dict[str, float] = field(default_factory=dict)
     reason: str = "stop"
-    tool_calls: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Environment(Protocol):
@@ -86,9 +91,18 @@ def expected_answer(row: Row, kind: str) -> str:
 
 def reward_result(value: Any, name: str) -> StepResult:
     """The end of a sample whose reward is the number `value`, which the user's `name` returned."""
+    return StepResult(reward=finite_number(value, name))
+
+
+def finite_number(value: Any, name: str) -> float:
+    """`value`, which the user's `name` returned, as a float.
+
+    Raises:
+        SampleError: it is no finite number.
+    """
     try:
         if not isinstance(value, str) and math.isfinite(value):
-            return StepResult(reward=float(value))
+            return float(value)
     except TypeError:
         pass
     raise SampleError(f"{name} returned {value!r}, which is not a finite number")

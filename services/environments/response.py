@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 
-
-class Said(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class Said:
     """A turn of the model as it travels to an environment.
 
     `text` is the whole turn without the token that ended it. `content` is it without reasoning and
@@ -18,7 +18,7 @@ class Said(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     content: str = ""
     reasoning: str = ""
-    tool_calls: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
     problem: str = ""
     stop: str = ""  # the stop string that ended the turn; no part of the others
     read: bool = False

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 import re
-from collections.abc import Awaitable, Callable
-from typing import Any
 
 from umbra.proto.errors import UsageError
 from umbra.services.environments.protocol import (
@@ -17,7 +14,6 @@ from umbra.services.environments.protocol import (
     StepResult,
     expected_answer,
     prompt_messages,
-    reward_result,
 )
 from umbra.services.environments.response import content_of
 
@@ -94,25 +90,6 @@ class MathVerify(SingleTurn):
         wanted = library.parse(expected_answer(self.row, "math"), parsing_timeout=0)
         given = library.parse(content_of(response), parsing_timeout=0)
         return StepResult(reward=float(library.verify(wanted, given, timeout_seconds=0)))
-
-
-class RewardFunction(SingleTurn):
-    """The reward is what `function(prompt=..., completion=..., row=...)` returns."""
-
-    def __init__(self, function: Callable[..., Any], name: str) -> None:
-        super().__init__()
-        self._function = function
-        self._name = name
-        self.concurrent = inspect.iscoroutinefunction(function)
-
-    def step(self, response: str) -> StepResult | Awaitable[StepResult]:
-        value = self._function(prompt=self.row["prompt"], completion=response, row=self.row)
-        return (
-            self._later(value) if inspect.isawaitable(value) else reward_result(value, self._name)
-        )
-
-    async def _later(self, value: Awaitable[Any]) -> StepResult:
-        return reward_result(await value, self._name)
 
 
 def last_number(text: str) -> float | None:

@@ -1,151 +1,182 @@
-"""A process that runs a user's environments: `python -m umbra.services.environments.worker`.
+"""A process that runs a user's environments, in a Python environment of its own if need be.
 
-The pool that started it asks over a pipe. What the user's code prints goes to stderr.
+The pool that started it asks over a pipe (`worker_messages.py`). What the user's code prints goes
+to stderr.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
+import dataclasses
 import inspect
 import os
 import resource
 import signal
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
-import msgspec
+import msgpack
 
 from umbra.proto.errors import UmbraError
-from umbra.services.environments.environment_host import EnvironmentHost
+from umbra.services.environments.environment_host import EnvironmentHost, close_of
 from umbra.services.environments.loading import load_environment, name_of
-from umbra.services.environments.protocol import (
-    EnvironmentFactory,
-    Opening,
-    SampleError,
-    StepResult,
-)
+from umbra.services.environments.protocol import EnvironmentFactory, Opening, SampleError
 from umbra.services.environments.response import Said
-from umbra.services.runtime.config import EnvironmentConfig
-from umbra.services.runtime.process.parent import die_with_parent
-from umbra.services.runtime.process.pipe import AsyncPipe, parents_end
+from umbra.services.runtime.process.parent import FRAME_HEAD, die_with_parent, parents_end
+
+if TYPE_CHECKING:
+    from umbra.services.runtime.config import EnvironmentConfig
 
 ASYNC_ROOM = 64  # plays at once, of an environment whose `step` is a coroutine
 
-
-class Setup(msgspec.Struct, tag="setup"):
-    """First to a worker: which environment."""
-
-    config: EnvironmentConfig
+Message = dict[str, Any]
 
 
-class Hello(msgspec.Struct, tag="hello"):
-    """First from a worker: how many plays it takes at once, or why it can't work."""
+class Wire:
+    """The pipe to the pool."""
 
-    room: int = 1
-    usage_error: str = ""
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
 
+    def send(self, kind: str, **fields: Any) -> None:
+        """Send a message.
 
-class Play(msgspec.Struct, tag="play"):
-    """To a worker: the last of `responses` is new."""
+        Raises:
+            TypeError, ValueError, OverflowError: it has what MessagePack cannot say.
+        """
+        body = msgpack.packb({"type": kind, **fields}, use_bin_type=True, default=_plain)
+        self._writer.write(FRAME_HEAD.pack(len(body), False) + body)
 
-    number: int
-    key: str
-    row: dict[str, Any]
-    responses: list[Said | str]
-
-
-class Forget(msgspec.Struct, tag="forget"):
-    """To a worker: the sample is over."""
-
-    key: str
-
-
-class Played(msgspec.Struct, tag="played"):
-    """From a worker: answers, or why there are none. `exhausted`: memory ran out, it leaves."""
-
-    number: int
-    results: list[Opening | StepResult] = msgspec.field(default_factory=list)
-    error: str = ""
-    exhausted: bool = False
-
-
-ToWorker = Setup | Play | Forget
-FromWorker = Hello | Played
+    async def receive(self) -> Message | None:
+        """The next message; None if the pool has ended."""
+        try:
+            size, _ = FRAME_HEAD.unpack(await self._reader.readexactly(FRAME_HEAD.size))
+            body = await self._reader.readexactly(size)
+        except (EOFError, ConnectionError):
+            return None
+        return msgpack.unpackb(body, raw=False, strict_map_key=False)
 
 
 class Worker:
     """Answers plays until its input ends."""
 
-    def __init__(self, plays: EnvironmentHost, timeout_s: float, pool: AsyncPipe[ToWorker]) -> None:
+    def __init__(self, plays: EnvironmentHost, timeout_s: float, wire: Wire) -> None:
         self._plays = plays
         self._timeout_s = timeout_s
-        self._pool = pool
+        self._wire = wire
         self._under_way: dict[str, asyncio.Task[None]] = {}  # by sample
+        self._closing: set[asyncio.Task[None]] = set()
 
-    def take(self, message: Play | Forget) -> None:
+    async def close(self) -> None:
+        """End all plays, and close all environments."""
+        for task in self._under_way.values():
+            task.cancel()
+        await asyncio.gather(*self._under_way.values(), *self._closing, return_exceptions=True)
+        await self._plays.close()
+
+    def take(self, message: Message) -> None:
         """Begin what is asked for."""
-        if isinstance(message, Forget):
-            self._plays.forget(message.key)
-            if (task := self._under_way.get(message.key)) is not None:
+        key, number = message["key"], message["number"]
+        if message["type"] == "forget":
+            task = self._under_way.get(key)
+            if task is not None:
                 task.cancel()
+            closing = asyncio.ensure_future(self._forget(key, number, task))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
             return
-        task = asyncio.ensure_future(self._play(message))
-        self._under_way[message.key] = task
-        task.add_done_callback(lambda _: self._over(message, task))
+        play = asyncio.ensure_future(self._play(message))
+        self._under_way[key] = play
+        play.add_done_callback(lambda _: self._over(key, number, play))
 
-    async def _play(self, play: Play) -> None:
+    async def _play(self, play: Message) -> None:
+        number = play["number"]
         try:
-            async with asyncio.timeout(self._timeout_s):
-                results = await self._plays.play(play.key, play.row, play.responses)
-            self._pool.send(Played(play.number, results))
+            answers = await asyncio.wait_for(
+                self._plays.play(play["key"], play["row"], _heard(play)), self._timeout_s
+            )
+            opened = isinstance(answers[0], Opening)
+            opening = answers[0] if opened else None
+            self._wire.send("played", number=number, opening=opening, steps=answers[opened:])
         except SampleError as error:
             exhausted = isinstance(error.__cause__, MemoryError)
-            self._pool.send(Played(play.number, error=str(error), exhausted=exhausted))
-        except TimeoutError:
-            self._plays.forget(play.key)
-            self._pool.send(Played(play.number, error=overdue(self._timeout_s)))
+            self._wire.send("played", number=number, error=str(error), exhausted=exhausted)
+        except asyncio.TimeoutError:  # noqa: UP041 - not the built-in one before Python 3.11
+            self._wire.send("played", number=number, error=_overdue(self._timeout_s))
         except (TypeError, ValueError, OverflowError) as error:
-            self._pool.send(Played(play.number, error=f"the environment's answer: {error}"))
+            self._wire.send("played", number=number, error=f"the environment's answer: {error}")
 
-    def _over(self, play: Play, task: asyncio.Task[None]) -> None:
-        if self._under_way.get(play.key) is task:
-            del self._under_way[play.key]
+    async def _forget(self, key: str, number: int, under_way: asyncio.Task[None] | None) -> None:
+        if under_way is not None:
+            await asyncio.wait({under_way})
+        try:
+            await asyncio.wait_for(self._plays.forget(key), self._timeout_s)
+        except asyncio.TimeoutError:  # noqa: UP041 - not the built-in one before Python 3.11
+            print(f"close() of an environment took longer than {self._timeout_s:g} s")
+        if number:
+            self._wire.send("played", number=number, error="closed")
+
+    def _over(self, key: str, number: int, task: asyncio.Task[None]) -> None:
+        if self._under_way.get(key) is task:
+            del self._under_way[key]
         if task.cancelled():
-            self._pool.send(Played(play.number, error="its sample is over"))
+            self._wire.send("played", number=number, error="its sample is over")
         elif (error := task.exception()) is not None:
-            self._pool.send(Played(play.number, error=f"the environment: {error!r}"))
+            self._wire.send("played", number=number, error=f"the environment: {error!r}")
 
 
-def overdue(timeout_s: float) -> str:
-    """What a sample fails with whose environment took too long."""
+def hello(make: EnvironmentFactory) -> dict[str, Any]:
+    """What a worker says first (`worker_messages.Hello`).
+
+    It takes one play at a time if the environment's methods may block.
+    """
+    environment = make()
+    waits = inspect.iscoroutinefunction(environment.step)
+    return {
+        "room": ASYNC_ROOM if waits or getattr(environment, "concurrent", False) else 1,
+        "closes": close_of(environment) is not None,
+        "lasting": getattr(environment, "lasting", False),
+    }
+
+
+def _heard(play: Message) -> list[Said | str]:
+    return [each if isinstance(each, str) else Said(**each) for each in play["responses"]]
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    raise TypeError(f"{value!r} is not plain data")
+
+
+def _overdue(timeout_s: float) -> str:
     return f"the environment took longer than environment.timeout_s = {timeout_s:g} s"
 
 
-def room_of(make: EnvironmentFactory) -> int:
-    """How many plays one process takes at once: methods that block take it one by one."""
-    environment = make()
-    waits = inspect.iscoroutinefunction(environment.step)
-    return ASYNC_ROOM if waits or getattr(environment, "concurrent", False) else 1
-
-
 async def _serve() -> None:
-    pool: AsyncPipe[ToWorker] = AsyncPipe(parents_end(), ToWorker)
-    setup = await pool.receive()
-    if not isinstance(setup, Setup):
+    wire = Wire(*await asyncio.open_unix_connection(sock=parents_end()))
+    setup = await wire.receive()
+    if setup is None:
         return
-    config = setup.config
+    # The section as the pool has it, without its class, which needs msgspec.
+    config = cast("EnvironmentConfig", SimpleNamespace(**setup["config"]))
     try:
         make = load_environment(config)
-        hello = Hello(room=room_of(make))
+        said = hello(make)
     except UmbraError as error:
-        pool.send(Hello(usage_error=str(error)))
+        wire.send("hello", usage_error=str(error))
         return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # some libraries set a handler of their own
     if config.memory_mb:
         limit = config.memory_mb << 20
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    pool.send(hello)
-    worker = Worker(EnvironmentHost(make, name_of(config)), config.timeout_s, pool)
-    while isinstance(message := await pool.receive(), Play | Forget):
+    wire.send("hello", **said)
+    worker = Worker(EnvironmentHost(make, name_of(config)), config.timeout_s, wire)
+    while (message := await wire.receive()) is not None:
         worker.take(message)
+    await worker.close()
 
 
 def main() -> None:
@@ -154,8 +185,5 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(signal.SIGKILL)  # whatever the user's code is in
     asyncio.run(_serve())
+    atexit._run_exitfuncs()  # where some libraries end what they have started
     os._exit(0)  # a thread of the user's must not hold the process
-
-
-if __name__ == "__main__":
-    main()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import sys
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -18,8 +17,9 @@ import msgspec
 from umbra.proto.errors import DeadlineError, UsageError
 from umbra.services.environments.environment_host import Result
 from umbra.services.environments.loading import name_of
+from umbra.services.environments.python_apart import apart
 from umbra.services.environments.response import Said
-from umbra.services.environments.worker import (
+from umbra.services.environments.worker_messages import (
     Forget,
     FromWorker,
     Hello,
@@ -35,8 +35,10 @@ from umbra.services.runtime.process.child import ChildProcess, describe_exit, st
 from umbra.services.runtime.process.loop_thread import ends_with_it
 from umbra.services.runtime.process.pipe import AsyncPipe
 
-START_S = 120.0  # for a process to import the user's module
+_WORKER = "umbra.services.environments.worker"
 _LOOK_S = 0.005
+_CLOSE_S = 5.0  # for all environments to be closed in the end
+END_S = 60.0  # within which `WorkerPool.close` is done on any machine
 _GRACE_S = 1.0  # a worker that can still answer says itself that a play is overdue
 
 
@@ -61,6 +63,8 @@ class _WorkerHandle:
     process: ChildProcess
     pipe: AsyncPipe[FromWorker]
     room: int
+    closes: bool = False
+    lasting: bool = False
     calls: dict[int, _PendingPlay] = field(default_factory=dict)
     waiting: deque[_PendingPlay] = field(default_factory=deque)  # whose sessions are here
     ending: set[int] = field(default_factory=set)  # calls whose samples are over
@@ -138,13 +142,21 @@ class WorkerPool:
         worker = session.worker if session is not None else None
         if worker is None:
             return
-        worker.tell(Forget(key))
+        self._release(worker, key)
         if self._end_forgotten:
             for call in [c for c in worker.calls.values() if c.session is session]:
                 self._end_soon(worker, call)
 
     async def close(self) -> None:
+        """End all processes; environments that have to be closed get a few seconds for it."""
         self._closed = True
+        deadline = Deadline(_CLOSE_S)
+        closing = [worker for worker in self._workers if worker.closes or worker.lasting]
+        for worker in closing:
+            worker.verdict = "closed"
+            worker.pipe.end_sending()
+        while any(worker.alive for worker in closing) and not deadline.passed:  # noqa: ASYNC110
+            await asyncio.sleep(_LOOK_S)
         for worker in self._workers:
             self._end(worker, "closed")
         while self._tasks:
@@ -191,8 +203,7 @@ class WorkerPool:
             return
         call.session.worker = worker
         worker.calls[call.play.number] = call
-        limit = self._config.timeout_s + (_GRACE_S if worker.room > 1 else 0.0)
-        call.timer = asyncio.get_running_loop().call_later(limit, self._overdue, worker, call)
+        self._time(worker, call)
         worker.tell(call.play)
         self._started(call.play.key)
 
@@ -206,11 +217,27 @@ class WorkerPool:
         if worker.suspect is call:
             worker.suspect = None
         error = reply.error or _differs(call, reply.results)
-        if error:
+        if error and call.session.worker is worker:
             call.session.worker = None
+            self._release(worker, call.play.key)
         self._answer(call, None if error else reply.results[-1], error)
         if reply.exhausted:
             self._end(worker, "it was out of memory")
+
+    def _release(self, worker: _WorkerHandle, key: str) -> None:
+        """Have `worker` forget the sample; closing its environment is a play without an answer."""
+        if not worker.closes or not worker.alive:
+            worker.tell(Forget(key))
+            return
+        self._number += 1
+        call = _PendingPlay(Play(self._number, key, {}, []), _Conversation())  # nobody wants it
+        worker.calls[self._number] = call
+        self._time(worker, call)
+        worker.tell(Forget(key, self._number))
+
+    def _time(self, worker: _WorkerHandle, call: _PendingPlay) -> None:
+        limit = self._config.timeout_s + (_GRACE_S if worker.room > 1 else 0.0)
+        call.timer = asyncio.get_running_loop().call_later(limit, self._overdue, worker, call)
 
     def _wanted(self, call: _PendingPlay) -> bool:
         """Whether the sample still waits for it."""
@@ -283,29 +310,29 @@ class WorkerPool:
         self._pump()
 
     async def _hire(self) -> _WorkerHandle:
-        argv = (sys.executable, "-m", "umbra.services.environments.worker")
-        process, end = start_worker(argv)
+        config = self._config
+        process, end = start_worker(*apart(config.python, _WORKER))
         pipe: AsyncPipe[FromWorker] = AsyncPipe(end, FromWorker)
-        pipe.send(Setup(self._config))
+        pipe.send(Setup(config))
         try:
-            async with asyncio.timeout(START_S):
+            async with asyncio.timeout(config.setup_s):
                 hello = await pipe.receive()
         except TimeoutError:
             process.kill()
             await _end(process, pipe)
             raise DeadlineError(
-                f"a process for environments was not ready after {START_S:g} s: does importing "
-                f"{name_of(self._config)} hang?"
+                f"a process for environments was not ready after environment.setup_s = "
+                f"{config.setup_s:g} s: does importing {name_of(config)} hang?"
             ) from None
         if isinstance(hello, Hello) and not hello.usage_error:
-            worker = _WorkerHandle(process, pipe, hello.room)
+            worker = _WorkerHandle(process, pipe, hello.room, hello.closes, hello.lasting)
             self._spawn(self._read(worker))
             return worker
         how = await _end(process, pipe)
         raise UsageError(
             hello.usage_error
             if isinstance(hello, Hello)
-            else f"a process for {name_of(self._config)} ended ({how}) when it was started"
+            else f"a process for {name_of(config)} ended ({how}) when it was started"
         )
 
     def _spawn(self, coroutine: Coroutine[object, object, None]) -> None:

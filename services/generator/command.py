@@ -15,7 +15,8 @@ import msgspec
 
 from umbra.proto.errors import UsageError
 from umbra.proto.messages import EvalBegun, EvalRequest
-from umbra.services.generator.tasks import task_named, write_task
+from umbra.services.generator.library_tasks import VERIFIERS
+from umbra.services.generator.tasks import Library, task_named, write_task
 from umbra.services.runtime.config.loader import load_config
 from umbra.services.runtime.eval_scores import telling
 from umbra.services.runtime.net.io_thread import IoThread
@@ -55,15 +56,32 @@ command = service_command("generator", _run)
 @click.option(
     "--demos", type=click.IntRange(1), default=22400, show_default=True, help="Worked examples."
 )
-def make_task(task: str, out: Path, **counts: int) -> None:
+@click.option("--environment", default="", help="Name for which rows are, of [[environments]].")
+@click.option("--python", default="", help="Python that has the library, for verifiers:ID.")
+@click.option(
+    "--option", "options", multiple=True, metavar="KEY=VALUE", help="As of environment.options."
+)
+def make_task(
+    task: str,
+    out: Path,
+    environment: str,
+    python: str,
+    options: tuple[str, ...],
+    **counts: int,
+) -> None:
     """Write the data of TASK: prompts.jsonl, heldout.jsonl and demos.jsonl.
 
     sort: sort a list of digits. guess: find a digit in four tries, told only higher or lower.
     calculator: arithmetic with a tool. gym:NAME: a dataset of reasoning-gym, without demos.
+    verifiers:ID: tasks of an environment or taskset of verifiers, without demos.
     """
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {out} is a file: name a directory")
-    written = write_task(task, out, **counts)
+    if (python or options) and not task.startswith(VERIFIERS):
+        raise UsageError(f"--python and --option are for {VERIFIERS}ID, not for {task}")
+    given = [f"environment.options.{option}" for option in options]
+    library = Library(python, load_config(overrides=given, environ={}).environment.options)
+    written = write_task(task, out, **counts, library=library, environment=environment)
     click.echo(f"{out}: " + ", ".join(f"{rows:,} rows in {file}" for file, rows in written.items()))
 
 

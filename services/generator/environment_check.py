@@ -1,16 +1,15 @@
-"""Tries a run's environment on its first prompt, before anything of the run is started.
+"""Tries each environment of a run on its first prompt, before anything of the run is started.
 
-    python -m umbra.services.generator.environment_check CONFIG ROW
+    python -m umbra.services.generator.environment_check CONFIG ROWS
 
-A process of its own, because it runs the user's code, which may pull in all of torch. It plays as
-in the run: in a worker that is ended when an answer takes longer than `environment.timeout_s`.
+A process of its own, because it runs the user's code: that may hang, or pull in all of torch.
 """
 
 from __future__ import annotations
 
+import json
 import sys
-import threading
-from collections.abc import Sequence
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,14 @@ from typing import Any
 import msgspec
 
 from umbra.proto.errors import UmbraError, UsageError
-from umbra.services.environments.environment_host import Result
-from umbra.services.environments.pool import EnvironmentPool, open_pool
+from umbra.services.environments.pool import EnvironmentPool, EpisodeOutcome, open_pool
 from umbra.services.environments.protocol import Opening, StepResult
 from umbra.services.generator.template_check import check_play
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config.loader import load_config
 from umbra.services.runtime.process.parent import die_with_parent
+
+_LOOK_S = 0.01
 
 
 def check_environment(config: RunConfig, row: dict[str, Any]) -> None:
@@ -34,51 +34,48 @@ def check_environment(config: RunConfig, row: dict[str, Any]) -> None:
     turns, the model's chat template must be able to write them.
 
     Raises:
-        UsageError: the environment cannot be loaded, fails on that response, takes longer than
-            `environment.timeout_s` for it, or goes on in a way that the chat template can't.
-        DeadlineError: loading it took too long.
+        UsageError: the environment cannot be loaded, fails on that response, or goes on in a way
+            that the chat template can't.
     """
-    kind = config.environment.kind
-    if kind == "agent" and not config.environment.agent:
+    environment = config.environment
+    if environment.kind == "agent" and not environment.agent:
         return  # its agents come from outside
-    key = "environment.reward" if kind == "reward" else "environment.kind"
-    answered = threading.Event()
-    with closing(open_pool(config.environment, wake=answered.set)) as pool:
-        if kind == "agent":
-            return  # it asks a model, and there is none yet
-        opening = _play(pool, row, [], answered, f"{key}: opening the first prompt failed")
-        failed = f"{key}: an empty response to the first prompt failed"
-        answer = _play(pool, row, [""], answered, failed)
-    if isinstance(opening, Opening) and isinstance(answer, StepResult):
-        check_play(config, opening, answer)
+    asks = environment.asks  # it asks a model, and there is none yet
+    key = "environment.reward" if environment.kind == "reward" else "environment.kind"
+    with closing(open_pool(environment)) as pool:
+        plays = [] if asks else [_played(pool, row, said) for said in ([], [""])]
+    for outcome in plays:
+        if outcome.error:
+            raise UsageError(
+                f"{key}: an empty response to the first prompt failed: {outcome.error}"
+            )
+    match [outcome.value for outcome in plays]:
+        case [Opening() as opening, StepResult() as answer]:
+            check_play(config, opening, answer)
 
 
-def _play(
-    pool: EnvironmentPool,
-    row: dict[str, Any],
-    responses: Sequence[str],
-    answered: threading.Event,
-    failed: str,
-) -> Result:
-    answered.clear()
+def _played(pool: EnvironmentPool, row: dict[str, Any], responses: list[str]) -> EpisodeOutcome:
+    """What comes of a play; the pool sees to it that something does."""
     pool.play("first", row, responses)
     while not (outcomes := pool.collect()):
-        answered.wait()  # the pool gives an outcome at environment.timeout_s at the latest
-        answered.clear()
-    (outcome,) = outcomes
-    if outcome.error or not isinstance(outcome.value, Opening | StepResult):
-        raise UsageError(f"{failed}: {outcome.error}")
-    return outcome.value
+        time.sleep(_LOOK_S)
+    return outcomes[0]
 
 
-def main(path: str, row: str) -> int:
-    """Check the environment of the configuration at `path` on the row (MessagePack) at `row`."""
+def main(path: str, rows: str) -> int:
+    """Check the environments of the configuration at `path`, each with its first row.
+
+    `rows` is a JSON file with the rows by the environments' names, of which one has none.
+    """
     die_with_parent()
+    config = load_config(Path(path), environ={})
+    name, named = "", {one.name: one for one in config.environments}
     try:
-        config = load_config(Path(path), environ={})
-        check_environment(config, msgspec.msgpack.decode(Path(row).read_bytes()))
+        for name, row in json.loads(Path(rows).read_bytes()).items():
+            one = named.get(name, config.environment)
+            check_environment(msgspec.structs.replace(config, environment=one), row)
     except UmbraError as error:
-        print(error, file=sys.stderr)
+        print(f"environment {name}: {error}" if named else error, file=sys.stderr)
         return error.exit_code
     return 0
 

@@ -13,7 +13,7 @@ import torch
 from umbra.proto.errors import UmbraError, UsageError
 from umbra.proto.records import SampleTask, Trajectory
 from umbra.services.generator.pools import open_environments
-from umbra.services.generator.rollout import RolloutSettings, limits_of
+from umbra.services.generator.rollout import RolloutSettings, for_environments
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.torch_engine import TorchEngine
 from umbra.services.modeling.chat import Chat
@@ -81,14 +81,9 @@ def evaluate_model(
     chat = Chat.configured(config.model, tokenizer, stops)
     # Agents may name the run's sampling, however their answers are drawn here.
     pool = open_environments(config, config.environment, chat, sampling_of(config.sampling))
-    settings = RolloutSettings(
-        chat,
-        sampling,
-        max_context,
-        limits_of(config.environment),
-        tuple(config.sampling.stop),
-        agents=config.environment.kind == "agent",
-    )
+    stopped = tuple(config.sampling.stop)
+    settings = RolloutSettings(chat, sampling, max_context, stops=stopped)
+    settings = for_environments(settings, config)
     runner = RolloutRunner(engine, pool, settings)
     start = time.perf_counter()
     try:

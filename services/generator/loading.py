@@ -20,10 +20,10 @@ class WeightLoader:
     Args:
         engine: is given their bytes.
         receiver: knows which version can be read again.
-        moved: called when a part came.
+        moved: called with the bytes of a part that comes next, and with 0 when all are loaded.
     """
 
-    def __init__(self, engine: Engine, receiver: Receiver, moved: Callable[[], None]) -> None:
+    def __init__(self, engine: Engine, receiver: Receiver, moved: Callable[[int], None]) -> None:
         self._engine = engine
         self._receiver = receiver
         self._moved = moved
@@ -60,9 +60,11 @@ class WeightLoader:
         return BrokenOffError(f"{what}; version {version} was loaded again and is served")
 
     def _load(self, staged: StagedVersion, version: int, kv_policy: KvPolicy) -> list[EngineOutput]:
-        return self._engine.load(staged.manifest, self._seen(staged), version, kv_policy)
+        aborted = self._engine.load(staged.manifest, self._seen(staged), version, kv_policy)
+        self._moved(0)
+        return aborted
 
     def _seen(self, staged: StagedVersion) -> Iterator[Part]:
         for part in staged.parts():
-            self._moved()
+            self._moved(len(part))
             yield part

@@ -6,14 +6,16 @@ import logging
 import os
 import secrets
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from umbra.proto.records import Sampling
 from umbra.services.environments.pool import EnvironmentPool, open_pool
+from umbra.services.generator.environment_set import EnvironmentSet, LimitedPool
 from umbra.services.generator.template_check import check_template
 from umbra.services.modeling.chat import Chat
-from umbra.services.runtime.config import EnvironmentConfig, RunConfig
+from umbra.services.runtime.config import EnvironmentConfig, NamedEnvironment, RunConfig
 
 if TYPE_CHECKING:
     from umbra.services.generator.agents.offers import SessionOffers
@@ -34,7 +36,7 @@ def open_environments(
 
     Args:
         config: the run.
-        environment: what its rollouts talk to.
+        environment: what its rollouts talk to, if there is one; else those of `config`.
         chat: knows the tokens that end turns.
         sampling: how tokens are drawn, which no agent may change.
         wake: called, from any thread, whenever there may be something to do.
@@ -46,8 +48,29 @@ def open_environments(
         StartupError: its ports are taken.
         DeadlineError: loading took too long.
     """
+    if config.environments and not isinstance(environment, NamedEnvironment):
+        with ExitStack() as opened:
+            pools: dict[str, EnvironmentPool] = {}
+            for one in config.environments:
+                pool = open_environments(config, one, chat, sampling, wake=wake)
+                pools[one.name] = opened.enter_context(closing(pool))
+            opened.pop_all()
+            return EnvironmentSet(pools)
+    pool = _open_one(config, environment, chat, sampling, wake, offers)
+    most = environment.concurrency
+    return LimitedPool(pool, most) if most else pool
+
+
+def _open_one(
+    config: RunConfig,
+    environment: EnvironmentConfig,
+    chat: Chat,
+    sampling: Sampling,
+    wake: Callable[[], None],
+    offers: SessionOffers | None,
+) -> EnvironmentPool:
     check_template(environment, chat)
-    if environment.kind != "agent":
+    if not environment.asks:
         return open_pool(environment, wake=wake)
     # No other environment needs an HTTP server.
     from umbra.services.generator.agents.address import bind, read_key, url_for_others, url_of

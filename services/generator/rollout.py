@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import (
@@ -29,7 +30,8 @@ from umbra.services.generator.engine import EngineOutput, EngineRequest
 from umbra.services.generator.tokens import ResponseTokens, shortened, tokens_of
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.turn_reader import TurnReader
-from umbra.services.runtime.config import EnvironmentConfig as EnvironmentConfig
+from umbra.services.runtime.config import EnvironmentConfig, RunConfig
+from umbra.services.runtime.config.generation import ENVIRONMENT
 
 
 class Phase(enum.Enum):
@@ -62,6 +64,23 @@ class RolloutSettings:
     generator: str = ""
     agents: bool = False  # the environments are agents, which begin when they like
     clock: Callable[[], float] = time.time
+    several: Mapping[str, RolloutSettings] = field(default_factory=dict)  # by environment's name
+
+    def of(self, row: dict[str, Any]) -> RolloutSettings:
+        """Those of the environment that the prompt `row` is for.
+
+        Raises:
+            SampleError: there is none of that name.
+        """
+        if not self.several:
+            return self
+        name = row.get(ENVIRONMENT)
+        found = self.several.get(name) if isinstance(name, str) else None
+        if found is None:
+            raise SampleError(
+                f'"{ENVIRONMENT}" of a row is {name!r}, which is none of [[environments]]'
+            )
+        return found
 
 
 class Rollout:
@@ -284,14 +303,16 @@ class Rollout:
 
     # -- turns ------------------------------------------------------------------------------------
 
+    # Agents know that a context is full by the words "context length" in an error, not by its code.
+
     def _asked_first(self, ask: Ask) -> None:
         prompt = self._asked_ids(ask, None)
         if not prompt:
             raise RefusedError("the prompt has no tokens", "empty_prompt")
         if len(prompt) >= self._settings.max_context:
             raise RefusedError(
-                f"the prompt has {len(prompt)} tokens, which leaves no room for an answer in "
-                f"generator.max_context = {self._settings.max_context}",
+                f"the prompt has {len(prompt)} tokens, which leaves no room for an answer in the "
+                f"context length, generator.max_context = {self._settings.max_context}",
                 "context_length_exceeded",
             )
         if self._prompt and prompt != self._prompt:
@@ -302,7 +323,8 @@ class Rollout:
     def _asked_more(self, ask: Ask) -> None:
         if not self._turn_complete():
             raise RefusedError(
-                "the model's last turn was cut before its end: only the reward can follow",
+                "the model's last turn was cut before its end, where its tokens or the context "
+                "length ended: only the reward can follow",
                 "context_length_exceeded",
             )
         if self._turns + 1 == self._settings.limits.turns:
@@ -315,8 +337,8 @@ class Rollout:
         total = len(self._tokens.ids) + len(ids)
         if total >= self._most():
             raise RefusedError(
-                f"{len(self._prompt)} prompt tokens and {total} more leave no room for an answer: "
-                "only the reward can follow",
+                f"{len(self._prompt)} prompt tokens and {total} more leave no room for an answer "
+                "in the context length: only the reward can follow",
                 "context_length_exceeded",
             )
         self._turns += 1
@@ -457,6 +479,12 @@ def _templated(what: str, encode: Callable[[], list[int]]) -> list[int]:
         raise SampleError(f"the chat template failed on {what}: {error}") from error
 
 
-def limits_of(config: EnvironmentConfig) -> Limits:
-    """The configured limits of a sample."""
-    return Limits(turns=config.max_turns, tokens=config.max_tokens, seconds=config.max_s)
+def for_environments(settings: RolloutSettings, config: RunConfig) -> RolloutSettings:
+    """`settings` with the limits of the configured environment, or of each of several."""
+
+    def one(environment: EnvironmentConfig) -> RolloutSettings:
+        limits = Limits(environment.max_turns, environment.max_tokens, environment.max_s)
+        return replace(settings, limits=limits, agents=environment.asks)
+
+    several = {each.name: one(each) for each in config.environments}
+    return replace(one(config.environment), several=several)

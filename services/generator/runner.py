@@ -40,6 +40,8 @@ class RolloutRunner:
         self.engine = engine
         self._pool = pool
         self._settings = settings
+        each = (settings, *settings.several.values())
+        self._timed = any(one.limits.seconds for one in each)
         self._flush_tokens = flush_tokens
         self._turn_log = turn_log
         self._rollouts: dict[str, Rollout] = {}
@@ -93,7 +95,11 @@ class RolloutRunner:
         for task in tasks:
             if (old := self._rollouts.get(task.sample_id)) is not None:
                 self.drop([(task.sample_id, old.task.attempt)])
-            rollout = Rollout(task, self._settings)
+            try:
+                rollout = Rollout(task, self._settings.of(task.row))
+            except SampleError as error:
+                self._fail(task, str(error))
+                continue
             self._rollouts[task.sample_id] = rollout
             self._flushed[task.sample_id] = rollout.tokens
             self._advance(rollout)
@@ -285,7 +291,7 @@ class RolloutRunner:
 
     def _expire(self) -> None:
         """End the samples whose time is over."""
-        if not self._settings.limits.seconds:
+        if not self._timed:
             return
         late = [rollout for rollout in self._rollouts.values() if rollout.overdue()]
         if not late:

@@ -17,20 +17,19 @@ from umbra.services.generator.buffer_client import BufferClient
 from umbra.services.generator.engines import OpenEngine, open_engine
 from umbra.services.generator.loop import GeneratorLoop
 from umbra.services.generator.pools import open_environments
-from umbra.services.generator.rollout import RolloutSettings, limits_of
+from umbra.services.generator.rollout import RolloutSettings, for_environments
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.sample_log import SampleLog
 from umbra.services.generator.stall import StallWatch, watching
 from umbra.services.generator.turn_log import TurnLog
 from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.model.directory import weights_bytes
 from umbra.services.runtime.net.session import Session
 from umbra.services.runtime.planes.gpu import gpu_for, host_planes
 from umbra.services.runtime.planes.receiving import ReceiverPlanes, StagedPlanes, StreamedPlanes
 from umbra.services.runtime.process.command import ServiceContext
 from umbra.services.runtime.trajectories import sampling_of
 from umbra.services.runtime.weights.receiver import Receiver
-
-_HUB_DEADLINE_S = 600.0  # for a hub to join, and for the trainer to load its model
 
 log = logging.getLogger(__name__)
 
@@ -43,9 +42,10 @@ def run(
     `make_engine` makes the engine of the generator of that name.
     """
     config = ctx.config
-    environment = config.environment
     if "reward" in config.buffer.stages:
-        environment = msgspec.structs.replace(environment, kind=UNREWARDED, options={})
+        unrewarded = msgspec.structs.replace(config.environment, kind=UNREWARDED, options={})
+        config = msgspec.structs.replace(config, environment=unrewarded)
+    environment = config.environment
     opened = make_engine(config, ctx.name)
     wake = threading.Event()
     remote = environment.run_on == "env_worker"
@@ -55,11 +55,10 @@ def run(
         chat=opened.chat,
         sampling=sampling,
         max_context=config.generator.max_context,
-        limits=limits_of(environment),
         stops=tuple(config.sampling.stop),
         generator=ctx.name,
-        agents=environment.kind == "agent",
     )
+    settings = for_environments(settings, config)
     # An eighth early: so much is decoded at most while what is flushed is on its way.
     flush_tokens = config.generator.partial_flush_tokens
     flush_tokens -= flush_tokens // 8
@@ -76,10 +75,11 @@ def run(
             offers.connect(session.data)
         ctx.ready({"role": "generator", "name": ctx.name})
         turn_log = TurnLog(ctx.metrics, config.log.traced_share)
-        receiver = _subscribe(session, _planes(config, opened), opened.dtype)
+        receiver = _subscribe(session, config, opened)
         if receiver is None:
             return _end(session)
-        watch = StallWatch(config.generator.engine, config.generator.stall_s)
+        load = config.weight_hub.pace.after(config.generator.stall_s)
+        watch = StallWatch(config.generator.engine, load)
         with closing(receiver), watching(watch, session):
             GeneratorLoop(
                 session=session,
@@ -118,7 +118,7 @@ def _planes(config: RunConfig, opened: OpenEngine) -> ReceiverPlanes:
     )
 
 
-def _subscribe(session: Session, planes: ReceiverPlanes, dtype: str) -> Receiver | None:
+def _subscribe(session: Session, config: RunConfig, opened: OpenEngine) -> Receiver | None:
     """A receiver of weights; None if we are stopped before there is a hub with a model.
 
     Raises:
@@ -126,7 +126,9 @@ def _subscribe(session: Session, planes: ReceiverPlanes, dtype: str) -> Receiver
         UsageError: the trainer serves another dtype than the engine computes in.
     """
     session.progress("waiting for the weight hub", 0)
-    receiver = Receiver(session.weights(deadline_s=_HUB_DEADLINE_S), planes, dtype=dtype)
+    limit_s = config.weight_hub.first_version_s(weights_bytes(config.model.path))
+    channel = session.weights(deadline_s=limit_s)
+    receiver = Receiver(channel, _planes(config, opened), dtype=opened.dtype)
     waiting = partial(session.progress, "waiting for the trainer's model", 0)
-    is_there = receiver.subscribe_unless(session.stopping, _HUB_DEADLINE_S, waiting)
+    is_there = receiver.subscribe_unless(session.stopping, limit_s, waiting)
     return receiver if is_there else None

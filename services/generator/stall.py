@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from umbra.services.generator.engine import EngineError
+from umbra.services.runtime.deadline import Pace
 from umbra.services.runtime.net.session import Session
 from umbra.services.runtime.process.threads import end_process, service_thread
 
@@ -36,25 +37,27 @@ class StallWatch:
 
     Args:
         engine: what the user calls it, for the sentence.
-        limit_s: seconds without a token that are allowed (`generator.stall_s`).
+        pace: seconds without a token that are allowed (`generator.stall_s`), and how fast weights
+            are loaded at the least.
         clock: monotonic seconds.
     """
 
     def __init__(
-        self, engine: str, limit_s: float, clock: Callable[[], float] = time.monotonic
+        self, engine: str, pace: Pace, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.limit_s = limit_s
-        self.look_s = min(LONGEST_LOOK_S, limit_s / LOOKS)
+        self.limit_s = pace.base_s
+        self.look_s = min(LONGEST_LOOK_S, self.limit_s / LOOKS)
         self._engine = engine
+        self._pace = pace
         self._clock = clock
         self._quiet_s = 0.0
         self._looked_at = clock()
         self._doing = ""
         self._live = 0
 
-    def moved(self) -> None:
-        """A token or a part of new weights came, or there is nothing to do."""
-        self._quiet_s = 0.0
+    def moved(self, nbytes: int = 0) -> None:
+        """A token came, or there is nothing to do; or `nbytes` of new weights are to be loaded."""
+        self._quiet_s = self.limit_s - self._pace.limit_s(nbytes)
 
     def waits(self, doing: str, live: int) -> None:
         """The loop is about to do something that may hang, with `live` requests in flight."""

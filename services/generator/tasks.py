@@ -11,7 +11,7 @@ import json
 import random
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from umbra.proto.errors import UsageError
 from umbra.services.environments.calculator import calculator
 from umbra.services.environments.gym import gym_rows
 from umbra.services.environments.tools import parse_tool_calls, schema
+from umbra.services.generator.library_tasks import VERIFIERS, divide, library_rows
 from umbra.services.modeling.chat_template import as_text, with_tools
 
 Row = dict[str, Any]
@@ -44,26 +45,54 @@ class Task:
     distinct: bool  # held-out prompts never occur among prompts and demos, whatever the seed
 
 
+@dataclass(frozen=True, slots=True)
+class Library:
+    """How the tasks of another library are made: by which Python, and with what arguments."""
+
+    python: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+
+
 def write_task(
-    name: str, out: Path, *, seed: int, prompts: int, heldout: int, demos: int
+    name: str,
+    out: Path,
+    *,
+    seed: int,
+    prompts: int,
+    heldout: int,
+    demos: int,
+    library: Library | None = None,
+    environment: str = "",
 ) -> dict[str, int]:
     """Write prompts.jsonl, heldout.jsonl and demos.jsonl of task `name` to `out`; rows per file.
 
-    Task "gym:NAME" has no demos.
+    Tasks "gym:NAME" and "verifiers:ID" have no demos. With `environment` every prompt row says that
+    it is for the environment of that name.
 
     Raises:
         UsageError: no such task.
     """
     if name.startswith(GYM):
-        return _write_gym(name.removeprefix(GYM), out, seed, prompts, heldout)
-    task = task_named(name)
+        drawn = gym_rows(name.removeprefix(GYM), prompts + heldout, seed)
+        files = {"prompts.jsonl": drawn[:prompts], "heldout.jsonl": drawn[prompts:]}
+    elif name.startswith(VERIFIERS):
+        chosen = library or Library()
+        drawn = library_rows(
+            name, prompts + heldout, seed, python=chosen.python, options=chosen.options
+        )
+        first, last = divide(drawn, prompts, heldout)
+        files = {"prompts.jsonl": first, "heldout.jsonl": last}
+    else:
+        task = task_named(name)
+        files = {
+            "prompts.jsonl": _draw(task.prompt, task, f"{name}/{seed}/prompts", prompts),
+            "heldout.jsonl": _draw(task.prompt, task, f"{name}/{seed}/heldout", heldout, held=True),
+            "demos.jsonl": _draw(task.demo, task, f"{name}/{seed}/demos", demos),
+        }
     out.mkdir(parents=True, exist_ok=True)
-    files = {
-        "prompts.jsonl": _draw(task.prompt, task, f"{name}/{seed}/prompts", prompts),
-        "heldout.jsonl": _draw(task.prompt, task, f"{name}/{seed}/heldout", heldout, held=True),
-        "demos.jsonl": _draw(task.demo, task, f"{name}/{seed}/demos", demos),
-    }
     for file, rows in files.items():
+        if environment and file != "demos.jsonl":
+            rows = [{"environment": environment, **row} for row in rows]
         (out / file).write_bytes(msgspec.json.Encoder().encode_lines(rows))
     return {file: len(rows) for file, rows in files.items()}
 
@@ -74,27 +103,23 @@ def task_named(name: str) -> Task:
     Raises:
         UsageError: there is none of that name.
     """
+    if name.startswith(VERIFIERS):
+        raise UsageError(
+            f"task {name!r} is played by a run's environment: write it by umbra make-task, and "
+            "give umbra eval --prompts and --config"
+        )
     if name.startswith(GYM):
         return Task("reasoning-gym", _nothing, _nothing, distinct=False)
     if name not in TASKS:
         raise UsageError(
-            f"task {name!r} is unknown; use {', '.join(TASKS)}, or {GYM}NAME for a dataset of "
-            "reasoning-gym"
+            f"task {name!r} is unknown; use {', '.join(TASKS)}, {GYM}NAME for a dataset of "
+            f"reasoning-gym, or {VERIFIERS}ID for an environment or taskset of verifiers"
         )
     return TASKS[name]
 
 
 def _nothing(source: random.Random) -> Row:
     raise UsageError("the rows of a gym come from reasoning-gym")
-
-
-def _write_gym(name: str, out: Path, seed: int, prompts: int, heldout: int) -> dict[str, int]:
-    out.mkdir(parents=True, exist_ok=True)
-    rows = gym_rows(name, prompts + heldout, seed)
-    files = {"prompts.jsonl": rows[:prompts], "heldout.jsonl": rows[prompts:]}
-    for file, part in files.items():
-        (out / file).write_bytes(msgspec.json.Encoder().encode_lines(part))
-    return {file: len(part) for file, part in files.items()}
 
 
 def _draw(

@@ -65,7 +65,7 @@ def check_template(environment: EnvironmentConfig, chat: Chat) -> None:
     elif kind == "tools":
         _check(chat, ["tool"], _TOOLS)
         _check_readable(chat)
-    elif kind == "agent" or ":" in kind:
+    elif environment.asks or ":" in kind:
         for roles, opening in ((["user"], Opening([])), (["tool"], _TOOLS)):
             try:
                 _check(chat, roles, opening)

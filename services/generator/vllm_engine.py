@@ -34,6 +34,7 @@ from umbra.services.modeling.lora import factors
 from umbra.services.modeling.weights import WeightTable
 from umbra.services.runtime.config import GeneratorConfig
 from umbra.services.runtime.config.feasibility import VLLM_COOLEST
+from umbra.services.runtime.deadline import LEAST_RATE, Pace
 from umbra.services.runtime.weights.manifest import Part
 from umbra.services.runtime.weights.shared_memory import PART_BYTES, SharedMemory, shared
 
@@ -84,6 +85,7 @@ class VllmEngine:
         self.pause: Pause | None = None  # of the last change of weights
         self.memory = SharedMemory()  # versions that are staged here need no copy
         self.part_bytes = PART_BYTES  # of others
+        self.pace = Pace(config.stall_s, LEAST_RATE)  # of a load
         self._fit = WeightTable(outline, adapter)
         self._checkpoint = CheckpointNames(outline) if adapter is None else None
         self._vocabulary: int = outline.config.get_text_config().vocab_size
@@ -174,7 +176,9 @@ class VllmEngine:
             for path, layout in shared(manifest, parts, self.memory, self.part_bytes)
         )
         under_way = set(self._open)
-        self.pause = self._server.update(updates, version, kv_policy)
+        self.pause = self._server.update(
+            updates, version, kv_policy, self.pace.limit_s(manifest.total_bytes)
+        )
         log.debug("version %d: %s", version, self.pause)
         self.version = version
         if kv_policy != "abort":

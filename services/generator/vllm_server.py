@@ -49,7 +49,6 @@ from umbra.services.runtime.deadline import Deadline
 from umbra.services.runtime.process.child import describe_exit
 
 _REPLY_S = 60.0  # of a request's abort
-_LOAD_S = 600.0  # of a version's load
 _CLOSE_S = 5.0
 _LOOK_S = 1.0  # between looks at whether the core still lives
 _KILL_S = 2.0  # until its processes, which hold nothing that is needed any more, are killed
@@ -172,7 +171,9 @@ class VllmServer:
         """What there is so far of these jobs, as aborted."""
         return self._wait(self._look(set(keys)), _REPLY_S)
 
-    def update(self, parts: Iterable[dict[str, Any]], version: int, kv_policy: KvPolicy) -> Pause:
+    def update(
+        self, parts: Iterable[dict[str, Any]], version: int, kv_policy: KvPolicy, limit_s: float
+    ) -> Pause:
         """Load a version between two steps. Under "abort", all jobs are in `done` afterwards.
 
         Args:
@@ -180,6 +181,7 @@ class VllmServer:
                 The first is asked for before decoding stops.
             version: of the weights.
             kv_policy: what becomes of jobs under way.
+            limit_s: seconds that vLLM may take for a part, and before and after them.
 
         Raises:
             PeerLostError: `parts` broke off. If decoding had stopped, nothing is decoded until an
@@ -190,13 +192,13 @@ class VllmServer:
         part = next(coming, None)
         began = time.perf_counter()
         try:
-            stop_s = self._wait(self._pause(kv_policy), _LOAD_S)
+            stop_s = self._wait(self._pause(kv_policy), limit_s)
             stopped = time.perf_counter()
             while part is not None:
                 request = WeightTransferUpdateRequest(update_info=part)
-                self._wait(self._llm.update_weights(request), _LOAD_S)
+                self._wait(self._llm.update_weights(request), limit_s)
                 part = next(coming, None)
-            self._wait(self._resume(version, kv_policy), _LOAD_S)
+            self._wait(self._resume(version, kv_policy), limit_s)
         except PeerLostError:
             raise
         except Exception as error:

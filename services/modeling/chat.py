@@ -6,10 +6,9 @@ import functools
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-from msgspec.structs import replace
 
 from umbra.proto.errors import UsageError
 from umbra.services.environments.protocol import Message, Opening

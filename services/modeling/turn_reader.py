@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from msgspec.structs import replace
+from dataclasses import replace
 
 from umbra.services.environments.response import Said
 from umbra.services.modeling.chat import Chat, cut

@@ -6,6 +6,7 @@ import threading
 from contextlib import closing
 
 from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.model.directory import weights_bytes
 from umbra.services.runtime.net.session import Session
 from umbra.services.runtime.planes.gpu import gpu_for, host_planes
 from umbra.services.runtime.planes.receiving import StagedPlanes
@@ -13,8 +14,6 @@ from umbra.services.runtime.process.command import ServiceContext
 from umbra.services.runtime.weights.receiver import Receiver
 from umbra.services.scorer.loop import ScorerLoop
 from umbra.services.scorer.worker import StageWorker
-
-HUB_DEADLINE_S = 600.0  # for a hub to join, and for the trainer to publish its first version
 
 
 def run(context: ServiceContext) -> int:
@@ -81,7 +80,8 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
         worker = LogprobWorker(model, scorer, max_tokens=longest)
         ScorerLoop(session, scorer.stage, worker, scorer.capacity, context.metrics).run()
         return
-    channel = session.weights(deadline_s=HUB_DEADLINE_S)
+    limit_s = config.weight_hub.first_version_s(weights_bytes(path))
+    channel = session.weights(deadline_s=limit_s)
     table = weight_table(model, config)
     version = -1
     planes = StagedPlanes(
@@ -92,8 +92,8 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
     )
     expected = config.weight_hub.expected_on(device.type)
     with closing(Receiver(channel, planes, dtype=expected)) as receiver:
-        receiver.subscribe(HUB_DEADLINE_S)
-        staged = receiver.wait_first(HUB_DEADLINE_S, session.stopping)
+        receiver.subscribe(limit_s)
+        staged = receiver.wait_first(limit_s, session.stopping)
 
         def refresh() -> int:
             nonlocal staged, version

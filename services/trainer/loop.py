@@ -30,6 +30,7 @@ from umbra.services.trainer.guard import SkipLimit
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.metrics import (
     Row,
+    environment_metrics,
     finite,
     peak_memory_gib,
     sample_metrics,
@@ -137,7 +138,9 @@ class Loop:
                 if self._learner.updates == updates:
                     self._row = kept
                 return False
-            row = finite(sample_metrics(batch, self.version) | learned)
+            names = [one.name for one in self._config.environments]
+            seen = sample_metrics(batch, self.version)
+            row = finite(seen | environment_metrics(batch.trajectories, names) | learned)
             row["prefetched"] = float(ahead is not None and batch is ahead.batch)
             with self._phase("commit"):
                 if not self._commit(row):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from umbra.proto.records import Trajectory
+from umbra.services.runtime.config.generation import environment_prefix
 from umbra.services.runtime.figures import staleness
 from umbra.services.trainer.batch import TrainBatch
 from umbra.services.trainer.objectives.ratios import ratio
@@ -51,6 +53,19 @@ def sample_metrics(batch: TrainBatch, version: int) -> Row:
             parts.setdefault(name, []).append(value)
     # Over the samples that have such a part: not all of them call a tool, for example.
     row.update({f"reward_part/{name}": sum(v) / len(v) for name, v in parts.items()})
+    return row
+
+
+def environment_metrics(trajectories: Sequence[Trajectory], names: Sequence[str]) -> Row:
+    """Samples, mean reward and mean response length of each environment of a run with several."""
+    row: Row = {}
+    for name in names:
+        own = [t for t in trajectories if t.prompt_id.startswith(environment_prefix(name))]
+        row[f"environment/{name}/samples"] = float(len(own))
+        if own:
+            row[f"environment/{name}/reward"] = sum(t.reward for t in own) / len(own)
+            lengths = sum(t.response_tokens for t in own)
+            row[f"environment/{name}/response_length"] = lengths / len(own)
     return row
 
 

@@ -88,7 +88,7 @@ class Generating:
         self.restored = 0
         self._policy = policy
         self._receiver = receiver
-        self._loader = WeightLoader(loads_by(self.engine), receiver, lambda: None)
+        self._loader = WeightLoader(loads_by(self.engine), receiver, lambda _: None)
         self._loading = loading
         self._changed = threading.Condition()
         self._stop = threading.Event()

@@ -32,6 +32,7 @@ from umbra.services.generator.stall import StallWatch
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer
 from umbra.services.runtime.config import GeneratorConfig
+from umbra.services.runtime.deadline import LEAST_RATE, Pace
 from umbra.services.runtime.process.metrics import MetricsFile
 
 STOP = 3
@@ -195,7 +196,7 @@ def open_bench(
                 kv_policy="drain" if drains else "keep", prefetch=2, sessions=sessions
             ),
             sample_log=SampleLog(metrics, settings.chat, clock=lambda: now[0]),
-            watch=StallWatch("scripted", 60.0, clock=lambda: now[0]),
+            watch=StallWatch("scripted", Pace(60.0, LEAST_RATE), clock=lambda: now[0]),
             activity=Activity(metrics, clock=lambda: now[0]),
         )
         yield Bench(channel, session, receiver, engine, loop, path, now, wake)

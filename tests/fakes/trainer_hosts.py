@@ -1,7 +1,7 @@
 """A trainer on several hosts: this process is host 0, the others are mount namespaces.
 
 Each has a /dev/shm of its own, in which a part hub runs (`umbra weight-hub part`) and a program
-that writes what the ranks there would.
+that writes what the ranks there would. They may have networks of their own as well (`Place`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -52,20 +54,34 @@ def skip_without_namespaces() -> None:
         pytest.skip(why, allow_module_level=True)
 
 
-class TrainerHost:
-    """One of the other trainer hosts."""
+@dataclass(frozen=True)
+class Place:
+    """A host with a network of its own: how to start something in it, and its address."""
 
-    def __init__(self, owner: int, hub: str, manifest: Path, folder: Path) -> None:
+    enter: list[str]
+    address: str
+
+
+class TrainerHost:
+    """One of the other trainer hosts; without a `place` only its /dev/shm is its own."""
+
+    def __init__(
+        self, owner: int, hub: str, manifest: Path, folder: Path, place: Place | None = None
+    ) -> None:
         self.owner = owner
         self.memory = 0  # bytes that its arena takes
         self._hub = hub
         self._manifest = manifest
         self._log = folder / f"host-{owner}.log"
-        self._listen = "tcp://127.0.0.1:*"
-        pipe = subprocess.PIPE
-        hold = ["unshare", "--mount", "sh", "-ec", HOLD]
-        self._holder = subprocess.Popen(hold, stdin=pipe, stdout=pipe)
-        assert _line(self._holder.stdout) == b"up"
+        self._holder: subprocess.Popen[bytes] | None = None
+        if place is None:
+            pipe = subprocess.PIPE
+            hold = ["unshare", "--mount", "sh", "-ec", HOLD]
+            self._holder = subprocess.Popen(hold, stdin=pipe, stdout=pipe)
+            assert _line(self._holder.stdout) == b"up"
+            place = Place(["nsenter", f"--target={self._holder.pid}", "--mount", "--"], "127.0.0.1")
+        self._inside = place.enter
+        self._listen = f"tcp://{place.address}:*"
         self._part: subprocess.Popen[bytes] | None = None
         self._writer: subprocess.Popen[bytes] | None = None
 
@@ -128,16 +144,19 @@ class TrainerHost:
                 if pipe is not None:
                     pipe.close()
 
-    @property
-    def _inside(self) -> list[str]:
-        return ["nsenter", f"--target={self._holder.pid}", "--mount", "--"]
-
 
 class Trainer:
     """Rank 0 with its hub, and the other hosts; versions differ a little from one another."""
 
     def __init__(
-        self, bench: Bench, folder: Path, hosts: int, *, keys: Path | None = None, **options: Any
+        self,
+        bench: Bench,
+        folder: Path,
+        hosts: int,
+        *,
+        keys: Path | None = None,
+        places: Mapping[int, Place] | None = None,
+        **options: Any,
     ) -> None:
         self.manifest = layout(hosts)
         self.bench = bench
@@ -149,16 +168,23 @@ class Trainer:
         file.write_bytes(msgspec.json.encode(self.manifest))
         self.options = {"plane": "auto", "delta": "always", **options}
         bench.start(**self.options)
-        self.hosts = [TrainerHost(owner, bench.endpoint, file, folder) for owner in range(1, hosts)]
+        at = places or {}
+        self.hosts = [
+            TrainerHost(owner, bench.endpoint, file, folder, at.get(owner))
+            for owner in range(1, hosts)
+        ]
+        given = ["--keys", str(keys)] if keys else ["--insecure"] if places else []
         for host in self.hosts:
             bench.closers.append(host.close)
-            host.start_part(*(["--keys", str(keys)] if keys else []))
+            host.start_part(*given)
         security = of(keys, "trainer") if keys else OPEN
         channel = bench.channel("trainer", security)
         self.publisher = bench.publisher(self.manifest, channel=channel)
 
-    def write(self, version: int) -> list[int]:
-        """Write `version` on all hosts; its checksums."""
+    def write(self, version: int, *, anew: bool = False) -> list[int]:
+        """Write `version` on all hosts, `anew` with other bytes everywhere; its checksums."""
+        if anew:
+            self._now[:] = self._random.randbytes(len(self._now))
         for _ in range(20):
             place = self._random.randrange(len(self._now))
             self._now[place] ^= 1

@@ -10,6 +10,7 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fakes.hub_bench import OTHER_LAYOUT, WAIT_S, Bench, content, publish, take, whole
@@ -21,7 +22,9 @@ from umbra.proto.errors import PeerLostError, RejectedError
 from umbra.proto.messages import ExportVersion, Ok, PinVersion, RollBack, Versions
 from umbra.services.runtime.deadline import LEAST_RATE, Pace
 from umbra.services.runtime.net.keys import OPEN, Security
+from umbra.services.runtime.planes import tcp
 from umbra.services.runtime.planes.receiving import StagedPlanes, StreamedPlanes
+from umbra.services.runtime.planes.transfer import BucketSource, Transfer
 from umbra.services.runtime.process.metrics import MetricsFile
 from umbra.services.runtime.weights.manifest import owned_ranges
 from umbra.services.runtime.weights.publisher import Publisher
@@ -84,34 +87,97 @@ def test_every_bit_of_every_host_arrives_as_deltas_too(start: Start) -> None:
     assert 0 < max(sizes[1:]) < total / 4
 
 
-def test_a_relay_has_versions_whole_and_serves_them_by_shared_memory(start: Start) -> None:
+class RunningRelay:
+    """A relay in a thread, on a host that has its name."""
+
+    def __init__(self, bench: Bench, name: str) -> None:
+        self.metrics_path = bench.metrics_path.with_name(f"{name}.jsonl")
+        self._metrics = MetricsFile(self.metrics_path, name)
+        config = bench.config(plane="tcp", delta="always")
+        self.relay = Relay(
+            name, bench.endpoint, "tcp://127.0.0.1:*", config, self._metrics, host=name
+        )
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self.relay.run, args=(self._stop, WAIT_S))
+        self._thread.start()
+        bench.closers.append(self.end)
+        until(lambda: name in bench.hub.protocol.serving, f"no {name}")
+
+    def end(self) -> None:
+        self._stop.set()
+        self._thread.join(WAIT_S)
+        self._metrics.close()
+
+
+@pytest.fixture
+def fetched(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], int]:
+    """How many bytes were fetched in this process from a source, by its endpoint."""
+    made: list[tuple[str, Transfer]] = []
+
+    class Noted(Transfer):
+        def __init__(self, source: BucketSource, *args: Any, **named: Any) -> None:
+            super().__init__(source, *args, **named)
+            made.append((source.endpoint, self))
+
+    monkeypatch.setattr(tcp, "Transfer", Noted)
+    return lambda endpoint: sum(one.wire_bytes for source, one in made if source == endpoint)
+
+
+def test_each_host_sends_its_bytes_once_for_a_chain_of_relays(
+    start: Start, fetched: Callable[[str], int]
+) -> None:
+    """The first relay fetches from all hosts, and has versions whole; the next one from it."""
+    trainer = start(3)
+    bench = trainer.bench
+    chain = [RunningRelay(bench, name) for name in ("relay-1", "relay-2", "relay-3")]
+    near = [receiver(bench, f"gen-{name}", name) for name in ("relay-1", "relay-2", "relay-3")]
+    trainer.publish(0)
+    for one in near:
+        load(trainer, one, 0)
+    total = trainer.manifest.total_bytes
+    hosts = {0: bench.hub.planes.open_tcp().endpoint, **bench.hub._parts.endpoints}
+    assert len(hosts) == 3
+    for owner, endpoint in hosts.items():
+        own = sum(end - start for start, end in owned_ranges(trainer.manifest, owner))
+        assert fetched(endpoint) == own > 0
+    assert [fetched(one.relay.buckets) for one in chain] == [total, total, 0]
+    trainer.publish(1)
+    for one in near:
+        load(trainer, one, 1)
+    for relay in chain:
+        assert '"plane":"shm"' in relay.metrics_path.read_text()
+    bench.finish()
+    rows = bench.rows()
+    wire = {(row["receiver"], row["version"]): int(str(row["wire_bytes"])) for row in rows}
+    names = ("relay-1", "relay-2", "relay-3")
+    assert [wire[name, 0] for name in names] == [total] * 3
+    deltas = [wire[name, 1] for name in names]
+    assert 0 < deltas[0] < total / 4
+    assert deltas == [deltas[0]] * 3, "they are handed on as they come"
+
+
+def test_who_loses_the_relay_before_it_fetches_from_all_hosts(
+    start: Start, fetched: Callable[[str], int]
+) -> None:
+    """1. The first relay has half of a version, which the second has from it. 2. The first ends."""
     trainer = start()
     bench = trainer.bench
-    config = bench.config(plane="tcp", delta="always")
-    path = bench.metrics_path.with_name("relay.jsonl")
-    metrics = MetricsFile(path, "relay")
-    stop = threading.Event()
-    relays: list[threading.Thread] = []
-    for name in ("relay-1", "relay-2"):
-        relay = Relay(name, bench.endpoint, "tcp://127.0.0.1:*", config, metrics, host=name)
-        thread = threading.Thread(target=relay.run, args=(stop, WAIT_S))
-        relays.append(thread)
-        thread.start()
-        until(lambda name=name: name in bench.hub.protocol.serving, f"no {name}")
-
-    def end() -> None:
-        stop.set()
-        for thread in relays:
-            thread.join(WAIT_S)
-        metrics.close()
-
-    bench.closers.append(end)
-    near = [receiver(bench, f"gen-{name}", name) for name in ("relay-1", "relay-2")]
-    for version in range(2):
-        trainer.publish(version)
-        for one in near:
-            load(trainer, one, version)
-    assert '"plane":"shm"' in path.read_text()
+    first, second = RunningRelay(bench, "relay-1"), RunningRelay(bench, "relay-2")
+    near = receiver(bench, "gen-relay-2", "relay-2")
+    trainer.publish(0)
+    load(trainer, near, 0)
+    (host,) = trainer.hosts
+    sums, before = trainer.write(1), fetched(first.relay.buckets)
+    host.signal_part(signal.SIGSTOP)
+    trainer.publisher.publish(1, 0.0, sums)
+    until(lambda: fetched(first.relay.buckets) > before, "the second relay got nothing")
+    first.end()
+    assert near.poll() is None
+    host.signal_part(signal.SIGCONT)
+    load(trainer, near, 1)
+    trainer.publish(2)
+    load(trainer, near, 2)
+    assert fetched(second.relay.buckets) == 0
 
 
 def test_nothing_is_published_while_a_part_hub_is_away(start: Start) -> None:

@@ -290,11 +290,13 @@ def test_what_is_too_long_is_refused_and_the_reward_still_counts(world: World) -
     work = endpoint.lease()
     status, refused = ask(work, user("x" * 70))
     assert (status, refused["error"]["code"]) == (400, "context_length_exceeded")
+    assert "context length" in refused["error"]["message"], "which agents look for"
     status, said = ask(work, user("go"))
     assert status == 200
     answer = said["choices"][0]["message"]
     status, refused = ask(work, user("go"), answer, user("x" * 70))
     assert (status, refused["error"]["code"]) == (400, "context_length_exceeded")
+    assert "context length" in refused["error"]["message"], "which agents look for"
     assert "only the reward can follow" in refused["error"]["message"]
     assert reward(work, 0.25)[0] == 200
     trajectory = endpoint.trajectory()
@@ -310,6 +312,7 @@ def test_a_turn_that_is_cut_is_the_last(world: World) -> None:
     assert said["usage"]["completion_tokens"] == 6
     status, refused = ask(work, user("go"), said["choices"][0]["message"], user("on"))
     assert (status, refused["error"]["code"]) == (400, "context_length_exceeded")
+    assert "context length" in refused["error"]["message"], "which agents look for"
     assert reward(work, 0.0)[0] == 200
     trajectory = endpoint.trajectory()
     assert (trajectory.response_tokens, trajectory.finish_reason) == (6, "length")

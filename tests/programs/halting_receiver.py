@@ -1,12 +1,16 @@
 """A receiver that halts in a phase of the push of a version, says so on stdout, and does no more.
 
-Usage: halting_receiver.py ENDPOINT NAME PLANE VERSION idle|prepared|staging|staged|loaded
+Usage: halting_receiver.py ENDPOINT NAME PLANE VERSION
+       idle|prepared|staging|received|staged|loaded|nowhere
 
-Versions before VERSION are taken like any others; each is reported.
+Versions before VERSION are taken like any others; each is reported, with the checksum of its bytes.
+A line on stdin has it go on, and halt no more.
 """
 
 import sys
 import threading
+
+import xxhash
 
 from umbra.proto.messages import Prepare, Subscribed
 from umbra.services.runtime.net.io_thread import IoThread
@@ -16,12 +20,17 @@ from umbra.services.runtime.planes.receiving import StagedPlanes
 from umbra.services.runtime.weights.receiver import Receiver
 
 endpoint, name, plane, last, phase = sys.argv[1:]
+released = threading.Event()
 
 
 def halt() -> None:
-    """Say where, and stay there."""
+    """Say where, and stay there until told to go on."""
+    if released.is_set():
+        return
     print(phase, flush=True)
-    threading.Event().wait(3600)  # it is killed long before
+    if not sys.stdin.readline():
+        threading.Event().wait(3600)  # it is killed long before
+    released.set()
 
 
 class Halting(StagedPlanes):
@@ -49,6 +58,8 @@ class HaltingEnd:
             try:
                 bucket = next(steps)
             except StopIteration as end:
+                if halts and phase == "received":
+                    halt()
                 return end.value
             if halts and phase == "staging" and bucket is not None:
                 halt()
@@ -57,17 +68,18 @@ class HaltingEnd:
 
 link = IoThread(name, "halting")
 receiver = Receiver(link.channel(endpoint, "hub"), Halting([plane], frame_bytes=4096))
-receiver.subscribe(20)
+receiver.subscribe(600)
 print("subscribed", flush=True)
 never = threading.Event()
 while True:
-    staged = receiver.wait_first(60, never)
+    staged = receiver.wait_first(600, never)
     assert staged is not None
     if staged.version >= int(last) and phase == "staged":
         halt()
+    contents = xxhash.xxh3_64_hexdigest(b"".join(map(bytes, staged.parts())))
     receiver.committed(staged, 0.0)
     if staged.version >= int(last) and phase == "loaded":
         halt()
-    print(staged.version, flush=True)
+    print(staged.version, contents, flush=True)
     if staged.version + 1 >= int(last) and phase == "idle":
         halt()

@@ -1,12 +1,19 @@
-"""A run with a trainer on two hosts, made of network namespaces; one is lost in the middle.
+"""A run with a trainer on two hosts, made of network namespaces; hosts are lost one after another.
 
     unshare --user --map-root-user --net --mount --uts --kill-child python hosts_run.py FOLDER JSON
 
 FOLDER has `run.toml`. Host alpha has the buffer, the weight hub and node 0 of the trainer, beta
-node 1 and its part hub, gamma a generator; each has its own /dev/shm and its own folder for
-results. The JSON says after which step beta is lost, and how long the whole may take. Beta's
-processes are killed and its shared memory is emptied; then it starts again. What fails is started
-again, as `umbra keep` would. Prints one JSON object: exit codes by process.
+node 1 and its part hub, gamma and delta a generator each; each has its own /dev/shm and its own
+folder for results. The JSON says which hosts there are (`hosts`), which of them have a relay
+(`relays`), how long the whole may take (`limit_s`), and which are lost (`losses`), in this order:
+
+    {"host": NAME, "steps": 3}                      lost after three more steps, for good
+    {"host": NAME, "steps": 3, "back": {"steps": 2}}         back when the others have done two more
+    {"host": NAME, "steps": 3, "back": {"ended": "beta/trainer"}}   back when that one has noticed
+
+A host that is lost falls silent: its link is down, then its processes are killed and its shared
+memory is emptied. What fails is started again, as `umbra keep` would. Prints one JSON object: exit
+codes by process; what ended with a lost host has none.
 """
 
 from __future__ import annotations
@@ -17,6 +24,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,13 +73,15 @@ class Service:
         return self._process is not None
 
     def kill(self) -> None:
+        """End it; only `start` starts it again."""
         if self._process is not None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+        self._process, self._again = None, 0.0
 
 
-def services(folder: Path, hosts: dict[str, Host]) -> dict[str, list[Service]]:
-    """What runs on each host."""
+def services(folder: Path, hosts: dict[str, Host], relays: list[str]) -> dict[str, list[Service]]:
+    """What runs on each of `hosts`."""
     alpha, beta = ADDRESSES["alpha"], ADDRESSES["beta"]
     hub = f"tcp://{alpha}:5560"
     listen = ["--listen", "tcp://0.0.0.0:5560", "--advertise", alpha]
@@ -91,8 +101,13 @@ def services(folder: Path, hosts: dict[str, Host]) -> dict[str, list[Service]]:
             ],
             "trainer": ["trainer", "--node-rank", "1"],
         },
-        "gamma": {"generator": ["generator"]},
     }
+    for host in [name for name in hosts if name not in wanted]:
+        wanted[host] = {}
+        if host in relays:
+            own = f"tcp://{ADDRESSES[host]}:5563"
+            wanted[host]["relay"] = ["weight-hub", "relay", "--hub", hub, "--listen", own]
+        wanted[host]["generator"] = ["generator"]
     made: dict[str, list[Service]] = {}
     for host, those in wanted.items():
         made[host] = []
@@ -102,44 +117,92 @@ def services(folder: Path, hosts: dict[str, Host]) -> dict[str, list[Service]]:
             if name != "buffer":
                 common += ["--broker", f"tcp://{alpha}:5555"]
             if name != "part":
-                common += ["--name", name]
+                common += ["--name", name if host in ("alpha", "beta") else f"{name}-{host}"]
             whole = [*hosts[host].enter, sys.executable, "-m", "umbra", *argv, *common]
             log = folder / f"{host}-{name}.log"
             made[host].append(Service(f"{host}/{name}", whole, log))
     return made
 
 
-def steps(folder: Path) -> int:
-    """Optimizer steps so far."""
-    path = folder / "alpha" / "run" / "metrics.jsonl"
-    return path.read_text(encoding="utf-8").count('"kind":"step"') if path.exists() else 0
+class World:
+    """The hosts and what runs on them."""
+
+    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+        make_network()
+        self._folder = folder
+        self._hosts = {name: Host(name) for name in settings["hosts"]}
+        for name in self._hosts:
+            (folder / name).mkdir()
+        self._run = services(folder, self._hosts, settings["relays"])
+        self._every = {one.name: one for those in self._run.values() for one in those}
+        self._limit_s = settings["limit_s"]
+        self._deadline = time.monotonic() + self._limit_s
+
+    def run(self, losses: list[dict[str, Any]]) -> dict[str, list[int]]:
+        """The run from start to end; exit codes by process."""
+        for service in self._every.values():
+            service.start()
+        for loss in losses:
+            host = loss["host"]
+            self._until_steps(loss["steps"], f"{host} is lost")
+            self._lose(host)
+            match loss.get("back"):
+                case {"steps": count}:
+                    self._until_steps(count, f"{host} is back")
+                    self._return(host)
+                case {"ended": name}:
+                    noticed = len(self._every[name].codes)
+                    self._until(lambda n=name, c=noticed: len(self._every[n].codes) > c, host)
+                    self._return(host)
+                case _:
+                    pass
+        self._until(lambda: not any([one.poll() for one in self._every.values()]), "the end")
+        return {name: service.codes for name, service in self._every.items()}
+
+    def kill(self) -> None:
+        for service in self._every.values():
+            service.kill()
+
+    def _lose(self, host: str) -> None:
+        self._hosts[host].connect(connected=False)
+        for service in self._run[host]:
+            service.kill()
+        self._hosts[host].sh("umount -l /dev/shm; mount -t tmpfs tmpfs /dev/shm")
+
+    def _return(self, host: str) -> None:
+        self._hosts[host].connect(connected=True)
+        for service in self._run[host]:
+            service.start()
+
+    def _step(self) -> int:
+        """Optimizer steps so far."""
+        path = self._folder / "alpha" / "run" / "metrics.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        rows = [json.loads(line) for line in lines if '"kind":"step"' in line and line[-1] == "}"]
+        return max((row["step"] for row in rows), default=0)
+
+    def _until_steps(self, count: int, what: str) -> None:
+        goal = self._step() + count
+        self._until(lambda: self._step() >= goal, what)
+
+    def _until(self, condition: Callable[[], bool], what: str) -> None:
+        while not condition():
+            for service in self._every.values():
+                service.poll()
+            if time.monotonic() > self._deadline:
+                codes = {name: service.codes for name, service in self._every.items()}
+                raise SystemExit(
+                    f"{what}: not within {self._limit_s:g} s; step {self._step()}, codes {codes}"
+                )
+            time.sleep(POLL_S)
 
 
 def main(folder: Path, settings: dict[str, Any]) -> None:
-    make_network()
-    hosts = {name: Host(name) for name in ADDRESSES}
-    for name in hosts:
-        (folder / name).mkdir()
-    run = services(folder, hosts)
-    every = [service for those in run.values() for service in those]
-    deadline, lost = time.monotonic() + settings["limit_s"], False
+    world = World(folder, settings)
     try:
-        for service in every:
-            service.start()
-        while any([service.poll() for service in every]):
-            if time.monotonic() > deadline:
-                codes = {service.name: service.codes for service in every}
-                raise SystemExit(f"no end after {steps(folder)} steps: {codes}")
-            if not lost and steps(folder) >= settings["after_step"]:
-                lost = True
-                for service in run["beta"]:
-                    service.kill()
-                hosts["beta"].sh("umount -l /dev/shm; mount -t tmpfs tmpfs /dev/shm")
-            time.sleep(POLL_S)
-        print(json.dumps({service.name: service.codes for service in every}))
+        print(json.dumps(world.run(settings["losses"])))
     finally:
-        for service in every:
-            service.kill()
+        world.kill()
 
 
 if __name__ == "__main__":

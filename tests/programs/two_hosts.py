@@ -20,7 +20,12 @@ from typing import Any
 
 from programs.three_nodes import BRIDGE, sh
 
-ADDRESSES = {"alpha": "10.78.0.1", "beta": "10.78.0.2", "gamma": "10.78.0.3"}
+ADDRESSES = {
+    "alpha": "10.78.0.1",
+    "beta": "10.78.0.2",
+    "gamma": "10.78.0.3",
+    "delta": "10.78.0.4",
+}
 RANKS = 2  # of each host
 PORT = "29500"
 

@@ -11,14 +11,15 @@ import msgspec.inspect as introspect
 import pytest
 
 from umbra.proto.errors import UsageError
-from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.config import NamedEnvironment, RunConfig
 from umbra.services.runtime.config.foreign_names import FOREIGN
 from umbra.services.runtime.config.loader import as_dict, load_config, to_json
 from umbra.services.runtime.config.presets import PRESETS
 
+SECTION_TYPES = get_type_hints(RunConfig) | {"environments": NamedEnvironment}
 FIELDS = [
     (section, field)
-    for section, cls in get_type_hints(RunConfig).items()
+    for section, cls in SECTION_TYPES.items()
     for field in introspect.type_info(cls).fields  # pyright: ignore[reportAttributeAccessIssue]
 ]
 
@@ -124,6 +125,7 @@ def test_json_is_read_back(tmp_path: Path) -> None:
 def test_as_dict_is_the_whole_tree() -> None:
     tree = as_dict(RunConfig())
     assert msgspec.convert(tree, RunConfig) == RunConfig()
+    tree["environments"] = as_dict(RunConfig(environments=(NamedEnvironment(),)))["environments"][0]
     assert {(section, key) for section, values in tree.items() for key in values} == {
         (section, field.name) for section, field in FIELDS
     }
@@ -249,9 +251,9 @@ def test_every_field_is_described_and_has_a_default(section: str, field: introsp
     assert not field.required
 
 
-@pytest.mark.parametrize("section", get_type_hints(RunConfig))
+@pytest.mark.parametrize("section", SECTION_TYPES)
 def test_every_section_says_what_it_is(section: str) -> None:
-    assert (get_type_hints(RunConfig)[section].__doc__ or "").strip()
+    assert (SECTION_TYPES[section].__doc__ or "").strip()
 
 
 def test_every_default_is_valid() -> None:

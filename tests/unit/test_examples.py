@@ -57,7 +57,7 @@ def test_every_demo_task_is_an_example() -> None:
 def test_own_data_fits_together(monkeypatch: pytest.MonkeyPatch) -> None:
     run_file = ROOT / "examples" / "own-data" / "run.toml"
     monkeypatch.syspath_prepend(str(run_file.parent))
-    monkeypatch.setenv("PYTHONPATH", str(str(run_file.parent)))  # of the process that plays
+    monkeypatch.setenv("PYTHONPATH", str(run_file.parent))  # of the process that checks it
     monkeypatch.delitem(sys.modules, "reward", raising=False)
     config = resolve_paths(load_config(run_file, environ={}), run_file)
     prompts = read_prompts(config.data.prompts)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -21,9 +23,13 @@ from umbra.proto.messages import (
     VersionsRequest,
 )
 from umbra.proto.records import NcclRound
+from umbra.services.generator import service as generator_service
+from umbra.services.generator.engines import OpenEngine
 from umbra.services.runtime.config import WeightHubConfig
+from umbra.services.runtime.config.loader import load_config
 from umbra.services.runtime.deadline import LEAST_RATE, Pace
 from umbra.services.runtime.gpu.worker_process import START_S, GpuWorkerProcess, result
+from umbra.services.runtime.model.directory import weights_bytes
 from umbra.services.runtime.net.channel import Channel
 from umbra.services.runtime.net.io_thread import IoThread
 from umbra.services.runtime.net.keys import OPEN
@@ -33,6 +39,7 @@ from umbra.services.runtime.planes.tcp import TcpHub, TcpReceiver
 from umbra.services.runtime.weights.arena import Arena
 from umbra.services.runtime.weights.manifest import build_manifest
 from umbra.services.runtime.weights.publisher import Publisher
+from umbra.services.scorer import service as scorer_service
 from umbra.services.weight_hub.weights_command import HubClient
 
 LAYOUT = build_manifest([("w", "F32", [100, 32])], 4096)
@@ -47,6 +54,64 @@ def test_seconds_grow_with_bytes() -> None:
     assert PACE.limit_s(SIZE, parts=4) == 32.5
     assert PACE.after(1.0).limit_s(2 * SIZE) == 201.0
     assert WeightHubConfig(deadline_s=2.0, least_rate=10.0).pace.limit_s(50) == 7.0
+
+
+def test_the_first_version_may_take_what_is_done_before_it(tmp_path: Path) -> None:
+    """The model is read, two slots are made, a version is written and brought: five times it."""
+    (tmp_path / "a.safetensors").write_bytes(bytes(30))
+    (tmp_path / "b.safetensors").write_bytes(bytes(20))
+    (tmp_path / "tokenizer.json").write_bytes(bytes(1000))
+    config = WeightHubConfig(least_rate=10.0, slots=2)
+    assert config.first_version_s(weights_bytes(tmp_path)) == 600.0 + 5 * 5.0
+    assert config.first_version_s(weights_bytes(tmp_path / "none")) == 600.0
+
+
+class _SubscribedError(Exception):
+    """As far as the test goes."""
+
+
+@pytest.mark.parametrize("role", ["generator", "scorer"])
+def test_who_waits_for_the_first_version_counts_its_model(
+    role: str, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float] = []
+
+    class Session:
+        stopping = threading.Event()
+
+        def progress(self, *_: Any) -> None: ...
+        def weights(self, *, deadline_s: float) -> None:
+            limits.append(deadline_s)
+
+    class Noting:
+        def __init__(self, *_: Any, **_named: Any) -> None: ...
+        def close(self) -> None: ...
+
+        def subscribe(self, timeout_s: float) -> None:
+            limits.append(timeout_s)
+
+        def subscribe_unless(self, _stopping: Any, timeout_s: float, _waiting: Any) -> bool:
+            limits.append(timeout_s)
+            raise _SubscribedError
+
+        def wait_first(self, timeout_s: float, _stopping: Any) -> None:
+            limits.append(timeout_s)
+            raise _SubscribedError
+
+    overrides = ("weight_hub.least_rate=10", f"model.path={tiny_model_dir}", "scorer.stage=logp")
+    config = load_config(overrides=[*overrides, "scorer.device=cpu"], environ={})
+    monkeypatch.setattr(generator_service, "Receiver", Noting)
+    monkeypatch.setattr(scorer_service, "Receiver", Noting)
+    session = cast(Any, Session())
+    with pytest.raises(_SubscribedError):
+        if role == "generator":
+            opened = OpenEngine(cast(Any, None), cast(Any, None), "cpu")
+            generator_service._subscribe(session, config, opened)
+        else:
+            context = cast(Any, SimpleNamespace(config=config))
+            scorer_service._score_logprobs(context, session)
+    expected = 600.0 + 5 * weights_bytes(tiny_model_dir) / 10
+    assert limits == [expected] * (2 if role == "generator" else 3)
 
 
 class HubThatIsAsked:

@@ -20,6 +20,7 @@ from umbra.services.generator.loading import WeightLoader
 from umbra.services.generator.stall import StallWatch, watching
 from umbra.services.runtime.config.feasibility import check_feasible
 from umbra.services.runtime.config.loader import load_config
+from umbra.services.runtime.deadline import LEAST_RATE, Pace
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def bench(tmp_path: Path, tiny_model_dir: Path) -> Iterator[Bench]:
 
 def watched(limit_s: float = 100.0) -> tuple[StallWatch, list[float]]:
     now = [0.0]
-    return StallWatch("vllm", limit_s, clock=lambda: now[0]), now
+    return StallWatch("vllm", Pace(limit_s, LEAST_RATE), clock=lambda: now[0]), now
 
 
 def test_seconds_without_a_token_are_counted() -> None:
@@ -44,6 +45,17 @@ def test_seconds_without_a_token_are_counted() -> None:
         "the vllm engine is stuck: no token for 100 s while it was decoding, with 12 requests in "
         "flight (generator.stall_s = 100)"
     )
+    watch.moved()
+    assert watch.look() == 0.0
+
+
+def test_weights_may_take_as_long_as_their_bytes() -> None:
+    watch, now = watched()
+    watch.moved(nbytes=int(60 * LEAST_RATE))
+    for _ in range(100):
+        now[0] += watch.look_s
+        watch.look()
+    assert watch.look() == pytest.approx(40.0)
     watch.moved()
     assert watch.look() == 0.0
 
@@ -77,7 +89,7 @@ def test_who_is_stuck_leaves_the_run_and_then_ends(
         ended.set()
 
     monkeypatch.setattr(stall, "end_process", end)
-    watch = StallWatch("torch", 0.2)
+    watch = StallWatch("torch", Pace(0.2, LEAST_RATE))
     with watching(watch, cast(Any, session)):
         assert ended.wait(seconds(30))
     assert isinstance(found[0], EngineError)
@@ -135,11 +147,13 @@ def test_each_part_of_a_version_is_progress() -> None:
         manifest = None
 
         def parts(self) -> Iterator[memoryview]:
-            yield from (memoryview(b"a"), memoryview(b"b"))
+            yield from (memoryview(b"a"), memoryview(b"bc"))
 
-    loader = WeightLoader(cast(Any, Engine()), cast(Any, None), lambda: seen.append("moved"))
+    loader = WeightLoader(
+        cast(Any, Engine()), cast(Any, None), lambda nbytes: seen.append(str(nbytes))
+    )
     loader.load(cast(Any, Staged()), "keep")
-    assert seen == ["moved", "a", "moved", "b"]
+    assert seen == ["1", "a", "2", "bc", "0"]
 
 
 def test_the_loop_ends_when_the_receiver_has_failed_whatever_it_waits_for(bench: Bench) -> None:

@@ -23,18 +23,27 @@ from umbra.services.buffer.data.curriculum import (
 )
 from umbra.services.buffer.data.dataset_readers import read_source
 from umbra.services.buffer.data.prompts import GroupEnd, Prompt, PromptStream
-from umbra.services.runtime.config import DataConfig
+from umbra.services.runtime.config import DataConfig, NamedEnvironment
+from umbra.services.runtime.config.generation import ENVIRONMENT, environment_prefix
 
 log = logging.getLogger(__name__)
 
 
-def open_prompts(data: DataConfig, *, seed: int, attempts: int = 0) -> PromptFeed:
+def open_prompts(
+    data: DataConfig,
+    *,
+    seed: int,
+    attempts: int = 0,
+    environments: Sequence[NamedEnvironment] = (),
+) -> PromptFeed:
     """The stream of prompts that a configuration asks for.
 
     Args:
         data: the section.
         seed: of all orders.
         attempts: bad ends of a prompt until it is drawn no more; 0 = any number.
+        environments: several, each drawn from by its weight; ids of their prompts begin with their
+            names (`environment_prefix`).
 
     Raises:
         UsageError: no prompts are named, or a source cannot be read; names the key and the place.
@@ -47,6 +56,14 @@ def open_prompts(data: DataConfig, *, seed: int, attempts: int = 0) -> PromptFee
     def planned(number: int) -> Planned | None:
         return Planned(hook, history, str(number)) if hook and history else None
 
+    if environments:
+        rows = _rows_by_environment(data, environments)
+        each = {
+            one.name: EpochSource(rows[one.name], data.shuffle, f"{seed}/{number}", planned(number))
+            for number, one in enumerate(environments)
+        }
+        weights = [one.weight for one in environments]
+        return PromptFeed(Mixture(each, weights, seed), history, attempts)
     if not data.sources:
         source = EpochSource(read_source(data.prompts), data.shuffle, seed, planned(0))
         return PromptFeed(source, history, attempts)
@@ -57,6 +74,64 @@ def open_prompts(data: DataConfig, *, seed: int, attempts: int = 0) -> PromptFee
         rows = read_source(name, f"{number}/")
         sources[name] = EpochSource(rows, data.shuffle, f"{seed}/{number}", planned(number))
     return PromptFeed(Mixture(sources, list(data.sources.values()), seed), history, attempts)
+
+
+def first_rows(data: DataConfig, environments: Sequence[NamedEnvironment] = ()) -> dict[str, Any]:
+    """The first prompt row of each environment, by its name; of the one, if there is one, by "".
+
+    Raises:
+        UsageError: as of `open_prompts`.
+    """
+    if environments:
+        rows = _rows_by_environment(data, environments)
+        return {name: prompts[0].row for name, prompts in rows.items()}
+    return {"": read_source(next(iter(data.sources), data.prompts))[0].row}
+
+
+def _rows_by_environment(
+    data: DataConfig, environments: Sequence[NamedEnvironment]
+) -> dict[str, list[Prompt]]:
+    """The prompts of each environment: of its own source, or those in data.prompts of its name."""
+    if data.sources:
+        raise UsageError(
+            "data.sources and [[environments]] are both set: environments have weights of their "
+            "own, and each may name its prompts"
+        )
+    shared = [one.name for one in environments if not one.prompts]
+    if bool(shared) != bool(data.prompts):
+        raise UsageError(
+            f"[[environments]] {shared[0]} has no prompts: name a source, or set data.prompts"
+            if shared
+            else "data.prompts is set, but all [[environments]] have their own: remove it"
+        )
+    rows: dict[str, list[Prompt]] = {name: [] for name in shared}
+    for prompt in read_source(data.prompts) if shared else ():
+        name = prompt.row.get(ENVIRONMENT)
+        if name not in rows:
+            raise UsageError(
+                f'{data.prompts}, row {prompt.prompt_id}: "{ENVIRONMENT}" is {name!r}, which is no '
+                f"name of [[environments]] without prompts of their own ({', '.join(shared)})"
+            )
+        rows[name].append(Prompt(f"{environment_prefix(name)}{prompt.prompt_id}", prompt.row))
+    if empty := [name for name in shared if not rows[name]]:
+        raise UsageError(f'{data.prompts} has no row whose "{ENVIRONMENT}" is {empty[0]!r}')
+    for one in environments:
+        if one.prompts:
+            rows[one.name] = [
+                _named(prompt, one)
+                for prompt in read_source(one.prompts, environment_prefix(one.name))
+            ]
+    return rows
+
+
+def _named(prompt: Prompt, environment: NamedEnvironment) -> Prompt:
+    given = prompt.row.get(ENVIRONMENT, environment.name)
+    if given != environment.name:
+        raise UsageError(
+            f'{environment.prompts}, row {prompt.prompt_id}: "{ENVIRONMENT}" is {given!r}, but the '
+            f"file is that of {environment.name!r}"
+        )
+    return Prompt(prompt.prompt_id, {**prompt.row, ENVIRONMENT: environment.name})
 
 
 class History:
@@ -221,7 +296,7 @@ class Mixture:
         places = position.get("sources", {})
         if set(places) != set(self._sources):
             raise UsageError(
-                f"data.sources has {', '.join(self._sources)}, but the run began with "
+                f"the run's sources are {', '.join(self._sources)}, but it began with "
                 f"{', '.join(places) or 'one file'}: use the same ones, or begin a new run"
             )
         self._drawn = position["drawn"]

@@ -14,6 +14,7 @@ from umbra.services.buffer.samples.failure_counts import count_reason
 from umbra.services.buffer.samples.groups import Sample, State
 from umbra.services.buffer.samples.pool import SamplePool
 from umbra.services.buffer.samples.trajectory_store import Packed, pack, size_fault
+from umbra.services.runtime.config.generation import ENVIRONMENT, environment_prefix
 from umbra.services.runtime.net.portions import array_bytes
 from umbra.services.runtime.trajectories import RunFacts, find_fault
 
@@ -163,5 +164,9 @@ class Submissions:
     def _count_failure(self, sample: Sample, reason: str, sender: str) -> None:
         """Count by reason; each is logged once, with the sample that had it first."""
         self._counters["environment_failures"] += 1
+        prompt = sample.group.prompt
+        name = prompt.row.get(ENVIRONMENT)
+        if name and prompt.prompt_id.startswith(environment_prefix(str(name))):  # one of several
+            self._counters[f"environment_failures: {name}"] += 1
         if count_reason(self._counters, reason):
             log.warning("%s failed at %s: %s", sample.sample_id, sender, reason)

@@ -25,7 +25,7 @@ from umbra.services.environments.pool import EpisodeOutcome, taken
 from umbra.services.environments.protocol import Row, StepResult
 from umbra.services.environments.response import Said
 from umbra.services.environments.turn_request import Ask, Begun, Turn
-from umbra.services.environments.worker_pool import START_S, WorkerPool
+from umbra.services.environments.worker_pool import END_S, WorkerPool
 from umbra.services.generator.agents.address import host_of, url_of
 from umbra.services.generator.agents.calls import Call, CallRules
 from umbra.services.generator.agents.errors import ApiError
@@ -39,7 +39,7 @@ from umbra.services.runtime.deadline import Deadline
 from umbra.services.runtime.http.server import HttpServer
 from umbra.services.runtime.process.loop_thread import LoopThread, ends_with_it
 
-_WAIT_S = START_S + 10.0
+_SLACK_S = 10.0
 _LOOK_S = 0.2
 _OFFER_AGAIN_S = 10.0  # sessions that wait for an env-worker: a buffer may have forgotten them
 _LONELY_S = 60.0  # samples that nobody takes for so long are worth a warning
@@ -95,7 +95,7 @@ class AgentPool:
         self._offers = offers
         self._fresh: list[SessionOffer] = []  # sessions that env-workers are to be told of
         self._offer_at = 0.0  # when they are told again of those that still wait
-        self._workers = self._hire(config) if config.agent and offers is None else None
+        self._workers = self._hire(config) if config.starts_agents and offers is None else None
         self._idle_since = self._clock()
         told = self.url if settings.advertise else ""
         edge = Edge(self, settings.rules, settings.model, int(time.time()), told)
@@ -110,7 +110,7 @@ class AgentPool:
         self._watch: asyncio.Task[None] | None = None
         self._thread = LoopThread("agents")
         try:
-            self._thread.wait(self._start(), _WAIT_S)
+            self._thread.wait(self._start(), config.setup_s + _SLACK_S)
         except BaseException:
             self.close()
             raise
@@ -133,7 +133,7 @@ class AgentPool:
     def close(self) -> None:
         """End all sessions, the server and our agents."""
         if not self._thread.closed:
-            self._thread.wait(self._stop(), _WAIT_S)
+            self._thread.wait(self._stop(), END_S)
             self._thread.close()
 
     # -- sessions, within the event loop ----------------------------------------------------------

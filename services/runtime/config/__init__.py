@@ -13,6 +13,7 @@ from umbra.services.runtime.config.generation import (
     EnvironmentConfig,
     EnvWorkerConfig,
     GeneratorConfig,
+    NamedEnvironment,
     SamplingConfig,
     ScorerConfig,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "LogConfig",
     "MetricsConfig",
     "ModelConfig",
+    "NamedEnvironment",
     "RunConfig",
     "RunSection",
     "SamplingConfig",
@@ -62,6 +64,7 @@ class RunConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
+    environments: tuple[NamedEnvironment, ...] = ()
     sampling: SamplingConfig = SamplingConfig()
     buffer: BufferConfig = BufferConfig()
     generator: GeneratorConfig = GeneratorConfig()
@@ -75,3 +78,8 @@ class RunConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     metrics: MetricsConfig = MetricsConfig()
     security: SecurityConfig = SecurityConfig()
     log: LogConfig = LogConfig()
+
+    @property
+    def all_environments(self) -> tuple[EnvironmentConfig, ...]:
+        """The several environments, or the one."""
+        return self.environments or (self.environment,)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from umbra.proto.errors import UsageError
 from umbra.services.runtime.config import RunConfig, TrainerConfig
+from umbra.services.runtime.config.environment_rules import environment_faults
 from umbra.services.runtime.config.objective_rules import objective_faults
 
 # Rounding to bf16 loses relative changes of a moment below 2^-8; a step changes it by 1 - beta.
@@ -63,7 +64,7 @@ def check_feasible(config: RunConfig) -> None:
         *_groups(config),
         *_staleness(config),
         *_stages(config),
-        *_agents(config),
+        *environment_faults(config),
         *_sessions(config),
         *_sampling(config),
         *_deadlines(config),
@@ -174,7 +175,7 @@ def _staleness(config: RunConfig) -> Iterator[str]:
 
 
 def _stages(config: RunConfig) -> Iterator[str]:
-    stages, kind = config.buffer.stages, config.environment.kind
+    stages = config.buffer.stages
     for stage in sorted(set(stages)):
         if stages.count(stage) > 1:
             yield f"buffer.stages has {stage} twice"
@@ -183,28 +184,6 @@ def _stages(config: RunConfig) -> Iterator[str]:
                 f"buffer.stages has {stage}, but scorer.{stage} = 0: nothing would ever leave "
                 "that stage"
             )
-    if "reward" in stages and kind not in ("exact", "reward"):
-        yield (
-            f"buffer.stages has reward, but environment.kind = {kind} rewards its turns itself: "
-            "remove the stage"
-        )
-
-
-def _agents(config: RunConfig) -> Iterator[str]:
-    environment, serve = config.environment, config.generator.serve
-    if environment.kind == "agent" and not environment.agent and not serve:
-        yield (
-            "environment.kind = agent has no agent: set environment.agent to module:function, or "
-            "generator.serve to the HOST:PORT that agents come to"
-        )
-    if environment.run_on == "env_worker" and not environment.agent:
-        yield (
-            "environment.run_on = env_worker is for agents that the run starts: set "
-            'environment.kind = "agent" and environment.agent to module:function'
-        )
-    for key, value in (("environment.agent", environment.agent), ("generator.serve", serve)):
-        if value and environment.kind != "agent":
-            yield f"{key} = {value} has no effect: set environment.kind to agent, or remove it"
 
 
 def _sessions(config: RunConfig) -> Iterator[str]:
@@ -286,11 +265,6 @@ def _deadlines(config: RunConfig) -> Iterator[str]:
         yield (
             f"trainer.batch_wait_s = {wait_s:g} ends the run before eval.timeout_s = "
             f"{config.eval.timeout_s:g} ends an evaluation that training waits for"
-        )
-    if config.environment.timeout_s >= wait_s:
-        yield (
-            f"trainer.batch_wait_s = {wait_s:g} ends the run before a reward that takes "
-            f"environment.timeout_s = {config.environment.timeout_s:g} is given up"
         )
 
 

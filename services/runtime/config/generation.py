@@ -8,6 +8,18 @@ from msgspec import Meta
 
 from umbra.services.runtime.config.base import Section
 
+ENVIRONMENT = "environment"
+"""The field of a prompt row that names its environment, in a run with several."""
+
+
+def environment_prefix(name: str) -> str:
+    """What the ids of an environment's prompts begin with, in a run with several."""
+    return f"{name}/"
+
+
+LIBRARIES = ("verifiers", "openenv", "trl")
+"""Kinds of environments that other libraries define; programs of ours play them."""
+
 
 class EnvironmentConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a rollout interacts with, and what rewards it."""
@@ -16,11 +28,25 @@ class EnvironmentConfig(Section, frozen=True, kw_only=True, forbid_unknown_field
         str,
         Meta(
             description='"exact", "numeric", "math", "guess", "tools", "reasoning-gym", "reward", '
-            '"agent" or a class as "module:Class"'
+            '"agent", "verifiers", "openenv", "trl" or a class as "module:Class"'
         ),
     ] = "exact"
     reward: Annotated[
-        str, Meta(description='reward function as "module:function", for kind "reward"')
+        str, Meta(description='reward function as "module:function", for kinds "reward" and "trl"')
+    ] = ""
+    rewards: Annotated[
+        dict[str, float],
+        Meta(
+            description="several such functions, each with its weight, for kinds reward and trl; "
+            "their values are parts of the reward"
+        ),
+    ] = {}
+    id: Annotated[
+        str,
+        Meta(
+            description='for kind "verifiers": name of the environment or taskset; "openenv": URL '
+            'of a server, or its app as "module:app"; "trl": class as "module:Class"'
+        ),
     ] = ""
     agent: Annotated[
         str,
@@ -41,6 +67,14 @@ class EnvironmentConfig(Section, frozen=True, kw_only=True, forbid_unknown_field
             gt=0,
         ),
     ] = 30.0
+    setup_s: Annotated[
+        float,
+        Meta(
+            description="seconds that a process for user code may take to start: its imports, and "
+            "what it loads",
+            gt=0,
+        ),
+    ] = 120.0
     max_turns: Annotated[int, Meta(description="turns of the model; 0 = any number", ge=0)] = 0
     max_tokens: Annotated[
         int,
@@ -74,9 +108,49 @@ class EnvironmentConfig(Section, frozen=True, kw_only=True, forbid_unknown_field
             "which is counted, or is refused"
         ),
     ] = "override"
+    python: Annotated[
+        str,
+        Meta(
+            description="Python (3.10 or newer) of those processes, of an environment of its own "
+            "in which Umbra need not be installed; empty = this one"
+        ),
+    ] = ""
+    concurrency: Annotated[
+        int, Meta(description="conversations at once, per generator; 0 = any", ge=0)
+    ] = 0
     options: Annotated[
-        dict[str, Any], Meta(description="passed to the environment's constructor")
+        dict[str, Any],
+        Meta(description="arguments of the environment's constructor, agent or loader"),
     ] = {}
+
+    @property
+    def asks(self) -> bool:
+        """Whether programs lead its conversations, which ask the model for turns as agents do."""
+        return self.kind == "agent" or self.kind in LIBRARIES
+
+    @property
+    def starts_agents(self) -> bool:
+        """Whether we start these programs; else they come from outside."""
+        return self.asks and bool(self.kind != "agent" or self.agent)
+
+
+class NamedEnvironment(EnvironmentConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One of several environments in a run; its prompt rows have its name as "environment"."""
+
+    name: Annotated[
+        str,
+        Meta(description="its name in rows and metrics", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"),
+    ] = ""
+    weight: Annotated[
+        float, Meta(description="share of the groups, relative to the others'", gt=0)
+    ] = 1.0
+    prompts: Annotated[
+        str,
+        Meta(
+            description="source of its prompts, as data.prompts; empty = the rows of data.prompts "
+            "with its name"
+        ),
+    ] = ""
 
 
 class SamplingConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -140,8 +214,9 @@ class GeneratorConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=
     stall_s: Annotated[
         float,
         Meta(
-            description="seconds that the engine may be busy without a token, or load one version, "
-            "until this generator ends with exit code 6",
+            description="seconds that the engine may be busy without a token, or load one version "
+            "(besides those for its bytes, weight_hub.least_rate), until this generator ends with "
+            "exit code 6",
             gt=0,
         ),
     ] = 600.0

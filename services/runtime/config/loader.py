@@ -15,12 +15,14 @@ import msgspec
 import msgspec.inspect as introspect
 
 from umbra.proto.errors import UsageError
-from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.config import NamedEnvironment, RunConfig
 from umbra.services.runtime.config.foreign_names import FOREIGN, foreign_hint, translate
 
 ENV_PREFIX = "UMBRA_"
+ENVIRONMENTS = "environments"
+"""The one section that is a list of tables."""
 SECTIONS: dict[str, dict[str, Any]] = {
-    name: get_type_hints(section, include_extras=True)
+    name: get_type_hints(NamedEnvironment if name == ENVIRONMENTS else section, include_extras=True)
     for name, section in get_type_hints(RunConfig).items()
 }
 
@@ -38,7 +40,7 @@ def load_config(
     Raises:
         UsageError: unreadable file, unknown key (with the nearest name), or a bad value.
     """
-    tree: dict[str, dict[str, Any]] = {}
+    tree: dict[str, Any] = {}
     if file is not None:
         tree = _check(read_run_file(Path(file)), str(file))
     for name, text in sorted(environ.items()):
@@ -93,30 +95,53 @@ def read_run_file(path: Path) -> Any:
         raise UsageError(f"run file {path} is not valid JSON: {error}") from error
 
 
-def _check(tree: Any, where: str) -> dict[str, dict[str, Any]]:
+def _check(tree: Any, where: str) -> dict[str, Any]:
     """`tree` with every name known and every value converted to its type."""
     if not isinstance(tree, Mapping):
         raise UsageError(f"{where}: must be an object with a key per section")
-    checked: dict[str, dict[str, Any]] = {}
+    checked: dict[str, Any] = {}
     for section, values in tree.items():
         if section not in SECTIONS:
             hint = foreign_hint(section) or _hint(section, SECTIONS)
             raise UsageError(f"{where}: unknown section [{section}]{hint}")
+        if section == ENVIRONMENTS:
+            checked[section] = _check_environments(values, where)
+            continue
         if not isinstance(values, Mapping):
             raise UsageError(f"{where}: {section} must be a table, written [{section}]")
-        checked[section] = {
-            key: _convert(section, key, value, where)
-            for key, value in translate(section, values, where).items()
-        }
+        checked[section] = _check_keys(section, values, where)
     return checked
 
 
-def _assign(tree: dict[str, dict[str, Any]], path: str, text: str, where: str) -> None:
+def _check_keys(section: str, values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    return {
+        key: _convert(section, key, value, where)
+        for key, value in translate(section, values, where).items()
+    }
+
+
+def _check_environments(entries: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
+        raise UsageError(f"{where}: write every one of {ENVIRONMENTS} as [[{ENVIRONMENTS}]]")
+    checked = [_check_keys(ENVIRONMENTS, entry, where) for entry in entries]
+    names = [entry.get("name") for entry in checked]
+    if None in names:
+        raise UsageError(f"{where}: every one of [[{ENVIRONMENTS}]] needs a name")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UsageError(f"{where}: two of [[{ENVIRONMENTS}]] have the name {twice[0]}")
+    return checked
+
+
+def _assign(tree: dict[str, Any], path: str, text: str, where: str) -> None:
     """Put `text` into `tree` at `path`: a key, or a place inside a key that is a table."""
     section, _, rest = path.partition(".")
     if section not in SECTIONS:
         raise UsageError(f"{where}: unknown section {section!r}{_hint(section, SECTIONS)}")
     key, *inner = rest.split(".")
+    if section == ENVIRONMENTS:
+        raise UsageError(
+            f"{where}: {section} are several tables: change [[{section}]] in the run file"
+        )
     if not key:
         raise UsageError(f"{where}: write it as section.key=value, here {section}.key=value")
     values = tree.setdefault(section, {})

@@ -9,6 +9,7 @@ from msgspec import Meta
 from umbra.services.runtime.config.base import Section
 from umbra.services.runtime.deadline import LEAST_RATE, Pace
 
+START_S = 600.0  # for all processes of a run to start, besides what their weights take
 CONNECTIONS = 2
 
 
@@ -91,6 +92,15 @@ class WeightHubConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=
     def pace(self) -> Pace:
         """How long each phase of a push may take."""
         return Pace(self.deadline_s, self.least_rate)
+
+    def first_version_s(self, nbytes: int) -> float:
+        """How long a receiver may wait for its first version, if the trainer has yet to start.
+
+        Args:
+            nbytes: of the model, which is read, has `slots` of its size allocated, and is written
+                to one of these and brought to the receiver.
+        """
+        return self.pace.after(START_S).limit_s((3 + self.slots) * nbytes)
 
     def dtype_on(self, kind: str) -> Literal["float32", "bfloat16", "float16"]:
         """What a process on a device of that `kind` ("cpu" or "cuda") serves, or is served."""

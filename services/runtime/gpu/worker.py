@@ -35,7 +35,8 @@ from umbra.proto.errors import UmbraError, UsageError
 from umbra.services.runtime.deadline import Deadline
 from umbra.services.runtime.gpu import cuda
 from umbra.services.runtime.gpu.broadcast import POLL_S, broadcast, chunks
-from umbra.services.runtime.process.pipe import Pipe, parents_end
+from umbra.services.runtime.process.parent import parents_end
+from umbra.services.runtime.process.pipe import Pipe
 from umbra.services.runtime.process.threads import service_thread
 from umbra.services.runtime.weights.arena import Arena
 

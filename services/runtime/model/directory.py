@@ -64,6 +64,11 @@ def _unreadable(error: OSError, source: str) -> UsageError:
     return UsageError(f"{source}: {error.filename} cannot be read: {error.strerror}{remedy}")
 
 
+def weights_bytes(path: str | Path) -> int:
+    """Size of all weight files in a model directory; 0 where there are none."""
+    return sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
+
+
 def weights_checksum(path: str | Path) -> str:
     """XXH3 over all weight files in a model directory, in hexadecimal."""
     checksum = xxhash.xxh3_64()

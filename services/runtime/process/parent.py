@@ -1,6 +1,7 @@
 """What a child process does for its parent: it says when it is up, and leaves no orphan.
 
-`child.py` is the parent's side.
+`child.py` is the parent's side. Also workers in Python environments without Umbra import this: it
+needs the standard library only, of Python 3.10 or newer.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import ctypes
 import json
 import os
 import signal
+import socket
+import struct
 import threading
 import time
 from typing import Any
@@ -16,7 +19,18 @@ from typing import Any
 PARENT_PID_VARIABLE = "UMBRA_PARENT_PID"
 READY_FD_VARIABLE = "UMBRA_READY_FD"
 GRACE_S = 15.0  # to drain and to remove shared memory before the hard end
+FRAME_HEAD = struct.Struct("<I?")
+"""Before each message of a pipe: its bytes, and whether a file descriptor is with it."""
 _PR_SET_PDEATHSIG = 1
+
+
+def parents_end() -> socket.socket:
+    """The socket to the parent that this process was given as its stdin, which is empty then."""
+    end = socket.socket(fileno=os.dup(0))
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    return end
 
 
 def tell_ready(facts: dict[str, Any]) -> None:

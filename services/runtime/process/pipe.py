@@ -9,35 +9,26 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import struct
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 
 from umbra.proto.errors import UNREADABLE
 from umbra.services.runtime.deadline import Deadline
+from umbra.services.runtime.process.parent import FRAME_HEAD
 
 MAX_BYTES = 256 << 20  # of a message
 _CHUNK_BYTES = 1 << 16
-_HEAD = struct.Struct("<I?")  # bytes of the message that follows, whether a descriptor is with it
 
 T = TypeVar("T")
 
 
-def parents_end() -> socket.socket:
-    """The socket to the parent that this process was given as its stdin, which is empty then."""
-    end = socket.socket(fileno=os.dup(0))
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    return end
-
-
 def _pack(message: object, *, with_fd: bool = False) -> bytes:
     body = msgspec.msgpack.encode(message)
-    return _HEAD.pack(len(body), with_fd) + body
+    return FRAME_HEAD.pack(len(body), with_fd) + body
 
 
 class _End(Generic[T]):
@@ -60,15 +51,15 @@ class _End(Generic[T]):
         Raises:
             UNREADABLE: it is none.
         """
-        if len(self._received) < _HEAD.size:
+        if len(self._received) < FRAME_HEAD.size:
             return None
-        size, self._with_fd = _HEAD.unpack_from(self._received)
+        size, self._with_fd = FRAME_HEAD.unpack_from(self._received)
         if size > MAX_BYTES:
             raise msgspec.DecodeError(f"a message of {size} bytes: at most {MAX_BYTES}")
-        end = _HEAD.size + size
+        end = FRAME_HEAD.size + size
         if len(self._received) < end:
             return None
-        body = bytes(memoryview(self._received)[_HEAD.size : end])
+        body = bytes(memoryview(self._received)[FRAME_HEAD.size : end])
         del self._received[:end]
         return self._decode(body)
 
@@ -138,6 +129,11 @@ class AsyncPipe(_End[T]):
         """
         self._unsent += _pack(message)
         self._flush()
+
+    def end_sending(self) -> None:
+        """Nothing more is sent, which the other end sees as the end; it can still answer."""
+        with suppress(OSError):
+            self._end.shutdown(socket.SHUT_WR)
 
     async def receive(self) -> T | None:
         """The next message; None if the other has ended, or what comes is no message."""

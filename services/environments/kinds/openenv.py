@@ -1,0 +1,206 @@
+"""Environments behind an OpenEnv server, which is there already or is started here.
+
+The model acts by calling tools: those of an MCP server, or one tool `act` whose arguments are the
+server's action. With the option `text` the model's words are the action. Written against `openenv`
+0.10.0.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import json
+import os
+import subprocess
+import sys
+import urllib.request
+from typing import Any
+
+from umbra.proto.errors import UsageError
+from umbra.services.environments.agent_program import Program
+from umbra.services.environments.kinds.conversation import (
+    Conversation,
+    NoTurnError,
+    arguments_of,
+    tool_answer,
+    with_observation,
+)
+from umbra.services.environments.protocol import (
+    Message,
+    Row,
+    SampleError,
+    StepResult,
+    finite_number,
+    prompt_messages,
+)
+from umbra.services.environments.run_module import command_line
+from umbra.services.runtime.process.parent import PARENT_PID_VARIABLE
+
+RESET = "reset"
+"""The column with the arguments of the server's `reset`, an object."""
+_SERVER = "umbra.services.environments.kinds.openenv_server"
+_SCHEMA_S = 30.0
+_HIDDEN = ("done", "reward", "metadata")  # of an observation, from the model
+_ACT = "act"
+_INVALID = "(code: VALIDATION_ERROR)"  # what the client's error ends with
+
+
+def openenv_program(
+    where: str, name: str, *, text: str = "", observation: str = "", message_s: float = 60.0
+) -> Program:
+    """What plays one sample.
+
+    Args:
+        where: URL of a server, or "module:app" of the one to start.
+        name: what the user calls it, for errors.
+        text: the action's field that gets the model's words; empty = the model calls tools.
+        observation: the field that the model is shown; empty = all of them, as JSON.
+        message_s: seconds that an answer of the server may take.
+
+    Raises:
+        UsageError: no openenv, no such server, or an action that has no such field.
+    """
+    try:
+        client_class = importlib.import_module("openenv").GenericEnvClient
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            'environment.kind = "openenv" needs the package openenv: install it for the Python '
+            f"that environment.python names ({error})"
+        ) from error
+    url = where if "://" in where else _start(where, name)
+    action = _action_schema(url, name)
+    properties = action.get("properties", {})
+    if text and text not in properties:
+        raise UsageError(
+            f"environment.options.text = {text!r}: the action of {name} has the fields "
+            f"{', '.join(properties)}"
+        )
+    mcp = {"tool_name", "arguments"} <= set(properties)
+
+    async def play(row: Row, endpoint: dict[str, str]) -> StepResult:
+        async with client_class(base_url=url, message_timeout_s=message_s) as server:
+            result = await server.reset(**_reset_arguments(row, name))
+            messages = prompt_messages(row)
+            if shown := _shown(result.observation, observation):
+                messages = with_observation(messages, f"\n{shown}")
+            tools: list[dict[str, Any]] = []
+            if not text:
+                tools = await _mcp_tools(server) if mcp else [_tool(_ACT, action)]
+            conversation = Conversation(endpoint, messages, tools)
+            total, reason = _reward(result, name), "stop"
+            try:
+                while not result.done:
+                    said = await conversation.ask()
+                    actions = _actions(said, text, mcp)
+                    if not actions:
+                        break  # an answer without a call is the last one
+                    for call, given in actions:
+                        answer, reached = await _step(server, given)
+                        if reached is None:
+                            heard = answer
+                        else:
+                            result, heard = reached, _shown(reached.observation, observation)
+                            total += _reward(result, name)
+                        conversation.messages.append(
+                            {"role": "user", "content": heard}
+                            if call is None
+                            else tool_answer(call, heard)
+                        )
+                        if result.done:
+                            break
+            except NoTurnError as end:
+                reason = end.reason
+            return StepResult(reward=total, reason=reason)
+
+    return play
+
+
+def _actions(
+    said: Message, text: str, mcp: bool
+) -> list[tuple[dict[str, Any] | None, dict[str, Any] | str]]:
+    """The actions in the model's turn, with their calls; one that is malformed as its error."""
+    if text:
+        return [(None, {text: said.get("content") or ""})]
+    actions: list[tuple[dict[str, Any] | None, dict[str, Any] | str]] = []
+    for call in said.get("tool_calls") or []:
+        function = call["function"]["name"]
+        try:
+            arguments = arguments_of(call)
+        except ValueError as error:
+            actions.append((call, f"error: {error}"))
+            continue
+        if mcp:
+            action = {"type": "call_tool", "tool_name": function, "arguments": arguments}
+            actions.append((call, action))
+        elif function == _ACT:
+            actions.append((call, arguments))
+        else:
+            actions.append((call, f"error: there is no tool {function!r}, only {_ACT}"))
+    return actions
+
+
+async def _step(server: Any, action: dict[str, Any] | str) -> tuple[str, Any]:
+    """The result of an action, or what to tell the model if it was none."""
+    if isinstance(action, str):
+        return action, None
+    try:
+        return "", await server.step(action)
+    except RuntimeError as error:
+        if str(error).endswith(_INVALID):
+            return f"error: {error}", None
+        raise SampleError(f"the server failed: {error}") from error
+
+
+async def _mcp_tools(server: Any) -> list[dict[str, Any]]:
+    listed = (await server.step({"type": "list_tools"})).observation["tools"]
+    return [_tool(tool["name"], tool["input_schema"], tool["description"]) for tool in listed]
+
+
+def _tool(name: str, schema: dict[str, Any], description: str = "") -> dict[str, Any]:
+    properties = {k: v for k, v in schema.get("properties", {}).items() if k not in _HIDDEN}
+    parameters = {**schema, "type": "object", "properties": properties}
+    described = description or schema.get("description", "")
+    function = {"name": name, "description": described, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def _shown(observation: Any, field: str) -> str:
+    if not isinstance(observation, dict):
+        return "" if observation is None else str(observation)
+    if field:
+        return str(observation.get(field, ""))
+    seen = {key: value for key, value in observation.items() if key not in _HIDDEN}
+    return json.dumps(seen) if seen else ""
+
+
+def _reward(result: Any, name: str) -> float:
+    return 0.0 if result.reward is None else finite_number(result.reward, name)
+
+
+def _reset_arguments(row: Row, name: str) -> dict[str, Any]:
+    given = row.get(RESET, {})
+    if isinstance(given, dict):
+        return given
+    raise SampleError(f'{name}: "{RESET}" in a row of data.prompts must be an object')
+
+
+def _action_schema(url: str, name: str) -> dict[str, Any]:
+    address = (f"http{url[2:]}" if url.startswith("ws") else url).rstrip("/")
+    try:
+        with urllib.request.urlopen(f"{address}/schema", timeout=_SCHEMA_S) as answer:
+            return json.load(answer)["action"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{name}: {address}/schema gives no schema of actions: {error}") from error
+
+
+def _start(target: str, name: str) -> str:
+    """Start the server of `target`, which ends with this process; its URL."""
+    command = command_line(sys.executable, _SERVER, target)
+    environ = {**os.environ, PARENT_PID_VARIABLE: str(os.getpid())}
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, env=environ, text=True)
+    atexit.register(server.kill)
+    assert server.stdout is not None
+    port = server.stdout.readline().strip()
+    if not port.isdigit():
+        raise UsageError(f"{name}: its server ended (exit code {server.wait()})")
+    return f"http://127.0.0.1:{port}"

@@ -1,0 +1,192 @@
+"""Environments as TRL's trainers take them: a class whose public methods are the model's tools.
+
+    reset(**row) -> str | None     appended to the last message of the prompt
+    any public method              a tool; its docstring and annotations are the schema
+    get_reward() -> float          optional
+
+Calls and their order are those of `trl` 1.16, `experimental/async_grpo/async_rollout_worker.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from umbra.proto.errors import UsageError
+from umbra.services.environments.agent_program import Program
+from umbra.services.environments.environment_host import close_of
+from umbra.services.environments.kinds.conversation import (
+    Conversation,
+    NoTurnError,
+    arguments_of,
+    tool_answer,
+    with_observation,
+)
+from umbra.services.environments.protocol import (
+    Message,
+    Row,
+    SampleError,
+    StepResult,
+    finite_number,
+    prompt_messages,
+)
+from umbra.services.environments.rewards import Rewards
+
+_NO_TOOLS = ("reset", "get_reward", "close")
+ENVIRONMENT = "environment"  # the column that names it where a run has several
+
+
+def trl_program(
+    make: Callable[[], Any], rewards: Rewards, name: str, tool_rounds: int = 0
+) -> Program:
+    """What plays one sample.
+
+    Args:
+        make: TRL's `environment_factory`.
+        rewards: functions whose rewards are added to that of `get_reward`.
+        name: what the user calls it, for errors.
+        tool_rounds: turns with tool calls after which the sample ends; 0 = any number (TRL's
+            `max_tool_calling_iterations`).
+
+    Raises:
+        UsageError: it has no `reset`, no reward, or a method that makes no tool.
+    """
+    probe = make()
+    methods = [m for m, _ in inspect.getmembers(type(probe), predicate=inspect.isfunction)]
+    if "reset" not in methods:
+        raise UsageError(f"{name} has no method reset")
+    if "get_reward" not in methods and not rewards.any:
+        raise UsageError(
+            f"{name} has no method get_reward: name a function in environment.reward or "
+            "environment.rewards"
+        )
+    tools = [m for m in methods if m not in _NO_TOOLS and not m.startswith("_")]
+    schemas = [_schema(getattr(probe, tool), f"{name}: {tool}") for tool in tools]
+    idle = [probe]  # as in TRL, an object is made once and reset often
+
+    async def play(row: Row, endpoint: dict[str, str]) -> StepResult:
+        environment = idle.pop() if idle else make()
+        try:
+            result = await _play(environment, row, endpoint)
+        except BaseException:
+            await _close(environment)  # nobody knows what state it is in
+            raise
+        idle.append(environment)
+        return result
+
+    async def _play(environment: Any, row: Row, endpoint: dict[str, str]) -> StepResult:
+        columns = {key: value for key, value in row.items() if key != ENVIRONMENT}
+        observation = await _call(environment.reset, **columns)
+        messages = prompt_messages(row)
+        if observation is not None:
+            if not isinstance(observation, str):
+                raise SampleError(
+                    f"{name}: reset returned {type(observation).__name__}; only text can be shown"
+                )
+            messages = with_observation(messages, observation)
+        conversation = Conversation(endpoint, messages, schemas)
+        reason, rounds = "stop", 0
+        counts = {"tool_calls": 0.0, "failed_calls": 0.0} if tools else {}
+        try:
+            while calls := (await conversation.ask()).get("tool_calls"):
+                rounds += 1
+                if rounds > tool_rounds > 0:
+                    reason = "turns"
+                    break
+                for call in calls:
+                    said, failed = await _tool(environment, call, tools)
+                    counts["tool_calls"] += 1
+                    counts["failed_calls"] += failed
+                    conversation.messages.append(tool_answer(call, said))
+        except NoTurnError as end:
+            reason = end.reason
+        completion = conversation.messages[len(messages) :]
+        scored = await _reward(environment, row, completion)
+        return StepResult(
+            reward=scored.reward, reward_parts={**counts, **scored.reward_parts}, reason=reason
+        )
+
+    async def _reward(environment: Any, row: Row, completion: list[Message]) -> StepResult:
+        total, parts = 0.0, {}
+        said = [message for message in completion if message["role"] == "assistant"]
+        if rewards.any:
+            text = said[-1].get("content") or ""
+            scored = rewards.result(row, completion, text, {"environments": [environment]})
+            scored = await scored if inspect.isawaitable(scored) else scored
+            total, parts = scored.reward, scored.reward_parts
+        if "get_reward" in methods:
+            own = finite_number(await _call(environment.get_reward), f"{name}: get_reward")
+            total, parts = total + own, {**parts, type(environment).__name__: own}
+        return StepResult(reward=total, reward_parts=parts)
+
+    return play
+
+
+async def _tool(environment: Any, call: dict[str, Any], tools: list[str]) -> tuple[str, bool]:
+    """What a tool says, and whether it failed; its errors are told to the model in TRL's words."""
+    function = call["function"]["name"]
+    if function not in tools:
+        return str({"error": f"unknown tool {function}"}), True
+    try:
+        return str(await _call(getattr(environment, function), **arguments_of(call))), False
+    except Exception as error:  # noqa: BLE001 - a tool may raise anything
+        return str({"error": str(error)}), True
+
+
+async def _call(function: Callable[..., Any], **arguments: Any) -> Any:
+    """The result of a coroutine, or of a plain function in a thread of its own, as it may wait."""
+    if inspect.iscoroutinefunction(function):
+        return await function(**arguments)
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def settle(set_it: Callable[[Any], None], value: Any) -> None:
+        if not done.done():
+            set_it(value)
+
+    def run() -> None:
+        try:
+            outcome = done.set_result, function(**arguments)
+        except StopIteration as error:
+            outcome = done.set_exception, RuntimeError(repr(error))  # no future takes it
+        except BaseException as error:  # noqa: BLE001 - raised where it is awaited
+            outcome = done.set_exception, error
+        loop.call_soon_threadsafe(settle, *outcome)
+
+    # Not of a pool: a call that hangs must not take a place that others need.
+    threading.Thread(target=run, name="a method of the environment", daemon=True).start()
+    return await done
+
+
+async def _close(environment: Any) -> None:
+    close = close_of(environment)
+    if close is not None:
+        await _call(close)
+
+
+def _schema(method: Callable[..., Any], name: str) -> dict[str, Any]:
+    return _schema_maker()(method, name)
+
+
+@functools.cache
+def _schema_maker() -> Callable[[Callable[..., Any], str], dict[str, Any]]:
+    try:
+        library = importlib.import_module("transformers.utils.chat_template_utils")
+    except ImportError as error:
+        raise UsageError(
+            f'environment.kind = "trl" needs transformers, as TRL does, for schemas: {error}'
+        ) from error
+    faults = (library.DocstringParsingException, library.TypeHintParsingException)
+
+    def make(method: Callable[..., Any], name: str) -> dict[str, Any]:
+        try:
+            return library.get_json_schema(method)
+        except faults as error:
+            raise UsageError(f"{name} makes no tool: {error}") from error
+
+    return make

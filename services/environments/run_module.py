@@ -1,0 +1,58 @@
+"""Runs a module of Umbra under any Python from 3.10 on, with Umbra imported from where it lies.
+
+    python .../run_module.py FOLDER_OF_UMBRA FOLDER_OF_MSGPACK MODULE [ARGUMENT ...]
+
+Only these two packages come from Umbra's own Python environment, none of its others. The module is
+imported, and its `main` called with the arguments.
+"""
+
+import importlib
+import importlib.machinery
+import importlib.util
+import os
+import sys
+
+
+class _InFolder:
+    """Finds one package in a folder, and nothing else beside it."""
+
+    def __init__(self, name: str, folder: str) -> None:
+        self._name = name
+        self._folder = folder
+
+    def find_spec(
+        self, name: str, path: object = None, target: object = None
+    ) -> "importlib.machinery.ModuleSpec | None":
+        if name != self._name:
+            return None
+        return importlib.util.spec_from_file_location(
+            name, self._folder + "/__init__.py", submodule_search_locations=[self._folder]
+        )
+
+
+def command_line(python: str, module: str, *arguments: str) -> list[str]:
+    """The command line above, from any process that has imported Umbra."""
+    import msgpack
+
+    from umbra import _version
+
+    script, *folders = (
+        os.path.abspath(str(found)) for found in (__file__, _version.__file__, msgpack.__file__)
+    )
+    return [python, script, *map(os.path.dirname, folders), module, *arguments]
+
+
+def main() -> None:
+    """Run the module that the command line names."""
+    if sys.version_info < (3, 10):  # noqa: UP036 - it need not be the Python that Umbra is for
+        found = f"{sys.version_info.major}.{sys.version_info.minor}"
+        sys.exit(f"environment.python must be Python 3.10 or newer, and is {found}")
+    _, umbra, msgpack, module, *arguments = sys.argv
+    del sys.path[0]  # this folder, whose modules have common names
+    sys.meta_path.insert(0, _InFolder("umbra", umbra))  # the one that started us, if there are two
+    sys.meta_path.append(_InFolder("msgpack", msgpack))  # unless it is installed here
+    importlib.import_module(module).main(*arguments)
+
+
+if __name__ == "__main__":
+    main()

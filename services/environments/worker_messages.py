@@ -1,0 +1,74 @@
+"""What a pool of environments and a worker process say to each other, as the pool sees it.
+
+The worker (`worker.py`) sends and receives the same as plain MessagePack maps: it may run in a
+Python environment that has neither Umbra nor msgspec.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from umbra.services.environments.protocol import Opening, StepResult
+from umbra.services.environments.response import Said
+from umbra.services.runtime.config import EnvironmentConfig
+
+
+class Setup(msgspec.Struct, tag="setup"):
+    """First to a worker: which environment."""
+
+    config: EnvironmentConfig
+
+
+class Hello(msgspec.Struct, tag="hello"):
+    """First from a worker, or why it can't work.
+
+    `room` is how many plays it takes at once. `closes` is whether environments have to be closed,
+    `lasting` whether something of theirs outlives them, and is closed when the pipe ends.
+    """
+
+    room: int = 1
+    closes: bool = False
+    lasting: bool = False
+    usage_error: str = ""
+
+
+class Play(msgspec.Struct, tag="play"):
+    """To a worker: the last of `responses` is new."""
+
+    number: int
+    key: str
+    row: dict[str, Any]
+    responses: list[Said | str]
+
+
+class Forget(msgspec.Struct, tag="forget"):
+    """To a worker: the sample is over. With a number its environment is closed and that is told."""
+
+    key: str
+    number: int = 0
+
+
+class Played(msgspec.Struct, tag="played"):
+    """From a worker: answers, or why there are none. `exhausted`: memory ran out, it leaves."""
+
+    number: int
+    opening: Opening | None = None  # if the conversation was opened for it
+    steps: list[StepResult] = msgspec.field(default_factory=list)
+    error: str = ""
+    exhausted: bool = False
+
+    @property
+    def results(self) -> list[Opening | StepResult]:
+        """All answers, in order."""
+        return [*([] if self.opening is None else [self.opening]), *self.steps]
+
+
+ToWorker = Setup | Play | Forget
+FromWorker = Hello | Played
+
+
+def overdue(timeout_s: float) -> str:
+    """What a sample fails with whose environment took too long."""
+    return f"the environment took longer than environment.timeout_s = {timeout_s:g} s"

@@ -1,0 +1,87 @@
+"""Several pools as one: each sample goes to the environment that its row names."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+
+from umbra.services.environments.pool import EnvironmentPool, EpisodeOutcome
+from umbra.services.environments.protocol import Row
+from umbra.services.environments.response import Said
+from umbra.services.runtime.config.generation import ENVIRONMENT
+
+
+class EnvironmentSet:
+    """The environments of a run, by name. Rows name one that there is (`RolloutSettings.of`)."""
+
+    def __init__(self, pools: Mapping[str, EnvironmentPool]) -> None:
+        self._pools = pools
+        self._homes: dict[str, EnvironmentPool] = {}  # by sample
+
+    def play(self, key: str, row: Row, responses: Sequence[Said | str]) -> None:
+        """As of `EnvironmentPool`."""
+        home = self._homes[key] = self._pools[row[ENVIRONMENT]]
+        home.play(key, row, responses)
+
+    def forget(self, key: str) -> None:
+        """As of `EnvironmentPool`."""
+        home = self._homes.pop(key, None)
+        if home is not None:
+            home.forget(key)
+
+    def collect(self) -> list[EpisodeOutcome]:
+        """As of `EnvironmentPool`."""
+        return [outcome for pool in self._pools.values() for outcome in pool.collect()]
+
+    def close(self) -> None:
+        """Close them all, also if one can't be."""
+        with ExitStack() as stack:
+            for pool in self._pools.values():
+                stack.callback(pool.close)
+
+
+class LimitedPool:
+    """A pool with a limit to how many conversations are open at once; the others wait.
+
+    Args:
+        pool: where they are played.
+        most: how many at once.
+    """
+
+    def __init__(self, pool: EnvironmentPool, most: int) -> None:
+        self._pool = pool
+        self._most = most
+        self._open: set[str] = set()
+        self._waiting: deque[tuple[str, Row, Sequence[Said | str]]] = deque()
+
+    def play(self, key: str, row: Row, responses: Sequence[Said | str]) -> None:
+        """As of `EnvironmentPool`."""
+        if key in self._open:
+            self._pool.play(key, row, responses)
+        else:
+            self._waiting.append((key, row, responses))
+            self._begin()
+
+    def forget(self, key: str) -> None:
+        """As of `EnvironmentPool`."""
+        if key in self._open:
+            self._open.discard(key)
+            self._pool.forget(key)
+            self._begin()
+        else:
+            self._waiting = deque(play for play in self._waiting if play[0] != key)
+
+    def collect(self) -> list[EpisodeOutcome]:
+        """As of `EnvironmentPool`."""
+        return self._pool.collect()
+
+    def close(self) -> None:
+        """As of `EnvironmentPool`."""
+        self._pool.close()
+
+    def _begin(self) -> None:
+        while self._waiting and len(self._open) < self._most:
+            key, row, responses = self._waiting.popleft()
+            self._open.add(key)
+            self._pool.play(key, row, responses)

@@ -1,0 +1,243 @@
+"""Environments of other libraries: TRL's as they are, the others with stand-ins for packages."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from fakes.agents import AgentWorld
+from fakes.library_environments import TRL
+from fakes.library_stand_ins import GAME, write_openenv, write_verifiers
+from fakes.library_worlds import LibraryPlay, call
+from fakes.trajectories import sample
+
+from umbra.proto.errors import UsageError
+from umbra.services.buffer.data.prompts import read_prompts
+from umbra.services.environments.loading import load_environment
+from umbra.services.environments.pool import open_pool
+from umbra.services.generator.command import make_task
+from umbra.services.runtime.config import EnvironmentConfig
+
+pytestmark = pytest.mark.e2e
+
+ROW = {"prompt": "add numbers", "target": 5}
+
+
+def heard(world: AgentWorld) -> str:
+    """All that the model has read and said, as text."""
+    request = world.runner.engine.requests[-1]  # type: ignore[attr-defined]
+    return world._settings.chat.text(request.prompt_ids)
+
+
+def test_a_class_for_trl_is_played_as_trl_plays_it(library_play: LibraryPlay) -> None:
+    turns = (
+        call("add", '{"number": 2}') + call("add", '{"number": 3}'),
+        call("add", '{"number": -1}') + call("subtract", "{}"),
+        "done",
+    )
+    world = library_play("trl", TRL, *turns, id="theirs:Sums")
+    world.add(sample(ROW))
+    trajectory = world.trajectory()
+    assert (trajectory.reward, trajectory.turns, trajectory.finish_reason) == (1.0, 3, "stop")
+    assert trajectory.reward_parts == {"tool_calls": 4.0, "failed_calls": 2.0, "Sums": 1.0}
+    text = heard(world)
+    assert "add numbers up to 5" in text
+    for answer in (
+        "2",
+        "5",
+        "{'error': 'no negative numbers'}",
+        "{'error': 'unknown tool subtract'}",
+    ):
+        assert f"<tool_response>{answer}</tool_response>" in text
+
+
+def test_rewards_of_trl_are_added_to_that_of_the_class(library_play: LibraryPlay) -> None:
+    rewards = {"theirs:brevity": 2.0, "theirs:never": 5.0}
+    world = library_play(
+        "trl", TRL, call("add", '{"number": 5}'), "ok", id="theirs:Sums", rewards=rewards
+    )
+    world.add(sample(ROW))
+    trajectory = world.trajectory()
+    assert trajectory.reward == pytest.approx(1.0 + 2.0 / 3)
+    assert trajectory.reward_parts["brevity"] == pytest.approx(1 / 3)
+    assert trajectory.reward_parts["turns"] == 3.0
+    assert "never" not in trajectory.reward_parts
+
+
+def test_rounds_of_tools_and_turns_can_be_limited(library_play: LibraryPlay) -> None:
+    turns = [call("add", '{"number": 1}')] * 9
+    world = library_play("trl", TRL, *turns, id="theirs:Sums", options={"tool_rounds": 2})
+    world.add(sample(ROW))
+    trajectory = world.trajectory()
+    assert (trajectory.turns, trajectory.finish_reason) == (3, "turns")
+    assert trajectory.reward_parts["tool_calls"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"id": "theirs:Bare"}, "has no method get_reward: name a function"),
+        ({"id": "theirs:brevity"}, "do not fit 'trl'"),
+        ({"id": "theirs:Sums", "options": {"depth": 2}}, "do not fit 'trl'"),
+        ({"id": ""}, "needs environment.id"),
+    ],
+)
+def test_what_is_no_environment_of_trl_is_refused(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], says: str
+) -> None:
+    (tmp_path / "theirs.py").write_text(TRL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "theirs", raising=False)
+    with pytest.raises(UsageError, match=says):
+        load_environment(EnvironmentConfig(kind="trl", **changes))
+    sys.modules.pop("theirs", None)
+
+
+# -- with stand-ins for the packages ---------------------------------------------------------------
+
+V0_ROW = {"prompt": [{"role": "user", "content": "go"}], "example_id": 1, "environment": "mine"}
+
+
+def test_rollouts_of_verifiers_v0_end_as_it_says(tmp_path: Path, library_play: LibraryPlay) -> None:
+    name = write_verifiers(tmp_path)
+    ends = {"fine": "stop", "cut": "length", "turns": "turns", "": "stop"}
+    for said, reason in ends.items():
+        world = library_play("verifiers", "", said, id=name)
+        world.add(sample(V0_ROW))
+        trajectory = world.trajectory()
+        assert (trajectory.reward, trajectory.finish_reason) == (0.25, reason)
+        assert trajectory.reward_parts == {"length": float(len(said))}
+    for said, reason in {"error": "ModelError -> no luck", "nan": "its reward is nan"}.items():
+        world = library_play("verifiers", "", said, id=name)
+        world.add(sample(V0_ROW))
+        assert reason in world.failed().reason
+
+
+def test_episodes_of_verifiers_v1_end_as_it_says(tmp_path: Path, library_play: LibraryPlay) -> None:
+    name = write_verifiers(tmp_path, v1=True)
+    row = {"prompt": "go", "task_data": {"prompt": "say"}}
+    world = library_play("verifiers", "", "fine", id=name)
+    world.add(*(sample(row, sample_id=f"s{n}") for n in range(3)))
+    for _ in range(3):
+        trajectory = world.trajectory()
+        assert (trajectory.reward, trajectory.finish_reason) == (0.5, "stop")
+        assert trajectory.reward_parts == {"right": 0.5, "turns": 1.0}
+    world.add(sample({"prompt": "go"}, sample_id="bare"))
+    assert "needs rows made by `umbra make-task" in world.failed().reason
+    world.close()
+    assert (tmp_path / "served").read_text() == "ended", "what episodes share is not closed"
+    faults = {
+        "error": "TaskError: no luck",
+        "two": "ran 2 agents",
+        "unscored": "its reward judge was not computed",
+    }
+    for said, reason in faults.items():
+        world = library_play("verifiers", "", said, id=name)
+        world.add(sample(row))
+        assert reason in world.failed().reason
+
+
+@pytest.mark.parametrize("v1", [False, True])
+def test_tasks_of_verifiers_become_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, v1: bool
+) -> None:
+    name = write_verifiers(tmp_path, v1=v1)
+    monkeypatch.chdir(tmp_path)
+    made = CliRunner().invoke(
+        make_task,
+        [f"verifiers:{name}", "--out", "data", "--environment", "mine", "--heldout", "2"],
+        catch_exceptions=False,
+    )
+    assert made.exit_code == 0
+    rows = [prompt.row for prompt in read_prompts("data/prompts.jsonl")]
+    held = (tmp_path / "data" / "heldout.jsonl").read_text().splitlines()
+    assert (len(rows), len(held)) == ((4, 0) if v1 else (14, 2))
+    first = {"environment": "mine", "prompt": "say 0", "task_data": {"prompt": "say 0", "n": 0}}
+    v0_first = {"prompt": [{"role": "user", "content": "0"}], "example_id": 0}
+    assert rows[0] == (first if v1 else {"environment": "mine", **v0_first})
+    assert not list((tmp_path / "data").glob("demos*"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["verifiers:tasks_there", "--option", "groups=1"], "verifiers:tasks_there: "),
+        (["verifiers:tasks_there", "--python", "no/python"], "no/python is no program"),
+        (["sort", "--python", "python3"], "are for verifiers:ID, not for sort"),
+    ],
+)
+def test_tasks_that_cannot_be_made_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], says: str
+) -> None:
+    write_verifiers(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=says):
+        CliRunner().invoke(make_task, [*arguments, "--out", "data"], catch_exceptions=False)
+
+
+@pytest.mark.parametrize(
+    ("v1", "changes", "says"),
+    [
+        (False, {"options": {"group": True}}, "has rewards over whole groups"),
+        (False, {"options": {"groups": 1}}, "unexpected keyword argument 'groups'"),
+        (True, {"options": {"agent": {"harness": {"id": "x"}}}}, "no such harness"),
+        (True, {"id": "mine"}, 'verifiers 0.4.0 does not know: install "verifiers<0.4"'),
+    ],
+)
+def test_environments_of_verifiers_that_cannot_run_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, v1: bool, changes: dict[str, Any], says: str
+) -> None:
+    name = write_verifiers(tmp_path, v1=v1)
+    (tmp_path / "mine.py").write_text("def load_environment(): ...")
+    monkeypatch.chdir(tmp_path)
+    config = EnvironmentConfig(kind="verifiers", **{"id": name, **changes})
+    with pytest.raises(UsageError, match=says):
+        open_pool(config)
+
+
+def test_a_game_of_openenv_is_played_by_calls(tmp_path: Path, library_play: LibraryPlay) -> None:
+    write_openenv(tmp_path)
+    turns = (
+        call("act", '{"number": 7}') + call("look", "{}"),
+        call("act", '{"number": "x"}'),
+        call("act", '{"number": 4}'),
+    )
+    world = library_play("openenv", GAME, *turns, id="theirs:app")
+    world.add(sample({"prompt": "guess", "reset": {"secret": 4}}))
+    trajectory = world.trajectory()
+    assert (trajectory.reward, trajectory.turns, trajectory.finish_reason) == (0.5, 3, "stop")
+    text = heard(world)
+    assert 'guess\n{"hint": "below 10"}' in text
+    for answer in ('{"hint": "no"}', "error: there is no tool 'look', only act", "not a number"):
+        assert answer in text
+
+
+def test_a_game_of_openenv_is_played_by_words(tmp_path: Path, library_play: LibraryPlay) -> None:
+    write_openenv(tmp_path)
+    options = {"text": "number", "observation": "hint"}
+    world = library_play("openenv", GAME, "7", "3", id="theirs:app", options=options)
+    world.add(sample({"prompt": "guess"}))
+    assert world.trajectory().reward == 0.5
+    assert "guess\nbelow 10" in heard(world)
+    world = library_play("openenv", GAME, "9", id="theirs:app", options=options)
+    world.add(sample({"prompt": "guess"}))
+    assert "the server failed: Server error: it broke" in world.failed().reason
+
+
+def test_a_server_of_openenv_that_is_none_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_openenv(tmp_path)
+    (tmp_path / "theirs.py").write_text(GAME)
+    monkeypatch.chdir(tmp_path)
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"id": "http://127.0.0.1:9"}, "gives no schema of actions"),
+        ({"id": "theirs:apple"}, "its server ended"),
+        ({"id": "theirs:app", "options": {"text": "word"}}, "has the fields number, metadata"),
+        ({"id": "theirs:app", "options": {"word": 1}}, "do not fit 'openenv'"),
+    ]
+    for changes, says in cases:
+        with pytest.raises(UsageError, match=says):
+            open_pool(EnvironmentConfig(kind="openenv", **changes))

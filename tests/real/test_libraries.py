@@ -1,0 +1,95 @@
+"""The packages that environments come from, each as the index has it, in an environment of its own.
+
+None of them is changed; their environments are those of `fakes.library_environments`.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+from fakes.library_environments import OPENENV, VERIFIERS_V0, VERIFIERS_V1
+from fakes.library_worlds import LibraryPlay, call, library_python
+from fakes.trajectories import sample
+
+from umbra.services.generator.tasks import Library, write_task
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(1200)]
+
+
+def written(tmp_path: Path, source: str, library: str) -> list[dict[str, object]]:
+    (tmp_path / "theirs.py").write_text(source)
+    python = library_python(library)
+    counts = write_task(
+        "verifiers:theirs",
+        tmp_path / "data",
+        seed=0,
+        prompts=100,
+        heldout=1,
+        demos=0,
+        library=Library(python),
+        environment="mine",
+    )
+    assert counts == {"prompts.jsonl": 7, "heldout.jsonl": 1}
+    lines = (tmp_path / "data" / "prompts.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert all(row["environment"] == "mine" for row in rows)
+    return rows
+
+
+def test_a_package_for_verifiers_v0(tmp_path: Path, library_play: LibraryPlay) -> None:
+    python = library_python("verifiers-v0")
+    rows = written(tmp_path, VERIFIERS_V0, "verifiers-v0")
+    (row,) = [row for row in rows if row["answer"] == "6"]
+    turns = (call("double", '{"number": 3}'), " 6")
+    world = library_play(
+        "verifiers", VERIFIERS_V0, *turns, id="theirs", python=python, options={"bonus": 0.5}
+    )
+    world.add(sample(row))
+    trajectory = world.trajectory()
+    assert trajectory.reward == pytest.approx(1.25)
+    assert (trajectory.turns, trajectory.finish_reason) == (2, "stop")
+    parts = trajectory.reward_parts
+    assert (parts["right"], parts["polite"], parts["double_calls"]) == (1.0, 0.5, 1.0)
+
+
+def test_turns_that_verifiers_v0_ends_are_told(library_play: LibraryPlay) -> None:
+    python = library_python("verifiers-v0")
+    turns = [call("double", '{"number": 3}')] * 9
+    world = library_play("verifiers", VERIFIERS_V0, *turns, id="theirs", python=python)
+    row = {"prompt": [{"role": "user", "content": "go"}], "answer": "6", "example_id": 0}
+    world.add(sample(row))
+    trajectory = world.trajectory()
+    assert (trajectory.reward, trajectory.turns, trajectory.finish_reason) == (0.0, 4, "turns")
+
+
+def test_a_taskset_for_verifiers_v1(tmp_path: Path, library_play: LibraryPlay) -> None:
+    python = library_python("verifiers-v1")
+    rows = written(tmp_path, VERIFIERS_V1, "verifiers-v1")
+    (row,) = [row for row in rows if row["prompt"] == "say 3"]
+    world = library_play("verifiers", VERIFIERS_V1, "3", id="theirs", python=python)
+    world.add(sample(row))
+    trajectory = world.trajectory()
+    assert (trajectory.reward, trajectory.turns) == (1.0, 1)
+    assert trajectory.reward_parts == {"right": 1.0, "length": 1.0}
+
+
+def test_a_server_of_openenv_that_the_run_starts(library_play: LibraryPlay) -> None:
+    python = library_python("openenv")
+    turns = [call("act", '{"number": 7}'), call("act", '{"word": 7}'), call("act", '{"number": 3}')]
+    world = library_play("openenv", OPENENV, *turns, id="theirs:app", python=python)
+    world.add(sample({"prompt": "guess", "reset": {"secret": 3}}))
+    trajectory = world.trajectory()
+    assert trajectory.reward == pytest.approx(0.9)
+    assert (trajectory.turns, trajectory.finish_reason) == (3, "stop")
+
+
+def test_words_as_actions_of_openenv(library_play: LibraryPlay) -> None:
+    python = library_python("openenv")
+    options = {"text": "number", "observation": "hint"}
+    world = library_play(
+        "openenv", OPENENV, "7", "some", "3", id="theirs:app", python=python, options=options
+    )
+    world.add(*(sample({"prompt": "guess"}, sample_id=f"s{n}") for n in range(8)))
+    trajectories = [world.trajectory() for _ in range(8)]
+    assert [t.reward for t in trajectories] == pytest.approx([0.9] * 8)
+    assert {t.turns for t in trajectories} == {3}

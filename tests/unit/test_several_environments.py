@@ -1,0 +1,209 @@
+"""Several environments in a run: their configuration, prompts, limits and pools."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes.trajectories import sample, trajectory
+
+from umbra.deploy.preflight import resolve_paths
+from umbra.deploy.toml import to_toml
+from umbra.proto.errors import UsageError
+from umbra.proto.records import Sampling
+from umbra.services.buffer.data.sources import first_rows, open_prompts
+from umbra.services.environments.pool import EpisodeOutcome, InlinePool
+from umbra.services.environments.protocol import SampleError, StepResult
+from umbra.services.environments.single_turn import ExactMatch, NumericMatch
+from umbra.services.generator.environment_set import EnvironmentSet, LimitedPool
+from umbra.services.generator.rollout import RolloutSettings, for_environments
+from umbra.services.runtime.config import DataConfig, NamedEnvironment, RunConfig
+from umbra.services.runtime.config.feasibility import check_feasible
+from umbra.services.runtime.config.loader import as_dict, load_config, to_json
+from umbra.services.trainer.metrics import environment_metrics
+
+RUN = """
+[data]
+prompts = "shared.jsonl"
+[[environments]]
+name = "words"
+weight = 3.0
+max_turns = 2
+[[environments]]
+name = "sums"
+kind = "numeric"
+prompts = "sums.jsonl"
+options = { tolerance = 0.5 }
+"""
+
+
+def loaded(tmp_path: Path, text: str = RUN) -> RunConfig:
+    (tmp_path / "run.toml").write_text(text)
+    return load_config(tmp_path / "run.toml", environ={})
+
+
+def write(path: Path, *rows: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps({"prompt": "p", **row}) + "\n" for row in rows))
+    return str(path)
+
+
+def two(tmp_path: Path, **changes: Any) -> tuple[NamedEnvironment, NamedEnvironment]:
+    sums = write(tmp_path / "sums.jsonl", {"answer": 1}, {"answer": 2})
+    return (
+        NamedEnvironment(name="words", weight=3.0),
+        NamedEnvironment(name="sums", **{"prompts": sums, **changes}),
+    )
+
+
+def shared(tmp_path: Path, *names: str) -> DataConfig:
+    rows = [{"environment": name, "answer": str(n)} for n, name in enumerate(names)]
+    return DataConfig(prompts=write(tmp_path / "shared.jsonl", *rows))
+
+
+def test_a_run_file_has_several_and_is_written_back(tmp_path: Path) -> None:
+    config = loaded(tmp_path)
+    words, sums = config.environments
+    assert (words.name, words.weight, words.max_turns, words.kind) == ("words", 3.0, 2, "exact")
+    assert (sums.kind, sums.options) == ("numeric", {"tolerance": 0.5})
+    (tmp_path / "back.json").write_bytes(to_json(config))
+    assert load_config(tmp_path / "back.json", environ={}) == config
+    assert loaded(tmp_path, to_toml(as_dict(config))) == config
+    (tmp_path / "sums.jsonl").write_text("{}")
+    resolved = resolve_paths(config, tmp_path / "run.toml").environments[1]
+    assert resolved.prompts == str(tmp_path / "sums.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[environments]\nname = 'a'", "write every one of environments as"),
+        ("[[environments]]\nweight = 1.0", "needs a name"),
+        ("[[environments]]\nname = 'a'\n[[environments]]\nname = 'a'", "have the name a"),
+        ("[[environments]]\nname = 'a/b'", "environments.name must be text like"),
+        ("[[environments]]\nname = 'a'\nkinds = 'x'", "unknown key environments.kinds"),
+        ("[[environments]]\nname = 'a'\nweight = 0", "environments.weight must be a number > 0"),
+    ],
+)
+def test_a_run_file_that_is_wrong_about_them_is_refused(
+    tmp_path: Path, text: str, says: str
+) -> None:
+    with pytest.raises(UsageError, match=says):
+        loaded(tmp_path, text)
+
+
+def test_one_of_several_cannot_be_set_by_a_flag(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"change \[\[environments\]\] in the run file"):
+        load_config(None, overrides=["environments.name=a"], environ={})
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        ("[environment]\nkind = 'numeric'", "are both set"),
+        ("[buffer]\nstages = ['reward']", "there are several"),
+        ("[[environments]]\nname = 'x'\nkind = 'trl'", "environments.x.kind = trl needs"),
+        ("[[environments]]\nname = 'x'\nid = 'm:C'", "environments.x.id = m:C has no effect"),
+        (
+            "[[environments]]\nname = 'x'\nkind = 'verifiers'\nid = 'y'\nmax_turns = 2",
+            "environments.x.max_turns would cut",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_before_the_start(
+    tmp_path: Path, extra: str, says: str
+) -> None:
+    with pytest.raises(UsageError, match=says):
+        check_feasible(loaded(tmp_path, RUN + extra))
+
+
+def test_prompts_are_drawn_by_the_weights_of_their_environments(tmp_path: Path) -> None:
+    environments = two(tmp_path)
+    data = shared(tmp_path, "words", "words", "words")
+    feed = open_prompts(data, seed=1, environments=environments)
+    drawn = [next(feed) for _ in range(400)]
+    names = [prompt.row["environment"] for prompt in drawn]
+    assert 0.65 < names.count("words") / 400 < 0.85
+    assert all(p.prompt_id.startswith(f"{p.row['environment']}/") for p in drawn)
+    position = feed.position()
+    ahead = [next(feed) for _ in range(20)]
+    again = open_prompts(data, seed=1, environments=environments)
+    again.seek(position, {})
+    assert [next(again) for _ in range(20)] == ahead
+    assert first_rows(data, environments)["sums"]["answer"] == 1
+
+
+@pytest.mark.parametrize(
+    ("names", "changes", "says"),
+    [
+        (("words", "other"), {}, "'other', which is no name"),
+        (("words",), {"prompts": ""}, "no row whose .environment. is 'sums'"),
+        ((), {}, "words has no prompts"),
+    ],
+)
+def test_rows_without_an_environment_are_refused(
+    tmp_path: Path, names: tuple[str, ...], changes: dict[str, Any], says: str
+) -> None:
+    data = shared(tmp_path, *names) if names else DataConfig()
+    with pytest.raises(UsageError, match=says):
+        open_prompts(data, seed=0, environments=two(tmp_path, **changes))
+
+
+def test_each_sample_has_the_limits_of_its_environment(tmp_path: Path) -> None:
+    chat: Any = None
+    config = RunConfig(
+        environments=(
+            NamedEnvironment(name="a", max_turns=3),
+            NamedEnvironment(name="b", kind="trl", id="m:C", max_s=2.0),
+        )
+    )
+    settings = for_environments(RolloutSettings(chat, Sampling(), 64), config)
+    a, b = settings.of({"environment": "a"}), settings.of({"environment": "b"})
+    assert (a.limits.turns, a.agents, b.limits.seconds, b.agents) == (3, False, 2.0, True)
+    with pytest.raises(SampleError, match=r"is 'c', which is none of \[\[environments\]\]"):
+        settings.of({"environment": "c"})
+    one = for_environments(RolloutSettings(chat, Sampling(), 64), RunConfig())
+    assert one.of({"environment": "anything"}) is one
+
+
+def rewards(outcomes: list[EpisodeOutcome]) -> dict[str, float]:
+    values = {outcome.key: outcome.value for outcome in outcomes}
+    return {key: v.reward for key, v in values.items() if isinstance(v, StepResult)}
+
+
+def test_each_sample_is_played_by_the_environment_that_its_row_names() -> None:
+    pools = EnvironmentSet({"words": InlinePool(ExactMatch), "sums": InlinePool(NumericMatch)})
+    for key, name in (("a", "words"), ("b", "sums")):
+        pools.play(key, {"prompt": "p", "answer": "1", "environment": name}, [" it is 1"])
+    assert rewards(pools.collect()) == {"a": 0.0, "b": 1.0}
+    pools.forget("a")
+    pools.forget("unknown")
+    pools.close()
+
+
+def test_conversations_beyond_the_limit_wait_for_one_to_end() -> None:
+    pool = LimitedPool(InlinePool(ExactMatch), 2)
+    row = {"prompt": "p", "answer": "1"}
+    for key in "abcd":
+        pool.play(key, row, [])
+    assert [outcome.key for outcome in pool.collect()] == ["a", "b"]
+    pool.play("a", row, ["1"])
+    assert rewards(pool.collect()) == {"a": 1.0}
+    pool.forget("c")  # while it waits
+    pool.forget("a")
+    assert [outcome.key for outcome in pool.collect()] == ["d"]
+    pool.close()
+
+
+def test_metrics_tell_environments_apart() -> None:
+    ended = [
+        trajectory(prompt_id="words/1", reward=1.0),
+        trajectory(prompt_id="words/2", reward=0.0, response=(3, 4)),
+        trajectory(prompt_id="words2/2", reward=9.0),
+    ]
+    assert environment_metrics(ended, ["words", "sums"]) == {
+        "environment/words/samples": 2.0,
+        "environment/words/reward": 0.5,
+        "environment/words/response_length": 2.5,
+        "environment/sums/samples": 0.0,
+    }
+    assert sample({"environment": "words"}).row["environment"] == "words"
