@@ -157,7 +157,9 @@ MISTAKES = {
         lambda project: (project / "prompts.parquet").write_text("a"),
     ),
     # the reward and the environment
-    "an environment misspelt": wrong("environment.kind=exakt", told="did you mean 'exact'?"),
+    "an environment misspelt": wrong(
+        "environment.kind=exakt", "environment.reward=", told="did you mean 'exact'?"
+    ),
     "no reward": wrong("environment.reward=", told="needs environment.reward"),
     "a reward without function": wrong("environment.reward=user_rewards", told='"module:name"'),
     "a module misspelt": wrong(
@@ -180,12 +182,17 @@ MISTAKES = {
         lambda project: (project / "broken.py").write_text("def score(:"),
     ),
     "an environment without step": wrong(
-        "environment.kind=user_rewards:NoStep", told="has no method step"
+        "environment.kind=user_rewards:NoStep", "environment.reward=", told="has no method step"
     ),
     "options that it does not take": wrong(
-        "environment.kind=exact", "environment.options.toleranz=1", told="toleranz"
+        "environment.kind=exact",
+        "environment.reward=",
+        "environment.options.toleranz=1",
+        told="toleranz",
     ),
-    "rows without an answer": wrong("environment.kind=exact", told='needs "answer" in every row'),
+    "rows without an answer": wrong(
+        "environment.kind=exact", "environment.reward=", told='needs "answer" in every row'
+    ),
     # places and flags
     "a file for a folder": wrong("run.dir=run.toml", told="run.toml is a file; name a folder"),
     "an address without protocol": wrong(
