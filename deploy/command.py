@@ -11,9 +11,11 @@ from typing import Any
 
 import click
 
+from umbra.deploy.config_page import config_page
 from umbra.deploy.live import LogView, choose_view
 from umbra.deploy.preflight import (
     check_one_machine,
+    check_packages,
     check_ports_free,
     check_run,
     resolve_paths,
@@ -21,15 +23,22 @@ from umbra.deploy.preflight import (
 )
 from umbra.deploy.programs import buffer_program, other_programs
 from umbra.deploy.run_folder import RunFolder
+from umbra.deploy.shown import shown_command, shown_path
 from umbra.deploy.summary import summary_rows
 from umbra.deploy.toml import to_toml
+from umbra.deploy.trial import try_aside
 from umbra.deploy.up import Up
 from umbra.proto.errors import EXIT_DONE, UsageError
+from umbra.services.buffer.data.sources import first_rows
 from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.config.cautions import cautions
 from umbra.services.runtime.config.feasibility import implied_staleness
 from umbra.services.runtime.config.loader import as_dict, load_config
-from umbra.services.runtime.config.objective_rules import implied, lone_groups
+from umbra.services.runtime.config.objective_rules import implied
+from umbra.services.runtime.learning_rate import after_extension
 from umbra.services.runtime.process.signals import SignalCounter
+
+SIGNALLED = 128  # exit codes above it are of signals
 
 run_file_argument = click.argument("run_file", type=click.Path(path_type=Path))
 set_option = click.option(
@@ -70,18 +79,26 @@ def up(
     once. The exit code is 0 only if the run ended well.
 
     If RUN_FILE is the folder of a run that was stopped or killed, that run goes on: from the newest
-    checkpoint, with the very batches that came after it.
+    checkpoint, with the very batches that came after it. One that has reached its end is trained on
+    with --set run.steps=N.
     """
-    before = RunFolder.existing(run_file) if run_file.is_dir() else None
+    extends = any(text.partition("=")[0].strip() == "run.steps" for text in overrides)
+    before = RunFolder.existing(run_file, extends=extends) if run_file.is_dir() else None
     with ExitStack() as stack:
         if before is not None:
             stack.enter_context(before.held())
             run_file = before.config
         config = load_run(run_file, overrides)
+        told = check_extension(before, config) if before is not None and before.has_ended() else ""
         check_one_machine(config)
         check_run(config)  # before a folder is made
+        check_packages(config)
+        search = _search_path(run_file, before)
         if dry_run:
-            return _print_programs(config)
+            warnings = _try_all(config, search)
+            code = _print_programs(config)
+            _echo_warnings(warnings, err=True)
+            return code
         check_ports_free(config)
         view = choose_view(quiet=quiet, as_json=as_json)
         interrupts = stack.enter_context(SignalCounter())
@@ -90,19 +107,63 @@ def up(
             stack.enter_context(folder.held())
         if logs:
             view = LogView(view, folder)
+        for name, text in [*cautions(config), *([("extended", told)] if told else [])]:
+            view.say(f"{'note' if text is told else 'warning'}: {name}: {text}")
         try:
             run = Up(
                 config,
                 folder,
                 view=view,
                 interrupts=interrupts,
-                search=_search_path(run_file, before),
+                search=search,
                 evaluate=not no_eval,
             )
             summary = run.run()
         finally:
             view.close()
-    return finish(summary, as_json=as_json)
+        return finish(summary, folder, as_json=as_json)  # while signals are only counted
+
+
+def _try_all(config: RunConfig, search: list[Path]) -> list[tuple[str, str]]:
+    """Try what `umbra up` and its processes would at their start; the warnings.
+
+    Raises:
+        UsageError: something is missing or does not fit; names it.
+        ChildError: the environment cannot be used.
+    """
+    try_aside(config, search)
+    from umbra.services.generator.start_check import check_chat, check_devices  # bring torch
+
+    check_devices(config)
+    row = next(iter(first_rows(config.data, config.environments).values()))
+    cut = check_chat(config, row)
+    return [*cautions(config), *([("max_tokens", cut)] if cut else [])]
+
+
+def check_extension(folder: RunFolder, config: RunConfig) -> str:
+    """Whether a run that has reached its end can be trained on; what its learning rate then does.
+
+    Raises:
+        UsageError: it can't; says why.
+    """
+    done = load_config(folder.config, environ={}).run.steps
+    if config.run.steps <= done:
+        raise UsageError(
+            f"the run in {folder.path} has reached its end, step {done}: run.steps = "
+            f"{config.run.steps} must be more than that to train on"
+        )
+    if config.buffer.store == "memory" or not any(folder.checkpoints.glob("step-*")):
+        missing = "store (buffer.store)" if config.buffer.store == "memory" else "checkpoint"
+        raise UsageError(
+            f"the run in {folder.path} cannot be trained on, because it left no {missing}: begin "
+            f"another one with model.path = {folder.model}"
+        )
+    return f"{done} steps are done; {after_extension(config.trainer, done, done, config.run.steps)}"
+
+
+def _echo_warnings(warnings: list[tuple[str, str]], *, err: bool = False) -> None:
+    for name, text in dict(warnings).items():
+        click.echo(f"warning:   {name}: {text}", err=err)
 
 
 def _print_programs(config: RunConfig) -> int:
@@ -123,16 +184,25 @@ def _search_path(run_file: Path, before: RunFolder | None) -> list[Path]:
     return [Path.cwd(), *map(Path, before.read_origin().get("search", []))]
 
 
-def finish(summary: dict[str, Any], *, as_json: bool) -> int:
+def finish(summary: dict[str, Any], folder: RunFolder, *, as_json: bool) -> int:
     """Print the outcome; the exit code."""
     code = int(summary["exit_code"])
     if as_json:
         click.echo(json.dumps(summary))
     else:
-        _print_table(summary_rows(summary))
+        _print_table([*summary_rows(summary), *_how_to_go_on(code, folder)])
     if code != EXIT_DONE:
         click.echo(f"umbra: error: {summary['exit_reason']}", err=True)
     return code
+
+
+def _how_to_go_on(code: int, folder: RunFolder) -> list[tuple[str, str]]:
+    """What to type after a run was stopped by a signal."""
+    if code <= SIGNALLED or not folder.config.is_file():
+        return []
+    if load_config(folder.config, environ={}).buffer.store == "memory":
+        return [("to go on", "it can't: buffer.store = memory; begin another run")]
+    return [("to go on", f"{shown_command()} up {shown_path(folder.path)}")]
 
 
 def _print_table(rows: list[tuple[str, str]]) -> None:
@@ -160,9 +230,19 @@ def config() -> None:
 @run_file_argument
 @set_option
 def check(run_file: Path, overrides: tuple[str, ...]) -> int:
-    """Check RUN_FILE: keys, values, and the files that it names."""
+    """Check RUN_FILE, and try what `umbra up` would: nothing is left, and nothing is started.
+
+    Keys, values, files, packages and devices; the model's chat template; and the reward or
+    environment, which is called once on the first prompt with an empty response. A run of several
+    trainer hosts is checked without what has to be on those: packages, devices and environment.
+    """
     run = load_run(run_file, overrides)
     check_run(run)
+    if run.trainer.nodes > 1:
+        warnings = list(cautions(run))
+    else:
+        check_packages(run)
+        warnings = _try_all(run, search_path(run_file))
     batch = run.buffer.group_size * run.buffer.batch_groups
     click.echo(f"{run_file}: good")
     click.echo(f"model:     {run.model.path}")
@@ -175,8 +255,7 @@ def check(run_file: Path, overrides: tuple[str, ...]) -> int:
         f"{run.trainer.minibatches}, epochs {run.trainer.epochs})"
     )
     _echo_memory(run)
-    if text := lone_groups(run):
-        click.echo(f"warning:   lone_groups: {text}")
+    _echo_warnings(warnings)
     return EXIT_DONE
 
 
@@ -197,6 +276,12 @@ def _echo_memory(run: RunConfig) -> None:
 def _changes(run: RunConfig) -> str:
     chosen = ", ".join(f"{key} = {value}" for key, value in run.trainer.chosen.items())
     return f" with {chosen}" if chosen else ""
+
+
+@config.command()
+def keys() -> None:
+    """Print every key with its meaning, default and unit, as Markdown (docs/config.md)."""
+    click.echo(config_page(), nl=False)
 
 
 @config.command()

@@ -161,7 +161,8 @@ def command(
         try:
             summary = Demo(task, seed, folder, view, interrupts).run(overrides)
         except StageInterrupted:
+            click.echo("umbra: interrupted", err=True)
             return interrupts.exit_code
         finally:
             view.close()
-    return finish(summary, as_json=as_json)
+    return finish(summary, folder, as_json=as_json)

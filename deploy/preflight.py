@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
@@ -10,7 +12,7 @@ import msgspec
 from umbra.proto.access import KeyRole
 from umbra.proto.errors import UsageError
 from umbra.proto.messages import Role
-from umbra.proto.sockets import check_port_free
+from umbra.proto.sockets import check_address, check_port_free
 from umbra.services.buffer.data.dataset_readers import DATASETS, read_source
 from umbra.services.buffer.data.sources import open_prompts
 from umbra.services.runtime.config import RunConfig
@@ -109,6 +111,32 @@ def check_run(config: RunConfig) -> None:
         raise UsageError(f"run.dir: {folder} is a file; name a folder")
 
 
+def check_packages(
+    config: RunConfig, find: Callable[[str], object | None] = importlib.util.find_spec
+) -> None:
+    """Whether the optional packages that the settings need are installed here.
+
+    Raises:
+        UsageError: one is not; names the setting and the extra.
+    """
+    trainer, metrics = config.trainer, config.metrics
+    kinds = {config.environment.kind, *(one.kind for one in config.environments)}
+    needs = (
+        ("trainer.lora_rank", trainer.lora_rank > 0, "peft", "lora"),
+        ('generator.engine = "vllm"', config.generator.engine == "vllm", "vllm", "vllm"),
+        ('environment.kind = "math"', "math" in kinds, "math_verify", "tasks"),
+        ('environment.kind = "reasoning-gym"', "reasoning-gym" in kinds, "reasoning_gym", "tasks"),
+        ("metrics.tensorboard", metrics.tensorboard, "tensorboard", "tensorboard"),
+        ("metrics.wandb", metrics.wandb != "off", "wandb", "wandb"),
+    )
+    for setting, set_so, package, extra in needs:
+        if set_so and find(package) is None:
+            raise UsageError(
+                f"{setting} needs {package.replace('_', '-')}, which is not installed: "
+                f"pip install 'umbra-rl[{extra}]'"
+            )
+
+
 def check_one_machine(config: RunConfig) -> None:
     """Whether one machine can start all of the run.
 
@@ -142,6 +170,14 @@ def run_endpoints(config: RunConfig) -> list[str]:
 def _check_security(config: RunConfig) -> None:
     """All keys that processes here need are there, and nothing is bound in public without."""
     roles: tuple[KeyRole, ...] = get_args(Role)
+    for key, endpoint in (
+        ("run.broker", config.run.broker),
+        ("weight_hub.listen", config.weight_hub.listen),
+    ):
+        if not endpoint.endswith(":*"):
+            check_address(endpoint, key)
+        elif not endpoint.startswith("tcp://"):
+            raise UsageError(f"{key} = {endpoint}: write it as tcp://host:port")
     for role in roles:
         security = open_security(config.security, [role])
         for endpoint in (config.run.broker, config.weight_hub.listen):

@@ -6,16 +6,19 @@ import json
 import secrets
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from umbra.proto.errors import UNREADABLE, UsageError
+from umbra.services.runtime.process.folder_lock import NAME as LOCK
 from umbra.services.runtime.process.folder_lock import HeldError, folder_lock
 from umbra.services.runtime.process.metrics import parse_row
 
 LAST_LINES_BYTES = 16 << 10
+CHECK = "environment-check"
+"""Name of the stage, and of its logs, that tries the environment before a run begins."""
 ENDED = "remove it, and the run goes on if it has not reached its end"
 BEGUN = "remove it, and the accuracy before training is measured again"
 
@@ -49,8 +52,8 @@ class RunFolder:
         return folder
 
     @classmethod
-    def existing(cls, path: str | Path) -> RunFolder:
-        """The folder of a run that was begun, and is to go on.
+    def existing(cls, path: str | Path, *, extends: bool = False) -> RunFolder:
+        """The folder of a run that was begun, and is to go on; `extends`: also beyond its end.
 
         Raises:
             UsageError: it is none, or the run has reached its end.
@@ -58,13 +61,32 @@ class RunFolder:
         folder = cls(Path(path).resolve())
         if not folder.config.is_file():
             raise UsageError(f"{path} is no run's folder: it has no {folder.config.name}")
-        if folder.summary.is_file() and _read(folder.summary, ENDED).get("exit_code") == 0:
+        if (folder.path / "tokenizer_config.json").is_file():
+            raise UsageError(f"{path} is no run's folder, but a model's: name a run file")
+        if folder.has_ended() and not extends:
             raise UsageError(
-                f"the run in {path} has reached its end: its model is {folder.model}; begin "
-                "another one with that as model.path"
+                f"the run in {path} has reached its end: its model is {folder.model}; train on "
+                f"with `umbra up {path} --set run.steps=N`, or begin another run with that as "
+                "model.path"
             )
         folder.logs.mkdir(exist_ok=True)
         return folder
+
+    def has_ended(self) -> bool:
+        """Whether the run has reached its end.
+
+        Raises:
+            UsageError: its summary cannot be read.
+        """
+        return self.summary.is_file() and _read(self.summary, ENDED).get("exit_code") == 0
+
+    def discard(self) -> None:
+        """Remove the folder of a run that was refused; what others have put there stays."""
+        for path in (self.config, self.path / LOCK, *self.logs.glob(f"{CHECK}.*")):
+            path.unlink(missing_ok=True)
+        for folder in (self.logs, self.path):
+            with suppress(OSError):  # not empty
+                folder.rmdir()
 
     @property
     def id(self) -> str:
@@ -87,6 +109,10 @@ class RunFolder:
     def metrics(self) -> Path:
         """What every service measured, as JSON lines."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
 
     @property
     def buffer(self) -> Path:

@@ -33,6 +33,7 @@ class RunOutcome:
     restarts: Mapping[str, int] = field(default_factory=dict)
     before: Mapping[str, float] = field(default_factory=dict)  # evals: accuracy, greedy
     after: Mapping[str, float] = field(default_factory=dict)
+    seen: Mapping[str, Any] = field(default_factory=dict)  # the last status that the buffer told
 
 
 def summarise(folder: RunFolder, outcome: RunOutcome) -> dict[str, Any]:
@@ -40,6 +41,9 @@ def summarise(folder: RunFolder, outcome: RunOutcome) -> dict[str, Any]:
     measured = measure(Recording([folder.path]).aligned_rows() if folder.metrics.exists() else [])
     status = read_status(folder)
     ledger = status.get("ledger")
+    last_seen = ledger is None and "ledger" in outcome.seen
+    if last_seen:
+        ledger = outcome.seen["ledger"]
     if ledger is not None:
         ended, flight = sum(ledger["ended"].values()), sum(ledger["in_flight"].values())
         ledger = {**ledger, "balance": ledger["issued"] - ledger["trained"] - ended - flight}
@@ -56,6 +60,7 @@ def summarise(folder: RunFolder, outcome: RunOutcome) -> dict[str, Any]:
         "health": status.get("health"),
         "warnings": status.get("warnings", []),
         "ledger": ledger,
+        "ledger_last_seen": last_seen,  # the buffer was killed: samples went on after this
         "evals": [
             {key: report[key] for key in ("version", "accuracy", "answered", "samples", "scores")}
             for report in status.get("evals", [])
@@ -196,7 +201,9 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
                 "ledger",
                 f"{ledger['issued']} issued = {ledger['trained']} trained"
                 + (f" + {ended}" if ended else "")
+                + (f" + {in_flight}" if (in_flight := counts(ledger["in_flight"])) else "")
                 + f", {balance}"
+                + (" when last asked" if summary.get("ledger_last_seen") else "")
                 + (f"; replayed {ledger['replayed']} times" if ledger.get("replayed") else ""),
             )
         )

@@ -23,15 +23,13 @@ from umbra.deploy.stage import (
     StageInterrupted,
     last_object,
     last_said,
-    run_stage,
     run_stages,
 )
 from umbra.deploy.summary import RunOutcome, read_status, summarise, write_summary
+from umbra.deploy.trial import try_environment
 from umbra.proto.errors import EXIT_DONE, StartupError, UmbraError
-from umbra.services.buffer.data.sources import first_rows
 from umbra.services.monitor.run_address import RunAddress
 from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config.loader import to_json
 from umbra.services.runtime.deadline import Deadline
 from umbra.services.runtime.net.keys import open_security
 from umbra.services.runtime.process.child import ChildError, ChildProcess, child_environ
@@ -92,9 +90,14 @@ class Up:
         before = self.folder.remember() if self.folder.config.is_file() else None
         try:
             self.check()
-        except UmbraError:
+        except (UmbraError, StageInterrupted) as error:
             if before is not None:
                 self.folder.put_back(before)
+            else:
+                self.folder.discard()
+            if isinstance(error, StageInterrupted):
+                code = self._interrupts.exit_code
+                raise ChildError("interrupted before anything was started", code) from error
             raise
         try:
             reason, code = self._phases()
@@ -126,21 +129,7 @@ class Up:
         """Write the resolved configuration and try everything that can be tried beforehand."""
         check_one_machine(self.config)
         check_run(self.config)
-        DISK.replace(self.folder.config, to_json(self.config), mode=READABLE_MODE)
-        first = first_rows(self.config.data, self.config.environments)
-        rows = self.folder.path / "first-rows.json"
-        rows.write_bytes(msgspec.json.encode(first))
-        try:
-            run_stage(
-                "environment-check",
-                (str(self.folder.config), str(rows)),
-                folder=self.folder,
-                environ=self.environ,
-                interrupts=self._interrupts,
-                module="umbra.services.generator.environment_check",
-            )
-        finally:
-            rows.unlink()
+        try_environment(self.config, self.folder, self.environ, self._interrupts)
 
     def _phases(self) -> tuple[str, int]:
         remove_leftovers(self.folder.id)  # of a life of this run that was killed
@@ -205,6 +194,8 @@ class Up:
         finally:
             progress.poll()
             self._trained = len(progress.rewards) > steps
+            if progress.status is not None:
+                self._outcome["seen"] = msgspec.to_builtins(progress.status)
             self._view.update(progress, supervisor.states())
             progress.close()
             self._end_all(supervisor)

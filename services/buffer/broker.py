@@ -248,6 +248,9 @@ class Broker:
             "the run goes on at version %d: %d samples in flight, %d members",
             self.batches.version, ledger.live - ledger.trained, len(self.members.peers),
         )  # fmt: skip
+        done = self.run.finished_of or self.batches.version
+        if self.run.finished and done < self.run.config.run.steps:
+            self.run.finished = ""  # run.steps was raised after the run had reached its end
         if self.run.finished:
             self._begin_end(self.run.finished, now, FINISH_S)
 
@@ -409,6 +412,7 @@ class Broker:
             self._finish_request = request
             return
         self.run.finished = f"run finished: {body.reason}"
+        self.run.finished_of = self.run.config.run.steps
         self.run.cancel()
         ledger = self.pool.ledger.snapshot()
         self._outbox.reply(request, RunFinished(ledger=ledger, evals=self.run.evals.newest))

@@ -62,6 +62,7 @@ class RunState:
         self.health = Health(config)
         self.curves = StepCurves()
         self.finished = ""  # why the run is over, once it is
+        self.finished_of = 0  # run.steps when it was
         self.committer = ""  # incarnation of the trainer that made the last commit
         self.wanted_since: float | None = None  # when the missing batch was first asked for
         self.policy = StalenessPolicy.of(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Any
 
 from umbra.proto.errors import UsageError
@@ -34,10 +35,14 @@ def gym_rows(name: str, count: int, seed: int) -> list[Row]:
         UsageError: the package is missing, or has no such dataset.
     """
     library = _library()
+    if name not in library.factory.DATASETS:
+        close = difflib.get_close_matches(name, library.factory.DATASETS, n=1, cutoff=0.5)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise UsageError(f"reasoning-gym has no dataset {name!r}{hint}")
     try:
         dataset = library.create_dataset(name, size=count, seed=seed)
     except ValueError as error:
-        raise UsageError(f"reasoning-gym has no dataset {name!r}: {error}") from error
+        raise UsageError(f"reasoning-gym cannot make dataset {name!r}: {error}") from error
     return [
         {"prompt": entry["question"], "answer": entry["answer"], "entry": entry}
         for entry in dataset

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 
 import torch
@@ -19,6 +18,7 @@ from umbra.services.modeling.micro_batch import MicroBatch
 from umbra.services.modeling.scorer import Scorer
 from umbra.services.modeling.weight_files import WeightFiles
 from umbra.services.runtime.config import TrainerConfig
+from umbra.services.runtime.learning_rate import learning_rate
 from umbra.services.runtime.model.architectures import check_experts
 from umbra.services.runtime.trajectories import RouterKind
 from umbra.services.trainer.checkpoints.parts import (
@@ -274,23 +274,6 @@ class Learner:
         All ranks have to call it.
         """
         return whole_weights(self.model, self.ranks, self._masters.of)
-
-
-def learning_rate(config: TrainerConfig, step: int, steps: int) -> float:
-    """The rate of update number `step`, counted from 0, of `steps`.
-
-    It rises linearly over `warmup_steps` to the peak, then stays there or falls to
-    `final_lr_ratio` of it at the last step, in a straight line or half a cosine.
-    """
-    peak = config.learning_rate
-    if step < config.warmup_steps:
-        return peak * (step + 1) / config.warmup_steps
-    if config.schedule == "constant":
-        return peak
-    done = (step - config.warmup_steps) / max(1, steps - 1 - config.warmup_steps)
-    done = min(1.0, done)
-    left = 1 - done if config.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
-    return peak * (config.final_lr_ratio + (1 - config.final_lr_ratio) * left)
 
 
 def _optimizer(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import platform
+import signal
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -121,6 +122,17 @@ COMMANDS: dict[str, SubCommand] = {
     ),
 }
 
+# How `umbra --help` lists them. A command that is in none is listed last.
+SECTIONS: dict[str, tuple[str, ...]] = {
+    "Begin": ("demo", "config", "doctor", "env", "estimate", "simulate", "completion"),
+    "Models and prompts": ("make-task", "make-model", "sft", "check-model", "replay-model"),
+    "Run": ("up", "plan", "keys", "keep"),
+    "Watch": ("monitor", "status", "ping"),
+    "Steer": ("pause", "resume", "checkpoint", "interrupt", "drain", "rollback"),
+    "Look back": ("report", "eval", "export", "weights", "store"),
+    "Services": ("buffer", "weight-hub", "trainer", "generator", "scorer", "env-worker"),
+}
+
 # Optional packages, by the extra of this distribution that installs them.
 EXTRAS: dict[str, str] = {
     "torch": "trainer",
@@ -190,9 +202,15 @@ class LazyGroup(click.Group):
         ]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the table of sub-commands without importing any of them."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, entry.help) for name, entry in COMMANDS.items()])
+        """Write the sub-commands by section, without importing any of them."""
+        listed = {name for names in SECTIONS.values() for name in names}
+        others = tuple(name for name in COMMANDS if name not in listed)
+        width = max(map(len, COMMANDS))
+        for section, names in (*SECTIONS.items(), ("More", others)):
+            rows = [(name.ljust(width), COMMANDS[name].help) for name in names if name in COMMANDS]
+            if rows:
+                with formatter.section(section):
+                    formatter.write_dl(rows)
 
 
 def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
@@ -260,4 +278,7 @@ def main(args: Sequence[str] | None = None) -> int:
         if exit_code is None:
             raise
         return exit_code
+    finally:
+        if args is None:  # a Ctrl-C while Python tidies up ends it without a traceback
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
     return result if type(result) is int else EXIT_DONE

@@ -256,6 +256,29 @@ def test_counts_of_another_kind_are_refused_in_a_sentence() -> None:
         world.restart_broker()
 
 
+def test_a_finished_run_goes_on_when_it_gets_more_steps() -> None:
+    world = World(steps=1, durable=True)
+    world.join("trainer", "trainer")
+    world.join("generator", "a")
+    world.produce("a", 0)
+    world.batch(1)
+    world.commit(1)
+    world.get("trainer", FinishRun(reason="done"), RunFinished)
+    world.restart_broker()
+    assert world.broker.state == "draining"
+    more = msgspec.structs.replace(world.config.run, steps=2)
+    world.config = msgspec.structs.replace(world.config, run=more)
+    world.restart_broker()
+    assert world.broker.state == "ready"
+    assert not world.broker.finished
+    world.join("trainer", "trainer", incarnation="again")
+    world.join("generator", "a", incarnation="again")
+    world.produce("a", 1)
+    assert world.batch(2).step == 2
+    world.restart_broker()
+    assert world.broker.state == "ready"
+
+
 def test_a_finished_run_stays_finished() -> None:
     world = started()
     world.lease("a", 2, 0)

@@ -191,3 +191,12 @@ def test_a_follower_waits_for_whole_lines(tmp_path: Path) -> None:
 
 def test_rows_of_no_file(tmp_path: Path) -> None:
     assert list(read_rows(tmp_path / "none")) == []
+
+
+def test_the_ledger_of_a_buffer_that_was_killed_is_the_one_last_seen(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "run")
+    flight = {"generating": 3, "ready": 0}
+    seen = {"ledger": {"issued": 11, "trained": 8, "ended": {}, "in_flight": flight}}
+    summary = summarise(folder, RunOutcome("interrupted", 130, 1.0, seen=seen))
+    rows = dict(summary_rows(summary))
+    assert rows["ledger"] == "11 issued = 8 trained + 3 generating, balanced when last asked"

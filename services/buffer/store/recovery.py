@@ -69,6 +69,7 @@ class RunRecord(msgspec.Struct, gc=False):
     vocabulary: Annotated[int, At("facts.vocabulary")]
     counters: Annotated[dict[str, int], At("counters")]
     prompts: dict[str, Any]  # their position; they seek it with what `c/` has
+    finished_of: Annotated[int, At("finished_of")] = 0  # a store of earlier has none
 
 
 PLACES = {

@@ -93,6 +93,12 @@ def check_feasible(config: RunConfig) -> None:
             "next ones, so they cannot wait for an evaluation: set eval.mode = pause, or "
             "generator.receive = staged"
         )
+    batch = config.buffer.group_size * config.buffer.batch_groups
+    if config.trainer.minibatches > batch:
+        faults.append(
+            f"trainer.minibatches = {config.trainer.minibatches} is more than the {batch} samples "
+            "of a batch (buffer.batch_groups * buffer.group_size): lower it"
+        )
     beyond = [step for step in config.trainer.profile_steps if step > config.run.steps]
     if beyond:
         faults.append(

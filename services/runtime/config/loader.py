@@ -204,7 +204,9 @@ def _convert(section: str, key: str, value: Any, where: str) -> Any:
     except msgspec.ValidationError:
         pass  # the error below says it with the name, the value and the source
     given = json.dumps(value, default=str)
-    raise UsageError(f"{where}: {section}.{key} must be {_expected(kind)}, not {given}")
+    near = difflib.get_close_matches(str(value).lower(), choices(kind), n=1, cutoff=0.6)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise UsageError(f"{where}: {section}.{key} must be {expected(kind)}, not {given}{hint}")
 
 
 def _scalar(text: str) -> Any:
@@ -223,7 +225,7 @@ def _hint(name: str, known: Iterable[str], prefix: str = "") -> str:
     return f"; did you mean {' or '.join(likely)}?" if likely else f"; known: {', '.join(known)}"
 
 
-def _expected(kind: introspect.Type) -> str:
+def expected(kind: introspect.Type) -> str:
     """What a value has to be, in words."""
     match kind:
         case introspect.BoolType():
@@ -242,11 +244,13 @@ def _expected(kind: introspect.Type) -> str:
             known = choices(kind)
             if known:
                 return "one of " + ", ".join(known)
-            return " or ".join(_expected(bare(one)) for one in kinds)
+            return " or ".join(expected(bare(one)) for one in kinds)
         case introspect.ListType(item_type=introspect.LiteralType(values=values)):
             return f"a list of {', '.join(map(str, values))}"
         case introspect.ListType(item_type=introspect.IntType() as item):
             return f"a list of integers{_bounds(item)}"
+        case introspect.ListType(item_type=introspect.StrType()):
+            return "a list of texts"
         case introspect.TupleType():
             return f"a list of {len(kind.item_types)} numbers"
         case _:

@@ -20,6 +20,7 @@ from umbra.proto.messages import Role
 from umbra.proto.sockets import check_address
 from umbra.services.runtime.config import LogConfig, RunConfig, RunSection
 from umbra.services.runtime.config import SecurityConfig as SecurityConfig
+from umbra.services.runtime.config.describe import shown_default
 from umbra.services.runtime.config.loader import bare, choices, load_config
 from umbra.services.runtime.net.keys import OPEN, Security, open_security
 from umbra.services.runtime.net.session import Session
@@ -235,7 +236,8 @@ def allow_connections() -> None:
 def _flag(field: msgspec.structs.FieldInfo, section: type[Any]) -> click.Option:
     info = msgspec.inspect.type_info(get_type_hints(section, include_extras=True)[field.name])
     schema = getattr(info, "extra_json_schema", None) or {}
-    default = "" if field.default in ("", None) else f"  [default: {field.default}]"
+    shown = shown_default(field)
+    default = f"  [default: {shown}]" if shown else ""
     kind = bare(info)
     if isinstance(kind, msgspec.inspect.DictType):
         return click.Option(
@@ -246,7 +248,7 @@ def _flag(field: msgspec.structs.FieldInfo, section: type[Any]) -> click.Option:
         )
     known = () if isinstance(kind, msgspec.inspect.BoolType) else choices(kind)
     kinds = [type(one).__name__.removesuffix("Type") for one in getattr(kind, "types", [kind])]
-    metavar = "|".join(known or kinds)
+    metavar = "|".join(known or kinds).replace("Tuple", "List")
     return click.Option(
         [f"--{field.encode_name.replace('_', '-')}", field.name],
         metavar=f"[{metavar}]" if known else metavar.upper(),

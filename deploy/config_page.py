@@ -1,0 +1,47 @@
+"""docs/config.md: every key of a run file, from the schema."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from umbra.services.runtime.config.describe import (
+    READERS,
+    WITH_FLAGS,
+    Described,
+    described,
+    section_summary,
+)
+
+HEAD = """# Every key of a run file
+
+Made from the schema by `umbra config keys`; a test compares. A run file is TOML, with a table per
+section. The environment variable `UMBRA_SECTION__KEY` is stronger than the file, and `--set
+section.key=value` stronger than both. `umbra config show RUN.toml` prints a run file with all
+defaults; `[[environments]]` has the keys of `[environment]`, and a name each.
+`umbra config check RUN.toml` tries it. Objectives, and the keys that they set:
+[algorithms.md](algorithms.md). Settings for staleness: [staleness.md](staleness.md).
+"""
+
+
+def config_page() -> str:
+    """The page, as Markdown."""
+    parts = [HEAD]
+    for section, keys in groupby(described(), key=lambda key: key.section):
+        flags = ""
+        if section in WITH_FLAGS:
+            command = section.replace("_", "-")
+            flags = f" Each key is a flag of `umbra {command}` too, with hyphens."
+        parts.append(
+            f"## [{section}]\n\n{section_summary(section)} Read by: {READERS[section]}.{flags}\n"
+        )
+        parts.append("| key | value | default | unit | meaning |\n|---|---|---|---|---|")
+        parts.append("\n".join(map(_row, keys)) + "\n")
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _row(key: Described) -> str:
+    default = f"`{key.default}`" if key.default else ""
+    if key.default == "of the objective":
+        default = "of the [objective](algorithms.md)"
+    cells = (f"`{key.name}`", key.value, default, key.unit, key.meaning)
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells) + " |"

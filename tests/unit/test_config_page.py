@@ -1,0 +1,50 @@
+"""docs/config.md is the schema, and help texts speak the language of run files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import pytest
+from test_cli_help import every_command
+
+from umbra import cli
+from umbra.services.runtime.config.describe import READERS, described
+from umbra.services.runtime.config.loader import SECTIONS
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "config.md"
+
+
+def test_the_page_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", "keys"]) == 0
+    assert PAGE.read_text(encoding="utf-8") == capsys.readouterr().out, (
+        "write it anew: umbra config keys > docs/config.md"
+    )
+
+
+def test_every_key_has_a_meaning() -> None:
+    keys = list(described())
+    assert {key.section for key in keys} == set(READERS) == set(SECTIONS) - {"environments"}
+    assert len(keys) == sum(len(SECTIONS[section]) for section in READERS)
+    assert [key for key in keys if not key.meaning] == []
+    units = {(key.section, key.name): key.unit for key in keys}
+    assert units["buffer", "lease_s"] == "seconds"
+    assert units["weight_hub", "bucket_bytes"] == "bytes"
+    assert units["sampling", "max_tokens"] == "tokens"
+
+
+def test_no_help_speaks_of_how_it_is_made() -> None:
+    for name, command in every_command():
+        text = command.get_help(click.Context(command))
+        for word in ("NODEFAULT", "TUPLE", "UNSET", "Sentinel", "<class", "None]"):
+            assert word not in text, f"{name}: {word}"
+
+
+def test_every_command_is_in_one_section_of_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    named = [name for names in cli.SECTIONS.values() for name in names]
+    assert sorted(named) == sorted(cli.COMMANDS)
+    assert cli.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for section, names in cli.SECTIONS.items():
+        listed = text.partition(f"\n{section}:\n")[2].partition("\n\n")[0].splitlines()
+        assert [line.split()[0] for line in listed] == list(names)

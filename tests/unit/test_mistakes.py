@@ -1,0 +1,377 @@
+"""Forty mistakes of a user, each answered by one sentence before anything begins.
+
+`umbra up` in this process, so that what has to be loaded is loaded once. What takes a model, a
+service or a signal to go wrong is in tests/integration/test_refusals.py and test_bad_input.py.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from fakes.slowness import seconds
+from fakes.waiting import until
+
+from umbra import cli
+from umbra.deploy.command import check_extension, load_run
+from umbra.deploy.preflight import check_packages
+from umbra.deploy.run_folder import RunFolder
+from umbra.deploy.trial import try_aside
+from umbra.proto.errors import UsageError
+from umbra.services.generator.start_check import check_chat, check_devices
+from umbra.services.runtime.config.cautions import cautions
+from umbra.services.runtime.config.loader import load_config, to_json
+from umbra.services.runtime.process.child import ChildError
+
+REWARDS = """
+import os, time
+
+def blocks(prompt, completion, row):
+    time.sleep(3600)
+
+def raises(prompt, completion, row):
+    raise KeyError("gold")
+
+def nothing(prompt, completion, row):
+    pass
+
+def not_finite(prompt, completion, row):
+    return float("nan")
+
+def two_arguments(prompt, completion):
+    return 1.0
+
+def leaves(prompt, completion, row):
+    os._exit(7)
+
+class NoStep:
+    def reset(self, row):
+        return []
+"""
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """`make` does it in the project; `settings` are its --set; the sentence has all of `told`."""
+
+    told: tuple[str, ...]
+    settings: tuple[str, ...] = ()
+    make: Callable[[Path], object] = lambda project: None
+    words: tuple[str, ...] = ("up", "run.toml")
+
+
+def wrong(*settings: str, told: str | tuple[str, ...]) -> Mistake:
+    return Mistake((told,) if isinstance(told, str) else told, settings)
+
+
+def prompts(text: str, *told: str) -> Mistake:
+    return Mistake(told, make=lambda project: (project / "prompts.jsonl").write_text(text))
+
+
+def run_file(text: str, *told: str) -> Mistake:
+    return Mistake(told, make=lambda project: (project / "run.toml").write_text(text))
+
+
+def reward(name: str, *told: str, limit_s: float = 30.0) -> Mistake:
+    settings = (f"environment.reward=user_rewards:{name}", f"environment.timeout_s={limit_s}")
+    return Mistake(told, settings)
+
+
+def _without(name: str) -> Callable[[Path], object]:
+    """A model of which a file is missing."""
+
+    def make(project: Path) -> None:
+        model = (project / "model").resolve()
+        (project / "partial").mkdir()
+        for file in model.iterdir():
+            if file.name not in name.split():
+                (project / "partial" / file.name).symlink_to(file)
+
+    return make
+
+
+MISTAKES = {
+    # the run file
+    "no run file": Mistake(("nowhere.toml does not exist",), words=("up", "nowhere.toml")),
+    "no TOML": run_file("[run\nsteps = 3", "run file run.toml is not valid TOML"),
+    "a binary file": Mistake(
+        ("run file run.toml",), make=lambda project: (project / "run.toml").write_bytes(b"\xff\xfe")
+    ),
+    "a folder that is no run": Mistake(("model is no run's folder",), words=("up", "model")),
+    "a section misspelt": wrong("bufer.run_ahead=1", told="did you mean buffer"),
+    "a key misspelt": wrong("run.step=3", told="did you mean run.steps"),
+    "a key without section": wrong("steps=3", told="section"),
+    "a setting without value": wrong("run.steps", told="write it as section.key=value"),
+    "a word for a number": wrong("run.steps=many", told="run.steps must be an integer >= 1"),
+    "a number out of range": wrong("sampling.top_p=2", told="sampling.top_p must be a number > 0"),
+    "a learning rate of zero": wrong("trainer.learning_rate=0", told="must be a number > 0"),
+    "a learning rate with a comma": wrong("trainer.learning_rate=1,5e-6", told="must be a number"),
+    "an objective misspelt": wrong("trainer.objective=grop", told="did you mean grpo?"),
+    "an engine misspelt": wrong("generator.engine=vlm", told="did you mean vllm?"),
+    "a plane misspelt": wrong("weight_hub.plane=ncll", told="did you mean nccl?"),
+    "a name that is empty": wrong("run.name=", told="run.name must be text that is not empty"),
+    # what contradicts itself
+    "more minibatches than samples": wrong(
+        "trainer.minibatches=100", told=("trainer.minibatches = 100", "16 samples")
+    ),
+    "groups of one for rloo": wrong(
+        "trainer.objective=rloo", "buffer.group_size=1", told="buffer.group_size to 2 or more"
+    ),
+    "dynamic sampling of groups of one": wrong(
+        "buffer.dynamic_sampling=true", "buffer.group_size=1", told="no batch is ever full"
+    ),
+    "a reference that nobody computes": wrong(
+        "trainer.kl_coef=0.1", told="add ref_logp to buffer.stages"
+    ),
+    "a port that is none": wrong("buffer.ports=[1, 2, 99999]", told="buffer.ports"),
+    "evaluations of nothing": wrong("eval.every=2", told="eval.every needs eval.prompts"),
+    # the model
+    "no model": wrong("model.path=", told="model.path"),
+    "a model that is not there": wrong("model.path=nowhere", told=("model.path", "nowhere")),
+    "a model without tokenizer": Mistake(
+        ("model.path", "has no tokenizer"),
+        ("model.path=partial",),
+        _without("tokenizer.json tokenizer_config.json"),
+    ),
+    "a model without weights": Mistake(
+        ("model.path", "weights"), ("model.path=partial",), _without("model.safetensors")
+    ),
+    "a model without config": Mistake(
+        ("model.path", "config.json"), ("model.path=partial",), _without("config.json")
+    ),
+    # the prompts
+    "no prompts": wrong("data.prompts=", told="data.prompts"),
+    "prompts that are not there": wrong("data.prompts=nowhere.jsonl", told="nowhere.jsonl"),
+    "prompts that are empty": prompts("", "empty"),
+    "a line that is no JSON": prompts('{"prompt": "a"}\nb\n', "prompts.jsonl, line 2"),
+    "another name for the prompt": prompts('{"question": "a"}\n', "line 1", "prompt"),
+    "a prompt that is a number": prompts('{"prompt": 3}\n', "line 1", "prompt"),
+    "no Parquet": Mistake(
+        ("no Parquet file",),
+        ("data.prompts=prompts.parquet",),
+        lambda project: (project / "prompts.parquet").write_text("a"),
+    ),
+    # the reward and the environment
+    "an environment misspelt": wrong(
+        "environment.kind=exakt", "environment.reward=", told="did you mean 'exact'?"
+    ),
+    "no reward": wrong("environment.reward=", told="needs environment.reward"),
+    "a reward without function": wrong("environment.reward=user_rewards", told='"module:name"'),
+    "a module misspelt": wrong(
+        "environment.reward=user_reward:score", told="did you mean 'user_rewards'?"
+    ),
+    "a function misspelt": wrong(
+        "environment.reward=user_rewards:block", told="did you mean 'blocks'?"
+    ),
+    "a reward that raises": reward("raises", "KeyError", "gold"),
+    "a reward that returns nothing": reward("nothing", "None"),
+    "a reward that is no number": reward("not_finite", "nan"),
+    "a reward of other arguments": reward("two_arguments", "two_arguments", "row"),
+    "a reward that ends its process": reward("leaves", "exit code 7"),
+    "a reward that blocks": reward(
+        "blocks", "took longer than environment.timeout_s = 0.5 s", limit_s=0.5
+    ),
+    "a module that cannot be imported": Mistake(
+        ("importing it failed", "SyntaxError"),
+        ("environment.reward=broken:score",),
+        lambda project: (project / "broken.py").write_text("def score(:"),
+    ),
+    "an environment without step": wrong(
+        "environment.kind=user_rewards:NoStep", "environment.reward=", told="has no method step"
+    ),
+    "options that it does not take": wrong(
+        "environment.kind=exact",
+        "environment.reward=",
+        "environment.options.toleranz=1",
+        told="toleranz",
+    ),
+    "rows without an answer": wrong(
+        "environment.kind=exact", "environment.reward=", told='needs "answer" in every row'
+    ),
+    # places and flags
+    "a file for a folder": wrong("run.dir=run.toml", told="run.toml is a file; name a folder"),
+    "an address without protocol": wrong(
+        "run.broker=127.0.0.1:5555", told="run.broker 127.0.0.1:5555: write it as tcp://host:port"
+    ),
+    "several hosts": wrong(
+        "trainer.nodes=2", "trainer.ranks=2", told="`umbra up` runs everything on this machine"
+    ),
+    "keys that are not there": wrong("security.keys=nowhere", told=("nowhere", "umbra keys")),
+    "a reward stage nobody serves": wrong(
+        'buffer.stages=["reward"]', "scorer.reward=0", told="scorer.reward = 0"
+    ),
+}
+
+
+@pytest.fixture
+def here(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (project / "user_rewards.py").write_text(REWARDS)
+    monkeypatch.chdir(project)
+    return project
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_told_in_one_sentence(
+    name: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mistake = MISTAKES[name]
+    mistake.make(here)
+    settings = [word for setting in mistake.settings for word in ("--set", setting)]
+    code = cli.main([*mistake.words, *settings])
+    captured = capsys.readouterr()
+    assert code == 2, captured
+    (line,) = captured.err.splitlines()
+    assert line.startswith("umbra: error: ")
+    for part in mistake.told:
+        assert part in line
+    assert not list((here / "runs").glob("*"))
+
+
+def test_there_are_forty() -> None:
+    assert len(MISTAKES) >= 40
+
+
+def test_a_folder_that_was_there_stays(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "runs" / "earlier").mkdir(parents=True)
+    refused = ["up", "run.toml", "--set", "environment.reward=user_rewards:raises"]
+    assert cli.main(refused) == 2
+    assert [path.name for path in (here / "runs").iterdir()] == ["earlier"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("trainer.lora_rank=8", "trainer.lora_rank needs peft"),
+        ("generator.engine=vllm", 'generator.engine = "vllm" needs vllm'),
+        ("environment.kind=math", 'environment.kind = "math" needs math-verify'),
+        ("environment.kind=reasoning-gym", 'environment.kind = "reasoning-gym" needs'),
+        ("metrics.tensorboard=true", "metrics.tensorboard needs tensorboard"),
+        ("metrics.wandb=offline", "metrics.wandb needs wandb"),
+    ],
+)  # fmt: skip
+def test_a_package_that_is_not_installed(setting: str, told: str) -> None:
+    config = load_config(overrides=[setting], environ={})
+    with pytest.raises(UsageError, match="pip install 'umbra-rl") as caught:
+        check_packages(config, find=lambda package: None)
+    assert str(caught.value).startswith(told)
+    check_packages(config, find=lambda package: package)
+
+
+def test_a_gym_task_misspelt() -> None:
+    gym = pytest.importorskip("umbra.services.environments.gym")
+    pytest.importorskip("reasoning_gym")
+    with pytest.raises(UsageError, match=r"did you mean 'chain_sum'"):
+        gym.gym_rows("chain_sums", 1, 0)
+
+
+def test_ctrl_c_before_anything_has_begun(here: Path) -> None:
+    """1. The reward blocks. 2. Ctrl-C. Result: a sentence, exit code 130, no folder."""
+    words = ["up", "run.toml", "--set", "environment.reward=user_rewards:blocks"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "umbra", *words],
+        stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    try:
+        until(lambda: list(here.glob("runs/*/logs/environment-check.log")), "the check")
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=seconds(50))
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130
+    assert said == "umbra: error: interrupted before anything was started\n"
+    assert not list((here / "runs").iterdir())
+
+
+def ended(here: Path, *settings: str) -> RunFolder:
+    """The folder of a run of four steps that has reached its end."""
+    folder = RunFolder(here / "runs" / "run-1")
+    (folder.checkpoints / "step-4").mkdir(parents=True)
+    folder.config.write_bytes(to_json(load_run(here / "run.toml", settings)))
+    folder.summary.write_text('{"exit_code": 0}')
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked", "told"),
+    [
+        ((), (), "--set run.steps=N"),
+        ((), ("run.steps=4",), "reached its end, step 4: run.steps = 4 must be more"),
+        (("buffer.store=memory",), ("run.steps=9",), "left no store (buffer.store)"),
+    ],
+)
+def test_a_run_that_cannot_be_trained_on(
+    settings: tuple[str, ...],
+    asked: tuple[str, ...],
+    told: str,
+    here: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = ended(here, *settings)
+    sets = [word for setting in asked for word in ("--set", setting)]
+    assert cli.main(["up", str(folder.path), *sets]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert told in line
+
+
+def test_what_the_rate_of_a_longer_run_does(here: Path) -> None:
+    folder = ended(here)
+    linear = ("run.steps=8", "trainer.schedule=linear", "trainer.warmup_steps=0")
+    told = check_extension(folder, load_run(here / "run.toml", linear))
+    assert "from 5e-05, where the run ended, to 0.000457, and falls to 5e-05" in told
+    told = check_extension(folder, load_run(here / "run.toml", linear[:1]))
+    assert told == "4 steps are done; the learning rate stays at 0.001"
+    (folder.checkpoints / "step-4").rmdir()
+    with pytest.raises(UsageError, match="left no checkpoint"):
+        check_extension(folder, load_run(here / "run.toml", linear))
+
+
+@pytest.mark.parametrize(
+    ("setting", "name"),
+    [
+        ("buffer.group_size=1", "lone_groups"),
+        ("trainer.learning_rate=0.1", "learning_rate"),
+        ("trainer.learning_rate=1e-9", "learning_rate"),
+        ("trainer.warmup_steps=100", "warmup"),
+        ("sampling.max_tokens=1024", "max_tokens"),
+        ("trainer.minibatches=3", "minibatches"),
+    ],
+)
+def test_what_is_seldom_meant_is_a_warning(setting: str, name: str) -> None:
+    assert list(cautions(load_config(environ={}))) == []
+    config = load_config(overrides=[setting, "trainer.objective=ppo"], environ={})
+    assert [found for found, _ in cautions(config)] == [name]
+
+
+def test_a_first_prompt_that_is_too_long_and_a_device_that_is_not_here(here: Path) -> None:
+    row = {"prompt": "say a"}
+    config = load_run(here / "run.toml", ())
+    check_devices(config)
+    assert check_chat(config, row) == ""
+    short = load_run(here / "run.toml", ("generator.max_context=16",))
+    assert "of sampling.max_tokens = 12: longer answers are cut off" in check_chat(short, row)
+    with pytest.raises(UsageError, match="leaves no room for an answer"):
+        check_chat(short, {"prompt": "say a" * 10})
+    with pytest.raises(UsageError, match=r"trainer\.device: device 'gpu': use cpu, cuda"):
+        check_devices(load_run(here / "run.toml", ("trainer.device=gpu",)))
+    with pytest.raises(UsageError, match=r"generator\.device: device 'cuda:99': this machine has"):
+        check_devices(load_run(here / "run.toml", ("generator.device=cuda:99",)))
+
+
+def test_rows_of_a_parquet_file_and_of_several_sources(here: Path) -> None:
+    """The environment is tried on a row of whatever the prompts are in."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pytest.importorskip("pyarrow").Table.from_pylist([{"prompt": "say b", "word": "b"}])
+    parquet.write_table(table, here / "prompts.parquet")
+    for setting in ("data.prompts=prompts.parquet", 'data.sources={"prompts.parquet" = 1.0}'):
+        settings = (setting, *(() if "prompts=" in setting else ("data.prompts=",)))
+        config = load_run(here / "run.toml", settings)
+        try_aside(config, [here])
+        with pytest.raises(ChildError, match="no such thing"):
+            bad = (*settings, "environment.reward=tiny_reward:raises")
+            try_aside(load_run(here / "run.toml", bad), [here])
